@@ -1,6 +1,8 @@
-"""Compares the processor time and memory of an index build with a loop that only decodes and encodes images.
+"""Compares the processor time and memory of an index build with a loop that only
+decodes and encodes images.
 
-Linux only. The loop and one build per engine run alternately. Each run is a new process.
+Linux only. The loop and one build per engine run alternately. Each run is a new
+process.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ from pipelines.environment import environment
 from storage_formats.errors import EdjeError
 
 _BATCH = 8
-_PR_SET_CHILD_SUBREAPER = 36  # <linux/prctl.h>
+# <linux/prctl.h>
+_PR_SET_CHILD_SUBREAPER = 36
 _SAMPLE_SECONDS = 0.5
 
 
@@ -41,20 +44,48 @@ def bench_build(
     repeats: int = 3,
     engines: Sequence[str] = ("inline", "ray"),
 ) -> dict[str, Any]:
-    """Measure all runs on `images`, and return a report that compares each engine with the loop.
+    """Measure all runs on `images`, and return a report that compares each engine with
+    the loop.
 
     The other arguments are options of `edje-index bench build`.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    paths = [str(path.absolute()) for path in images]  # paths of a list are relative to the list
-    source, index = folder / "images.jsonl", folder / "index"
+    # paths of a list are relative to the list
+    paths = [str(path.absolute()) for path in images]
+    source = folder / "images.jsonl"
+    index = folder / "index"
     source.write_text("".join(json.dumps({"path": path}) + "\n" for path in paths))
     options = ["--model", str(model), "--threads", str(threads), "--dtype", dtype]
-    loop = [sys.executable, "-m", "benchmarks.build", str(source), str(model), str(threads), dtype]
+    loop = [
+        sys.executable,
+        "-m",
+        "benchmarks.build",
+        str(source),
+        str(model),
+        str(threads),
+        dtype,
+    ]
     commands = {"bare loop": loop}
     for engine in engines:
-        of_engine = ["--engine", engine, "--device", "cpu", "--workers", "1", "--batch-size", str(_BATCH)]
-        build = [sys.executable, "-m", "pipelines.cli", "build", str(source), "--out", str(index)]
+        of_engine = [
+            "--engine",
+            engine,
+            "--device",
+            "cpu",
+            "--workers",
+            "1",
+            "--batch-size",
+            str(_BATCH),
+        ]
+        build = [
+            sys.executable,
+            "-m",
+            "pipelines.cli",
+            "build",
+            str(source),
+            "--out",
+            str(index),
+        ]
         commands[engine] = [*build, *options, *of_engine, "--json", "--quiet"]
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in commands}
     for _ in range(repeats):
@@ -62,15 +93,25 @@ def bench_build(
             shutil.rmtree(index, ignore_errors=True)
             runs[name].append(call_in_process("benchmarks.build:measure", *command))
     shutil.rmtree(index, ignore_errors=True)
-    settings = {"images": len(images), "model": model.name, "threads": threads, "batch_size": _BATCH}
+    settings = {
+        "images": len(images),
+        "model": model.name,
+        "threads": threads,
+        "batch_size": _BATCH,
+    }
     settings |= {"dtype": dtype, "repeats": repeats, "engines": list(engines)}
     summary = {}
-    for name, of_name in runs.items():  # ratios and differences are of runs in the same round
+    # ratios and differences are of runs in the same round
+    for name, of_name in runs.items():
         cpu, memory = (
-            [[run[key] for run in each] for each in (of_name, runs["bare loop"])] for key in ("cpu", "peak_pss")
+            [[run[key] for run in each] for each in (of_name, runs["bare loop"])]
+            for key in ("cpu", "peak_pss")
         )
         stages = [run["stdout"]["stage_seconds"] for run in of_name]
-        median_stages = {stage: statistics.median(run[stage] for run in stages) for stage in stages[0]}
+        median_stages = {
+            stage: statistics.median(run[stage] for run in stages)
+            for stage in stages[0]
+        }
         summary[name] = {
             "wall": statistics.median(run["wall"] for run in of_name),
             "cpu": statistics.median(cpu[0]),
@@ -80,22 +121,34 @@ def bench_build(
             "stage_seconds": median_stages,
             "model_images_per_second": len(images) / median_stages["encode"],
         }
-    return {"environment": environment(), "settings": settings, "runs": runs, "summary": summary}
+    return {
+        "environment": environment(),
+        "settings": settings,
+        "runs": runs,
+        "summary": summary,
+    }
 
 
 def report_lines(report: dict[str, Any]) -> Iterator[str]:
     """Yield the lines of the report as text."""
     for name, row in report["summary"].items():
         yield (
-            f"{name:10} cpu {row['cpu']:8.1f} s  x{row['cpu_ratio']:.3f}   wall {row['wall']:8.1f} s   "
-            f"memory {row['peak_pss'] / 2**20:6.0f} MiB ({row['extra_pss'] / 2**20:+.0f})"
+            f"{name:10} cpu {row['cpu']:8.1f} s  x{row['cpu_ratio']:.3f}   wall"
+            f" {row['wall']:8.1f} s   memory {row['peak_pss'] / 2**20:6.0f} MiB"
+            f" ({row['extra_pss'] / 2**20:+.0f})"
         )
-        stages = "  ".join(f"{stage} {seconds:.1f}" for stage, seconds in row["stage_seconds"].items())
-        yield f"{'':10} seconds per stage: {stages}   model {row['model_images_per_second']:.1f} images/s"
+        stages = "  ".join(
+            f"{stage} {seconds:.1f}" for stage, seconds in row["stage_seconds"].items()
+        )
+        yield (
+            f"{'':10} seconds per stage: {stages}   model"
+            f" {row['model_images_per_second']:.1f} images/s"
+        )
 
 
 def bare_loop(image_list: str, model: str, threads: str, dtype: str) -> dict[str, Any]:
-    """Do the minimum work of a build: decode and preprocess every image in the list, and run the model.
+    """Do the minimum work of a build: decode and preprocess every image in the list,
+    and run the model.
 
     Returns:
         The number of images, and the seconds of both stages.
@@ -106,8 +159,12 @@ def bare_loop(image_list: str, model: str, threads: str, dtype: str) -> dict[str
     from edje_index.indexing.image_encoder import ImageEncoder
 
     encoder = ImageEncoder.open(model, device="cpu", threads=int(threads), dtype=dtype)
-    paths = [json.loads(line)["path"] for line in Path(image_list).read_text().splitlines()]
-    count, decode_seconds, model_seconds = 0, 0.0, 0.0
+    paths = [
+        json.loads(line)["path"] for line in Path(image_list).read_text().splitlines()
+    ]
+    count = 0
+    decode_seconds = 0.0
+    model_seconds = 0.0
     for start in range(0, len(paths), _BATCH):
         started = time.perf_counter()
         pixels = []
@@ -119,27 +176,38 @@ def bare_loop(image_list: str, model: str, threads: str, dtype: str) -> dict[str
         count += len(encoder.encode(batch)[0])
         decode_seconds += loaded - started
         model_seconds += time.perf_counter() - loaded
-    return {"images": count, "stage_seconds": {"decode": decode_seconds, "encode": model_seconds}}
+    return {
+        "images": count,
+        "stage_seconds": {"decode": decode_seconds, "encode": model_seconds},
+    }
 
 
 def measure(*command: str) -> dict[str, Any]:
-    """Run a command that prints a JSON object, and return the cost of the command and its descendants.
+    """Run a command that prints a JSON object, and return the cost of the command and
+    its descendants.
 
     Returns:
-        `wall`: seconds; `cpu`: user and system seconds; `peak_pss`: largest sampled sum of the proportional set sizes
-        of all processes, in bytes; `stdout`: the object that the command printed.
+        `wall`: seconds; `cpu`: user and system seconds; `peak_pss`: largest sampled sum
+        of the proportional set sizes of all processes, in bytes; `stdout`: the object
+        that the command printed.
     """
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # daemons of Ray become children of this process
-    peak, cpu_of_process, here = 0, dict[int, float](), psutil.Process()
+    # daemons of Ray become children of this process
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    peak = 0
+    cpu_of_process = dict[int, float]()
+    here = psutil.Process()
     started = time.perf_counter()
     with tempfile.TemporaryFile("w+") as stdout, tempfile.TemporaryFile("w+") as stderr:
         process = subprocess.Popen(command, stdout=stdout, stderr=stderr)
         while process.poll() is None:
             pss = 0
             for child in here.children(recursive=True):
-                with contextlib.suppress(psutil.Error):  # it has ended
+                # it has ended
+                with contextlib.suppress(psutil.Error):
                     times = child.cpu_times()
-                    cpu_of_process[child.pid] = max(cpu_of_process.get(child.pid, 0.0), times.user + times.system)
+                    cpu_of_process[child.pid] = max(
+                        cpu_of_process.get(child.pid, 0.0), times.user + times.system
+                    )
                     pss += child.memory_full_info().pss
             peak = max(peak, pss)
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -148,9 +216,13 @@ def measure(*command: str) -> dict[str, Any]:
         stdout.seek(0)
         stderr.seek(0)
         if process.returncode:
-            raise EdjeError(f"'{' '.join(command[:4])} ...' failed: {' '.join(stderr.read().splitlines()[-3:])}")
+            raise EdjeError(
+                f"'{' '.join(command[:4])} ...' failed:"
+                f" {' '.join(stderr.read().splitlines()[-3:])}"
+            )
         printed = json.load(stdout)
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)  # without daemons, which end later
+    # without daemons, which end later
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu = max(usage.ru_utime + usage.ru_stime, sum(cpu_of_process.values()))
     return {"wall": wall, "cpu": cpu, "peak_pss": peak, "stdout": printed}
 

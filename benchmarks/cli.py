@@ -1,4 +1,6 @@
-"""The command group `edje-index bench`: the options of each benchmark, and the printing of its results."""
+"""The command group `edje-index bench`: the options of each benchmark, and the
+printing of its results.
+"""
 
 from __future__ import annotations
 
@@ -30,21 +32,37 @@ _EXISTING = click.Path(exists=True, path_type=Path)
 _FOLDER = click.Path(file_okay=False, path_type=Path)
 
 
-def _several(option: str, name: str, kind: Any, text: str, default: tuple[int, ...] = ()) -> Callable[[Any], Any]:
+def _several(
+    option: str, name: str, kind: Any, text: str, default: tuple[int, ...] = ()
+) -> Callable[[Any], Any]:
     """Return an option that can be given several times."""
-    metavar, shown = ("NAME" if kind is str else None), bool(default)
+    metavar = "NAME" if kind is str else None
+    shown = bool(default)
     return click.option(
-        option, name, type=kind, metavar=metavar, multiple=True, default=default, show_default=shown, help=text
+        option,
+        name,
+        type=kind,
+        metavar=metavar,
+        multiple=True,
+        default=default,
+        show_default=shown,
+        help=text,
     )
 
 
 def _repeats(default: int) -> Callable[[Any], Any]:
     return click.option(
-        "--repeats", type=POSITIVE, default=default, show_default=True, help="Number of runs of each measurement."
+        "--repeats",
+        type=POSITIVE,
+        default=default,
+        show_default=True,
+        help="Number of runs of each measurement.",
     )
 
 
-_report_option = click.option("--report", type=_FOLDER, help="Directory for the report, in Markdown and JSON.")
+_report_option = click.option(
+    "--report", type=_FOLDER, help="Directory for the report, in Markdown and JSON."
+)
 
 
 def _say(line: str) -> None:
@@ -52,9 +70,15 @@ def _say(line: str) -> None:
 
 
 def _finish(
-    report: dict[str, Any], lines: Sequence[str], as_json: bool, folder: Path | None = None, name: str = ""
+    report: dict[str, Any],
+    lines: Sequence[str],
+    as_json: bool,
+    folder: Path | None = None,
+    name: str = "",
 ) -> None:
-    """Print a report, as one JSON object if `as_json` is True. Also write it to `folder`, if that is given."""
+    """Print a report, as one JSON object if `as_json` is True. Also write it to
+    `folder`, if that is given.
+    """
     if folder is not None:
         from benchmarks.report import write_report
 
@@ -65,9 +89,11 @@ def _finish(
 
 @click.group()
 def bench() -> None:
-    """Run a benchmark: fetching, codecs, building, scoring, serving, whole systems, or the tables of the paper.
+    """Run a benchmark: fetching, codecs, building, scoring, serving, whole systems, or
+    the tables of the paper.
 
-    Results are medians over several runs. Ratios vary less between machines than seconds.
+    Results are medians over several runs. Ratios vary less between machines than
+    seconds.
     """
 
 
@@ -76,11 +102,25 @@ def bench() -> None:
 @click.option("--rows", type=POSITIVE, required=True, help="Number of rows.")
 @stored_precisions_option
 @shard_size_option
-@click.option("--tokens", type=POSITIVE, default=64, show_default=True, help="Number of tokens per block.")
-@click.option("--width", type=POSITIVE, default=384, show_default=True, help="Width of a token.")
+@click.option(
+    "--tokens",
+    type=POSITIVE,
+    default=64,
+    show_default=True,
+    help="Number of tokens per block.",
+)
+@click.option(
+    "--width", type=POSITIVE, default=384, show_default=True, help="Width of a token."
+)
 @json_option
 def make_synthetic_command(
-    out: Path, rows: int, precisions: tuple[str, ...], shard_size: int, tokens: int, width: int, as_json: bool
+    out: Path,
+    rows: int,
+    precisions: tuple[str, ...],
+    shard_size: int,
+    tokens: int,
+    width: int,
+    as_json: bool,
 ) -> None:
     """Write an index of random blocks to OUT for benchmarks.
 
@@ -90,7 +130,13 @@ def make_synthetic_command(
     """
     from benchmarks.synthetic import make_synthetic
 
-    spec = IndexSpec(rows, shard_size, (tokens, width), embed_dim=width, precisions=tuple(dict.fromkeys(precisions)))
+    spec = IndexSpec(
+        rows,
+        shard_size,
+        (tokens, width),
+        embed_dim=width,
+        precisions=tuple(dict.fromkeys(precisions)),
+    )
     make_synthetic(out, spec)
     report = {"index": str(out), "rows": rows, "shards": spec.shards}
     _finish(report, [f"{rows} rows in {spec.shards} shards"], as_json)
@@ -102,7 +148,8 @@ def make_synthetic_command(
     "--precision",
     "precisions",
     str,
-    "Precision to measure; repeatable.  [default: the stored precision of the highest fidelity]",
+    "Precision to measure; repeatable.  [default: the stored precision of the highest"
+    " fidelity]",
 )
 @click.option(
     "--pool",
@@ -114,21 +161,33 @@ def make_synthetic_command(
 @click.option(
     "--cold/--warm",
     default=None,
-    help="Measure only with a cold page cache, or only with all blocks in the page cache.  [default: both]",
+    help=(
+        "Measure only with a cold page cache, or only with all blocks in the page"
+        " cache.  [default: both]"
+    ),
 )
-@click.option("--peers", is_flag=True, help="Also measure other libraries with the same blocks.")
+@click.option(
+    "--peers", is_flag=True, help="Also measure other libraries with the same blocks."
+)
 @_repeats(5)
 @click.option(
     "--scratch",
     type=click.Path(path_type=Path),
-    help="Directory for the copies that other libraries read.  [default: directory that contains INDEX]",
+    help=(
+        "Directory for the copies that other libraries read.  [default: directory that"
+        " contains INDEX]"
+    ),
 )
 @_report_option
 @json_option
-def fetch_command(index: Path, report: Path | None, as_json: bool, **options: Any) -> None:
-    """Measure how fast blocks of INDEX are fetched, and compare the rate with the speed of the disk. Linux only.
+def fetch_command(
+    index: Path, report: Path | None, as_json: bool, **options: Any
+) -> None:
+    """Measure how fast blocks of INDEX are fetched, and compare the rate with the speed
+    of the disk. Linux only.
 
-    Each run is a new process. Before a cold run, the command checks that the files are not in the page cache.
+    Each run is a new process. Before a cold run, the command checks that the files are
+    not in the page cache.
 
     \b
     Examples:
@@ -137,7 +196,8 @@ def fetch_command(index: Path, report: Path | None, as_json: bool, **options: An
     """
     from benchmarks.fetch.bench import bench_fetch, report_lines
 
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # removes the temporary files
+    # removes the temporary files
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         result = bench_fetch(index, _say, **options)
     finally:
@@ -151,7 +211,8 @@ def fetch_command(index: Path, report: Path | None, as_json: bool, **options: An
 def quantize_command(repeats: int, as_json: bool) -> None:
     """Compare the speed of codecs with casts of torch and ml_dtypes.
 
-    Rates are in GB/s of bfloat16 tokens. The task "gather" decodes random records in the page cache.
+    Rates are in GB/s of bfloat16 tokens. The task "gather" decodes random records in
+    the page cache.
     """
     from benchmarks.quantize import bench_quantize, report_lines
 
@@ -161,16 +222,29 @@ def quantize_command(repeats: int, as_json: bool) -> None:
 
 @bench.command("build")
 @click.argument("photos", type=click.Path(exists=True, file_okay=False, path_type=Path))
-@click.option("--model", type=_EXISTING, required=True, help="Directory of the model bundle.")
-@click.option("--folder", type=PATH, required=True, help="Directory for temporary indexes.")
+@click.option(
+    "--model", type=_EXISTING, required=True, help="Directory of the model bundle."
+)
+@click.option(
+    "--folder", type=PATH, required=True, help="Directory for temporary indexes."
+)
 @click.option(
     "--images",
     type=POSITIVE,
     default=1000,
     show_default=True,
-    help="Number of images to index. If PHOTOS has fewer images, images are used several times.",
+    help=(
+        "Number of images to index. If PHOTOS has fewer images, images are used several"
+        " times."
+    ),
 )
-@click.option("--threads", type=POSITIVE, default=2, show_default=True, help="Number of CPU threads of the model.")
+@click.option(
+    "--threads",
+    type=POSITIVE,
+    default=2,
+    show_default=True,
+    help="Number of CPU threads of the model.",
+)
 @_repeats(3)
 @click.option(
     "--engine",
@@ -190,11 +264,12 @@ def quantize_command(repeats: int, as_json: bool) -> None:
 )
 @json_option
 def build_command(photos: Path, images: int, as_json: bool, **options: Any) -> None:
-    """Compare the cost of `edje-index build` with a loop that only decodes and encodes images. Linux only.
+    """Compare the cost of `edje-index build` with a loop that only decodes and encodes
+    images. Linux only.
 
-    The cost is processor time and memory. A second line shows the seconds per stage, and the images per second of the
-    model alone. In a build, "read" and "decode" run beside the model, and "wait" is the time that the model waits for
-    them.
+    The cost is processor time and memory. A second line shows the seconds per stage,
+    and the images per second of the model alone. In a build, "read" and "decode" run
+    beside the model, and "wait" is the time that the model waits for them.
 
     \b
     Example:
@@ -204,8 +279,12 @@ def build_command(photos: Path, images: int, as_json: bool, **options: Any) -> N
 
     paths = sorted(path for path in photos.rglob("*.jpg") if path.is_file())
     if not paths:
-        raise click.UsageError(f"{photos} contains no .jpg files; choose another directory")
-    report = bench_build(list(itertools.islice(itertools.cycle(paths), images)), **options)
+        raise click.UsageError(
+            f"{photos} contains no .jpg files; choose another directory"
+        )
+    report = bench_build(
+        list(itertools.islice(itertools.cycle(paths), images)), **options
+    )
     _finish(report, list(report_lines(report)), as_json)
 
 
@@ -213,9 +292,16 @@ def build_command(photos: Path, images: int, as_json: bool, **options: Any) -> N
 @click.option(
     "--model",
     type=_EXISTING,
-    help="Directory of the model bundle.  [default: random weights with the sizes of MiniLM-L6 and MiniLM-L12]",
+    help=(
+        "Directory of the model bundle.  [default: random weights with the sizes of"
+        " MiniLM-L6 and MiniLM-L12]"
+    ),
 )
-@click.option("--index", type=_EXISTING, help="Index on which each stage of a query is measured too.")
+@click.option(
+    "--index",
+    type=_EXISTING,
+    help="Index on which each stage of a query is measured too.",
+)
 @score_option
 @_several(
     "--batch-size",
@@ -224,8 +310,19 @@ def build_command(photos: Path, images: int, as_json: bool, **options: Any) -> N
     "Number of pairs per forward pass; repeatable.",
     (1, 32, 128),
 )
-@_several("--threads", "threads", POSITIVE, "Number of CPU threads; repeatable.  [default: 1 and the number of CPUs]")
-@click.option("--pool", type=POSITIVE, default=100, show_default=True, help="Number of candidates per query.")
+@_several(
+    "--threads",
+    "threads",
+    POSITIVE,
+    "Number of CPU threads; repeatable.  [default: 1 and the number of CPUs]",
+)
+@click.option(
+    "--pool",
+    type=POSITIVE,
+    default=100,
+    show_default=True,
+    help="Number of candidates per query.",
+)
 @_repeats(5)
 @click.option(
     "--device",
@@ -237,7 +334,8 @@ def build_command(photos: Path, images: int, as_json: bool, **options: Any) -> N
 @dtype_option
 @json_option
 def rerank_command(as_json: bool, **options: Any) -> None:
-    """Measure the joint encoder in pairs per second, and the duration of each stage of a query.
+    """Measure the joint encoder in pairs per second, and the duration of each stage of
+    a query.
 
     \b
     Examples:
@@ -261,12 +359,15 @@ def rerank_command(as_json: bool, **options: Any) -> None:
 )
 @model_option
 @dtype_option
-@_several("--pool", "pools", POSITIVE, "Number of candidates per search; repeatable.", (100,))
+@_several(
+    "--pool", "pools", POSITIVE, "Number of candidates per search; repeatable.", (100,)
+)
 @_several(
     "--precision",
     "precisions",
     str,
-    "Precision of the tokens; repeatable.  [default: the stored precision of the highest fidelity]",
+    "Precision of the tokens; repeatable.  [default: the stored precision of the"
+    " highest fidelity]",
 )
 @_several(
     "--clients",
@@ -284,18 +385,21 @@ def rerank_command(as_json: bool, **options: Any) -> None:
 )
 @_report_option
 @json_option
-def serve_command(index: Path, queries: Path, report: Path | None, as_json: bool, **options: Any) -> None:
+def serve_command(
+    index: Path, queries: Path, report: Path | None, as_json: bool, **options: Any
+) -> None:
     """Measure the latency of `edje-index serve` under increasing load.
 
     The report also gives the highest load that the service keeps up with.
 
-    Searches are sent at random times (a Poisson process) and do not wait for earlier responses. The latency is measured
-    from the planned time of a search.
+    Searches are sent at random times (a Poisson process) and do not wait for earlier
+    responses. The latency is measured from the planned time of a search.
 
     \b
     Examples:
       edje-index bench serve photos.edje --queries captions.txt
-      edje-index bench serve photos.edje --queries captions.txt --pool 10 --pool 100 --pool 1000 --report out
+      edje-index bench serve photos.edje --queries captions.txt \\
+        --pool 10 --pool 100 --pool 1000 --report out
     """
     with name_missing_extra("serve"):
         from benchmarks.serve import bench_serve, report_lines
@@ -310,30 +414,55 @@ def serve_command(index: Path, queries: Path, report: Path | None, as_json: bool
 @click.argument("captions", type=PATH)
 @images_option
 @model_option
-@click.option("--folder", type=PATH, required=True, help="New directory for the files of all systems.")
+@click.option(
+    "--folder",
+    type=PATH,
+    required=True,
+    help="New directory for the files of all systems.",
+)
 @_several("--system", "systems", str, "System to measure; repeatable.  [default: all]")
-@click.option("--queries", type=POSITIVE, default=200, show_default=True, help="Number of captions to search for.")
+@click.option(
+    "--queries",
+    type=POSITIVE,
+    default=200,
+    show_default=True,
+    help="Number of captions to search for.",
+)
 @click.option(
     "--rows",
     type=POSITIVE,
-    help="Repeat the images with noise up to this number of rows. Searches get memory for a quarter of the tokens.",
+    help=(
+        "Repeat the images with noise up to this number of rows. Searches get memory"
+        " for a quarter of the tokens."
+    ),
 )
-@click.option("--limit", type=POSITIVE, metavar="SECONDS", help="Time for building one system and all its searches.")
+@click.option(
+    "--limit",
+    type=POSITIVE,
+    metavar="SECONDS",
+    help="Time for building one system and all its searches.",
+)
 @_report_option
 @json_option
-def end_to_end_command(index: Path, captions: Path, report: Path | None, as_json: bool, **options: Any) -> None:
-    """Compare whole search systems on the same images: recall, latency, memory and bytes per image.
+def end_to_end_command(
+    index: Path, captions: Path, report: Path | None, as_json: bool, **options: Any
+) -> None:
+    """Compare whole search systems on the same images: recall, latency, memory and
+    bytes per image.
 
-    All systems get the embeddings and tokens of INDEX. The queries are the captions in the file CAPTIONS. Systems that
-    are not installed are left out. The report names a system that stops, and why.
+    All systems get the embeddings and tokens of INDEX. The queries are the captions in
+    the file CAPTIONS. Systems that are not installed are left out. The report names a
+    system that stops, and why.
 
-    These systems rank by late interaction: this package in four precisions, FAISS with np.memmap or TensorStore, a
-    multivector column of Lance with and without an index, Qdrant Edge, and fast-plaid. The last systems are the search
-    of this package with the joint encoder.
+    These systems rank by late interaction: this package in four precisions, FAISS with
+    np.memmap or TensorStore, a multivector column of Lance with and without an index,
+    Qdrant Edge, and fast-plaid. The last systems are the search of this package with
+    the joint encoder.
 
     \b
     Example:
-      edje-index bench end-to-end photos.edje captions.jsonl --folder /mnt/nvme/scratch --report out
+      edje-index bench end-to-end photos.edje captions.jsonl \\
+        --folder /mnt/nvme/scratch --report out
     """
     from benchmarks.end_to_end import bench_end_to_end, report_lines
 
@@ -343,19 +472,37 @@ def end_to_end_command(index: Path, captions: Path, report: Path | None, as_json
 
 @bench.command("paper")
 @click.argument("experiments", metavar="[EXPERIMENT]...", nargs=-1)
-@click.option("--data", type=_EXISTING, required=True, help="Directory of the data sets, towers and language models.")
-@click.option("--out", type=PATH, required=True, help="Directory for models, indexes and tables.")
-@click.option("--config", type=_EXISTING, help="TOML file with settings for all training runs.")
-@click.option("--commands", "listing", is_flag=True, help="Print the remaining commands without running them.")
+@click.option(
+    "--data",
+    type=_EXISTING,
+    required=True,
+    help="Directory of the data sets, towers and language models.",
+)
+@click.option(
+    "--out", type=PATH, required=True, help="Directory for models, indexes and tables."
+)
+@click.option(
+    "--config", type=_EXISTING, help="TOML file with settings for all training runs."
+)
+@click.option(
+    "--commands",
+    "listing",
+    is_flag=True,
+    help="Print the remaining commands without running them.",
+)
 @json_option
-def paper_command(experiments: tuple[str, ...], listing: bool, as_json: bool, **options: Any) -> int:
-    """Repeat the tables and figures of the EDJE paper, and compare the results with the published values.
+def paper_command(
+    experiments: tuple[str, ...], listing: bool, as_json: bool, **options: Any
+) -> int:
+    """Repeat the tables and figures of the EDJE paper, and compare the results with the
+    published values.
 
-    Without EXPERIMENT, the command lists the experiments. 'all' runs every experiment. To continue after an
-    interruption, run the same command again: finished models and indexes in --out are used again.
+    Without EXPERIMENT, the command lists the experiments. 'all' runs every experiment.
+    To continue after an interruption, run the same command again: finished models and
+    indexes in --out are used again.
 
-    If data for a row are missing, the table says which files to put where. If no row could be measured, the exit code
-    is 1.
+    If data for a row are missing, the table says which files to put where. If no row
+    could be measured, the exit code is 1.
 
     \b
     Examples:
@@ -368,7 +515,10 @@ def paper_command(experiments: tuple[str, ...], listing: bool, as_json: bool, **
     names = tuple(EXPERIMENTS) if experiments == ("all",) else experiments
     for name in names:
         if name not in EXPERIMENTS:
-            raise click.UsageError(f"there is no experiment '{name}': choose from {', '.join(EXPERIMENTS)}, or 'all'")
+            raise click.UsageError(
+                f"there is no experiment '{name}': choose from"
+                f" {', '.join(EXPERIMENTS)}, or 'all'"
+            )
     if not names:
         _finish(
             {"experiments": list(EXPERIMENTS)},
@@ -376,8 +526,19 @@ def paper_command(experiments: tuple[str, ...], listing: bool, as_json: bool, **
             as_json,
         )
         return 0
-    reports = run_experiments(names, lambda line: click.echo(line, err=not listing), listing=listing, **options)
+    reports = run_experiments(
+        names,
+        lambda line: click.echo(line, err=not listing),
+        listing=listing,
+        **options,
+    )
     if listing:
         return 0
-    _finish(reports, [line for report in reports.values() for line in (*report_lines(report), "")], as_json)
-    return 1 if all(report["state"] == "needs data" for report in reports.values()) else 0
+    _finish(
+        reports,
+        [line for report in reports.values() for line in (*report_lines(report), "")],
+        as_json,
+    )
+    return (
+        1 if all(report["state"] == "needs data" for report in reports.values()) else 0
+    )

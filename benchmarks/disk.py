@@ -1,4 +1,6 @@
-"""Evicts files from the page cache, and reads counters of the kernel: cached pages, bytes read, memory. Linux only."""
+"""Evicts files from the page cache, and reads counters of the kernel: cached pages,
+bytes read, memory. Linux only.
+"""
 
 from __future__ import annotations
 
@@ -13,22 +15,29 @@ import numpy as np
 import psutil
 
 COLD = 0.01
-"""A run is cold if at most this fraction of the subject's pages is in the page cache."""
+"""A run is cold if at most this fraction of the subject's pages is in the page
+cache.
+"""
 WARM = 0.99
-"""A run is warm if at least this fraction of the subject's pages is in the page cache."""
+"""A run is warm if at least this fraction of the subject's pages is in the page
+cache.
+"""
 _ATTEMPTS = 3
 _DROP_CACHES = Path("/proc/sys/vm/drop_caches")
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def evict(files: Iterable[Path]) -> float:
-    """Evict `files` from the page cache. Return the fraction of pages that could not be evicted."""
+    """Evict `files` from the page cache. Return the fraction of pages that could
+    not be evicted.
+    """
     paths = list(files)
     for attempt in range(_ATTEMPTS):
         for path in paths:
             fd = os.open(path, os.O_RDONLY)
             try:
-                os.fsync(fd)  # dirty pages cannot be dropped
+                # dirty pages cannot be dropped
+                os.fsync(fd)
                 os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
             finally:
                 os.close(fd)
@@ -37,12 +46,15 @@ def evict(files: Iterable[Path]) -> float:
         if attempt and os.access(_DROP_CACHES, os.W_OK):
             os.sync()
             _DROP_CACHES.write_text("1")
-        time.sleep(0.2)  # pages that are still written cannot be dropped
+        # pages that are still written cannot be dropped
+        time.sleep(0.2)
     return left
 
 
 def load(files: Iterable[Path]) -> float:
-    """Read `files` into the page cache. Return the fraction of pages that are then cached."""
+    """Read `files` into the page cache. Return the fraction of pages that are then
+    cached.
+    """
     paths = list(files)
     buffer = bytearray(8 << 20)
     for path in paths:
@@ -53,9 +65,11 @@ def load(files: Iterable[Path]) -> float:
 
 
 def resident(files: Iterable[Path]) -> float:
-    """Return the fraction of the pages of `files` that are in the page cache, as mincore(2) counts them.
+    """Return the fraction of the pages of `files` that are in the page cache, as
+    mincore(2) counts them.
 
-    The kernel counts only files that the caller owns or may write. It calls all pages of other files cached.
+    The kernel counts only files that the caller owns or may write. It calls all pages
+    of other files cached.
     """
     cached = pages = 0
     for path in files:
@@ -66,9 +80,11 @@ def resident(files: Iterable[Path]) -> float:
             flags = np.zeros(-(-size // mmap.PAGESIZE), dtype=np.uint8)
             with mmap.mmap(file.fileno(), size, prot=mmap.PROT_READ) as mapped:
                 view = np.frombuffer(mapped, dtype=np.uint8)
-                address, result = ctypes.c_void_p(view.ctypes.data), ctypes.c_void_p(flags.ctypes.data)
+                address = ctypes.c_void_p(view.ctypes.data)
+                result = ctypes.c_void_p(flags.ctypes.data)
                 failed = _LIBC.mincore(address, ctypes.c_size_t(size), result)
-                del view  # the mapping cannot be closed while a view exists
+                # the mapping cannot be closed while a view exists
+                del view
             if failed:
                 raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
             cached += int((flags & 1).sum())
@@ -77,23 +93,50 @@ def resident(files: Iterable[Path]) -> float:
 
 
 def bytes_read() -> int:
-    """Return the bytes that this process has read from storage. Reads from the page cache do not count."""
-    return int(Path("/proc/self/io").read_text().partition("\nread_bytes: ")[2].split()[0])
+    """Return the bytes that this process has read from storage. Reads from the page
+    cache do not count.
+    """
+    return int(
+        Path("/proc/self/io").read_text().partition("\nread_bytes: ")[2].split()[0]
+    )
 
 
 def peak_memory(process: int | str = "self") -> int:
-    """Return the peak resident memory of a process in bytes. `getrusage` would include its parent before exec."""
-    return int(Path(f"/proc/{process}/status").read_text().partition("VmHWM:")[2].split()[0]) << 10
+    """Return the peak resident memory of a process in bytes. `getrusage` would
+    include its parent before exec.
+    """
+    return (
+        int(
+            Path(f"/proc/{process}/status")
+            .read_text()
+            .partition("VmHWM:")[2]
+            .split()[0]
+        )
+        << 10
+    )
 
 
 def describe_disk(path: Path) -> dict[str, str | None]:
-    """Return the file system, device and model of the disk that contains `path`. Unknown values are None."""
+    """Return the file system, device and model of the disk that contains `path`.
+    Unknown values are None.
+    """
     number = os.stat(path).st_dev
     folder = Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}").resolve()
-    models = (parent / "device/model" for parent in (folder, folder.parent))  # a partition has no model of its own
-    mounts = [each for each in psutil.disk_partitions(all=True) if path.resolve().is_relative_to(each.mountpoint)]
+    # a partition has no model of its own
+    models = (parent / "device/model" for parent in (folder, folder.parent))
+    mounts = [
+        each
+        for each in psutil.disk_partitions(all=True)
+        if path.resolve().is_relative_to(each.mountpoint)
+    ]
     return {
-        "file_system": max(mounts, key=lambda each: len(each.mountpoint)).fstype if mounts else None,
+        "file_system": (
+            max(mounts, key=lambda each: len(each.mountpoint)).fstype
+            if mounts
+            else None
+        ),
         "device": folder.name,
-        "model": next((model.read_text().strip() for model in models if model.exists()), None),
+        "model": next(
+            (model.read_text().strip() for model in models if model.exists()), None
+        ),
     }

@@ -1,4 +1,6 @@
-"""Calls functions in new processes, so that no measurement depends on what an earlier one imported or cached."""
+"""Calls functions in new processes, so that no measurement depends on what an
+earlier one imported or cached.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from typing import Any
 from storage_formats.errors import EdjeError
 
 
-def call_in_process(function: str, *arguments: Any, timeout: float | None = None) -> Any:
+def call_in_process(
+    function: str, *arguments: Any, timeout: float | None = None
+) -> Any:
     """Call a function in a new process, and return its result.
 
     Args:
@@ -24,10 +28,24 @@ def call_in_process(function: str, *arguments: Any, timeout: float | None = None
         EdjeError: the function raised an error, the process died, or took too long.
     """
     paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
-    command = [sys.executable, "-P", "-m", "benchmarks.process", function, json.dumps(arguments)]
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "benchmarks.process",
+        function,
+        json.dumps(arguments),
+    ]
     environment = {**os.environ, "PYTHONPATH": paths}
     try:
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=timeout, check=False)
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            env=environment,
+            timeout=timeout,
+            check=False,
+        )
     except subprocess.TimeoutExpired:
         raise EdjeError(f"took more than {timeout:.0f} s") from None
     if done.returncode:
@@ -38,7 +56,8 @@ def call_in_process(function: str, *arguments: Any, timeout: float | None = None
 
 if __name__ == "__main__":
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # libraries may print to stdout, which must not look like an answer
+    # libraries may print to stdout, which must not look like an answer
+    os.dup2(2, 1)
     module, _, name = sys.argv[1].partition(":")
     json.dump(getattr(import_module(module), name)(*json.loads(sys.argv[2])), answers)
     answers.flush()

@@ -1,7 +1,9 @@
-"""Measures the encoding and decoding rates of each precision, and compares the rates with torch and ml_dtypes.
+"""Measures the encoding and decoding rates of each precision, and compares the rates
+with torch and ml_dtypes.
 
-Rates are in GB/s of bfloat16 tokens. Casts with `ml_dtypes` and `torch` compute no scales, so they do less work than
-the codecs of this project. The entry `torch scaled` encodes and decodes fp8 with scales.
+Rates are in GB/s of bfloat16 tokens. Casts with `ml_dtypes` and `torch` compute no
+scales, so they do less work than the codecs of this project. The entry `torch scaled`
+encodes and decodes fp8 with scales.
 """
 
 from __future__ import annotations
@@ -22,7 +24,12 @@ from pipelines.environment import environment
 from storage_formats.codecs import BF16, codec, precisions
 
 BLOCK_SHAPE = (64, 384)
-_CASTS = {"fp8": "float8_e4m3fn", "mxfp8": "float8_e4m3fn", "mxfp4": "float4_e2m1fn", "nvfp4": "float4_e2m1fn"}
+_CASTS = {
+    "fp8": "float8_e4m3fn",
+    "mxfp8": "float8_e4m3fn",
+    "mxfp4": "float4_e2m1fn",
+    "nvfp4": "float4_e2m1fn",
+}
 Subjects: TypeAlias = dict[str, Callable[[], Any]]
 
 
@@ -32,12 +39,14 @@ def bench_quantize(*, blocks: int = 512, repeats: int = 7) -> dict[str, Any]:
     The task `gather` decodes random records of a memory-mapped temporary file.
 
     Returns:
-        Rates of each run, median rates, and median ratios: of the codec to each compared library, and in `gather` of
-        each precision to bfloat16.
+        Rates of each run, median rates, and median ratios: of the codec to each
+        compared library, and in `gather` of each precision to bfloat16.
     """
     rng = np.random.default_rng(0)
     tokens = rng.standard_normal((blocks, *BLOCK_SHAPE), dtype=np.float32).astype(BF16)
-    order, rows, out = rng.permutation(blocks), np.arange(blocks), np.empty_like(tokens)
+    order = rng.permutation(blocks)
+    rows = np.arange(blocks)
+    out = np.empty_like(tokens)
     tasks: dict[str, Subjects] = {}
     gathers: Subjects = {}
     for name in precisions():
@@ -46,7 +55,9 @@ def bench_quantize(*, blocks: int = 512, repeats: int = 7) -> dict[str, Any]:
         with tempfile.TemporaryFile() as file:
             records.tofile(file)
             mapped = np.memmap(file, dtype=np.uint8, mode="r")
-        gathers[name] = partial(ours.scatter, mapped, (order * ours.record_bytes, rows), out)
+        gathers[name] = partial(
+            ours.scatter, mapped, (order * ours.record_bytes, rows), out
+        )
         if name == "bf16":
             continue
         encoders: Subjects = {"edje": partial(ours.encode, tokens)}
@@ -54,33 +65,49 @@ def bench_quantize(*, blocks: int = 512, repeats: int = 7) -> dict[str, Any]:
         if name in _CASTS:
             element = getattr(ml_dtypes, _CASTS[name])
             encoders["ml_dtypes cast"] = partial(tokens.astype, element)
-            decoders["ml_dtypes cast"] = partial(np.copyto, out, tokens.astype(element), casting="unsafe")
+            decoders["ml_dtypes cast"] = partial(
+                np.copyto, out, tokens.astype(element), casting="unsafe"
+            )
         if name == "fp8":
-            source, target = (torch.from_numpy(each.view(np.int16)).view(torch.bfloat16) for each in (tokens, out))
+            source, target = (
+                torch.from_numpy(each.view(np.int16)).view(torch.bfloat16)
+                for each in (tokens, out)
+            )
             codes, scales = _scaled(source)
             encoders["torch cast"] = partial(source.to, torch.float8_e4m3fn)
             encoders["torch scaled"] = partial(_scaled, source)
             decoders["torch cast"] = partial(target.copy_, codes)
-            decoders["torch scaled"] = lambda: torch.mul(codes.to(torch.bfloat16), scales, out=target)  # noqa: B023
-        tasks[f"encode {name}"], tasks[f"decode {name}"] = encoders, decoders
+            decoders["torch scaled"] = partial(_descaled, codes, scales, target)
+        tasks[f"encode {name}"] = encoders
+        tasks[f"decode {name}"] = decoders
     tasks["gather"] = gathers
-    all_rates, medians, ratios = {}, {}, {}
+    all_rates = {}
+    medians = {}
+    ratios = {}
     for task, subjects in tasks.items():
         for convert in subjects.values():
-            convert()  # compiles the kernels and touches the output
+            # compiles the kernels and touches the output
+            convert()
         rates: dict[str, list[float]] = {name: [] for name in subjects}
         for _ in range(repeats):
             for name, convert in subjects.items():
                 started = time.perf_counter()
                 convert()
-                rates[name].append(tokens.nbytes / 1e9 / (time.perf_counter() - started))
+                rates[name].append(
+                    tokens.nbytes / 1e9 / (time.perf_counter() - started)
+                )
         all_rates[task] = rates
-        medians[task] = {name: statistics.median(values) for name, values in rates.items()}
+        medians[task] = {
+            name: statistics.median(values) for name, values in rates.items()
+        }
         if task == "gather":
             pairs = [(name, "bf16") for name in rates if name != "bf16"]
         else:
             pairs = [("edje", name) for name in rates if name != "edje"]
-        ratios[task] = {f"{name} / {other}": median_ratio(rates[name], rates[other]) for name, other in pairs}
+        ratios[task] = {
+            f"{name} / {other}": median_ratio(rates[name], rates[other])
+            for name, other in pairs
+        }
     return {
         "environment": environment(),
         "settings": {"blocks": blocks, "block_shape": BLOCK_SHAPE, "repeats": repeats},
@@ -93,8 +120,18 @@ def bench_quantize(*, blocks: int = 512, repeats: int = 7) -> dict[str, Any]:
 def report_lines(report: dict[str, Any]) -> Iterator[str]:
     """Yield the lines of the report as text."""
     for task, rates in report["median"].items():
-        yield f"{task:14} " + "  ".join(f"{name} {rate:.2f} GB/s" for name, rate in rates.items())
-        yield " " * 15 + "  ".join(f"{name} {ratio:.2f}x" for name, ratio in report["ratios"][task].items())
+        yield f"{task:14} " + "  ".join(
+            f"{name} {rate:.2f} GB/s" for name, rate in rates.items()
+        )
+        yield " " * 15 + "  ".join(
+            f"{name} {ratio:.2f}x" for name, ratio in report["ratios"][task].items()
+        )
+
+
+def _descaled(
+    codes: torch.Tensor, scales: torch.Tensor, target: torch.Tensor
+) -> torch.Tensor:
+    return torch.mul(codes.to(torch.bfloat16), scales, out=target)
 
 
 def _scaled(tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

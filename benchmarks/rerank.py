@@ -1,4 +1,6 @@
-"""Measures the joint encoder in pairs per second, and the duration of each stage of a query."""
+"""Measures the joint encoder in pairs per second, and the duration of each stage of
+a query.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ from storage_formats.errors import UsageError
 from storage_formats.format.manifest import Manifest
 
 CAPTION = "a brown dog runs over wet sand towards a red ball near the sea"
-"""13 common words: 16 tokens with [CLS] and both [SEP], 80 with the 64 tokens of an image."""
+"""13 common words: 16 tokens with [CLS] and both [SEP], 80 with the 64 tokens of an
+image.
+"""
 MINILM_LAYERS = {"MiniLM-L6-H384": 6, "MiniLM-L12-H384": 12}
 _BLOCK_SHAPE = (64, 384)
 _VOCABULARY = 16000
@@ -49,46 +53,76 @@ def bench_rerank(
     device: str = "auto",
     dtype: str = "float32",
 ) -> dict[str, Any]:
-    """Return pairs per second of each joint encoder, and milliseconds of each query stage.
+    """Return pairs per second of each joint encoder, and milliseconds of each query
+    stage.
 
     The arguments are options of `edje-index bench rerank`.
     """
     if index is None and score != BUNDLE_SCORE:
-        raise UsageError("--score has an effect only with --index: give the index to search, or leave out --score")
+        raise UsageError(
+            "--score has an effect only with --index: give the index to search, or"
+            " leave out --score"
+        )
     torch_device = resolve_device(device)
     torch_dtype = resolve_dtype(dtype, torch_device)
     encoders: dict[str, tuple[JointEncoder, tuple[int, int]]] = {}
     if model is None:
         width = _BLOCK_SHAPE[1]
         for name, layers in MINILM_LAYERS.items():
-            sizes = {"words": _VOCABULARY, "width": width, "intermediate": 4 * width, "layers": layers, "heads": 12}
-            encoders[name] = untrained_joint_encoder(width, **sizes).to(torch_device), _BLOCK_SHAPE
+            sizes = {
+                "words": _VOCABULARY,
+                "width": width,
+                "intermediate": 4 * width,
+                "layers": layers,
+                "heads": 12,
+            }
+            encoders[name] = (
+                untrained_joint_encoder(width, **sizes).to(torch_device),
+                _BLOCK_SHAPE,
+            )
     else:
         bundle = ModelBundle.load(model, device=str(torch_device), verify=False)
         config = bundle.joint.config
-        name = f"{model.name}: {config.num_hidden_layers} layers, width {config.hidden_size}"
+        name = (
+            f"{model.name}: {config.num_hidden_layers} layers, width"
+            f" {config.hidden_size}"
+        )
         encoders[name] = bundle.joint, bundle.block_shape
     models: dict[str, Any] = {}
-    rng, before = np.random.default_rng(0), torch.get_num_threads()
+    rng = np.random.default_rng(0)
+    before = torch.get_num_threads()
     for name, (joint, block_shape) in encoders.items():
         joint.compute_dtype = torch_dtype
-        scorer, rates = joint.scorer(), dict[str, list[float]]()
-        for count, batch in itertools.product(threads or sorted({1, usable_cpus()}), batch_sizes):
-            blocks = torch.from_numpy(rng.standard_normal((batch, *block_shape), dtype=np.float32)).to(torch.bfloat16)
+        scorer = joint.scorer()
+        rates = dict[str, list[float]]()
+        for count, batch in itertools.product(
+            threads or sorted({1, usable_cpus()}), batch_sizes
+        ):
+            blocks = torch.from_numpy(
+                rng.standard_normal((batch, *block_shape), dtype=np.float32)
+            ).to(torch.bfloat16)
             seconds = []
             torch.set_num_threads(count)
             try:
-                for _ in range(1 + repeats):  # the first run is the warm-up
+                # the first run is the warm-up
+                for _ in range(1 + repeats):
                     started = time.perf_counter()
-                    scorer.score([CAPTION] * batch, blocks)  # includes tokenisation and copies to the device
+                    # includes tokenisation and copies to the device
+                    scorer.score([CAPTION] * batch, blocks)
                     seconds.append(time.perf_counter() - started)
             finally:
                 torch.set_num_threads(before)
-            rates[f"batch {batch}, {count} threads"] = [batch / each for each in seconds[1:]]
-        medians = {setting: statistics.median(values) for setting, values in rates.items()}
+            rates[f"batch {batch}, {count} threads"] = [
+                batch / each for each in seconds[1:]
+            ]
+        medians = {
+            setting: statistics.median(values) for setting, values in rates.items()
+        }
         models[name] = {
             "parameters": sum(parameter.numel() for parameter in joint.parameters()),
-            "tokens_per_pair": joint.tokenizer.inputs([CAPTION], block_shape[0]).input_ids.shape[1],
+            "tokens_per_pair": (
+                joint.tokenizer.inputs([CAPTION], block_shape[0]).input_ids.shape[1]
+            ),
             "pairs_per_s": rates,
             "median": medians,
             "best": max(medians, key=lambda setting: medians[setting]),
@@ -102,13 +136,19 @@ def bench_rerank(
     if index is not None:
         if Manifest.load(index).ann.get("kind") == "none":
             raise UsageError(
-                f"{index} has no nearest-neighbour index, so the index cannot be searched; choose an index that was "
-                "built from images"
+                f"{index} has no nearest-neighbour index, so the index cannot be"
+                " searched; choose an index that was built from images"
             )
         opened = TokenIndex.open(index, model, score=score, device=device, dtype=dtype)
         runs = [opened.search(CAPTION, pool, pool) for _ in range(repeats + 1)]
         medians = {
-            name: 1e3 * statistics.median(sum(hits.stages.get(part, 0.0) for part in parts) for hits in runs[1:])
+            name: (
+                1e3
+                * statistics.median(
+                    sum(hits.stages.get(part, 0.0) for part in parts)
+                    for hits in runs[1:]
+                )
+            )
             for name, parts in _QUERY_STAGES.items()
             if any(part in runs[0].stages for part in parts)
         }
@@ -126,9 +166,18 @@ def bench_rerank(
 def report_lines(report: dict[str, Any]) -> Iterator[str]:
     """Yield the lines of the report as text."""
     for name, rates in report["joint_encoders"].items():
-        yield f"{name}, {rates['tokens_per_pair']} tokens per pair, {report['device']}, {report['dtype']}"
-        yield from (f"  {setting:24} {rate:10.1f} pairs/s" for setting, rate in rates["median"].items())
+        yield (
+            f"{name}, {rates['tokens_per_pair']} tokens per pair, {report['device']},"
+            f" {report['dtype']}"
+        )
+        yield from (
+            f"  {setting:24} {rate:10.1f} pairs/s"
+            for setting, rate in rates["median"].items()
+        )
     if "query" in report:
         query = report["query"]
         stages = ", ".join(f"{name} {value:.2f}" for name, value in query["ms"].items())
-        yield f"query of {query['pool']} candidates: {query['total_ms']:.1f} ms ({stages})"
+        yield (
+            f"query of {query['pool']} candidates: {query['total_ms']:.1f} ms"
+            f" ({stages})"
+        )

@@ -1,9 +1,10 @@
 """Measures `edje-index serve` under load.
 
-In a closed loop, clients wait for each response before they send the next search. In an open loop, searches are sent at
-the times of a Poisson process, without waiting for earlier responses. The latency is measured from the planned time of
-a search, so that time in queues is included. The knee is the highest load in the open loop that the service keeps up
-with.
+In a closed loop, clients wait for each response before they send the next search. In an
+open loop, searches are sent at the times of a Poisson process, without waiting for
+earlier responses. The latency is measured from the planned time of a search, so that
+time in queues is included. The knee is the highest load in the open loop that the
+service keeps up with.
 """
 
 from __future__ import annotations
@@ -30,12 +31,16 @@ from storage_formats.errors import EdjeError
 from storage_formats.format.layout import Layout
 from storage_formats.format.manifest import Manifest
 
-_ANSWERED, _SLOWDOWN = 0.99, 5.0
-"""Up to the knee, this share of searches is answered, and p95 is at most this multiple of p95 at the lowest load."""
+_ANSWERED = 0.99
+_SLOWDOWN = 5.0
+"""Up to the knee, this share of searches is answered, and p95 is at most this
+multiple of p95 at the lowest load.
+"""
 _LOADS = (0.25, 0.5, 0.7, 0.8, 0.9, 1.0, 1.2)
 """Offered loads, as multiples of the highest rate in the closed loop."""
 _COLD_SEARCHES = 10
-_CONNECTIONS = 400  # below the limit of the service
+# below the limit of the service
+_CONNECTIONS = 400
 _STOP_SECONDS = 60
 
 
@@ -43,7 +48,8 @@ class Exchange(NamedTuple):
     """One search and its response.
 
     Attributes:
-        seconds: seconds from the planned time of the request to the end of the response.
+        seconds: seconds from the planned time of the request to the end of the
+            response.
         status: HTTP status, or the name of the error of the connection.
         timing: the key `timing` of the response; None if the status is not 200.
     """
@@ -67,48 +73,102 @@ def bench_serve(
 ) -> dict[str, Any]:
     """Measure every pool and precision, and return the report. Linux only.
 
-    The other arguments are options of `edje-index bench serve`. After the last of `queries`, the first is used again.
-    `say` receives one line of text after each measurement.
+    The other arguments are options of `edje-index bench serve`. After the last of
+    `queries`, the first is used again. `say` receives one line of text after each
+    measurement.
     """
-    command = [sys.executable, "-m", "pipelines.cli", "serve", str(index), "--port", "0", "--dtype", dtype]
+    command = [
+        sys.executable,
+        "-m",
+        "pipelines.cli",
+        "serve",
+        str(index),
+        "--port",
+        "0",
+        "--dtype",
+        dtype,
+    ]
     command += [] if model is None else ["--model", str(model)]
-    settings = {"queries": len(queries), "dtype": dtype, "pools": pools, "clients": clients, "seconds": seconds}
-    report: dict[str, Any] = {"environment": environment(), "settings": settings, "workloads": []}
+    settings = {
+        "queries": len(queries),
+        "dtype": dtype,
+        "pools": pools,
+        "clients": clients,
+        "seconds": seconds,
+    }
+    report: dict[str, Any] = {
+        "environment": environment(),
+        "settings": settings,
+        "workloads": [],
+    }
     with tempfile.TemporaryFile("w+") as errors:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=errors, text=True
+        )
         assert process.stdout is not None
         try:
             url = process.stdout.readline().strip()
             if not url.startswith("http://"):
                 process.wait()
                 errors.seek(0)
-                raise EdjeError(f"the service did not start: {errors.read()[-2000:].strip()}")
+                raise EdjeError(
+                    f"the service did not start: {errors.read()[-2000:].strip()}"
+                )
             report["memory_at_start"] = peak_memory(process.pid)
             for precision, pool in itertools.product(
                 precisions or [finest(Manifest.load(index).spec.precisions)], pools
             ):
                 say(f"pool {pool}, {precision}")
-                bodies = [{"query": each, "k": 10, "pool": max(pool, 10), "precision": precision} for each in queries]
-                files = [path for path in Layout(index).token_array(precision).rglob("*") if path.is_file()]
+                bodies = [
+                    {
+                        "query": each,
+                        "k": 10,
+                        "pool": max(pool, 10),
+                        "precision": precision,
+                    }
+                    for each in queries
+                ]
+                files = [
+                    path
+                    for path in Layout(index).token_array(precision).rglob("*")
+                    if path.is_file()
+                ]
                 cold = []
-                for number in range(_COLD_SEARCHES):  # the tokens are evicted from the page cache before each search
+                # the tokens are evicted from the page cache before each search
+                for number in range(_COLD_SEARCHES):
                     evict(files)
-                    cold += asyncio.run(open_loop(url, [bodies[number % len(bodies)]], [0.0]))
-                closed, loads = {}, []
+                    cold += asyncio.run(
+                        open_loop(url, [bodies[number % len(bodies)]], [0.0])
+                    )
+                closed = {}
+                loads = []
                 for count in clients:
-                    result = summary(asyncio.run(closed_loop(url, bodies, count, seconds)), seconds)
+                    result = summary(
+                        asyncio.run(closed_loop(url, bodies, count, seconds)), seconds
+                    )
                     closed[str(count)] = result
                     say(f"{count} clients: {described(result)}")
                 capacity = max(result["answered_per_s"] for result in closed.values())
                 for load in _LOADS:
-                    draw, offered = random.Random(0), load * capacity
+                    draw = random.Random(0)
+                    offered = load * capacity
                     gaps = (draw.expovariate(offered) for _ in itertools.count())
-                    times = list(itertools.takewhile(lambda time: time < seconds, itertools.accumulate(gaps)))
-                    result = summary(asyncio.run(open_loop(url, bodies, times)), seconds)
+                    times = list(
+                        itertools.takewhile(
+                            lambda time: time < seconds, itertools.accumulate(gaps)
+                        )
+                    )
+                    result = summary(
+                        asyncio.run(open_loop(url, bodies, times)), seconds
+                    )
                     loads.append({"offered_per_s": offered, **result})
                     say(f"offered {offered:.2f}/s: {described(result)}")
                 say(f"knee at {knee(loads):.2f} searches per second")
-                entry = {"pool": pool, "precision": precision, "cold_ms": summary(cold, 1.0)["p50_ms"]}
+                entry = {
+                    "pool": pool,
+                    "precision": precision,
+                    "cold_ms": summary(cold, 1.0)["p50_ms"],
+                }
                 entry |= {"clients": closed, "loads": loads, "knee_per_s": knee(loads)}
                 report["workloads"].append(entry)
             report["memory_peak"] = peak_memory(process.pid)
@@ -123,37 +183,55 @@ def bench_serve(
     return report
 
 
-async def _send(client: httpx.AsyncClient, body: dict[str, Any], planned: float) -> Exchange:
+async def _send(
+    client: httpx.AsyncClient, body: dict[str, Any], planned: float
+) -> Exchange:
     """Send one search now, and wait for its response."""
-    status, timing = "", None
+    status = ""
+    timing = None
     try:
         answer = await client.post("/search", json=body)
         status = str(answer.status_code)
         if answer.status_code == 200:
             timing = answer.json()["timing"]
-    except httpx.HTTPError as error:  # the report counts it as a search without an answer
+    except httpx.HTTPError as error:
+        # the report counts it as a search without an answer
         status = type(error).__name__
     return Exchange(time.perf_counter() - planned, status, timing)
 
 
 def _client(url: str) -> httpx.AsyncClient:
-    limits = httpx.Limits(max_connections=_CONNECTIONS, max_keepalive_connections=_CONNECTIONS)
+    limits = httpx.Limits(
+        max_connections=_CONNECTIONS, max_keepalive_connections=_CONNECTIONS
+    )
     return httpx.AsyncClient(base_url=url, timeout=120.0, limits=limits)
 
 
-async def open_loop(url: str, bodies: Sequence[dict[str, Any]], times: Sequence[float]) -> list[Exchange]:
-    """Send one search at each time in `times`, in seconds from now. Return the exchanges in the order of `times`."""
+async def open_loop(
+    url: str, bodies: Sequence[dict[str, Any]], times: Sequence[float]
+) -> list[Exchange]:
+    """Send one search at each time in `times`, in seconds from now. Return the
+    exchanges in the order of `times`.
+    """
     async with _client(url) as client:
         start = time.perf_counter()
         sent = []
         for number, planned in enumerate(times):
             await asyncio.sleep(max(0.0, start + planned - time.perf_counter()))
-            sent.append(asyncio.create_task(_send(client, bodies[number % len(bodies)], start + planned)))
+            sent.append(
+                asyncio.create_task(
+                    _send(client, bodies[number % len(bodies)], start + planned)
+                )
+            )
         return list(await asyncio.gather(*sent))
 
 
-async def closed_loop(url: str, bodies: Sequence[dict[str, Any]], clients: int, seconds: float) -> list[Exchange]:
-    """Let `clients` clients send searches for `seconds`, each client one search at a time. Return the exchanges."""
+async def closed_loop(
+    url: str, bodies: Sequence[dict[str, Any]], clients: int, seconds: float
+) -> list[Exchange]:
+    """Let `clients` clients send searches for `seconds`, each client one search at
+    a time. Return the exchanges.
+    """
     async with _client(url) as client:
         end = time.perf_counter() + seconds
 
@@ -164,11 +242,16 @@ async def closed_loop(url: str, bodies: Sequence[dict[str, Any]], clients: int, 
                 number += clients
             return exchanges
 
-        return [exchange for each in await asyncio.gather(*map(run, range(clients))) for exchange in each]
+        return [
+            exchange
+            for each in await asyncio.gather(*map(run, range(clients)))
+            for exchange in each
+        ]
 
 
 def summary(exchanges: Sequence[Exchange], seconds: float) -> dict[str, Any]:
-    """Return the rate and share of answered requests, quantiles of the latency, and medians of the stages.
+    """Return the rate and share of answered requests, quantiles of the latency, and
+    medians of the stages.
 
     Searches in the same batch have the same stage times.
     """
@@ -176,7 +259,9 @@ def summary(exchanges: Sequence[Exchange], seconds: float) -> dict[str, Any]:
     timings = [exchange.timing for exchange in exchanges if exchange.timing is not None]
     quantiles: list[float | None] = [None] * 3
     if timings:
-        answered = [exchange.seconds for exchange in exchanges if exchange.timing is not None]
+        answered = [
+            exchange.seconds for exchange in exchanges if exchange.timing is not None
+        ]
         quantiles = (1e3 * np.quantile(answered, [0.5, 0.95, 0.99])).tolist()
     stages = [timing["stages_ms"] for timing in timings]
     names = dict.fromkeys(name for each in stages for name in each)
@@ -184,23 +269,35 @@ def summary(exchanges: Sequence[Exchange], seconds: float) -> dict[str, Any]:
         "requests": len(exchanges),
         "answered_per_s": len(timings) / seconds,
         "answered_share": len(timings) / max(1, len(exchanges)),
-        "statuses": {status: statuses.count(status) for status in sorted(set(statuses))},
+        "statuses": {
+            status: statuses.count(status) for status in sorted(set(statuses))
+        },
         **dict(zip(("p50_ms", "p95_ms", "p99_ms"), quantiles, strict=True)),
-        "stages_ms": {name: float(np.median([each[name] for each in stages if name in each])) for name in names},
-        "batch": float(np.mean([timing["batch"] for timing in timings])) if timings else None,
+        "stages_ms": {
+            name: float(np.median([each[name] for each in stages if name in each]))
+            for name in names
+        },
+        "batch": (
+            float(np.mean([timing["batch"] for timing in timings])) if timings else None
+        ),
     }
 
 
 def knee(loads: Sequence[dict[str, Any]]) -> float:
-    """Return the knee: the highest offered load before the first load that the service does not keep up with.
+    """Return the knee: the highest offered load before the first load that the service
+    does not keep up with.
 
-    The service keeps up with a load if nearly all requests are answered, and if p95 is not much higher than at the
-    lowest load.
+    The service keeps up with a load if nearly all requests are answered, and if p95 is
+    not much higher than at the lowest load.
     """
     best = 0.0
     lowest = loads[0]["p95_ms"]
     for load in loads:
-        if load["p95_ms"] is None or load["answered_share"] < _ANSWERED or load["p95_ms"] > _SLOWDOWN * lowest:
+        if (
+            load["p95_ms"] is None
+            or load["answered_share"] < _ANSWERED
+            or load["p95_ms"] > _SLOWDOWN * lowest
+        ):
             break
         best = float(load["offered_per_s"])
     return best or float(loads[0]["offered_per_s"])
@@ -211,19 +308,21 @@ def described(result: dict[str, Any]) -> str:
     if result["p50_ms"] is None:
         return f"no request was answered ({result['statuses']})"
     return (
-        f"{result['answered_per_s']:.2f} answered/s ({result['answered_share']:.1%}), p50 {result['p50_ms']:.0f} ms, "
-        f"p95 {result['p95_ms']:.0f} ms, p99 {result['p99_ms']:.0f} ms, {result['batch']:.1f} requests per batch"
+        f"{result['answered_per_s']:.2f} answered/s ({result['answered_share']:.1%}),"
+        f" p50 {result['p50_ms']:.0f} ms, p95 {result['p95_ms']:.0f} ms, p99"
+        f" {result['p99_ms']:.0f} ms, {result['batch']:.1f} requests per batch"
     )
 
 
-_METHOD = """One process runs `edje-index serve`, and another process on the same machine sends searches over HTTP. Both
-share the processors.
+_METHOD = """One process runs `edje-index serve`, and another process on the same
+machine sends searches over HTTP. Both share the processors.
 
 - Clients: each client sends its next search after the response to the previous search.
-- Offered load: searches are sent at the times of a Poisson process. Latency is measured from the planned time.
+- Offered load: searches are sent at the times of a Poisson process. Latency is measured
+  from the planned time.
 - Batch: mean number of searches per batch.
-- Knee: highest offered load before the first load at which less than 99 % of the searches were answered, or p95 was
-  more than 5 times p95 at the lowest load.
+- Knee: highest offered load before the first load at which less than 99 % of the
+  searches were answered, or p95 was more than 5 times p95 at the lowest load.
 - Cold: the tokens were evicted from the page cache before each search.
 - Memory: peak resident memory of the service."""
 
@@ -233,13 +332,21 @@ def report_lines(report: dict[str, Any]) -> Iterator[str]:
     settings = report["settings"]
     yield f"# Service under load, {report['environment']['date']}\n"
     yield machine(report["environment"])
-    yield f"{settings['queries']} queries, `--dtype {settings['dtype']}`, {settings['seconds']:g} s per measurement.\n"
+    yield (
+        f"{settings['queries']} queries, `--dtype {settings['dtype']}`,"
+        f" {settings['seconds']:g} s per measurement.\n"
+    )
     for entry in report["workloads"]:
         yield f"## Pool {entry['pool']}, {entry['precision']}\n"
         knee_text = f"Knee: {entry['knee_per_s']:.2f} searches per second."
         yield f"{knee_text} Cold, one at a time: p50 {_ms(entry['cold_ms'])}.\n"
-        results = [(f"clients: {count}", result) for count, result in entry["clients"].items()]
-        results += [(f"{result['offered_per_s']:.2f} per second", result) for result in entry["loads"]]
+        results = [
+            (f"clients: {count}", result) for count, result in entry["clients"].items()
+        ]
+        results += [
+            (f"{result['offered_per_s']:.2f} per second", result)
+            for result in entry["loads"]
+        ]
         yield from table(
             ("load", "answered per second", "answered", "p50", "p95", "p99", "batch"),
             (
@@ -253,10 +360,17 @@ def report_lines(report: dict[str, Any]) -> Iterator[str]:
                 for name, result in results
             ),
         )
-        stages = ", ".join(f"{name} {value:.1f} ms" for name, value in entry["loads"][0]["stages_ms"].items())
+        stages = ", ".join(
+            f"{name} {value:.1f} ms"
+            for name, value in entry["loads"][0]["stages_ms"].items()
+        )
         yield f"\nStages at the lowest load, p50: {stages}.\n"
-    start, peak = (f"{report[key] / 2**20:.0f} MiB" for key in ("memory_at_start", "memory_peak"))
-    yield f"## Memory\n\n{start} at the start, {peak} at most.\n\n## Method\n\n{_METHOD}"
+    start, peak = (
+        f"{report[key] / 2**20:.0f} MiB" for key in ("memory_at_start", "memory_peak")
+    )
+    yield (
+        f"## Memory\n\n{start} at the start, {peak} at most.\n\n## Method\n\n{_METHOD}"
+    )
 
 
 def _ms(value: float | None) -> str:

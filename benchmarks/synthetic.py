@@ -14,9 +14,11 @@ _BATCH = 128
 
 
 def make_synthetic(out: Path, spec: IndexSpec) -> None:
-    """Write a finished index of random tokens to the missing or empty directory `out`. Equal `spec` give equal tokens.
+    """Write a finished index of random tokens to the missing or empty directory `out`.
+    Equal `spec` give equal tokens.
 
-    The index cannot be searched, because it has no model and no nearest-neighbour index.
+    The index cannot be searched, because it has no model and no nearest-neighbour
+    index.
     """
     rng = np.random.default_rng(0)
     with IndexWriter.create(
@@ -29,5 +31,9 @@ def make_synthetic(out: Path, spec: IndexSpec) -> None:
     ) as writer:
         for start in range(0, spec.rows, _BATCH):
             count = min(_BATCH, spec.rows - start)
-            tokens = rng.standard_normal((count, *spec.block_shape), dtype=np.float32).astype(BF16)
-            writer.append(tokens, rng.standard_normal((count, spec.embed_dim), dtype=np.float32))
+            tokens = rng.standard_normal(
+                (count, *spec.block_shape), dtype=np.float32
+            ).astype(BF16)
+            writer.append(
+                tokens, rng.standard_normal((count, spec.embed_dim), dtype=np.float32)
+            )

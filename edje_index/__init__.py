@@ -1,7 +1,9 @@
-"""The EDJE feature index: models, indexing, search, evaluation, and fetching of token blocks.
+"""The EDJE feature index: models, indexing, search, evaluation, and fetching of token
+blocks.
 
-The names in `__all__` are the public interface, with the jobs of `pipelines` and the errors of `storage_formats`.
-Importing this package imports no heavy libraries. The first use of a name imports what the name needs.
+The names in `__all__` are the public interface, with the jobs of `pipelines` and the
+errors of `storage_formats`. Importing this package imports no heavy libraries. The
+first use of a name imports what the name needs.
 """
 
 from __future__ import annotations
@@ -15,10 +17,14 @@ if TYPE_CHECKING:
     from edje_index.bundles.bundle import ModelBundle as ModelBundle
     from edje_index.bundles.import_models import PublishedModel as PublishedModel
     from edje_index.bundles.import_models import import_checkpoint as import_checkpoint
-    from edje_index.bundles.import_models import load_published_checkpoint as load_published_checkpoint
+    from edje_index.bundles.import_models import (
+        load_published_checkpoint as load_published_checkpoint,
+    )
     from edje_index.bundles.info import BundleInfo as BundleInfo
     from edje_index.bundles.info import read_bundle_info as read_bundle_info
-    from edje_index.bundles.random_bundle import create_untrained_bundle as create_untrained_bundle
+    from edje_index.bundles.random_bundle import (
+        create_untrained_bundle as create_untrained_bundle,
+    )
     from edje_index.errors import HubUnreachableError as HubUnreachableError
     from edje_index.errors import ModelError as ModelError
     from edje_index.evaluation.evaluate import evaluate as evaluate
@@ -35,7 +41,9 @@ if TYPE_CHECKING:
     from edje_index.search.hits import Hit as Hit
     from edje_index.search.hits import Hits as Hits
     from edje_index.search.hits import TextHit as TextHit
-    from edje_index.search.late_interaction_search import LateInteractionSearch as LateInteractionSearch
+    from edje_index.search.late_interaction_search import (
+        LateInteractionSearch as LateInteractionSearch,
+    )
     from edje_index.search.late_interaction_search import max_sim as max_sim
     from edje_index.search.token_index import TokenIndex as TokenIndex
     from storage_formats.codecs import codec as codec
@@ -55,7 +63,9 @@ if TYPE_CHECKING:
 _NAMES = {
     "edje_index.bundles.bundle": "ModelBundle",
     "edje_index.bundles.info": "BundleInfo read_bundle_info",
-    "edje_index.bundles.import_models": "PublishedModel import_checkpoint load_published_checkpoint",
+    "edje_index.bundles.import_models": (
+        "PublishedModel import_checkpoint load_published_checkpoint"
+    ),
     "edje_index.bundles.random_bundle": "create_untrained_bundle",
     "edje_index.errors": "HubUnreachableError ModelError",
     "edje_index.evaluation.evaluate": "evaluate",
@@ -72,7 +82,10 @@ _NAMES = {
     "edje_index.search.late_interaction_search": "LateInteractionSearch max_sim",
     "edje_index.search.token_index": "TokenIndex",
     "storage_formats.codecs": "codec precisions",
-    "storage_formats.errors": "CorruptIndexError DeletedRowError EdjeError IncompleteIndexError RowIdError UsageError",
+    "storage_formats.errors": (
+        "CorruptIndexError DeletedRowError EdjeError IncompleteIndexError RowIdError"
+        " UsageError"
+    ),
     "storage_formats.extras": "MissingExtraError",
     "storage_formats.format.rows": "read_rows",
     "storage_formats.token_store": "TokenStore",
@@ -92,7 +105,9 @@ JOBS = {
     "pipelines.progress.events": "JobStopped",
 }
 """The public names of `pipelines` by module."""
-_MODULES = {name: module for module, names in (_NAMES | JOBS).items() for name in names.split()}
+_MODULES = {
+    name: module for module, names in (_NAMES | JOBS).items() for name in names.split()
+}
 
 __all__ = sorted([*_MODULES, "__version__"])
 

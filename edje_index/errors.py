@@ -25,11 +25,14 @@ class NotABundleError(ModelError):
 
 
 class BundleNotFoundError(ModelError):
-    """The model bundle of an index was not found: the path in the index is relative, or does not exist."""
+    """The model bundle of an index was not found: the path in the index is
+    relative, or does not exist.
+    """
 
 
 class HubUnreachableError(ModelError):
-    """Model files are not in the local cache, and the model hub cannot be reached to download them.
+    """Model files are not in the local cache, and the model hub cannot be reached to
+    download them.
 
     Examples:
         >>> from edje_index import HubUnreachableError, ModelError

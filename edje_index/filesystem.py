@@ -13,8 +13,11 @@ from typing import Any
 from edje_index.errors import ModelError
 
 
-def read_json_lines(path: str | bytes | Path, *, decode_errors: str = "strict") -> Iterator[tuple[int, Any, str]]:
-    """Yield (number, value, "") for each line of a JSON Lines file, or (number, None, error) if a line is not JSON.
+def read_json_lines(
+    path: str | bytes | Path, *, decode_errors: str = "strict"
+) -> Iterator[tuple[int, Any, str]]:
+    """Yield (number, value, "") for each line of a JSON Lines file, or (number, None,
+    error) if a line is not JSON.
 
     Blank lines are skipped.
 
@@ -26,7 +29,11 @@ def read_json_lines(path: str | bytes | Path, *, decode_errors: str = "strict") 
         for number, line in enumerate(file, 1):
             if line.strip(b" \t\r\n\xef\xbb\xbf"):
                 try:
-                    yield number, json.loads(line.decode("utf-8-sig", decode_errors)), ""
+                    yield (
+                        number,
+                        json.loads(line.decode("utf-8-sig", decode_errors)),
+                        "",
+                    )
                 except UnicodeDecodeError as error:
                     yield number, None, f"the text is not UTF-8: {error}"
                 except (ValueError, RecursionError) as error:
@@ -35,19 +42,24 @@ def read_json_lines(path: str | bytes | Path, *, decode_errors: str = "strict") 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Write `content` to `path` as indented JSON with sorted keys."""
-    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    path.write_text(
+        json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8"
+    )
 
 
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """Create a temporary folder for the `with` block, and rename it to ``out``, which must be new, after the block."""
+    """Create a temporary folder for the `with` block, and rename it to ``out``,
+    which must be new, after the block.
+    """
     if out.exists():
         raise ModelError(f"{out} exists already: give another path, or remove {out}")
     out.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
     try:
         yield staging
-        # All users may read the folder. Temporary folders and safetensors files are created for their owner only.
+        # All users may read the folder. Temporary folders and safetensors files are
+        # created for their owner only.
         for path in (staging, *staging.rglob("*")):
             path.chmod(0o755 if path.is_dir() else 0o644)
         staging.rename(out)

@@ -6,7 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 OnProgress = Callable[[str, int, int], None]
-"""A callback with three arguments: name of the activity, number of units done, and total number of units."""
+"""A callback with three arguments: name of the activity, number of units done, and
+total number of units.
+"""
 
 
 @dataclass(frozen=True)
@@ -15,7 +17,8 @@ class ShardProgress:
 
     Attributes:
         done: number of finished rows, including failed rows.
-        stage_seconds: seconds in each stage. A worker is in one of the stages "wait", "encode" and "write" at a time.
+        stage_seconds: seconds in each stage. A worker is in one of the stages "wait",
+            "encode" and "write" at a time.
     """
 
     shard: int

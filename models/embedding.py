@@ -1,9 +1,12 @@
-"""Trains an embedding model from an image tower and a text tower that were trained separately.
+"""Trains an embedding model from an image tower and a text tower that were trained
+separately.
 
-Use this where no CLIP weights can be downloaded. Both towers are frozen, so their features are computed once. Training
-updates contrastive heads on both towers, and the result is an open_clip model.
+Use this where no CLIP weights can be downloaded. Both towers are frozen, so their
+features are computed once. Training updates contrastive heads on both towers, and the
+result is an open_clip model.
 
-Shape letters: n images, c captions, b pairs, d width of a tower, e width of the embedding.
+Shape letters: n images, c captions, b pairs, d width of a tower, e width of the
+embedding.
 """
 
 from __future__ import annotations
@@ -17,7 +20,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+# isort: skip  # after edje_index, which makes torchvision importable
+import timm
 import torch
+
+# isort: skip
+from timm.models.vision_transformer import checkpoint_filter_fn
 from torch import nn
 from torch.nn import functional
 
@@ -32,22 +41,36 @@ from edje_index.models.clip_model import build_clip
 from edje_index.models.text_tower import save_text_tokenizer, text_tokenizer
 from edje_index.models.weights import assign_weights, read_weights, save_weights
 
-import timm  # isort: skip  # after edje_index, which makes torchvision importable
-from timm.models.vision_transformer import checkpoint_filter_fn  # isort: skip
-
-IMAGE_NAME, IMAGE_SIZE = "vit_small_patch14_dinov2", 224
+IMAGE_NAME = "vit_small_patch14_dinov2"
+IMAGE_SIZE = 224
 TOWER_WEIGHTS = "model.safetensors"
-CONTEXT_LENGTH = 64  # tokens per text; longer texts are truncated
+# tokens per text; longer texts are truncated
+CONTEXT_LENGTH = 64
 CUTOFFS = (1, 5, 10, 50)
 WEIGHT_DECAY = 0.5
-MAX_SCALE = 100.0  # upper bound of 1 / temperature, as in CLIP
-IMAGE_BATCH, TEXT_BATCH, EVALUATION_BATCH = 32, 128, 512
-# Fields of config.json that determine a BERT's output; the others differ between versions of transformers.
+# upper bound of 1 / temperature, as in CLIP
+MAX_SCALE = 100.0
+IMAGE_BATCH = 32
+TEXT_BATCH = 128
+EVALUATION_BATCH = 512
+# Fields of config.json that determine a BERT's output; the others differ between
+# versions of transformers.
 _BERT_FIELDS = (
-    "attention_probs_dropout_prob", "hidden_act", "hidden_dropout_prob", "hidden_size", "initializer_range",
-    "intermediate_size", "layer_norm_eps", "max_position_embeddings", "model_type", "num_attention_heads",
-    "num_hidden_layers", "pad_token_id", "type_vocab_size", "vocab_size",
-)  # fmt: skip
+    "attention_probs_dropout_prob",
+    "hidden_act",
+    "hidden_dropout_prob",
+    "hidden_size",
+    "initializer_range",
+    "intermediate_size",
+    "layer_norm_eps",
+    "max_position_embeddings",
+    "model_type",
+    "num_attention_heads",
+    "num_hidden_layers",
+    "pad_token_id",
+    "type_vocab_size",
+    "vocab_size",
+)
 
 
 @dataclass
@@ -57,10 +80,13 @@ class EmbeddingModel:
     clip: Any
     config: ClipConfig
     tokenizer: Any
-    text_config: dict[str, Any]  # fields of the text tower's config.json
+    # fields of the text tower's config.json
+    text_config: dict[str, Any]
 
     def save(self, out: Path) -> None:
-        """Write the model to the new folder ``out``. ``load_clip("local-dir:OUT")`` loads the model."""
+        """Write the model to the new folder ``out``. ``load_clip("local-dir:OUT")``
+        loads the model.
+        """
         with new_folder(out) as folder:
             self.config.write(folder)
             save_weights(self.clip, folder / WEIGHTS_FILE)
@@ -71,7 +97,9 @@ class EmbeddingModel:
 
 @dataclass(frozen=True)
 class PairFeatures:
-    """Features of n images [n, d] and their c captions [c, d], and the index of the image of each caption [c]."""
+    """Features of n images [n, d] and their c captions [c, d], and the index of the
+    image of each caption [c].
+    """
 
     images: torch.Tensor
     captions: torch.Tensor
@@ -79,9 +107,15 @@ class PairFeatures:
 
 
 def start_model(
-    towers: Path, *, embed_dim: int = 512, image_name: str = IMAGE_NAME, image_size: int = IMAGE_SIZE
+    towers: Path,
+    *,
+    embed_dim: int = 512,
+    image_name: str = IMAGE_NAME,
+    image_size: int = IMAGE_SIZE,
 ) -> EmbeddingModel:
-    """Build the initial model of a training run: towers with the weights in `towers`, and heads with random weights."""
+    """Build the initial model of a training run: towers with the weights in
+    `towers`, and heads with random weights.
+    """
     text = towers / TEXT_TOWER
     vision_config = {
         "image_size": image_size,
@@ -109,46 +143,74 @@ def start_model(
         "resize_mode": "shortest",
         "fill_color": 0,
     }
-    model_config = {"embed_dim": embed_dim, "vision_cfg": vision_config, "text_cfg": text_config}
+    model_config = {
+        "embed_dim": embed_dim,
+        "vision_cfg": vision_config,
+        "text_cfg": text_config,
+    }
     config = ClipConfig(f"{image_name}-{text.name}", model_config, preprocess)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         clip: Any = build_clip(config, text)
     image_weights = {
-        name: tensor.float() for name, tensor in read_weights(towers / IMAGE_TOWER / TOWER_WEIGHTS).items()
+        name: tensor.float()
+        for name, tensor in read_weights(towers / IMAGE_TOWER / TOWER_WEIGHTS).items()
     }
-    assign_weights(clip.visual.trunk, checkpoint_filter_fn(image_weights, clip.visual.trunk), str(towers / IMAGE_TOWER))
+    assign_weights(
+        clip.visual.trunk,
+        checkpoint_filter_fn(image_weights, clip.visual.trunk),
+        str(towers / IMAGE_TOWER),
+    )
     unused = ("pooler.", "embeddings.position_ids")
     weights = read_weights(text / TOWER_WEIGHTS).items()
-    text_weights = {name: tensor.float() for name, tensor in weights if not name.startswith(unused)}
+    text_weights = {
+        name: tensor.float() for name, tensor in weights if not name.startswith(unused)
+    }
     assign_weights(clip.text.transformer, text_weights, str(text))
     bert_config = json.loads((text / "config.json").read_text())
-    bert_config = {name: bert_config[name] for name in _BERT_FIELDS if name in bert_config}
+    bert_config = {
+        name: bert_config[name] for name in _BERT_FIELDS if name in bert_config
+    }
     return EmbeddingModel(clip, config, text_tokenizer(config, text), bert_config)
 
 
 @torch.no_grad()
-def pair_features(model: EmbeddingModel, items: Sequence[CaptionedImage]) -> PairFeatures:
+def pair_features(
+    model: EmbeddingModel, items: Sequence[CaptionedImage]
+) -> PairFeatures:
     """Return the features of images and captions, computed with the frozen towers."""
-    prepare, images = Preprocessor(model.config), []
+    prepare = Preprocessor(model.config)
+    images = []
     with ThreadPoolExecutor(4) as pool:
         for start in range(0, len(items), IMAGE_BATCH):
             paths = [Path(item.path) for item in items[start : start + IMAGE_BATCH]]
-            pixels = pool.map(lambda path: prepare(decode_rgb(path.read_bytes())), paths)
+            pixels = pool.map(
+                lambda path: prepare(decode_rgb(path.read_bytes())), paths
+            )
             images.append(model.clip.visual.trunk(torch.stack(list(pixels))))
-            print(f"image features: {start + len(paths)} of {len(items)}", end="\r", flush=True)
+            print(
+                f"image features: {start + len(paths)} of {len(items)}",
+                end="\r",
+                flush=True,
+            )
     print()
     ids = model.tokenizer([caption for item in items for caption in item.captions])
     pad = model.text_config["pad_token_id"]
     lengths = (ids != pad).sum(dim=1)
-    captions = torch.zeros(len(ids), model.text_config["hidden_size"])  # the mean of the last hidden states
-    for rows in torch.split(lengths.argsort(stable=True), TEXT_BATCH):  # similar lengths, so there is little padding
+    # the mean of the last hidden states
+    captions = torch.zeros(len(ids), model.text_config["hidden_size"])
+    # similar lengths, so there is little padding
+    for rows in torch.split(lengths.argsort(stable=True), TEXT_BATCH):
         batch = ids[rows, : int(lengths[rows].max())]
         mask = batch != pad
-        hidden = model.clip.text.transformer(input_ids=batch, attention_mask=mask.long()).last_hidden_state
+        hidden = model.clip.text.transformer(
+            input_ids=batch, attention_mask=mask.long()
+        ).last_hidden_state
         captions[rows] = (hidden * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
     counts = torch.tensor([len(item.captions) for item in items])
-    return PairFeatures(torch.cat(images), captions, torch.arange(len(items)).repeat_interleave(counts))
+    return PairFeatures(
+        torch.cat(images), captions, torch.arange(len(items)).repeat_interleave(counts)
+    )
 
 
 def train_heads(
@@ -161,20 +223,32 @@ def train_heads(
     lr: float = 1e-3,
     dropout: float = 0.3,
 ) -> dict[str, dict[str, float]]:
-    """Train the heads of `clip` in place. Keep the epoch with the highest mean of R@1 and R@10 on `dev`.
+    """Train the heads of `clip` in place. Keep the epoch with the highest mean of R@1
+    and R@10 on `dev`.
 
-    docs/lab/models.md explains the defaults. The learning rate rises over 3 % of the steps to `lr`, then falls along a
-    cosine to 0. Biases, norms and the temperature have no weight decay. Dropout affects the features and the hidden
-    activations of both heads. Return the recall of the epoch that was kept, see `recall`.
+    docs/lab/models.md explains the defaults. The learning rate rises over 3 % of the
+    steps to `lr`, then falls along a cosine to 0. Biases, norms and the temperature
+    have no weight decay. Dropout affects the features and the hidden activations of
+    both heads. Return the recall of the epoch that was kept, see `recall`.
     """
     if len(data.captions) < batch_size:
-        raise ModelError(f"{len(data.captions)} captions do not fill a batch of {batch_size}")
-    image_head, text_head, log_scale = clip.visual.head, clip.text.proj, clip.logit_scale
+        raise ModelError(
+            f"{len(data.captions)} captions do not fill a batch of {batch_size}"
+        )
+    image_head = clip.visual.head
+    text_head = clip.text.proj
+    log_scale = clip.logit_scale
     heads = nn.ModuleList([image_head, text_head])
-    parameters = sorted([*heads.parameters(), log_scale], key=lambda p: p.ndim <= 1)  # those with weight decay first
-    # Image features are standardised. In the end, this moves into the first layer of the image head.
-    mean, std = data.images.mean(0), data.images.std(0).clamp(min=1e-3)
-    data, dev = (PairFeatures((part.images - mean) / std, part.captions, part.image_of) for part in (data, dev))
+    # those with weight decay first
+    parameters = sorted([*heads.parameters(), log_scale], key=lambda p: p.ndim <= 1)
+    # Image features are standardised. In the end, this moves into the first layer of
+    # the image head.
+    mean = data.images.mean(0)
+    std = data.images.std(0).clamp(min=1e-3)
+    data, dev = (
+        PairFeatures((part.images - mean) / std, part.captions, part.image_of)
+        for part in (data, dev)
+    )
     groups = [
         {"params": [p for p in parameters if p.ndim > 1], "weight_decay": WEIGHT_DECAY},
         {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
@@ -184,16 +258,27 @@ def train_heads(
     warmup = max(1, int(0.03 * steps))
 
     def rate(step: int) -> float:
-        return min(1.0, (step + 1) / warmup) * (1 + math.cos(math.pi * step / steps)) / 2
+        return (
+            min(1.0, (step + 1) / warmup) * (1 + math.cos(math.pi * step / steps)) / 2
+        )
 
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
 
     def drop(values: torch.Tensor) -> torch.Tensor:
-        return functional.dropout(values, dropout) if heads.training and dropout else values
+        return (
+            functional.dropout(values, dropout)
+            if heads.training and dropout
+            else values
+        )
 
     hidden = [module for module in heads.modules() if isinstance(module, nn.GELU)]
-    hooks = [module.register_forward_hook(lambda _module, _inputs, output: drop(output)) for module in hidden]
-    best_quality, best_state, best_recalls = -1.0, list[torch.Tensor](), dict[str, dict[str, float]]()
+    hooks = [
+        module.register_forward_hook(lambda _module, _inputs, output: drop(output))
+        for module in hidden
+    ]
+    best_quality = -1.0
+    best_state = list[torch.Tensor]()
+    best_recalls = dict[str, dict[str, float]]()
     for parameter in parameters:
         parameter.requires_grad_(True)
     with torch.random.fork_rng(devices=[]):
@@ -206,7 +291,9 @@ def train_heads(
                     continue
                 rows = data.image_of[pairs]
                 images = image_head(drop(data.images[rows]))
-                loss = contrastive_loss(images, text_head(drop(data.captions[pairs])), log_scale, rows)
+                loss = contrastive_loss(
+                    images, text_head(drop(data.captions[pairs])), log_scale, rows
+                )
                 losses.append(float(loss.detach()))
                 optimizer.zero_grad()
                 loss.backward()  # type: ignore[no-untyped-call]
@@ -218,9 +305,18 @@ def train_heads(
             print(f"epoch {epoch}: loss {np.mean(losses):.3f}, recall {recalls}")
             if not np.isfinite(losses).all():
                 raise ModelError("the loss is not finite; lower the learning rate")
-            quality = float(np.mean([by_cutoff[key] for by_cutoff in recalls.values() for key in ("R@1", "R@10")]))
+            quality = float(
+                np.mean(
+                    [
+                        by_cutoff[key]
+                        for by_cutoff in recalls.values()
+                        for key in ("R@1", "R@10")
+                    ]
+                )
+            )
             if quality > best_quality:
-                best_quality, best_recalls = quality, recalls
+                best_quality = quality
+                best_recalls = recalls
                 best_state = [parameter.detach().clone() for parameter in parameters]
     for hook in hooks:
         hook.remove()
@@ -234,30 +330,51 @@ def train_heads(
 
 
 def contrastive_loss(
-    images: torch.Tensor, texts: torch.Tensor, log_scale: torch.Tensor, image_ids: torch.Tensor
+    images: torch.Tensor,
+    texts: torch.Tensor,
+    log_scale: torch.Tensor,
+    image_ids: torch.Tensor,
 ) -> torch.Tensor:
-    """Return the symmetric InfoNCE loss of a batch of pairs. Other pairs of the same image are not negatives.
+    """Return the symmetric InfoNCE loss of a batch of pairs. Other pairs of the same
+    image are not negatives.
 
-    `images` and `texts` are embeddings of any length [b, e], and `log_scale` is log(1 / temperature).
+    `images` and `texts` are embeddings of any length [b, e], and `log_scale` is log(1 /
+    temperature).
     """
-    similarities = functional.normalize(images, dim=-1) @ functional.normalize(texts, dim=-1).T
+    similarities = (
+        functional.normalize(images, dim=-1) @ functional.normalize(texts, dim=-1).T
+    )
     logits = log_scale.exp().clamp(max=MAX_SCALE) * similarities
     same = image_ids[:, None] == image_ids[None]
     same.fill_diagonal_(False)
     logits = logits.masked_fill(same, -torch.inf)
     target = torch.arange(len(image_ids))
-    return (functional.cross_entropy(logits, target) + functional.cross_entropy(logits.T, target)) / 2
+    return (
+        functional.cross_entropy(logits, target)
+        + functional.cross_entropy(logits.T, target)
+    ) / 2
 
 
 @torch.inference_mode()
-def recall(image_head: nn.Module, text_head: nn.Module, data: PairFeatures) -> dict[str, dict[str, float]]:
-    """Return the recall in percent, by direction (``t2i``, ``i2t``) and cut-off (``R@1``, ...)."""
+def recall(
+    image_head: nn.Module, text_head: nn.Module, data: PairFeatures
+) -> dict[str, dict[str, float]]:
+    """Return the recall in percent, by direction (``t2i``, ``i2t``) and cut-off
+    (``R@1``, ...).
+    """
     images = functional.normalize(image_head(data.images), dim=-1)
-    texts = torch.cat([text_head(batch) for batch in torch.split(data.captions, EVALUATION_BATCH)])
+    texts = torch.cat(
+        [text_head(batch) for batch in torch.split(data.captions, EVALUATION_BATCH)]
+    )
     similarities = functional.normalize(texts, dim=-1) @ images.T
     positives = similarities.gather(1, data.image_of[:, None])
     image_ranks = (similarities > positives).sum(1)
-    best = torch.full((len(images),), -torch.inf).scatter_reduce(0, data.image_of, positives[:, 0], "amax")
+    best = torch.full((len(images),), -torch.inf).scatter_reduce(
+        0, data.image_of, positives[:, 0], "amax"
+    )
     caption_ranks = (similarities > best).sum(0)
     ranks = {"t2i": image_ranks, "i2t": caption_ranks}
-    return {name: {f"R@{k}": 100 * float((rank < k).double().mean()) for k in CUTOFFS} for name, rank in ranks.items()}
+    return {
+        name: {f"R@{k}": 100 * float((rank < k).double().mean()) for k in CUTOFFS}
+        for name, rank in ranks.items()
+    }

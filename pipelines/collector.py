@@ -1,7 +1,8 @@
 """Keeps Python's garbage collector away from large libraries.
 
-torch, open_clip and transformers create about a million objects that live until the process ends. By default, the
-collector visits them many times during their import, and again at the end of the process.
+torch, open_clip and transformers create about a million objects that live until the
+process ends. By default, the collector visits them many times during their import, and
+again at the end of the process.
 """
 
 from __future__ import annotations
@@ -25,5 +26,7 @@ def paused_collector() -> Iterator[None]:
 
 
 def skip_collection_at_exit() -> None:
-    """Let the process end without a last collection. Its memory goes back to the operating system anyway."""
+    """Let the process end without a last collection. Its memory goes back to the
+    operating system anyway.
+    """
     atexit.register(gc.freeze)

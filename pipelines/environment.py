@@ -15,34 +15,64 @@ from typing import Any
 
 _DISTRIBUTION = "edje-index"
 _CGROUP = Path("/sys/fs/cgroup")
-_GPU_NODES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg", "/dev/kfd")  # NVIDIA, WSL, AMD
+# NVIDIA, WSL, AMD
+_GPU_NODES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg", "/dev/kfd")
 _PROBE = "import torch; print(torch.cuda.device_count())"
-_PACKAGES = (_DISTRIBUTION, "torch", "numpy", "zarr", "ray", "faiss-cpu", "pyarrow", "pillow", "tensorstore")
+_PACKAGES = (
+    _DISTRIBUTION,
+    "torch",
+    "numpy",
+    "zarr",
+    "ray",
+    "faiss-cpu",
+    "pyarrow",
+    "pillow",
+    "tensorstore",
+)
 
 
 def environment() -> dict[str, Any]:
-    """Return the date (UTC), the hardware, the kernel, and the versions of Python and of the main packages."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    """Return the date (UTC), the hardware, the kernel, and the versions of Python
+    and of the main packages.
+    """
+    lines = (
+        Path("/proc/cpuinfo").read_text().splitlines()
+        if Path("/proc/cpuinfo").exists()
+        else []
+    )
+    names = [
+        line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")
+    ]
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "processor": names[0] if names else platform.processor(),
         "cores": os.cpu_count(),
-        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "memory_gib": round(
+            os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1
+        ),
         "kernel": platform.release(),
         "python": platform.python_version(),
-        "versions": {name: installed for name in _PACKAGES if (installed := _version(name))},
+        "versions": {
+            name: installed for name in _PACKAGES if (installed := _version(name))
+        },
     }
 
 
 def dependencies() -> dict[str, str]:
-    """Return the versions of the installed packages that edje-index or one of its extras requires."""
+    """Return the versions of the installed packages that edje-index or one of its
+    extras requires.
+    """
     try:
         lines = requires(_DISTRIBUTION) or ()
-    except PackageNotFoundError:  # run from a checkout that is not installed
+    except PackageNotFoundError:
+        # run from a checkout that is not installed
         return {}
     names = {match[0] for line in lines if (match := re.match(r"[\w.-]+", line))}
-    return {name: installed for name in sorted(names, key=str.lower) if (installed := _version(name))}
+    return {
+        name: installed
+        for name in sorted(names, key=str.lower)
+        if (installed := _version(name))
+    }
 
 
 def _version(name: str) -> str | None:
@@ -53,21 +83,31 @@ def _version(name: str) -> str | None:
 
 
 def available_memory() -> int:
-    """Return the memory in bytes that is available without swapping, within the limit of the container."""
+    """Return the memory in bytes that is available without swapping, within the
+    limit of the container.
+    """
     import psutil
 
     available = int(psutil.virtual_memory().available)
-    limit, used = _read_cgroup("memory.max"), _read_cgroup("memory.current")
+    limit = _read_cgroup("memory.max")
+    used = _read_cgroup("memory.current")
     if limit.isdigit() and used.isdigit():
         fields = dict(line.split() for line in _read_cgroup("memory.stat").splitlines())
-        cache = sum(int(fields.get(name, 0)) for name in ("inactive_file", "active_file"))  # freed when it is needed
+        # freed when it is needed
+        cache = sum(
+            int(fields.get(name, 0)) for name in ("inactive_file", "active_file")
+        )
         available = min(available, max(0, int(limit) - int(used) + cache))
     return available
 
 
 def free_disk(path: Path) -> int:
     """Return the free disk space at `path` in bytes. The path need not exist."""
-    existing = next(directory for directory in (path, *path.absolute().parents) if directory.exists())
+    existing = next(
+        directory
+        for directory in (path, *path.absolute().parents)
+        if directory.exists()
+    )
     return shutil.disk_usage(existing).free
 
 
@@ -76,7 +116,9 @@ def cuda_devices() -> int:
     # A separate process counts the devices, so that this process does not import torch.
     if not any(os.path.exists(node) for node in _GPU_NODES):
         return 0
-    done = subprocess.run([sys.executable, "-c", _PROBE], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", _PROBE], capture_output=True, text=True, check=False
+    )
     last_word = done.stdout.split()[-1:] if done.returncode == 0 else []
     return int(last_word[0]) if last_word and last_word[0].isdigit() else 0
 

@@ -1,7 +1,8 @@
 """The file format of an EDJE index, with writer, reader and verification.
 
-This package needs NumPy, Numba and PyArrow. It does not need PyTorch, Ray or FAISS. SPEC.md in this directory specifies
-the format. The names in `__all__` are the public interface. Each name is imported at its first use.
+This package needs NumPy, Numba and PyArrow. It does not need PyTorch, Ray or FAISS.
+SPEC.md in this directory specifies the format. The names in `__all__` are the public
+interface. Each name is imported at its first use.
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ if TYPE_CHECKING:
 
 _NAMES = {
     "storage_formats.codecs": "codec precisions",
-    "storage_formats.errors": "CorruptIndexError DeletedRowError EdjeError IncompleteIndexError RowIdError UsageError",
+    "storage_formats.errors": (
+        "CorruptIndexError DeletedRowError EdjeError IncompleteIndexError RowIdError"
+        " UsageError"
+    ),
     "storage_formats.extras": "MissingExtraError",
     "storage_formats.format.layout": "IndexSpec",
     "storage_formats.format.manifest": "Manifest",

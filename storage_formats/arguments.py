@@ -1,4 +1,6 @@
-"""Checks arguments of the public interface. A wrong value raises UsageError with the name and the value."""
+"""Checks arguments of the public interface. A wrong value raises UsageError with
+the name and the value.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,19 @@ from storage_formats.errors import UsageError
 
 
 def as_count(value: object, name: str, least: int = 1) -> int:
-    """Return `value`, an integer of at least `least`, as an int. NumPy integers are accepted, booleans are not."""
-    if not isinstance(value, bool) and isinstance(value, Integral) and int(value) >= least:
+    """Return `value`, an integer of at least `least`, as an int. NumPy integers are
+    accepted, booleans are not.
+    """
+    if (
+        not isinstance(value, bool)
+        and isinstance(value, Integral)
+        and int(value) >= least
+    ):
         return int(value)
-    raise UsageError(f"{name} must be an integer of at least {least}, got {shown(value)}", parameter=name)
+    raise UsageError(
+        f"{name} must be an integer of at least {least}, got {shown(value)}",
+        parameter=name,
+    )
 
 
 def as_text(value: object, name: str) -> str:
@@ -32,7 +43,8 @@ def as_text(value: object, name: str) -> str:
     except UnicodeEncodeError as error:
         lone = value[error.start]
         raise UsageError(
-            f"{name} contains the lone surrogate {lone!r}, which is not valid Unicode: {shown(value)}; remove it",
+            f"{name} contains the lone surrogate {lone!r}, which is not valid Unicode:"
+            f" {shown(value)}; remove it",
             parameter=name,
         ) from None
     return str(value)
@@ -42,31 +54,42 @@ def as_list(values: object, name: str, what: str) -> list[Any]:
     """Return the items of `values`, a sequence, an array or an iterator.
 
     Args:
-        values: the items. A string, a mapping or a set is refused: its items have no order that a caller can mean.
+        values: the items. A string, a mapping or a set is refused: its items have no
+            order that a caller can mean.
         what: description of the items for the error message, for example "strings".
     """
     try:
         if not isinstance(values, str | bytes | Mapping | Set):
             return [*iter(values)]  # type: ignore[call-overload]
-    except TypeError:  # not iterable
+    except TypeError:
+        # not iterable
         pass
-    raise UsageError(f"{name} must be a sequence of {what}, got {shown(values)}", parameter=name)
+    raise UsageError(
+        f"{name} must be a sequence of {what}, got {shown(values)}", parameter=name
+    )
 
 
 def as_path(value: object, name: str) -> Path:
-    """Return `value`, a string or path object that the file system can represent, as a Path.
+    """Return `value`, a string or path object that the file system can represent, as a
+    Path.
 
     Raises:
-        UsageError: `value` is of another type, or has a character that no path can have.
+        UsageError: `value` is of another type, or has a character that no path can
+            have.
     """
-    if not isinstance(value, str | os.PathLike) or not isinstance(os.fspath(value), str):
+    if not isinstance(value, str | os.PathLike) or not isinstance(
+        os.fspath(value), str
+    ):
         raise UsageError(f"{name} must be a path, got {shown(value)}", parameter=name)
     try:
         possible = b"\0" not in os.fsencode(value)
     except UnicodeEncodeError:
         possible = False
     if not possible:
-        raise UsageError(f"{name} cannot be a path, because a character is not allowed: {value!r}", parameter=name)
+        raise UsageError(
+            f"{name} cannot be a path, because a character is not allowed: {value!r}",
+            parameter=name,
+        )
     return Path(value)
 
 
@@ -74,5 +97,6 @@ def shown(value: object) -> str:
     """Return a short representation of `value` for an error message."""
     try:
         return " ".join(reprlib.repr(value).split())
-    except ValueError:  # an integer of thousands of digits
+    except ValueError:
+        # an integer of thousands of digits
         return f"a value of type {type(value).__name__}"

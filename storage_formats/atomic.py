@@ -1,4 +1,6 @@
-"""Durable writes: flush the new file to the device, rename the file into place, flush the directory."""
+"""Durable writes: flush the new file to the device, rename the file into place,
+flush the directory.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from typing import Any, BinaryIO
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Context manager that sets the file name of an OSError to `path` if the error has no file name."""
+    """Context manager that sets the file name of an OSError to `path` if the error
+    has no file name.
+    """
     try:
         yield
     except OSError as error:
@@ -41,15 +45,21 @@ def fsync_paths(paths: Iterable[Path]) -> None:
 
 
 def make_directories(path: Path) -> None:
-    """Create a directory and all missing parent directories, and call fsync on the new directories."""
-    missing = [directory for directory in (path, *path.parents) if not directory.exists()]
+    """Create a directory and all missing parent directories, and call fsync on the
+    new directories.
+    """
+    missing = [
+        directory for directory in (path, *path.parents) if not directory.exists()
+    ]
     path.mkdir(parents=True, exist_ok=True)
     for directory in missing:
         fsync_parent(directory)
 
 
 def fsync_parent(path: Path) -> None:
-    """Call fsync on the parent directory of `path`. Does nothing if the user may not read that directory."""
+    """Call fsync on the parent directory of `path`. Does nothing if the user may
+    not read that directory.
+    """
     with contextlib.suppress(PermissionError):
         fsync_path(path.absolute().parent)
 
@@ -57,7 +67,8 @@ def fsync_parent(path: Path) -> None:
 def write_bytes_atomic(path: Path, data: bytes) -> None:
     """Write `data` to the file at `path`, and replace the file if it exists.
 
-    After a crash, the file has either the old or the new contents. Missing parent directories are created.
+    After a crash, the file has either the old or the new contents. Missing parent
+    directories are created.
     """
     make_directories(path.parent)
     with replacing(path) as file:
@@ -67,7 +78,8 @@ def write_bytes_atomic(path: Path, data: bytes) -> None:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Context manager that yields a new file, which replaces the file at `path` unless an exception ends the block.
+    """Context manager that yields a new file, which replaces the file at `path` unless
+    an exception ends the block.
 
     The contents are flushed to the device; the directory is not.
     """
@@ -86,7 +98,9 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 def json_bytes(value: Any) -> bytes:
     """Return `value` as the JSON that `write_json_atomic` writes."""
-    return (json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
+    return (
+        json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
+    ).encode()
 
 
 def write_json_atomic(path: Path, value: Any) -> None:

@@ -1,8 +1,10 @@
-"""The one way to change an index: a lock, a journal, tasks with receipts, and one commit (SPEC.md section 11).
+"""The one way to change an index: a lock, a journal, tasks with receipts, and one
+commit (SPEC.md section 11).
 
-A change writes new files under names that no committed snapshot uses, then replaces `index.json`. Until then, the index
-is as it was. `build/journal.json` names the change that is under way. If the change is stopped, the same change resumes
-it; no other change begins until it is finished or discarded.
+A change writes new files under names that no committed snapshot uses, then replaces
+`index.json`. Until then, the index is as it was. `build/journal.json` names the change
+that is under way. If the change is stopped, the same change resumes it; no other change
+begins until it is finished or discarded.
 """
 
 from __future__ import annotations
@@ -34,8 +36,20 @@ from storage_formats.codecs import precisions
 from storage_formats.errors import CorruptIndexError, EdjeError, UsageError
 from storage_formats.format.checksum import json_checksum
 from storage_formats.format.index_files import read_index_file
-from storage_formats.format.layout import EXTENDED_VERSION, PARTIAL_VERSION, SNAPSHOT_VERSION, IndexSpec, Layout
-from storage_formats.format.manifest import CommittedIndex, Manifest, created_by, earlier_snapshots, kept_snapshots
+from storage_formats.format.layout import (
+    EXTENDED_VERSION,
+    PARTIAL_VERSION,
+    SNAPSHOT_VERSION,
+    IndexSpec,
+    Layout,
+)
+from storage_formats.format.manifest import (
+    CommittedIndex,
+    Manifest,
+    created_by,
+    earlier_snapshots,
+    kept_snapshots,
+)
 from storage_formats.format.object_store import local_path
 from storage_formats.format.receipts import ShardReceipt, read_receipts
 from storage_formats.format.shard_table import FileEntry, read_shard_table
@@ -44,14 +58,28 @@ from storage_formats.format.zarr_metadata import zarr_documents
 _NAMES = "|".join(precisions())
 _PRECISION_FOLDER = re.compile(rf"(tokens|checksums)/({_NAMES})")
 DATA_FILE = re.compile(
-    rf"tokens/({_NAMES})/(c\.\d+(\.0)+|zarr\.json)|checksums/({_NAMES})/\d+\.crc32c|embeddings/c\.\d+\.0|rows/\d+\.parquet"
-    r"|manifest/shards-\w+\.parquet|manifest/deleted-\w+\.bin|manifest/row-map-\w+\.parquet|ann/index(-\w+)?\.faiss"
+    rf"tokens/({_NAMES})/(c\.\d+(\.0)+|zarr\.json)"
+    rf"|checksums/({_NAMES})/\d+\.crc32c"
+    r"|embeddings/c\.\d+\.0"
+    r"|rows/\d+\.parquet"
+    r"|manifest/shards-\w+\.parquet"
+    r"|manifest/deleted-\w+\.bin"
+    r"|manifest/row-map-\w+\.parquet"
+    r"|ann/index(-\w+)?\.faiss"
 )
 _TEMPORARY = (
-    ".index.json.*", "manifest/.shards-*", "manifest/.deleted-*", "manifest/.row-map-*", "snapshots/.*.json.*",
-    "ann/index.faiss.partial", "tokens/.zarr.json.*", "tokens/*/.zarr.json.*", "embeddings/.zarr.json.*",
-)  # fmt: skip
-_MAX_JOURNAL_BYTES = 1 << 30  # a plan lists the checksum of every file of inputs
+    ".index.json.*",
+    "manifest/.shards-*",
+    "manifest/.deleted-*",
+    "manifest/.row-map-*",
+    "snapshots/.*.json.*",
+    "ann/index.faiss.partial",
+    "tokens/.zarr.json.*",
+    "tokens/*/.zarr.json.*",
+    "embeddings/.zarr.json.*",
+)
+# a plan lists the checksum of every file of inputs
+_MAX_JOURNAL_BYTES = 1 << 30
 
 Notify = Callable[[str], None]
 """Function that takes a message for the user."""
@@ -67,9 +95,12 @@ class Journal:
 
     Attributes:
         kind: kind of the change, for example "append".
-        request: what the change was asked to do. A change of the same kind and request resumes it.
-        base: SHA-256 of the `index.json` before the change; None if the change writes a new index.
-        plan: what the change decided before its first task; None if it has not decided yet.
+        request: what the change was asked to do. A change of the same kind and request
+            resumes it.
+        base: SHA-256 of the `index.json` before the change; None if the change writes a
+            new index.
+        plan: what the change decided before its first task; None if it has not decided
+            yet.
     """
 
     kind: str
@@ -84,23 +115,37 @@ class Journal:
 
 
 def read_journal(root: str | Path) -> Journal | None:
-    """Return the journal of the unfinished change of the index at `root`; None if there is none."""
+    """Return the journal of the unfinished change of the index at `root`; None if
+    there is none.
+    """
     layout = Layout(Path(root))
     try:
-        value = json.loads(read_index_file(layout.root, layout.journal, max_bytes=_MAX_JOURNAL_BYTES))
+        value = json.loads(
+            read_index_file(layout.root, layout.journal, max_bytes=_MAX_JOURNAL_BYTES)
+        )
         if value.pop("crc32c") != json_checksum(value):
             raise ValueError("it does not match its checksum")
         return Journal(**value)
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (OSError, AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+    except (
+        OSError,
+        AttributeError,
+        KeyError,
+        TypeError,
+        ValueError,
+        RecursionError,
+    ) as error:
         raise CorruptIndexError(
-            f"cannot read {layout.journal}, which names the unfinished change ({error}); {_discard_advice(layout)}"
+            f"cannot read {layout.journal}, which names the unfinished change"
+            f" ({error}); {_discard_advice(layout)}"
         ) from error
 
 
 def is_unfinished(root: str | Path) -> Journal | None:
-    """Return the journal of the index at `root` if its change was stopped before the commit; None otherwise."""
+    """Return the journal of the index at `root` if its change was stopped before
+    the commit; None otherwise.
+    """
     layout = Layout(Path(root))
     journal = read_journal(root)
     return journal if journal is not None and journal.base == _digest(layout) else None
@@ -114,7 +159,9 @@ class Change:
         plan: the stored plan of an earlier run of this change; None if there is none.
     """
 
-    def __init__(self, layout: Layout, kind: str, index: CommittedIndex | None, journal: Journal) -> None:
+    def __init__(
+        self, layout: Layout, kind: str, index: CommittedIndex | None, journal: Journal
+    ) -> None:
         self.layout = layout
         self.kind = kind
         self.index = index
@@ -130,13 +177,19 @@ class Change:
         self._journal = replace(self._journal, plan=plan)
         self._journal.write(self.layout)
 
-    def receipts(self, shards: Iterable[int], fingerprint: str) -> dict[int, ShardReceipt]:
-        """Return the receipts of earlier runs, by shard number. A receipt counts if it has the task's `fingerprint`."""
+    def receipts(
+        self, shards: Iterable[int], fingerprint: str
+    ) -> dict[int, ShardReceipt]:
+        """Return the receipts of earlier runs, by shard number. A receipt counts if
+        it has the task's `fingerprint`.
+        """
         clear_staging(self.layout.root)
         return read_receipts(self.layout, shards, fingerprint)
 
     def abandon(self) -> None:
-        """Let the end of this change remove its files, also if a later run could use them. A committed change stays."""
+        """Let the end of this change remove its files, also if a later run could
+        use them. A committed change stays.
+        """
         self._is_abandoned = True
 
     def start_again(self) -> None:
@@ -145,17 +198,22 @@ class Change:
         self._journal = replace(self._journal, plan=None)
         self._journal.write(self.layout)
 
-    def commit(self, manifest: Manifest, details: Mapping[str, Any] | None = None) -> CommittedIndex:
+    def commit(
+        self, manifest: Manifest, details: Mapping[str, Any] | None = None
+    ) -> CommittedIndex:
         """Replace `index.json`. Return the index after the change.
 
         All files of `manifest` must be on disk.
 
         Args:
-            manifest: manifest after the change. The snapshot number and the format version are set here.
-            details: members of `change` in `index.json`. None keeps the number of the snapshot: rows do not change.
+            manifest: manifest after the change. The snapshot number and the format
+                version are set here.
+            details: members of `change` in `index.json`. None keeps the number of the
+                snapshot: rows do not change.
 
         Raises:
-            OSError: a file cannot be written. If the index has changed, `begin_change` turns this into an EdjeError.
+            OSError: a file cannot be written. If the index has changed, `begin_change`
+                turns this into an EdjeError.
         """
         layout = self.layout
         if self.index is not None and details is not None:
@@ -167,37 +225,58 @@ class Change:
                 manifest.snapshot,
                 number=current.snapshot.number + 1,
                 change={"kind": self.kind, **details, "created": now()},
-                next_shard=max(current.snapshot.next_shard, current.spec.shards, manifest.spec.shards),
-                oldest=[*earlier_snapshots(layout, current), current.snapshot.number][0],
+                next_shard=max(
+                    current.snapshot.next_shard,
+                    current.spec.shards,
+                    manifest.spec.shards,
+                ),
+                oldest=[*earlier_snapshots(layout, current), current.snapshot.number][
+                    0
+                ],
             )
-            version = EXTENDED_VERSION if manifest.columns or manifest.row_maps else SNAPSHOT_VERSION
+            version = (
+                EXTENDED_VERSION
+                if manifest.columns or manifest.row_maps
+                else SNAPSHOT_VERSION
+            )
             if any(row_map.is_partial for row_map in manifest.row_maps):
                 version = PARTIAL_VERSION
-            manifest = replace(manifest, snapshot=snapshot, format_version=version, created_by=created_by())
+            manifest = replace(
+                manifest,
+                snapshot=snapshot,
+                format_version=version,
+                created_by=created_by(),
+            )
         if self.index is None or manifest.spec.rows > self.index.manifest.spec.rows:
-            write_array_shapes(layout, manifest.spec)  # a reader that sees the new manifest needs the new shapes
+            # a reader that sees the new manifest needs the new shapes
+            write_array_shapes(layout, manifest.spec)
         manifest.write(layout)
         write_array_shapes(layout, manifest.spec)
         return CommittedIndex(layout.root, manifest)
 
     def commit_copy(self, data: bytes) -> None:
-        """Write `index.json` with the contents `data`, the manifest of the copied index."""
+        """Write `index.json` with the contents `data`, the manifest of the copied
+        index.
+        """
         write_bytes_atomic(self.layout.manifest, data)
 
     def remove_files(self, keep: int | None = None, *, tables: bool = False) -> Removal:
-        """Remove the snapshots before the newest `keep`, and the files that no kept snapshot names.
+        """Remove the snapshots before the newest `keep`, and the files that no kept
+        snapshot names.
 
         Args:
             keep: number of snapshots to keep; None keeps all.
-            tables: whether to remove shard tables too. Readers that opened the index before a conversion need the
-                earlier shard tables.
+            tables: whether to remove shard tables too. Readers that opened the index
+                before a conversion need the earlier shard tables.
         """
         current = Manifest.load(self.layout.root)
         numbers = earlier_snapshots(self.layout, current)
         removed = [] if keep is None else numbers[: max(0, len(numbers) + 1 - keep)]
         if removed:
             oldest = [*numbers, current.snapshot.number][len(removed)]
-            self.commit(replace(current, snapshot=replace(current.snapshot, oldest=oldest)))
+            self.commit(
+                replace(current, snapshot=replace(current.snapshot, oldest=oldest))
+            )
         sizes = _remove_what_is_not_kept(self.layout, tables=tables)
         return Removal(tuple(removed), len(sizes), sum(sizes))
 
@@ -213,8 +292,14 @@ class Change:
                 _remove(path)
             fsync_path(layout.root)
         else:
-            wrote_shards = any(folder.exists() for folder in (layout.staging, layout.receipt(0).parent))
-            folders = layout.data_folders() if wrote_shards else [layout.root / "manifest", layout.ann]
+            wrote_shards = any(
+                folder.exists() for folder in (layout.staging, layout.receipt(0).parent)
+            )
+            folders = (
+                layout.data_folders()
+                if wrote_shards
+                else [layout.root / "manifest", layout.ann]
+            )
             remove_unnamed_files(layout, kept_snapshots(self.index), folders=folders)
             write_array_shapes(layout, self.index.manifest.spec)
         for path in set(layout.build.iterdir()) - {layout.lock, layout.journal}:
@@ -224,8 +309,11 @@ class Change:
         return _digest(self.layout) != self._journal.base
 
     def _close(self) -> None:
-        """Remove `build/`, unless a later run of this change can use what it holds. A committed change stays."""
-        with contextlib.suppress(OSError, EdjeError):  # then the next change removes the files
+        """Remove `build/`, unless a later run of this change can use what it holds.
+        A committed change stays.
+        """
+        # then the next change removes the files
+        with contextlib.suppress(OSError, EdjeError):
             if self._is_committed():
                 return
             if self._has_work() and not self._is_abandoned:
@@ -246,50 +334,76 @@ def begin_change(
     discards: bool = False,
     notify: Notify = lambda message: None,
 ) -> Iterator[Change]:
-    """Lock the index at `root` and begin a change, or resume the same change if it was stopped.
+    """Lock the index at `root` and begin a change, or resume the same change if it was
+    stopped.
 
-    At the end, the files of a change that has not committed are removed, unless it has a plan or finished shards. What
-    fails after the commit is left to the next change.
+    At the end, the files of a change that has not committed are removed, unless it has
+    a plan or finished shards. What fails after the commit is left to the next change.
 
     Args:
         kind: kind of the change, for example "append".
         request: JSON object with what the change is asked to do.
-        is_new: True to write a new index. `root` must then be missing, empty, or hold this unfinished index.
-        resumes: False to discard an earlier, unfinished change of the same kind without a message.
+        is_new: True to write a new index. `root` must then be missing, empty, or hold
+            this unfinished index.
+        resumes: False to discard an earlier, unfinished change of the same kind without
+            a message.
         discards: True to discard an unfinished change of any kind.
 
     Raises:
-        UsageError: there is no index at `root`; or `is_new` is True, and `root` is not free; or `root` is a URL.
-        UnfinishedChangeError: another change of the index was stopped, and has finished shards.
-        EdjeError: another process is changing the index; or the change is committed, but something failed afterwards.
+        UsageError: there is no index at `root`; or `is_new` is True, and `root` is not
+            free; or `root` is a URL.
+        UnfinishedChangeError: another change of the index was stopped, and has finished
+            shards.
+        EdjeError: another process is changing the index; or the change is committed,
+            but something failed afterwards.
         OSError: the index cannot be written. It has not changed.
     """
-    advice = "; to change an index at a URL, copy it to a directory, change the copy, and copy it back"
+    advice = (
+        "; to change an index at a URL, copy it to a directory, change the copy, and"
+        " copy it back"
+    )
     layout = Layout(local_path(root, advice=advice).absolute())
     if is_new:
         check_free(layout)
     else:
-        Manifest.load(layout.root)  # fails before the lock makes a directory
+        # fails before the lock makes a directory
+        Manifest.load(layout.root)
     with locked(layout.root):
-        for path in (path for pattern in _TEMPORARY for path in layout.root.glob(pattern)):
-            path.unlink()  # a killed process left it while it wrote a manifest or metadata
+        for path in (
+            path for pattern in _TEMPORARY for path in layout.root.glob(pattern)
+        ):
+            # a killed process left it while it wrote a manifest or metadata
+            path.unlink()
         journal = _unfinished(layout, discards=discards, notify=notify)
         index = None if is_new else CommittedIndex.open(layout.root)
         if is_new and layout.manifest.exists():
-            raise UsageError(f"{layout.root} exists already; choose another directory", parameter="out")
-        wanted = Journal(kind, json.loads(json.dumps(request or {})), _digest(layout))  # as it is read
+            raise UsageError(
+                f"{layout.root} exists already; choose another directory",
+                parameter="out",
+            )
+        # as it is read
+        wanted = Journal(kind, json.loads(json.dumps(request or {})), _digest(layout))
         if journal is not None:
             change = Change(layout, journal.kind, index, journal)
-            is_same = (journal.kind, journal.request) == (kind, wanted.request) and resumes
+            is_same = (journal.kind, journal.request) == (
+                kind,
+                wanted.request,
+            ) and resumes
             if not is_same:
-                discards = discards or (is_new and journal.kind == kind)  # what was copied is copied again
+                # what was copied is copied again
+                discards = discards or (is_new and journal.kind == kind)
                 if change._has_work() and not discards:
                     raise UnfinishedChangeError(
-                        f"'{journal.kind}' of {layout.root} has not finished ({_finished(layout)}); run the same "
-                        f"'edje-index {journal.kind}' again to finish it, or {_discard_advice(layout)}"
+                        f"'{journal.kind}' of {layout.root} has not finished"
+                        f" ({_finished(layout)}); run the same 'edje-index"
+                        f" {journal.kind}' again to finish it, or"
+                        f" {_discard_advice(layout)}"
                     )
                 if change._has_work() and resumes:
-                    notify(f"discarding the unfinished '{journal.kind}', which had {_finished(layout)}")
+                    notify(
+                        f"discarding the unfinished '{journal.kind}', which had"
+                        f" {_finished(layout)}"
+                    )
                 change._remove_files()
                 journal = None
         if journal is None:
@@ -303,23 +417,29 @@ def begin_change(
             if not change._is_committed():
                 raise
             raise EdjeError(
-                f"the change is committed, but something failed afterwards ({error}); the next change of the index "
-                f"does what is left, for example 'edje-index gc {layout.root}'"
+                f"the change is committed, but something failed afterwards ({error});"
+                " the next change of the index does what is left, for example"
+                f" 'edje-index gc {layout.root}'"
             ) from error
         finally:
             change._close()
 
 
 def finish_committed(root: str | Path) -> None:
-    """Finish a change of the index at `root` that was killed after its commit. Does nothing if that is not possible."""
+    """Finish a change of the index at `root` that was killed after its commit. Does
+    nothing if that is not possible.
+    """
     layout = Layout(Path(root).absolute())
     if layout.build.is_dir():
-        with contextlib.suppress(OSError, EdjeError), locked(root):  # a read-only index, or another process works on it
+        # a read-only index, or another process works on it
+        with contextlib.suppress(OSError, EdjeError), locked(root):
             _unfinished(layout, discards=False, notify=lambda message: None)
 
 
 def _unfinished(layout: Layout, *, discards: bool, notify: Notify) -> Journal | None:
-    """Return the journal of a change that was stopped before its commit. Finish a change that was killed after it."""
+    """Return the journal of a change that was stopped before its commit. Finish a
+    change that was killed after it.
+    """
     try:
         journal = read_journal(layout.root)
     except CorruptIndexError:
@@ -329,7 +449,8 @@ def _unfinished(layout: Layout, *, discards: bool, notify: Notify) -> Journal | 
         journal = Journal("unknown", {}, _digest(layout), plan={})
     if journal is None or journal.base == _digest(layout):
         return journal
-    fsync_path(layout.root)  # what the former manifest names may go only once the new one is durable
+    # what the former manifest names may go only once the new one is durable
+    fsync_path(layout.root)
     write_array_shapes(layout, Manifest.load(layout.root).spec)
     _remove_what_is_not_kept(layout)
     remove_build(layout)
@@ -337,10 +458,17 @@ def _unfinished(layout: Layout, *, discards: bool, notify: Notify) -> Journal | 
 
 
 def _remove_what_is_not_kept(layout: Layout, *, tables: bool = False) -> list[int]:
-    """Remove the manifests of snapshots that are no longer kept, and then as `remove_unnamed_files`."""
+    """Remove the manifests of snapshots that are no longer kept, and then as
+    `remove_unnamed_files`.
+    """
     index = CommittedIndex.open(layout.root)
-    folder, oldest = layout.snapshot(0).parent, index.manifest.snapshot.oldest or 0
-    if removed := [path for path in folder.glob("*.json") if path.stem.isdecimal() and int(path.stem) < oldest]:
+    folder = layout.snapshot(0).parent
+    oldest = index.manifest.snapshot.oldest or 0
+    if removed := [
+        path
+        for path in folder.glob("*.json")
+        if path.stem.isdecimal() and int(path.stem) < oldest
+    ]:
         for path in removed:
             path.unlink()
         fsync_path(folder)
@@ -354,7 +482,10 @@ def _finished(layout: Layout) -> str:
 
 def _discard_advice(layout: Layout) -> str:
     if layout.manifest.exists():
-        return f"discard it with 'edje-index gc {layout.root}', which keeps the committed rows"
+        return (
+            f"discard it with 'edje-index gc {layout.root}', which keeps the committed"
+            " rows"
+        )
     return f"delete {layout.root}"
 
 
@@ -371,19 +502,32 @@ def now() -> str:
 
 
 def check_free(layout: Layout) -> None:
-    """Raise UsageError unless the directory is missing, empty, or holds an unfinished index."""
+    """Raise UsageError unless the directory is missing, empty, or holds an
+    unfinished index.
+    """
     root = layout.root
     for parent in root.resolve().parents:
         if Layout(parent).manifest.exists():
-            raise UsageError(f"{root} is inside the index {parent}; choose another directory", parameter="out")
+            raise UsageError(
+                f"{root} is inside the index {parent}; choose another directory",
+                parameter="out",
+            )
     if root.exists() and not root.is_dir():
-        raise UsageError(f"{root} exists and is not a directory; choose another directory", parameter="out")
+        raise UsageError(
+            f"{root} exists and is not a directory; choose another directory",
+            parameter="out",
+        )
     if root.exists() and not layout.journal.exists() and not layout.manifest.exists():
         others = (name for name in _entries(layout.build) if name != layout.lock.name)
-        ours = {layout.build.name} if all(name.startswith(f".{layout.journal.name}.") for name in others) else set()
+        ours = (
+            {layout.build.name}
+            if all(name.startswith(f".{layout.journal.name}.") for name in others)
+            else set()
+        )
         if foreign := sorted(set(_entries(root)) - ours):
             raise UsageError(
-                f"{root} is not empty and not an index (it contains {', '.join(foreign[:3])}); choose another one",
+                f"{root} is not empty and not an index (it contains"
+                f" {', '.join(foreign[:3])}); choose another one",
                 parameter="out",
             )
 
@@ -394,7 +538,8 @@ def _entries(folder: Path) -> list[str]:
 
 @contextlib.contextmanager
 def locked(root: str | Path) -> Iterator[None]:
-    """Context manager that holds the lock `build/lock` below `root`. At the end, empty directories are removed.
+    """Context manager that holds the lock `build/lock` below `root`. At the end, empty
+    directories are removed.
 
     Raises:
         EdjeError: another process holds the lock.
@@ -406,15 +551,21 @@ def locked(root: str | Path) -> Iterator[None]:
         with naming(layout.lock):
             os.ftruncate(fd, 0)
             os.write(fd, f"{os.getpid()} on {socket.gethostname()}".encode())
-            os.fsync(fd)  # workers on other machines read it
+            # workers on other machines read it
+            os.fsync(fd)
         yield
     finally:
         with contextlib.suppress(OSError):
-            if _is_lock_file(layout, fd) and set(_entries(layout.build)) == {layout.lock.name}:
+            if _is_lock_file(layout, fd) and set(_entries(layout.build)) == {
+                layout.lock.name
+            }:
                 layout.lock.unlink()
         os.close(fd)
-        for directory in (layout.build, layout.root) if was_missing else (layout.build,):
-            with contextlib.suppress(OSError):  # not empty: the change has stored something
+        for directory in (
+            (layout.build, layout.root) if was_missing else (layout.build,)
+        ):
+            # not empty: the change has stored something
+            with contextlib.suppress(OSError):
                 directory.rmdir()
 
 
@@ -423,21 +574,29 @@ def _acquire(layout: Layout) -> int:
     while True:
         make_directories(layout.build)
         try:
-            fd = os.open(layout.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
-        except FileNotFoundError:  # the previous holder removed the directory
+            fd = os.open(
+                layout.lock,
+                os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW,
+                0o666,
+            )
+        except FileNotFoundError:
+            # the previous holder removed the directory
             continue
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             holder = os.read(fd, 200).decode(errors="replace")
             os.close(fd)
-            process = f"process {holder}" if holder else "another process"  # it has not written its name yet
+            # it has not written its name yet
+            process = f"process {holder}" if holder else "another process"
             raise EdjeError(
-                f"{process} is working on {layout.root}; wait until the process ends, or stop the process"
+                f"{process} is working on {layout.root}; wait until the process ends,"
+                " or stop the process"
             ) from None
         if _is_lock_file(layout, fd):
             return fd
-        os.close(fd)  # the previous holder removed this file before we locked it
+        # the previous holder removed this file before we locked it
+        os.close(fd)
 
 
 def _is_lock_file(layout: Layout, fd: int) -> bool:
@@ -448,11 +607,20 @@ def _is_lock_file(layout: Layout, fd: int) -> bool:
 
 
 def begin_index(root: str | Path, spec: IndexSpec) -> None:
-    """Create the directories and the `zarr.json` files of a new index. May be called repeatedly."""
+    """Create the directories and the `zarr.json` files of a new index. May be
+    called repeatedly.
+    """
     layout = Layout(Path(root))
     make_directories(layout.root)
-    fsync_parent(layout.root)  # the caller may have made it
-    folders = [layout.embeddings, layout.rows, layout.ann, layout.staging, layout.receipt(0).parent]
+    # the caller may have made it
+    fsync_parent(layout.root)
+    folders = [
+        layout.embeddings,
+        layout.rows,
+        layout.ann,
+        layout.staging,
+        layout.receipt(0).parent,
+    ]
     for name in spec.precisions:
         folders += [layout.token_array(name), layout.checksums(name, 0).parent]
     for folder in folders:
@@ -462,7 +630,9 @@ def begin_index(root: str | Path, spec: IndexSpec) -> None:
 
 
 def clear_staging(root: str | Path) -> None:
-    """Remove the private files of workers that crashed. Call this only while no worker writes to the index."""
+    """Remove the private files of workers that crashed. Call this only while no
+    worker writes to the index.
+    """
     layout = Layout(Path(root))
     shutil.rmtree(layout.staging, ignore_errors=True)
     layout.staging.mkdir(parents=True, exist_ok=True)
@@ -480,7 +650,9 @@ def write_array_shapes(layout: Layout, spec: IndexSpec) -> None:
 
 
 def remove_build(layout: Layout) -> None:
-    """Remove `build/`, except the lock. The journal is removed last: until then, the files are known as leftovers."""
+    """Remove `build/`, except the lock. The journal is removed last: until then,
+    the files are known as leftovers.
+    """
     if others := set(_entries(layout.build)) - {layout.lock.name, layout.journal.name}:
         for name in others:
             _remove(layout.build / name)
@@ -505,38 +677,62 @@ class Removal:
 
 
 def remove_unnamed_files(
-    layout: Layout, manifests: Sequence[Manifest], *, tables: bool = False, folders: Sequence[Path] | None = None
+    layout: Layout,
+    manifests: Sequence[Manifest],
+    *,
+    tables: bool = False,
+    folders: Sequence[Path] | None = None,
 ) -> list[int]:
-    """Remove the data files that are in none of `manifests`. Return the length of each removed file in bytes.
+    """Remove the data files that are in none of `manifests`. Return the length of each
+    removed file in bytes.
 
     Args:
         folders: folders to search; None searches all data folders.
     """
     folders = layout.data_folders() if folders is None else folders
-    named = named_files(layout, manifests, in_tables=any(folder in (layout.rows, layout.tokens) for folder in folders))
+    named = named_files(
+        layout,
+        manifests,
+        in_tables=any(folder in (layout.rows, layout.tokens) for folder in folders),
+    )
     if not tables:
-        named |= {layout.relative(path) for path in layout.shard_table(0).parent.glob("shards-*.parquet")}
-    sizes, changed = [], set[Path]()
-    for path in (path for folder in folders for path in sorted(folder.rglob("*"), reverse=True)):
+        named |= {
+            layout.relative(path)
+            for path in layout.shard_table(0).parent.glob("shards-*.parquet")
+        }
+    sizes = []
+    changed = set[Path]()
+    for path in (
+        path for folder in folders for path in sorted(folder.rglob("*"), reverse=True)
+    ):
         where = layout.relative(path)
         if DATA_FILE.fullmatch(where) and where not in named:
             sizes.append(path.lstat().st_size)
             path.unlink()
             changed.add(path.parent)
         elif _PRECISION_FOLDER.fullmatch(where):
-            with contextlib.suppress(OSError):  # it holds files
+            # it holds files
+            with contextlib.suppress(OSError):
                 path.rmdir()
                 changed.add(path.parent)
-    fsync_paths(path for path in changed if path.is_dir())  # later, no journal says that these files are leftovers
+    # later, no journal says that these files are leftovers
+    fsync_paths(path for path in changed if path.is_dir())
     return sizes
 
 
-def named_files(layout: Layout, manifests: Iterable[Manifest], *, in_tables: bool = True) -> set[str]:
-    """Return the relative paths of all data files in `manifests`. `in_tables` includes those in shard tables."""
+def named_files(
+    layout: Layout, manifests: Iterable[Manifest], *, in_tables: bool = True
+) -> set[str]:
+    """Return the relative paths of all data files in `manifests`. `in_tables`
+    includes those in shard tables.
+    """
     names: set[str] = set()
     tables: set[FileEntry] = set()
     for manifest in manifests:
-        names |= {layout.relative(path) for path in layout.zarr_files(manifest.spec.precisions)}
+        names |= {
+            layout.relative(path)
+            for path in layout.zarr_files(manifest.spec.precisions)
+        }
         names |= {file.path for file in manifest.own_files}
         tables |= set(manifest.shard_tables)
     for table in tables if in_tables else ():

@@ -7,8 +7,13 @@ from operator import attrgetter
 
 
 def repr_of(*paths: str) -> Callable[[object], str]:
-    """Return a method `__repr__` that shows the type of an object and its attributes, such as `info.path`."""
+    """Return a method `__repr__` that shows the type of an object and its
+    attributes, such as `info.path`.
+    """
     readers = {path.rpartition(".")[2].strip("_"): attrgetter(path) for path in paths}
-    return lambda shown: (
-        f"{type(shown).__name__}({', '.join(f'{name}={read(shown)}' for name, read in readers.items())})"
-    )
+
+    def describe(shown: object) -> str:
+        attributes = (f"{name}={read(shown)}" for name, read in readers.items())
+        return f"{type(shown).__name__}({', '.join(attributes)})"
+
+    return describe

@@ -1,7 +1,7 @@
 """The exceptions of this project. All are subclasses of `EdjeError`.
 
-Each message says what is wrong and what to do. The command line prints the message on one line and exits with the
-`exit_code` of the exception class.
+Each message says what is wrong and what to do. The command line prints the message on
+one line and exits with the `exit_code` of the exception class.
 """
 
 from __future__ import annotations
@@ -10,11 +10,13 @@ import errno
 
 
 class EdjeError(Exception):
-    """Base class of all errors with a cause outside the program, for example a missing file. Exit code 1.
+    """Base class of all errors with a cause outside the program, for example a missing
+    file. Exit code 1.
 
     Attributes:
-        parameter: name of the parameter with the wrong value. None if no single parameter is wrong. The command line
-            adds the name of the matching option to the message.
+        parameter: name of the parameter with the wrong value. None if no single
+            parameter is wrong. The command line adds the name of the matching option to
+            the message.
 
     Examples:
         >>> from storage_formats import EdjeError, TokenStore
@@ -33,7 +35,8 @@ class EdjeError(Exception):
 
 
 class UsageError(EdjeError):
-    """The request is not possible, for example because an argument is wrong. Exit code 2.
+    """The request is not possible, for example because an argument is wrong. Exit code
+    2.
 
     Examples:
         >>> from storage_formats import UsageError, codec
@@ -48,7 +51,8 @@ class UsageError(EdjeError):
 
 
 class RowIdError(UsageError, IndexError):
-    """A row id is out of range or belongs to no input. This error is also an `IndexError`.
+    """A row id is out of range or belongs to no input. This error is also an
+    `IndexError`.
 
     Examples:
         >>> from storage_formats import RowIdError, TokenStore
@@ -80,8 +84,8 @@ class DeletedRowError(RowIdError):
     def __init__(self, row_ids: tuple[int, ...]) -> None:
         others = f" and {len(row_ids) - 1} more were" if len(row_ids) > 1 else " was"
         super().__init__(
-            f"row {row_ids[0]}{others} deleted; an earlier snapshot of the index may still hold "
-            f"{'them' if len(row_ids) > 1 else 'it'}"
+            f"row {row_ids[0]}{others} deleted; an earlier snapshot of the index may"
+            f" still hold {'them' if len(row_ids) > 1 else 'it'}"
         )
         self.row_ids = row_ids
 
@@ -89,8 +93,8 @@ class DeletedRowError(RowIdError):
 class IncompleteIndexError(EdjeError):
     """The index is not finished.
 
-    To resume an interrupted build, run the same build command again. An `IndexWriter` cannot resume: write the index
-    again from the start.
+    To resume an interrupted build, run the same build command again. An `IndexWriter`
+    cannot resume: write the index again from the start.
 
     Examples:
         >>> from storage_formats import IncompleteIndexError, IndexWriter, TokenStore
@@ -108,7 +112,8 @@ class CorruptIndexError(EdjeError):
     """A file of the index is missing, damaged, or inconsistent with the manifest.
 
     Attributes:
-        row_ids: row ids of the blocks that were found damaged. Other blocks may be damaged too.
+        row_ids: row ids of the blocks that were found damaged. Other blocks may be
+            damaged too.
 
     Examples:
         >>> from pathlib import Path
@@ -127,28 +132,42 @@ class CorruptIndexError(EdjeError):
 
 
 class TaskInterrupted(Exception):
-    """A task on a shard has stopped early, because its `should_stop()` returned True."""
+    """A task on a shard has stopped early, because its `should_stop()` returned
+    True.
+    """
 
 
 class MachineError(EdjeError):
-    """This machine cannot read a file of the index now, but the file may be undamaged."""
+    """This machine cannot read a file of the index now, but the file may be
+    undamaged.
+    """
 
 
 _REMEDIES = {
     errno.EMFILE: "raise the limit on open files (ulimit -n)",
-    errno.ENFILE: "all programs together have too many open files; raise the limit (sysctl fs.file-max)",
+    errno.ENFILE: (
+        "all programs together have too many open files; raise the limit (sysctl"
+        " fs.file-max)"
+    ),
     errno.ENOMEM: "free some memory",
     errno.EIO: "check the device; if it is sound again, run 'edje-index verify'",
     errno.EAGAIN: "try again",
-    errno.ESTALE: "the network file system has lost the file; check its server, then open the index again",
+    errno.ESTALE: (
+        "the network file system has lost the file; check its server, then open the"
+        " index again"
+    ),
 }
 
 
-def cannot_read(path: object, error: Exception, advice: str = "run 'edje-index verify'") -> EdjeError:
-    """Return the exception to raise if `error` prevents the reading of a file of the index.
+def cannot_read(
+    path: object, error: Exception, advice: str = "run 'edje-index verify'"
+) -> EdjeError:
+    """Return the exception to raise if `error` prevents the reading of a file of the
+    index.
 
-    The errno decides. If the machine is in trouble, for example out of file descriptors, the result is a `MachineError`
-    with a remedy. Otherwise the file is missing or damaged, and the result is a `CorruptIndexError`.
+    The errno decides. If the machine is in trouble, for example out of file
+    descriptors, the result is a `MachineError` with a remedy. Otherwise the file is
+    missing or damaged, and the result is a `CorruptIndexError`.
     """
     number = error.errno if isinstance(error, OSError) else None
     reason = (error.strerror if isinstance(error, OSError) else None) or str(error)

@@ -38,7 +38,9 @@ EXTRAS_OF_MODULE = {
     "uvicorn": ("serve",),
     "zarr": ("build", "bench"),
 }
-"""For each optional package, the extras that install the package, the smallest extra first."""
+"""For each optional package, the extras that install the package, the smallest
+extra first.
+"""
 
 DISTRIBUTIONS = {
     "faiss": "faiss-cpu",
@@ -54,21 +56,26 @@ DISTRIBUTIONS = {
 
 
 class MissingExtraError(EdjeError, ImportError):
-    """An optional package is not installed. The message contains the command that installs the package.
+    """An optional package is not installed. The message contains the command that
+    installs the package.
 
     Examples:
         >>> from storage_formats.extras import missing_extra
-        >>> str(missing_extra(ModuleNotFoundError("No module named 'onnx'", name="onnx")))
-        "this needs the package onnx, which is not installed; run: pip install 'edje-index[towers]'"
+        >>> error = ModuleNotFoundError("No module named 'onnx'", name="onnx")
+        >>> str(missing_extra(error))
+        "this needs the package onnx, which is not installed; run: pip install ..."
     """
 
 
-def missing_extra(error: BaseException, preferred: str = "") -> MissingExtraError | None:
-    """Return a `MissingExtraError` if `error` is the failed import of an optional package, otherwise None.
+def missing_extra(
+    error: BaseException, preferred: str = ""
+) -> MissingExtraError | None:
+    """Return a `MissingExtraError` if `error` is the failed import of an optional
+    package, otherwise None.
 
     Args:
-        preferred: name of the extra to recommend. If this extra does not contain the package, the error recommends the
-            smallest extra that does.
+        preferred: name of the extra to recommend. If this extra does not contain the
+            package, the error recommends the smallest extra that does.
     """
     if not isinstance(error, ModuleNotFoundError):
         return None
@@ -78,8 +85,8 @@ def missing_extra(error: BaseException, preferred: str = "") -> MissingExtraErro
         return None
     extra = preferred if preferred in extras else extras[0]
     missing = MissingExtraError(
-        f"this needs the package {DISTRIBUTIONS.get(module, module)}, which is not installed; "
-        f"run: pip install 'edje-index[{extra}]'"
+        f"this needs the package {DISTRIBUTIONS.get(module, module)}, which is not"
+        f" installed; run: pip install 'edje-index[{extra}]'"
     )
     missing.name = module
     return missing
@@ -87,10 +94,12 @@ def missing_extra(error: BaseException, preferred: str = "") -> MissingExtraErro
 
 @contextmanager
 def name_missing_extra(preferred: str = "") -> Iterator[None]:
-    """Raise `MissingExtraError` if the import of an optional package fails. Context manager and decorator.
+    """Raise `MissingExtraError` if the import of an optional package fails. Context
+    manager and decorator.
 
     Args:
-        preferred: name of the extra to recommend if it contains the package, see `missing_extra`.
+        preferred: name of the extra to recommend if it contains the package, see
+            `missing_extra`.
     """
     try:
         yield

@@ -1,7 +1,8 @@
-"""Entry point of the command `edje-index`, and modules whose package another project has too.
+"""Entry point of the command `edje-index`, and modules whose package another project
+has too.
 
-The entry point ensures that Python imports `pipelines` and `benchmarks` from this project, not other packages with
-these names.
+The entry point ensures that Python imports `pipelines` and `benchmarks` from this
+project, not other packages with these names.
 """
 
 from __future__ import annotations
@@ -21,10 +22,15 @@ def main() -> int:
     for name in PACKAGES:
         spec = importlib.util.find_spec(name)
         folders = [] if spec is None else list(spec.submodule_search_locations or [])
-        if (HOME / name).is_dir() and not (folders and Path(folders[0]).resolve() == HOME / name):
-            sys.path.insert(0, str(HOME))  # `import name` would import another package
+        if (HOME / name).is_dir() and not (
+            folders and Path(folders[0]).resolve() == HOME / name
+        ):
+            # `import name` would import another package
+            sys.path.insert(0, str(HOME))
             others = os.environ.get("PYTHONPATH", "")
-            os.environ["PYTHONPATH"] = os.pathsep.join([str(HOME), *filter(None, [others])])
+            os.environ["PYTHONPATH"] = os.pathsep.join(
+                [str(HOME), *filter(None, [others])]
+            )
             importlib.invalidate_caches()
             break
     # Not an import statement: this package must not depend on those above it.
@@ -32,21 +38,32 @@ def main() -> int:
 
 
 def share_package(name: str = "pipelines") -> None:
-    """Let Python find the modules of this project's package `name` where the package of another project hides them.
+    """Let Python find the modules of this project's package `name` where the package of
+    another project hides them.
 
     They are then found in the other package, after its own modules.
 
     Raises:
-        ImportError: the other package has a module or a directory with the name of one of this project.
+        ImportError: the other package has a module or a directory with the name of one
+            of this project.
     """
     package = importlib.import_module(name)
     folders = [Path(folder).resolve() for folder in getattr(package, "__path__", [])]
     if HOME / name in folders:
         return
     ours = {path.stem for path in (HOME / name).iterdir()} - {"__init__", "__pycache__"}
-    if hidden := next((path for folder in folders for path in sorted(folder.iterdir()) if path.stem in ours), None):
+    if hidden := next(
+        (
+            path
+            for folder in folders
+            for path in sorted(folder.iterdir())
+            if path.stem in ours
+        ),
+        None,
+    ):
         raise ImportError(
-            f"{hidden} has the name of a module of edje-index, which cannot be imported beside it; rename it"
+            f"{hidden} has the name of a module of edje-index, which cannot be imported"
+            " beside it; rename it"
         )
     package.__path__ = [*map(str, folders), str(HOME / name)]
 

@@ -18,7 +18,8 @@ def ordered_results(
 
     Args:
         items: the items. They are taken one by one, while the results are consumed.
-        ahead: number of items that are submitted before the first result is yielded, and kept submitted from then on.
+        ahead: number of items that are submitted before the first result is yielded,
+            and kept submitted from then on.
     """
     pending: deque[Future[_Result]] = deque()
     for item in items:
@@ -32,9 +33,13 @@ def ordered_results(
 def ordered_map(
     work: Callable[[_Item], _Result], items: Iterable[_Item], threads: int, ahead: int
 ) -> Generator[_Result, None, None]:
-    """Yield `work(item)` of each item, in order. Threads work on at most `ahead` items ahead."""
+    """Yield `work(item)` of each item, in order. Threads work on at most `ahead`
+    items ahead.
+    """
     with ThreadPoolExecutor(threads, "edje-ahead") as pool:
         try:
-            yield from ordered_results(items, lambda item: pool.submit(work, item), ahead=ahead)
+            yield from ordered_results(
+                items, lambda item: pool.submit(work, item), ahead=ahead
+            )
         finally:
             pool.shutdown(cancel_futures=True)

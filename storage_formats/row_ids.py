@@ -24,11 +24,16 @@ def check_row_ids(row_ids: RowIds, rows: int) -> NDArray[np.int64]:
     if ids.size and (ids.min() < 0 or ids.max() >= rows):
         outside = ids[(ids < 0) | (ids >= rows)]
         others = f" (and {len(outside) - 1} more)" if len(outside) > 1 else ""
-        raise RowIdError(f"row id {outside[0]}{others} is out of range; the index has the row ids 0 to {rows - 1}")
+        raise RowIdError(
+            f"row id {outside[0]}{others} is out of range; the index has the row ids 0"
+            f" to {rows - 1}"
+        )
     return ids.astype(np.int64)
 
 
-def as_indices(values: Sequence[int] | NDArray[np.integer], name: str) -> NDArray[np.integer]:
+def as_indices(
+    values: Sequence[int] | NDArray[np.integer], name: str
+) -> NDArray[np.integer]:
     """Return `values` as a flat array of integers, [k].
 
     Raises:
@@ -36,11 +41,19 @@ def as_indices(values: Sequence[int] | NDArray[np.integer], name: str) -> NDArra
     """
     try:
         indices = np.asarray(values)
-    except ValueError as error:  # nested sequences of different lengths
-        raise UsageError(f"{name} must be a flat sequence of integers: {error}") from None
+    except ValueError as error:
+        # nested sequences of different lengths
+        raise UsageError(
+            f"{name} must be a flat sequence of integers: {error}"
+        ) from None
     if indices.ndim == 1 and (indices.dtype.kind in "iu" or not indices.size):
         return indices
-    hint = "; convert a boolean mask with numpy.flatnonzero(mask)" if indices.dtype == np.bool_ else ""
+    hint = (
+        "; convert a boolean mask with numpy.flatnonzero(mask)"
+        if indices.dtype == np.bool_
+        else ""
+    )
     raise UsageError(
-        f"{name} must be a flat sequence of integers, got {indices.dtype} of shape {list(indices.shape)}{hint}"
+        f"{name} must be a flat sequence of integers, got {indices.dtype} of shape"
+        f" {list(indices.shape)}{hint}"
     )

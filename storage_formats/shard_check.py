@@ -17,7 +17,12 @@ from storage_formats.format.checksum import crc32c_rows, crc32c_stream, read_che
 from storage_formats.format.index_files import open_index_file
 from storage_formats.format.layout import IndexSpec, Layout, padded_shard_bytes
 from storage_formats.format.manifest import Counts, Manifest
-from storage_formats.format.rows import DUPLICATE, INDEXED, failures_by_reason, read_shard_rows
+from storage_formats.format.rows import (
+    DUPLICATE,
+    INDEXED,
+    failures_by_reason,
+    read_shard_rows,
+)
 from storage_formats.format.shard_table import FileEntry
 from storage_formats.format.zarr_metadata import shard_index_bytes
 from storage_formats.reading.embeddings import read_shard_embeddings
@@ -32,7 +37,8 @@ class Problem:
     Attributes:
         path: path of the file with the problem, relative to the index.
         code: kind of problem, for use in programs, for example `missing-file`.
-        message: description of the problem, to print after the path, for example "cannot be read: ...".
+        message: description of the problem, to print after the path, for example
+            "cannot be read: ...".
 
     Examples:
         >>> from pathlib import Path
@@ -47,31 +53,45 @@ class Problem:
     message: str
 
 
-def check_file(root: Path, entry: FileEntry, *, only_length: bool = False) -> Problem | None:
-    """Compare the length and the CRC-32C of a file of the index at `root` with its entry.
+def check_file(
+    root: Path, entry: FileEntry, *, only_length: bool = False
+) -> Problem | None:
+    """Compare the length and the CRC-32C of a file of the index at `root` with its
+    entry.
 
     Raises:
-        MachineError: the machine is in trouble, for example out of file descriptors, so the file may be sound.
+        MachineError: the machine is in trouble, for example out of file descriptors, so
+            the file may be sound.
     """
     try:
         with open_index_file(root, root / entry.path) as file:
             length = os.fstat(file.fileno()).st_size
             if length != entry.bytes:
-                message = f"has {length} bytes instead of the {entry.bytes} that were committed"
+                message = (
+                    f"has {length} bytes instead of the {entry.bytes} that were"
+                    " committed"
+                )
                 return Problem(entry.path, "length", message)
             crc = entry.crc32c if only_length else crc32c_stream(file)
     except OSError as error:
         failure = cannot_read(entry.path, error)
-        if isinstance(failure, MachineError) and error.errno != errno.EIO:  # EIO: this part of the device is damaged
+        # EIO: this part of the device is damaged
+        if isinstance(failure, MachineError) and error.errno != errno.EIO:
             raise failure from error
         return Problem(entry.path, "missing-file", f"cannot be read: {error.strerror}")
     if crc != entry.crc32c:
-        return Problem(entry.path, "checksum", f"has CRC-32C {crc:08x} instead of {entry.crc32c:08x}")
+        return Problem(
+            entry.path,
+            "checksum",
+            f"has CRC-32C {crc:08x} instead of {entry.crc32c:08x}",
+        )
     return None
 
 
 def shard_paths(layout: Layout, spec: IndexSpec, shard: int) -> list[str]:
-    """Return the relative paths of the files of a shard. The first one is the rows table."""
+    """Return the relative paths of the files of a shard. The first one is the rows
+    table.
+    """
     paths = [layout.rows_file(shard), layout.embedding_shard(shard)]
     for name in spec.precisions:
         ndim = len(codec(name, spec.block_shape).record_shape)
@@ -82,94 +102,149 @@ def shard_paths(layout: Layout, spec: IndexSpec, shard: int) -> list[str]:
 def check_shard(
     layout: Layout, manifest: Manifest, shard: int, files: Mapping[str, FileEntry]
 ) -> tuple[list[Problem], Counts, dict[str, int]]:
-    """Check all files of a shard. `files` are its entries in the shard table, by relative path.
+    """Check all files of a shard. `files` are its entries in the shard table, by
+    relative path.
 
-    Return the problems, the numbers of inputs, and the number of values of each source column. If the rows table cannot
-    be read, all numbers are 0.
+    Return the problems, the numbers of inputs, and the number of values of each source
+    column. If the rows table cannot be read, all numbers are 0.
     """
     spec, rows = manifest.spec, manifest.spec.shard_rows(shard)
-    expected, problems = shard_paths(layout, spec, shard), list[Problem]()
+    expected = shard_paths(layout, spec, shard)
+    problems = list[Problem]()
     for path in expected:
         if path not in files:
-            problems.append(Problem(path, "shard-table", "is not listed in the shard table"))
+            problems.append(
+                Problem(path, "shard-table", "is not listed in the shard table")
+            )
         elif problem := check_file(layout.root, files[path]):
             problems.append(problem)
     for path in sorted(files.keys() - set(expected)):
-        problems.append(Problem(path, "shard-table", "is in the shard table, but does not belong to this index"))
+        problems.append(
+            Problem(
+                path,
+                "shard-table",
+                "is in the shard table, but does not belong to this index",
+            )
+        )
 
-    counts, values, indexed = Counts(0, 0, 0), dict[str, int](), None
+    counts = Counts(0, 0, 0)
+    values = dict[str, int]()
+    indexed = None
     where = layout.relative(layout.rows_file(shard))
     if where not in {problem.path for problem in problems}:
         try:
             table = read_shard_rows(layout, shard, source_columns=manifest.columns)
-            # The lengths are compared first, because a damaged table may have too many rows for a list.
+            # The lengths are compared first, because a damaged table may have too many
+            # rows for a list.
             if len(table) != len(rows) or table["row_id"].to_pylist() != list(rows):
                 raise CorruptIndexError(
-                    f"the rows table must contain every row id from {rows.start} to {rows.stop - 1} once, in "
-                    "ascending order"
+                    f"the rows table must contain every row id from {rows.start} to"
+                    f" {rows.stop - 1} once, in ascending order"
                 )
         except CorruptIndexError as error:
-            message = f"cannot be read: {error.__cause__}" if error.__cause__ else str(error)
+            message = (
+                f"cannot be read: {error.__cause__}" if error.__cause__ else str(error)
+            )
             problems.append(Problem(where, "rows", message))
         else:
-            values = {column.name: len(table) - table[column.name].null_count for column in manifest.columns}
-            statuses, failed = table["status"].to_pylist(), failures_by_reason(table)
-            counts = Counts(len(rows), statuses.count(INDEXED), statuses.count(DUPLICATE), failed)
+            values = {
+                column.name: len(table) - table[column.name].null_count
+                for column in manifest.columns
+            }
+            statuses = table["status"].to_pylist()
+            failed = failures_by_reason(table)
+            counts = Counts(
+                len(rows), statuses.count(INDEXED), statuses.count(DUPLICATE), failed
+            )
             indexed = np.array([status == INDEXED for status in statuses])
             if problem_of_counts := counts.problem():
                 problems.append(Problem(where, "counts", problem_of_counts))
     for name in spec.precisions:
-        problems += _check_tokens(layout, spec, shard, codec(name, spec.block_shape), indexed)
+        problems += _check_tokens(
+            layout, spec, shard, codec(name, spec.block_shape), indexed
+        )
     if indexed is not None:
         problems += _check_embeddings(layout, spec, shard, indexed)
     return problems, counts, values
 
 
 def _check_tokens(
-    layout: Layout, spec: IndexSpec, shard: int, token_codec: Codec, indexed: NDArray[np.bool_] | None
+    layout: Layout,
+    spec: IndexSpec,
+    shard: int,
+    token_codec: Codec,
+    indexed: NDArray[np.bool_] | None,
 ) -> Iterator[Problem]:
-    path, rows = layout.token_shard(token_codec.name, shard, len(token_codec.record_shape)), spec.shard_rows(shard)
-    where, size = layout.relative(path), token_codec.record_bytes
+    path = layout.token_shard(token_codec.name, shard, len(token_codec.record_shape))
+    rows = spec.shard_rows(shard)
+    where = layout.relative(path)
+    size = token_codec.record_bytes
     index_offset, length = padded_shard_bytes(len(rows), spec.shard_size, size)
     try:
         checksums = read_checksums(layout, token_codec.name, shard, len(rows))
         with open_index_file(layout.root, path) as file:
             if os.fstat(file.fileno()).st_size != length:
-                return  # reported by check_file
+                # reported by check_file
+                return
             step = max(1, _PIECE_BYTES // size)
             for first in range(0, len(rows), step):
                 count = min(step, len(rows) - first)
-                records = np.fromfile(file, dtype=np.uint8, count=count * size).reshape(count, size)
-                for position in first + np.flatnonzero(crc32c_rows(records) != checksums[first : first + count]):
+                records = np.fromfile(file, dtype=np.uint8, count=count * size).reshape(
+                    count, size
+                )
+                for position in first + np.flatnonzero(
+                    crc32c_rows(records) != checksums[first : first + count]
+                ):
                     message = f"has a damaged block for row {rows.start + position}"
                     yield Problem(where, "block-checksum", message)
-                is_indexed = np.ones(count, np.bool_) if indexed is None else indexed[first : first + count]
+                is_indexed = (
+                    np.ones(count, np.bool_)
+                    if indexed is None
+                    else indexed[first : first + count]
+                )
                 for position in np.flatnonzero(~is_indexed):
                     if not (records[position] == fill_record(token_codec)[0]).all():
-                        message = f"has data for row {rows.start + first + position}, which is a hole"
+                        message = (
+                            f"has data for row {rows.start + first + position}, which"
+                            " is a hole"
+                        )
                         yield Problem(where, "hole", message)
             file.seek(index_offset)
             index = file.read()
     except (OSError, CorruptIndexError):
-        return  # reported by check_file
+        # reported by check_file
+        return
     if indexed is None:
         return
     present = np.zeros(spec.shard_size, dtype=np.bool_)
     present[: len(rows)] = indexed
     if index != shard_index_bytes(present, size):
-        yield Problem(where, "shard-index", "has a shard index that does not match the rows table")
+        yield Problem(
+            where, "shard-index", "has a shard index that does not match the rows table"
+        )
 
 
-def _check_embeddings(layout: Layout, spec: IndexSpec, shard: int, indexed: NDArray[np.bool_]) -> Iterator[Problem]:
+def _check_embeddings(
+    layout: Layout, spec: IndexSpec, shard: int, indexed: NDArray[np.bool_]
+) -> Iterator[Problem]:
     where = layout.relative(layout.embedding_shard(shard))
     try:
         values = read_shard_embeddings(layout, spec, shard)
     except CorruptIndexError:
-        return  # reported by check_file
+        # reported by check_file
+        return
     finite = np.asarray(np.isfinite(values).all(axis=1))
     for position in np.flatnonzero(finite != indexed):
         row_id = spec.shard_rows(shard).start + position
         if finite[position]:
-            yield Problem(where, "embedding", f"has an embedding for row {row_id}, which is a hole")
+            yield Problem(
+                where,
+                "embedding",
+                f"has an embedding for row {row_id}, which is a hole",
+            )
         else:
-            yield Problem(where, "embedding", f"has no embedding for row {row_id}, which is indexed")
+            yield Problem(
+                where,
+                "embedding",
+                f"has no embedding for row {row_id}, which is indexed",
+            )

@@ -1,9 +1,11 @@
-"""Threads that work on a task together with the calling thread, and cleanup after an exception of a signal handler.
+"""Threads that work on a task together with the calling thread, and cleanup after an
+exception of a signal handler.
 
-An exception that a signal handler raises, for example KeyboardInterrupt after Ctrl-C, can come between any two
-instructions of the main thread. It can end a function that has started a task but not recorded the task yet, and it can
-interrupt the cleanup. Code that starts helper threads or kernel requests that write to the caller's memory follows this
-pattern:
+An exception that a signal handler raises, for example KeyboardInterrupt after Ctrl-C,
+can come between any two instructions of the main thread. It can end a function that has
+started a task but not recorded the task yet, and it can interrupt the cleanup. Code
+that starts helper threads or kernel requests that write to the caller's memory follows
+this pattern:
 
     pending = unsettled()
     settle(pending)
@@ -11,17 +13,19 @@ pattern:
     try:
         ...
     except BaseException:
-        pending.append(task.abandon)  # one call of compiled code, which no signal handler interrupts
-        settle(pending)
-        raise
+        pending.append(task.abandon)  # one call of compiled code, which no signal
+        handler interrupts settle(pending) raise
 
-`task.abandon` waits until the task has stopped writing, and may be called repeatedly. If another exception interrupts
-the cleanup, `task.abandon` remains in `pending`, and the next use of this pattern in the same thread calls it.
+`task.abandon` waits until the task has stopped writing, and may be called repeatedly.
+If another exception interrupts the cleanup, `task.abandon` remains in `pending`, and
+the next use of this pattern in the same thread calls it.
 
-Code with this pattern uses no locks except `threading.Lock` in a `with` statement and `queue.SimpleQueue`. An exception
-can leave the lock of a class written in Python taken for ever, so this module does not use `concurrent.futures`. The
-thread pools of Numba abort a process that forks or calls them from two threads. Without this pattern, each fetch would
-need a thread of its own, which no exception interrupts: a warm fetch of 100 blocks would take 5 % longer.
+Code with this pattern uses no locks except `threading.Lock` in a `with` statement and
+`queue.SimpleQueue`. An exception can leave the lock of a class written in Python taken
+for ever, so this module does not use `concurrent.futures`. The thread pools of Numba
+abort a process that forks or calls them from two threads. Without this pattern, each
+fetch would need a thread of its own, which no exception interrupts: a warm fetch of 100
+blocks would take 5 % longer.
 """
 
 from __future__ import annotations
@@ -39,8 +43,10 @@ _Item = TypeVar("_Item")
 Unsettled: TypeAlias = list[Callable[[], None]]
 
 _MAX_THREADS = max(64, os.cpu_count() or 1)
-_ATTEMPTS = 10_000  # reached only if an exception interrupts every attempt
-_CHUNK_BYTES = 2 << 20  # of bfloat16: about 0.3 ms of work, much longer than handing it to a thread
+# reached only if an exception interrupts every attempt
+_ATTEMPTS = 10_000
+# of bfloat16: about 0.3 ms of work, much longer than handing it to a thread
+_CHUNK_BYTES = 2 << 20
 
 
 class _PerThread(threading.local):
@@ -52,15 +58,19 @@ _per_thread = _PerThread()
 
 
 def unsettled() -> Unsettled:
-    """Return the `abandon` functions of this thread that have not completed yet. The list is almost always empty."""
+    """Return the `abandon` functions of this thread that have not completed yet.
+    The list is almost always empty.
+    """
     return _per_thread.unsettled
 
 
 def settle(pending: Unsettled) -> None:
-    """Call each function in `pending` until the call succeeds, and remove the function from `pending`.
+    """Call each function in `pending` until the call succeeds, and remove the function
+    from `pending`.
 
-    If an exception interrupts a function, the function is called again. The last exception is raised at the end. After
-    10,000 exceptions, the remaining functions are left in `pending` for the next call of `settle`.
+    If an exception interrupts a function, the function is called again. The last
+    exception is raised at the end. After 10,000 exceptions, the remaining functions are
+    left in `pending` for the next call of `settle`.
     """
     interruption: BaseException | None = None
     attempts = 0
@@ -96,11 +106,13 @@ class _HelperThreads:
             call = self._calls.get()
             self._idle.pop()
             call()
-            del call  # an idle thread must not keep the memory of its last task
+            # an idle thread must not keep the memory of its last task
+            del call
 
 
 class Crew(Generic[_Item]):
-    """Calls `work(item)` once for each of `items`, in the calling thread and in helper threads.
+    """Calls `work(item)` once for each of `items`, in the calling thread and in helper
+    threads.
 
     Args:
         work: thread-safe function that processes one item.
@@ -110,7 +122,8 @@ class Crew(Generic[_Item]):
         self._work = work
         self._items = iter(items)
         self._closed = False
-        self._running: list[None] = []  # one entry per running helper
+        # one entry per running helper
+        self._running: list[None] = []
         self._ended: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._errors: list[BaseException] = []
 
@@ -120,7 +133,9 @@ class Crew(Generic[_Item]):
             _threads.submit(self._help)
 
     def finish(self) -> None:
-        """Process items until none is left, and wait for the helper threads. Raise the first error of a helper."""
+        """Process items until none is left, and wait for the helper threads. Raise
+        the first error of a helper.
+        """
         for item in self._items:
             self._work(item)
         self.abandon()
@@ -128,13 +143,17 @@ class Crew(Generic[_Item]):
             raise self._errors[0]
 
     def abandon(self) -> None:
-        """Stop each helper thread after its current item, and wait until all have stopped."""
+        """Stop each helper thread after its current item, and wait until all have
+        stopped.
+        """
         self._closed = True
-        while self._running:  # a helper first leaves `_running`, then reports to `_ended`
+        # a helper first leaves `_running`, then reports to `_ended`
+        while self._running:
             self._ended.get()
 
     def _help(self) -> None:
-        self._running.append(None)  # before reading `_closed`; `abandon` sets `_closed` before reading `_running`
+        # before reading `_closed`; `abandon` sets `_closed` before reading `_running`
+        self._running.append(None)
         try:
             for item in self._items:
                 if self._closed:
@@ -152,15 +171,19 @@ _threads = _HelperThreads()
 
 def _forget_threads() -> None:
     global _threads
-    _threads = _HelperThreads()  # its threads did not survive the fork
+    # its threads did not survive the fork
+    _threads = _HelperThreads()
 
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget_threads)
 
 
-def run_threads(work: Callable[[_Item], None], items: Sequence[_Item], threads: int) -> None:
-    """Call `work(item)` for each of `items` on at most `threads` threads, including the calling thread.
+def run_threads(
+    work: Callable[[_Item], None], items: Sequence[_Item], threads: int
+) -> None:
+    """Call `work(item)` for each of `items` on at most `threads` threads, including the
+    calling thread.
 
     If a call raises, the first exception is raised after all calls have ended.
     """
@@ -180,23 +203,35 @@ def run_threads(work: Callable[[_Item], None], items: Sequence[_Item], threads: 
 
 
 def default_threads() -> int:
-    """Return the number of CPUs that this process may use, at most the value of `$OMP_NUM_THREADS`."""
+    """Return the number of CPUs that this process may use, at most the value of
+    `$OMP_NUM_THREADS`.
+    """
     cpus = usable_cpus()
     limit = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
     return max(1, min(cpus, int(limit))) if limit.isdigit() else cpus
 
 
-def run_chunks(work: Callable[[int, int], None], count: int, block_bytes: int, threads: int | None) -> None:
-    """Split range(count) into consecutive parts and call `work(start, stop)` for each part, see `run_threads`.
+def run_chunks(
+    work: Callable[[int, int], None], count: int, block_bytes: int, threads: int | None
+) -> None:
+    """Split range(count) into consecutive parts and call `work(start, stop)` for each
+    part, see `run_threads`.
 
     Args:
         work: function `(start, stop)` that converts blocks [start, stop).
-        block_bytes: length of one decoded block in bytes. This length determines the number of parts.
-        threads: maximum number of threads, including the calling thread. None means `default_threads()`.
+        block_bytes: length of one decoded block in bytes. This length determines the
+            number of parts.
+        threads: maximum number of threads, including the calling thread. None means
+            `default_threads()`.
     """
     limit = default_threads() if threads is None else threads
     chunk_count = max(1, -(-count * block_bytes // _CHUNK_BYTES))
-    chunk_count += -chunk_count % min(limit, chunk_count)  # the same number for each thread
+    # the same number for each thread
+    chunk_count += -chunk_count % min(limit, chunk_count)
     chunk = max(1, -(-count // chunk_count))
     starts = range(0, count, chunk)
-    run_threads(lambda start: work(start, min(start + chunk, count)), starts, min(limit, len(starts)))
+    run_threads(
+        lambda start: work(start, min(start + chunk, count)),
+        starts,
+        min(limit, len(starts)),
+    )

@@ -25,7 +25,12 @@ from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.object_store import IndexLocation
 from storage_formats.format.remote import cache_directory, open_index
 from storage_formats.format.row_map import translate_row_ids
-from storage_formats.format.tombstones import Tombstones, live_rows, refuse_before_first, rows_in_use
+from storage_formats.format.tombstones import (
+    Tombstones,
+    live_rows,
+    refuse_before_first,
+    rows_in_use,
+)
 from storage_formats.ordered_results import ordered_map
 from storage_formats.reading.batch import Batch
 from storage_formats.reading.block_cache import BlockCache, cache_bytes, cache_files
@@ -45,8 +50,9 @@ __all__ = ["RowIds", "TokenStore"]
 class TokenStore:
     """Reads the token blocks of an index in one precision. Thread-safe.
 
-    To open a store by the path of an index, use `TokenStore.open`. Opening takes the same time and memory for any
-    number of rows. A store is also a context manager that closes the store.
+    To open a store by the path of an index, use `TokenStore.open`. Opening takes the
+    same time and memory for any number of rows. A store is also a context manager that
+    closes the store.
 
     Args:
         index: an open index.
@@ -61,8 +67,12 @@ class TokenStore:
         ((3, 4, 16), 'bfloat16')
     """
 
-    def __init__(self, index: CommittedIndex, precision: str | None = None, engine: str = "auto") -> None:
-        self.precision = finest(index.manifest.spec.precisions) if precision is None else precision
+    def __init__(
+        self, index: CommittedIndex, precision: str | None = None, engine: str = "auto"
+    ) -> None:
+        self.precision = (
+            finest(index.manifest.spec.precisions) if precision is None else precision
+        )
         self._engine = engine
         self._refreshing = threading.Lock()
         self._view = self._view_of(index)
@@ -79,21 +89,26 @@ class TokenStore:
         """Open the store of the index at `root`.
 
         Args:
-            root: directory of the index, or its URL on an object store (`s3://`, `gs://`, `az://`, `https://`).
-            precision: one of the precisions of the index; None selects the one of the highest fidelity. Fetched blocks
-                are bfloat16 for every precision.
-            engine: name of a read engine, one of `storage_formats.reading.engines()`. `auto` selects an engine for each
-                shard by the state of the page cache. For an index at a URL, `auto` selects `object-store`, the only
-                engine for URLs.
-            snapshot: number of the snapshot to read. None reads the current snapshot. If the index changes, the store
-                still reads this snapshot until `refresh` is called.
+            root: directory of the index, or its URL on an object store (`s3://`,
+                `gs://`, `az://`, `https://`).
+            precision: one of the precisions of the index; None selects the one of the
+                highest fidelity. Fetched blocks are bfloat16 for every precision.
+            engine: name of a read engine, one of `storage_formats.reading.engines()`.
+                `auto` selects an engine for each shard by the state of the page cache.
+                For an index at a URL, `auto` selects `object-store`, the only engine
+                for URLs.
+            snapshot: number of the snapshot to read. None reads the current snapshot.
+                If the index changes, the store still reads this snapshot until
+                `refresh` is called.
 
         Raises:
-            UsageError: there is no index at `root`, the index does not have `snapshot` or `precision`, or `engine` does
-                not work on this machine.
+            UsageError: there is no index at `root`, the index does not have `snapshot`
+                or `precision`, or `engine` does not work on this machine.
             IncompleteIndexError: the build of the index has not finished.
-            CorruptIndexError: `index.json` is damaged, or the first or last shard file has a wrong length.
-            ObjectStoreError: the object store refused a request or cannot be reached. `fetch` raises it too.
+            CorruptIndexError: `index.json` is damaged, or the first or last shard file
+                has a wrong length.
+            ObjectStoreError: the object store refused a request or cannot be reached.
+                `fetch` raises it too.
             MissingExtraError: obstore, which a URL needs, is not installed.
 
         Examples:
@@ -105,12 +120,15 @@ class TokenStore:
         return cls(open_index(root, snapshot), precision, engine)
 
     def refresh(self) -> int:
-        """Switch the store to the current snapshot of the index, and return the number of this snapshot.
+        """Switch the store to the current snapshot of the index, and return the number
+        of this snapshot.
 
-        Other threads may use the store meanwhile. A fetch that has begun reads the earlier snapshot.
+        Other threads may use the store meanwhile. A fetch that has begun reads the
+        earlier snapshot.
 
         Raises:
-            UsageError: the index no longer has the precision, or another index has replaced the index.
+            UsageError: the index no longer has the precision, or another index has
+                replaced the index.
             CorruptIndexError: see `open`.
 
         Examples:
@@ -123,15 +141,24 @@ class TokenStore:
             >>> store.refresh()
             1
         """
-        with self._refreshing:  # else a slower call could put an older snapshot in place of a newer one
-            before, index = self._view.index.manifest, open_index(self._view.index.location)
-            if (before.plan, before.spec.shard_size) != (index.manifest.plan, index.manifest.spec.shard_size):
-                raise UsageError(f"the index at {index.location} was replaced by another index; open the index again")
+        # else a slower call could put an older snapshot in place of a newer one
+        with self._refreshing:
+            before = self._view.index.manifest
+            index = open_index(self._view.index.location)
+            if (before.plan, before.spec.shard_size) != (
+                index.manifest.plan,
+                index.manifest.spec.shard_size,
+            ):
+                raise UsageError(
+                    f"the index at {index.location} was replaced by another index; open"
+                    " the index again"
+                )
             self._view = self._view_of(index, self._view)
             return index.manifest.snapshot.number
 
     def row_ids(self) -> NDArray[np.int64]:
-        """Return the row ids of all rows that are not deleted, int64 [n], ascending. Some of the rows may be holes.
+        """Return the row ids of all rows that are not deleted, int64 [n], ascending.
+        Some of the rows may be holes.
 
         Examples:
             >>> from storage_formats import TokenStore
@@ -143,8 +170,9 @@ class TokenStore:
     def translate(self, row_ids: RowIds) -> NDArray[np.int64]:
         """Translate row ids from before a compaction to current row ids, int64 [k].
 
-        A row that a compaction removed gets -1, and so does a row id that no row of this index has, for example that of
-        a row in an earlier part of a split index. Row ids from after the last compaction do not change.
+        A row that a compaction removed gets -1, and so does a row id that no row of
+        this index has, for example that of a row in an earlier part of a split index.
+        Row ids from after the last compaction do not change.
 
         Args:
             row_ids: [k], row ids of this snapshot or of an earlier snapshot.
@@ -168,7 +196,12 @@ class TokenStore:
         """Return the number of row ids, including holes and deleted rows."""
         return self._view.index.manifest.spec.rows
 
-    __repr__ = repr_of("_view.index.location", "_view.index.manifest.spec.rows", "precision", "block_shape")
+    __repr__ = repr_of(
+        "_view.index.location",
+        "_view.index.manifest.spec.rows",
+        "precision",
+        "block_shape",
+    )
 
     @property
     def record_bytes(self) -> int:
@@ -184,28 +217,38 @@ class TokenStore:
     def fetch(self, row_ids: RowIds, out: Blocks | None = None) -> Blocks: ...
 
     @overload
-    def fetch(self, row_ids: RowIds, out: Blocks | None = None, *, as_torch: Literal[True]) -> Tensor: ...
+    def fetch(
+        self, row_ids: RowIds, out: Blocks | None = None, *, as_torch: Literal[True]
+    ) -> Tensor: ...
 
-    def fetch(self, row_ids: RowIds, out: Blocks | None = None, *, as_torch: bool = False) -> Blocks | Tensor:
+    def fetch(
+        self, row_ids: RowIds, out: Blocks | None = None, *, as_torch: bool = False
+    ) -> Blocks | Tensor:
         """Read the blocks of `row_ids`, in the order of `row_ids`.
 
         Args:
-            row_ids: [k], row ids in any order. Duplicates are allowed. The method `row_ids` returns all valid row ids.
-            out: bfloat16 [k, m, d], C-contiguous, array for the blocks. An array from `empty` is fastest. None
-                allocates an array.
-            as_torch: whether to return a torch.bfloat16 tensor. If `out` is given, the tensor shares memory with `out`.
+            row_ids: [k], row ids in any order. Duplicates are allowed. The method
+                `row_ids` returns all valid row ids.
+            out: bfloat16 [k, m, d], C-contiguous, array for the blocks. An array from
+                `empty` is fastest. None allocates an array.
+            as_torch: whether to return a torch.bfloat16 tensor. If `out` is given, the
+                tensor shares memory with `out`.
 
         Returns:
-            ml_dtypes.bfloat16 [k, m, d], or a tensor of this shape. A hole is a block of NaN. Failed inputs, duplicate
-            inputs and unused row ids have holes. See `holes`.
+            ml_dtypes.bfloat16 [k, m, d], or a tensor of this shape. A hole is a block
+            of NaN. Failed inputs, duplicate inputs and unused row ids have holes. See
+            `holes`.
 
         Raises:
             RowIdError: a row id is out of range. This error is also an `IndexError`.
-            DeletedRowError: a requested row was deleted. This error is also a `RowIdError`.
-            UsageError: `row_ids` is not a flat sequence of integers, or `out` has a wrong shape or type.
+            DeletedRowError: a requested row was deleted. This error is also a
+                `RowIdError`.
+            UsageError: `row_ids` is not a flat sequence of integers, or `out` has a
+                wrong shape or type.
             MissingExtraError: `as_torch` is True, but PyTorch is not installed.
-            CorruptIndexError: a shard file is missing or too short, or a block is damaged. The attribute `row_ids` of
-                the error lists rows with damaged blocks. After an error, the contents of `out` are arbitrary.
+            CorruptIndexError: a shard file is missing or too short, or a block is
+                damaged. The attribute `row_ids` of the error lists rows with damaged
+                blocks. After an error, the contents of `out` are arbitrary.
 
         Examples:
             >>> from storage_formats import TokenStore
@@ -228,14 +271,17 @@ class TokenStore:
             return out
         with name_missing_extra("search"):
             import torch
-        return torch.from_numpy(out.view(np.int16)).view(torch.bfloat16)  # from_numpy knows no ml_dtypes.bfloat16
+        # from_numpy knows no ml_dtypes.bfloat16
+        return torch.from_numpy(out.view(np.int16)).view(torch.bfloat16)
 
     def fetch_records(self, row_ids: RowIds, out: Records | None = None) -> Records:
-        """Read the records of `row_ids` without decoding, for example for a decoder on the GPU.
+        """Read the records of `row_ids` without decoding, for example for a decoder on
+        the GPU.
 
         Args:
             row_ids: [k], see `fetch`.
-            out: uint8 [k, record_bytes], C-contiguous, array for the records. None allocates an array.
+            out: uint8 [k, record_bytes], C-contiguous, array for the records. None
+                allocates an array.
 
         Returns:
             uint8 [k, record_bytes].
@@ -257,29 +303,38 @@ class TokenStore:
             view.read(ids, out, hole=fill_record(view.codec)[0])
         return out
 
-    def max_sim(self, query: NDArray[np.float32], row_ids: RowIds) -> NDArray[np.float32]:
-        """Return the MaxSim of a query and the block of each of `row_ids`, float32 [k]. The score of a hole is NaN.
+    def max_sim(
+        self, query: NDArray[np.float32], row_ids: RowIds
+    ) -> NDArray[np.float32]:
+        """Return the MaxSim of a query and the block of each of `row_ids`, float32 [k].
+        The score of a hole is NaN.
 
-        MaxSim is the sum of the largest dot product of each query vector with a token of the block. One pass reads,
-        decodes and scores the records.
+        MaxSim is the sum of the largest dot product of each query vector with a token
+        of the block. One pass reads, decodes and scores the records.
 
         Args:
             query: query vectors, float32 [q, d].
             row_ids: [k], see `fetch`, which also describes the errors.
         """
-        view, width = self._view, self.block_shape[1]
+        view = self._view
+        width = self.block_shape[1]
         ids = view.checked(row_ids)
         if query.ndim != 2 or not len(query) or query.shape[1] != width:
-            raise UsageError(f"a query must have the shape [q, {width}] with q >= 1, got {list(query.shape)}")
+            raise UsageError(
+                f"a query must have the shape [q, {width}] with q >= 1, got"
+                f" {list(query.shape)}"
+            )
         scores = np.empty(len(ids), dtype=np.float32)
         if len(ids):
             view.read(ids, scores, hole=np.array(np.nan, dtype=np.float32), query=query)
         return scores
 
     def empty(self, count: int) -> Blocks:
-        """Return an uninitialised array for `count` blocks, bfloat16 [count, m, d], to pass to `fetch` as `out`.
+        """Return an uninitialised array for `count` blocks, bfloat16 [count, m, d], to
+        pass to `fetch` as `out`.
 
-        The array starts at a page boundary, so that `fetch` can read `bf16` blocks directly into the array.
+        The array starts at a page boundary, so that `fetch` can read `bf16` blocks
+        directly into the array.
 
         Examples:
             >>> from storage_formats import TokenStore
@@ -289,9 +344,11 @@ class TokenStore:
         return aligned_blocks(count, self.block_shape)
 
     def iter_fetch(self, batches: Iterable[RowIds], ahead: int = 1) -> Iterator[Blocks]:
-        """Yield the blocks of each batch of row ids, while a background thread reads the next batches.
+        """Yield the blocks of each batch of row ids, while a background thread reads
+        the next batches.
 
-        If reading a batch fails, the error is raised when the iteration reaches that batch.
+        If reading a batch fails, the error is raised when the iteration reaches that
+        batch.
 
         Args:
             batches: row ids of each batch, see `fetch`.
@@ -325,7 +382,9 @@ class TokenStore:
         return np.isnan(blocks[:, 0, 0].astype(np.float32))
 
     def close(self) -> None:
-        """Close the shard files and free buffers. A later call of `fetch` opens the files again."""
+        """Close the shard files and free buffers. A later call of `fetch` opens the
+        files again.
+        """
         view = self._view
         view.reads.close()
         view.checksums.close()
@@ -334,20 +393,31 @@ class TokenStore:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()
 
     def _view_of(self, index: CommittedIndex, previous: _View | None = None) -> _View:
-        """Return the view of `index`. It shares the open files of a local index with the `previous` view."""
-        spec, layout = index.manifest.spec, Layout(index.root)
+        """Return the view of `index`. It shares the open files of a local index
+        with the `previous` view.
+        """
+        spec = index.manifest.spec
+        layout = Layout(index.root)
         if as_text(self.precision, "precision") not in spec.precisions:
             held = ", ".join(spec.precisions)
-            raise UsageError(f"the index does not have precision '{self.precision}'; choose one of: {held}")
+            raise UsageError(
+                f"the index does not have precision '{self.precision}'; choose one of:"
+                f" {held}"
+            )
         token_codec = codec(self.precision, spec.block_shape)
 
         def token_path(shard: int) -> Path:
-            return layout.token_shard(token_codec.name, shard, len(token_codec.record_shape))
+            return layout.token_shard(
+                token_codec.name, shard, len(token_codec.record_shape)
+            )
 
         def path_inside(shard: int) -> Path:
             return check_inside(layout.root, token_path(shard))
@@ -355,30 +425,45 @@ class TokenStore:
         def key(shard: int) -> str:
             return layout.relative(token_path(shard))
 
-        checksum_path, size = partial(layout.checksums, token_codec.name), token_codec.record_bytes
+        checksum_path = partial(layout.checksums, token_codec.name)
+        size = token_codec.record_bytes
         reads: LocalReads | ObjectReads
         if (folder := index.remote) is None:
             checksums = BlockChecksums(index, checksum_path, token_path)
-            reads = previous.reads if previous else LocalReads(path_inside, size, spec, self._engine)
+            reads = (
+                previous.reads
+                if previous
+                else LocalReads(path_inside, size, spec, self._engine)
+            )
         else:
             if self._engine not in ("auto", OBJECT_STORE):
                 raise UsageError(
-                    f"the read engine '{self._engine}' cannot read an index on an object store; choose auto or "
-                    f"{OBJECT_STORE}"
+                    f"the read engine '{self._engine}' cannot read an index on an"
+                    f" object store; choose auto or {OBJECT_STORE}"
                 )
-            checksums = BlockChecksums(index, checksum_path, lambda shard: folder.url_of(key(shard)))
-            cache, buffers = None, BufferPool()
-            if limit := cache_bytes():  # the block cache belongs to the snapshot
+            checksums = BlockChecksums(
+                index, checksum_path, lambda shard: folder.url_of(key(shard))
+            )
+            cache = None
+            buffers = BufferPool()
+            # the block cache belongs to the snapshot
+            if limit := cache_bytes():
                 cached_files = cache_files(cache_directory() / "blocks", limit)
                 cache = BlockCache(folder.url, checksums, size, cached_files, buffers)
             reads = ObjectReads(folder, key, size, cache, buffers)
-        # A reader allocates memory for the sizes in `index.json`, so wrong sizes must be noticed first.
-        for shard in {spec.used_segments[0].first_row // spec.shard_size, spec.shards - 1}:
-            _, length = padded_shard_bytes(len(spec.shard_rows(shard)), spec.shard_size, size)
+        # A reader allocates memory for the sizes in `index.json`, so wrong sizes must
+        # be noticed first.
+        for shard in {
+            spec.used_segments[0].first_row // spec.shard_size,
+            spec.shards - 1,
+        }:
+            _, length = padded_shard_bytes(
+                len(spec.shard_rows(shard)), spec.shard_size, size
+            )
             if (actual := reads.length(shard)) != length:
                 raise CorruptIndexError(
-                    f"the token file {checksums.token_path(shard)} has {actual} bytes instead of {length}; run "
-                    "'edje-index verify'"
+                    f"the token file {checksums.token_path(shard)} has {actual} bytes"
+                    f" instead of {length}; run 'edje-index verify'"
                 )
         return _View(index, index.deleted, token_codec, reads, checksums)
 
@@ -387,7 +472,8 @@ class TokenStore:
 class _View:
     """One snapshot of an index, opened for reading in one precision.
 
-    A method of the store reads `TokenStore._view` once, because `TokenStore.refresh` may replace the view at any time.
+    A method of the store reads `TokenStore._view` once, because `TokenStore.refresh`
+    may replace the view at any time.
     """
 
     index: CommittedIndex
@@ -397,21 +483,32 @@ class _View:
     checksums: BlockChecksums
 
     def checked(self, row_ids: RowIds) -> NDArray[np.int64]:
-        """Return `row_ids` as int64 [k]. Raise the errors of `fetch` if a row id is not valid."""
+        """Return `row_ids` as int64 [k]. Raise the errors of `fetch` if a row id is
+        not valid.
+        """
         ids = check_row_ids(row_ids, self.index.manifest.spec.rows)
         self.deleted.refuse(ids)
         refuse_before_first(ids, self.index.manifest.spec)
         return ids
 
     def read(
-        self, ids: NDArray[np.int64], out: NDArray[Any], *, hole: NDArray[Any], query: NDArray[np.float32] | None = None
+        self,
+        ids: NDArray[np.int64],
+        out: NDArray[Any],
+        *,
+        hole: NDArray[Any],
+        query: NDArray[np.float32] | None = None,
     ) -> None:
-        """Fill `out`: read each distinct row once, copy it for duplicates, and write `hole` for unused row ids."""
+        """Fill `out`: read each distinct row once, copy it for duplicates, and
+        write `hole` for unused row ids.
+        """
         spec = self.index.manifest.spec
         order = np.argsort(ids, kind="stable")
-        if spec.segments:  # row ids that belong to no segment are holes
+        # row ids that belong to no segment are holes
+        if spec.segments:
             used = rows_in_use(ids[order], spec)
-            order, unused = order[used], order[~used]
+            unused = order[~used]
+            order = order[used]
             out[unused] = hole
         in_order = ids[order]
         is_first = np.ones(len(order), dtype=bool)
@@ -419,6 +516,13 @@ class _View:
         firsts = order[is_first]
         if len(firsts):
             batch = Batch(*np.divmod(ids[firsts], spec.shard_size), firsts)
-            self.reads.read(batch, lambda part: Destination(part, out, self.codec, self.checksums.check, query))
+            self.reads.read(
+                batch,
+                lambda part: Destination(
+                    part, out, self.codec, self.checksums.check, query
+                ),
+            )
         if not is_first.all():
-            copy_blocks(out, firsts[np.cumsum(is_first) - 1][~is_first], order[~is_first])
+            copy_blocks(
+                out, firsts[np.cumsum(is_first) - 1][~is_first], order[~is_first]
+            )

@@ -21,9 +21,25 @@ from storage_formats.format.checksum import crc32c
 from storage_formats.format.committed_files import iter_shard_files
 from storage_formats.format.index_files import read_index_file
 from storage_formats.format.layout import IndexSpec, Layout
-from storage_formats.format.manifest import MAX_MANIFEST_BYTES, CommittedIndex, Counts, kept_snapshots
-from storage_formats.format.object_store import STORE_SCHEMES, IndexLocation, ObjectFolder, is_url
-from storage_formats.format.remote import CLAIM, ROOT, absent, cache_directory, read_root
+from storage_formats.format.manifest import (
+    MAX_MANIFEST_BYTES,
+    CommittedIndex,
+    Counts,
+    kept_snapshots,
+)
+from storage_formats.format.object_store import (
+    STORE_SCHEMES,
+    IndexLocation,
+    ObjectFolder,
+    is_url,
+)
+from storage_formats.format.remote import (
+    CLAIM,
+    ROOT,
+    absent,
+    cache_directory,
+    read_root,
+)
 from storage_formats.format.row_map import check_row_map
 from storage_formats.format.shard_table import FileEntry
 from storage_formats.format.zarr_metadata import zarr_documents
@@ -31,34 +47,44 @@ from storage_formats.ordered_results import ordered_results
 from storage_formats.shard_check import Problem, check_file, check_shard, shard_paths
 from storage_formats.writing.publish import add_counts
 
-_THREADS = 4  # also with fewer CPUs, because the threads mostly wait for data (docs/lab)
+# also with fewer CPUs, because the threads mostly wait for data (docs/lab)
+_THREADS = 4
 _MAX_ZARR_BYTES = 1 << 20
 _PROBLEMS_SHOWN = 3
 _SHARD_TABLE = re.compile(r"manifest/shards-[0-9a-f]{8}\.parquet")
 
 
 def verify_index(
-    root: IndexLocation, on_progress: Callable[[int, int], None] | None = None, *, sample: float | None = None
+    root: IndexLocation,
+    on_progress: Callable[[int, int], None] | None = None,
+    *,
+    sample: float | None = None,
 ) -> list[Problem]:
-    """Check every file of all kept snapshots of an index, or a random sample of its shards.
+    """Check every file of all kept snapshots of an index, or a random sample of its
+    shards.
 
-    Threads check up to four shards at the same time. The objects of an index on an object store are downloaded to the
-    cache directory and removed. Only the shards that are being checked take disk space.
+    Threads check up to four shards at the same time. The objects of an index on an
+    object store are downloaded to the cache directory and removed. Only the shards that
+    are being checked take disk space.
 
     Args:
         root: directory of the index, or its URL on an object store.
-        on_progress: called as `on_progress(done, total)` after each shard of the current snapshot. Both arguments are
-            numbers of shards.
-        sample: number of shards to check. Each call draws other shards at random. A number below 1 is a share of all
-            shards. None checks everything. A sample skips the files of earlier snapshots, the totals in `index.json`,
-            the search for files that do not belong to the index, and the contents of the nearest-neighbour index.
+        on_progress: called as `on_progress(done, total)` after each shard of the
+            current snapshot. Both arguments are numbers of shards.
+        sample: number of shards to check. Each call draws other shards at random. A
+            number below 1 is a share of all shards. None checks everything. A sample
+            skips the files of earlier snapshots, the totals in `index.json`, the search
+            for files that do not belong to the index, and the contents of the
+            nearest-neighbour index.
 
     Returns:
-        All problems that were found. The list is empty if the index, or the sample, is undamaged.
+        All problems that were found. The list is empty if the index, or the sample, is
+        undamaged.
 
     Raises:
-        UsageError: there is no index at `root`, `sample` is not positive, the disk has no room for a shard of an
-            index on an object store, or the URL begins with `http://` or `https://`.
+        UsageError: there is no index at `root`, `sample` is not positive, the disk has
+            no room for a shard of an index on an object store, or the URL begins with
+            `http://` or `https://`.
         IncompleteIndexError: the build of the index has not finished.
         ObjectStoreError: the object store refused a request or cannot be reached.
 
@@ -78,22 +104,36 @@ def verify_index(
         except CorruptIndexError as error:
             problems = [Problem(ROOT, "manifest", str(error))]
         if problems and _version(index) != version:
-            return [Problem(ROOT, "changed", "changed while the index was verified; verify the index again")]
+            return [
+                Problem(
+                    ROOT,
+                    "changed",
+                    "changed while the index was verified; verify the index again",
+                )
+            ]
     # Users do not know the directory of an index at a URL.
-    return [replace(each, message=each.message.replace(str(index.root), str(index.location))) for each in problems]
+    return [
+        replace(
+            each, message=each.message.replace(str(index.root), str(index.location))
+        )
+        for each in problems
+    ]
 
 
 @contextlib.contextmanager
 def _opened(location: IndexLocation) -> Iterator[CommittedIndex]:
-    """Open an index. That at a URL begins with an empty directory, so that every file is downloaded and checked."""
+    """Open an index. That at a URL begins with an empty directory, so that every
+    file is downloaded and checked.
+    """
     if not is_url(location):
         yield CommittedIndex.open(location)
         return
     folder = ObjectFolder.open(str(location))
     if folder.scheme not in STORE_SCHEMES:
         raise UsageError(
-            f"{folder.url} cannot be checked, because a web server does not list files; copy the index to a directory, "
-            "which checks every file, or give a URL that begins with s3://, gs:// or az://"
+            f"{folder.url} cannot be checked, because a web server does not list files;"
+            " copy the index to a directory, which checks every file, or give a URL"
+            " that begins with s3://, gs:// or az://"
         )
     _, manifest = read_root(folder)
     if manifest is None:
@@ -101,53 +141,77 @@ def _opened(location: IndexLocation) -> Iterator[CommittedIndex]:
     parent = cache_directory()
     try:
         parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with tempfile.TemporaryDirectory(prefix="verify-", dir=parent, ignore_cleanup_errors=True) as directory:
+        with tempfile.TemporaryDirectory(
+            prefix="verify-", dir=parent, ignore_cleanup_errors=True
+        ) as directory:
             yield CommittedIndex(Path(directory).resolve(), manifest, folder)
-    except OSError as error:  # of the local disk: those of the index are problems
+    except OSError as error:
+        # of the local disk: those of the index are problems
         raise UsageError(
-            f"cannot write to {parent}: {error.strerror}; free some space, or set EDJE_CACHE to another directory"
+            f"cannot write to {parent}: {error.strerror}; free some space, or set"
+            " EDJE_CACHE to another directory"
         ) from error
 
 
 def _version(index: CommittedIndex) -> tuple[bytes, list[str]]:
-    """Return the contents of `index.json` now, and the names of the earlier snapshots."""
+    """Return the contents of `index.json` now, and the names of the earlier
+    snapshots.
+    """
     if index.remote is not None:
-        return index.remote.read(ROOT, MAX_MANIFEST_BYTES).data, sorted(index.remote.list_sizes("snapshots"))
+        return index.remote.read(ROOT, MAX_MANIFEST_BYTES).data, sorted(
+            index.remote.list_sizes("snapshots")
+        )
     layout = Layout(index.root)
     names = sorted(path.name for path in layout.snapshot(0).parent.glob("*.json"))
     return read_index_file(index.root, layout.manifest), names
 
 
 def _problems(
-    index: CommittedIndex, on_progress: Callable[[int, int], None] | None, sample: float | None
+    index: CommittedIndex,
+    on_progress: Callable[[int, int], None] | None,
+    sample: float | None,
 ) -> list[Problem]:
-    manifest, checks_all = index.manifest, sample is None
+    manifest = index.manifest
+    checks_all = sample is None
     shards = sampled_shards(manifest.spec, sample)
     problems = list(_check_metadata(index))
-    counts, values = Counts(0, 0, 0), Counter[str]()
-    pool, waits = ThreadPoolExecutor(_THREADS, "edje-verify"), True
+    counts = Counts(0, 0, 0)
+    values = Counter[str]()
+    pool = ThreadPoolExecutor(_THREADS, "edje-verify")
+    waits = True
     try:
         check = functools.partial(_check_shard, index)
         results = ordered_results(
-            iter_shard_files(index, shards), lambda item: pool.submit(check, *item), ahead=2 * _THREADS
+            iter_shard_files(index, shards),
+            lambda item: pool.submit(check, *item),
+            ahead=2 * _THREADS,
         )
         for done, (of_shard, its_counts, its_values) in enumerate(results, 1):
             problems += of_shard
-            counts, values = add_counts(counts, its_counts), values + Counter(its_values)
+            counts = add_counts(counts, its_counts)
+            values = values + Counter(its_values)
             if on_progress:
                 on_progress(done, len(shards))
-        if checks_all and counts.inputs == manifest.spec.used_rows:  # else a rows table cannot be read
+        # else a rows table cannot be read
+        if checks_all and counts.inputs == manifest.spec.used_rows:
             held = {column.name: column.values for column in manifest.columns}
             if counts != manifest.counts:
-                message = f"lists the counts {asdict(manifest.counts)}, but the rows tables have {asdict(counts)}"
+                message = (
+                    f"lists the counts {asdict(manifest.counts)}, but the rows tables"
+                    f" have {asdict(counts)}"
+                )
                 problems.append(Problem(ROOT, "counts", message))
             elif any(values[name] != held[name] for name in held):
-                message = f"lists {held} values of the columns, but the rows tables have {dict(values)}"
+                message = (
+                    f"lists {held} values of the columns, but the rows tables have"
+                    f" {dict(values)}"
+                )
                 problems.append(Problem(ROOT, "columns", message))
         problems += _check_own_files(index, checks_all=checks_all)
         if checks_all:
             problems += _check_earlier_snapshots(index, pool)
-    except KeyboardInterrupt:  # of a second signal
+    except KeyboardInterrupt:
+        # of a second signal
         waits = False
         raise
     finally:
@@ -158,11 +222,16 @@ def _problems(
 def _check_shard(
     index: CommittedIndex, shard: int, files: Mapping[str, FileEntry]
 ) -> tuple[list[Problem], Counts, dict[str, int]]:
-    """Check a shard, see `check_shard`. The files of an index at a URL are downloaded first, and removed."""
-    layout, manifest = Layout(index.root), index.manifest
+    """Check a shard, see `check_shard`. The files of an index at a URL are
+    downloaded first, and removed.
+    """
+    layout = Layout(index.root)
+    manifest = index.manifest
     if index.remote is None:
         return check_shard(layout, manifest, shard, files)
-    named = [path for path in shard_paths(layout, manifest.spec, shard) if path in files]
+    named = [
+        path for path in shard_paths(layout, manifest.spec, shard) if path in files
+    ]
     try:
         for path in named:
             _download_as_it_is(index, files[path])
@@ -173,33 +242,41 @@ def _check_shard(
 
 
 def _download_as_it_is(index: CommittedIndex, entry: FileEntry) -> None:
-    """Download an object, also a damaged one. One with a wrong length becomes an empty file of its length."""
+    """Download an object, also a damaged one. One with a wrong length becomes an
+    empty file of its length.
+    """
     assert index.remote is not None
     info = index.remote.info(entry.path)
     if info is None:
-        return  # opening the file fails
+        # opening the file fails
+        return
     path = index.root / entry.path
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "xb") as file:
         if info.size != entry.bytes:
             file.truncate(info.size)
             return
-        with contextlib.suppress(FileNotFoundError, EOFError):  # replaced in the meantime
+        # replaced in the meantime
+        with contextlib.suppress(FileNotFoundError, EOFError):
             file.writelines(index.remote.chunks(entry.path, entry.bytes))
 
 
 def sampled_shards(spec: IndexSpec, sample: float | None) -> Sequence[int]:
-    """Return the numbers of the shards to verify, ascending: all shards, or a random sample of them.
+    """Return the numbers of the shards to verify, ascending: all shards, or a random
+    sample of them.
 
     Args:
-        sample: number of shards. A number below 1 is a share of all shards, rounded up. None returns all shards.
+        sample: number of shards. A number below 1 is a share of all shards, rounded up.
+            None returns all shards.
     """
     numbers = list(spec.shard_numbers())
     if sample is None:
         return numbers
     if not 0 < sample < math.inf:
         raise UsageError(
-            f"sample must be above 0, got {sample}; give a number of shards or a share below 1", parameter="sample"
+            f"sample must be above 0, got {sample}; give a number of shards or a share"
+            " below 1",
+            parameter="sample",
         )
     count = math.ceil(sample * len(numbers) if sample < 1 else sample)
     return sorted(random.sample(numbers, min(count, len(numbers))))
@@ -207,22 +284,35 @@ def sampled_shards(spec: IndexSpec, sample: float | None) -> Sequence[int]:
 
 def _check_metadata(index: CommittedIndex) -> Iterator[Problem]:
     """Compare each `zarr.json` with SPEC.md."""
-    layout, is_changing = Layout(index.root), _is_changing(index)
+    layout = Layout(index.root)
+    is_changing = _is_changing(index)
     for path, document in zarr_documents(layout, index.manifest.spec).items():
         where = layout.relative(path)
         try:
             if index.remote is None:
-                actual = json.loads(read_index_file(layout.root, path, max_bytes=_MAX_ZARR_BYTES))
+                actual = json.loads(
+                    read_index_file(layout.root, path, max_bytes=_MAX_ZARR_BYTES)
+                )
             else:
                 actual = json.loads(index.remote.read(where, _MAX_ZARR_BYTES).data)
         except (OSError, ValueError, RecursionError) as error:
             yield Problem(where, "zarr-metadata", f"cannot be read: {error}")
             continue
         shape = document.get("shape")
-        if is_changing and shape and isinstance(actual, dict) and isinstance(actual.get("shape"), list):
-            actual["shape"][:1] = shape[:1]  # an append writes the number of rows before its commit
+        if (
+            is_changing
+            and shape
+            and isinstance(actual, dict)
+            and isinstance(actual.get("shape"), list)
+        ):
+            # an append writes the number of rows before its commit
+            actual["shape"][:1] = shape[:1]
         if actual != document:
-            yield Problem(where, "zarr-metadata", "is not the document that SPEC.md prescribes for this manifest")
+            yield Problem(
+                where,
+                "zarr-metadata",
+                "is not the document that SPEC.md prescribes for this manifest",
+            )
 
 
 def _check_own_files(index: CommittedIndex, *, checks_all: bool) -> Iterator[Problem]:
@@ -231,7 +321,11 @@ def _check_own_files(index: CommittedIndex, *, checks_all: bool) -> Iterator[Pro
     try:
         _ = index.deleted
     except CorruptIndexError as error:
-        yield Problem(manifest.snapshot.deleted.path if manifest.snapshot.deleted else "", "deleted-rows", str(error))
+        yield Problem(
+            manifest.snapshot.deleted.path if manifest.snapshot.deleted else "",
+            "deleted-rows",
+            str(error),
+        )
     for row_map in manifest.row_maps:
         try:
             check_row_map(index, row_map)
@@ -239,82 +333,156 @@ def _check_own_files(index: CommittedIndex, *, checks_all: bool) -> Iterator[Pro
             yield Problem(row_map.file.path, "row-map", str(error))
     for entry in manifest.ann_files:
         if problem := _check_file(index, entry, only_length=not checks_all):
-            yield replace(problem, message=f"{problem.message}; build the nearest-neighbour index again")
+            yield replace(
+                problem,
+                message=f"{problem.message}; build the nearest-neighbour index again",
+            )
     vectors = manifest.ann.get("vectors")
     if vectors is not None and vectors != manifest.counts.indexed:
-        yield Problem("ann", "counts", f"has {vectors} vectors, but {manifest.counts.indexed} rows are indexed")
+        yield Problem(
+            "ann",
+            "counts",
+            f"has {vectors} vectors, but {manifest.counts.indexed} rows are indexed",
+        )
 
 
-def _check_file(index: CommittedIndex, entry: FileEntry, *, only_length: bool = False) -> Problem | None:
+def _check_file(
+    index: CommittedIndex, entry: FileEntry, *, only_length: bool = False
+) -> Problem | None:
     """Compare the length and the CRC-32C of a file or an object with its entry."""
     if index.remote is None:
         return check_file(index.root, entry, only_length=only_length)
-    info, crc = index.remote.info(entry.path), 0
+    info = index.remote.info(entry.path)
+    crc = 0
     if info is None:
-        return Problem(entry.path, "missing-file", "cannot be read: No such file or directory")
+        return Problem(
+            entry.path, "missing-file", "cannot be read: No such file or directory"
+        )
     if info.size != entry.bytes:
-        message = f"has {info.size} bytes instead of the {entry.bytes} that were committed"
+        message = (
+            f"has {info.size} bytes instead of the {entry.bytes} that were committed"
+        )
         return Problem(entry.path, "length", message)
     for chunk in () if only_length else index.remote.chunks(entry.path, entry.bytes):
         crc = crc32c(bytes(chunk), crc)
     if not only_length and crc != entry.crc32c:
-        return Problem(entry.path, "checksum", f"has CRC-32C {crc:08x} instead of {entry.crc32c:08x}")
+        return Problem(
+            entry.path,
+            "checksum",
+            f"has CRC-32C {crc:08x} instead of {entry.crc32c:08x}",
+        )
     return None
 
 
 def check_files(index: CommittedIndex, *, only_lengths: bool) -> None:
-    """Compare the lengths, or also the checksums, of all files of a snapshot with their entries."""
+    """Compare the lengths, or also the checksums, of all files of a snapshot with
+    their entries.
+    """
     entries = [*(entry for _, entry in index.shard_files()), *index.manifest.own_files]
     with ThreadPoolExecutor(_THREADS) as pool:
-        checks = pool.map(lambda entry: _check_file(index, entry, only_length=only_lengths), entries)
-        problems = [f"{problem.path} {problem.message}" for problem in checks if problem]
-    for path in Layout(index.root).zarr_files(index.manifest.spec.precisions) if only_lengths else ():
+        checks = pool.map(
+            lambda entry: _check_file(index, entry, only_length=only_lengths), entries
+        )
+        problems = [
+            f"{problem.path} {problem.message}" for problem in checks if problem
+        ]
+    for path in (
+        Layout(index.root).zarr_files(index.manifest.spec.precisions)
+        if only_lengths
+        else ()
+    ):
         if not path.is_file():
             problems.append(f"{path.relative_to(index.root)} is missing")
     if problems:
-        rest = f"; and {len(problems) - _PROBLEMS_SHOWN} more" if len(problems) > _PROBLEMS_SHOWN else ""
+        rest = (
+            f"; and {len(problems) - _PROBLEMS_SHOWN} more"
+            if len(problems) > _PROBLEMS_SHOWN
+            else ""
+        )
         raise CorruptIndexError(
-            f"snapshot {index.manifest.snapshot.number} of {index.location} is finished but damaged: "
-            f"{'; '.join(problems[:_PROBLEMS_SHOWN])}{rest}. Run 'edje-index verify {index.location}' to list all "
-            "damage. Then restore the damaged files from a backup, or build the index again"
+            f"snapshot {index.manifest.snapshot.number} of {index.location} is finished"
+            f" but damaged: {'; '.join(problems[:_PROBLEMS_SHOWN])}{rest}. Run"
+            f" 'edje-index verify {index.location}' to list all damage. Then restore"
+            " the damaged files from a backup, or build the index again"
         )
 
 
-def _check_earlier_snapshots(index: CommittedIndex, pool: ThreadPoolExecutor) -> Iterator[Problem]:
-    """Check each file that only earlier snapshots name, and look for data files that no snapshot names."""
+def _check_earlier_snapshots(
+    index: CommittedIndex, pool: ThreadPoolExecutor
+) -> Iterator[Problem]:
+    """Check each file that only earlier snapshots name, and look for data files
+    that no snapshot names.
+    """
     try:
         manifests = kept_snapshots(index)
-        checked = {*index.manifest.own_files, *(entry for _, entry in index.shard_files())}
+        checked = {
+            *index.manifest.own_files,
+            *(entry for _, entry in index.shard_files()),
+        }
         others = dict[FileEntry, None]()
         for manifest in manifests[:-1]:
             earlier = CommittedIndex(index.root, manifest, index.remote)
-            entries = [*manifest.own_files, *(entry for _, entry in earlier.shard_files())]
+            entries = [
+                *manifest.own_files,
+                *(entry for _, entry in earlier.shard_files()),
+            ]
             others |= dict.fromkeys(entry for entry in entries if entry not in checked)
         named = named_files(Layout(index.root), manifests)
-    except (CorruptIndexError, UsageError) as error:  # the format version of a snapshot, for example
-        yield Problem("snapshots", "snapshot", f"contains a snapshot that cannot be read: {error}")
+    except (CorruptIndexError, UsageError) as error:
+        # the format version of a snapshot, for example
+        yield Problem(
+            "snapshots", "snapshot", f"contains a snapshot that cannot be read: {error}"
+        )
         return
     yield from filter(None, pool.map(lambda entry: _check_file(index, entry), others))
-    if _is_changing(index):  # other files may be those of the change; the next change finishes it or removes them
+    # other files may be those of the change; the next change finishes it or removes
+    # them
+    if _is_changing(index):
         return
     layout = Layout(index.root)
     if index.remote is None:
-        current, numbers = index.manifest.snapshot, {manifest.snapshot.number for manifest in manifests}
-        expected = range(current.number if current.oldest is None else current.oldest, current.number)
+        current = index.manifest.snapshot
+        numbers = {manifest.snapshot.number for manifest in manifests}
+        expected = range(
+            current.number if current.oldest is None else current.oldest, current.number
+        )
         lost = next((number for number in expected if number not in numbers), None)
-        if lost is not None and layout.snapshot(0).parent.exists():  # a copy holds its snapshot alone
-            yield Problem(layout.relative(layout.snapshot(lost)), "missing-file", "cannot be read: it does not exist")
-        paths = (path for folder in layout.data_folders() for path in sorted(folder.rglob("*")) if not path.is_dir())
+        # a copy holds its snapshot alone
+        if lost is not None and layout.snapshot(0).parent.exists():
+            yield Problem(
+                layout.relative(layout.snapshot(lost)),
+                "missing-file",
+                "cannot be read: it does not exist",
+            )
+        paths = (
+            path
+            for folder in layout.data_folders()
+            for path in sorted(folder.rglob("*"))
+            if not path.is_dir()
+        )
         names = [layout.relative(path) for path in paths]
     else:
-        folders = tuple(f"{layout.relative(folder)}/" for folder in layout.data_folders())
-        names = sorted(key for key in index.remote.list_sizes() if key.startswith(folders))
+        folders = tuple(
+            f"{layout.relative(folder)}/" for folder in layout.data_folders()
+        )
+        names = sorted(
+            key for key in index.remote.list_sizes() if key.startswith(folders)
+        )
     for where in names:
-        is_table = _SHARD_TABLE.fullmatch(where) is not None  # a conversion keeps the earlier shard tables
+        # a conversion keeps the earlier shard tables
+        is_table = _SHARD_TABLE.fullmatch(where) is not None
         if not (where.endswith("/zarr.json") or is_table or where in named):
-            yield Problem(where, "stray-file", "does not belong to this index; delete it")
+            yield Problem(
+                where, "stray-file", "does not belong to this index; delete it"
+            )
 
 
 def _is_changing(index: CommittedIndex) -> bool:
-    """Return True if the index has an unfinished change, whose files may be there already."""
-    return Layout(index.root).build.exists() if index.remote is None else index.remote.info(CLAIM) is not None
+    """Return True if the index has an unfinished change, whose files may be there
+    already.
+    """
+    return (
+        Layout(index.root).build.exists()
+        if index.remote is None
+        else index.remote.info(CLAIM) is not None
+    )

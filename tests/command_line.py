@@ -1,4 +1,6 @@
-"""Runs `edje-index` as a user does: in a process of its own, or in this one, which has all libraries loaded."""
+"""Runs `edje-index` as a user does: in a process of its own, or in this one, which
+has all libraries loaded.
+"""
 
 from __future__ import annotations
 
@@ -28,18 +30,29 @@ def environment() -> dict[str, str]:
 
 
 def run_process(*arguments: str | Path, expect: int = 0) -> dict[str, Any]:
-    """Run `edje-index ARGUMENTS --json` in a new process and return its object; fails on another exit code."""
+    """Run `edje-index ARGUMENTS --json` in a new process and return its object;
+    fails on another exit code.
+    """
     done = subprocess.run(
-        command(*arguments, "--json"), capture_output=True, text=True, env=environment(), check=False, timeout=300
+        command(*arguments, "--json"),
+        capture_output=True,
+        text=True,
+        env=environment(),
+        check=False,
+        timeout=300,
     )
-    assert done.returncode == expect, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
+    assert done.returncode == expect, (
+        f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
+    )
     assert "Traceback" not in done.stderr
     value: dict[str, Any] = json.loads(done.stdout)
     return value
 
 
 def run_here(*arguments: str | Path, expect: int = 0) -> dict[str, Any]:
-    """`run_process` without the new process: faster, and torch keeps its number of threads."""
+    """`run_process` without the new process: faster, and torch keeps its number of
+    threads.
+    """
     threads = torch.get_num_threads()
     with contextlib.redirect_stdout(io.StringIO()) as out:
         code = main([*map(str, arguments), "--json"])

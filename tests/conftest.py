@@ -27,26 +27,34 @@ from tests.object_store import FaultyProxy, s3_server, use_endpoint
 if TYPE_CHECKING:
     from edje_index.bundles.bundle import ModelBundle
 
-settings.register_profile("untimed", deadline=None)  # a busy machine is no failure
+# a busy machine is no failure
+settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
 
-gc.disable()  # until all tests are imported, see `pytest_collection_finish`
+# until all tests are imported, see `pytest_collection_finish`
+gc.disable()
 
-# The tests start hundreds of processes. Where Python writes no bytecode, each would compile the packages again.
+# The tests start hundreds of processes. Where Python writes no bytecode, each would
+# compile the packages again.
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that wait actively take the time of other processes
+# threads that wait actively take the time of other processes
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 REPO = Path(__file__).resolve().parents[1]
-MOST_WORKERS = 5  # each loads torch
+# each loads torch
+MOST_WORKERS = 5
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Processes that share the default suite. They are more than the CPUs, because many tests wait for other processes.
+    """Processes that share the default suite. They are more than the CPUs, because many
+    tests wait for other processes.
 
     Tests that are named, and slow ones, run in this process.
     """
-    is_default_suite = {Path(name).resolve() for name in config.args} == {REPO / "tests"}
+    is_default_suite = {Path(name).resolve() for name in config.args} == {
+        REPO / "tests"
+    }
     if not is_default_suite or config.option.markexpr != "not slow":
         return 0
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -61,14 +69,24 @@ def pytest_collection_finish() -> None:
 
 def random_blocks(rng: np.random.Generator, count: int, spec: IndexSpec) -> np.ndarray:
     """Finite bfloat16 blocks [count, m, d]."""
-    return rng.standard_normal((count, *spec.block_shape), dtype=np.float32).astype(ml_dtypes.bfloat16)
+    return rng.standard_normal((count, *spec.block_shape), dtype=np.float32).astype(
+        ml_dtypes.bfloat16
+    )
 
 
 def finish_index(
-    root: Path, spec: IndexSpec, receipts: list[ShardReceipt], columns: tuple[SourceColumn, ...] = ()
+    root: Path,
+    spec: IndexSpec,
+    receipts: list[ShardReceipt],
+    columns: tuple[SourceColumn, ...] = (),
 ) -> None:
     """Commit an index whose shards are written."""
-    origin = {"model": {"fingerprint": "f" * 64}, "settings": {}, "plan": "plan", "ann": {"kind": "none"}}
+    origin = {
+        "model": {"fingerprint": "f" * 64},
+        "settings": {},
+        "plan": "plan",
+        "ann": {"kind": "none"},
+    }
     new_manifest(Layout(root), spec, receipts, columns, **origin).write(Layout(root))
     write_array_shapes(Layout(root), spec)
     remove_build(Layout(root))
@@ -84,7 +102,9 @@ def write_random_index(
     zeros: frozenset[int] = frozenset(),
     seed: int = 7,
 ) -> np.ndarray:
-    """A finished index of random blocks; returns what it should hold, bfloat16 [rows, m, d], NaN at holes."""
+    """A finished index of random blocks; returns what it should hold, bfloat16
+    [rows, m, d], NaN at holes.
+    """
     rng = np.random.default_rng(seed)
     blocks = random_blocks(rng, spec.rows, spec)
     blocks[sorted(zeros)] = 0
@@ -94,13 +114,21 @@ def write_random_index(
     receipts = []
     for shard in range(spec.shards):
         rows = np.array(spec.shard_rows(shard))
-        records = [RowEntry(int(row), f"/photos/{row}.jpg", size=row, content_hash=f"{row:064x}") for row in rows]
+        records = [
+            RowEntry(
+                int(row), f"/photos/{row}.jpg", size=row, content_hash=f"{row:064x}"
+            )
+            for row in rows
+        ]
         for record in records:
             if record.row_id in failed:
                 record.fail("truncated", "ends early")
             elif record.row_id in duplicates:
-                record.status, record.duplicate_of = DUPLICATE, 0
-        kept = np.array([row for row in rows if row not in failed | duplicates], dtype=np.int64)
+                record.status = DUPLICATE
+                record.duplicate_of = 0
+        kept = np.array(
+            [row for row in rows if row not in failed | duplicates], dtype=np.int64
+        )
         with ShardWriter(root, spec, shard) as writer:
             for part in np.array_split(kept, 3):
                 writer.put(part - rows[0], blocks[part], embeddings[part])
@@ -113,12 +141,16 @@ def write_random_index(
 
 def same_bits(left: np.ndarray, right: np.ndarray) -> bool:
     """Whether two bfloat16 arrays hold the same bits, NaN included."""
-    return left.shape == right.shape and bool((left.view(np.uint16) == right.view(np.uint16)).all())
+    return left.shape == right.shape and bool(
+        (left.view(np.uint16) == right.view(np.uint16)).all()
+    )
 
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    """Run `edje-index ARGUMENTS` in this process; returns exit code, standard output and standard error."""
+    """Run `edje-index ARGUMENTS` in this process; returns exit code, standard
+    output and standard error.
+    """
     from pipelines.cli import main
 
     def call(*arguments: object) -> tuple[int, str, str]:
@@ -148,8 +180,13 @@ def tiny_model(tiny_bundle: Path) -> ModelBundle:
 
 @pytest.fixture(scope="session", autouse=True)
 def signals_are_heard():
-    """Undo the ignoring of signals that tests started with nohup or in the background inherit."""
-    for number, default in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    """Undo the ignoring of signals that tests started with nohup or in the
+    background inherit.
+    """
+    for number, default in (
+        (signal.SIGINT, signal.default_int_handler),
+        (signal.SIGHUP, signal.SIG_DFL),
+    ):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, default)
 
@@ -157,7 +194,8 @@ def signals_are_heard():
 @pytest.fixture(scope="module")
 def cluster():
     """A Ray cluster without nodes, see `RayNodes`."""
-    from tests.integration.ray_nodes import ray_nodes  # imports this module
+    # imports this module
+    from tests.integration.ray_nodes import ray_nodes
 
     with ray_nodes() as nodes:
         yield nodes
@@ -171,7 +209,9 @@ def nodes(cluster):
 
 @pytest.fixture
 def one_faiss_thread():
-    """Threads of FAISS wait for each other actively, which is slow for small indexes on a busy machine."""
+    """Threads of FAISS wait for each other actively, which is slow for small
+    indexes on a busy machine.
+    """
     import faiss
 
     threads = faiss.omp_get_max_threads()

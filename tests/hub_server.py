@@ -1,4 +1,6 @@
-"""A server in this process that speaks the protocol of the Hugging Face Hub, for uploads and downloads."""
+"""A server in this process that speaks the protocol of the Hugging Face Hub, for
+uploads and downloads.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +18,15 @@ from tests.web_server import Response, web_server
 
 TOKEN = "secret"
 _PLACE = re.compile(
-    r"/(?:api/models/|api/)?((?:datasets/)?[\w-]+/[\w-]+)/(revision|tree|preupload|commit|resolve)/(\w+)/?(.*)"
+    r"/(?:api/models/|api/)?((?:datasets/)?[\w-]+/[\w-]+)"
+    r"/(revision|tree|preupload|commit|resolve)/(\w+)/?(.*)"
 )
 
 
 @dataclass
 class Hub:
-    """The state of the server. Files with zero bytes are large: their contents are at another host name.
+    """The state of the server. Files with zero bytes are large: their contents are at
+    another host name.
 
     Attributes:
         repositories: contents by name, by repository such as "datasets/owner/name".
@@ -40,11 +44,21 @@ class Hub:
     refused: dict[str, int] = field(default_factory=dict)
 
     def add(self, name: str, files: dict[str, bytes]) -> None:
-        self.repositories[name], self.commits[name] = files, 0
+        self.repositories[name] = files
+        self.commits[name] = 0
 
-    def answer(self, method: str, path: str, headers: dict[str, str], body: bytes) -> Response:
+    def answer(
+        self, method: str, path: str, headers: dict[str, str], body: bytes
+    ) -> Response:
         path = unquote(urlsplit(path).path)
-        if status := next((self.refused[each] for each in self.refused if f"{method} {path}".startswith(each)), 0):
+        if status := next(
+            (
+                self.refused[each]
+                for each in self.refused
+                if f"{method} {path}".startswith(each)
+            ),
+            0,
+        ):
             return _json({"error": "refused"}, status)
         if path.startswith("/lfs/"):
             sha256 = path.removeprefix("/lfs/")
@@ -59,11 +73,15 @@ class Hub:
             return _json({"error": "Invalid username or password."}, 401)
         if path == "/api/repos/create":
             value = json.loads(body)
-            name = f"{'datasets/' * (value.get('type') == 'dataset')}{value['organization']}/{value['name']}"
+            name = f"{value['organization']}/{value['name']}"
+            if value.get("type") == "dataset":
+                name = f"datasets/{name}"
             status = 409 if name in self.repositories else 200
             if status == 200:
                 self.add(name, {".gitattributes": b""})
-                self.private |= {name} if "private" in (value.get("visibility"), *value) else set()
+                self.private |= (
+                    {name} if "private" in (value.get("visibility"), *value) else set()
+                )
             return _json({"url": f"{self.url}/{name}"}, status)
         if path == "/api/validate-yaml":
             return _json({})
@@ -71,31 +89,55 @@ class Hub:
             objects = json.loads(body)["objects"]
             for each in objects:
                 if each["oid"] not in self.blobs:
-                    each["actions"] = {"upload": {"href": f"{self.url}/lfs/{each['oid']}"}}
+                    each["actions"] = {
+                        "upload": {"href": f"{self.url}/lfs/{each['oid']}"}
+                    }
             return _json({"transfer": "basic", "objects": objects})
         place = _PLACE.fullmatch(path)
         if place is None or place[1] not in self.repositories:
             return _json({"error": "Repository not found"}, 404)
         name, action, _, below = place.groups()
-        files, sha = self.repositories[name], hashlib.sha1(f"{name} {self.commits[name]}".encode()).hexdigest()
+        files = self.repositories[name]
+        sha = hashlib.sha1(f"{name} {self.commits[name]}".encode()).hexdigest()
         if action == "revision":
             return _json(
-                {"id": name.removeprefix("datasets/"), "sha": sha, "siblings": [{"rfilename": each} for each in files]}
+                {
+                    "id": name.removeprefix("datasets/"),
+                    "sha": sha,
+                    "siblings": [{"rfilename": each} for each in files],
+                }
             )
         if action == "tree":
-            return _json([_entry(each, data) for each, data in files.items() if each.startswith(below)])
+            return _json(
+                [
+                    _entry(each, data)
+                    for each, data in files.items()
+                    if each.startswith(below)
+                ]
+            )
         if action == "preupload":
-            return _json({"files": [
-                {"path": each["path"], "uploadMode": _mode(base64.b64decode(each["sample"])), "shouldIgnore": False}
-                for each in json.loads(body)["files"]
-            ]})  # fmt: skip
+            return _json(
+                {
+                    "files": [
+                        {
+                            "path": each["path"],
+                            "uploadMode": _mode(base64.b64decode(each["sample"])),
+                            "shouldIgnore": False,
+                        }
+                        for each in json.loads(body)["files"]
+                    ]
+                }
+            )
         if action == "commit":
-            return self.commit(name, sha, [json.loads(line) for line in body.splitlines()])
+            return self.commit(
+                name, sha, [json.loads(line) for line in body.splitlines()]
+            )
         if below not in files:
             return 404, {"X-Error-Code": "EntryNotFound"}, b""
         data = files[below]
         sha256 = hashlib.sha256(data).hexdigest()
-        self.blobs[sha256] = data  # a test may have changed the file
+        # a test may have changed the file
+        self.blobs[sha256] = data
         if _mode(data) == "regular":
             return 200, {"X-Repo-Commit": sha, "ETag": f'"{sha256}"'}, data
         links = {"X-Linked-Size": str(len(data)), "X-Linked-Etag": f'"{sha256}"'}
@@ -112,7 +154,11 @@ class Hub:
                 del files[value["path"]]
             else:
                 is_large = line["key"] == "lfsFile"
-                files[value["path"]] = self.blobs[value["oid"]] if is_large else base64.b64decode(value["content"])
+                files[value["path"]] = (
+                    self.blobs[value["oid"]]
+                    if is_large
+                    else base64.b64decode(value["content"])
+                )
         self.repositories[name] = files
         self.commits[name] += 1
         return _json({"commitUrl": f"{self.url}/{name}/commit/{sha}", "commitOid": sha})
@@ -123,8 +169,20 @@ def _mode(data: bytes) -> str:
 
 
 def _entry(name: str, data: bytes) -> dict[str, Any]:
-    lfs = {"lfs": {"oid": hashlib.sha256(data).hexdigest(), "size": len(data), "pointerSize": 130}}
-    return {"type": "file", "path": name, "size": len(data), "oid": "0" * 40, **(lfs if _mode(data) == "lfs" else {})}
+    lfs = {
+        "lfs": {
+            "oid": hashlib.sha256(data).hexdigest(),
+            "size": len(data),
+            "pointerSize": 130,
+        }
+    }
+    return {
+        "type": "file",
+        "path": name,
+        "size": len(data),
+        "oid": "0" * 40,
+        **(lfs if _mode(data) == "lfs" else {}),
+    }
 
 
 def _json(value: Any, status: int = 200) -> Response:

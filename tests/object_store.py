@@ -1,4 +1,6 @@
-"""A real S3-compatible server in a process of its own, and an HTTP proxy that injects faults in front of it."""
+"""A real S3-compatible server in a process of its own, and an HTTP proxy that
+injects faults in front of it.
+"""
 
 from __future__ import annotations
 
@@ -22,17 +24,31 @@ import pytest
 from tests.web_server import Handler, serving
 
 Fault = str | None
-"""What happens to a request: "reset", "503", "slow", "truncate", "lost" (done, but the response is lost), "twice" (done
-twice), "late" (lost, but done by `FaultyProxy.do_late_requests`), or None."""
+"""What happens to a request: "reset", "503", "slow", "truncate", "lost" (done, but the
+response is lost), "twice" (done twice), "late" (lost, but done by
+`FaultyProxy.do_late_requests`), or None.
+"""
 
 
-_KEY, _SECRET = "key", "a-secret-of-sixteen"
+_KEY = "key"
+_SECRET = "a-secret-of-sixteen"
 _ACTIONS = ["Admin", "Read", "Write", "List", "Tagging"]
 _IDENTITIES = [
-    {"name": "owner", "credentials": [{"accessKey": _KEY, "secretKey": _SECRET}], "actions": _ACTIONS},
+    {
+        "name": "owner",
+        "credentials": [{"accessKey": _KEY, "secretKey": _SECRET}],
+        "actions": _ACTIONS,
+    },
     {"name": "anonymous", "actions": ["Read:public"]},
 ]
-_PORTS = ("master.port", "master.port.grpc", "volume.port", "volume.port.grpc", "filer.port", "filer.port.grpc")
+_PORTS = (
+    "master.port",
+    "master.port.grpc",
+    "volume.port",
+    "volume.port.grpc",
+    "filer.port",
+    "filer.port.grpc",
+)
 
 
 @contextlib.contextmanager
@@ -44,15 +60,25 @@ def s3_server() -> Iterator[str]:
         names = (*_PORTS, "s3.port", "s3.port.grpc")
         ports = dict(zip(names, _free_ports(len(names)), strict=True))
         settings = {
-            **ports, "dir": folder, "ip": "127.0.0.1", "ip.bind": "127.0.0.1", "s3": "true", "s3.config": config,
-            "s3.port.iceberg": 0, "s3.port.lance": 0, "master.telemetry": "false", "master.volumeSizeLimitMB": 64,
-        }  # fmt: skip
+            **ports,
+            "dir": folder,
+            "ip": "127.0.0.1",
+            "ip.bind": "127.0.0.1",
+            "s3": "true",
+            "s3.config": config,
+            "s3.port.iceberg": 0,
+            "s3.port.lance": 0,
+            "master.telemetry": "false",
+            "master.volumeSizeLimitMB": 64,
+        }
         command = [
             Path(sys.executable).with_name("weed"),
             "server",
             *(f"-{key}={value}" for key, value in settings.items()),
         ]
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        process = subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
         try:
             _wait_for(ports["s3.port"], process)
             yield f"http://127.0.0.1:{ports['s3.port']}"
@@ -72,7 +98,10 @@ def _free_ports(count: int) -> list[int]:
 def _wait_for(port: int, process: subprocess.Popen[bytes]) -> None:
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline and process.poll() is None:
-        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+        with (
+            contextlib.suppress(OSError),
+            socket.create_connection(("127.0.0.1", port), timeout=1),
+        ):
             return
         time.sleep(0.02)
     raise RuntimeError("the S3 server has not started")
@@ -81,13 +110,18 @@ def _wait_for(port: int, process: subprocess.Popen[bytes]) -> None:
 def use_endpoint(monkeypatch: pytest.MonkeyPatch, endpoint: str) -> None:
     """Let `s3://` URLs lead to `endpoint`."""
     values = {"AWS_ENDPOINT_URL": endpoint, "AWS_REGION": "us-east-1"}
-    for name, value in {**values, "AWS_ACCESS_KEY_ID": _KEY, "AWS_SECRET_ACCESS_KEY": _SECRET}.items():
+    for name, value in {
+        **values,
+        "AWS_ACCESS_KEY_ID": _KEY,
+        "AWS_SECRET_ACCESS_KEY": _SECRET,
+    }.items():
         monkeypatch.setenv(name, value)
 
 
 @dataclass
 class FaultyProxy:
-    """Forwards HTTP requests to `upstream`, and disturbs those for which `fault(method, path)` returns a fault.
+    """Forwards HTTP requests to `upstream`, and disturbs those for which `fault(method,
+    path)` returns a fault.
 
     Attributes:
         requests: (method, path, value of the header Range) of each request so far.
@@ -114,8 +148,11 @@ class FaultyProxy:
 
 
 def every(count: int, fault: str, part: str = "") -> Callable[[str, str], Fault]:
-    """Return a function that disturbs every `count`-th request whose path contains `part`."""
-    numbers, lock = iter(range(1, 1 << 60)), threading.Lock()
+    """Return a function that disturbs every `count`-th request whose path contains
+    `part`.
+    """
+    numbers = iter(range(1, 1 << 60))
+    lock = threading.Lock()
 
     def decide(method: str, path: str) -> Fault:
         if part not in path:
@@ -130,7 +167,9 @@ def _handler(proxy: FaultyProxy) -> type[Handler]:
     class Forwarded(Handler):
         def handle_any(self) -> None:
             body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            proxy.requests.append((self.command, self.path, self.headers.get("Range", "")))
+            proxy.requests.append(
+                (self.command, self.path, self.headers.get("Range", ""))
+            )
             fault = proxy.fault(self.command, self.path)
             if fault == "reset":
                 return self.reset()
@@ -138,7 +177,9 @@ def _handler(proxy: FaultyProxy) -> type[Handler]:
                 return self.respond(503, [("Content-Length", "0")], b"")
             if fault == "slow":
                 time.sleep(0.3)
-            forward = functools.partial(self._forward, self.command, self.path, body, dict(self.headers.items()))
+            forward = functools.partial(
+                self._forward, self.command, self.path, body, dict(self.headers.items())
+            )
             if fault == "late":
                 proxy.late.append(forward)
                 return self.reset()
@@ -151,13 +192,23 @@ def _handler(proxy: FaultyProxy) -> type[Handler]:
 
         @staticmethod
         def _forward(*request: Any) -> tuple[int, list[tuple[str, str]], bytes]:
-            connection = http.client.HTTPConnection(proxy.upstream.removeprefix("http://"), timeout=60)
+            connection = http.client.HTTPConnection(
+                proxy.upstream.removeprefix("http://"), timeout=60
+            )
             connection.request(*request)
             response = connection.getresponse()
             data = response.read()
             connection.close()
             left_out = ("connection", "server", "date")
-            return response.status, [each for each in response.getheaders() if each[0].lower() not in left_out], data
+            return (
+                response.status,
+                [
+                    each
+                    for each in response.getheaders()
+                    if each[0].lower() not in left_out
+                ],
+                data,
+            )
 
         do_GET = do_PUT = do_HEAD = do_POST = do_DELETE = handle_any
 

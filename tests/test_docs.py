@@ -13,12 +13,19 @@ import edje_index
 from pipelines.cli.main import cli
 from tests.conftest import REPO
 
-GUIDES = [REPO / "README.md", REPO / "CONTRIBUTING.md", REPO / "SECURITY.md", *sorted((REPO / "docs").glob("*.md"))]
+GUIDES = [
+    REPO / "README.md",
+    REPO / "CONTRIBUTING.md",
+    REPO / "SECURITY.md",
+    *sorted((REPO / "docs").glob("*.md")),
+]
 PAGES = [*GUIDES, *sorted((REPO / "docs/lab").glob("*.md"))]
 
 
 def command_lines(text: str) -> list[str]:
-    """Every `edje-index ...` in indented code blocks and inline code, with continued lines joined."""
+    """Every `edje-index ...` in indented code blocks and inline code, with
+    continued lines joined.
+    """
     text = text.replace("\\\n", " ")
     lines = [line.strip() for line in text.splitlines() if line.startswith("    ")]
     inline = re.findall(r"`([^`]+)`", text)
@@ -26,18 +33,26 @@ def command_lines(text: str) -> list[str]:
 
 
 def check_command(line: str) -> None:
-    """Raise click.UsageError if a command or an option of `line` does not exist. Nothing is run."""
+    """Raise click.UsageError if a command or an option of `line` does not exist.
+    Nothing is run.
+    """
     arguments = shlex.split(line, comments=True)[1:]
     command: click.Command = cli
     context = click.Context(command, info_name="edje-index")
-    while isinstance(command, click.Group) and arguments and not arguments[0].startswith("-"):
+    while (
+        isinstance(command, click.Group)
+        and arguments
+        and not arguments[0].startswith("-")
+    ):
         name = arguments.pop(0)
-        if name.isupper():  # a placeholder
+        # a placeholder
+        if name.isupper():
             return
         subcommand = command.get_command(context, name)
         if subcommand is None:
             raise click.UsageError(f"no command '{name}'", context)
-        command, context = subcommand, click.Context(subcommand, context, info_name=name)
+        command = subcommand
+        context = click.Context(subcommand, context, info_name=name)
     values, extra, _ = command.make_parser(context).parse_args(arguments)
     if extra:
         raise click.UsageError(f"unexpected arguments {extra}", context)
@@ -51,7 +66,11 @@ def check_command(line: str) -> None:
 EXAMPLES = [(page, line) for page in GUIDES for line in command_lines(page.read_text())]
 
 
-@pytest.mark.parametrize(("page", "line"), EXAMPLES, ids=lambda value: value.name if isinstance(value, Path) else value)
+@pytest.mark.parametrize(
+    ("page", "line"),
+    EXAMPLES,
+    ids=lambda value: value.name if isinstance(value, Path) else value,
+)
 def test_every_command_line_has_existing_options(page, line):
     check_command(line)
 
@@ -65,7 +84,10 @@ def test_every_relative_link_leads_to_a_file_and_a_heading(page):
         assert file.exists(), f"{page.name} links to {target}"
         if anchor:
             headings = re.findall(r"^#+ (.+)$", file.read_text(), re.MULTILINE)
-            anchors = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+            anchors = {
+                re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+                for heading in headings
+            }
             assert anchor in anchors, f"{page.name} links to #{anchor} of {target}"
 
 
@@ -78,12 +100,16 @@ def test_the_readme_is_short_and_begins_with_a_command():
 def test_every_page_has_a_place_in_the_site():
     navigation = (REPO / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
     for page in (REPO / "docs").glob("*.md"):
-        assert f": {page.name}\n" in navigation, f"add {page.name} to `nav` in mkdocs.yml"
+        assert f": {page.name}\n" in navigation, (
+            f"add {page.name} to `nav` in mkdocs.yml"
+        )
 
 
 def test_the_citation_has_the_version_of_the_package():
     text = (REPO / "CITATION.cff").read_text()
-    assert re.findall(r"^version: (.+)$", text, re.MULTILINE) == [edje_index.__version__]
+    assert re.findall(r"^version: (.+)$", text, re.MULTILINE) == [
+        edje_index.__version__
+    ]
 
 
 def test_the_changelog_keeps_its_form():

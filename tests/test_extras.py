@@ -1,4 +1,6 @@
-"""A light install: what works without the extras, and the one-line message about a missing one."""
+"""A light install: what works without the extras, and the one-line message about a
+missing one.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,22 @@ sys.meta_path.insert(0, Absent())
 """
 COMMANDS = {
     "search": ["search", str(INDEX), "a dog"],
-    "build": ["build", str(INDEX), "--out", "{tmp}/out", "--model", str(INDEX.parent / "model")],
-    "train": ["train", "{tmp}/captions.jsonl", "--model", str(INDEX.parent / "model"), "--out", "{tmp}/out"],
+    "build": [
+        "build",
+        str(INDEX),
+        "--out",
+        "{tmp}/out",
+        "--model",
+        str(INDEX.parent / "model"),
+    ],
+    "train": [
+        "train",
+        "{tmp}/captions.jsonl",
+        "--model",
+        str(INDEX.parent / "model"),
+        "--out",
+        "{tmp}/out",
+    ],
 }
 
 
@@ -36,7 +52,13 @@ def run_without_extras(code: str) -> subprocess.CompletedProcess[str]:
     """Run `code` in a process in which no module of an extra can be imported."""
     script = BLOCK.format(absent=sorted(EXTRAS_OF_MODULE)) + code
     environment = {**os.environ, "PYTHONPATH": str(REPO)}
-    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, check=False)
+    return subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
+    )
 
 
 def requirements() -> dict[str, set[str]]:
@@ -76,9 +98,12 @@ def test_a_light_install_reads_verifies_and_quantizes(tmp_path):
     done = run_without_extras(f"""
 from pipelines.cli import main
 from storage_formats import TokenStore, verify_index
-print(TokenStore.open({str(INDEX)!r}, "nvfp4").fetch([11, 0]).shape, verify_index({str(INDEX)!r}))
+index = {str(INDEX)!r}
+print(TokenStore.open(index, "nvfp4").fetch([11, 0]).shape, verify_index(index))
 quantize = ["quantize", {str(tmp_path / "index")!r}, "--to", "int8", "--quiet"]
-for arguments in (["info", {str(INDEX)!r}], ["verify", {str(INDEX)!r}, "--quiet"], ["bench", "--help"], quantize):
+for arguments in (
+    ["info", index], ["verify", index, "--quiet"], ["bench", "--help"], quantize
+):
     assert main(arguments) == 0, arguments
 """)
     assert done.returncode == 0, done.stderr
@@ -89,16 +114,23 @@ for arguments in (["info", {str(INDEX)!r}], ["verify", {str(INDEX)!r}, "--quiet"
 def test_commands_name_the_extra_that_they_need(command, tmp_path):
     (tmp_path / "captions.jsonl").write_text('{"image": "a.jpg", "caption": "a dog"}\n')
     arguments = [argument.format(tmp=tmp_path) for argument in COMMANDS[command]]
-    done = run_without_extras(f"from pipelines.cli import main\nsys.exit(main({arguments}))")
+    done = run_without_extras(
+        f"from pipelines.cli import main\nsys.exit(main({arguments}))"
+    )
     assert done.returncode == 1
-    assert done.stderr.splitlines()[-1].endswith(f"which is not installed; run: pip install 'edje-index[{command}]'")
+    assert done.stderr.splitlines()[-1].endswith(
+        f"which is not installed; run: pip install 'edje-index[{command}]'"
+    )
     assert "Traceback" not in done.stderr
 
 
 def test_the_library_names_the_extra_that_it_needs():
     done = run_without_extras(f"""
 import edje_index
-for needs_torch in (lambda: edje_index.ModelBundle, lambda: edje_index.TokenIndex.open({str(INDEX)!r})):
+index = {str(INDEX)!r}
+for needs_torch in (
+    lambda: edje_index.ModelBundle, lambda: edje_index.TokenIndex.open(index)
+):
     try:
         needs_torch()
     except edje_index.MissingExtraError as error:

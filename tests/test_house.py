@@ -29,7 +29,11 @@ HOMES = {
     "rich": ["pipelines"],
     "langchain_core": ["edje_index/integrations/langchain.py"],
     "llama_index": ["edje_index/integrations/llama_index.py"],
-    "pydantic": ["edje_index/training/config.py", "pipelines/jobs/training", "pipelines/service"],
+    "pydantic": [
+        "edje_index/training/config.py",
+        "pipelines/jobs/training",
+        "pipelines/service",
+    ],
     "fastapi": ["pipelines/service"],
     "uvicorn": ["pipelines/service"],
 }
@@ -69,7 +73,9 @@ def test_imports_point_one_way(package):
         assert not imported(path) & above, path
         for library in imported(path) & HOMES.keys():
             homes = [REPO / home for home in HOMES[library]]
-            assert any(path == home or home in path.parents for home in homes), f"{path} imports {library}"
+            assert any(path == home or home in path.parents for home in homes), (
+                f"{path} imports {library}"
+            )
 
 
 HEAVY = [
@@ -89,8 +95,16 @@ HEAVY = [
 
 def test_importing_a_package_loads_nothing_heavy():
     for package in ("storage_formats", "edje_index", "pipelines", "pipelines.cli"):
-        script = f"import sys, {package}; print(sorted(set({HEAVY}) & set(sys.modules)))"
-        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=REPO)
+        script = (
+            f"import sys, {package}; print(sorted(set({HEAVY}) & set(sys.modules)))"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", script],
+            capture_output=True,
+            text=True,
+            check=True,
+            cwd=REPO,
+        )
         assert done.stdout.strip() == "[]", package
 
 
@@ -98,7 +112,10 @@ def test_help_loads_nothing_heavy():
     command = [sys.executable, "-X", "importtime", "-m", "pipelines.cli", "--help"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=REPO)
     assert "build" in done.stdout
-    loaded = {line.rsplit("|", 1)[-1].strip().split(".")[0] for line in done.stderr.splitlines()}
+    loaded = {
+        line.rsplit("|", 1)[-1].strip().split(".")[0]
+        for line in done.stderr.splitlines()
+    }
     assert not loaded & {*HEAVY, "numpy"}
 
 
@@ -110,7 +127,11 @@ def part_of(module: str) -> str:
 def imported_parts(path: Path) -> set[str]:
     """Second-level parts of the file's own top-level package that it imports, itself excluded."""
     relative = path.relative_to(REPO).with_suffix("").parts
-    parts = {part_of(name) for name in imported_names(path) if name.startswith(f"{relative[0]}.")}
+    parts = {
+        part_of(name)
+        for name in imported_names(path)
+        if name.startswith(f"{relative[0]}.")
+    }
     return parts - {part_of(".".join(relative))}
 
 
@@ -142,7 +163,10 @@ def test_parts_of_a_package_import_one_another_without_cycles(package):
         for target in imported_parts(path):
             arrows.setdefault(part, {})[target] = path.relative_to(REPO)
     cycle = find_cycle(arrows)
-    steps = [f"{arrows[left][right]} imports {right}" for left, right in itertools.pairwise(cycle)]
+    steps = [
+        f"{arrows[left][right]} imports {right}"
+        for left, right in itertools.pairwise(cycle)
+    ]
     assert not cycle, "\n".join(steps)
 
 
@@ -152,7 +176,11 @@ def test_a_cycle_is_found():
 
 
 def test_the_first_level_of_edje_index_is_small():
-    entries = [entry.name for entry in (REPO / "edje_index").iterdir() if entry.name != "__pycache__"]
+    entries = [
+        entry.name
+        for entry in (REPO / "edje_index").iterdir()
+        if entry.name != "__pycache__"
+    ]
     assert len(entries) <= 16, sorted(entries)
 
 
@@ -162,9 +190,15 @@ FLAG = re.compile(r"(?<![\w-])--[a-z]")
 def messages(path: Path) -> Iterator[tuple[int, str]]:
     """Line and text of every string of a file that is neither a docstring nor an argument of another program."""
     tree = parsed(path)
-    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    docstrings = {
+        id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)
+    }
     for node in ast.walk(tree):
-        if not isinstance(node, ast.Constant) or not isinstance(node.value, str) or id(node) in docstrings:
+        if (
+            not isinstance(node, ast.Constant)
+            or not isinstance(node.value, str)
+            or id(node) in docstrings
+        ):
             continue
         if not re.fullmatch(r"--\S+", node.value):
             yield node.lineno, node.value
@@ -182,7 +216,14 @@ def test_messages_of_the_library_name_no_flag():
     assert not naming, "\n".join(naming)
 
 
-PARQUET_READERS = {"ParquetDataset", "ParquetFile", "read_metadata", "read_pandas", "read_schema", "read_table"}
+PARQUET_READERS = {
+    "ParquetDataset",
+    "ParquetFile",
+    "read_metadata",
+    "read_pandas",
+    "read_schema",
+    "read_table",
+}
 
 
 def test_one_module_reads_parquet_files():
@@ -199,14 +240,21 @@ def test_one_module_reads_parquet_files():
         and node.value.id in ("pq", "parquet")
     ]
     assert not users, users
-    names = {name for path in modules() if path != home for name in imported_names(path)}
+    names = {
+        name for path in modules() if path != home for name in imported_names(path)
+    }
     assert not names & {f"pyarrow.parquet.{reader}" for reader in PARQUET_READERS}
     assert not {name for name in names if name.startswith("pyarrow.dataset")}
 
 
 def test_the_command_line_stays_small():
     commands = list(_commands(importlib.import_module("pipelines.cli.main").cli))
-    options = [option for command in commands for option in command.params if isinstance(option, click.Option)]
+    options = [
+        option
+        for command in commands
+        for option in command.params
+        if isinstance(option, click.Option)
+    ]
     assert len(commands) <= 36
     assert len(options) <= 230
 

@@ -13,20 +13,31 @@ from PIL import Image
 
 from tests.conftest import REPO
 
-SCRIPT = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]["scripts"]["edje-index"]
+SCRIPT = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]["scripts"][
+    "edje-index"
+]
 START = "import importlib, sys; name, _, call = sys.argv.pop(1).partition(':'); "
 START += "sys.exit(getattr(importlib.import_module(name), call)())"
 
 
 def start(shadow: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run the installed command as its script does, with `shadow` before this repository on PYTHONPATH."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(shadow), str(REPO)])}
+    """Run the installed command as its script does, with `shadow` before this
+    repository on PYTHONPATH.
+    """
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(shadow), str(REPO)]),
+    }
     command = [sys.executable, "-c", START, SCRIPT, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, cwd=shadow, env=environment)
+    return subprocess.run(
+        command, capture_output=True, text=True, cwd=shadow, env=environment
+    )
 
 
 def write_module(shadow: Path, name: str) -> None:
-    (shadow / f"{name}.py").write_text("raise ImportError('not the package of edje-index')")
+    (shadow / f"{name}.py").write_text(
+        "raise ImportError('not the package of edje-index')"
+    )
 
 
 def write_package(shadow: Path, name: str) -> None:
@@ -44,43 +55,81 @@ def test_a_module_of_the_same_name_hides_no_package(tmp_path, write, name):
 
 
 def test_processes_that_it_starts_find_the_packages_too(tmp_path):
-    shadow, work = tmp_path / "shadow", tmp_path / "work"
+    shadow = tmp_path / "shadow"
+    work = tmp_path / "work"
     shadow.mkdir()
     work.mkdir()
     write_module(shadow, "pipelines")
-    code = "import os, subprocess, sys; from storage_formats import launch; sys.argv = ['edje-index', '--version']; "
-    code += "launch.main(); sys.exit(subprocess.run([sys.executable, '-c', 'import pipelines.cli']).returncode)"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(shadow), str(REPO)])}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=work, env=environment)
+    code = (
+        "import os, subprocess, sys; from storage_formats import launch; sys.argv ="
+        " ['edje-index', '--version']; "
+    )
+    code += (
+        "launch.main(); sys.exit(subprocess.run([sys.executable, '-c', 'import"
+        " pipelines.cli']).returncode)"
+    )
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(shadow), str(REPO)]),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=work,
+        env=environment,
+    )
     assert done.returncode == 0, done.stderr
 
 
 def run_script(folder: Path, script: str) -> subprocess.CompletedProcess[str]:
-    """Run a script in `folder`, which comes before this repository in the search path of Python."""
-    (folder / "script.py").write_text(f"import sys\nsys.path.insert(1, {str(REPO)!r})\n{script}\n")
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    """Run a script in `folder`, which comes before this repository in the search
+    path of Python.
+    """
+    (folder / "script.py").write_text(
+        f"import sys\nsys.path.insert(1, {str(REPO)!r})\n{script}\n"
+    )
+    environment = {
+        name: value for name, value in os.environ.items() if name != "PYTHONPATH"
+    }
     command = [sys.executable, "script.py"]
-    return subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment)
+    return subprocess.run(
+        command, capture_output=True, text=True, cwd=folder, env=environment
+    )
 
 
-@pytest.mark.parametrize("write", [lambda folder, name: (folder / f"{name}.py").write_text(""), write_package])
+@pytest.mark.parametrize(
+    "write",
+    [lambda folder, name: (folder / f"{name}.py").write_text(""), write_package],
+)
 def test_a_project_with_a_module_of_the_same_name_imports_jobs(tmp_path, write):
     write(tmp_path, "pipelines")
-    done = run_script(tmp_path, "from edje_index import delete_rows; print(delete_rows.__module__)")
-    assert (done.returncode, done.stdout) == (0, "pipelines.jobs.snapshots\n"), done.stderr
+    done = run_script(
+        tmp_path, "from edje_index import delete_rows; print(delete_rows.__module__)"
+    )
+    assert (done.returncode, done.stdout) == (
+        0,
+        "pipelines.jobs.snapshots\n",
+    ), done.stderr
 
 
 def test_a_project_that_hides_a_module_is_told_which(tmp_path):
     write_package(tmp_path, "pipelines")
     write_package(tmp_path / "pipelines", "jobs")
     done = run_script(tmp_path, "from edje_index import delete_rows")
-    assert f"ImportError: {tmp_path}/pipelines/jobs has the name of a module of edje-index" in done.stderr
+    assert (
+        f"ImportError: {tmp_path}/pipelines/jobs has the name of a module of edje-index"
+        in done.stderr
+    )
 
 
 @pytest.mark.slow
 def test_workers_of_such_a_project_find_the_jobs(tmp_path, tiny_bundle):
     write_package(tmp_path, "pipelines")
     Image.new("RGB", (40, 30)).save(tmp_path / "grey.png")
-    build = f"build_index('grey.png', 'out.edje', {str(tiny_bundle)!r}, engine='ray').indexed == 1"
+    build = (
+        f"build_index('grey.png', 'out.edje', {str(tiny_bundle)!r},"
+        " engine='ray').indexed == 1"
+    )
     done = run_script(tmp_path, f"from edje_index import build_index\nassert {build}")
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,6 @@
-"""Wheel and sdist as a user gets them: built, installed without extras into a clean environment, and used."""
+"""Wheel and sdist as a user gets them: built, installed without extras into a clean
+environment, and used.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +23,20 @@ from tests.conftest import REPO
 from tests.smoke import CHECKS, NOT_CHECKED, extras
 
 INDEX = REPO / "tests" / "golden" / "release_0_1" / "index"
-LIGHT = {"click", "edje-index", "google-crc32c", "ml-dtypes", "numba", "numpy", "psutil", "pyarrow", "rich"}
+LIGHT = {
+    "click",
+    "edje-index",
+    "google-crc32c",
+    "ml-dtypes",
+    "numba",
+    "numpy",
+    "psutil",
+    "pyarrow",
+    "rich",
+}
 HEAVY = {"faiss-cpu", "open-clip-torch", "ray", "torch", "transformers", "zarr"}
-LIGHT_MEGABYTES = 700  # measured: 480 on Linux
+# measured: 480 on Linux
+LIGHT_MEGABYTES = 700
 READER = """
 import importlib.metadata, json, sys
 from pathlib import Path
@@ -33,7 +46,11 @@ store = TokenStore.open(sys.argv[1], "fp8")
 assert store.fetch([11, 0, 3]).shape == (3, 4, 16)
 assert verify_index(sys.argv[1]) == []
 distributions = list(importlib.metadata.distributions())
-files = (Path(item.locate_file(file)) for item in distributions for file in item.files or [])
+files = (
+    Path(item.locate_file(file))
+    for item in distributions
+    for file in item.files or []
+)
 size = sum(path.stat().st_size for path in files if path.is_file())
 print(json.dumps({"names": [item.name for item in distributions], "bytes": size}))
 """
@@ -50,10 +67,24 @@ def test_every_extra_is_tried_before_a_release():
 
 def run(*command: str | Path, folder: Path) -> subprocess.CompletedProcess[str]:
     """Run a command outside the source tree."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("PYTHON")
+    }
     words = [str(word) for word in command]
-    done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=900)
-    assert done.returncode == 0, f"{words}: exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
+    done = subprocess.run(
+        words,
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=900,
+    )
+    assert done.returncode == 0, (
+        f"{words}: exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
+    )
     return done
 
 
@@ -61,10 +92,21 @@ def run(*command: str | Path, folder: Path) -> subprocess.CompletedProcess[str]:
 def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """(sdist, wheel), the wheel built from the sdist."""
     folder = tmp_path_factory.mktemp("built")
-    ignored = shutil.ignore_patterns(".*", "*.egg-info", "build", "dist", "__pycache__", "tests", "results", "docs")
+    ignored = shutil.ignore_patterns(
+        ".*", "*.egg-info", "build", "dist", "__pycache__", "tests", "results", "docs"
+    )
     shutil.copytree(REPO, folder / "source", ignore=ignored)
-    run(sys.executable, "-m", "build", folder / "source", "--outdir", folder / "dist", folder=folder)
-    sdist, wheel = next((folder / "dist").glob("*.tar.gz")), next((folder / "dist").glob("*.whl"))
+    run(
+        sys.executable,
+        "-m",
+        "build",
+        folder / "source",
+        "--outdir",
+        folder / "dist",
+        folder=folder,
+    )
+    sdist = next((folder / "dist").glob("*.tar.gz"))
+    wheel = next((folder / "dist").glob("*.whl"))
     return sdist, wheel
 
 
@@ -82,8 +124,18 @@ def test_sdist_and_wheel_hold_the_same_modules(built):
 def test_light_install_reads_and_verifies(built, tmp_path):
     folder = tmp_path / "environment"
     venv.create(folder, with_pip=True)
-    run(folder / "bin/python", "-m", "pip", "install", "--quiet", built[1], folder=tmp_path)
-    told = json.loads(run(folder / "bin/python", "-c", READER, INDEX, folder=tmp_path).stdout)
+    run(
+        folder / "bin/python",
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        built[1],
+        folder=tmp_path,
+    )
+    told = json.loads(
+        run(folder / "bin/python", "-c", READER, INDEX, folder=tmp_path).stdout
+    )
     names = {re.sub("[-_.]+", "-", name).lower() for name in told["names"]}
     assert names >= LIGHT
     assert not names & HEAVY
@@ -92,5 +144,7 @@ def test_light_install_reads_and_verifies(built, tmp_path):
 
 @pytest.mark.slow
 def test_the_package_index_would_accept_the_files(built, tmp_path):
-    told = run(sys.executable, "-m", "twine", "check", "--strict", *built, folder=tmp_path).stdout
+    told = run(
+        sys.executable, "-m", "twine", "check", "--strict", *built, folder=tmp_path
+    ).stdout
     assert told.count("PASSED") == 2

@@ -1,4 +1,6 @@
-"""The public names of the packages: each can be imported, is described, and has an example; every example runs."""
+"""The public names of the packages: each can be imported, is described, and has an
+example; every example runs.
+"""
 
 from __future__ import annotations
 
@@ -39,25 +41,46 @@ OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory, tiny_bundle: Path) -> Path:
-    """A directory with the files that the examples name: photos, captions, a model, indexes, a published checkpoint."""
+    """A directory with the files that the examples name: photos, captions, a model,
+    indexes, a published checkpoint.
+    """
     folder = tmp_path_factory.mktemp("files") / "examples"
     (folder / "photos").mkdir(parents=True)
     rng = np.random.default_rng(0)
     for row in range(6):
-        Image.fromarray(rng.integers(0, 255, (48, 64, 3), dtype=np.uint8)).save(folder / "photos" / f"{row}.jpg")
-    lines = [json.dumps({"image": f"{row}.jpg", "captions": [f"photo number {row}"]}) for row in range(6)]
+        Image.fromarray(rng.integers(0, 255, (48, 64, 3), dtype=np.uint8)).save(
+            folder / "photos" / f"{row}.jpg"
+        )
+    lines = [
+        json.dumps({"image": f"{row}.jpg", "captions": [f"photo number {row}"]})
+        for row in range(6)
+    ]
     (folder / "captions.jsonl").write_text("\n".join(lines) + "\n")
     shutil.copytree(tiny_bundle, folder / "model")
-    build_index(folder / "photos", folder / "photos.edje", folder / "model", engine="inline", threads=1)
-    with IndexWriter.create(folder / "pages.edje", block_shape=(4, 16), embed_dim=8) as writer:
-        writer.append(rng.standard_normal((30, 4, 16), np.float32), rng.standard_normal((30, 8), np.float32))
-    write_case(folder, Case(vision_dim=32, vision_heads=2))  # the tower of the model above
+    build_index(
+        folder / "photos",
+        folder / "photos.edje",
+        folder / "model",
+        engine="inline",
+        threads=1,
+    )
+    with IndexWriter.create(
+        folder / "pages.edje", block_shape=(4, 16), embed_dim=8
+    ) as writer:
+        writer.append(
+            rng.standard_normal((30, 4, 16), np.float32),
+            rng.standard_normal((30, 8), np.float32),
+        )
+    # the tower of the model above
+    write_case(folder, Case(vision_dim=32, vision_heads=2))
     return folder
 
 
 @contextlib.contextmanager
 def fresh_files(files: Path) -> Iterator[None]:
-    """`files` as the working directory, restored afterwards; their path stays, because the index holds it."""
+    """`files` as the working directory, restored afterwards; their path stays,
+    because the index holds it.
+    """
     saved = files.with_name("saved")
     shutil.copytree(files, saved)
     try:
@@ -69,7 +92,9 @@ def fresh_files(files: Path) -> Iterator[None]:
 
 
 def undescribed_members(value: type) -> Iterator[str]:
-    """Yield the names of public methods and properties of a class that have no docstring."""
+    """Yield the names of public methods and properties of a class that have no
+    docstring.
+    """
     for name in vars(value):
         member = getattr(value, name)
         is_member = inspect.isroutine(member) or isinstance(member, property)
@@ -77,11 +102,15 @@ def undescribed_members(value: type) -> Iterator[str]:
             yield name
 
 
-@pytest.mark.parametrize(("package", "name"), NAMES, ids=[f"{package}.{name}" for package, name in NAMES])
+@pytest.mark.parametrize(
+    ("package", "name"), NAMES, ids=[f"{package}.{name}" for package, name in NAMES]
+)
 def test_every_name_is_described_by_an_example(package, name):
     value = getattr(importlib.import_module(package), name)
     description = inspect.getdoc(value) or ""
-    assert doctest.DocTestParser().get_examples(description), f"the docstring of {name} has no example"
+    assert doctest.DocTestParser().get_examples(description), (
+        f"the docstring of {name} has no example"
+    )
     assert list(undescribed_members(value) if inspect.isclass(value) else []) == []
     assert not inspect.isclass(value) or value.__repr__ is not object.__repr__
     assert value.__module__ in MODULES, f"no test runs the example of {name}"

@@ -1,4 +1,6 @@
-"""A web server in this process that serves files from memory, answers range requests, and fails on request."""
+"""A web server in this process that serves files from memory, answers range
+requests, and fails on request.
+"""
 
 from __future__ import annotations
 
@@ -22,18 +24,23 @@ class WebServer:
     Attributes:
         url: URL of the server, without a slash at its end.
         files: contents by path, for example "/a.jpg". A path includes the query.
-        faults: what happens to the next requests for a path: "reset", "truncate", "slow" or a status such as "503".
+        faults: what happens to the next requests for a path: "reset", "truncate",
+            "slow" or a status such as "503".
         responses: special responses by path.
-        service: answers every request, from its method, path, headers and body; None answers from the other attributes.
+        service: answers every request, from its method, path, headers and body; None
+            answers from the other attributes.
         ranges: whether the server answers range requests.
         requests: (path, value of the header Range) of each request so far.
-        open_requests: number of requests that are being answered, and the largest such number so far.
+        open_requests: number of requests that are being answered, and the largest such
+            number so far.
     """
 
     url: str = ""
     files: dict[str, bytes] = field(default_factory=dict)
     faults: dict[str, list[str]] = field(default_factory=dict)
-    responses: dict[str, Callable[[dict[str, str]], Response]] = field(default_factory=dict)
+    responses: dict[str, Callable[[dict[str, str]], Response]] = field(
+        default_factory=dict
+    )
     service: Callable[[str, str, dict[str, str], bytes], Response] | None = None
     ranges: bool = True
     requests: list[tuple[str, str]] = field(default_factory=list)
@@ -54,7 +61,9 @@ def serving(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     server.daemon_threads = True
     server.block_on_close = False
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+    thread = threading.Thread(
+        target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True
+    )
     thread.start()
     try:
         yield f"http://127.0.0.1:{server.server_address[1]}"
@@ -68,22 +77,36 @@ class Handler(BaseHTTPRequestHandler):
     """Keeps connections open, prints nothing, and lets clients go away."""
 
     protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True  # else each response takes 40 ms
+    # else each response takes 40 ms
+    disable_nagle_algorithm = True
 
     def respond(
-        self, status: int, headers: Iterable[tuple[str, str]], data: bytes, *, is_truncated: bool = False
+        self,
+        status: int,
+        headers: Iterable[tuple[str, str]],
+        data: bytes,
+        *,
+        is_truncated: bool = False,
     ) -> None:
         self.send_response_only(status)
         for name, value in headers:
             self.send_header(name, value)
         self.end_headers()
         with contextlib.suppress(OSError):
-            self.wfile.write(b"" if self.command == "HEAD" else data[: len(data) // 2] if is_truncated else data)
+            self.wfile.write(
+                b""
+                if self.command == "HEAD"
+                else data[: len(data) // 2]
+                if is_truncated
+                else data
+            )
         if is_truncated:
             self.close_connection = True
 
     def reset(self) -> None:
-        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.connection.setsockopt(
+            socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
+        )
         self.connection.close()
         self.close_connection = True
 
@@ -107,7 +130,9 @@ def _handler(state: WebServer) -> type[Handler]:
             with lock:
                 state.requests.append((self.path, self.headers.get("Range", "")))
                 state.open_requests["now"] += 1
-                state.open_requests["most"] = max(state.open_requests["most"], state.open_requests["now"])
+                state.open_requests["most"] = max(
+                    state.open_requests["most"], state.open_requests["now"]
+                )
                 faults = state.faults.get(self.path, [])
                 fault = faults.pop(0) if faults else ""
             try:
@@ -122,8 +147,14 @@ def _handler(state: WebServer) -> type[Handler]:
             if state.service is not None:
                 body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
                 sent = {name.title(): value for name, value in self.headers.items()}
-                status, headers, data = state.service(self.command, self.path, sent, body)
-                return self._file(data, headers) if status == 200 else self._send(status, headers, data)
+                status, headers, data = state.service(
+                    self.command, self.path, sent, body
+                )
+                return (
+                    self._file(data, headers)
+                    if status == 200
+                    else self._send(status, headers, data)
+                )
             if fault == "reset":
                 return self.reset()
             if fault == "slow":
@@ -137,20 +168,41 @@ def _handler(state: WebServer) -> type[Handler]:
             else:
                 self._send(404, {}, b"nothing here")
 
-        def _file(self, data: bytes, headers: dict[str, str], *, is_truncated: bool = False) -> None:
+        def _file(
+            self, data: bytes, headers: dict[str, str], *, is_truncated: bool = False
+        ) -> None:
             wanted = self.headers.get("Range", "") if state.ranges else ""
             if not wanted:
                 return self._send(200, headers, data, is_truncated=is_truncated)
-            first, last = (int(number) for number in wanted.removeprefix("bytes=").split("-"))
+            first, last = (
+                int(number) for number in wanted.removeprefix("bytes=").split("-")
+            )
             if first >= len(data):
                 return self._send(416, {"Content-Range": f"bytes */{len(data)}"}, b"")
             part = data[first : last + 1]
             content_range = f"bytes {first}-{first + len(part) - 1}/{len(data)}"
-            return self._send(206, {**headers, "Content-Range": content_range}, part, is_truncated=is_truncated)
+            return self._send(
+                206,
+                {**headers, "Content-Range": content_range},
+                part,
+                is_truncated=is_truncated,
+            )
 
-        def _send(self, status: int, headers: dict[str, str], data: bytes, *, is_truncated: bool = False) -> None:
+        def _send(
+            self,
+            status: int,
+            headers: dict[str, str],
+            data: bytes,
+            *,
+            is_truncated: bool = False,
+        ) -> None:
             named = {"Content-Length": str(len(data)), **headers}
-            self.respond(status, [each for each in named.items() if each[1]], data, is_truncated=is_truncated)
+            self.respond(
+                status,
+                [each for each in named.items() if each[1]],
+                data,
+                is_truncated=is_truncated,
+            )
             if "Content-Length" in headers:
                 self.close_connection = True
 

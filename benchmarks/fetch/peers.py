@@ -1,8 +1,10 @@
-"""What `bench fetch` measures: this project's reader, a memory copy, and other libraries (peers).
+"""What `bench fetch` measures: this project's reader, a memory copy, and other
+libraries (peers).
 
-To add a peer, write a subclass of `Subject` here and name it in `PEERS` at the end of this file. `open` and
-`fetch` are the whole interface. A library with a file format of its own also sets `copies` and implements `prepare`.
-Import the modules of the library in the methods, because each run is a process of its own.
+To add a peer, write a subclass of `Subject` here and name it in `PEERS` at the end of
+this file. `open` and `fetch` are the whole interface. A library with a file format of
+its own also sets `copies` and implements `prepare`. Import the modules of the library
+in the methods, because each run is a process of its own.
 """
 
 from __future__ import annotations
@@ -29,13 +31,16 @@ from storage_formats.token_store import TokenStore
 Ids: TypeAlias = NDArray[np.int64]
 
 _TENSORSTORE_REQUESTS = 128
-_ARROW_BYTES = 2**31 - 1  # Lance rejects larger result arrays of fixed-size binaries
+# Lance rejects larger result arrays of fixed-size binaries
+_ARROW_BYTES = 2**31 - 1
 _LANCE_BATCH = 256
-_HDF5_SELECTION = 1000  # rows per selection; the cost of a selection grows faster than its number of rows
+# rows per selection; the cost of a selection grows faster than its number of rows
+_HDF5_SELECTION = 1000
 
 
 class StoredRecords:
-    """The records of one precision, read with plain file reads: for copies, and to check results.
+    """The records of one precision, read with plain file reads: for copies, and to
+    check results.
 
     Record i of a shard starts at byte i x record_bytes (SPEC.md section 6).
     """
@@ -51,44 +56,64 @@ class StoredRecords:
         self.array_path = Layout(root).token_array(precision)
 
     def shard_path(self, shard: int) -> Path:
-        return Layout(self.root).token_shard(self.precision, shard, record_ndim=len(self.codec.record_shape))
+        return Layout(self.root).token_shard(
+            self.precision, shard, record_ndim=len(self.codec.record_shape)
+        )
 
     def files(self) -> list[Path]:
         """Return the paths of the shard files in row order."""
         return [self.shard_path(shard) for shard in self.spec.shard_numbers()]
 
     def shards(self) -> Iterator[tuple[int, Records]]:
-        """Yield the first row id and the records, uint8 [k, record_bytes], of each shard.
+        """Yield the first row id and the records, uint8 [k, record_bytes], of each
+        shard.
 
-        Unused row ids get the records of holes. In a concatenation of all records, record i therefore has the row id i.
+        Unused row ids get the records of holes. In a concatenation of all records,
+        record i therefore has the row id i.
         """
         for shard in range(self.spec.shards):
             rows = self.spec.shard_rows(shard)
-            ids = range(rows.start, min(rows.start + self.spec.shard_size, self.spec.rows))
+            ids = range(
+                rows.start, min(rows.start + self.spec.shard_size, self.spec.rows)
+            )
             records = np.tile(fill_record(self.codec), (len(ids), 1))
             if rows:
-                stored = np.fromfile(self.shard_path(shard), dtype=np.uint8, count=len(rows) * self.record_bytes)
+                stored = np.fromfile(
+                    self.shard_path(shard),
+                    dtype=np.uint8,
+                    count=len(rows) * self.record_bytes,
+                )
                 records[: len(rows)] = stored.reshape(len(rows), self.record_bytes)
             yield rows.start, records
 
     def read(self, ids: Ids) -> Records:
         """Return the records of `ids`. Each record is read with one file read."""
         out = np.empty((len(ids), self.record_bytes), dtype=np.uint8)
-        for row, (shard, position) in enumerate(zip(*np.divmod(ids, self.spec.shard_size), strict=True)):
+        for row, (shard, position) in enumerate(
+            zip(*np.divmod(ids, self.spec.shard_size), strict=True)
+        ):
             offset = int(position) * self.record_bytes
-            out[row] = np.fromfile(self.shard_path(int(shard)), dtype=np.uint8, count=out.shape[1], offset=offset)
+            out[row] = np.fromfile(
+                self.shard_path(int(shard)),
+                dtype=np.uint8,
+                count=out.shape[1],
+                offset=offset,
+            )
         return out
 
 
 class Subject(ABC):
-    """One way to fetch blocks. This project's reader returns decoded blocks, and peers return stored records.
+    """One way to fetch blocks. This project's reader returns decoded blocks, and peers
+    return stored records.
 
     Args:
         folder: directory of the subject's copy of the records, if it reads a copy.
 
     Attributes:
-        package: Python package that must be installed; None if the dependencies of this project suffice.
-        copies: True if the subject reads a copy of the records, which `prepare` writes to `folder`.
+        package: Python package that must be installed; None if the dependencies of this
+            project suffice.
+        copies: True if the subject reads a copy of the records, which `prepare` writes
+            to `folder`.
     """
 
     package: ClassVar[str | None] = None
@@ -107,19 +132,24 @@ class Subject(ABC):
         return self.source.files()
 
     def prepare(self) -> None:
-        """Write a copy of the records to `folder`. Only subjects with `copies` implement this method."""
+        """Write a copy of the records to `folder`. Only subjects with `copies`
+        implement this method.
+        """
         raise NotImplementedError
 
     @abstractmethod
     def open(self) -> None:
         """Open the files, and prepare everything that the first fetch needs.
 
-        Files and memory maps must be closed with the last reference to the subject, as Python objects usually do.
+        Files and memory maps must be closed with the last reference to the subject, as
+        Python objects usually do.
         """
 
     @abstractmethod
     def fetch(self, ids: Ids, out: Records) -> Records:
-        """Fetch the rows `ids`, in this order. Return `out` or a new array, uint8 [k, output_bytes]."""
+        """Fetch the rows `ids`, in this order. Return `out` or a new array, uint8
+        [k, output_bytes].
+        """
 
     def expected(self, ids: Ids) -> Records:
         """Return the correct result of `fetch`, computed with plain file reads."""
@@ -139,11 +169,17 @@ class EdjeReader(Subject):
         self._store = TokenStore.open(self.source.root, self.source.precision)
 
     def fetch(self, ids: Ids, out: Records) -> Records:
-        self._store.fetch(ids, out.view(BF16).reshape(len(ids), *self._store.block_shape))
+        self._store.fetch(
+            ids, out.view(BF16).reshape(len(ids), *self._store.block_shape)
+        )
         return out
 
     def expected(self, ids: Ids) -> Records:
-        return self.source.codec.decode(self.source.read(ids)).view(np.uint8).reshape(len(ids), self.output_bytes)
+        return (
+            self.source.codec.decode(self.source.read(ids))
+            .view(np.uint8)
+            .reshape(len(ids), self.output_bytes)
+        )
 
 
 class Memcpy(EdjeReader):
@@ -161,9 +197,18 @@ class Memcpy(EdjeReader):
     def fetch(self, ids: Ids, out: Records) -> Records:
         if len(self._bytes) < out.nbytes:
             self._bytes = np.ones(out.nbytes, dtype=np.uint8)
-        target, origin = out.ctypes.data, self._bytes.ctypes.data
-        cuts = np.linspace(0, out.nbytes, default_threads() + 1, dtype=np.int64).tolist()
-        list(self._pool.map(lambda a, b: ctypes.memmove(target + a, origin + a, b - a), cuts[:-1], cuts[1:]))
+        target = out.ctypes.data
+        origin = self._bytes.ctypes.data
+        cuts = np.linspace(
+            0, out.nbytes, default_threads() + 1, dtype=np.int64
+        ).tolist()
+        list(
+            self._pool.map(
+                lambda a, b: ctypes.memmove(target + a, origin + a, b - a),
+                cuts[:-1],
+                cuts[1:],
+            )
+        )
         return out
 
     def expected(self, ids: Ids) -> Records:
@@ -171,7 +216,9 @@ class Memcpy(EdjeReader):
 
 
 class Memmap(Subject):
-    """Reads rows of one memory-mapped array with `np.take`. The EDJE paper reads tokens in this way."""
+    """Reads rows of one memory-mapped array with `np.take`. The EDJE paper reads
+    tokens in this way.
+    """
 
     copies = True
     setting = "one flat file, np.take(mapped, ids, out=buffer)"
@@ -183,44 +230,68 @@ class Memmap(Subject):
 
     def open(self) -> None:
         shape = (self.source.spec.rows, self.source.record_bytes)
-        self._mapped = np.memmap(self.folder / "records.bin", dtype=np.uint8, mode="r", shape=shape)
+        self._mapped = np.memmap(
+            self.folder / "records.bin", dtype=np.uint8, mode="r", shape=shape
+        )
 
     def fetch(self, ids: Ids, out: Records) -> Records:
-        return np.take(self._mapped, ids, axis=0, out=out, mode="clip")  # mode="raise" would copy twice
+        # mode="raise" would copy twice
+        return np.take(self._mapped, ids, axis=0, out=out, mode="clip")
 
 
 class TensorStore(Subject):
-    """Reads the index with TensorStore, without a cache and with many concurrent requests."""
+    """Reads the index with TensorStore, without a cache and with many concurrent
+    requests.
+    """
 
     package = "tensorstore"
-    setting = f"cache_pool 0, file_io_concurrency {_TENSORSTORE_REQUESTS}, data_copy_concurrency = CPUs, into a buffer"
+    setting = (
+        f"cache_pool 0, file_io_concurrency {_TENSORSTORE_REQUESTS},"
+        " data_copy_concurrency = CPUs, into a buffer"
+    )
 
     def open(self) -> None:
         self._ts: Any = import_module("tensorstore")
-        limits = {"file_io_concurrency": _TENSORSTORE_REQUESTS, "data_copy_concurrency": default_threads()}
-        context: dict[str, Any] = {name: {"limit": limit} for name, limit in limits.items()}
+        limits = {
+            "file_io_concurrency": _TENSORSTORE_REQUESTS,
+            "data_copy_concurrency": default_threads(),
+        }
+        context: dict[str, Any] = {
+            name: {"limit": limit} for name, limit in limits.items()
+        }
         self._array = self._ts.open(
-            {"driver": "zarr3", "kvstore": {"driver": "file", "path": str(self.source.array_path)}},
+            {
+                "driver": "zarr3",
+                "kvstore": {"driver": "file", "path": str(self.source.array_path)},
+            },
             read=True,
-            context=self._ts.Context(context | {"cache_pool": {"total_bytes_limit": 0}}),
+            context=self._ts.Context(
+                context | {"cache_pool": {"total_bytes_limit": 0}}
+            ),
             recheck_cached_metadata=False,
             recheck_cached_data=False,
         ).result()
 
     def fetch(self, ids: Ids, out: Records) -> Records:
-        view = out.view(self._array.dtype.numpy_dtype).reshape(len(ids), *self._array.shape[1:])
+        view = out.view(self._array.dtype.numpy_dtype).reshape(
+            len(ids), *self._array.shape[1:]
+        )
         self._ts.array(view).write(self._array[ids]).result()
         return out
 
 
 class ZarrPython(Subject):
-    """Reads the index with zarr-python, by orthogonal indexing with ascending row ids."""
+    """Reads the index with zarr-python, by orthogonal indexing with ascending row
+    ids.
+    """
 
     package = "zarr"
     setting = "oindex of sorted ids"
 
     def open(self) -> None:
-        self._array = import_module("zarr").open_array(str(self.source.array_path), mode="r")
+        self._array = import_module("zarr").open_array(
+            str(self.source.array_path), mode="r"
+        )
 
     def fetch(self, ids: Ids, out: Records) -> Records:
         order = np.argsort(ids)
@@ -230,7 +301,9 @@ class ZarrPython(Subject):
 
 
 class Lance(Subject):
-    """Reads a Lance dataset with `take`, which uses io_uring. The records are a column of fixed-size binary values."""
+    """Reads a Lance dataset with `take`, which uses io_uring. The records are a
+    column of fixed-size binary values.
+    """
 
     package = "pylance"
     copies = True
@@ -245,7 +318,9 @@ class Lance(Subject):
             for _, records in self.source.shards():
                 for start in range(0, len(records), _LANCE_BATCH):
                     part = np.ascontiguousarray(records[start : start + _LANCE_BATCH])
-                    column = pa.Array.from_buffers(kind, len(part), [None, pa.py_buffer(part)])
+                    column = pa.Array.from_buffers(
+                        kind, len(part), [None, pa.py_buffer(part)]
+                    )
                     yield pa.record_batch([column], schema=schema)
 
         lance: Any = import_module("lance")
@@ -254,12 +329,17 @@ class Lance(Subject):
 
     def open(self) -> None:
         lance: Any = import_module("lance")
-        self._dataset = lance.dataset(f"file+uring://{(self.folder / 'records.lance').resolve()}")
+        self._dataset = lance.dataset(
+            f"file+uring://{(self.folder / 'records.lance').resolve()}"
+        )
 
     def fetch(self, ids: Ids, out: Records) -> Records:
-        size, filled = self.source.record_bytes, 0
+        size = self.source.record_bytes
+        filled = 0
         for start in range(0, len(ids), _ARROW_BYTES // size):
-            for chunk in self._dataset.take(ids[start : start + _ARROW_BYTES // size])["record"].chunks:
+            for chunk in self._dataset.take(ids[start : start + _ARROW_BYTES // size])[
+                "record"
+            ].chunks:
                 stored = np.frombuffer(chunk.buffers()[1], dtype=np.uint8)
                 part = stored[chunk.offset * size : (chunk.offset + len(chunk)) * size]
                 out[filled : filled + len(chunk)] = part.reshape(len(chunk), size)
@@ -276,22 +356,29 @@ class Lmdb(Subject):
 
     def prepare(self) -> None:
         lmdb: Any = import_module("lmdb")
-        with lmdb.open(str(self.folder), map_size=1 << 42) as environment:  # the map is sparse
+        # the map is sparse
+        with lmdb.open(str(self.folder), map_size=1 << 42) as environment:
             for first, records in self.source.shards():
                 with environment.begin(write=True) as transaction:
                     for row, record in enumerate(records, first):
-                        transaction.put(row.to_bytes(8, "big"), record.tobytes(), append=True)
+                        transaction.put(
+                            row.to_bytes(8, "big"), record.tobytes(), append=True
+                        )
 
     def files(self) -> list[Path]:
         return [self.folder / "data.mdb"]
 
     def open(self) -> None:
-        self._opened = import_module("lmdb").open(str(self.folder), readonly=True, lock=False, readahead=False)
+        self._opened = import_module("lmdb").open(
+            str(self.folder), readonly=True, lock=False, readahead=False
+        )
 
     def fetch(self, ids: Ids, out: Records) -> Records:
         with self._opened.begin(buffers=True) as transaction:
             for position, row in enumerate(ids.tolist()):
-                out[position] = np.frombuffer(transaction.get(row.to_bytes(8, "big")), dtype=np.uint8)
+                out[position] = np.frombuffer(
+                    transaction.get(row.to_bytes(8, "big")), dtype=np.uint8
+                )
         return out
 
 
@@ -335,7 +422,9 @@ SUBJECTS: Mapping[str, type[Subject]] = {"edje": EdjeReader, "memcpy": Memcpy, *
 
 
 def installed_version(name: str) -> str | None:
-    """Return the version of the package that a peer needs: "" if it needs none, None if it is not installed."""
+    """Return the version of the package that a peer needs: "" if it needs none,
+    None if it is not installed.
+    """
     package = PEERS[name].package
     try:
         return "" if package is None else version(package)

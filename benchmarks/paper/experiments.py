@@ -1,4 +1,6 @@
-"""The tables and figures of the EDJE paper: their rows with the published values, and how each row is measured."""
+"""The tables and figures of the EDJE paper: their rows with the published values,
+and how each row is measured.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +10,28 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from benchmarks.paper.study import LOCAL, MAIN_TOWER, OUT, POOL, MissingDataError, Study, Variant
+from benchmarks.paper.study import (
+    LOCAL,
+    MAIN_TOWER,
+    OUT,
+    POOL,
+    MissingDataError,
+    Study,
+    Variant,
+)
 from benchmarks.report import Say, table
 from storage_formats.atomic import write_bytes_atomic
 from storage_formats.cpus import usable_cpus
 
 Values: TypeAlias = Sequence[float | None]
-"""Values by column, without the last columns if they are unknown. None is an unknown value."""
+"""Values by column, without the last columns if they are unknown. None is an
+unknown value.
+"""
 Row: TypeAlias = tuple[str, Values, Callable[..., Values] | None, tuple[Any, ...]]
-"""(label, published values, function, arguments). `function(study, *arguments)` measures the row. The function is None
-for other models, which show only the published values."""
+"""(label, published values, function, arguments). `function(study, *arguments)`
+measures the row. The function is None for other models, which show only the published
+values.
+"""
 
 
 @dataclass(frozen=True)
@@ -36,14 +50,24 @@ class Experiment:
 
 
 def run_experiments(
-    names: Sequence[str], say: Say, *, data: Path, out: Path, config: Path | None = None, listing: bool = False
+    names: Sequence[str],
+    say: Say,
+    *,
+    data: Path,
+    out: Path,
+    config: Path | None = None,
+    listing: bool = False,
 ) -> dict[str, dict[str, Any]]:
-    """Run experiments and write their tables to `out`. Return the tables by name. See `Study` for the arguments."""
+    """Run experiments and write their tables to `out`. Return the tables by name.
+    See `Study` for the arguments.
+    """
     study = Study(data, out, say, config, listing)
     reports = {name: measured(EXPERIMENTS[name], study) for name in names}
     if not listing:
         for name, report in reports.items():
-            write_bytes_atomic(out / f"{name}.md", "\n".join([*report_lines(report), ""]).encode())
+            write_bytes_atomic(
+                out / f"{name}.md", "\n".join([*report_lines(report), ""]).encode()
+            )
         if "prior-art" in reports:
             figure = scatter_plot(reports["prior-art"]["rows"], "64 pairs, ms", _R1[0])
             write_bytes_atomic(out / FIGURE, figure.encode())
@@ -54,26 +78,40 @@ def measured(experiment: Experiment, study: Study) -> dict[str, Any]:
     """Measure all rows of an experiment.
 
     Returns:
-        The table as a JSON object. The key `missing` of a row names data that are missing to measure it. `state` is
-        "complete" if all rows have measured values, "partial" if some have, and "needs data" if none has.
+        The table as a JSON object. The key `missing` of a row names data that are
+        missing to measure it. `state` is "complete" if all rows have measured values,
+        "partial" if some have, and "needs data" if none has.
     """
-    rows, has_values = [], []
+    rows = []
+    has_values = []
     values: Values
     for label, paper, function, arguments in experiment.rows:
-        values, missing = (), None
+        values = ()
+        missing = None
         if function is not None:
             try:
                 values = function(study, *arguments)
             except MissingDataError as error:
                 missing = str(error)
             has_values.append(any(value is not None for value in values))
-        own, published = (dict(zip(experiment.columns, each, strict=False)) for each in (values, paper))
-        rows.append({"label": label, "own": own, "paper": published, "missing": missing})
+        own, published = (
+            dict(zip(experiment.columns, each, strict=False))
+            for each in (values, paper)
+        )
+        rows.append(
+            {"label": label, "own": own, "paper": published, "missing": missing}
+        )
     return {
         "title": experiment.title,
         "source": experiment.source,
         "columns": experiment.columns,
-        "state": "complete" if all(has_values) else "partial" if any(has_values) else "needs data",
+        "state": (
+            "complete"
+            if all(has_values)
+            else "partial"
+            if any(has_values)
+            else "needs data"
+        ),
         "rows": rows,
         "notes": experiment.notes,
     }
@@ -81,24 +119,37 @@ def measured(experiment: Experiment, study: Study) -> dict[str, Any]:
 
 def report_lines(report: dict[str, Any]) -> Iterator[str]:
     """Yield the lines of a table in Markdown."""
-    yield f"## {report['title']}\n\n{report['source']}. Each cell: measured value (published value).\n"
+    yield (
+        f"## {report['title']}\n\n{report['source']}. Each cell: measured value"
+        " (published value).\n"
+    )
     yield from table(
         ("", *report["columns"]),
         (
-            [row["label"], *(_cell(row["own"].get(name), row["paper"].get(name)) for name in report["columns"])]
+            [
+                row["label"],
+                *(
+                    _cell(row["own"].get(name), row["paper"].get(name))
+                    for name in report["columns"]
+                ),
+            ]
             for row in report["rows"]
         ),
     )
     yield ""
     yield from (f"- {note}" for note in report["notes"])
-    missing: dict[str, str] = {}  # the first row that lacks the data
+    # the first row that lacks the data
+    missing: dict[str, str] = {}
     for row in report["rows"]:
         missing.setdefault(row["missing"], row["label"])
-    yield from (f"- {label} was not measured: {text}" for text, label in missing.items() if text)
+    yield from (
+        f"- {label} was not measured: {text}" for text, label in missing.items() if text
+    )
 
 
 def scatter_plot(rows: Sequence[dict[str, Any]], x: str, y: str) -> str:
-    """Return an SVG image with one point per row: column `y` over the logarithm of column `x`.
+    """Return an SVG image with one point per row: column `y` over the logarithm of
+    column `x`.
 
     Published values are circles, and measured values are discs.
     """
@@ -108,19 +159,28 @@ def scatter_plot(rows: Sequence[dict[str, Any]], x: str, y: str) -> str:
         for kind, fill in (("paper", "none"), ("own", "black")):
             if row[kind].get(x) and row[kind].get(y):
                 points.append((math.log10(row[kind][x]), row[kind][y]))
-                names.append((f"{row['label']}: {row[kind][y]:g} at {row[kind][x]:.3g}", fill))
+                names.append(
+                    (f"{row['label']}: {row[kind][y]:g} at {row[kind][x]:.3g}", fill)
+                )
     left, low = map(min, zip(*points, strict=True))
     right, high = map(max, zip(*points, strict=True))
     marks = []
     for (at, value), (text, fill) in zip(points, names, strict=True):
-        across, down = 40 + 440 * (at - left) / (right - left or 1), 360 - 300 * (value - low) / (high - low or 1)
+        across = 40 + 440 * (at - left) / (right - left or 1)
+        down = 360 - 300 * (value - low) / (high - low or 1)
         marks += [
-            f'<circle cx="{across:.1f}" cy="{down:.1f}" r="4" fill="{fill}" stroke="black"/>',
+            (
+                f'<circle cx="{across:.1f}" cy="{down:.1f}" r="4" fill="{fill}"'
+                ' stroke="black"/>'
+            ),
             f'<text x="{across + 8:.1f}" y="{down + 4:.1f}">{text}</text>',
         ]
     title = f'<text x="8" y="20">{y}, in percent, over {x} (logarithmic)</text>'
     style = 'font-family="sans-serif" font-size="11"'
-    return f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 720 400" {style}>{title}{"".join(marks)}</svg>\n'
+    return (
+        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 720 400"'
+        f" {style}>{title}{''.join(marks)}</svg>\n"
+    )
 
 
 def _cell(own: float | None, paper: float | None) -> str:
@@ -129,22 +189,32 @@ def _cell(own: float | None, paper: float | None) -> str:
 
 
 _DIRECTIONS = ("T2I", "I2T")
-_RECALLS = tuple(f"{direction} R@{cutoff}" for direction in _DIRECTIONS for cutoff in (1, 5, 10))
-_FULL_RECALLS = tuple(f"{direction} R@{cutoff}" for direction in _DIRECTIONS for cutoff in (5, 10, 20))
+_RECALLS = tuple(
+    f"{direction} R@{cutoff}" for direction in _DIRECTIONS for cutoff in (1, 5, 10)
+)
+_FULL_RECALLS = tuple(
+    f"{direction} R@{cutoff}" for direction in _DIRECTIONS for cutoff in (5, 10, 20)
+)
 _R1 = ("Flickr T2I", "Flickr I2T", "COCO T2I", "COCO I2T")
 _POOLS = (5, 10, 20, 50, 100)
 _PRECISIONS = ("bf16", "fp8", "nvfp4", "sign1")
 FIGURE = "prior-art.svg"
-FETCH_ROWS = 100_000  # of the index in the experiment `io-test`
-_BATCH = 64  # pairs and images per timed batch, as in the paper
+# of the index in the experiment `io-test`
+FETCH_ROWS = 100_000
+# pairs and images per timed batch, as in the paper
+_BATCH = 64
 _STAGES = ("text", "nearest", "fetch", "score")
 _COMPRESSED = Variant()
 
 
 def _recall(
-    results: Sequence[dict[str, Any]], column: str, pool: int | None = POOL, precision: str = "bf16"
+    results: Sequence[dict[str, Any]],
+    column: str,
+    pool: int | None = POOL,
+    precision: str = "bf16",
 ) -> float | None:
-    """Return the recall `column`, for example "T2I R@1", in percent; None if `results` do not contain it.
+    """Return the recall `column`, for example "T2I R@1", in percent; None if `results`
+    do not contain it.
 
     If `pool` is None, return the recall of the embeddings alone, without re-ranking.
     """
@@ -156,8 +226,15 @@ def _recall(
     return None
 
 
-def _recalls(study: Study, variant: Variant, pool: int | None = POOL, pools: Sequence[int] = (POOL,)) -> Values:
-    """Return the recalls on Flickr30k after the first training phase. None as `pool` evaluates embeddings alone."""
+def _recalls(
+    study: Study,
+    variant: Variant,
+    pool: int | None = POOL,
+    pools: Sequence[int] = (POOL,),
+) -> Values:
+    """Return the recalls on Flickr30k after the first training phase. None as
+    `pool` evaluates embeddings alone.
+    """
     if pool is None:
         results = study.results(study.tower(variant.tower), "flickr", score="embedding")
     else:
@@ -166,21 +243,32 @@ def _recalls(study: Study, variant: Variant, pool: int | None = POOL, pools: Seq
 
 
 def _r1(study: Study, variant: Variant) -> list[float | None]:
-    """Return R@1: on Flickr30k after the first training phase, and on COCO after the second phase."""
+    """Return R@1: on Flickr30k after the first training phase, and on COCO after
+    the second phase.
+    """
     flickr = study.results(study.trained(variant), "flickr")
     coco = study.results(study.trained(variant, "finetune"), "coco")
-    return [_recall(results, f"{each} R@1") for results in (flickr, coco) for each in _DIRECTIONS]
+    return [
+        _recall(results, f"{each} R@1")
+        for results in (flickr, coco)
+        for each in _DIRECTIONS
+    ]
 
 
 def _prior_art(study: Study, variant: Variant) -> Values:
-    recalls, bundle = _r1(study, variant), study.trained(variant)
+    recalls = _r1(study, variant)
+    bundle = study.trained(variant)
     tokens, width = _block_shape(study, variant)
     scored = next(iter(_rerank(study, bundle).get("joint_encoders", {}).values()), None)
     return [
         *recalls,
         None if tokens is None else 2 * tokens * width / 1000,
         None if scored is None else scored["parameters"] / 1e6,
-        None if scored is None else _BATCH / next(iter(scored["median"].values())) * 1e3,
+        (
+            None
+            if scored is None
+            else _BATCH / next(iter(scored["median"].values())) * 1e3
+        ),
         _vision_milliseconds(study, bundle),
     ]
 
@@ -192,26 +280,44 @@ def _embeddings_r1(study: Study) -> Values:
 
 def _quantized(study: Study, variant: Variant, precision: str) -> Values:
     options = [word for name in _PRECISIONS for word in ("--precision", name)]
-    results = study.results(study.trained(variant), "flickr", (10,), *options, "--direction", "t2i")
-    sizes = (each["bytes_per_image"] / 1000 for each in results if each.get("precision") == precision)
+    results = study.results(
+        study.trained(variant), "flickr", (10,), *options, "--direction", "t2i"
+    )
+    sizes = (
+        each["bytes_per_image"] / 1000
+        for each in results
+        if each.get("precision") == precision
+    )
     return [_recall(results, "T2I R@1", 10, precision), next(sizes, None)]
 
 
 def _aligned(study: Study, key: str, variant: Variant) -> Values:
-    local, compressed = (study.build(study.trained(each), "flickr")[0] for each in (LOCAL, _COMPRESSED))
+    local, compressed = (
+        study.build(study.trained(each), "flickr")[0] for each in (LOCAL, _COMPRESSED)
+    )
     files, images, split = study.captions("flickr")
     options = ["--captions", files[0], "--images", images, "--against", compressed]
     options += ["--split", split] if split else []
     tokens, _ = _block_shape(study, variant)
-    report = study.command("explain", "explain", local, *options, "--out", f"{OUT}/explain.html")[1]
+    report = study.command(
+        "explain", "explain", local, *options, "--out", f"{OUT}/explain.html"
+    )[1]
     if not report:
         return ()
-    scores, effect = report["alignment"][key], report["alignment"]["test"]["effect_size"]
-    return [tokens, scores["mean"], scores["deviation"], effect if key == "second" else None]
+    scores = report["alignment"][key]
+    effect = report["alignment"]["test"]["effect_size"]
+    return [
+        tokens,
+        scores["mean"],
+        scores["deviation"],
+        effect if key == "second" else None,
+    ]
 
 
 def _block_shape(study: Study, variant: Variant) -> list[Any]:
-    shape: list[Any] = study.command("show", "model", "show", study.trained(variant))[1].get("block_shape", [None] * 2)
+    shape: list[Any] = study.command("show", "model", "show", study.trained(variant))[
+        1
+    ].get("block_shape", [None] * 2)
     return shape
 
 
@@ -232,70 +338,165 @@ def _full(study: Study, benchmark: str) -> Values:
 
 
 def _fetch(study: Study) -> Values:
-    make = ["bench", "make-synthetic", f"{OUT}/random.edje", "--rows", FETCH_ROWS, "--precision", "bf16"]
+    make = [
+        "bench",
+        "make-synthetic",
+        f"{OUT}/random.edje",
+        "--rows",
+        FETCH_ROWS,
+        "--precision",
+        "bf16",
+    ]
     index = study.command("synthetic", *make)[0] / "random.edje"
     options = ["--pool", FETCH_ROWS // 2, "--cold", "--repeats", 3]
     report = study.command("fetch", "bench", "fetch", index, *options)[1]
     if not report:
         return ()
     sections = report["precisions"]["bf16"]["sections"]
-    return [sections[f"cold {each}"]["entries"]["edje"]["summary"]["gb_per_s"] for each in ("contiguous", "random")]
+    return [
+        sections[f"cold {each}"]["entries"]["edje"]["summary"]["gb_per_s"]
+        for each in ("contiguous", "random")
+    ]
 
 
 def _query_times(study: Study, variant: Variant) -> Values:
     bundle = study.trained(variant)
-    report = _rerank(study, bundle, "--index", study.build(bundle, "flickr")[0], "--pool", _BATCH)
+    report = _rerank(
+        study, bundle, "--index", study.build(bundle, "flickr")[0], "--pool", _BATCH
+    )
     times = report.get("query", {"ms": {}})["ms"]
-    return [*(times.get(stage) for stage in _STAGES), _vision_milliseconds(study, bundle)]
+    return [
+        *(times.get(stage) for stage in _STAGES),
+        _vision_milliseconds(study, bundle),
+    ]
 
 
 def _rerank(study: Study, bundle: Path, *options: object) -> dict[str, Any]:
-    command = ["bench", "rerank", "--model", bundle, "--batch-size", _BATCH, "--threads", usable_cpus(), "--repeats", 3]
+    command = [
+        "bench",
+        "rerank",
+        "--model",
+        bundle,
+        "--batch-size",
+        _BATCH,
+        "--threads",
+        usable_cpus(),
+        "--repeats",
+        3,
+    ]
     return study.command("rerank", *command, *options)[1]
 
 
 def _vision_milliseconds(study: Study, bundle: Path) -> float | None:
-    """Return the milliseconds of vision tower and adapter for 64 images; None if commands are only listed."""
+    """Return the milliseconds of vision tower and adapter for 64 images; None if
+    commands are only listed.
+    """
     report = study.build(bundle, "flickr")[1]
-    return 1e3 * _BATCH * report["stage_seconds"]["encode"] / report["indexed"] if report else None
+    return (
+        1e3 * _BATCH * report["stage_seconds"]["encode"] / report["indexed"]
+        if report
+        else None
+    )
 
 
 # By towers: recalls of the embeddings alone, and re-ranked locally.
 _ZERO_SHOT = {
-    "clip-b16-224": ((62.1, 85.6, 91.8, 81.3, 96.1, 98.3), (76.8, 90.7, 91.7, 91.1, 98.2, 98.4)),
-    "clip-l14-224": ((65.2, 87.0, 92.1, 85.1, 97.1, 98.9), (80.6, 91.4, 92.2, 92.8, 98.5, 98.9)),
-    "clip-l14-336": ((67.7, 88.8, 93.3, 86.7, 98.2, 99.0), (81.9, 92.8, 93.3, 93.8, 98.6, 99.9)),
-    "dfn-l14-224": ((75.1, 92.7, 96.0, 90.0, 98.6, 99.4), (77.5, 94.0, 96.1, 91.1, 98.4, 99.4)),
-    "metaclip-l14-224": ((76.3, 93.6, 96.3, 90.6, 98.5, 99.5), (79.2, 94.5, 96.3, 91.9, 99.0, 99.5)),
-    "siglip2-b16-384": ((82.1, 95.5, 97.9, 93.8, 99.3, 99.9), (84.3, 96.6, 97.9, 94.3, 99.9, 99.9)),
-    "siglip2-l16-384": ((82.3, 96.0, 98.0, 94.8, 99.6, 99.9), (87.8, 97.3, 98.0, 96.5, 99.8, 99.9)),
+    "clip-b16-224": (
+        (62.1, 85.6, 91.8, 81.3, 96.1, 98.3),
+        (76.8, 90.7, 91.7, 91.1, 98.2, 98.4),
+    ),
+    "clip-l14-224": (
+        (65.2, 87.0, 92.1, 85.1, 97.1, 98.9),
+        (80.6, 91.4, 92.2, 92.8, 98.5, 98.9),
+    ),
+    "clip-l14-336": (
+        (67.7, 88.8, 93.3, 86.7, 98.2, 99.0),
+        (81.9, 92.8, 93.3, 93.8, 98.6, 99.9),
+    ),
+    "dfn-l14-224": (
+        (75.1, 92.7, 96.0, 90.0, 98.6, 99.4),
+        (77.5, 94.0, 96.1, 91.1, 98.4, 99.4),
+    ),
+    "metaclip-l14-224": (
+        (76.3, 93.6, 96.3, 90.6, 98.5, 99.5),
+        (79.2, 94.5, 96.3, 91.9, 99.0, 99.5),
+    ),
+    "siglip2-b16-384": (
+        (82.1, 95.5, 97.9, 93.8, 99.3, 99.9),
+        (84.3, 96.6, 97.9, 94.3, 99.9, 99.9),
+    ),
+    "siglip2-l16-384": (
+        (82.3, 96.0, 98.0, 94.8, 99.6, 99.9),
+        (87.8, 97.3, 98.0, 96.5, 99.8, 99.9),
+    ),
 }
 _LOCAL_RECALLS = _ZERO_SHOT[MAIN_TOWER][1]
-_CLIP, _SIGLIP = "clip-l14-336", MAIN_TOWER
-_NO_MLM, _NO_RECOVERY = "objective.mlm_weight=0", "objective.recovery_weight=0"
+_CLIP = "clip-l14-336"
+_SIGLIP = MAIN_TOWER
+_NO_MLM = "objective.mlm_weight=0"
+_NO_RECOVERY = "objective.recovery_weight=0"
 
 EXPERIMENTS: dict[str, Experiment] = {
     "prior-art": Experiment(
         "Comparison with prior art, R@1 in percent",
         "Table 2 and Figure 1 (b)",
-        (*_R1, "kB per image", "joint encoder, M parameters", "64 pairs, ms", "64 images, ms"),
+        (
+            *_R1,
+            "kB per image",
+            "joint encoder, M parameters",
+            "64 pairs, ms",
+            "64 images, ms",
+        ),
         [
             (label, paper, _prior_art if variant else None, (variant,))
             for label, variant, paper in (
                 ("ALBEF, ViT-B/16", None, (82.8, 94.1, 60.7, 77.6, 1769, 147, 45.92)),
-                ("BLIP, ViT-B/16", None, (84.9, 94.8, 63.1, 80.6, 1769, 139, 83.27, 400)),
-                ("BLIP, ViT-L/16", None, (86.7, 96.7, 65.1, 82.4, 2359, 139, 101.61, 1400)),
-                ("BLIP-2, ViT-L/16", None, (88.6, 96.9, 66.3, 83.5, 2359, 167, 98.64, 1400)),
-                ("Local, ViT-B/16", replace(LOCAL, tower="siglip2-b16-384"), (84.3, 94.3, 60.9, 76.1, 442, 33, 2.86)),
+                (
+                    "BLIP, ViT-B/16",
+                    None,
+                    (84.9, 94.8, 63.1, 80.6, 1769, 139, 83.27, 400),
+                ),
+                (
+                    "BLIP, ViT-L/16",
+                    None,
+                    (86.7, 96.7, 65.1, 82.4, 2359, 139, 101.61, 1400),
+                ),
+                (
+                    "BLIP-2, ViT-L/16",
+                    None,
+                    (88.6, 96.9, 66.3, 83.5, 2359, 167, 98.64, 1400),
+                ),
+                (
+                    "Local, ViT-B/16",
+                    replace(LOCAL, tower="siglip2-b16-384"),
+                    (84.3, 94.3, 60.9, 76.1, 442, 33, 2.86),
+                ),
                 ("Local, ViT-L/16", LOCAL, (87.8, 96.5, 64.9, 81.0, 442, 33, 4.14)),
-                ("Compressed-128, ViT-L/16", Variant(tokens=128), (87.1, 96.3, 64.6, 81.0, 98, 33, 2.04)),
-                ("Compressed-64, ViT-L/16", _COMPRESSED, (86.9, 96.4, 64.6, 80.9, 49, 33, 1.91)),
+                (
+                    "Compressed-128, ViT-L/16",
+                    Variant(tokens=128),
+                    (87.1, 96.3, 64.6, 81.0, 98, 33, 2.04),
+                ),
+                (
+                    "Compressed-64, ViT-L/16",
+                    _COMPRESSED,
+                    (86.9, 96.4, 64.6, 80.9, 49, 33, 1.91),
+                ),
             )
         ],
         (
-            "The published times were measured on an A6000 GPU, and our times on this machine.",
-            "64 images is the time of the vision tower, which runs once per image. The paper's Figure 1 shows it.",
-            f"{FIGURE} plots R@1 over the time of 64 pairs, as Figure 1 (b) does. ALBEF and BLIP were not measured.",
+            (
+                "The published times were measured on an A6000 GPU, and our times on"
+                " this machine."
+            ),
+            (
+                "64 images is the time of the vision tower, which runs once per image."
+                " The paper's Figure 1 shows it."
+            ),
+            (
+                f"{FIGURE} plots R@1 over the time of 64 pairs, as Figure 1 (b) does."
+                " ALBEF and BLIP were not measured."
+            ),
         ),
     ),
     "zero-shot": Experiment(
@@ -305,7 +506,10 @@ EXPERIMENTS: dict[str, Experiment] = {
         [
             (f"{tower}: {kind}", paper, _recalls, (replace(LOCAL, tower=tower), pool))
             for tower, (embeddings, reranked) in _ZERO_SHOT.items()
-            for kind, paper, pool in (("embeddings", embeddings, None), ("re-ranked", reranked, POOL))
+            for kind, paper, pool in (
+                ("embeddings", embeddings, None),
+                ("re-ranked", reranked, POOL),
+            )
         ],
     ),
     "tokens": Experiment(
@@ -334,21 +538,37 @@ EXPERIMENTS: dict[str, Experiment] = {
             for name, variant in (("local", LOCAL), ("64 tokens", _COMPRESSED))
             for pool in _POOLS
         ],
-        ("In our R@10 with 5 candidates, the next 5 by embeddings follow them. The published code counts 5 alone.",),
+        (
+            (
+                "In our R@10 with 5 candidates, the next 5 by embeddings follow them."
+                " The published code counts 5 alone."
+            ),
+        ),
     ),
     "objectives": Experiment(
         "Recall of the local model by training objective, in percent",
         "Table: ablation on training objectives",
         _RECALLS,
         [
-            ("matching", (82.3,), _recalls, (replace(LOCAL, settings=(_NO_MLM, _NO_RECOVERY)),)),
-            ("matching, masked words", (85.5,), _recalls, (replace(LOCAL, settings=(_NO_RECOVERY,)),)),
+            (
+                "matching",
+                (82.3,),
+                _recalls,
+                (replace(LOCAL, settings=(_NO_MLM, _NO_RECOVERY)),),
+            ),
+            (
+                "matching, masked words",
+                (85.5,),
+                _recalls,
+                (replace(LOCAL, settings=(_NO_RECOVERY,)),),
+            ),
             ("matching, masked words, recovery", (87.8,), _recalls, (LOCAL,)),
         ],
         ("The paper calls text-embedding recovery ITC in this table.",),
     ),
     "distillation": Experiment(
-        "Recall with 64 tokens, with and without distillation from the local model, in percent",
+        "Recall with 64 tokens, with and without distillation from the local model, in"
+        " percent",
         "Table: effect of distillation",
         _RECALLS,
         [
@@ -363,7 +583,12 @@ EXPERIMENTS: dict[str, Experiment] = {
         [
             ("embeddings alone", (82.3, 94.8), _embeddings_r1, ()),
             ("strided", (83.24, 94.1, 60.09, 77.2), _r1, (Variant(adapter="strided"),)),
-            ("clustered", (85.66, 96.1, 63.31, 79.76), _r1, (Variant(adapter="clustered"),)),
+            (
+                "clustered",
+                (85.66, 96.1, 63.31, 79.76),
+                _r1,
+                (Variant(adapter="clustered"),),
+            ),
             ("pruned", (82.4, 93.7, 58.6, 76.4), _r1, (Variant(adapter="pruned"),)),
             ("compressed", (86.9, 96.4, 64.6, 80.9), _r1, (_COMPRESSED,)),
         ],
@@ -373,13 +598,23 @@ EXPERIMENTS: dict[str, Experiment] = {
         "Table: MiniLM and BERT-Base",
         _RECALLS,
         [
-            (language, paper, _recalls, (replace(LOCAL, tower="siglip2-b16-384", language=language),))
+            (
+                language,
+                paper,
+                _recalls,
+                (replace(LOCAL, tower="siglip2-b16-384", language=language),),
+            )
             for language, paper in (
                 ("minilm-l12", (84.3, 96.6, 97.9, 94.3, 99.9, 99.9)),
                 ("bert-base", (84.52, 96.58, 97.9, 93.9, 99.9, 99.9)),
             )
         ],
-        ("The text of the paper names the compressed model, but the MiniLM row has the values of the local model.",),
+        (
+            (
+                "The text of the paper names the compressed model, but the MiniLM row"
+                " has the values of the local model."
+            ),
+        ),
     ),
     "mining": Experiment(
         "Mining of hard negatives with other towers, R@1 in percent",
@@ -389,9 +624,17 @@ EXPERIMENTS: dict[str, Experiment] = {
             (label, paper, _r1, (variant,))
             for label, paper, variant in (
                 (_CLIP, (81.9, 93.8, 54.6, 70.7), replace(LOCAL, tower=_CLIP)),
-                (f"{_CLIP}, mined by {_SIGLIP}", (81.8, 93.5, 54.6, 70.8), replace(LOCAL, tower=_CLIP, miner=_SIGLIP)),
+                (
+                    f"{_CLIP}, mined by {_SIGLIP}",
+                    (81.8, 93.5, 54.6, 70.8),
+                    replace(LOCAL, tower=_CLIP, miner=_SIGLIP),
+                ),
                 (_SIGLIP, (87.8, 96.5, 64.9, 81.0), LOCAL),
-                (f"{_SIGLIP}, mined by {_CLIP}", (81.5, 93.0, 58.9, 74.48), replace(LOCAL, miner=_CLIP)),
+                (
+                    f"{_SIGLIP}, mined by {_CLIP}",
+                    (81.5, 93.0, 58.9, 74.48),
+                    replace(LOCAL, miner=_CLIP),
+                ),
             )
         ],
     ),
@@ -400,8 +643,16 @@ EXPERIMENTS: dict[str, Experiment] = {
         "Figure: recall against storage size, with numbers only for BF16",
         ("T2I R@1", "kB per image"),
         [
-            (f"{name}, {precision}", paper if precision == "bf16" else (), _quantized, (variant, precision))
-            for name, variant, paper in (("local", LOCAL, (87.8, 442.0)), ("64 tokens", _COMPRESSED, (86.9, 49.0)))
+            (
+                f"{name}, {precision}",
+                paper if precision == "bf16" else (),
+                _quantized,
+                (variant, precision),
+            )
+            for name, variant, paper in (
+                ("local", LOCAL, (87.8, 442.0)),
+                ("64 tokens", _COMPRESSED, (86.9, 49.0)),
+            )
             for precision in _PRECISIONS
         ],
     ),
@@ -411,15 +662,28 @@ EXPERIMENTS: dict[str, Experiment] = {
         ("tokens", "mean", "standard deviation", "effect size"),
         [
             ("local", (576, 0.2404, 0.0405), _aligned, ("first", LOCAL)),
-            ("compressed", (64, 0.2516, 0.0491, 0.39), _aligned, ("second", _COMPRESSED)),
+            (
+                "compressed",
+                (64, 0.2516, 0.0491, 0.39),
+                _aligned,
+                ("second", _COMPRESSED),
+            ),
         ],
     ),
     "words": Experiment(
         "Nearest words of the tokens of 1,000 test images",
         "Figures: three word clouds, without numbers",
         ("tokens", "different words", "nearest to an unused word, percent"),
-        [("compressed", (64,), _words, (_COMPRESSED,)), ("local", (576,), _words, (LOCAL,))],
-        ("steps/words-*/explain.html shows the word clouds of six images. The paper does not name its two photos.",),
+        [
+            ("compressed", (64,), _words, (_COMPRESSED,)),
+            ("local", (576,), _words, (LOCAL,)),
+        ],
+        (
+            (
+                "steps/words-*/explain.html shows the word clouds of six images. The"
+                " paper does not name its two photos."
+            ),
+        ),
     ),
     "full-dataset": Experiment(
         "Retrieval among all images and captions of a dataset, in percent",
@@ -438,17 +702,28 @@ EXPERIMENTS: dict[str, Experiment] = {
         ("GB/s, contiguous", "GB/s, random"),
         [("blocks of 64 x 384", (2.46 / 0.39, 2.46 / 0.59), _fetch, ())],
         (
-            "The paper read 50,000 of 100,000 blocks through a memory-mapped NumPy array on a PCIe 4.0 disk, and does "
-            "not say whether the page cache was empty. Our runs start with an empty page cache, and "
-            "decode blocks to BF16.",
+            (
+                "The paper read 50,000 of 100,000 blocks through a memory-mapped NumPy"
+                " array on a PCIe 4.0 disk, and does not say whether the page cache was"
+                " empty. Our runs start with an empty page cache, and decode blocks to"
+                " BF16."
+            ),
         ),
     ),
     "time-breakdown": Experiment(
         "Time of each stage of a query of 64 candidates",
         "Figure 1 (a), without numbers",
         (*(f"{stage}, ms" for stage in _STAGES), "vision tower, ms"),
-        [(name, (), _query_times, (variant,)) for name, variant in (("local", LOCAL), ("64 tokens", _COMPRESSED))],
-        ("A joint encoder without stored tokens would run the vision tower on all candidates of every query.",),
+        [
+            (name, (), _query_times, (variant,))
+            for name, variant in (("local", LOCAL), ("64 tokens", _COMPRESSED))
+        ],
+        (
+            (
+                "A joint encoder without stored tokens would run the vision tower on"
+                " all candidates of every query."
+            ),
+        ),
     ),
 }
 """The experiments of `bench paper`, by name."""

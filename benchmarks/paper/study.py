@@ -1,14 +1,16 @@
-"""The data of the experiments, and the steps that they consist of: train, fine-tune, index and evaluate.
+"""The data of the experiments, and the steps that they consist of: train, fine-tune,
+index and evaluate.
 
 The data folder:
 
-    pretrain/                             caption files of CC12M, CC3M, SBU, Visual Genome and COCO, and their images
-    flickr30k/dataset_flickr30k.json      Karpathy split file with captions
-    flickr30k/flickr30k-images/           images
-    coco/dataset_coco.json                Karpathy split file with captions
-    coco/train2014/, coco/val2014/        images
-    towers/NAME/                          bundles that `edje-index model from-open-clip` wrote
-    languages/NAME/                       folders of language models from the Hugging Face hub
+    pretrain/                         caption files of CC12M, CC3M, SBU, Visual
+                                      Genome and COCO, and their images
+    flickr30k/dataset_flickr30k.json  Karpathy split file with captions
+    flickr30k/flickr30k-images/       images
+    coco/dataset_coco.json            Karpathy split file with captions
+    coco/train2014/, coco/val2014/    images
+    towers/NAME/                      bundles of `edje-index model from-open-clip`
+    languages/NAME/                   language models of the Hugging Face Hub
 """
 
 from __future__ import annotations
@@ -39,17 +41,25 @@ TOWERS = {
     "siglip2-l16-384": "ViT-L-16-SigLIP2-384:webli",
 }
 """The towers of the paper, as open_clip names them."""
-LANGUAGES = {"minilm-l12": "microsoft/MiniLM-L12-H384-uncased", "bert-base": "google-bert/bert-base-uncased"}
+LANGUAGES = {
+    "minilm-l12": "microsoft/MiniLM-L12-H384-uncased",
+    "bert-base": "google-bert/bert-base-uncased",
+}
 """The language models of the paper, as the Hugging Face hub names them."""
-MAIN_TOWER, MAIN_LANGUAGE = "siglip2-l16-384", "minilm-l12"
+MAIN_TOWER = "siglip2-l16-384"
+MAIN_LANGUAGE = "minilm-l12"
 OUT = "{out}"
 """In the arguments of a command, this text is replaced by the folder of the step."""
 POOL = 10
-"""Candidates per query in the experiments of the paper. A few experiments use other numbers."""
+"""Candidates per query in the experiments of the paper. A few experiments use other
+numbers.
+"""
 
 
 class MissingDataError(Exception):
-    """The data folder lacks data for an experiment. The message names the path, and the data to put there."""
+    """The data folder lacks data for an experiment. The message names the path, and
+    the data to put there.
+    """
 
 
 @dataclass(frozen=True)
@@ -62,7 +72,8 @@ class Variant:
         language: name of the language model, a key of `LANGUAGES`.
         distilled: True to distil from the local model with the same towers.
         miner: name of the towers that mine hard negatives; None for `tower`.
-        settings: additional settings of `edje-index train`, in the form GROUP.KEY=VALUE.
+        settings: additional settings of `edje-index train`, in the form
+            GROUP.KEY=VALUE.
     """
 
     tower: str = MAIN_TOWER
@@ -81,12 +92,20 @@ LOCAL = Variant(adapter="local", distilled=False)
 class Study:
     """Makes each model, index and evaluation of the experiments once.
 
-    A step runs an `edje-index` command in a folder of its own and stores the command's report there. Experiments share
-    steps, and an interrupted study continues after the last finished step. The arguments are options of
-    `edje-index bench paper`; `say` receives one line of text per step.
+    A step runs an `edje-index` command in a folder of its own and stores the command's
+    report there. Experiments share steps, and an interrupted study continues after the
+    last finished step. The arguments are options of `edje-index bench paper`; `say`
+    receives one line of text per step.
     """
 
-    def __init__(self, data: Path, out: Path, say: Say, config: Path | None = None, listing: bool = False) -> None:
+    def __init__(
+        self,
+        data: Path,
+        out: Path,
+        say: Say,
+        config: Path | None = None,
+        listing: bool = False,
+    ) -> None:
         self.folder = out.absolute() / "steps"
         self._data = data.absolute()
         self._say = say
@@ -95,10 +114,12 @@ class Study:
         self._listed: set[str] = set()
 
     def captions(self, part: str) -> tuple[list[Path], Path, str | None]:
-        """Return the caption files, the base directory of their images, and the split to read; None for all images.
+        """Return the caption files, the base directory of their images, and the split
+        to read; None for all images.
 
         Args:
-            part: "pretrain" or "finetune", a training phase, or "flickr" or "coco", the test data of a benchmark.
+            part: "pretrain" or "finetune", a training phase, or "flickr" or "coco", the
+                test data of a benchmark.
 
         Raises:
             MissingDataError: the files are missing. The methods below raise it, too.
@@ -106,35 +127,57 @@ class Study:
         if part == "pretrain":
             folder = self._data / "pretrain"
             kinds = (".jsonl", ".json", ".parquet", ".tar")
-            files = sorted(path for path in folder.iterdir() if path.suffix in kinds) if folder.is_dir() else []
+            files = (
+                sorted(path for path in folder.iterdir() if path.suffix in kinds)
+                if folder.is_dir()
+                else []
+            )
             if not files:
                 raise MissingDataError(
-                    f"{folder} has no caption files; put the caption files of the pre-training images there"
+                    f"{folder} has no caption files; put the caption files of the"
+                    " pre-training images there"
                 )
             return files, folder, None
-        folder, file, images = self._data / "coco", "dataset_coco.json", "."
+        folder = self._data / "coco"
+        file = "dataset_coco.json"
+        images = "."
         if part == "flickr":
-            folder, file, images = self._data / "flickr30k", "dataset_flickr30k.json", "flickr30k-images"
+            folder = self._data / "flickr30k"
+            file = "dataset_flickr30k.json"
+            images = "flickr30k-images"
         if not (folder / file).is_file():
-            raise MissingDataError(f"{folder / file} is missing; put the Karpathy split file there")
-        return [folder / file], folder / images, "train" if part == "finetune" else "test"
+            raise MissingDataError(
+                f"{folder / file} is missing; put the Karpathy split file there"
+            )
+        return (
+            [folder / file],
+            folder / images,
+            "train" if part == "finetune" else "test",
+        )
 
     def tower(self, name: str) -> Path:
         """Return the path of a bundle; `name` is a key of `TOWERS`."""
         path = self._data / "towers" / name
         if not path.is_dir():
             remedy = f"edje-index model from-open-clip {TOWERS[name]} --out {path}"
-            raise MissingDataError(f"{path} is missing; make this bundle with `{remedy}`")
+            raise MissingDataError(
+                f"{path} is missing; make this bundle with `{remedy}`"
+            )
         return path
 
     def command(self, name: str, *arguments: object) -> tuple[Path, dict[str, Any]]:
-        """Run `edje-index ARGUMENTS --json`, unless an earlier run had the same arguments.
+        """Run `edje-index ARGUMENTS --json`, unless an earlier run had the same
+        arguments.
 
-        The folder of the step begins with `name`, and replaces `OUT` in the arguments. Return this folder, and the
-        report that the command printed; empty if commands are only listed. Raise EdjeError if the command fails.
+        The folder of the step begins with `name`, and replaces `OUT` in the arguments.
+        Return this folder, and the report that the command printed; empty if commands
+        are only listed. Raise EdjeError if the command fails.
         """
         template = [str(argument) for argument in arguments]
-        portable = [argument.replace(str(self.folder), "{steps}") for argument in template]  # the study may be moved
+        # the study may be moved
+        portable = [
+            argument.replace(str(self.folder), "{steps}") for argument in template
+        ]
         digest = hashlib.sha256(json.dumps([name, portable]).encode()).hexdigest()
         folder = self.folder / f"{name}-{digest[:12]}"
         stored = folder / "report.json"
@@ -153,21 +196,26 @@ class Study:
             done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=False)
             if done.returncode:
                 raise EdjeError(
-                    f"edje-index {command[0]} ended with exit code {done.returncode}: fix the cause in the output "
-                    f"above and run the study again, which keeps finished steps; the command was: {line}"
+                    f"edje-index {command[0]} ended with exit code {done.returncode}:"
+                    " fix the cause in the output above and run the study again, which"
+                    f" keeps finished steps; the command was: {line}"
                 )
             report = json.loads(done.stdout)
             write_bytes_atomic(stored, json.dumps(report, indent=1).encode())
         return folder, report
 
     def trained(self, variant: Variant, phase: str = "pretrain") -> Path:
-        """Return the bundle of a model after the phase "pretrain", or after the phase "finetune", which uses COCO."""
+        """Return the bundle of a model after the phase "pretrain", or after the
+        phase "finetune", which uses COCO.
+        """
         files, images, split = self.captions(phase)
         command: list[object] = ["train", *files, "--images", images]
         if phase == "pretrain":
             language = self._data / "languages" / variant.language
             if not language.is_dir():
-                remedy = f"download {LANGUAGES[variant.language]} from the Hugging Face hub"
+                remedy = (
+                    f"download {LANGUAGES[variant.language]} from the Hugging Face hub"
+                )
                 raise MissingDataError(f"{language} is missing; {remedy}")
             command += ["--preset", "paper", "--language", language]
         else:
@@ -177,34 +225,74 @@ class Study:
         if self._config is not None:
             command += ["--config", self._config]
             try:
-                loop = tomllib.loads(self._config.read_text(encoding="utf-8")).get("loop")
+                loop = tomllib.loads(self._config.read_text(encoding="utf-8")).get(
+                    "loop"
+                )
             except (OSError, ValueError) as error:
-                raise UsageError(f"cannot read {self._config}: {error}; give a TOML file") from error
+                raise UsageError(
+                    f"cannot read {self._config}: {error}; give a TOML file"
+                ) from error
             chosen = loop if isinstance(loop, dict) else {}
-        # The published run: 45 epochs of the first phase, and 8 workers with 32 pairs each.
-        settings = [] if {"steps", "epochs"} & chosen.keys() else [f"loop.epochs={45 if phase == 'pretrain' else 5}"]
+        # The published run: 45 epochs of the first phase, and 8 workers with 32 pairs
+        # each.
+        settings = (
+            []
+            if {"steps", "epochs"} & chosen.keys()
+            else [f"loop.epochs={45 if phase == 'pretrain' else 5}"]
+        )
         settings += [] if "batch_size" in chosen else ["loop.batch_size=256"]
-        settings += [f"architecture.adapter={variant.adapter}", f"architecture.tokens={variant.tokens}"]
+        settings += [
+            f"architecture.adapter={variant.adapter}",
+            f"architecture.tokens={variant.tokens}",
+        ]
         settings += [f"inputs.split={split}"] if split else []
-        settings += [f"inputs.miner={self.tower(variant.miner)}"] if variant.miner else []
+        settings += (
+            [f"inputs.miner={self.tower(variant.miner)}"] if variant.miner else []
+        )
         if variant.distilled:
-            teacher = self.trained(replace(LOCAL, tower=variant.tower, language=variant.language), phase)
+            teacher = self.trained(
+                replace(LOCAL, tower=variant.tower, language=variant.language), phase
+            )
             settings.append(f"inputs.teacher={teacher}")
-            if variant.adapter != "compressed":  # other adapters do not store the features that the teacher reads
-                settings.append(f"inputs.teacher_features={self.build(teacher, phase)[0]}")
-        command += [word for setting in (*settings, *variant.settings) for word in ("--set", setting)]
+            # other adapters do not store the features that the teacher reads
+            if variant.adapter != "compressed":
+                settings.append(
+                    f"inputs.teacher_features={self.build(teacher, phase)[0]}"
+                )
+        command += [
+            word
+            for setting in (*settings, *variant.settings)
+            for word in ("--set", setting)
+        ]
         return self.command(phase, *command)[0] / "model"
 
-    def build(self, bundle: Path, part: str, *, full: bool = False) -> tuple[Path, dict[str, Any]]:
-        """Index the images of a part of the data, of all splits if `full` is True. Return the index and its report."""
+    def build(
+        self, bundle: Path, part: str, *, full: bool = False
+    ) -> tuple[Path, dict[str, Any]]:
+        """Index the images of a part of the data, of all splits if `full` is True.
+        Return the index and its report.
+        """
         files, base, split = self.captions(part)
         split = None if full else split
         images = self.folder / "lists" / f"{part}-{split or 'all'}.jsonl"
         if not images.exists():
-            paths = dict.fromkeys(item.path for file in files for item in read_captions(file, base, split))
+            paths = dict.fromkeys(
+                item.path for file in files for item in read_captions(file, base, split)
+            )
             images.parent.mkdir(parents=True, exist_ok=True)
-            write_bytes_atomic(images, "".join(json.dumps({"path": path}) + "\n" for path in paths).encode())
-        command = ["build", images, "--model", bundle, "--out", f"{OUT}/images.edje", "--quiet"]
+            write_bytes_atomic(
+                images,
+                "".join(json.dumps({"path": path}) + "\n" for path in paths).encode(),
+            )
+        command = [
+            "build",
+            images,
+            "--model",
+            bundle,
+            "--out",
+            f"{OUT}/images.edje",
+            "--quiet",
+        ]
         folder, report = self.command("build", *command)
         return folder / "images.edje", report
 
@@ -217,15 +305,25 @@ class Study:
         full: bool = False,
         score: str = "logit",
     ) -> list[dict[str, Any]]:
-        """Evaluate a bundle on the test images of a benchmark. The images are indexed first.
+        """Evaluate a bundle on the test images of a benchmark. The images are indexed
+        first.
 
-        The benchmark is "flickr" or "coco". The other arguments are options of `edje-index eval`. Return the list
-        `results` of the report; empty if commands are only listed.
+        The benchmark is "flickr" or "coco". The other arguments are options of
+        `edje-index eval`. Return the list `results` of the report; empty if commands
+        are only listed.
         """
         files, images, split = self.captions(benchmark)
-        command: list[object] = ["eval", self.build(bundle, benchmark, full=full)[0], files[0], "--images", images]
+        command: list[object] = [
+            "eval",
+            self.build(bundle, benchmark, full=full)[0],
+            files[0],
+            "--images",
+            images,
+        ]
         command += [word for pool in pools for word in ("--pool", pool)]
         command += ["--split", split] if split else []
         command += ["--score", score, *options, *(["--full"] if full else [])]
-        results: list[dict[str, Any]] = self.command("eval", *command)[1].get("results", [])
+        results: list[dict[str, Any]] = self.command("eval", *command)[1].get(
+            "results", []
+        )
         return results

@@ -1,4 +1,6 @@
-"""MkDocs hook: generates pages: commands and Python interface from the code, and the notebooks."""
+"""MkDocs hook: generates pages: commands and Python interface from the code, and
+the notebooks.
+"""
 
 from __future__ import annotations
 
@@ -16,25 +18,40 @@ import edje_index
 import storage_formats
 from pipelines.cli.main import SECTIONS, cli
 
-HELP_WIDTH = 98  # what click prints on a terminal of 100 columns
+# what click prints on a terminal of 100 columns
+HELP_WIDTH = 98
 PACKAGES = ["storage_formats", "edje_index", "pipelines"]
 NOTEBOOKS = sorted((Path(__file__).resolve().parents[1] / "notebooks").glob("*.ipynb"))
 
 
-def commands(group: click.Group, context: click.Context, names: list[str]) -> Iterator[tuple[str, str]]:
-    """Yield each command below `group`, such as "edje-index model get", with its help text."""
+def commands(
+    group: click.Group, context: click.Context, names: list[str]
+) -> Iterator[tuple[str, str]]:
+    """Yield each command below `group`, such as "edje-index model get", with its
+    help text.
+    """
     for name in names:
         command = group.get_command(context, name)
         assert command is not None
-        inner = click.Context(command, context, info_name=name, terminal_width=HELP_WIDTH, **command.context_settings)
+        inner = click.Context(
+            command,
+            context,
+            info_name=name,
+            terminal_width=HELP_WIDTH,
+            **command.context_settings,
+        )
         yield inner.command_path, command.get_help(inner)
         if isinstance(command, click.Group):
             yield from commands(command, inner, command.list_commands(inner))
 
 
 def section_page(heading: str) -> str:
-    """Markdown page with the help text of every command of a section of `edje-index --help`."""
-    context = click.Context(cli, info_name="edje-index", terminal_width=HELP_WIDTH, **cli.context_settings)
+    """Markdown page with the help text of every command of a section of `edje-index
+    --help`.
+    """
+    context = click.Context(
+        cli, info_name="edje-index", terminal_width=HELP_WIDTH, **cli.context_settings
+    )
     parts = [f"# {heading}: commands\n"]
     for path, text in commands(cli, context, list(SECTIONS[heading])):
         parts.append(f"## {path}\n\n~~~text\n{text}\n~~~\n")
@@ -42,7 +59,9 @@ def section_page(heading: str) -> str:
 
 
 def package_page(package: str) -> str:
-    """Markdown page with a directive of mkdocstrings for each public name of a package."""
+    """Markdown page with a directive of mkdocstrings for each public name of a
+    package.
+    """
     module = importlib.import_module(package)
     parts = [f"# {package}\n", inspect.getdoc(module) or "", ""]
     homes: dict[str, str] = storage_formats._MODULES | edje_index._MODULES
@@ -57,7 +76,9 @@ def package_page(package: str) -> str:
 
 
 def section_path(heading: str) -> str:
-    """Path of the page of a section, for example "reference/cli/train-and-measure.md"."""
+    """Path of the page of a section, for example
+    "reference/cli/train-and-measure.md".
+    """
     return f"reference/cli/{heading.lower().replace(' ', '-')}.md"
 
 
@@ -66,7 +87,9 @@ def notebook_page(path: Path) -> str:
     parts = []
     for cell in json.loads(path.read_text())["cells"]:
         text = "".join(cell["source"])
-        parts.append(text if cell["cell_type"] == "markdown" else f"~~~python\n{text}\n~~~")
+        parts.append(
+            text if cell["cell_type"] == "markdown" else f"~~~python\n{text}\n~~~"
+        )
     parts.insert(1, f"[Download the notebook]({path.name})")
     return "\n\n".join(parts)
 
@@ -74,8 +97,12 @@ def notebook_page(path: Path) -> str:
 def pages() -> dict[str, str]:
     """Generated pages by path."""
     generated = {section_path(heading): section_page(heading) for heading in SECTIONS}
-    generated |= {f"reference/{package}.md": package_page(package) for package in PACKAGES}
-    return generated | {f"notebooks/{path.stem}.md": notebook_page(path) for path in NOTEBOOKS}
+    generated |= {
+        f"reference/{package}.md": package_page(package) for package in PACKAGES
+    }
+    return generated | {
+        f"notebooks/{path.stem}.md": notebook_page(path) for path in NOTEBOOKS
+    }
 
 
 def on_files(files: Files, config: Any, **_: Any) -> Files:

@@ -1,7 +1,7 @@
 """Model bundles in memory: load and save whole bundles, and load single parts.
 
-Importing this module and loading a part import only what is needed: searches use neither open_clip nor transformers if
-they can.
+Importing this module and loading a part import only what is needed: searches use
+neither open_clip nor transformers if they can.
 """
 
 from __future__ import annotations
@@ -30,7 +30,14 @@ from edje_index.bundles.info import (
 )
 from edje_index.errors import ModelError
 from edje_index.filesystem import new_folder, write_json
-from edje_index.models.adapter import LOCAL, PATCHES, REDUCTIONS, Adapter, AdapterConfig, build_adapter
+from edje_index.models.adapter import (
+    LOCAL,
+    PATCHES,
+    REDUCTIONS,
+    Adapter,
+    AdapterConfig,
+    build_adapter,
+)
 from edje_index.models.clip_config import HF_TEXT_FOLDER, ClipConfig, read_clip_config
 from edje_index.models.devices import resolve_device, resolve_dtype
 from edje_index.models.joint_inputs import load_joint_tokenizer
@@ -60,7 +67,8 @@ POOLED = "pooled."
 
 @dataclass(repr=False)
 class ModelBundle:
-    """A model bundle in memory: towers, adapter, joint encoder and the other parts of the final score.
+    """A model bundle in memory: towers, adapter, joint encoder and the other parts of
+    the final score.
 
     Attributes:
         clip: open_clip model with both towers.
@@ -70,12 +78,14 @@ class ModelBundle:
         joint: joint encoder with a tokenizer.
         trained: False if the weights are random. The scores then have no meaning.
         notes: origin of the weights, as free text.
-        score: weights of the final score. By default, the final score is the logit alone.
-        pooled: linear maps of the pooled similarity, a part of the final score; None if the bundle has none.
+        score: weights of the final score. By default, the final score is the logit
+            alone.
+        pooled: linear maps of the pooled similarity, a part of the final score; None if
+            the bundle has none.
         hubness_bank: bank of the hubness correction; None if the bundle has none.
         logit_range: see `BundleInfo.logit_range`.
-        info: content of the ``bundle.json`` that was loaded, with the fingerprints of the files; None for a bundle made
-            in memory.
+        info: content of the ``bundle.json`` that was loaded, with the fingerprints of
+            the files; None for a bundle made in memory.
 
     Examples:
         >>> from edje_index import ModelBundle
@@ -131,20 +141,29 @@ class ModelBundle:
         return ScoreModels(self.joint.scorer(), self.pooled, self.hubness_bank)
 
     @classmethod
-    def load(cls, path: str | Path, *, device: str = "cpu", dtype: str = "float32", verify: bool = True) -> ModelBundle:
+    def load(
+        cls,
+        path: str | Path,
+        *,
+        device: str = "cpu",
+        dtype: str = "float32",
+        verify: bool = True,
+    ) -> ModelBundle:
         """Read a bundle.
 
         Args:
             path: directory of the bundle.
-            device: device of the weights: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``. ``auto`` is CUDA if torch finds a
-                CUDA device, else the CPU.
-            dtype: data type of matrix products in the joint encoder, see `devices.resolve_dtype`.
-            verify: compare every file with the hash in ``bundle.json`` before loading, and check that all weights are
-                finite.
+            device: device of the weights: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
+                ``auto`` is CUDA if torch finds a CUDA device, else the CPU.
+            dtype: data type of matrix products in the joint encoder, see
+                `devices.resolve_dtype`.
+            verify: compare every file with the hash in ``bundle.json`` before loading,
+                and check that all weights are finite.
 
         Raises:
-            ModelError: `path` is not a bundle, a file is missing or changed, files do not fit each other, a weight is
-                NaN or infinite, or the value of `device` or `dtype` is unknown.
+            ModelError: `path` is not a bundle, a file is missing or changed, files do
+                not fit each other, a weight is NaN or infinite, or the value of
+                `device` or `dtype` is unknown.
         """
         from edje_index.models.text_tower import text_tokenizer
 
@@ -156,7 +175,8 @@ class ModelBundle:
         config = read_clip_config(info.path / VISION_FOLDER, info.vision_name)
         joint = load_joint_encoder(info)
         joint.compute_dtype = compute_dtype
-        pooled, bank = load_pooled_similarity(info, joint.width), load_hubness_bank(info)
+        pooled = load_pooled_similarity(info, joint.width)
+        bank = load_hubness_bank(info)
         bundle = cls(
             clip=load_clip_towers(info, config).to(target),
             clip_config=config,
@@ -173,28 +193,38 @@ class ModelBundle:
         )
         _check_fit(bundle)
         if verify:
-            parts = {VISION_WEIGHTS: bundle.clip, ADAPTER_WEIGHTS: bundle.adapter, JOINT_WEIGHTS: joint}
+            parts = {
+                VISION_WEIGHTS: bundle.clip,
+                ADAPTER_WEIGHTS: bundle.adapter,
+                JOINT_WEIGHTS: joint,
+            }
             for file, module in parts.items():
                 check_finite(module.state_dict(), f"{file} in {info.path}")
         return bundle
 
-    def save(self, path: str | Path, before_commit: Callable[[BundleInfo], None] | None = None) -> BundleInfo:
+    def save(
+        self,
+        path: str | Path,
+        before_commit: Callable[[BundleInfo], None] | None = None,
+    ) -> BundleInfo:
         """Write the bundle to a new directory. If writing fails, `path` does not exist.
 
         Args:
             path: directory to create.
-            before_commit: called with the content of the new ``bundle.json``. At this time, all files are written, but
-                `path` does not exist yet.
+            before_commit: called with the content of the new ``bundle.json``. At this
+                time, all files are written, but `path` does not exist yet.
 
         Raises:
-            ModelError: `path` exists, the parts of the bundle do not fit each other, or a weight is NaN or infinite.
+            ModelError: `path` exists, the parts of the bundle do not fit each other, or
+                a weight is NaN or infinite.
         """
         from edje_index.models.text_tower import save_text_tokenizer
 
         _check_fit(self)
         out = Path(path)
         with new_folder(out) as staging:
-            vision_folder, joint_folder = staging / VISION_FOLDER, staging / JOINT_FOLDER
+            vision_folder = staging / VISION_FOLDER
+            joint_folder = staging / JOINT_FOLDER
             vision_folder.mkdir()
             self.clip_config.write(vision_folder)
             save_weights(self.clip, staging / VISION_WEIGHTS)
@@ -205,11 +235,16 @@ class ModelBundle:
             save_weights(self.adapter, staging / ADAPTER_WEIGHTS)
             joint_folder.mkdir()
             state = distinct_tensors(self.joint)
-            joint: dict[str, Any] = {"text_embed_dim": self.joint.text_projection.out_features}
+            joint: dict[str, Any] = {
+                "text_embed_dim": self.joint.text_projection.out_features
+            }
             if self.joint.tokenizer.canonical:
                 joint["canonical_captions"] = True
             if self.pooled is not None:
-                state |= {f"{POOLED}{name}": tensor for name, tensor in distinct_tensors(self.pooled).items()}
+                state |= {
+                    f"{POOLED}{name}": tensor
+                    for name, tensor in distinct_tensors(self.pooled).items()
+                }
                 joint["pooled_similarity"] = self.pooled.sizes
             save_tensors(state, staging / JOINT_WEIGHTS)
             self.joint.tokenizer.save(joint_folder)
@@ -246,20 +281,27 @@ class ModelBundle:
 
 
 def _check_fit(bundle: ModelBundle) -> None:
-    """Raise ModelError if parts of the bundle do not fit each other, or if the score needs a missing part."""
-    adapter, vision, name = bundle.adapter.config, bundle.vision, bundle.clip_config.name
+    """Raise ModelError if parts of the bundle do not fit each other, or if the
+    score needs a missing part.
+    """
+    adapter = bundle.adapter.config
+    vision = bundle.vision
+    name = bundle.clip_config.name
     if adapter.vision_dim != vision.patch_dim:
         raise ModelError(
-            f"the adapter takes patch features of width {adapter.vision_dim}, but those of the vision tower {name} "
-            f"have width {vision.patch_dim}: use the vision tower that the adapter was trained with"
+            f"the adapter takes patch features of width {adapter.vision_dim}, but those"
+            f" of the vision tower {name} have width {vision.patch_dim}: use the vision"
+            " tower that the adapter was trained with"
         )
-    keeps_all = adapter.kind in (LOCAL, PATCHES)  # one token per patch
+    # one token per patch
+    keeps_all = adapter.kind in (LOCAL, PATCHES)
     if (keeps_all and adapter.num_tokens != vision.num_patches) or (
         adapter.kind in REDUCTIONS and adapter.num_tokens > vision.num_patches
     ):
         raise ModelError(
-            f"a {adapter.kind} adapter of {adapter.num_tokens} tokens does not fit the vision tower {name}, which has "
-            f"{vision.num_patches} patches: use the vision tower that the adapter was trained with"
+            f"a {adapter.kind} adapter of {adapter.num_tokens} tokens does not fit the"
+            f" vision tower {name}, which has {vision.num_patches} patches: use the"
+            " vision tower that the adapter was trained with"
         )
     check_scorer_fit(bundle.adapter.config, bundle.score_models, bundle.score)
 
@@ -268,57 +310,90 @@ def load_clip_towers(info: BundleInfo, config: ClipConfig) -> torch.nn.Module:
     """Load the open_clip model with both towers, frozen, onto the CPU."""
     from edje_index.models.clip_model import build_clip
 
-    hf_text = info.path / VISION_FOLDER / HF_TEXT_FOLDER if config.hf_text_name else None
-    return load_module(info.path / VISION_WEIGHTS, lambda: build_clip(config, hf_text)).requires_grad_(False)
+    hf_text = (
+        info.path / VISION_FOLDER / HF_TEXT_FOLDER if config.hf_text_name else None
+    )
+    return load_module(
+        info.path / VISION_WEIGHTS, lambda: build_clip(config, hf_text)
+    ).requires_grad_(False)
 
 
 def load_text_tower(info: BundleInfo, device: torch.device) -> TextEncoder:
-    """Load the text tower of a bundle onto `device`. A BERT text tower is loaded without open_clip."""
-    from edje_index.models.text_tower import TextTower, load_bert_text_tower, text_tokenizer
+    """Load the text tower of a bundle onto `device`. A BERT text tower is loaded
+    without open_clip.
+    """
+    from edje_index.models.text_tower import (
+        TextTower,
+        load_bert_text_tower,
+        text_tokenizer,
+    )
 
     folder = info.path / VISION_FOLDER
     config = read_clip_config(folder, info.vision_name)
     tower: TextEncoder | None = load_bert_text_tower(folder, config, device)
-    tower = tower or TextTower(load_clip_towers(info, config).to(device), text_tokenizer(config, folder))
+    tower = tower or TextTower(
+        load_clip_towers(info, config).to(device), text_tokenizer(config, folder)
+    )
     tower.canonical = info.canonical_captions
     return tower
 
 
 def load_visual(info: BundleInfo) -> tuple[VisionTower, ClipConfig]:
-    """Load the vision tower of a bundle, and the configuration of the open_clip model."""
+    """Load the vision tower of a bundle, and the configuration of the open_clip
+    model.
+    """
     from edje_index.models.clip_model import build_visual
     from edje_index.models.vision_tower import vision_tower
 
     config = read_clip_config(info.path / VISION_FOLDER, info.vision_name)
-    visual = load_module(info.path / VISION_WEIGHTS, lambda: build_visual(config), prefix="visual.")
+    visual = load_module(
+        info.path / VISION_WEIGHTS, lambda: build_visual(config), prefix="visual."
+    )
     return vision_tower(visual), config
 
 
 def load_adapter(info: BundleInfo) -> Adapter:
     """Load the adapter of a bundle, with frozen weights."""
     config = AdapterConfig.from_json(info.adapter, info.path / INFO_FILE)
-    return load_module(info.path / ADAPTER_WEIGHTS, lambda: build_adapter(config)).requires_grad_(False)
+    return load_module(
+        info.path / ADAPTER_WEIGHTS, lambda: build_adapter(config)
+    ).requires_grad_(False)
 
 
 def load_joint_encoder(info: BundleInfo) -> JointEncoder:
     """Load the joint encoder of a bundle, for training."""
     from edje_index.models.joint_encoder import JointEncoder, bert_config
 
-    tokenizer = load_joint_tokenizer(info.path / JOINT_FOLDER, canonical=info.canonical_captions)
+    tokenizer = load_joint_tokenizer(
+        info.path / JOINT_FOLDER, canonical=info.canonical_captions
+    )
     path = info.path / JOINT_WEIGHTS
     with limited_by(path):
-        joint = JointEncoder(bert_config(info.path / JOINT_CONFIG), tokenizer, int(info.joint["text_embed_dim"]))
-    state = {name: tensor for name, tensor in read_weights(path).items() if not name.startswith(POOLED)}
+        joint = JointEncoder(
+            bert_config(info.path / JOINT_CONFIG),
+            tokenizer,
+            int(info.joint["text_embed_dim"]),
+        )
+    state = {
+        name: tensor
+        for name, tensor in read_weights(path).items()
+        if not name.startswith(POOLED)
+    }
     assign_weights(joint, state, str(path))
     return joint
 
 
-def load_scorer(info: BundleInfo, dtype: torch.dtype, device: torch.device) -> JointScorer:
+def load_scorer(
+    info: BundleInfo, dtype: torch.dtype, device: torch.device
+) -> JointScorer:
     """Load the joint encoder of a bundle onto `device`, for scoring."""
     folder = info.path / JOINT_FOLDER
     tokenizer = load_joint_tokenizer(folder, canonical=info.canonical_captions)
-    config, tensors = read_configuration(info.path / JOINT_CONFIG), read_weights(info.path / JOINT_WEIGHTS)
-    return JointScorer(tokenizer, config, tensors, source=str(folder), dtype=dtype, device=device)
+    config = read_configuration(info.path / JOINT_CONFIG)
+    tensors = read_weights(info.path / JOINT_WEIGHTS)
+    return JointScorer(
+        tokenizer, config, tensors, source=str(folder), dtype=dtype, device=device
+    )
 
 
 def load_pooled_similarity(info: BundleInfo, width: int) -> PooledSimilarity | None:
@@ -329,7 +404,11 @@ def load_pooled_similarity(info: BundleInfo, width: int) -> PooledSimilarity | N
     sizes = info.pooled_similarity
     if sizes is None:
         return None
-    return load_module(info.path / JOINT_WEIGHTS, lambda: PooledSimilarity(width, **sizes), prefix=POOLED)
+    return load_module(
+        info.path / JOINT_WEIGHTS,
+        lambda: PooledSimilarity(width, **sizes),
+        prefix=POOLED,
+    )
 
 
 def load_hubness_bank(info: BundleInfo) -> HubnessBank | None:
@@ -339,26 +418,35 @@ def load_hubness_bank(info: BundleInfo) -> HubnessBank | None:
         return None
     if BANK_WEIGHTS not in info.files:
         raise ModelError(
-            f"the bundle {info.path} lacks {BANK_WEIGHTS}: copy the whole bundle directory, or make the bundle again"
+            f"the bundle {info.path} lacks {BANK_WEIGHTS}: copy the whole bundle"
+            " directory, or make the bundle again"
         )
-    return load_module(info.path / BANK_WEIGHTS, lambda: HubnessBank(embed_dim=info.embed_dim, **sizes))
+    return load_module(
+        info.path / BANK_WEIGHTS, lambda: HubnessBank(embed_dim=info.embed_dim, **sizes)
+    )
 
 
-def check_scorer_fit(adapter: AdapterConfig, models: ScoreModels, score: DirectionWeights) -> None:
-    """Check that the adapter, the models of the parts, and the weights of the final score fit together."""
+def check_scorer_fit(
+    adapter: AdapterConfig, models: ScoreModels, score: DirectionWeights
+) -> None:
+    """Check that the adapter, the models of the parts, and the weights of the final
+    score fit together.
+    """
     if adapter.language_dim != models.joint.width and not adapter.is_feature:
         raise ModelError(
-            f"the adapter makes tokens of width {adapter.language_dim}, but the joint encoder reads "
-            f"tokens of width {models.joint.width}: use an adapter and a joint encoder of the same "
-            "training run"
+            f"the adapter makes tokens of width {adapter.language_dim}, but the joint"
+            f" encoder reads tokens of width {models.joint.width}: use an adapter and a"
+            " joint encoder of the same training run"
         )
     for weights in (score.t2i, score.i2t):
         check_parts(weights, models.part_names, "the bundle")
     if models.bank is None:
         return
-    bank_dim, dim = models.bank.sizes["dim"], 0 if models.pooled is None else models.pooled.sizes["dim"]
+    bank_dim = models.bank.sizes["dim"]
+    dim = 0 if models.pooled is None else models.pooled.sizes["dim"]
     if bank_dim != dim:
         raise ModelError(
-            f"the hubness bank has vectors of width {bank_dim}, but the pooled similarity has width "
-            f"{dim}: use a bank and a pooled similarity of the same training run"
+            f"the hubness bank has vectors of width {bank_dim}, but the pooled"
+            f" similarity has width {dim}: use a bank and a pooled similarity of the"
+            " same training run"
         )

@@ -1,16 +1,17 @@
-"""Reads and checks ``bundle.json``, the description of a model bundle, without torch. Finds the bundle of an index.
+"""Reads and checks ``bundle.json``, the description of a model bundle, without torch.
+Finds the bundle of an index.
 
 The files of a bundle are:
 
-    bundle.json                         sizes, score weights, file hashes, fingerprints
-    vision/open_clip_config.json        open_clip's model and preprocessing configuration
-    vision/open_clip_model.safetensors  weights of the vision and text tower
-    vision/...                          tokenizer of the text tower, if it is a Hugging Face tokenizer
-    adapter.safetensors                 weights of the adapter
-    joint/config.json                   BERT configuration of the joint encoder
-    joint/model.safetensors             weights of the joint encoder and of the pooled similarity
-    joint/...                           tokenizer of the joint encoder
-    bank.safetensors                    bank of the hubness correction, if the bundle has one
+    bundle.json                      sizes, score weights, file hashes, fingerprints
+    vision/open_clip_config.json     open_clip's model and preprocessing configuration
+    vision/open_clip_model.safetensorsweights of the vision and text tower
+    vision/...                       tokenizer of the text tower, if from Hugging Face
+    adapter.safetensors              weights of the adapter
+    joint/config.json                BERT configuration of the joint encoder
+    joint/model.safetensors          weights of joint encoder, pooled similarity
+    joint/...                        tokenizer of the joint encoder
+    bank.safetensors                 bank of the hubness correction
 """
 
 from __future__ import annotations
@@ -39,17 +40,20 @@ FORMAT_VERSION = 2
 READ_VERSIONS = (1, FORMAT_VERSION)
 INFO_FILE = "bundle.json"
 MAX_INFO_BYTES = 64 << 20
-VISION_FOLDER, JOINT_FOLDER = "vision", "joint"
+VISION_FOLDER = "vision"
+JOINT_FOLDER = "joint"
 VISION_CONFIG = "vision/open_clip_config.json"
 VISION_WEIGHTS = "vision/open_clip_model.safetensors"
 ADAPTER_WEIGHTS = "adapter.safetensors"
 JOINT_CONFIG = "joint/config.json"
 JOINT_WEIGHTS = "joint/model.safetensors"
 BANK_WEIGHTS = "bank.safetensors"
-# The files that determine what an index stores. The text tower and the joint encoder only affect searches.
+# The files that determine what an index stores. The text tower and the joint encoder
+# only affect searches.
 ENCODER_FILES = (VISION_CONFIG, VISION_WEIGHTS, ADAPTER_WEIGHTS)
-# Part of every fingerprint. It stays 1, so that saving a version 1 bundle again does not change its fingerprint.
-# An index built with the old bundle then accepts the new one.
+# Part of every fingerprint. It stays 1, so that saving a version 1 bundle again does
+# not change its fingerprint. An index built with the old bundle then accepts the new
+# one.
 _FINGERPRINT_VERSION = 1
 
 
@@ -59,20 +63,23 @@ class BundleInfo:
 
     Attributes:
         path: directory of the bundle.
-        vision: ``name``, ``patch_dim``, ``num_patches``, ``num_heads``, ``embed_dim`` and ``image_size`` of the vision
-            tower.
+        vision: ``name``, ``patch_dim``, ``num_patches``, ``num_heads``, ``embed_dim``
+            and ``image_size`` of the vision tower.
         adapter: fields of the adapter's configuration.
-        joint: settings of the joint encoder, by name. ``text_embed_dim``: width of the text-embedding head.
-            ``canonical_captions``: True if captions are converted to lower case without punctuation.
-            ``pooled_similarity``, ``hubness_bank``: sizes of these parts, if the bundle has them. ``logit_range``:
-            smallest and largest logit on the dev captions that the weights of the final score were fitted to.
-            ``bfloat16_recall_change``: see the property of this name.
+        joint: settings of the joint encoder, by name. ``text_embed_dim``: width of the
+            text-embedding head. ``canonical_captions``: True if captions are converted
+            to lower case without punctuation. ``pooled_similarity``, ``hubness_bank``:
+            sizes of these parts, if the bundle has them. ``logit_range``: smallest and
+            largest logit on the dev captions that the weights of the final score were
+            fitted to. ``bfloat16_recall_change``: see the property of this name.
         score: weights of the final score.
         trained: False if the weights are random.
         notes: origin of the weights, as free text.
-        files: size (``bytes``) and hash (``sha256``) of every file except ``bundle.json``, by relative path.
+        files: size (``bytes``) and hash (``sha256``) of every file except
+            ``bundle.json``, by relative path.
         fingerprint: SHA-256 of everything that affects an output.
-        encoder_fingerprint: SHA-256 of everything that affects the stored tokens and embeddings.
+        encoder_fingerprint: SHA-256 of everything that affects the stored tokens and
+            embeddings.
 
     Examples:
         >>> from edje_index import read_bundle_info
@@ -91,7 +98,9 @@ class BundleInfo:
     fingerprint: str = ""
     encoder_fingerprint: str = ""
 
-    __repr__ = repr_of("path", "vision_name", "block_shape", "embed_dim", "trained", "fingerprint")
+    __repr__ = repr_of(
+        "path", "vision_name", "block_shape", "embed_dim", "trained", "fingerprint"
+    )
 
     @property
     def vision_name(self) -> str:
@@ -115,22 +124,30 @@ class BundleInfo:
 
     @property
     def canonical_captions(self) -> bool:
-        """True if captions are converted to lower case without punctuation before the joint encoder reads them."""
+        """True if captions are converted to lower case without punctuation before
+        the joint encoder reads them.
+        """
         return bool(self.joint.get("canonical_captions", False))
 
     @property
     def pooled_similarity(self) -> dict[str, int] | None:
-        """Sizes of the pooled similarity: ``words`` and ``dim``. None if the bundle has no pooled similarity."""
+        """Sizes of the pooled similarity: ``words`` and ``dim``. None if the bundle
+        has no pooled similarity.
+        """
         return _sizes(self.joint.get("pooled_similarity"), words=0, dim=0)
 
     @property
     def hubness_bank(self) -> dict[str, int] | None:
-        """Sizes of the hubness bank: ``captions``, ``images`` and ``dim``. None if the bundle has no hubness bank."""
+        """Sizes of the hubness bank: ``captions``, ``images`` and ``dim``. None if
+        the bundle has no hubness bank.
+        """
         return _sizes(self.joint.get("hubness_bank"), captions=1, images=1, dim=0)
 
     @property
     def logit_range(self) -> tuple[float, float] | None:
-        """Smallest and largest logit of the candidates of dev captions. None if no dev captions were scored."""
+        """Smallest and largest logit of the candidates of dev captions. None if no
+        dev captions were scored.
+        """
         if (value := self.joint.get("logit_range")) is None:
             return None
         lowest, highest = map(float, value)
@@ -140,39 +157,61 @@ class BundleInfo:
 
     @property
     def bfloat16_recall_change(self) -> float | None:
-        """Largest change of R@1, R@5 and R@10 on dev captions with logits in bfloat16, in points. None if unknown."""
+        """Largest change of R@1, R@5 and R@10 on dev captions with logits in
+        bfloat16, in points. None if unknown.
+        """
         value = self.joint.get("bfloat16_recall_change")
         return None if value is None else float(value)
 
     @property
     def encoder_weights_bytes(self) -> int:
         """Total size of the weights files of the towers and the adapter, in bytes."""
-        return sum(int(self.files[name]["bytes"]) for name in (VISION_WEIGHTS, ADAPTER_WEIGHTS))
+        return sum(
+            int(self.files[name]["bytes"]) for name in (VISION_WEIGHTS, ADAPTER_WEIGHTS)
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Return the content of ``bundle.json``."""
-        content = {entry.name: getattr(self, entry.name) for entry in fields(self) if entry.name != "path"}
-        return {**content, "format": FORMAT, "format_version": FORMAT_VERSION, "score": self.score.to_json()}
+        content = {
+            entry.name: getattr(self, entry.name)
+            for entry in fields(self)
+            if entry.name != "path"
+        }
+        return {
+            **content,
+            "format": FORMAT,
+            "format_version": FORMAT_VERSION,
+            "score": self.score.to_json(),
+        }
 
 
 def describe_bundle(info: BundleInfo) -> BundleInfo:
-    """Return `info` with the file hashes and fingerprints of the bundle in the directory ``info.path``."""
-    paths = sorted(p for p in info.path.rglob("*") if p.is_file() and p.name != INFO_FILE)
+    """Return `info` with the file hashes and fingerprints of the bundle in the
+    directory ``info.path``.
+    """
+    paths = sorted(
+        p for p in info.path.rglob("*") if p.is_file() and p.name != INFO_FILE
+    )
     files = {
-        path.relative_to(info.path).as_posix(): {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+        path.relative_to(info.path).as_posix(): {
+            "bytes": path.stat().st_size,
+            "sha256": _sha256(path),
+        }
         for path in paths
     }
     fingerprint = _stored_fingerprint(replace(info, files=files).to_json())
     encoder = encoder_fingerprint(info.adapter, files)
-    return replace(info, files=files, fingerprint=fingerprint, encoder_fingerprint=encoder)
+    return replace(
+        info, files=files, fingerprint=fingerprint, encoder_fingerprint=encoder
+    )
 
 
 def read_bundle_info(path: str | Path) -> BundleInfo:
     """Read the file ``bundle.json`` in the directory ``path``.
 
     Raises:
-        ModelError: the directory is not a bundle, the format version is not supported, the directory contains code, or
-            ``bundle.json`` is damaged or was edited.
+        ModelError: the directory is not a bundle, the format version is not supported,
+            the directory contains code, or ``bundle.json`` is damaged or was edited.
 
     Examples:
         >>> from edje_index import read_bundle_info
@@ -185,21 +224,28 @@ def read_bundle_info(path: str | Path) -> BundleInfo:
     try:
         with os.fdopen(open_regular(file), "rb") as opened:
             if os.fstat(opened.fileno()).st_size > MAX_INFO_BYTES:
-                raise ModelError(f"{file} is too large to describe a model bundle; restore this file")
+                raise ModelError(
+                    f"{file} is too large to describe a model bundle; restore this file"
+                )
             content = json.loads(opened.read())
     except (FileNotFoundError, NotADirectoryError) as error:
         raise NotABundleError(
-            f"{folder} is not a model bundle: there is no file {INFO_FILE} in it; give another path"
+            f"{folder} is not a model bundle: there is no file {INFO_FILE} in it; give"
+            " another path"
         ) from error
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"cannot read {file}: {error}; restore this file") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise ModelError(f"{file} does not describe a model bundle, because 'format' is not {FORMAT!r}")
+        raise ModelError(
+            f"{file} does not describe a model bundle, because 'format' is not"
+            f" {FORMAT!r}"
+        )
     if content.get("format_version") not in READ_VERSIONS:
         raise ModelError(
-            f"the model bundle {folder} has format version {content.get('format_version')}, but this version of "
-            f"edje-index reads only {' and '.join(map(str, READ_VERSIONS))}: upgrade edje-index, or make the bundle "
-            "again"
+            f"the model bundle {folder} has format version"
+            f" {content.get('format_version')}, but this version of edje-index reads"
+            f" only {' and '.join(map(str, READ_VERSIONS))}: upgrade edje-index, or"
+            " make the bundle again"
         )
     try:
         joint = dict(content["joint"])
@@ -219,43 +265,66 @@ def read_bundle_info(path: str | Path) -> BundleInfo:
             fingerprint=str(content["fingerprint"]),
             encoder_fingerprint=str(content["encoder_fingerprint"]),
         )
-        _ = info.pooled_similarity, info.hubness_bank, info.logit_range  # raises ValueError for invalid numbers
-        _ = info.bfloat16_recall_change, [int(file["bytes"]) for file in info.files.values()]
-        fingerprints = _stored_fingerprint(content), encoder_fingerprint(info.adapter, info.files)
+        # raises ValueError for invalid numbers
+        _ = info.pooled_similarity, info.hubness_bank, info.logit_range
+        _ = (
+            info.bfloat16_recall_change,
+            [int(file["bytes"]) for file in info.files.values()],
+        )
+        fingerprints = (
+            _stored_fingerprint(content),
+            encoder_fingerprint(info.adapter, info.files),
+        )
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ModelError(f"{file} is damaged ({error!r}): restore this file, or make the bundle again") from error
+        raise ModelError(
+            f"{file} is damaged ({error!r}): restore this file, or make the bundle"
+            " again"
+        ) from error
     if fingerprints != (info.fingerprint, info.encoder_fingerprint):
         raise ModelError(
-            f"{file} was edited after the bundle was made, because its fingerprint does not "
-            "match: restore this file, or make the bundle again"
+            f"{file} was edited after the bundle was made, because its fingerprint does"
+            " not match: restore this file, or make the bundle again"
         )
     check_bundle_folder(folder, info.files)
     return info
 
 
-def encoder_fingerprint(adapter: Mapping[str, Any], files: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return the SHA-256 of everything that affects the stored tokens and embeddings: the fields of a `BundleInfo`."""
+def encoder_fingerprint(
+    adapter: Mapping[str, Any], files: Mapping[str, Mapping[str, Any]]
+) -> str:
+    """Return the SHA-256 of everything that affects the stored tokens and
+    embeddings: the fields of a `BundleInfo`.
+    """
     return _fingerprint(adapter, {}, {name: files[name] for name in ENCODER_FILES})
 
 
 def verify_files(info: BundleInfo, names: Iterable[str] | None = None) -> None:
-    """Compare the files `names` of a bundle, or all files, with the hashes in ``bundle.json``."""
+    """Compare the files `names` of a bundle, or all files, with the hashes in
+    ``bundle.json``.
+    """
     for name in info.files if names is None else names:
-        file, record = info.path / name, info.files[name]
+        file = info.path / name
+        record = info.files[name]
         if not file.is_file():
             raise ModelError(
-                f"the bundle {info.path} lacks {name}: copy the whole bundle directory, or make the bundle again"
+                f"the bundle {info.path} lacks {name}: copy the whole bundle directory,"
+                " or make the bundle again"
             )
         if file.stat().st_size != record["bytes"] or _sha256(file) != record["sha256"]:
-            raise ModelError(f"{file} has changed since the bundle was made: copy this file again")
+            raise ModelError(
+                f"{file} has changed since the bundle was made: copy this file again"
+            )
 
 
-def matching_bundle(index: CommittedIndex, model: str | Path | None = None) -> BundleInfo:
+def matching_bundle(
+    index: CommittedIndex, model: str | Path | None = None
+) -> BundleInfo:
     """Check that a bundle built `index`, and return the content of its ``bundle.json``.
 
     Args:
-        model: directory of the bundle. None means the path recorded in the index. A relative path is refused, because
-            it could lead to a bundle from another author. `build` records absolute paths.
+        model: directory of the bundle. None means the path recorded in the index. A
+            relative path is refused, because it could lead to a bundle from another
+            author. `build` records absolute paths.
 
     Raises:
         ModelError: the bundle did not build the index, or no bundle did.
@@ -264,18 +333,20 @@ def matching_bundle(index: CommittedIndex, model: str | Path | None = None) -> B
     if model is None:
         if "bundle" not in index.manifest.model:
             raise ModelError(
-                f"{index.root} was written from arrays and has no text tower: use edje_index.LateInteractionSearch"
+                f"{index.root} was written from arrays and has no text tower: use"
+                " edje_index.LateInteractionSearch"
             )
         path = Path(index.manifest.model["bundle"])
         if not path.is_absolute():
             raise BundleNotFoundError(
-                f"{index.root} names its model bundle by the relative path {str(path)!r}, which is not safe "
-                "to follow: give the path of the bundle that built the index"
+                f"{index.root} names its model bundle by the relative path"
+                f" {str(path)!r}, which is not safe to follow: give the path of the"
+                " bundle that built the index"
             )
         if not path.exists():
             raise BundleNotFoundError(
-                f"the model bundle {path}, which built {index.root}, no longer exists: give the current path of this "
-                "bundle"
+                f"the model bundle {path}, which built {index.root}, no longer exists:"
+                " give the current path of this bundle"
             )
     else:
         path = as_path(model, "model")
@@ -283,27 +354,35 @@ def matching_bundle(index: CommittedIndex, model: str | Path | None = None) -> B
     built_by = index.manifest.model["fingerprint"]
     if info.encoder_fingerprint != built_by:
         raise ModelError(
-            f"the bundle {path} did not build {index.root}, because the encoder fingerprint of the bundle is "
-            f"{info.encoder_fingerprint} instead of {built_by}: give the bundle that built the index"
+            f"the bundle {path} did not build {index.root}, because the encoder"
+            f" fingerprint of the bundle is {info.encoder_fingerprint} instead of"
+            f" {built_by}: give the bundle that built the index"
         )
     return info
 
 
-def _joint_and_score_of_version_1(joint: Mapping[str, Any]) -> tuple[dict[str, Any], DirectionWeights]:
-    """Convert the entry ``joint`` of version 1, which release 0.1 wrote, to the entries ``joint`` and ``score``.
+def _joint_and_score_of_version_1(
+    joint: Mapping[str, Any],
+) -> tuple[dict[str, Any], DirectionWeights]:
+    """Convert the entry ``joint`` of version 1, which release 0.1 wrote, to the entries
+    ``joint`` and ``score``.
 
-    In version 1, ``joint`` also contains the weights of the final score. The entry ``caption_weights`` contains the
-    weights for image-to-text search. The weight of a part that the bundle lacks is left out.
+    In version 1, ``joint`` also contains the weights of the final score. The entry
+    ``caption_weights`` contains the weights for image-to-text search. The weight of a
+    part that the bundle lacks is left out.
     """
     renamed = {"pooled": "pooled_similarity", "bank": "hubness_bank"}
     sizes = {new: dict(joint[old]) for old, new in renamed.items() if old in joint}
-    images = {name: joint.get(f"{name}_weight", 0.0) for name in ("late", "pooled", "prior")}
+    images = {
+        name: joint.get(f"{name}_weight", 0.0) for name in ("late", "pooled", "prior")
+    }
     images["similarity"] = joint.get("embedding_weight", 0.0)
     images["temperature"] = joint.get("prior_temperature", 1.0)
     weights = []
     for named in (images, joint.get("caption_weights", images)):
         embedding, late, pooled, prior, temperature = (
-            float(named[name]) for name in ("similarity", "late", "pooled", "prior", "temperature")
+            float(named[name])
+            for name in ("similarity", "late", "pooled", "prior", "temperature")
         )
         weights.append(
             ScoreWeights(
@@ -314,11 +393,15 @@ def _joint_and_score_of_version_1(joint: Mapping[str, Any]) -> tuple[dict[str, A
                 hubness_similarity=HubnessSimilarity(embedding, pooled, temperature),
             )
         )
-    return {"text_embed_dim": joint["text_embed_dim"], **sizes}, DirectionWeights(*weights)
+    return {"text_embed_dim": joint["text_embed_dim"], **sizes}, DirectionWeights(
+        *weights
+    )
 
 
 def _sizes(value: Mapping[str, Any] | None, **least: int) -> dict[str, int] | None:
-    """Return the sizes that `least` names, or None if `value` is None. Check their minima."""
+    """Return the sizes that `least` names, or None if `value` is None. Check their
+    minima.
+    """
     if value is None:
         return None
     sizes = {name: int(value[name]) for name in least}
@@ -328,8 +411,11 @@ def _sizes(value: Mapping[str, Any] | None, **least: int) -> dict[str, int] | No
 
 
 def _stored_fingerprint(content: Mapping[str, Any]) -> str:
-    """Compute the fingerprint of the bundle that `content`, read from a `bundle.json`, describes."""
-    # A score of the logit alone is left out. Such bundles keep the fingerprint that they had in format version 1.
+    """Compute the fingerprint of the bundle that `content`, read from a
+    `bundle.json`, describes.
+    """
+    # A score of the logit alone is left out. Such bundles keep the fingerprint that
+    # they had in format version 1.
     score = content.get("score")
     if score is not None and DirectionWeights.from_json(score) == DirectionWeights():
         score = None
@@ -342,9 +428,16 @@ def _fingerprint(
     files: Mapping[str, Mapping[str, Any]],
     score: Mapping[str, Any] | None = None,
 ) -> str:
-    """Compute the SHA-256 of the configurations, the file hashes and the score weights."""
+    """Compute the SHA-256 of the configurations, the file hashes and the score
+    weights.
+    """
     hashes = {name: record["sha256"] for name, record in files.items()}
-    parts = {"format_version": _FINGERPRINT_VERSION, "adapter": dict(adapter), "joint": dict(joint), "files": hashes}
+    parts = {
+        "format_version": _FINGERPRINT_VERSION,
+        "adapter": dict(adapter),
+        "joint": dict(joint),
+        "files": hashes,
+    }
     if score is not None:
         parts["score"] = score
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()

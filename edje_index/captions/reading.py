@@ -1,11 +1,12 @@
 """Reads the captions of images from files in common formats.
 
-- ``*.jsonl``, ``*.ndjson``: one JSON object per line: {"image": name, "captions": [...]}. The keys "split" and
-  "image_id" are optional. "caption": "..." may replace a list of one caption.
+- ``*.jsonl``, ``*.ndjson``: one JSON object per line: {"image": name, "captions":
+  [...]}. The keys "split" and "image_id" are optional. "caption": "..." may replace a
+  list of one caption.
 - ``*.json``: a list of these objects, a Karpathy split file, or a COCO caption file.
 - ``*.parquet``: one column per key of these objects.
-- ``*.tar``: a WebDataset shard. A sample is KEY.jpg with KEY.txt (one caption per line), or KEY.jpg with KEY.json (the
-  object without "image").
+- ``*.tar``: a WebDataset shard. A sample is KEY.jpg with KEY.txt (one caption per
+  line), or KEY.jpg with KEY.json (the object without "image").
 
 Records of the same image and split are merged.
 """
@@ -35,19 +36,25 @@ from storage_formats.format.parquet import iter_batches, open_parquet
 
 IMAGE_KEYS = ("image", "path", "image_path", "file_name", "filename", "filepath")
 CAPTION_KEYS = ("captions", "caption", "text")
-ID_KEY, SPLIT_KEY = "image_id", "split"
+ID_KEY = "image_id"
+SPLIT_KEY = "split"
 
 _BLANK_CATEGORIES = "CZPM"
-"""First letters of the Unicode categories of invisible characters, whitespace, punctuation, and marks on letters."""
+"""First letters of the Unicode categories of invisible characters, whitespace,
+punctuation, and marks on letters.
+"""
 
 _BLANK_CHARACTERS = frozenset(string.punctuation + "\u115f\u1160\u3164\uffa0")
-"""Symbols of ASCII such as $ and +, which canonicalisation removes as punctuation, and Hangul fillers, which are
-letters without a shape. Emoji and other symbols are words."""
+"""Symbols of ASCII such as $ and +, which canonicalisation removes as punctuation, and
+Hangul fillers, which are letters without a shape. Emoji and other symbols are words.
+"""
 
 _IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm")
 _PARQUET_BATCH = 4096
-_MAX_TEXT_BYTES = 1 << 26  # of the captions of one image
-# In Karpathy's COCO split, "restval" names validation images that are used for training by convention.
+# of the captions of one image
+_MAX_TEXT_BYTES = 1 << 26
+# In Karpathy's COCO split, "restval" names validation images that are used for training
+# by convention.
 _PARTS_OF_SPLIT = {"train": frozenset({"train", "restval"})}
 
 
@@ -56,8 +63,9 @@ class CaptionRecord:
     """The captions of one image in one record of a caption file.
 
     Attributes:
-        captions: the captions that are not blank; empty if all captions are blank. A caption is blank if it has only
-            whitespace, punctuation (which includes the symbols of ASCII) and invisible characters.
+        captions: the captions that are not blank; empty if all captions are blank. A
+            caption is blank if it has only whitespace, punctuation (which includes the
+            symbols of ASCII) and invisible characters.
         split: name of the split; None if the record has no split.
         image_id: identifier of the image; None if the record has no identifier.
         blank: number of blank captions, which are not in `captions`.
@@ -75,27 +83,37 @@ class CaptionedImage:
     """One image and its captions.
 
     Attributes:
-        path: absolute path of the image, or "<tar>!<member>" for an image in a tar file.
+        path: absolute path of the image, or "<tar>!<member>" for an image in a tar
+            file.
         captions: the captions, at least one. No caption is blank.
-        split: name of the split in the caption file; None if the caption file names no split.
-        image_id: identifier of the image in the caption file; equal to `image` if the file has no identifiers.
+        split: name of the split in the caption file; None if the caption file names no
+            split.
+        image_id: identifier of the image in the caption file; equal to `image` if the
+            file has no identifiers.
     """
 
     image: str
-    path: str  # not a Path, which would take more memory than all other attributes
+    # not a Path, which would take more memory than all other attributes
+    path: str
     captions: tuple[str, ...]
     split: str | None
     image_id: str
 
 
-def read_captions(path: str | Path, images: str | Path | None = None, split: str | None = None) -> list[CaptionedImage]:
+def read_captions(
+    path: str | Path, images: str | Path | None = None, split: str | None = None
+) -> list[CaptionedImage]:
     """Read a caption file with `read_caption_file`, and return the captioned images.
 
     Warn if blank captions are left out.
     """
     items, blank = read_caption_file(path, images, split)
     if blank:
-        warnings.warn(f"{path}: blank captions are left out: {blank:,}", RuntimeWarning, stacklevel=2)
+        warnings.warn(
+            f"{path}: blank captions are left out: {blank:,}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
     return items
 
 
@@ -106,75 +124,111 @@ def read_caption_file(
 
     Args:
         path: path of the caption file. The suffix determines the format.
-        images: base directory of relative image paths. It need not exist, because an index may be used on a machine
-            without its photos. The default is the directory of `path`.
-        split: read only this split. The split "train" includes Karpathy's split "restval".
+        images: base directory of relative image paths. It need not exist, because an
+            index may be used on a machine without its photos. The default is the
+            directory of `path`.
+        split: read only this split. The split "train" includes Karpathy's split
+            "restval".
 
     Returns:
-        The captioned images in file order, and the number of blank captions. Blank captions, and images with only blank
-        captions, are left out.
+        The captioned images in file order, and the number of blank captions. Blank
+        captions, and images with only blank captions, are left out.
 
     Raises:
-        UsageError: the file cannot be read, a record is malformed, or the file has no captions of `split`.
+        UsageError: the file cannot be read, a record is malformed, or the file has no
+            captions of `split`.
     """
     file = Path(path)
     folder = os.path.abspath(file.parent if images is None else images)
-    tar = display_path(os.path.abspath(os.fsencode(file))) if file.suffix.lower() == ".tar" else None
+    tar = (
+        display_path(os.path.abspath(os.fsencode(file)))
+        if file.suffix.lower() == ".tar"
+        else None
+    )
     parts = None if split is None else _PARTS_OF_SPLIT.get(split, frozenset({split}))
     merged: dict[tuple[str, str | None], CaptionedImage] = {}
     blank = 0
     for record in read_records(file):
         blank += record.blank if parts is None or record.split in parts else 0
         if record.captions:
-            location = os.path.normpath(f"{tar}!{record.image}" if tar else os.path.join(folder, record.image))
+            location = os.path.normpath(
+                f"{tar}!{record.image}" if tar else os.path.join(folder, record.image)
+            )
             first = merged.get((location, record.split))
             merged[location, record.split] = (
-                CaptionedImage(record.image, location, record.captions, record.split, record.image_id or record.image)
+                CaptionedImage(
+                    record.image,
+                    location,
+                    record.captions,
+                    record.split,
+                    record.image_id or record.image,
+                )
                 if first is None
                 else replace(first, captions=first.captions + record.captions)
             )
     if not merged:
-        raise UsageError(f"{file} contains no captions" + (f" except {blank:,} blank captions" if blank else ""))
+        raise UsageError(
+            f"{file} contains no captions"
+            + (f" except {blank:,} blank captions" if blank else "")
+        )
     items = [item for item in merged.values() if parts is None or item.split in parts]
     if not items:
-        names = sorted({item.split for item in merged.values() if item.split is not None})
-        advice = f"use one of {', '.join(names)}" if names else "the file names no splits, so do not give a split"
+        names = sorted(
+            {item.split for item in merged.values() if item.split is not None}
+        )
+        advice = (
+            f"use one of {', '.join(names)}"
+            if names
+            else "the file names no splits, so do not give a split"
+        )
         raise UsageError(f"{file} has no captions of the split '{split}'; {advice}")
     return items, blank
 
 
 def check_image_directory(images: str | Path | None) -> None:
-    """Raise a UsageError if the base directory of the images is missing. For callers that read the image files."""
+    """Raise a UsageError if the base directory of the images is missing. For
+    callers that read the image files.
+    """
     if images is not None and not Path(images).is_dir():
-        raise UsageError(f"there is no directory {images}; give the base directory of the image paths")
+        raise UsageError(
+            f"there is no directory {images}; give the base directory of the image"
+            " paths"
+        )
 
 
 def check_apart(train: Iterable[CaptionedImage], dev: Sequence[CaptionedImage]) -> None:
-    """Raise a UsageError if an image is in both the training set and the development set."""
+    """Raise a UsageError if an image is in both the training set and the
+    development set.
+    """
     dev_paths = {item.path for item in dev}
     shared_paths = {item.path for item in train if item.path in dev_paths}
     shared = [item.image for item in dev if item.path in shared_paths]
     if shared:
         raise UsageError(
-            f"{len(shared):,} images are in both the training set and the development set, for example "
-            f"{shared[0]}: give separate caption files, or different splits"
+            f"{len(shared):,} images are in both the training set and the development"
+            f" set, for example {shared[0]}: give separate caption files, or different"
+            " splits"
         )
 
 
 class _RecordError(Exception):
-    """A record is malformed. `read_records` adds the position of the record to the message."""
+    """A record is malformed. `read_records` adds the position of the record to the
+    message.
+    """
 
 
 def read_records(path: Path) -> Iterator[CaptionRecord]:
     """Yield the records of a caption file, in file order.
 
     Raises:
-        UsageError: the file cannot be read, or a record is malformed. The message gives the position of the record.
+        UsageError: the file cannot be read, or a record is malformed. The message gives
+            the position of the record.
     """
     reader = _READERS.get(path.suffix.lower())
     if reader is None:
         raise UsageError(
-            f"cannot read captions from {path}: the file name must end in one of {', '.join(sorted(_READERS))}"
+            f"cannot read captions from {path}: the file name must end in one of"
+            f" {', '.join(sorted(_READERS))}"
         )
     location = str(path)
     try:
@@ -187,11 +241,13 @@ def read_records(path: Path) -> Iterator[CaptionRecord]:
         raise UsageError(f"{location}: {error}") from error
     except OSError as error:
         raise UsageError(
-            f"cannot read captions from {path}: {error.strerror or error}; check the path and the permissions"
+            f"cannot read captions from {path}: {error.strerror or error}; check the"
+            " path and the permissions"
         ) from error
 
 
-_Located = tuple[str, Any]  # position of a record, and its value or a _RecordError
+# position of a record, and its value or a _RecordError
+_Located = tuple[str, Any]
 
 
 def _json_lines(path: Path) -> Iterator[_Located]:
@@ -208,26 +264,48 @@ def _json_file(path: Path) -> Iterator[_Located]:
     images = content.get("images") if isinstance(content, dict) else None
     if not isinstance(images, list):
         raise UsageError(
-            f"{path} is in no known format: give a list of images with captions, a Karpathy file "
-            "('images' with 'sentences') or a COCO file ('images' and 'annotations')"
+            f"{path} is in no known format: give a list of images with captions, a"
+            " Karpathy file ('images' with 'sentences') or a COCO file ('images' and"
+            " 'annotations')"
         )
-    annotations, texts_by_image = content.get("annotations"), dict[Any, list[Any]]()
+    annotations = content.get("annotations")
+    texts_by_image = dict[Any, list[Any]]()
     if annotations is not None and not isinstance(annotations, list):
-        raise UsageError(f"'annotations' in {path} must be a list, but is a {type(annotations).__name__}")
-    for number, value in enumerate(annotations or (), 1):  # https://cocodataset.org/#format-data, section 4
-        if not (isinstance(value, dict) and isinstance(value.get("image_id"), int | str) and "caption" in value):
-            raise UsageError(f"{path}, annotations {number}: the annotation has no 'image_id' or no 'caption'")
+        raise UsageError(
+            f"'annotations' in {path} must be a list, but is a"
+            f" {type(annotations).__name__}"
+        )
+    # https://cocodataset.org/#format-data, section 4
+    for number, value in enumerate(annotations or (), 1):
+        if not (
+            isinstance(value, dict)
+            and isinstance(value.get("image_id"), int | str)
+            and "caption" in value
+        ):
+            raise UsageError(
+                f"{path}, annotations {number}: the annotation has no 'image_id' or no"
+                " 'caption'"
+            )
         texts_by_image.setdefault(value["image_id"], []).append(value["caption"])
     for number, value in enumerate(images, 1):
         if annotations is not None and isinstance(value, dict):
             image_id = value.get("id")
-            texts = texts_by_image.pop(image_id, []) if isinstance(image_id, int | str) else []
-            value = {"file_name": value.get("file_name"), CAPTION_KEYS[0]: texts, ID_KEY: image_id}
+            texts = (
+                texts_by_image.pop(image_id, [])
+                if isinstance(image_id, int | str)
+                else []
+            )
+            value = {
+                "file_name": value.get("file_name"),
+                CAPTION_KEYS[0]: texts,
+                ID_KEY: image_id,
+            }
         yield f"images {number}", value
     if texts_by_image:
         raise UsageError(
-            f"{path} has captions of {len(texts_by_image)} images that are not in 'images', for example "
-            f"of the image_id {next(iter(texts_by_image))}: add these images, or remove their captions"
+            f"{path} has captions of {len(texts_by_image)} images that are not in"
+            f" 'images', for example of the image_id {next(iter(texts_by_image))}: add"
+            " these images, or remove their captions"
         )
 
 
@@ -243,13 +321,17 @@ def _parquet(path: Path) -> Iterator[_Located]:
                     yield f"row {number}", value
     except (pa.ArrowException, UnicodeDecodeError) as error:
         raise UsageError(
-            f"{path} is damaged after row {number}: {error}; write or copy this Parquet file again"
+            f"{path} is damaged after row {number}: {error}; write or copy this Parquet"
+            " file again"
         ) from error
 
 
 def _webdataset(path: Path) -> Iterator[_Located]:
-    """Yield the samples of a WebDataset shard: members whose paths agree up to the first dot of the name."""
-    samples: dict[str, tuple[list[str], dict[str, bytes]]] = {}  # names of images, and content of texts by suffix
+    """Yield the samples of a WebDataset shard: members whose paths agree up to the
+    first dot of the name.
+    """
+    # names of images, and content of texts by suffix
+    samples: dict[str, tuple[list[str], dict[str, bytes]]] = {}
     try:
         with open_ranged(os.fsencode(path), only_headers=True) as file:
             archive = TarArchive(file)
@@ -263,24 +345,36 @@ def _webdataset(path: Path) -> Iterator[_Located]:
                 if suffix.lower() in _IMAGE_SUFFIXES:
                     images.append(name)
                 elif suffix.lower() in ("txt", "json"):
-                    texts[suffix.lower()] = archive.read(member.offset, member.size, _MAX_TEXT_BYTES)
+                    texts[suffix.lower()] = archive.read(
+                        member.offset, member.size, _MAX_TEXT_BYTES
+                    )
     except ImageError as damage:
         raise UsageError(
-            f"{path} is not an intact uncompressed tar file: {damage.detail}; write or copy this file again"
+            f"{path} is not an intact uncompressed tar file: {damage.detail}; write or"
+            " copy this file again"
         ) from damage
     for key, (images, texts) in samples.items():
         try:
             value = _parse_json(texts["json"]) if "json" in texts else {}
             if isinstance(value, dict) and "txt" in texts:
-                value[CAPTION_KEYS[0]] = [line for line in _decode(texts["txt"]).splitlines() if line.strip()] or [""]
+                value[CAPTION_KEYS[0]] = [
+                    line for line in _decode(texts["txt"]).splitlines() if line.strip()
+                ] or [""]
             if len(images) > 1:
-                raise _RecordError(f"a sample must have one image, but this one has {len(images)}: {', '.join(images)}")
+                raise _RecordError(
+                    f"a sample must have one image, but this one has {len(images)}:"
+                    f" {', '.join(images)}"
+                )
         except _RecordError as error:
             value = error
         if images:
             yield (
                 f"sample {key}",
-                {**value, IMAGE_KEYS[0]: images[0], ID_KEY: key} if isinstance(value, dict) else value,
+                (
+                    {**value, IMAGE_KEYS[0]: images[0], ID_KEY: key}
+                    if isinstance(value, dict)
+                    else value
+                ),
             )
 
 
@@ -294,49 +388,73 @@ _READERS: Mapping[str, Callable[[Path], Iterator[_Located]]] = {
 
 
 def _record(value: Any) -> CaptionRecord:
-    """Convert a record with an image name and captions. A split and an identifier are optional."""
+    """Convert a record with an image name and captions. A split and an identifier
+    are optional.
+    """
     if not isinstance(value, dict):
         raise _RecordError("the record is not a JSON object")
     key = next((key for key in IMAGE_KEYS if value.get(key) is not None), IMAGE_KEYS[0])
-    name, texts = value.get(key), next((value[key] for key in CAPTION_KEYS if value.get(key) is not None), None)
+    name = value.get(key)
+    texts = next(
+        (value[key] for key in CAPTION_KEYS if value.get(key) is not None), None
+    )
     image_id = value.get(ID_KEY)
-    if texts is None and isinstance(sentences := value.get("sentences"), list):  # of a Karpathy file
-        texts = [sentence.get("raw") if isinstance(sentence, dict) else None for sentence in sentences]
+    # of a Karpathy file
+    if texts is None and isinstance(sentences := value.get("sentences"), list):
+        texts = [
+            sentence.get("raw") if isinstance(sentence, dict) else None
+            for sentence in sentences
+        ]
         image_id = value.get("cocoid", value.get("imgid"))
-        if key == "filepath":  # the folder of a Karpathy record, not the image
-            key, name = "filename", None
+        # the folder of a Karpathy record, not the image
+        if key == "filepath":
+            key = "filename"
+            name = None
         elif isinstance(name, str) and isinstance(folder := value.get("filepath"), str):
             name = os.path.join(folder, name)
     if not isinstance(name, str) or not name:
         raise _RecordError(f"the record has no file name in '{key}'")
     try:
         is_possible = b"\0" not in os.fsencode(name)
-    except UnicodeEncodeError:  # a lone surrogate, from a JSON escape
+    except UnicodeEncodeError:
+        # a lone surrogate, from a JSON escape
         is_possible = False
     if not is_possible:
         raise _RecordError(f"the value {name!r} of '{key}' cannot be a file name")
     if isinstance(texts, str):
         texts = [texts]
     if not isinstance(texts, list) or not texts:
-        raise _RecordError("this photo has no captions: give 'captions', a list of strings, or 'caption', a string")
+        raise _RecordError(
+            "this photo has no captions: give 'captions', a list of strings, or"
+            " 'caption', a string"
+        )
     if not all(isinstance(text, str) for text in texts):
         raise _RecordError("one of the captions is not a string; remove this caption")
     try:
         "".join(texts).encode()
-    except UnicodeEncodeError as error:  # from a JSON escape
+    except UnicodeEncodeError as error:
+        # from a JSON escape
         raise _RecordError(
-            "one of the captions contains a lone surrogate, which is not valid Unicode; remove this caption"
+            "one of the captions contains a lone surrogate, which is not valid Unicode;"
+            " remove this caption"
         ) from error
     kept = tuple(text.strip() for text in texts if not _is_blank(text))
-    split, image_id = (None if label is None else str(label) for label in (value.get(SPLIT_KEY), image_id))
+    split, image_id = (
+        None if label is None else str(label)
+        for label in (value.get(SPLIT_KEY), image_id)
+    )
     return CaptionRecord(name, kept, split, image_id, blank=len(texts) - len(kept))
 
 
 def _is_blank(text: str) -> bool:
-    """Return True if `text` has no word: no character that text cleaning and the tokenizers keep."""
+    """Return True if `text` has no word: no character that text cleaning and the
+    tokenizers keep.
+    """
     return all(
-        character in _BLANK_CHARACTERS or unicodedata.category(character)[0] in _BLANK_CATEGORIES
-        for character in html.unescape(html.unescape(text))  # twice, as text cleaning does
+        character in _BLANK_CHARACTERS
+        or unicodedata.category(character)[0] in _BLANK_CATEGORIES
+        # twice, as text cleaning does
+        for character in html.unescape(html.unescape(text))
     )
 
 

@@ -43,15 +43,19 @@ from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.rows import read_all_rows
 from storage_formats.reading.embeddings import read_embeddings
 
-_CUTOFFS, _FULL_CUTOFFS = (1, 5, 10), (5, 10, 20)
-_POOLS, _FULL_POOLS = (10, 20, 50), (100,)
+_CUTOFFS = (1, 5, 10)
+_FULL_CUTOFFS = (5, 10, 20)
+_POOLS = (10, 20, 50)
+_FULL_POOLS = (100,)
 _PERCENT = 100.0
 _REFERENCE = "bf16"
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """How many images and captions an evaluation uses. ``missing`` counts unused images by reason."""
+    """How many images and captions an evaluation uses. ``missing`` counts unused
+    images by reason.
+    """
 
     images: int
     used: int
@@ -66,7 +70,8 @@ class System:
 
     Attributes:
         block_shape: shape of a block, (m, d): number of tokens and width of a token.
-        weights: weights of the final score by direction, see `scoring.weights.ScoreWeights`.
+        weights: weights of the final score by direction, see
+            `scoring.weights.ScoreWeights`.
     """
 
     name: str
@@ -85,15 +90,18 @@ class System:
 class Result:
     """Recall in percent, for one direction, precision and pool size.
 
-    In the result for the embeddings alone, `precision` and all fields after it are None.
+    In the result for the embeddings alone, `precision` and all fields after it are
+    None.
 
     Attributes:
-        simulated_from: stored precision that was converted to `precision` in memory; None if `precision` is stored.
+        simulated_from: stored precision that was converted to `precision` in memory;
+            None if `precision` is stored.
         pool: number of candidates that were re-ranked.
         in_pool: percentage of queries with a relevant candidate in the pool.
         gain: R@k minus R@k of the embeddings alone, by cutoff k.
         change: R@k minus R@k with the precision `change_from`, by cutoff k.
-        change_from: reference precision of `change`; None if `precision` is the reference precision.
+        change_from: reference precision of `change`; None if `precision` is the
+            reference precision.
     """
 
     direction: str
@@ -131,7 +139,11 @@ class Evaluation:
         system = value.pop("system")
         results = [
             {
-                name: {str(key): entry for key, entry in member.items()} if isinstance(member, dict) else member
+                name: (
+                    {str(key): entry for key, entry in member.items()}
+                    if isinstance(member, dict)
+                    else member
+                )
                 for name, member in {"system": system["name"], **result}.items()
                 if member is not None
             }
@@ -159,7 +171,8 @@ def evaluate(
     dtype: str = "float32",
     on_progress: OnProgress = lambda activity, done, total: None,
 ) -> Evaluation:
-    """Measure the recall of an index on captioned images, by embedding alone and after re-ranking.
+    """Measure the recall of an index on captioned images, by embedding alone and after
+    re-ranking.
 
     Args:
         index: directory of the index.
@@ -167,45 +180,61 @@ def evaluate(
         model: directory of the bundle; None for the bundle that built the index.
         images: base directory of relative image paths.
         split: split of the caption file to take queries from; None for the whole file.
-        precisions: precisions to measure; empty for all precisions stored in the index. Stored tokens are converted in
-            memory to a precision that is not stored.
+        precisions: precisions to measure; empty for all precisions stored in the index.
+            Stored tokens are converted in memory to a precision that is not stored.
         pools: pool sizes; empty for the default pool sizes.
         directions: search directions: "t2i", "i2t" or both.
-        full: use the full-dataset protocol instead of the split protocol, see `edje_index.evaluation.protocol`.
-        score: final score for re-ranking, see `scoring.weights.parse_score`. With the score "embedding", nothing is
-            re-ranked.
+        full: use the full-dataset protocol instead of the split protocol, see
+            `edje_index.evaluation.protocol`.
+        score: final score for re-ranking, see `scoring.weights.parse_score`. With the
+            score "embedding", nothing is re-ranked.
         resamples: number of bootstrap resamples; 0 for no confidence intervals.
-        queries: maximum number of queries per direction, sampled at random; None for all queries.
+        queries: maximum number of queries per direction, sampled at random; None for
+            all queries.
         seed: seed of the query sample and of the bootstrap.
         device: "auto", "cpu" or "cuda".
-        dtype: data type of matrix products in the joint encoder: "auto", "float32" or "bfloat16".
-        on_progress: called with the progress. An exception raised by `on_progress` stops this function.
+        dtype: data type of matrix products in the joint encoder: "auto", "float32" or
+            "bfloat16".
+        on_progress: called with the progress. An exception raised by `on_progress`
+            stops this function.
 
     Examples:
         >>> from pathlib import Path
         >>> from edje_index import evaluate
-        >>> evaluation = evaluate("photos.edje", "captions.jsonl", images=Path("photos"), pools=(3,), resamples=0)
+        >>> evaluation = evaluate(
+        ...     "photos.edje",
+        ...     "captions.jsonl",
+        ...     images=Path("photos"),
+        ...     pools=(3,),
+        ...     resamples=0,
+        ... )
         >>> for result in evaluation.results:
-        ...     print(result.direction, result.precision, result.pool, 0 <= result.recall[5].value <= 100)
-        t2i None None True
-        t2i bf16 3 True
-        i2t None None True
-        i2t bf16 3 True
+        ...     recall = result.recall[5].value
+        ...     print(result.direction, result.pool, 0 <= recall <= 100)
+        t2i None True
+        t2i 3 True
+        i2t None True
+        i2t 3 True
 
     Raises:
-        UsageError: an argument is invalid, the captions cannot be read, no caption matches an image, or the index
-            lacks a requested precision.
-        ModelError: the bundle is missing, did not build the index, or cannot compute the score.
+        UsageError: an argument is invalid, the captions cannot be read, no caption
+            matches an image, or the index lacks a requested precision.
+        ModelError: the bundle is missing, did not build the index, or cannot compute
+            the score.
     """
     began = time.monotonic()
     cutoffs = _FULL_CUTOFFS if full else _CUTOFFS
     pools = tuple(sorted(set(pools or (_FULL_POOLS if full else _POOLS))))
     if not directions or not set(directions) <= set(DIRECTIONS):
         given = ", ".join(directions) or "none"
-        raise UsageError(f"directions must contain one or both of {', '.join(DIRECTIONS)}; got {given}")
+        raise UsageError(
+            f"directions must contain one or both of {', '.join(DIRECTIONS)}; got"
+            f" {given}"
+        )
     if pools[0] < 1:
         raise UsageError(f"every pool size must be at least 1, got {pools[0]}")
-    parse_score(score, ScoreWeights())  # raises an error for an invalid score before anything is read
+    # raises an error for an invalid score before anything is read
+    parse_score(score, ScoreWeights())
     all_items = read_captions(captions, images)
     items = all_items if split is None else read_captions(captions, images, split)
     opened = CommittedIndex.open(index)
@@ -224,7 +253,12 @@ def evaluate(
     eval_set = split_set(used_items, used_rows)
     if full:
         others = all_items if split is not None else []
-        eval_set = full_set(opened, eval_set, others, match_items(opened.root, table, others, allow_none=True))
+        eval_set = full_set(
+            opened,
+            eval_set,
+            others,
+            match_items(opened.root, table, others, allow_none=True),
+        )
     if queries is not None:
         eval_set = eval_set.subsampled(queries, seed)
 
@@ -233,24 +267,39 @@ def evaluate(
     if any(reads_tokens(final.parts, direction) for direction, final in scores.items()):
         bundle.check_reranks()
     if all(final.parts == (EMBEDDING,) for final in scores.values()):
-        pools, sources = (), []
+        pools = ()
+        sources = []
 
-    # If images are the only candidates, only the captions that are queries are embedded.
-    text_queries, texts_used = eval_set.query_captions, eval_set.captions
+    # If images are the only candidates, only the captions that are queries are
+    # embedded.
+    text_queries = eval_set.query_captions
+    texts_used = eval_set.captions
     if IMAGE_TO_TEXT not in directions:
-        texts_used, text_queries = tuple(texts_used[at] for at in text_queries), np.arange(len(text_queries))
+        texts_used = tuple(texts_used[at] for at in text_queries)
+        text_queries = np.arange(len(text_queries))
     texts = embed_texts(bundle.text, texts_used, on_progress)
     image_embeddings = read_embeddings(opened, eval_set.rows)
-    query_images = {TEXT_TO_IMAGE: eval_set.caption_rows[eval_set.query_captions], IMAGE_TO_TEXT: eval_set.query_rows}
+    query_images = {
+        TEXT_TO_IMAGE: eval_set.caption_rows[eval_set.query_captions],
+        IMAGE_TO_TEXT: eval_set.query_rows,
+    }
     nearest = {}
     for direction in directions:
-        vectors, candidates, labels = texts[text_queries], image_embeddings, eval_set.rows
+        vectors = texts[text_queries]
+        candidates = image_embeddings
+        labels = eval_set.rows
         if direction == IMAGE_TO_TEXT:
-            vectors = image_embeddings[np.searchsorted(eval_set.rows, eval_set.query_rows)]
-            candidates, labels = texts, eval_set.caption_rows
-        nearest[direction] = embedding_pools(vectors, candidates, query_images[direction], labels, max((*pools, 1)))
+            vectors = image_embeddings[
+                np.searchsorted(eval_set.rows, eval_set.query_rows)
+            ]
+            candidates = texts
+            labels = eval_set.caption_rows
+        nearest[direction] = embedding_pools(
+            vectors, candidates, query_images[direction], labels, max((*pools, 1))
+        )
 
-    pairs, compute_dtype = 0, str(bundle.joint.compute_dtype).removeprefix("torch.")
+    pairs = 0
+    compute_dtype = str(bundle.joint.compute_dtype).removeprefix("torch.")
     finals: dict[str, dict[str, dict[int, Floats]]] = {}
     for source in sources:
         finals[source.codec.name], scored = score_pools(
@@ -272,12 +321,15 @@ def evaluate(
         for size in pools:
             in_pool = bootstrap.estimates(_PERCENT * (pool.ranks < size)[:, None])[0]
             ranks = {
-                precision: ranks_after_reranking(values[direction][size], pool.relevant, size, pool.ranks)
+                precision: ranks_after_reranking(
+                    values[direction][size], pool.relevant, size, pool.ranks
+                )
                 for precision, values in finals.items()
             }
             reference = _REFERENCE if _REFERENCE in ranks else next(iter(ranks))
             for source in sources:
-                its_ranks, is_reference = ranks[source.codec.name], source.codec.name == reference
+                its_ranks = ranks[source.codec.name]
+                is_reference = source.codec.name == reference
                 result = Result(
                     direction=direction,
                     recall=_recall(bootstrap, cutoffs, its_ranks),
@@ -287,7 +339,11 @@ def evaluate(
                     pool=size,
                     in_pool=in_pool,
                     gain=_recall(bootstrap, cutoffs, its_ranks, pool.ranks),
-                    change=None if is_reference else _recall(bootstrap, cutoffs, its_ranks, ranks[reference]),
+                    change=(
+                        None
+                        if is_reference
+                        else _recall(bootstrap, cutoffs, its_ranks, ranks[reference])
+                    ),
                     change_from=None if is_reference else reference,
                 )
                 results.append(result)
@@ -300,7 +356,10 @@ def evaluate(
         fingerprint=bundle.info.fingerprint,
         trained=bundle.info.trained,
         block_shape=opened.manifest.spec.block_shape,
-        weights={direction: its_weights.to_json() for direction, its_weights in weights.items()},
+        weights={
+            direction: its_weights.to_json()
+            for direction, its_weights in weights.items()
+        },
         candidates={direction: counts[direction] for direction in nearest},
         queries={direction: len(pool.ranks) for direction, pool in nearest.items()},
         dtype=compute_dtype,
@@ -322,7 +381,10 @@ def evaluate(
 
 
 def _recall(
-    bootstrap: ClusterBootstrap, cutoffs: Sequence[int], ranks: Ints, reference: Ints | None = None
+    bootstrap: ClusterBootstrap,
+    cutoffs: Sequence[int],
+    ranks: Ints,
+    reference: Ints | None = None,
 ) -> dict[int, Estimate]:
     """Return R@k by k, or the difference to R@k of the ranks `reference`."""
     values = hits(ranks, cutoffs).astype(np.float64)

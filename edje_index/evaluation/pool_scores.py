@@ -16,15 +16,25 @@ from edje_index.evaluation.recall import Floats, Ints, Pools
 from edje_index.progress import OnProgress
 from edje_index.scoring.final_score import FinalScore
 from edje_index.scoring.parts import Pairs, ScoreModels
-from edje_index.scoring.weights import EMBEDDING, HUBNESS, JOINT_PARTS, TEXT_TO_IMAGE, ScoreWeights
+from edje_index.scoring.weights import (
+    EMBEDDING,
+    HUBNESS,
+    JOINT_PARTS,
+    TEXT_TO_IMAGE,
+    ScoreWeights,
+)
 from storage_formats.codecs import Blocks, Codec, codec, finest
 from storage_formats.errors import UsageError
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.token_store import TokenStore
 
-CHUNK_PAIRS = 512  # 25 MB of 64 x 384 bfloat16 blocks
-_KEY_SHIFT = 40  # a pair is one integer: caption position in the high bits, row id (below 2^40) in the low bits
-_HUBNESS_BATCH = 256  # candidates: 13 MB of 64 x 384 bfloat16 blocks
+# 25 MB of 64 x 384 bfloat16 blocks
+CHUNK_PAIRS = 512
+# a pair is one integer: caption position in the high bits, row id (below 2^40) in the
+# low bits
+_KEY_SHIFT = 40
+# candidates: 13 MB of 64 x 384 bfloat16 blocks
+_HUBNESS_BATCH = 256
 
 
 @dataclass(frozen=True)
@@ -36,32 +46,40 @@ class TokenSource:
 
     @property
     def simulated_from(self) -> str | None:
-        """Stored precision that is converted in memory; None if no conversion is necessary."""
+        """Stored precision that is converted in memory; None if no conversion is
+        necessary.
+        """
         return None if self.store.precision == self.codec.name else self.store.precision
 
     def fetch(self, rows: NDArray[np.int64], reference: Blocks | None = None) -> Blocks:
         """Return the blocks of `rows` [k], of shape [k, m, d].
 
-        If the precision is not stored, the blocks are converted from `reference`, the blocks of these rows in the
-        precision of the store; None reads them.
+        If the precision is not stored, the blocks are converted from `reference`, the
+        blocks of these rows in the precision of the store; None reads them.
         """
         if self.simulated_from is not None and reference is not None:
             return self.codec.decode(self.codec.encode(reference))
         distinct, which = np.unique(rows, return_inverse=True)
         blocks = self.store.fetch(distinct)
-        return (blocks if self.simulated_from is None else self.codec.decode(self.codec.encode(blocks)))[which]
+        return (
+            blocks
+            if self.simulated_from is None
+            else self.codec.decode(self.codec.encode(blocks))
+        )[which]
 
 
 def token_sources(index: CommittedIndex, names: Sequence[str]) -> list[TokenSource]:
     """Return the token sources of the precisions `names`, highest-fidelity first.
 
-    A precision that is not stored is converted in memory from the highest-fidelity precision stored.
+    A precision that is not stored is converted in memory from the highest-fidelity
+    precision stored.
 
     Args:
         names: precisions; empty for all precisions of the index.
 
     Raises:
-        UsageError: a precision is unknown, or has a higher fidelity than all stored precisions.
+        UsageError: a precision is unknown, or has a higher fidelity than all stored
+            precisions.
     """
     spec = index.manifest.spec
     held = codec(finest(spec.precisions), spec.block_shape)
@@ -70,8 +88,9 @@ def token_sources(index: CommittedIndex, names: Sequence[str]) -> list[TokenSour
         requested = codec(name, spec.block_shape)
         if name not in spec.precisions and requested.record_bytes > held.record_bytes:
             raise UsageError(
-                f"the precision '{name}' cannot be simulated from {index.root}, because the most accurate stored "
-                f"precision is {held.name}; choose a less accurate precision"
+                f"the precision '{name}' cannot be simulated from {index.root}, because"
+                f" the most accurate stored precision is {held.name}; choose a less"
+                " accurate precision"
             )
         stored = name if name in spec.precisions else held.name
         sources.append(TokenSource(TokenStore(index, stored), requested))
@@ -92,44 +111,71 @@ def score_pools(
     """Compute the final scores of all candidates in the pools.
 
     Args:
-        embeddings: embeddings of the captions, float32 [c, e], and of the candidate images, float32 [r, e].
+        embeddings: embeddings of the captions, float32 [c, e], and of the candidate
+            images, float32 [r, e].
 
     Returns:
-        (final scores by direction and pool size, float32 [q, pool size]; number of distinct pairs that were scored)
+        (final scores by direction and pool size, float32 [q, pool size]; number of
+        distinct pairs that were scored)
     """
     pairs = {}
     for direction, pool in pools.items():
         if direction == TEXT_TO_IMAGE:
-            captions, rows = eval_set.query_captions[:, None], eval_set.rows[pool.candidates]
+            captions = eval_set.query_captions[:, None]
+            rows = eval_set.rows[pool.candidates]
         else:
-            captions, rows = pool.candidates, eval_set.query_rows[:, None]
+            captions = pool.candidates
+            rows = eval_set.query_rows[:, None]
         pairs[direction] = (captions << _KEY_SHIFT) | rows
-    distinct = np.unique(np.concatenate([its_pairs.ravel() for its_pairs in pairs.values()]))
-    used = {part for of_direction in weights.values() for part in FinalScore.of(of_direction).parts}
+    distinct = np.unique(
+        np.concatenate([its_pairs.ravel() for its_pairs in pairs.values()])
+    )
+    used = {
+        part
+        for of_direction in weights.values()
+        for part in FinalScore.of(of_direction).parts
+    }
     joint_parts = [part for part in JOINT_PARTS if part in used]
     values: dict[str, dict[str, Floats]] = {
         direction: {EMBEDDING: pool.similarities} for direction, pool in pools.items()
     }
     for part in joint_parts:
-        scores = _score_pairs(models, part, eval_set.captions, distinct, source, on_progress)
+        scores = _score_pairs(
+            models, part, eval_set.captions, distinct, source, on_progress
+        )
         for direction, its_pairs in pairs.items():
             values[direction][part] = scores[np.searchsorted(distinct, its_pairs)]
     finals: dict[str, dict[int, Floats]] = {}
     for direction, pool in pools.items():
-        if weights[direction].hubness:  # once for each distinct candidate
+        # once for each distinct candidate
+        if weights[direction].hubness:
             distinct_candidates, which = np.unique(pool.candidates, return_inverse=True)
             corrections = []
             for start in range(0, len(distinct_candidates), _HUBNESS_BATCH):
                 at = distinct_candidates[start : start + _HUBNESS_BATCH]
                 if direction == TEXT_TO_IMAGE:
-                    of_part = Pairs(tokens=source.fetch(eval_set.rows[at]), candidate_embeddings=embeddings[1][at])
+                    of_part = Pairs(
+                        tokens=source.fetch(eval_set.rows[at]),
+                        candidate_embeddings=embeddings[1][at],
+                    )
                 else:
-                    of_part = Pairs([eval_set.captions[i] for i in at], candidate_embeddings=embeddings[0][at])
-                corrections.append(models.part(HUBNESS, of_part, direction, weights[direction]))
-            values[direction][HUBNESS] = np.concatenate(corrections)[which.reshape(pool.candidates.shape)]
-        score, finals[direction] = FinalScore.of(weights[direction]), {}
+                    of_part = Pairs(
+                        [eval_set.captions[i] for i in at],
+                        candidate_embeddings=embeddings[0][at],
+                    )
+                corrections.append(
+                    models.part(HUBNESS, of_part, direction, weights[direction])
+                )
+            values[direction][HUBNESS] = np.concatenate(corrections)[
+                which.reshape(pool.candidates.shape)
+            ]
+        score = FinalScore.of(weights[direction])
+        finals[direction] = {}
         for size in pool_sizes:
-            parts = {part: part_values[:, :size] for part, part_values in values[direction].items()}
+            parts = {
+                part: part_values[:, :size]
+                for part, part_values in values[direction].items()
+            }
             finals[direction][size] = score.sum(parts)
     return finals, len(distinct) if joint_parts else 0
 
@@ -142,12 +188,21 @@ def _score_pairs(
     source: TokenSource,
     on_progress: OnProgress,
 ) -> Floats:
-    """Compute one part of the score for k distinct pairs in ascending order, float32 [k]."""
+    """Compute one part of the score for k distinct pairs in ascending order,
+    float32 [k].
+    """
     scores = np.empty(len(pairs), dtype=np.float32)
     positions, which = np.unique(pairs >> _KEY_SHIFT, return_inverse=True)
-    lengths = np.array([len(ids) for ids in models.joint.tokenizer.caption_ids([captions[at] for at in positions])])
-    # Longest captions first: a lack of memory shows at once, and the estimate of the remaining time is never too low.
-    # Captions of similar length share batches.
+    lengths = np.array(
+        [
+            len(ids)
+            for ids in models.joint.tokenizer.caption_ids(
+                [captions[at] for at in positions]
+            )
+        ]
+    )
+    # Longest captions first: a lack of memory shows at once, and the estimate of the
+    # remaining time is never too low. Captions of similar length share batches.
     order = np.argsort(-lengths[which], kind="stable")
     activity = f"pairs scored, {part}, {source.codec.name}"
     for start in range(0, len(order), CHUNK_PAIRS):
@@ -155,6 +210,8 @@ def _score_pairs(
         chunk = order[start : start + CHUNK_PAIRS]
         texts = [captions[position] for position in pairs[chunk] >> _KEY_SHIFT]
         blocks = source.fetch(pairs[chunk] & ((1 << _KEY_SHIFT) - 1))
-        scores[chunk] = models.part(part, Pairs(texts, blocks), TEXT_TO_IMAGE, ScoreWeights())
+        scores[chunk] = models.part(
+            part, Pairs(texts, blocks), TEXT_TO_IMAGE, ScoreWeights()
+        )
     on_progress(activity, len(pairs), len(pairs))
     return scores

@@ -1,8 +1,9 @@
 """Selects the queries and candidates of an evaluation.
 
 - Split protocol: queries and candidates are the images and captions of one split.
-- Full-dataset protocol: queries as in the split protocol. The candidates are all images in the index and the captions
-  of all splits (LightningDOT, Sun et al., NAACL 2021, and the appendix of the EDJE paper).
+- Full-dataset protocol: queries as in the split protocol. The candidates are all images
+  in the index and the captions of all splits (LightningDOT, Sun et al., NAACL 2021, and
+  the appendix of the EDJE paper).
 """
 
 from __future__ import annotations
@@ -28,8 +29,10 @@ class EvaluationSet:
 
     Attributes:
         rows: row ids of the candidate images, ascending, int64 [r].
-        caption_rows: row id of the image of each caption, int64 [c]; -1 if the image is not a candidate.
-        query_captions: indices in `captions` of the queries for text-to-image search, int64.
+        caption_rows: row id of the image of each caption, int64 [c]; -1 if the image is
+            not a candidate.
+        query_captions: indices in `captions` of the queries for text-to-image search,
+            int64.
         query_rows: row ids of the queries for image-to-text search, int64.
     """
 
@@ -45,7 +48,10 @@ class EvaluationSet:
         A smaller sample is part of a larger sample with the same seed.
         """
         rng = np.random.default_rng(seed)
-        captions, rows = (rng.permutation(every)[:queries] for every in (self.query_captions, self.query_rows))
+        captions, rows = (
+            rng.permutation(every)[:queries]
+            for every in (self.query_captions, self.query_rows)
+        )
         return replace(self, query_captions=np.sort(captions), query_rows=np.sort(rows))
 
 
@@ -62,15 +68,20 @@ def split_set(items: Sequence[CaptionedImage], rows: Ints) -> EvaluationSet:
 
 
 def full_set(
-    index: CommittedIndex, split: EvaluationSet, others: Sequence[CaptionedImage], matched: MatchedRows
+    index: CommittedIndex,
+    split: EvaluationSet,
+    others: Sequence[CaptionedImage],
+    matched: MatchedRows,
 ) -> EvaluationSet:
     """Return the queries and candidates of the full-dataset protocol.
 
     Args:
-        others: captioned images with additional captions. Captions that are already in `split` are left out.
+        others: captioned images with additional captions. Captions that are already in
+            `split` are left out.
         matched: row of each image in `others`.
     """
-    # The captions of `others` come first, so that ties with equal texts never raise the recall.
+    # The captions of `others` come first, so that ties with equal texts never raise the
+    # recall.
     split_captions = set(zip(split.caption_rows.tolist(), split.captions, strict=True))
     added = [
         (caption, int(row))
@@ -82,7 +93,9 @@ def full_set(
     return EvaluationSet(
         rows=table.filter(pc.equal(table["status"], INDEXED))["row_id"].to_numpy(),
         captions=(*(caption for caption, _ in added), *split.captions),
-        caption_rows=np.concatenate([np.array([row for _, row in added], dtype=np.int64), split.caption_rows]),
+        caption_rows=np.concatenate(
+            [np.array([row for _, row in added], dtype=np.int64), split.caption_rows]
+        ),
         query_captions=split.query_captions + len(added),
         query_rows=split.query_rows,
     )

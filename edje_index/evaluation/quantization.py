@@ -1,6 +1,7 @@
 """Measures how much each precision of an index changes the tokens and the rankings.
 
-No labels are needed: each precision is compared with a reference precision. Nothing is written to the index.
+No labels are needed: each precision is compared with a reference precision. Nothing is
+written to the index.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from storage_formats.token_store import TokenStore
 if TYPE_CHECKING:
     from edje_index.search.token_index import TokenIndex
 
-_BATCH_TOKENS = 8192  # tokens compared at once: 100 MB of float64 at a width of 384
+# tokens compared at once: 100 MB of float64 at a width of 384
+_BATCH_TOKENS = 8192
 _PERCENTILES = (1, 5, 50, 95, 99)
 _OVERLAP_AT = 10
 _ROWS = 2000
@@ -59,16 +61,19 @@ GENERIC_CAPTIONS = (
     "a baby smiles at the camera",
     "a sign with words on it",
 )
-"""The built-in queries. A query need not match any image: the joint encoder ranks the candidates of any query.
-The list is short because every precision re-ranks each query. 24 queries take minutes on two CPU cores, and seconds on
-a GPU."""
+"""The built-in queries. A query need not match any image: the joint encoder ranks the
+candidates of any query. The list is short because every precision re-ranks each query.
+24 queries take minutes on two CPU cores, and seconds on a GPU.
+"""
 
 Scores = NDArray[np.float32]
 
 
 @dataclass(frozen=True)
 class Distribution:
-    """Mean, minimum, maximum and percentiles of `count` numbers. Percentiles are linearly interpolated."""
+    """Mean, minimum, maximum and percentiles of `count` numbers. Percentiles are
+    linearly interpolated.
+    """
 
     count: int
     mean: float
@@ -85,7 +90,17 @@ class Distribution:
         """Compute the statistics of `numbers` [n], which must not be empty."""
         p1, p5, p50, p95, p99 = np.percentile(numbers, _PERCENTILES).tolist()
         mean = float(numbers.mean(dtype=np.float64))
-        return cls(len(numbers), mean, float(numbers.min()), p1, p5, p50, p95, p99, float(numbers.max()))
+        return cls(
+            len(numbers),
+            mean,
+            float(numbers.min()),
+            p1,
+            p5,
+            p50,
+            p95,
+            p99,
+            float(numbers.max()),
+        )
 
 
 @dataclass(frozen=True)
@@ -94,11 +109,14 @@ class RankingChange:
 
     Attributes:
         top1_kept: fraction of queries with the same best candidate in both rankings.
-        overlap_at_10: fraction of the ten best candidates that both rankings share, averaged over queries.
-        kendall_tau: Kendall's tau-b between both rankings, as a distribution over queries.
-        score_change: absolute difference between both scores of a candidate, averaged over candidates and queries.
-        score_change_relative: for one query, mean absolute difference / standard deviation of the reference scores.
-            This ratio is averaged over queries.
+        overlap_at_10: fraction of the ten best candidates that both rankings share,
+            averaged over queries.
+        kendall_tau: Kendall's tau-b between both rankings, as a distribution over
+            queries.
+        score_change: absolute difference between both scores of a candidate, averaged
+            over candidates and queries.
+        score_change_relative: for one query, mean absolute difference / standard
+            deviation of the reference scores. This ratio is averaged over queries.
     """
 
     queries: int
@@ -114,11 +132,14 @@ class PrecisionCost:
     """One precision, compared with the reference.
 
     Attributes:
-        stored: True if the index stores the precision, False if the tokens were converted in memory for this report.
-        relative_error: distribution of |token - reference| / |reference| over the tokens whose reference is not a zero
-            vector. Its maximum is the worst value. None if there are no such tokens.
-        cosine: distribution of the cosine similarity between these tokens and their references. Its minimum is the
-            worst value. The similarity to a zero vector is 0.
+        stored: True if the index stores the precision, False if the tokens were
+            converted in memory for this report.
+        relative_error: distribution of |token - reference| / |reference| over the
+            tokens whose reference is not a zero vector. Its maximum is the worst value.
+            None if there are no such tokens.
+        cosine: distribution of the cosine similarity between these tokens and their
+            references. Its minimum is the worst value. The similarity to a zero vector
+            is 0.
         ranking: changes of the ranking; None if re-ranking was not measured.
     """
 
@@ -137,14 +158,17 @@ class QuantizationReport:
     Attributes:
         block_shape: (m, d), the shape of one image's tokens.
         reference: the precision that all other precisions are compared with.
-        reference_encoded_from: precisions that the reference was converted from, first to last.
+        reference_encoded_from: precisions that the reference was converted from, first
+            to last.
         reference_bytes_per_image: length of a record of the reference in bytes.
         sampled_rows: number of random rows whose tokens were compared, holes included.
         holes: number of sampled rows without tokens. These rows were skipped.
         query_source: path of the file of queries, or "built-in captions".
-        queries: number of queries whose candidates were re-ranked; 0 if re-ranking was not measured.
+        queries: number of queries whose candidates were re-ranked; 0 if re-ranking was
+            not measured.
         ranking_left_out: why re-ranking was not measured; None if it was measured.
-        impossible: reason why a precision cannot encode tokens of this width, by name of the precision.
+        impossible: reason why a precision cannot encode tokens of this width, by name
+            of the precision.
     """
 
     index: str
@@ -174,7 +198,8 @@ def measure_precisions(
     pool: int = _POOL,
     on_progress: OnProgress = lambda activity, done, total: None,
 ) -> QuantizationReport:
-    """Compare the precisions `names` of the index at `root` with the stored precision `reference`.
+    """Compare the precisions `names` of the index at `root` with the stored precision
+    `reference`.
 
     Args:
         names: the precisions to measure; empty for all.
@@ -182,13 +207,18 @@ def measure_precisions(
         model: bundle to re-rank with; None for the bundle that built the index.
 
     Raises:
-        UsageError: there is no index, a precision is unknown, the index does not store the reference precision, or the
-            file of queries is invalid.
+        UsageError: there is no index, a precision is unknown, the index does not store
+            the reference precision, or the file of queries is invalid.
         ModelError: the bundle cannot be used, or another bundle built the index.
     """
-    texts = list(GENERIC_CAPTIONS) if queries is None else list(dict.fromkeys(read_queries(queries)))
+    texts = (
+        list(GENERIC_CAPTIONS)
+        if queries is None
+        else list(dict.fromkeys(read_queries(queries)))
+    )
     index = CommittedIndex.open(root)
-    manifest, spec = index.manifest, index.manifest.spec
+    spec = index.manifest.spec
+    manifest = index.manifest
     store = TokenStore(index, reference)
     sources: dict[str, TokenSource] = {}
     impossible: dict[str, str] = {}
@@ -202,11 +232,17 @@ def measure_precisions(
                 raise
             impossible[name] = str(error)
             continue
-        sources[name] = TokenSource(TokenStore(index, name) if name in spec.precisions else store, entry)
+        sources[name] = TokenSource(
+            TokenStore(index, name) if name in spec.precisions else store, entry
+        )
 
     live = live_rows(index)
-    sampled = np.sort(np.random.default_rng(0).choice(live, min(_ROWS, len(live)), replace=False))
-    errors: dict[str, tuple[list[Scores], list[Scores]]] = {name: ([], []) for name in sources}
+    sampled = np.sort(
+        np.random.default_rng(0).choice(live, min(_ROWS, len(live)), replace=False)
+    )
+    errors: dict[str, tuple[list[Scores], list[Scores]]] = {
+        name: ([], []) for name in sources
+    }
     holes = 0
     step = max(1, _BATCH_TOKENS // spec.block_shape[0])
     for start in range(0, len(sampled), step):
@@ -214,10 +250,13 @@ def measure_precisions(
         batch = sampled[start : start + step]
         blocks = store.fetch(batch)
         is_block = ~np.isnan(blocks[:, 0, 0].astype(np.float32))
-        batch, blocks = batch[is_block], blocks[is_block]
+        batch = batch[is_block]
+        blocks = blocks[is_block]
         holes += int((~is_block).sum())
         for name, source in sources.items():
-            relative_errors, cosines = compare_tokens(blocks, source.fetch(batch, blocks))
+            relative_errors, cosines = compare_tokens(
+                blocks, source.fetch(batch, blocks)
+            )
             errors[name][0].append(relative_errors)
             errors[name][1].append(cosines)
 
@@ -226,23 +265,42 @@ def measure_precisions(
     if opened is not None:
         weights = opened.model.weights("t2i")
         activity = f"re-ranking at {len(sources) + 1} precisions, queries"
-        nearest = AnnIndex(opened.committed).nearest_to_each(opened.model.text.encode(texts), pool)
+        nearest = AnnIndex(opened.committed).nearest_to_each(
+            opened.model.text.encode(texts), pool
+        )
         for done, (text, candidates) in enumerate(zip(texts, nearest, strict=True)):
             on_progress(activity, done, len(texts))
             if len(candidates[0]) < 2:
                 continue
             blocks = store.fetch(candidates[0])
             for name in scores:
-                changed = blocks if name == reference else sources[name].fetch(candidates[0], blocks)
-                (scored,) = opened.score_candidates([text], [candidates], changed, weights)
+                changed = (
+                    blocks
+                    if name == reference
+                    else sources[name].fetch(candidates[0], blocks)
+                )
+                (scored,) = opened.score_candidates(
+                    [text], [candidates], changed, weights
+                )
                 scores[name].append(scored.final)
         left_out = None if scores[reference] else "no query has two candidates"
     costs = []
-    for name, source in sorted(sources.items(), key=lambda item: -item[1].codec.record_bytes):
-        ranking = compare_rankings(scores[reference], scores[name]) if scores[reference] else None
-        numbers = [np.concatenate([np.empty(0, np.float32), *parts]) for parts in errors[name]]
-        relative_error, cosine = (Distribution.of(values) if len(values) else None for values in numbers)
-        stored, size = name in spec.precisions, source.codec.record_bytes
+    for name, source in sorted(
+        sources.items(), key=lambda item: -item[1].codec.record_bytes
+    ):
+        ranking = (
+            compare_rankings(scores[reference], scores[name])
+            if scores[reference]
+            else None
+        )
+        numbers = [
+            np.concatenate([np.empty(0, np.float32), *parts]) for parts in errors[name]
+        ]
+        relative_error, cosine = (
+            Distribution.of(values) if len(values) else None for values in numbers
+        )
+        stored = name in spec.precisions
+        size = source.codec.record_bytes
         costs.append(PrecisionCost(name, stored, size, relative_error, cosine, ranking))
     return QuantizationReport(
         index=str(root),
@@ -263,7 +321,9 @@ def measure_precisions(
     )
 
 
-def _ranking_index(index: CommittedIndex, model: Path | None) -> tuple[TokenIndex | None, str | None]:
+def _ranking_index(
+    index: CommittedIndex, model: Path | None
+) -> tuple[TokenIndex | None, str | None]:
     """Return (index to search, None), or (None, reason) if no model can re-rank."""
     if model is None and "bundle" not in index.manifest.model:
         return None, "the index was not built by a model"
@@ -274,39 +334,69 @@ def _ranking_index(index: CommittedIndex, model: Path | None) -> tuple[TokenInde
     except BundleNotFoundError as error:
         return None, str(error)
     if opened.model.adapter_config.is_feature:
-        return None, "the index stores features to train on, which the joint encoder cannot score"
+        return (
+            None,
+            (
+                "the index stores features to train on, which the joint encoder cannot"
+                " score"
+            ),
+        )
     width = index.manifest.spec.block_shape[1]
     if opened.model.joint.width != width:
-        return None, f"the joint encoder reads tokens of width {opened.model.joint.width}, but the index stores {width}"
+        return (
+            None,
+            (
+                f"the joint encoder reads tokens of width {opened.model.joint.width},"
+                f" but the index stores {width}"
+            ),
+        )
     return opened, None
 
 
 def compare_tokens(reference: Blocks, other: Blocks) -> tuple[Scores, Scores]:
-    """Return the relative errors and the cosine similarities of n tokens, float32 [n] each.
+    """Return the relative errors and the cosine similarities of n tokens, float32 [n]
+    each.
 
     Tokens are left out if the reference token is a zero vector.
     """
-    # Sums are computed in float64, because squares of bfloat16 numbers overflow float32.
+    # Sums are computed in float64, because squares of bfloat16 numbers overflow
+    # float32.
     left = reference.astype(np.float64).reshape(-1, reference.shape[-1])
     right = other.astype(np.float64).reshape(left.shape)
     squares = np.einsum("td,td->t", left, left)
     is_nonzero = squares > 0
-    left, right, lengths = left[is_nonzero], right[is_nonzero], np.sqrt(squares[is_nonzero])
-    products, other_lengths = np.einsum("td,td->t", left, right), np.sqrt(np.einsum("td,td->t", right, right))
-    cosines = np.divide(products, lengths * other_lengths, out=np.zeros_like(products), where=other_lengths > 0)
+    left = left[is_nonzero]
+    right = right[is_nonzero]
+    lengths = np.sqrt(squares[is_nonzero])
+    products = np.einsum("td,td->t", left, right)
+    other_lengths = np.sqrt(np.einsum("td,td->t", right, right))
+    cosines = np.divide(
+        products,
+        lengths * other_lengths,
+        out=np.zeros_like(products),
+        where=other_lengths > 0,
+    )
     right -= left
     errors = np.sqrt(np.einsum("td,td->t", right, right)) / lengths
     return errors.astype(np.float32), np.clip(cosines, -1, 1).astype(np.float32)
 
 
-def compare_rankings(reference: Sequence[Scores], other: Sequence[Scores]) -> RankingChange:
+def compare_rankings(
+    reference: Sequence[Scores], other: Sequence[Scores]
+) -> RankingChange:
     """Compare two sets of scores for the same candidates of each query.
 
     Args:
-        reference: for each query, reference scores of k candidates, float32 [k], k >= 2.
-        other: for each query, other scores of the same candidates in the same order, float32 [k].
+        reference: for each query, reference scores of k candidates, float32 [k], k >=
+            2.
+        other: for each query, other scores of the same candidates in the same order,
+            float32 [k].
     """
-    changes, relative, top1_kept, overlaps, taus = [], [], [], [], []
+    changes = []
+    relative = []
+    top1_kept = []
+    overlaps = []
+    taus = []
     for left, right in zip(reference, other, strict=True):
         # Equal scores keep the order of the candidates.
         orders = [np.argsort(-scores, kind="stable") for scores in (left, right)]
@@ -330,9 +420,14 @@ def compare_rankings(reference: Sequence[Scores], other: Sequence[Scores]) -> Ra
 def kendall_tau(left: Scores, right: Scores) -> float:
     """Return Kendall's tau-b of two arrays of scores [k], k >= 2.
 
-    If both arrays are constant, the result is 1. If only one array is constant, the result is 0.
+    If both arrays are constant, the result is 1. If only one array is constant, the
+    result is 0.
     """
     from scipy.stats import kendalltau
 
     constant = [len(np.unique(scores)) == 1 for scores in (left, right)]
-    return float(all(constant)) if any(constant) else float(kendalltau(left, right).statistic)
+    return (
+        float(all(constant))
+        if any(constant)
+        else float(kendalltau(left, right).statistic)
+    )

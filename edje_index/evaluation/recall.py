@@ -1,10 +1,14 @@
-"""Finds the pools of many queries by an exact search over the embeddings, and computes ranks, recall and intervals.
+"""Finds the pools of many queries by an exact search over the embeddings, and computes
+ranks, recall and intervals.
 
-The rank of a query is the rank of the best relevant candidate, counted from 0. Equal scores keep the input order.
+The rank of a query is the rank of the best relevant candidate, counted from 0. Equal
+scores keep the input order.
 
-Confidence intervals are those of the percentile bootstrap over clusters of queries. A cluster contains all queries of
-one image, because these queries are not independent (Efron and Tibshirani, "An Introduction to the Bootstrap", 1993,
-chapter 13). All statistics use the same resamples, so a difference between two statistics also has an interval.
+Confidence intervals are those of the percentile bootstrap over clusters of queries. A
+cluster contains all queries of one image, because these queries are not independent
+(Efron and Tibshirani, "An Introduction to the Bootstrap", 1993, chapter 13). All
+statistics use the same resamples, so a difference between two statistics also has an
+interval.
 
 Shape letters: q queries, c candidates, p candidates in a pool.
 """
@@ -22,8 +26,10 @@ Floats = NDArray[np.float32]
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
-_CHUNK_NUMBERS = 1 << 24  # similarities in memory at a time
-_CHUNK_DRAWS = 1 << 22  # draws in memory at a time
+# similarities in memory at a time
+_CHUNK_NUMBERS = 1 << 24
+# draws in memory at a time
+_CHUNK_DRAWS = 1 << 22
 _CONFIDENCE = 0.95
 
 
@@ -35,8 +41,8 @@ class Pools:
         candidates: index of each pool entry among all candidates, int64 [q, p].
         similarities: cosine similarity of each pool entry to the query, float32 [q, p].
         relevant: which pool entries are relevant to the query, bool [q, p].
-        ranks: rank of the most similar relevant candidate of each query among all candidates, counted from 0,
-            int64 [q].
+        ranks: rank of the most similar relevant candidate of each query among all
+            candidates, counted from 0, int64 [q].
     """
 
     candidates: Ints
@@ -46,11 +52,16 @@ class Pools:
 
 
 def embedding_pools(
-    queries: Floats, candidates: Floats, query_labels: Ints, candidate_labels: Ints, pool: int
+    queries: Floats,
+    candidates: Floats,
+    query_labels: Ints,
+    candidate_labels: Ints,
+    pool: int,
 ) -> Pools:
     """Return the pools of `queries` [q, e] among `candidates` [c, e].
 
-    A candidate is relevant to a query if both have the same label. `pool` is the number of candidates per query.
+    A candidate is relevant to a query if both have the same label. `pool` is the number
+    of candidates per query.
     """
     chunk = max(1, _CHUNK_NUMBERS // len(candidates))
     parts = []
@@ -58,20 +69,25 @@ def embedding_pools(
         similarities = queries[start : start + chunk] @ candidates.T
         relevant = query_labels[start : start + chunk, None] == candidate_labels
         kept = nearest(similarities, pool)
-        taken = (np.take_along_axis(values, kept, axis=1) for values in (similarities, relevant))
+        taken = (
+            np.take_along_axis(values, kept, axis=1)
+            for values in (similarities, relevant)
+        )
         parts.append((kept, *taken, ranks_by_similarity(similarities, relevant)))
     return Pools(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
 
 
 def nearest(similarities: Floats, count: int) -> Ints:
-    """Return the column numbers of the `count` highest values in each row of `similarities` [q, c].
+    """Return the column numbers of the `count` highest values in each row of
+    `similarities` [q, c].
 
     The result is int64 [q, min(count, c)], with the highest value first.
     """
     count = min(count, similarities.shape[1])
     kept = np.empty((len(similarities), count), dtype=np.int64)
     for row, values in enumerate(similarities):
-        # Take all candidates that tie for the last position. Their order decides then, not the partition.
+        # Take all candidates that tie for the last position. Their order decides then,
+        # not the partition.
         last = np.partition(values, -count)[-count]
         reach = np.flatnonzero(values >= last)
         kept[row] = reach[np.argsort(-values[reach], kind="stable")[:count]]
@@ -79,7 +95,8 @@ def nearest(similarities: Floats, count: int) -> Ints:
 
 
 def ranks_by_similarity(similarities: Floats, relevant: Bools) -> Ints:
-    """Return the rank of each query by similarity, int64 [q]. The rank is c for a query without a relevant candidate.
+    """Return the rank of each query by similarity, int64 [q]. The rank is c for a query
+    without a relevant candidate.
 
     Args:
         similarities: similarity of each candidate to each query, float32 [q, c].
@@ -91,35 +108,48 @@ def ranks_by_similarity(similarities: Floats, relevant: Bools) -> Ints:
     score = np.take_along_axis(best, at, axis=1)
     better = (similarities > score) | ((similarities == score) & (positions < at))
     ranks = better.sum(axis=1)
-    capped: Ints = np.where(relevant.any(axis=1), ranks, similarities.shape[1]).astype(np.int64)
+    capped: Ints = np.where(relevant.any(axis=1), ranks, similarities.shape[1]).astype(
+        np.int64
+    )
     return capped
 
 
-def ranks_after_reranking(scores: Floats, relevant: Bools, pool: int, ranks: Ints) -> Ints:
-    """Return the rank of each query after the first `pool` candidates are sorted by score, int64 [q].
+def ranks_after_reranking(
+    scores: Floats, relevant: Bools, pool: int, ranks: Ints
+) -> Ints:
+    """Return the rank of each query after the first `pool` candidates are sorted by
+    score, int64 [q].
 
-    The rank does not change for a query without a relevant candidate among the first `pool` candidates.
+    The rank does not change for a query without a relevant candidate among the first
+    `pool` candidates.
 
     Args:
-        scores: final scores of the candidates, float32 [q, p]. The candidates are sorted by similarity.
+        scores: final scores of the candidates, float32 [q, p]. The candidates are
+            sorted by similarity.
         relevant: which candidates are relevant to each query, bool [q, p].
         ranks: ranks by similarity, int64 [q].
     """
     order = np.argsort(-scores[:, :pool], axis=1, kind="stable")
     sorted_relevant = np.take_along_axis(relevant[:, :pool], order, axis=1)
-    after: Ints = np.where(sorted_relevant.any(axis=1), sorted_relevant.argmax(axis=1), ranks).astype(np.int64)
+    after: Ints = np.where(
+        sorted_relevant.any(axis=1), sorted_relevant.argmax(axis=1), ranks
+    ).astype(np.int64)
     return after
 
 
 def hits(ranks: Ints, cutoffs: Sequence[int]) -> Bools:
-    """Return which queries have a rank less than each cutoff, bool [q, len(cutoffs)]. The mean of a column is R@k."""
+    """Return which queries have a rank less than each cutoff, bool [q,
+    len(cutoffs)]. The mean of a column is R@k.
+    """
     below: Bools = ranks[:, None] < np.array(cutoffs)
     return below
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean with the bounds of the 95 % confidence interval. The bounds are None without resamples."""
+    """A mean with the bounds of the 95 % confidence interval. The bounds are None
+    without resamples.
+    """
 
     value: float
     low: float | None = None
@@ -132,7 +162,8 @@ class ClusterBootstrap:
 
     Attributes:
         clusters: number of the cluster of each query, int64 [q].
-        resamples: number of resamples. If it is 0, estimates have no confidence intervals.
+        resamples: number of resamples. If it is 0, estimates have no confidence
+            intervals.
     """
 
     clusters: NDArray[np.int64]
@@ -140,29 +171,43 @@ class ClusterBootstrap:
     seed: int = 0
 
     def estimates(self, values: NDArray[np.floating]) -> list[Estimate]:
-        """Return the mean and the confidence interval of each column of `values` [q, s]."""
+        """Return the mean and the confidence interval of each column of `values`
+        [q, s].
+        """
         means = values.mean(axis=0, dtype=np.float64)
         if not self.resamples:
             return [Estimate(float(mean)) for mean in means]
         tail = 50 * (1 - _CONFIDENCE)
         low, high = np.percentile(self.means(values), [tail, 100 - tail], axis=0)
-        return [Estimate(*map(float, triple)) for triple in zip(means, low, high, strict=True)]
+        return [
+            Estimate(*map(float, triple))
+            for triple in zip(means, low, high, strict=True)
+        ]
 
     def means(self, values: NDArray[np.floating]) -> NDArray[np.float64]:
-        """Compute the mean of each column of `values` [q, s] in each resample, float64 [resamples, s]."""
+        """Compute the mean of each column of `values` [q, s] in each resample,
+        float64 [resamples, s].
+        """
         cluster_of_query, multiplicities = self._resampled
         sums = np.zeros((multiplicities.shape[1], values.shape[1] + 1))
-        np.add.at(sums, cluster_of_query, np.column_stack([values, np.ones(len(values))]))
+        np.add.at(
+            sums, cluster_of_query, np.column_stack([values, np.ones(len(values))])
+        )
         chunk = max(1, _CHUNK_DRAWS // len(sums))
         totals = np.concatenate(
-            [multiplicities[at : at + chunk].astype(np.float64) @ sums for at in range(0, self.resamples, chunk)]
+            [
+                multiplicities[at : at + chunk].astype(np.float64) @ sums
+                for at in range(0, self.resamples, chunk)
+            ]
         )
         result: NDArray[np.float64] = totals[:, :-1] / totals[:, -1:]
         return result
 
     @cached_property
     def _resampled(self) -> tuple[NDArray[np.int64], NDArray[np.uint16]]:
-        """Return the cluster of each query [q], and how often each resample contains each cluster."""
+        """Return the cluster of each query [q], and how often each resample
+        contains each cluster.
+        """
         labels, cluster_of_query = np.unique(self.clusters, return_inverse=True)
         count = len(labels)
         rng = np.random.default_rng(self.seed)
@@ -170,6 +215,11 @@ class ClusterBootstrap:
         chunk = max(1, _CHUNK_DRAWS // count)
         for at in range(0, self.resamples, chunk):
             part = drawn[at : at + chunk]
-            cells = rng.integers(0, count, part.shape) + np.arange(len(part))[:, None] * count
-            part[:] = np.bincount(cells.ravel(), minlength=part.size).reshape(part.shape)
+            cells = (
+                rng.integers(0, count, part.shape)
+                + np.arange(len(part))[:, None] * count
+            )
+            part[:] = np.bincount(cells.ravel(), minlength=part.size).reshape(
+                part.shape
+            )
         return cluster_of_query, drawn

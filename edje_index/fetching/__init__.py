@@ -1,1 +1,3 @@
-"""Fetches token blocks for PyTorch: a dataset for `DataLoader`, and a fetcher that decodes on the GPU."""
+"""Fetches token blocks for PyTorch: a dataset for `DataLoader`, and a fetcher that
+decodes on the GPU.
+"""

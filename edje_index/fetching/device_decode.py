@@ -1,9 +1,11 @@
 """Decodes stored records with PyTorch, on any device.
 
-The results equal those of the NumPy codecs bit by bit. SPEC.md section 6.1 defines the records.
+The results equal those of the NumPy codecs bit by bit. SPEC.md section 6.1 defines the
+records.
 
-For group-scaled precisions, decoding looks up each product of scale and code in a table. A multiplication on the device
-could give other results, because some devices flush subnormal numbers to zero.
+For group-scaled precisions, decoding looks up each product of scale and code in a
+table. A multiplication on the device could give other results, because some devices
+flush subnormal numbers to zero.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ from storage_formats.codecs.minifloat import CANONICAL_NAN, E2M1
 from storage_formats.errors import UsageError
 
 
-def decode_records_torch(name: str, records: torch.Tensor, block_shape: tuple[int, int]) -> torch.Tensor:
+def decode_records_torch(
+    name: str, records: torch.Tensor, block_shape: tuple[int, int]
+) -> torch.Tensor:
     """Decode stored records.
 
     Args:
@@ -29,38 +33,61 @@ def decode_records_torch(name: str, records: torch.Tensor, block_shape: tuple[in
         block_shape: (m, d), the shape of one block.
 
     Returns:
-        Blocks, bfloat16 [k, m, d], on the device of `records`. For the precision `bf16`, the blocks share memory with
-        `records` if `records` is contiguous.
+        Blocks, bfloat16 [k, m, d], on the device of `records`. For the precision
+        `bf16`, the blocks share memory with `records` if `records` is contiguous.
 
     Raises:
-        UsageError: the precision is unknown or has no decoder here, or `records` has the wrong shape or dtype.
+        UsageError: the precision is unknown or has no decoder here, or `records` has
+            the wrong shape or dtype.
     """
     entry = codec(name, block_shape)
     if name not in _DECODERS:
-        raise UsageError(f"precision '{name}' cannot be decoded with PyTorch; fetch the blocks with TokenStore.fetch")
-    if records.dtype != torch.uint8 or records.ndim != 2 or records.shape[1] != entry.record_bytes:
-        raise UsageError(f"records must be uint8 [k, {entry.record_bytes}], got {records.dtype} {list(records.shape)}")
+        raise UsageError(
+            f"precision '{name}' cannot be decoded with PyTorch; fetch the blocks with"
+            " TokenStore.fetch"
+        )
+    if (
+        records.dtype != torch.uint8
+        or records.ndim != 2
+        or records.shape[1] != entry.record_bytes
+    ):
+        raise UsageError(
+            f"records must be uint8 [k, {entry.record_bytes}], got {records.dtype}"
+            f" {list(records.shape)}"
+        )
     return _DECODERS[name](entry, records).reshape(len(records), *block_shape)
 
 
 def _decode_groups(entry: Codec, records: torch.Tensor) -> torch.Tensor:
     assert isinstance(entry, GroupScaledCodec)
-    codes, scales = records[:, : entry.codes_bytes], records[:, entry.codes_bytes :]
+    codes = records[:, : entry.codes_bytes]
+    scales = records[:, entry.codes_bytes :]
     if entry.element is E2M1:
         codes = torch.stack([codes & 15, codes >> 4], dim=-1)
     table = _products(type(entry), records.device)
     groups = codes.reshape(*scales.shape, entry.group).int()
-    return table.view(torch.bfloat16)[(scales.int() * (len(table) // 256)).unsqueeze(-1) + groups]
+    return table.view(torch.bfloat16)[
+        (scales.int() * (len(table) // 256)).unsqueeze(-1) + groups
+    ]
 
 
 @functools.lru_cache(maxsize=32)
-def _products(codec_class: type[GroupScaledCodec], device: torch.device) -> torch.Tensor:
-    """Copy the table of products of scale and code to a device, int16 [256 * number of codes]."""
+def _products(
+    codec_class: type[GroupScaledCodec], device: torch.device
+) -> torch.Tensor:
+    """Copy the table of products of scale and code to a device, int16 [256 * number
+    of codes].
+    """
     return torch.from_numpy(codec_class.products().view(np.int16)).to(device)
 
 
 def _decode_int8(entry: Codec, records: torch.Tensor) -> torch.Tensor:
-    codes = records[:, : entry.values].view(torch.int8).reshape(-1, *entry.block_shape).float()
+    codes = (
+        records[:, : entry.values]
+        .view(torch.int8)
+        .reshape(-1, *entry.block_shape)
+        .float()
+    )
     scales = _words(records[:, entry.values :]).view(torch.bfloat16).float()
     return _canonical((codes * scales.unsqueeze(-1)).bfloat16())
 
@@ -70,7 +97,9 @@ def _decode_sign1(entry: Codec, records: torch.Tensor) -> torch.Tensor:
     bits = torch.arange(8, dtype=torch.uint8, device=records.device)
     negative = (records[:, :size].unsqueeze(-1) >> bits) & 1
     signs = negative.reshape(-1, *entry.block_shape).to(torch.int16) << 15
-    return _canonical((_words(records[:, size:]).unsqueeze(-1) ^ signs).view(torch.bfloat16))
+    return _canonical(
+        (_words(records[:, size:]).unsqueeze(-1) ^ signs).view(torch.bfloat16)
+    )
 
 
 def _words(data: torch.Tensor) -> torch.Tensor:
@@ -81,14 +110,18 @@ def _words(data: torch.Tensor) -> torch.Tensor:
 def _canonical(blocks: torch.Tensor) -> torch.Tensor:
     """Replace every NaN with the NaN that the NumPy codecs return."""
     bits = blocks.view(torch.int16)
-    return torch.where(blocks.isnan(), torch.tensor(CANONICAL_NAN, dtype=torch.int16, device=bits.device), bits).view(
-        torch.bfloat16
-    )
+    return torch.where(
+        blocks.isnan(),
+        torch.tensor(CANONICAL_NAN, dtype=torch.int16, device=bits.device),
+        bits,
+    ).view(torch.bfloat16)
 
 
 _DECODERS: dict[str, Callable[[Codec, torch.Tensor], torch.Tensor]] = {
     "bf16": lambda _, records: _words(records).view(torch.bfloat16),
-    "fp16": lambda _, records: _canonical(_words(records).view(torch.float16).float().bfloat16()),
+    "fp16": lambda _, records: _canonical(
+        _words(records).view(torch.float16).float().bfloat16()
+    ),
     "int8": _decode_int8,
     "sign1": _decode_sign1,
     **dict.fromkeys(("fp8", "mxfp8", "mxfp4", "nvfp4"), _decode_groups),

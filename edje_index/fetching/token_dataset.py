@@ -15,9 +15,11 @@ from storage_formats.token_store import TokenStore
 
 
 class TokenDataset(Dataset[torch.Tensor]):
-    """A dataset that maps each row id to its block, bfloat16 [m, d]. The values of a hole are NaN.
+    """A dataset that maps each row id to its block, bfloat16 [m, d]. The values of a
+    hole are NaN.
 
-    With a `batch_size` or a `batch_sampler`, the `DataLoader` reads each batch with one call.
+    With a `batch_size` or a `batch_sampler`, the `DataLoader` reads each batch with one
+    call.
 
     Args:
         root: see `TokenStore.open`.
@@ -35,7 +37,9 @@ class TokenDataset(Dataset[torch.Tensor]):
         [(4, 4, 16), (2, 4, 16)]
     """
 
-    def __init__(self, root: str | Path, precision: str | None = None, engine: str = "auto") -> None:
+    def __init__(
+        self, root: str | Path, precision: str | None = None, engine: str = "auto"
+    ) -> None:
         self._arguments = (str(root), precision, engine)
         self._open()
 
@@ -46,11 +50,16 @@ class TokenDataset(Dataset[torch.Tensor]):
 
     def __getitem__(self, row_id: int) -> torch.Tensor:
         if not -len(self) <= row_id < len(self):
-            raise RowIdError(f"row id {row_id} is out of range; the index has the row ids 0 to {len(self) - 1}")
+            raise RowIdError(
+                f"row id {row_id} is out of range; the index has the row ids 0 to"
+                f" {len(self) - 1}"
+            )
         return self.__getitems__([row_id % len(self)])[0]
 
     def __getitems__(self, row_ids: Sequence[int]) -> list[torch.Tensor]:
-        """Read the blocks of a batch with one call. The returned blocks are views of one tensor."""
+        """Read the blocks of a batch with one call. The returned blocks are views
+        of one tensor.
+        """
         if self._owner != os.getpid():
             self._open()
         return list(self._store.fetch(row_ids, as_torch=True))
@@ -63,5 +72,6 @@ class TokenDataset(Dataset[torch.Tensor]):
         self._open()
 
     def _open(self) -> None:
-        self._store, self._owner = TokenStore.open(*self._arguments), os.getpid()
+        self._store = TokenStore.open(*self._arguments)
+        self._owner = os.getpid()
         self._length = len(self._store)

@@ -1,1 +1,3 @@
-"""Reads image files and video clips, and converts them to the input of the vision tower."""
+"""Reads image files and video clips, and converts them to the input of the vision
+tower.
+"""

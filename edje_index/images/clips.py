@@ -1,7 +1,8 @@
 """Decodes frames of video clips to upright 8-bit RGB images.
 
-The caller gives the number of frames. The clip is divided into this number of equal parts, and the middle frame of each
-part is decoded with PyAV. The wheels of PyAV contain FFmpeg, so no library of the operating system affects the result.
+The caller gives the number of frames. The clip is divided into this number of equal
+parts, and the middle frame of each part is decoded with PyAV. The wheels of PyAV
+contain FFmpeg, so no library of the operating system affects the result.
 """
 
 from __future__ import annotations
@@ -13,7 +14,12 @@ from typing import TYPE_CHECKING, Any
 from PIL import Image
 
 from edje_index.images.decode import DEFAULT_MAX_PIXELS, ImageError, check_size
-from edje_index.images.decode_limits import MAX_STREAMS, CountedReads, TooExpensiveError, check_samples
+from edje_index.images.decode_limits import (
+    MAX_STREAMS,
+    CountedReads,
+    TooExpensiveError,
+    check_samples,
+)
 from storage_formats.extras import name_missing_extra
 
 if TYPE_CHECKING:
@@ -22,35 +28,66 @@ if TYPE_CHECKING:
     from av.video.stream import VideoStream
 
 MAX_FRAME_PIXELS = 8192 * 4608
-"""Largest number of pixels of a frame, enough for 8K. A decoder keeps up to 17 frames in memory."""
+"""Largest number of pixels of a frame, enough for 8K. A decoder keeps up to 17
+frames in memory.
+"""
 
 MAX_CLIP_FRAMES = 1_000_000
 """Largest number of frames of a clip: nine hours at 30 frames per second."""
 
 MAX_CLIP_PIXELS = 1 << 33
-"""Largest number of pixels to decode for a clip. A frame depends on all frames since the last key frame."""
+"""Largest number of pixels to decode for a clip. A frame depends on all frames
+since the last key frame.
+"""
 
 MAX_KEY_FRAME_PIXELS = 1 << 28
-"""Largest number of pixels to decode for a key frame. A decoder can return some frames before the key frame."""
+"""Largest number of pixels to decode for a key frame. A decoder can return some
+frames before the key frame.
+"""
 
 BYTES_PER_PIXEL = 110
 """Bytes of memory per pixel of a frame that are enough to decode any clip."""
 
 CODECS = frozenset({"av1", "ffv1", "h264", "hevc", "mjpeg", "mpeg4", "vp8", "vp9"})
-"""Names of the video codecs that are decoded. FFmpeg has hundreds of decoders that few people test."""
+"""Names of the video codecs that are decoded. FFmpeg has hundreds of decoders that
+few people test.
+"""
 
-_MOV, _MATROSKA, _AVI = "mov", "matroska", "avi"  # FFmpeg's names of demuxers
+# FFmpeg's names of demuxers
+_MOV = "mov"
+_MATROSKA = "matroska"
+_AVI = "avi"
 _QUICKTIME_BOXES = (b"moov", b"mdat", b"wide", b"free", b"skip", b"pnot")
-_STILL_BRANDS = (b"avif", b"avis", b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1", b"mif2")
-_DECODERS = (*sorted(CODECS), "libdav1d", "libvpx", "libvpx-vp9")  # FFmpeg's names of decoders of these codecs
-_PADDING_PIXELS = 1 << 20  # decoders round the sides of frames up before they check them
-_TURNS = {90: Image.Transpose.ROTATE_90, 180: Image.Transpose.ROTATE_180, 270: Image.Transpose.ROTATE_270}
+_STILL_BRANDS = (
+    b"avif",
+    b"avis",
+    b"heic",
+    b"heix",
+    b"heim",
+    b"heis",
+    b"hevc",
+    b"hevx",
+    b"mif1",
+    b"msf1",
+    b"mif2",
+)
+# FFmpeg's names of decoders of these codecs
+_DECODERS = (*sorted(CODECS), "libdav1d", "libvpx", "libvpx-vp9")
+# decoders round the sides of frames up before they check them
+_PADDING_PIXELS = 1 << 20
+_TURNS = {
+    90: Image.Transpose.ROTATE_90,
+    180: Image.Transpose.ROTATE_180,
+    270: Image.Transpose.ROTATE_270,
+}
 
 
 def clip_format(head: bytes) -> str | None:
-    """Return FFmpeg's name of the demuxer for a video file; None if the container is not supported.
+    """Return FFmpeg's name of the demuxer for a video file; None if the container is
+    not supported.
 
-    FFmpeg does not guess the format, because it would then also open playlists, which name other files.
+    FFmpeg does not guess the format, because it would then also open playlists, which
+    name other files.
 
     Args:
         head: the first 12 bytes of the file, or more.
@@ -65,22 +102,30 @@ def clip_format(head: bytes) -> str | None:
 
 
 def is_clip(data: bytes) -> bool:
-    """Return True if the first bytes of the file are those of a supported video container."""
+    """Return True if the first bytes of the file are those of a supported video
+    container.
+    """
     return clip_format(data[:12]) is not None
 
 
 def key_frame(data: bytes) -> Image.Image:
-    """Return the last key frame in the first half of a clip, as an upright RGB image. Few frames are decoded for it."""
+    """Return the last key frame in the first half of a clip, as an upright RGB
+    image. Few frames are decoded for it.
+    """
     (image,) = decode_frames(data, None, DEFAULT_MAX_PIXELS)
     return image
 
 
-def decode_frames(data: bytes, count: int | None, max_pixels: int) -> Iterator[Image.Image]:
-    """Yield `count` frames of a clip in order, as upright RGB images. Frames of a short clip are repeated.
+def decode_frames(
+    data: bytes, count: int | None, max_pixels: int
+) -> Iterator[Image.Image]:
+    """Yield `count` frames of a clip in order, as upright RGB images. Frames of a short
+    clip are repeated.
 
     Args:
         count: number of frames; None yields only the frame that `key_frame` returns.
-        max_pixels: largest number of pixels of a frame, checked before memory for the pixels is allocated.
+        max_pixels: largest number of pixels of a frame, checked before memory for the
+            pixels is allocated.
 
     Raises:
         ImageError: the clip cannot be decoded or is too large.
@@ -91,9 +136,13 @@ def decode_frames(data: bytes, count: int | None, max_pixels: int) -> Iterator[I
         from av.stream import Disposition
     name = clip_format(data[:12])
     if name is None:
-        raise ImageError(reason="unsupported-video", detail=f"the first bytes, {data[:12]!r}, match no video format")
+        raise ImageError(
+            reason="unsupported-video",
+            detail=f"the first bytes, {data[:12]!r}, match no video format",
+        )
     max_pixels = min(max_pixels, MAX_FRAME_PIXELS)
-    # The probe of `open` decodes frames too, with these options. One thread per clip: clips are decoded in parallel.
+    # The probe of `open` decodes frames too, with these options. One thread per clip:
+    # clips are decoded in parallel.
     codec_options = {
         "threads": "1",
         "max_pixels": str(max_pixels + _PADDING_PIXELS),
@@ -103,15 +152,31 @@ def decode_frames(data: bytes, count: int | None, max_pixels: int) -> Iterator[I
         if name == _MOV:
             check_samples(data)
         options = {**codec_options, "max_streams": str(MAX_STREAMS)}
-        with av.open(CountedReads(data), "r", format=name, options=options) as container:
+        with av.open(
+            CountedReads(data), "r", format=name, options=options
+        ) as container:
             videos = container.streams.video
-            stream = next((each for each in videos if not each.disposition & Disposition.attached_pic), None)
+            stream = next(
+                (
+                    each
+                    for each in videos
+                    if not each.disposition & Disposition.attached_pic
+                ),
+                None,
+            )
             if stream is None:
-                raise ImageError(reason="unsupported-video", detail="the file has no video stream")
-            codec = None if stream.codec_context is None else stream.codec_context.codec.canonical_name
+                raise ImageError(
+                    reason="unsupported-video", detail="the file has no video stream"
+                )
+            codec = (
+                None
+                if stream.codec_context is None
+                else stream.codec_context.codec.canonical_name
+            )
             if codec not in CODECS:
                 detail = (
-                    f"the video codec {codec} is not supported; the supported codecs are {', '.join(sorted(CODECS))}"
+                    f"the video codec {codec} is not supported; the supported codecs"
+                    f" are {', '.join(sorted(CODECS))}"
                 )
                 raise ImageError(reason="unsupported-video", detail=detail)
             context = stream.codec_context
@@ -119,7 +184,8 @@ def decode_frames(data: bytes, count: int | None, max_pixels: int) -> Iterator[I
             context.options = codec_options
             limit = MAX_KEY_FRAME_PIXELS if count is None else MAX_CLIP_PIXELS
             for frame in _choose(container, stream, count, limit):
-                check_size((frame.width, frame.height), max_pixels)  # a stream can change its size
+                # a stream can change its size
+                check_size((frame.width, frame.height), max_pixels)
                 image = Image.fromarray(frame.to_ndarray(format="rgb24", threads=1))
                 turn = _TURNS.get(frame.rotation % 360)
                 yield image if turn is None else image.transpose(turn)
@@ -127,18 +193,25 @@ def decode_frames(data: bytes, count: int | None, max_pixels: int) -> Iterator[I
         raise
     except TooExpensiveError as error:
         raise ImageError(reason="too-expensive", detail=str(error)) from error
-    except Exception as error:  # PyAV raises many kinds of exceptions on damaged input
+    except Exception as error:
+        # PyAV raises many kinds of exceptions on damaged input
         raise ImageError(reason="corrupt", detail=f"{name}: {error}") from error
 
 
-def _choose(container: InputContainer, stream: VideoStream, count: int | None, max_pixels: int) -> Iterator[VideoFrame]:
-    """Yield the middle frames of `count` equal parts. If `count` is None, yield the last key frame before them.
+def _choose(
+    container: InputContainer, stream: VideoStream, count: int | None, max_pixels: int
+) -> Iterator[VideoFrame]:
+    """Yield the middle frames of `count` equal parts. If `count` is None, yield the
+    last key frame before them.
 
     Frames are skipped by seeking to key frames. All times are in units of the stream.
     """
-    shown: list[int] = []  # times of all frames
-    seek_to: dict[int, int] = {}  # by the time of a key frame: the time to pass to a seek of PyAV
-    for number, packet in enumerate(container.demux(stream)):  # the packets have the times; no frame is decoded
+    # times of all frames
+    shown: list[int] = []
+    # by the time of a key frame: the time to pass to a seek of PyAV
+    seek_to: dict[int, int] = {}
+    # the packets have the times; no frame is decoded
+    for number, packet in enumerate(container.demux(stream)):
         if number > MAX_CLIP_FRAMES:
             raise TooExpensiveError(f"the clip has more than {MAX_CLIP_FRAMES} frames")
         time = packet.dts if packet.pts is None else packet.pts
@@ -152,37 +225,53 @@ def _choose(container: InputContainer, stream: VideoStream, count: int | None, m
     shown.sort()
     keys = sorted(seek_to)
     # The last frame is shown as long as the others are on average.
-    first, length, parts = shown[0], shown[-1] - shown[0], count or 1
+    first = shown[0]
+    length = shown[-1] - shown[0]
+    parts = count or 1
     steps = 2 * parts * max(1, len(shown) - 1)
-    times = [first + (2 * position + 1) * length * len(shown) // steps for position in range(parts)]
+    times = [
+        first + (2 * position + 1) * length * len(shown) // steps
+        for position in range(parts)
+    ]
     if count is None:
         times = [time for time in keys if time <= times[0]][-1:] or [first]
     pixels_left = max_pixels
 
     def key_before(time: int) -> int:
-        """Return the index in `keys` of the last key frame that is not after `time`; -1 if there is none."""
+        """Return the index in `keys` of the last key frame that is not after
+        `time`; -1 if there is none.
+        """
         return bisect.bisect_right(keys, time) - 1
 
     def decode_from(time: int) -> Iterator[VideoFrame]:
-        """Decode the frames that have a time, from the last key frame that is not after `time`."""
+        """Decode the frames that have a time, from the last key frame that is not
+        after `time`.
+        """
         nonlocal pixels_left
         key = key_before(time)
-        container.seek(seek_to[keys[key]] if key >= 0 else first, stream=stream, backward=True)
+        container.seek(
+            seek_to[keys[key]] if key >= 0 else first, stream=stream, backward=True
+        )
         for frame in container.decode(stream):
             pixels_left -= frame.width * frame.height
             if pixels_left < 0:
-                raise TooExpensiveError(f"the frames need more than {max_pixels} pixels to be decoded")
+                raise TooExpensiveError(
+                    f"the frames need more than {max_pixels} pixels to be decoded"
+                )
             if frame.pts is not None or frame.dts is not None:
                 yield frame
 
     frames = decode_from(times[0])
-    current, following = next(frames, None), next(frames, None)
+    current = next(frames, None)
+    following = next(frames, None)
     for time in times:
         if following is not None and key_before(time) > key_before(_time_of(following)):
             frames = decode_from(time)
-            current, following = following, next(frames, None)
+            current = following
+            following = next(frames, None)
         while following is not None and _time_of(following) <= time:
-            current, following = following, next(frames, None)
+            current = following
+            following = next(frames, None)
         if current is None:
             raise ImageError(reason="corrupt", detail="no frame can be decoded")
         yield current

@@ -1,7 +1,7 @@
 """The kinds of files that pack inputs: archives and Parquet files.
 
-`ARCHIVES` and `PARQUET` are the only list of them. A new kind of archive is a class like `ZipArchive` and an entry of
-`ARCHIVES`.
+`ARCHIVES` and `PARQUET` are the only list of them. A new kind of archive is a class
+like `ZipArchive` and an entry of `ARCHIVES`.
 """
 
 from __future__ import annotations
@@ -28,17 +28,22 @@ from edje_index.images.tars import Member, TarArchive, check_bytes
 from edje_index.images.urls import is_remote
 from storage_formats.format.parquet import iter_batches, open_parquet
 
-PARQUET, PARQUET_SUFFIX = "parquet", ".parquet"
+PARQUET = "parquet"
+PARQUET_SUFFIX = ".parquet"
 
 MAX_EXPANSION = 100
 FREE_EXPANSION = 16 << 20
-"""A member of a zip may expand to at most `FREE_EXPANSION` bytes + `MAX_EXPANSION` times its compressed size."""
+"""A member of a zip may expand to at most `FREE_EXPANSION` bytes + `MAX_EXPANSION`
+times its compressed size.
+"""
 
-# zipfile limits the output of a single step for these methods only. Others expand 1 MiB to gigabytes at once.
+# zipfile limits the output of a single step for these methods only. Others expand 1 MiB
+# to gigabytes at once.
 _ZIP_METHODS = frozenset({zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED})
 _ENCRYPTED = 0x1
 _ZIP_STEP = 1 << 20
-_PARQUET_BUFFER = 1 << 20  # bytes of a column that are read at once; without it, whole columns of a row group are
+# bytes of a column that are read at once; without it, whole columns of a row group are
+_PARQUET_BUFFER = 1 << 20
 _DAMAGE = (
     *(zipfile.BadZipFile, zlib.error, struct.error, EOFError, OSError, ValueError),
     *(RuntimeError, LookupError, OverflowError, pa.ArrowException),
@@ -51,23 +56,29 @@ class Archive(Protocol):
     """An open archive. Thread-safe.
 
     Attributes:
-        is_stream: True if the members are listed by reading through the file. Then the members of a sample, for example
-            an image and its caption, are next to each other.
-        is_compressed: True if a member can be read only by reading everything before it.
+        is_stream: True if the members are listed by reading through the file. Then the
+            members of a sample, for example an image and its caption, are next to each
+            other.
+        is_compressed: True if a member can be read only by reading everything before
+            it.
     """
 
     is_stream: bool
     is_compressed: bool
 
     def members(self) -> Iterator[Member]:
-        """Yield the files in the order of the archive. Raises ImageError if it is damaged after the last one."""
+        """Yield the files in the order of the archive. Raises ImageError if it is
+        damaged after the last one.
+        """
         ...
 
     def read(self, offset: int, size: int, max_bytes: int) -> bytes:
-        """Return the content of a member, given its offset and its size, or 0 if the size is unknown.
+        """Return the content of a member, given its offset and its size, or 0 if the
+        size is unknown.
 
         Raises:
-            ImageError: the file is damaged or has changed, or the content is larger than `max_bytes`.
+            ImageError: the file is damaged or has changed, or the content is larger
+                than `max_bytes`.
         """
         ...
 
@@ -92,16 +103,24 @@ class ZipArchive:
         self._info_at = {info.header_offset: info for info in self._archive.infolist()}
 
     def members(self) -> Iterator[Member]:
-        """Yield the files in the order of the archive's list of members. No content is read."""
+        """Yield the files in the order of the archive's list of members. No content
+        is read.
+        """
         for info in self._archive.infolist():
-            if not info.filename.endswith("/"):  # `ZipInfo.is_dir` fails for an empty name
+            # `ZipInfo.is_dir` fails for an empty name
+            if not info.filename.endswith("/"):
                 name = info.filename.encode("utf-8", "backslashreplace")
-                yield Member(name, info.header_offset, info.file_size, _zip_problem(info))
+                yield Member(
+                    name, info.header_offset, info.file_size, _zip_problem(info)
+                )
 
     def read(self, offset: int, size: int, max_bytes: int) -> bytes:
         info = self._info_at.get(offset)
         if info is None:
-            raise ImageError(reason="changed-since-plan", detail=f"the archive has no member at byte {offset}")
+            raise ImageError(
+                reason="changed-since-plan",
+                detail=f"the archive has no member at byte {offset}",
+            )
         if (problem := _zip_problem(info)) is not None:
             raise ImageError(reason=problem, detail="found while planning")
         check_bytes(max(size, info.file_size), max_bytes)
@@ -124,22 +143,27 @@ def _zip_problem(info: zipfile.ZipInfo) -> str | None:
 
 @contextmanager
 def _named_damage(part: str) -> Iterator[None]:
-    """Turn the errors of a parser at a damaged file into ImageError. Operating system errors stay unchanged."""
+    """Turn the errors of a parser at a damaged file into ImageError. Operating
+    system errors stay unchanged.
+    """
     try:
         yield
     except _DAMAGE as error:
-        # `zipfile` replaces an error of the operating system at the end of the file by BadZipFile.
+        # `zipfile` replaces an error of the operating system at the end of the file by
+        # BadZipFile.
         cause = error if isinstance(error, OSError) else error.__context__
         if isinstance(cause, OSError) and cause.errno is not None:
             raise cause from None
-        if isinstance(error, MemoryError):  # of Arrow
+        # of Arrow
+        if isinstance(error, MemoryError):
             raise
         detail = f"{part} is damaged: {error or type(error).__name__}"
         raise ImageError(reason="damaged-archive", detail=detail) from error
 
 
 class ParquetImages:
-    """The images in one column of an open Parquet file, see `image_leaf`. The offset of an image is its row.
+    """The images in one column of an open Parquet file, see `image_leaf`. The offset of
+    an image is its row.
 
     Raises:
         ImageError: the file is damaged, or has no such column.
@@ -151,22 +175,36 @@ class ParquetImages:
             self._parquet = open_parquet(file, buffer_size=_PARQUET_BUFFER)
             leaf = image_leaf(self._parquet.schema_arrow, column)
         if leaf is None:
-            raise ImageError(reason="changed-since-plan", detail=f"the file has no images in a column {column}")
+            raise ImageError(
+                reason="changed-since-plan",
+                detail=f"the file has no images in a column {column}",
+            )
         self._leaf = leaf
         metadata = self._parquet.metadata
-        sizes = (metadata.row_group(group).num_rows for group in range(metadata.num_row_groups))
+        sizes = (
+            metadata.row_group(group).num_rows
+            for group in range(metadata.num_row_groups)
+        )
         *self._group_starts, self._rows = itertools.accumulate(sizes, initial=0)
         self._window = StreamWindow(self._group_starts, self._images)
 
     def read(self, offset: int, size: int, max_bytes: int) -> bytes:
         if not 0 <= offset < self._rows:
-            raise ImageError(reason="changed-since-plan", detail=f"the file has no row {offset}")
+            raise ImageError(
+                reason="changed-since-plan", detail=f"the file has no row {offset}"
+            )
         items = self._window.read(offset, offset + 1)
         if not items:
-            raise ImageError(reason="damaged-archive", detail=f"the Parquet file ends before row {offset}")
+            raise ImageError(
+                reason="damaged-archive",
+                detail=f"the Parquet file ends before row {offset}",
+            )
         image = items[0].data
         if image is None:
-            raise ImageError(reason="changed-since-plan", detail=f"row {offset} has no image any more")
+            raise ImageError(
+                reason="changed-since-plan",
+                detail=f"row {offset} has no image any more",
+            )
         check_bytes(len(image), max_bytes)
         return image
 
@@ -175,7 +213,8 @@ class ParquetImages:
         self._file.close()
 
     def _images(self, group: int) -> Iterator[tuple[int, bytes | None]]:
-        # One row per batch: repeated values would make larger batches arbitrarily large.
+        # One row per batch: repeated values would make larger batches arbitrarily
+        # large.
         groups = list(range(group, len(self._group_starts)))
         with _named_damage("the Parquet file"):
             for batch in iter_batches(self._parquet, 1, [self._leaf], groups):
@@ -184,26 +223,54 @@ class ParquetImages:
 
 
 def image_leaf(schema: Any, column: str) -> str | None:
-    """Return the path of the Parquet column with the bytes of images; None if `column` cannot hold images.
+    """Return the path of the Parquet column with the bytes of images; None if `column`
+    cannot hold images.
 
-    Images are in a binary column, or in a struct column with a binary field `bytes` (as Hugging Face writes it).
+    Images are in a binary column, or in a struct column with a binary field `bytes` (as
+    Hugging Face writes it).
     """
     if len(schema.get_all_field_indices(column)) != 1:
         return None
-    arrow_type, leaf = schema.field(column).type, column
+    arrow_type = schema.field(column).type
+    leaf = column
     if pa.types.is_struct(arrow_type) and arrow_type.get_field_index("bytes") >= 0:
-        arrow_type, leaf = arrow_type.field("bytes").type, f"{column}.bytes"
-    return leaf if pa.types.is_binary(arrow_type) or pa.types.is_large_binary(arrow_type) else None
+        arrow_type = arrow_type.field("bytes").type
+        leaf = f"{column}.bytes"
+    return (
+        leaf
+        if pa.types.is_binary(arrow_type) or pa.types.is_large_binary(arrow_type)
+        else None
+    )
 
 
 ARCHIVES: dict[str, tuple[Callable[[RangedFile], Archive], tuple[str, ...]]] = {
-    "tar": (TarArchive, (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz", ".tar.zst", ".tzst")),
+    "tar": (
+        TarArchive,
+        (
+            ".tar",
+            ".tar.gz",
+            ".tgz",
+            ".tar.bz2",
+            ".tbz2",
+            ".tar.xz",
+            ".txz",
+            ".tar.zst",
+            ".tzst",
+        ),
+    ),
     "zip": (ZipArchive, (".zip",)),
 }
-"""The function that opens an archive, which raises ImageError if it is damaged, and the suffixes, by kind."""
+"""The function that opens an archive, which raises ImageError if it is damaged, and
+the suffixes, by kind.
+"""
 
-ARCHIVE_SUFFIXES = tuple(suffix for _, suffixes in ARCHIVES.values() for suffix in suffixes)
-_MEMBER_MARK = re.compile(f"(?:{'|'.join(map(re.escape, (*ARCHIVE_SUFFIXES, PARQUET_SUFFIX)))})(?=!)", re.IGNORECASE)
+ARCHIVE_SUFFIXES = tuple(
+    suffix for _, suffixes in ARCHIVES.values() for suffix in suffixes
+)
+_MEMBER_MARK = re.compile(
+    f"(?:{'|'.join(map(re.escape, (*ARCHIVE_SUFFIXES, PARQUET_SUFFIX)))})(?=!)",
+    re.IGNORECASE,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,27 +292,39 @@ class Container:
 
     @classmethod
     def parse(cls, text: str) -> Container:
-        """Convert the text that `str(container)` returned back. Raises ValueError for any other text."""
+        """Convert the text that `str(container)` returned back. Raises ValueError
+        for any other text.
+        """
         kind, length, column = text.split(" ", 2)
         return cls(kind, int(length), column)
 
 
 def container_kind(name: str) -> str | None:
-    """Return the kind of a container by the suffix of its path; None if the suffix is that of no container."""
+    """Return the kind of a container by the suffix of its path; None if the suffix
+    is that of no container.
+    """
     name = name.lower()
     if name.endswith(PARQUET_SUFFIX):
         return PARQUET
-    return next((kind for kind, (_, suffixes) in ARCHIVES.items() if name.endswith(suffixes)), None)
+    return next(
+        (kind for kind, (_, suffixes) in ARCHIVES.items() if name.endswith(suffixes)),
+        None,
+    )
 
 
 def split_uri(uri: str) -> tuple[str, str] | None:
-    """Split the uri "<archive or Parquet file>!<name>" at the "!". Return None for any other uri."""
+    """Split the uri "<archive or Parquet file>!<name>" at the "!". Return None for
+    any other uri.
+    """
     mark = _MEMBER_MARK.search(uri)
     return None if mark is None else (uri[: mark.end()], uri[mark.end() + 1 :])
 
 
-def read_packed(path: bytes, container: Container, offset: int, *, size: int | None, max_bytes: int) -> bytes:
-    """Return the bytes of an input in a container. Each process keeps a few containers open.
+def read_packed(
+    path: bytes, container: Container, offset: int, *, size: int | None, max_bytes: int
+) -> bytes:
+    """Return the bytes of an input in a container. Each process keeps a few containers
+    open.
 
     Raises:
         ImageError: the container has changed or is damaged, or the input is too large.
@@ -253,21 +332,30 @@ def read_packed(path: bytes, container: Container, offset: int, *, size: int | N
     try:
         modified = None if is_remote(path) else os.stat(path).st_mtime_ns
         with _OPENING:
-            opened = _open(path, container, modified, os.getpid())  # a forked process lacks the threads of its parent
+            # a forked process lacks the threads of its parent
+            opened = _open(path, container, modified, os.getpid())
         data = opened.read(offset, size or 0, max_bytes)
     except OSError:
-        _open.cache_clear()  # a broken connection must not stay
+        # a broken connection must not stay
+        _open.cache_clear()
         raise
     if size is not None and len(data) != size:
-        raise ImageError(reason="truncated-archive", detail=f"the archive has only {len(data)} of {size} bytes")
+        raise ImageError(
+            reason="truncated-archive",
+            detail=f"the archive has only {len(data)} of {size} bytes",
+        )
     return data
 
 
 @functools.lru_cache(_MAX_OPEN)
-def _open(path: bytes, container: Container, _modified: int | None, _process: int) -> Archive | ParquetImages:
+def _open(
+    path: bytes, container: Container, _modified: int | None, _process: int
+) -> Archive | ParquetImages:
     file = open_ranged(path)
     if file.length != container.length:
-        raise ImageError(reason="changed-since-plan", detail=f"the file has {file.length} bytes now")
+        raise ImageError(
+            reason="changed-since-plan", detail=f"the file has {file.length} bytes now"
+        )
     if container.kind == PARQUET:
         return ParquetImages(file, container.column)
     return ARCHIVES[container.kind][0](file)

@@ -1,7 +1,7 @@
 """Decodes image files to upright 8-bit RGB images.
 
-The image is turned upright by its EXIF orientation. For an animation or a multi-page file, only the first frame is
-decoded.
+The image is turned upright by its EXIF orientation. For an animation or a multi-page
+file, only the first frame is decoded.
 """
 
 from __future__ import annotations
@@ -53,13 +53,19 @@ REASONS = (
     "unsupported-video",
     "worker-died",
 )
-"""All reasons why an input can have no block. Each reason is a value of the column `reason` in the rows table."""
+"""All reasons why an input can have no block. Each reason is a value of the column
+`reason` in the rows table.
+"""
 
 DEFAULT_MAX_PIXELS = 89_478_485
-"""Default limit on the pixels of an image: the number above which Pillow suspects a decompression bomb."""
+"""Default limit on the pixels of an image: the number above which Pillow suspects a
+decompression bomb.
+"""
 
 MAX_ASPECT_RATIO = 256
-"""Largest ratio of the longer side to the shorter side, to bound the size of the resized image."""
+"""Largest ratio of the longer side to the shorter side, to bound the size of the
+resized image.
+"""
 
 TRUNCATED = "truncated"
 """The reason of a file that ends before its last pixel."""
@@ -67,11 +73,30 @@ TRUNCATED = "truncated"
 HEAD_BYTES = 32
 """Number of bytes from the start of a file that `image_format` needs."""
 
-_FORMATS = ("JPEG", "PNG", "GIF", "TIFF", "WEBP", "AVIF", "BMP", "PPM", "JPEG2000", "QOI")
+_FORMATS = (
+    "JPEG",
+    "PNG",
+    "GIF",
+    "TIFF",
+    "WEBP",
+    "AVIF",
+    "BMP",
+    "PPM",
+    "JPEG2000",
+    "QOI",
+)
 # Pillow recognises these formats by fewer bytes, with which texts begin, too.
-_LONGER_MAGIC = {"BMP": re.compile(rb"BM.{13}\0{3}", re.DOTALL), "PPM": re.compile(rb"P[1-6f]\s")}
-_NOT_DECODED = ((b"\xff\x0a", "JPEG XL"), (b"\x00\x00\x00\x0cJXL ", "JPEG XL"), (b"8BPS", "Photoshop"))
-_MAX_PNG_TEXT = 1 << 26  # bytes; Pillow refuses images with more than 1 MiB of text or colour profile
+_LONGER_MAGIC = {
+    "BMP": re.compile(rb"BM.{13}\0{3}", re.DOTALL),
+    "PPM": re.compile(rb"P[1-6f]\s"),
+}
+_NOT_DECODED = (
+    (b"\xff\x0a", "JPEG XL"),
+    (b"\x00\x00\x00\x0cJXL ", "JPEG XL"),
+    (b"8BPS", "Photoshop"),
+)
+# bytes; Pillow refuses images with more than 1 MiB of text or colour profile
+_MAX_PNG_TEXT = 1 << 26
 _TRANSPOSE = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -92,13 +117,16 @@ _this_thread = threading.local()
 
 _WITH_ALPHA = frozenset({"RGBA", "LA", "PA", "RGBa", "La"})
 _ToBytes = Callable[[NDArray[Any]], NDArray[np.uint8]]
-_SMALLEST_SPAN = 1e-30  # 255 / span overflows float32 below it
+# 255 / span overflows float32 below it
+_SMALLEST_SPAN = 1e-30
 _BAND_PIXELS = 1 << 20
-_TIFF_BITS, _TIFF_PHOTOMETRIC = 258, 262
+_TIFF_BITS = 258
+_TIFF_PHOTOMETRIC = 262
 
 
 class ImageError(Exception):
-    """An input cannot be encoded. A build gives the row of the input the status "failed", with `reason` and `detail`.
+    """An input cannot be encoded. A build gives the row of the input the status
+    "failed", with `reason` and `detail`.
 
     Attributes:
         reason: one of `REASONS`.
@@ -119,20 +147,25 @@ def content_hash(data: bytes) -> str:
 
 
 def image_format(head: bytes) -> str | None:
-    """Return Pillow's name of an image format; None if this package does not decode the format.
+    """Return Pillow's name of an image format; None if this package does not decode the
+    format.
 
     Args:
         head: the first `HEAD_BYTES` bytes of the file.
     """
     prefix = head.ljust(16, b"\0")[:16]
     for name, (_, accepts) in _pillow_formats().items():
-        if accepts(prefix) is True and (name not in _LONGER_MAGIC or _LONGER_MAGIC[name].match(head)):
+        if accepts(prefix) is True and (
+            name not in _LONGER_MAGIC or _LONGER_MAGIC[name].match(head)
+        ):
             return name
     return None
 
 
 def undecoded_format(head: bytes) -> str | None:
-    """Return the name of a known image format that this package does not decode; None if the format is unknown."""
+    """Return the name of a known image format that this package does not decode;
+    None if the format is unknown.
+    """
     if head[4:8] == b"ftyp":
         return f"ISO media of brand {head[8:12].decode('latin-1')!r} (HEIC?)"
     return next((name for magic, name in _NOT_DECODED if head.startswith(magic)), None)
@@ -142,7 +175,8 @@ def decode_rgb(data: bytes, max_pixels: int = DEFAULT_MAX_PIXELS) -> Image.Image
     """Decode the first frame of an image file to an upright RGB image. Thread-safe.
 
     Args:
-        max_pixels: largest number of pixels. The number is checked before memory for the pixels is allocated.
+        max_pixels: largest number of pixels. The number is checked before memory for
+            the pixels is allocated.
 
     Raises:
         ImageError: the image cannot be decoded, or has too many pixels.
@@ -155,27 +189,43 @@ def decode_rgb(data: bytes, max_pixels: int = DEFAULT_MAX_PIXELS) -> Image.Image
         check_cost(image, data, max_pixels)
         try:
             image.load()
-        except Exception as error:  # without memory, some decoders report a damaged file
+        except Exception as error:
+            # without memory, some decoders report a damaged file
             if can_allocate(BYTES_PER_PIXEL * image.width * image.height):
                 raise
-            detail = f"not enough memory to decode an image of {image.width} x {image.height} pixels"
+            detail = (
+                f"not enough memory to decode an image of {image.width} x"
+                f" {image.height} pixels"
+            )
             raise MemoryError(detail) from error
-        rgb, turn = to_rgb(image), None
-        with contextlib.suppress(Exception):  # damaged metadata must not fail the image
-            turn = _TRANSPOSE.get(image.getexif().get(ExifTags.Base.Orientation, 1))  # of EXIF or XMP
+        rgb = to_rgb(image)
+        turn = None
+        # damaged metadata must not fail the image
+        with contextlib.suppress(Exception):
+            # of EXIF or XMP
+            turn = _TRANSPOSE.get(image.getexif().get(ExifTags.Base.Orientation, 1))
         return rgb if turn is None else rgb.transpose(turn)
     except (ImageError, MemoryError):
         raise
     except TooExpensiveError as error:
         raise ImageError(reason="too-expensive", detail=str(error)) from error
-    except Exception as error:  # decoders raise any exception on damaged input
+    except Exception as error:
+        # decoders raise any exception on damaged input
         message = f"{error}" or type(error).__name__
-        matching = (reason for pattern, reason in _REASONS_OF_MESSAGES if re.search(pattern, message, re.IGNORECASE))
-        raise ImageError(reason=next(matching, "corrupt"), detail=f"{name}: {message}") from error
+        matching = (
+            reason
+            for pattern, reason in _REASONS_OF_MESSAGES
+            if re.search(pattern, message, re.IGNORECASE)
+        )
+        raise ImageError(
+            reason=next(matching, "corrupt"), detail=f"{name}: {message}"
+        ) from error
 
 
 def _format_to_decode(data: bytes) -> str:
-    """Return Pillow's name of the format of an image file. Raise ImageError if this package does not decode it."""
+    """Return Pillow's name of the format of an image file. Raise ImageError if this
+    package does not decode it.
+    """
     if not data:
         raise ImageError(reason="empty", detail="0 bytes")
     # `warnings.catch_warnings` around each call would not be thread-safe.
@@ -184,31 +234,43 @@ def _format_to_decode(data: bytes) -> str:
     name = image_format(data[:HEAD_BYTES])
     if name is None:
         if (unsupported := undecoded_format(data[:HEAD_BYTES])) is not None:
-            raise ImageError(reason="unsupported-image", detail=f"the image format {unsupported} is not supported")
-        raise ImageError(reason="not-an-image", detail=f"the first bytes, {data[:8]!r}, match no image format")
+            raise ImageError(
+                reason="unsupported-image",
+                detail=f"the image format {unsupported} is not supported",
+            )
+        raise ImageError(
+            reason="not-an-image",
+            detail=f"the first bytes, {data[:8]!r}, match no image format",
+        )
     return name
 
 
 def declared_pixels(data: bytes) -> int:
-    """Return the number of pixels that the header of an image file declares; 0 if `decode_rgb` cannot read the header.
+    """Return the number of pixels that the header of an image file declares; 0 if
+    `decode_rgb` cannot read the header.
 
     No pixels are decoded. Thread-safe.
     """
     try:
         image = _pillow_formats()[_format_to_decode(data)][0](CountedReads(data), "")
-    except Exception:  # decoders raise any exception on damaged input
+    except Exception:
+        # decoders raise any exception on damaged input
         return 0
     return int(image.width * image.height)
 
 
-def decode_partial(data: bytes, max_pixels: int = DEFAULT_MAX_PIXELS) -> tuple[Image.Image, str | None]:
-    """Do the same as `decode_rgb`, but load a truncated file as far as it goes. The missing pixels are grey or black.
+def decode_partial(
+    data: bytes, max_pixels: int = DEFAULT_MAX_PIXELS
+) -> tuple[Image.Image, str | None]:
+    """Do the same as `decode_rgb`, but load a truncated file as far as it goes. The
+    missing pixels are grey or black.
 
     Returns:
         The image, and a description of the truncation; None for a complete file.
 
     Raises:
-        ImageError, MemoryError: as in `decode_rgb`. A file that ends before its first pixel has the reason "truncated".
+        ImageError, MemoryError: as in `decode_rgb`. A file that ends before its first
+            pixel has the reason "truncated".
     """
     try:
         return decode_rgb(data, max_pixels), None
@@ -224,29 +286,40 @@ def decode_partial(data: bytes, max_pixels: int = DEFAULT_MAX_PIXELS) -> tuple[I
 
 
 def check_size(size: tuple[int, int], max_pixels: int) -> None:
-    """Raise ImageError if (width, height) is over the limit of pixels, or extremely wide or high."""
+    """Raise ImageError if (width, height) is over the limit of pixels, or extremely
+    wide or high.
+    """
     width, height = size
     if width * height > max_pixels:
         raise ImageError(
-            reason="too-many-pixels", detail=f"{width} x {height} is over the limit of {max_pixels} pixels"
+            reason="too-many-pixels",
+            detail=f"{width} x {height} is over the limit of {max_pixels} pixels",
         )
     if max(size) > MAX_ASPECT_RATIO * max(1, min(size)):
         raise ImageError(
-            reason="extreme-aspect-ratio", detail=f"{width} x {height} is over the limit of {MAX_ASPECT_RATIO} to 1"
+            reason="extreme-aspect-ratio",
+            detail=f"{width} x {height} is over the limit of {MAX_ASPECT_RATIO} to 1",
         )
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
     """Convert a decoded image of any Pillow mode to 8-bit RGB.
 
-    - Transparent images are composited over white, as in the training data of the towers (img2dataset).
+    - Transparent images are composited over white, as in the training data of the
+      towers (img2dataset).
     - ICC profiles are ignored, as in open_clip.
-    - 16-bit samples are reduced to their high byte. `_from_32_bits` converts 32-bit integers and floats.
+    - 16-bit samples are reduced to their high byte. `_from_32_bits` converts 32-bit
+      integers and floats.
     - CMYK values in a JPEG are inverted, because Adobe programs write them inverted.
     """
     if image.mode in ("I", "F") or image.mode.startswith("I;16"):
-        grey, top = Image.new("L", image.size), 0
-        to_bytes = _from_16_bits(image) if image.mode.startswith("I;16") else _from_32_bits(image)
+        grey = Image.new("L", image.size)
+        top = 0
+        to_bytes = (
+            _from_16_bits(image)
+            if image.mode.startswith("I;16")
+            else _from_32_bits(image)
+        )
         for band in _bands(image):
             grey.paste(Image.fromarray(to_bytes(band)), (0, top))
             top += len(band)
@@ -254,13 +327,16 @@ def to_rgb(image: Image.Image) -> Image.Image:
     if image.mode not in _WITH_ALPHA and "transparency" not in image.info:
         return image if image.mode == "RGB" else image.convert("RGB")
     key = image.info.get("transparency")
-    if isinstance(key, tuple) and max(key) > 255:  # 16-bit colour, decoded to its high bytes
+    # 16-bit colour, decoded to its high bytes
+    if isinstance(key, tuple) and max(key) > 255:
         image.info["transparency"] = tuple(value >> 8 for value in key)
-    if image.mode == "La":  # Pillow converts premultiplied grey to grey with alpha only
+    # Pillow converts premultiplied grey to grey with alpha only
+    if image.mode == "La":
         image = image.convert("LA")
     if image.mode != "RGBA":
         image = image.convert("RGBA")
-    if image.getchannel("A").getextrema() == (255, 255):  # opaque
+    # opaque
+    if image.getchannel("A").getextrema() == (255, 255):
         return image.convert("RGB")
     white = Image.new("RGB", image.size, "white")
     white.paste(image, mask=image)
@@ -271,7 +347,9 @@ def _bands(image: Image.Image) -> Iterator[NDArray[Any]]:
     """Yield bands of rows of a grey image, each as samples [h, w]."""
     rows = max(1, _BAND_PIXELS // image.width)
     for top in range(0, image.height, rows):
-        yield np.asarray(image.crop((0, top, image.width, min(top + rows, image.height))))
+        yield np.asarray(
+            image.crop((0, top, image.width, min(top + rows, image.height)))
+        )
 
 
 def _from_16_bits(image: Image.Image) -> _ToBytes:
@@ -294,9 +372,11 @@ def _from_16_bits(image: Image.Image) -> _ToBytes:
 
 def _from_32_bits(image: Image.Image) -> _ToBytes:
     """Return a function that converts the 32-bit samples of `image` to bytes."""
-    # Integers between 0 and 65535 are 16-bit samples, because Pillow opens 16-bit PGM files in this mode. In a TIFF,
-    # they are 8-bit samples if all of them fit in a byte. Floats between 0 and 1 are fractions of white. All other
-    # values are scaled linearly: the minimum, or 0 if the minimum is above 0, becomes black, the maximum white.
+    # Integers between 0 and 65535 are 16-bit samples, because Pillow opens 16-bit PGM
+    # files in this mode. In a TIFF, they are 8-bit samples if all of them fit in a
+    # byte. Floats between 0 and 1 are fractions of white. All other values are scaled
+    # linearly: the minimum, or 0 if the minimum is above 0, becomes black, the maximum
+    # white.
     low = high = 0.0
     for band in _bands(image):
         finite = band[np.isfinite(band)]
@@ -310,7 +390,9 @@ def _from_32_bits(image: Image.Image) -> _ToBytes:
     share = np.float32(255 / max(high - low, _SMALLEST_SPAN))
 
     def stretch(band: NDArray[Any]) -> NDArray[np.uint8]:
-        finite = np.nan_to_num(band.astype(np.float32), nan=low, posinf=high, neginf=low)
+        finite = np.nan_to_num(
+            band.astype(np.float32), nan=low, posinf=high, neginf=low
+        )
         scaled = finite * share - np.float32(low) * share
         return np.asarray(np.rint(scaled.clip(0, 255)), dtype=np.uint8)
 
@@ -319,7 +401,9 @@ def _from_32_bits(image: Image.Image) -> _ToBytes:
 
 @contextlib.contextmanager
 def loading_truncated() -> Iterator[None]:
-    """Context manager in which Pillow loads truncated files in this thread. Other threads are not affected."""
+    """Context manager in which Pillow loads truncated files in this thread. Other
+    threads are not affected.
+    """
     setting: Any = ImageFile.LOAD_TRUNCATED_IMAGES
     if not isinstance(setting, _PerThread):
         setting = _PerThread(setting)
@@ -332,9 +416,11 @@ def loading_truncated() -> Iterator[None]:
 
 
 class _PerThread:
-    """A value for Pillow's global setting LOAD_TRUNCATED_IMAGES. It is true in threads inside `loading_truncated`.
+    """A value for Pillow's global setting LOAD_TRUNCATED_IMAGES. It is true in threads
+    inside `loading_truncated`.
 
-    In all other threads, its truth value is `otherwise`, the earlier value of the setting.
+    In all other threads, its truth value is `otherwise`, the earlier value of the
+    setting.
     """
 
     def __init__(self, otherwise: bool) -> None:
@@ -346,12 +432,15 @@ class _PerThread:
 
 @functools.cache
 def _pillow_formats() -> dict[str, Any]:
-    """Set up Pillow once per process. Return (function that opens a file, test of its first bytes) by format name."""
+    """Set up Pillow once per process. Return (function that opens a file, test of
+    its first bytes) by format name.
+    """
     Image.init()
-    logging.getLogger("PIL").setLevel(logging.CRITICAL)  # otherwise its errors go to stderr
+    # otherwise its errors go to stderr
+    logging.getLogger("PIL").setLevel(logging.CRITICAL)
     PngImagePlugin.MAX_TEXT_CHUNK = PngImagePlugin.MAX_TEXT_MEMORY = _MAX_PNG_TEXT
-    # libtiff prints errors and warnings. Pillow has no function to turn this off, so the library is looked up in
-    # /proc. Without /proc nothing changes.
+    # libtiff prints errors and warnings. Pillow has no function to turn this off, so
+    # the library is looked up in /proc. Without /proc nothing changes.
     with contextlib.suppress(OSError, AttributeError):
         lines = Path("/proc/self/maps").read_text().splitlines()
         for path in {line.split()[-1] for line in lines if "libtiff" in line}:

@@ -1,9 +1,11 @@
 """Writes and reads lists of inputs.
 
-The files in `build/inputs/` list the inputs of a build. Each lists the inputs of many consecutive shards, so that the
-number of files stays small. It has row groups of 1,024 inputs, so that a worker reads only the inputs of its shard.
+The files in `build/inputs/` list the inputs of a build. Each lists the inputs of many
+consecutive shards, so that the number of files stays small. It has row groups of 1,024
+inputs, so that a worker reads only the inputs of its shard.
 
-An `InputTable` is a memory-mapped file from which training reads the inputs of any rows.
+An `InputTable` is a memory-mapped file from which training reads the inputs of any
+rows.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ from storage_formats.format.layout import IndexSpec, Layout
 from storage_formats.format.parquet import ParquetRowGroups
 
 LIST_ROWS = 1 << 16
-"""Number of inputs per file, rounded down to whole shards. A file has at least one shard."""
+"""Number of inputs per file, rounded down to whole shards. A file has at least one
+shard.
+"""
 
 _GROUP_ROWS = 1024
 _ROW_ID = "row_id"
@@ -52,18 +56,29 @@ INPUT_SCHEMA = pa.schema(
 """The columns of a list of inputs: the row id, and the fields of `InputRef`."""
 
 
-def write_input_lists(layout: Layout, refs: Iterable[InputRef], shard_size: int, *, first_shard: int = 0) -> list[Path]:
-    """Write `refs` to `build/inputs/`, which must exist. Memory use does not depend on the number of inputs.
+def write_input_lists(
+    layout: Layout, refs: Iterable[InputRef], shard_size: int, *, first_shard: int = 0
+) -> list[Path]:
+    """Write `refs` to `build/inputs/`, which must exist. Memory use does not depend on
+    the number of inputs.
 
     Returns:
         The paths of the files, in row order.
     """
     paths: list[Path] = []
-    row, remaining, rows_per_file = first_shard * shard_size, iter(refs), _rows_per_file(shard_size)
+    row = first_shard * shard_size
+    remaining = iter(refs)
+    rows_per_file = _rows_per_file(shard_size)
     for first in remaining:
         path = layout.input_list(row // rows_per_file)
-        refs_of_file = itertools.chain([first], itertools.islice(remaining, rows_per_file - row % rows_per_file - 1))
-        with naming(path), pq.ParquetWriter(path, INPUT_SCHEMA, compression="zstd") as writer:
+        refs_of_file = itertools.chain(
+            [first],
+            itertools.islice(remaining, rows_per_file - row % rows_per_file - 1),
+        )
+        with (
+            naming(path),
+            pq.ParquetWriter(path, INPUT_SCHEMA, compression="zstd") as writer,
+        ):
             for table in _tables(refs_of_file, row, _GROUP_ROWS):
                 writer.write_table(table)
                 row += len(table)
@@ -75,30 +90,50 @@ def read_shard_inputs(layout: Layout, spec: IndexSpec, shard: int) -> list[Input
     """Read the inputs of `shard`, in row order.
 
     Raises:
-        OSError, MemoryError: the file cannot be read now, for example because the disk fails.
+        OSError, MemoryError: the file cannot be read now, for example because the disk
+            fails.
     """
-    path, rows = layout.input_list(shard * spec.shard_size // _rows_per_file(spec.shard_size)), spec.shard_rows(shard)
+    path = layout.input_list(shard * spec.shard_size // _rows_per_file(spec.shard_size))
+    rows = spec.shard_rows(shard)
     try:
         with path.open("rb") as file:
-            groups = ParquetRowGroups(file, path.stat().st_size, _ROW_ID).read(file, rows)
-            table = pa.concat_tables([INPUT_SCHEMA.empty_table(), *(group.cast(INPUT_SCHEMA) for group in groups)])
+            groups = ParquetRowGroups(file, path.stat().st_size, _ROW_ID).read(
+                file, rows
+            )
+            table = pa.concat_tables(
+                [
+                    INPUT_SCHEMA.empty_table(),
+                    *(group.cast(INPUT_SCHEMA) for group in groups),
+                ]
+            )
         row_ids = table[_ROW_ID]
-        table = table.filter(pc.and_(pc.greater_equal(row_ids, rows.start), pc.less(row_ids, rows.stop)))
+        table = table.filter(
+            pc.and_(pc.greater_equal(row_ids, rows.start), pc.less(row_ids, rows.stop))
+        )
         if table[_ROW_ID].to_pylist() != list(rows):
-            raise ValueError(f"the file does not list the rows {rows.start} to {rows.stop - 1} in order")
+            raise ValueError(
+                f"the file does not list the rows {rows.start} to {rows.stop - 1} in"
+                " order"
+            )
         return _refs(table)
     except (OSError, ValueError, pa.ArrowException) as error:
-        if isinstance(error, MemoryError) or (isinstance(error, OSError) and is_transient(error)):
+        if isinstance(error, MemoryError) or (
+            isinstance(error, OSError) and is_transient(error)
+        ):
             raise
-        raise CorruptIndexError(f"cannot read the list of inputs {path}: {error}; start the build again") from error
+        raise CorruptIndexError(
+            f"cannot read the list of inputs {path}: {error}; start the build again"
+        ) from error
 
 
 def write_input_table(path: Path, refs: Iterable[InputRef]) -> int:
-    """Write `refs` in row order, without their metadata, to a file for `InputTable`. Return the number of inputs.
+    """Write `refs` in row order, without their metadata, to a file for `InputTable`.
+    Return the number of inputs.
 
     If writing fails, `path` does not change.
     """
-    located, rows = (dataclasses.replace(ref, metadata=None) for ref in refs), 0
+    located = (dataclasses.replace(ref, metadata=None) for ref in refs)
+    rows = 0
     with replacing(path) as file, pa.ipc.new_file(file, INPUT_SCHEMA) as writer:
         for table in _tables(located, 0, 1 << 14):
             writer.write_table(table)
@@ -117,7 +152,8 @@ class InputTable:
                 raise ValueError("it has other columns")
         except (OSError, ValueError, pa.ArrowException) as error:
             raise CorruptIndexError(
-                f"cannot read the table of inputs {path}: {error}; remove it to make it again"
+                f"cannot read the table of inputs {path}: {error}; remove it to make it"
+                " again"
             ) from error
 
     def __len__(self) -> int:
@@ -137,17 +173,32 @@ def _tables(refs: Iterable[InputRef], first_row: int, rows: int) -> Iterator[pa.
     remaining = iter(refs)
     while batch := list(itertools.islice(remaining, rows)):
         columns: dict[str, Any] = {_ROW_ID: range(first_row, first_row + len(batch))}
-        columns |= {field.name: [getattr(ref, field.name) for ref in batch] for field in dataclasses.fields(InputRef)}
-        columns["content_hash"] = [digits and bytes.fromhex(digits) for digits in columns["content_hash"]]
-        columns["metadata"] = [values and metadata_text(values) for values in columns["metadata"]]
-        columns["container"] = [container and str(container) for container in columns["container"]]
+        columns |= {
+            field.name: [getattr(ref, field.name) for ref in batch]
+            for field in dataclasses.fields(InputRef)
+        }
+        columns["content_hash"] = [
+            digits and bytes.fromhex(digits) for digits in columns["content_hash"]
+        ]
+        columns["metadata"] = [
+            values and metadata_text(values) for values in columns["metadata"]
+        ]
+        columns["container"] = [
+            container and str(container) for container in columns["container"]
+        ]
         yield pa.table(columns, schema=INPUT_SCHEMA)
         first_row += len(batch)
 
 
 def _refs(table: pa.Table) -> list[InputRef]:
-    columns = {name: table[name].to_pylist() for name in table.column_names if name != _ROW_ID}
-    columns["content_hash"] = [digest and digest.hex() for digest in columns["content_hash"]]
+    columns = {
+        name: table[name].to_pylist() for name in table.column_names if name != _ROW_ID
+    }
+    columns["content_hash"] = [
+        digest and digest.hex() for digest in columns["content_hash"]
+    ]
     columns["metadata"] = [text and json.loads(text) for text in columns["metadata"]]
-    columns["container"] = [text and Container.parse(text) for text in columns["container"]]
+    columns["container"] = [
+        text and Container.parse(text) for text in columns["container"]
+    ]
     return [InputRef(*values) for values in zip(*columns.values(), strict=True)]

@@ -1,4 +1,6 @@
-"""Random access to files: local files, files on servers, and streams that can only be read forward."""
+"""Random access to files: local files, files on servers, and streams that can only
+be read forward.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +24,16 @@ from edje_index.images.urls import is_remote, scheme_of
 from storage_formats.format.object_store import STORE_SCHEMES
 
 ReadAt: TypeAlias = Callable[[int, int], bytes]
-"""A function `read_at(size, offset)` that returns the bytes of a range, or fewer if the file ends earlier."""
+"""A function `read_at(size, offset)` that returns the bytes of a range, or fewer if
+the file ends earlier.
+"""
 
 MAX_READ = 1 << 30
 """Largest number of bytes that a parser may read at once, to bound its memory.
 
-Valid files need large reads: the list of members of a zip, and a column of images in one page of a Parquet file. The
-limit applies after the size is cut to the end of the file, so a damaged size costs at most as much as a valid one.
+Valid files need large reads: the list of members of a zip, and a column of images in
+one page of a Parquet file. The limit applies after the size is cut to the end of the
+file, so a damaged size costs at most as much as a valid one.
 """
 
 BLOCK_BYTES = 1 << 20
@@ -39,16 +44,22 @@ KEPT_BLOCKS = 16
 """Largest number of blocks that stay in memory, requested ones included."""
 
 KEPT_BYTES = 16 << 20
-"""Bytes of a stream that stay in memory after reading, because threads read slightly out of order."""
+"""Bytes of a stream that stay in memory after reading, because threads read
+slightly out of order.
+"""
 
 NEAR = 64
-"""A position that is at most this far ahead is read by reading on, even if the stream can begin nearer."""
+"""A position that is at most this far ahead is read by reading on, even if the
+stream can begin nearer.
+"""
 
 
 class RangedFile(io.RawIOBase):
     """A read-only, seekable file whose bytes come from a function."""
 
-    def __init__(self, read_at: ReadAt, length: int, close: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, read_at: ReadAt, length: int, close: Callable[[], None] = lambda: None
+    ) -> None:
         self.length = length
         self._read_at = read_at
         self._close = close
@@ -65,7 +76,8 @@ class RangedFile(io.RawIOBase):
         size = max(0, min(size, self.length - offset))
         if size > MAX_READ:
             raise ValueError(
-                f"the file needs a read of {size} bytes at byte {offset}; the limit of one read is {MAX_READ} bytes"
+                f"the file needs a read of {size} bytes at byte {offset}; the limit of"
+                f" one read is {MAX_READ} bytes"
             )
         return self._read_at(size, offset) if size else b""
 
@@ -76,7 +88,12 @@ class RangedFile(io.RawIOBase):
         return data
 
     def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
-        position = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self.length}[whence]
+        position = (
+            offset
+            + {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self.length}[
+                whence
+            ]
+        )
         if position < 0:
             raise ValueError(f"the position {position} is before the first byte")
         self._position = position
@@ -101,12 +118,14 @@ def open_ranged(path: bytes, *, only_headers: bool = False) -> RangedFile:
     """Open a file to read byte ranges.
 
     Args:
-        only_headers: True if small parts of a local file are read. Read-ahead would fetch the whole file.
+        only_headers: True if small parts of a local file are read. Read-ahead would
+            fetch the whole file.
     """
     if is_remote(path):
         url = os.fsdecode(path)
         version = remote_version(url)
-        # A web server may stop answering. The library for object stores could crash in a daemon thread at the end.
+        # A web server may stop answering. The library for object stores could crash in
+        # a daemon thread at the end.
         blocks = BlockReader(
             functools.partial(read_remote_range, url, version=version),
             version.length,
@@ -116,11 +135,15 @@ def open_ranged(path: bytes, *, only_headers: bool = False) -> RangedFile:
     fd, length = open_file(path)
     if only_headers and sys.platform == "linux":
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
-    return RangedFile(functools.partial(read_range, fd), length, functools.partial(os.close, fd))
+    return RangedFile(
+        functools.partial(read_range, fd), length, functools.partial(os.close, fd)
+    )
 
 
 def open_file(path: bytes) -> tuple[int, int]:
-    """Open a local file. Return its descriptor and length. Raises OSError, also if it is not a regular file."""
+    """Open a local file. Return its descriptor and length. Raises OSError, also if
+    it is not a regular file.
+    """
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
     try:
         status = os.fstat(fd)
@@ -133,9 +156,12 @@ def open_file(path: bytes) -> tuple[int, int]:
 
 
 def read_range(fd: int, size: int, offset: int) -> bytes:
-    """Return the bytes [offset, offset + size) of an open file, or fewer if the file ends earlier."""
+    """Return the bytes [offset, offset + size) of an open file, or fewer if the
+    file ends earlier.
+    """
     data = os.pread(fd, size, offset)
-    while 0 < len(data) < size:  # Linux reads at most 2 GiB at once; network file systems may return less
+    # Linux reads at most 2 GiB at once; network file systems may return less
+    while 0 < len(data) < size:
         part = os.pread(fd, size - len(data), offset + len(data))
         if not part:
             break
@@ -144,13 +170,16 @@ def read_range(fd: int, size: int, offset: int) -> bytes:
 
 
 class BlockReader:
-    """Reads byte ranges of a file in blocks, and keeps the latest blocks in memory. Thread-safe.
+    """Reads byte ranges of a file in blocks, and keeps the latest blocks in memory.
+    Thread-safe.
 
-    A thread of its own requests each block. If consecutive blocks are read, the following blocks are requested ahead.
-    If a request fails, its block is requested again by the next reader, and only an error of its own request is raised.
+    A thread of its own requests each block. If consecutive blocks are read, the
+    following blocks are requested ahead. If a request fails, its block is requested
+    again by the next reader, and only an error of its own request is raised.
 
     Args:
-        read_at: function that requests a byte range of the file. Threads call it at the same time.
+        read_at: function that requests a byte range of the file. Threads call it at the
+            same time.
         daemon: whether the process may end during a request.
     """
 
@@ -158,21 +187,27 @@ class BlockReader:
         self._read_at = read_at
         self._daemon = daemon
         self._length = length
-        self._lock = threading.RLock()  # the garbage collector may call `close` in the thread that holds it
+        # the garbage collector may call `close` in the thread that holds it
+        self._lock = threading.RLock()
         self._blocks: OrderedDict[int, Future[bytes]] = OrderedDict()
         self._is_closed = False
 
     def pread(self, size: int, offset: int) -> bytes:
-        """Return the bytes [offset, offset + size), or fewer if the file ends earlier."""
+        """Return the bytes [offset, offset + size), or fewer if the file ends
+        earlier.
+        """
         stop = min(offset + size, self._length)
         if stop <= offset:
             return b""
-        first, last = offset // BLOCK_BYTES, (stop - 1) // BLOCK_BYTES
+        first = offset // BLOCK_BYTES
+        last = (stop - 1) // BLOCK_BYTES
         data = b"".join([self._read(number, last) for number in range(first, last + 1)])
         return data[offset - first * BLOCK_BYTES : stop - first * BLOCK_BYTES]
 
     def close(self) -> None:
-        """Forget all blocks and request none ahead. A request that is under way ends by itself; its bytes are lost."""
+        """Forget all blocks and request none ahead. A request that is under way
+        ends by itself; its bytes are lost.
+        """
         with self._lock:
             self._is_closed = True
             self._blocks.clear()
@@ -185,9 +220,20 @@ class BlockReader:
                 if known is not None and known.done() and known.exception() is not None:
                     known = None
                 block = known or self._request(number)
-                run = next(run for run in itertools.count() if number - 1 - run not in self._blocks)
-                ahead = 0 if self._is_closed else min(max(2 * run, last - number), AHEAD_BLOCKS)
-                for each in range(number + 1, min(number + ahead, (self._length - 1) // BLOCK_BYTES) + 1):
+                run = next(
+                    run
+                    for run in itertools.count()
+                    if number - 1 - run not in self._blocks
+                )
+                ahead = (
+                    0
+                    if self._is_closed
+                    else min(max(2 * run, last - number), AHEAD_BLOCKS)
+                )
+                for each in range(
+                    number + 1,
+                    min(number + ahead, (self._length - 1) // BLOCK_BYTES) + 1,
+                ):
                     if each not in self._blocks:
                         self._request(each)
                 self._blocks.move_to_end(number)
@@ -202,10 +248,16 @@ class BlockReader:
     def _request(self, number: int) -> Future[bytes]:
         block: Future[bytes] = Future()
         self._blocks[number] = block
-        fetch = threading.Thread(target=self._fetch, args=(number, block), name="edje-block", daemon=self._daemon)
+        fetch = threading.Thread(
+            target=self._fetch,
+            args=(number, block),
+            name="edje-block",
+            daemon=self._daemon,
+        )
         try:
             fetch.start()
-        except RuntimeError:  # the system allows no further thread
+        except RuntimeError:
+            # the system allows no further thread
             self._fetch(number, block)
         return block
 
@@ -217,8 +269,13 @@ class BlockReader:
             if len(data) != size:
                 raise EOFError(f"the file ends before byte {start + size}")
             block.set_result(data)
-        except BaseException as error:  # also SystemExit, after which no reader may wait for the block
-            block.set_exception(error if isinstance(error, Exception) else OSError(f"the request ended: {error!r}"))
+        except BaseException as error:
+            # also SystemExit, after which no reader may wait for the block
+            block.set_exception(
+                error
+                if isinstance(error, Exception)
+                else OSError(f"the request ended: {error!r}")
+            )
 
 
 class StreamItem(NamedTuple):
@@ -232,22 +289,29 @@ class StreamItem(NamedTuple):
 class StreamWindow:
     """The latest items of a stream that can only be read forward. Thread-safe.
 
-    Threads that wait read in the order of their positions. Reading backwards by more than `KEPT_BYTES`, reading far
-    ahead, and reading after an error of the operating system begin the stream again.
+    Threads that wait read in the order of their positions. Reading backwards by more
+    than `KEPT_BYTES`, reading far ahead, and reading after an error of the operating
+    system begin the stream again.
 
     Args:
         starts: the positions at which the stream can begin, ascending from 0.
-        begin: function that returns an iterator over the items from `starts[n]` on, given n: pairs of the number of
-            positions and the data. It raises ImageError at damage.
+        begin: function that returns an iterator over the items from `starts[n]` on,
+            given n: pairs of the number of positions and the data. It raises ImageError
+            at damage.
     """
 
-    def __init__(self, starts: Sequence[int], begin: Callable[[int], Iterator[tuple[int, bytes | None]]]) -> None:
+    def __init__(
+        self,
+        starts: Sequence[int],
+        begin: Callable[[int], Iterator[tuple[int, bytes | None]]],
+    ) -> None:
         self._starts = starts
         self._begin = begin
         self._changed = threading.Condition()
         self._waiting: list[tuple[int, int]] = []
         self._is_held = False
-        self._damages: dict[int, tuple[int, ImageError]] = {}  # by part: the first position that cannot be read
+        # by part: the first position that cannot be read
+        self._damages: dict[int, tuple[int, ImageError]] = {}
         self._restart(0)
 
     def _restart(self, part: int) -> None:
@@ -258,7 +322,9 @@ class StreamWindow:
         self._is_ended = self._is_broken = False
 
     def read(self, first: int, stop: int) -> list[StreamItem]:
-        """Return the items that overlap with [first, stop), up to the end of the stream."""
+        """Return the items that overlap with [first, stop), up to the end of the
+        stream.
+        """
         part = bisect.bisect_right(self._starts, first) - 1
         start = self._starts[part]
         with self._turn(first):
@@ -268,16 +334,19 @@ class StreamWindow:
             if self._is_broken or first < self._first or is_far_ahead:
                 self._restart(part)
             while self._end < stop and not self._is_ended:
-                self._is_broken = True  # until the item has arrived: an iterator ends at its first exception
+                # until the item has arrived: an iterator ends at its first exception
+                self._is_broken = True
                 try:
                     width, data = next(self._items, (0, None))
                 except ImageError as damage:
                     if self._end >= start:
                         self._damages[part] = self._end, damage
                         raise
-                    self._restart(part)  # the damage is in an earlier part
+                    # the damage is in an earlier part
+                    self._restart(part)
                     continue
-                self._is_broken, self._is_ended = False, not width
+                self._is_broken = False
+                self._is_ended = not width
                 if width:
                     self._kept.append(StreamItem(self._end, self._end + width, data))
                     self._kept_bytes += len(data or b"")
@@ -287,7 +356,8 @@ class StreamWindow:
                     self._first = oldest.stop
                     self._kept_bytes -= len(oldest.data or b"")
             items = []
-            for item in reversed(self._kept):  # most reads are near the end
+            # most reads are near the end
+            for item in reversed(self._kept):
                 if item.stop <= first:
                     break
                 if item.start < stop:
@@ -296,14 +366,19 @@ class StreamWindow:
 
     @contextmanager
     def _turn(self, position: int) -> Iterator[None]:
-        """Hold a lock that the waiting thread with the lowest position gets first, so that the stream goes forward."""
+        """Hold a lock that the waiting thread with the lowest position gets first,
+        so that the stream goes forward.
+        """
         ticket = position, threading.get_ident()
         with self._changed:
             self._waiting.append(ticket)
             try:
-                self._changed.wait_for(lambda: not self._is_held and ticket == min(self._waiting))
+                self._changed.wait_for(
+                    lambda: not self._is_held and ticket == min(self._waiting)
+                )
                 self._is_held = True
-            finally:  # a thread that is interrupted while it waits delays no other
+            finally:
+                # a thread that is interrupted while it waits delays no other
                 self._waiting.remove(ticket)
                 self._changed.notify_all()
         try:

@@ -1,4 +1,5 @@
-"""Reads files in object stores, on web servers and on the Hugging Face Hub, by their URLs.
+"""Reads files in object stores, on web servers and on the Hugging Face Hub, by their
+URLs.
 
 URLs of the Hub are `hf://datasets/OWNER/NAME[@REVISION]/PATH`.
 """
@@ -18,7 +19,12 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from edje_index.images.transient import retry
-from edje_index.images.urls import ChangedFileError, FileVersion, UnreachableError, scheme_of
+from edje_index.images.urls import (
+    ChangedFileError,
+    FileVersion,
+    UnreachableError,
+    scheme_of,
+)
 from storage_formats.extras import name_missing_extra
 from storage_formats.format.object_store import (
     HUB_SCHEME,
@@ -33,7 +39,8 @@ from storage_formats.format.object_store import (
 if TYPE_CHECKING:
     import urllib3
 
-_BUCKETS = 32  # whose connections stay open
+# whose connections stay open
+_BUCKETS = 32
 _MAX_PAGE_BYTES = 64 << 20
 _NEXT = re.compile(r'<([^>]+)>;\s*rel="next"')
 
@@ -43,14 +50,18 @@ CONNECTIONS_PER_HOST = 8
 CONNECT_SECONDS = 10.0
 READ_SECONDS = 30.0
 MAX_SECONDS = 300.0
-"""Longest time for one file, so that a server which sends a byte now and then does not block a worker."""
+"""Longest time for one file, so that a server which sends a byte now and then does
+not block a worker.
+"""
 
 _NO_RANGES = "the server does not answer requests for byte ranges; download the file"
 
 _ATTEMPTS = 4
-_FIRST_PAUSE = 0.5  # seconds; doubled after each attempt
+# seconds; doubled after each attempt
+_FIRST_PAUSE = 0.5
 _LONGEST_PAUSE = 10
-_HOSTS = 256  # hosts whose connections stay open
+# hosts whose connections stay open
+_HOSTS = 256
 _MAX_REDIRECTS = 5
 _CHUNK = 1 << 20
 _TEMPORARY = frozenset({408, 425, 429, 500, 502, 503, 504})
@@ -61,14 +72,17 @@ _TOTAL = re.compile(r"bytes (?:\d+-\d+|\*)/(\d+)")
 def require_libraries(url: str) -> None:
     """Raise MissingExtraError if the library that reads `url` is not installed."""
     with name_missing_extra("remote"):
-        importlib.import_module("obstore" if scheme_of(url) in STORE_SCHEMES else "urllib3")
+        importlib.import_module(
+            "obstore" if scheme_of(url) in STORE_SCHEMES else "urllib3"
+        )
 
 
 def read_remote(url: str, max_bytes: int) -> bytes:
     """Return a whole file.
 
     Raises:
-        FileNotFoundError, PermissionError: there is no such file, or the server refuses the request.
+        FileNotFoundError, PermissionError: there is no such file, or the server refuses
+            the request.
         UnreachableError: the server does not respond.
         OSError: the file is longer than `max_bytes` (EFBIG).
     """
@@ -88,12 +102,20 @@ def read_remote_range(url: str, size: int, offset: int, version: FileVersion) ->
     try:
         if scheme_of(url) in STORE_SCHEMES:
             with _object(url) as (bucket, key):
-                return bytes(bucket.read_range(key, offset, offset + size, etag=version.etag))
+                return bytes(
+                    bucket.read_range(key, offset, offset + size, etag=version.etag)
+                )
         found, data = _web_range(url, offset, size)
-    except EOFError as error:  # the file ends before the range
+    except EOFError as error:
+        # the file ends before the range
         raise ChangedFileError(url) from error
-    is_same_time = None is not version.modified == found.modified  # the servers of a host may send different ETags
-    is_other = None not in (found.etag, version.etag) and found.etag != version.etag and not is_same_time
+    # the servers of a host may send different ETags
+    is_same_time = None is not version.modified == found.modified
+    is_other = (
+        None not in (found.etag, version.etag)
+        and found.etag != version.etag
+        and not is_same_time
+    )
     if is_other or found.length not in (-1, version.length):
         raise ChangedFileError(url)
     if len(data) != size:
@@ -102,7 +124,9 @@ def read_remote_range(url: str, size: int, offset: int, version: FileVersion) ->
 
 
 def remote_version(url: str) -> FileVersion:
-    """Return the length of a file, and what identifies its contents. Raises as `read_remote`."""
+    """Return the length of a file, and what identifies its contents. Raises as
+    `read_remote`.
+    """
     if scheme_of(url) in STORE_SCHEMES:
         with _object(url) as (bucket, key):
             info = bucket.info(key)
@@ -111,7 +135,8 @@ def remote_version(url: str) -> FileVersion:
         return FileVersion(info.size, info.etag)
     try:
         version, _ = _web_range(url, 0, 1)
-    except EOFError:  # an empty file has no first byte
+    except EOFError:
+        # an empty file has no first byte
         return FileVersion(0)
     if version.length < 0:
         raise OSError(errno.EOPNOTSUPP, _NO_RANGES, url)
@@ -119,12 +144,19 @@ def remote_version(url: str) -> FileVersion:
 
 
 def _web_range(url: str, offset: int, size: int) -> tuple[FileVersion, bytes]:
-    """Request a range of a file. The length of the version is -1 if the server does not tell it."""
+    """Request a range of a file. The length of the version is -1 if the server does
+    not tell it.
+    """
     address, headers = _web_address(url)
-    answered, data = _request(address, {**headers, "Range": f"bytes={offset}-{offset + size - 1}"}, size)
+    answered, data = _request(
+        address, {**headers, "Range": f"bytes={offset}-{offset + size - 1}"}, size
+    )
     total = _TOTAL.fullmatch(answered.get("Content-Range", ""))
     length = int(total[1]) if total else -1
-    return FileVersion(length, answered.get("ETag"), answered.get("Last-Modified")), data
+    return (
+        FileVersion(length, answered.get("ETag"), answered.get("Last-Modified")),
+        data,
+    )
 
 
 def list_remote_folder(url: str) -> tuple[dict[str, int], list[str]] | None:
@@ -139,20 +171,30 @@ def list_remote_folder(url: str) -> tuple[dict[str, int], list[str]] | None:
     files: dict[str, int] = {}
     directories: list[str] = []
     if scheme_of(url) in STORE_SCHEMES:
-        result = retry(lambda: _list_objects(url), url)  # obstore does not repeat a list that is cut off
-        files = {each["path"].rpartition("/")[2]: int(each["size"]) for each in result["objects"]}
-        return files, [prefix.rstrip("/").rpartition("/")[2] for prefix in result["common_prefixes"]]
+        # obstore does not repeat a list that is cut off
+        result = retry(lambda: _list_objects(url), url)
+        files = {
+            each["path"].rpartition("/")[2]: int(each["size"])
+            for each in result["objects"]
+        }
+        return files, [
+            prefix.rstrip("/").rpartition("/")[2]
+            for prefix in result["common_prefixes"]
+        ]
     if scheme_of(url) != HUB_SCHEME:
         return None
     server, repository, revision, path, headers = hub_address(url)
     kind = "models/" if hub_kind(url) == "models" else ""
-    page: str | None = f"{server}/api/{kind}{repository}/tree/{quote(revision, safe='')}/{quote(path)}".rstrip("/")
+    tree = f"{server}/api/{kind}{repository}/tree"
+    page: str | None = f"{tree}/{quote(revision, safe='')}/{quote(path)}".rstrip("/")
     while page is not None:
         answered, body = _request(page, headers, _MAX_PAGE_BYTES)
         try:
             entries = json.loads(body)
         except (ValueError, RecursionError) as error:
-            raise OSError(errno.EPROTO, f"the answer of {page} is not JSON: {error}") from error
+            raise OSError(
+                errno.EPROTO, f"the answer of {page} is not JSON: {error}"
+            ) from error
         for entry in entries:
             name = str(entry["path"]).rpartition("/")[2]
             if entry["type"] == "directory":
@@ -172,7 +214,9 @@ def _list_objects(url: str) -> Any:
         try:
             return obstore.list_with_delimiter(bucket.store, key or None)
         except BaseError as error:
-            raise UnreachableError(str(error).partition("\n")[0].partition(": <?xml")[0], url) from error
+            raise UnreachableError(
+                str(error).partition("\n")[0].partition(": <?xml")[0], url
+            ) from error
 
 
 def _web_address(url: str) -> tuple[str, dict[str, str]]:
@@ -180,12 +224,17 @@ def _web_address(url: str) -> tuple[str, dict[str, str]]:
     if scheme_of(url) != HUB_SCHEME:
         return url, {}
     server, repository, revision, path, headers = hub_address(url)
-    return f"{server}/{repository}/resolve/{quote(revision, safe='')}/{quote(path)}", headers
+    return (
+        f"{server}/{repository}/resolve/{quote(revision, safe='')}/{quote(path)}",
+        headers,
+    )
 
 
 @contextlib.contextmanager
 def _object(url: str) -> Iterator[tuple[ObjectFolder, str]]:
-    """Yield the bucket in the URL of an object, and the key of the object. Translate the errors of the store."""
+    """Yield the bucket in the URL of an object, and the key of the object.
+    Translate the errors of the store.
+    """
     scheme, _, rest = url.partition("://")
     bucket, _, key = rest.partition("/")
     try:
@@ -199,7 +248,9 @@ def _object(url: str) -> Iterator[tuple[ObjectFolder, str]]:
 _bucket = functools.lru_cache(_BUCKETS)(ObjectFolder.open)
 
 
-def _request(url: str, headers: Mapping[str, str], max_bytes: int) -> tuple[Mapping[str, str], bytes]:
+def _request(
+    url: str, headers: Mapping[str, str], max_bytes: int
+) -> tuple[Mapping[str, str], bytes]:
     """Send a GET request. Repeat it if the server fails or the response is cut off.
 
     Returns:
@@ -209,13 +260,18 @@ def _request(url: str, headers: Mapping[str, str], max_bytes: int) -> tuple[Mapp
         FileNotFoundError, PermissionError, OSError: the server refuses the request.
         EOFError: the file ends before the requested range.
         UnreachableError: the server does not respond after several attempts.
-        OSError: the answer is longer than `max_bytes` (EFBIG), or no range although one was requested (EOPNOTSUPP).
+        OSError: the answer is longer than `max_bytes` (EFBIG), or no range although one
+            was requested (EOPNOTSUPP).
     """
     with name_missing_extra("remote"):
         import urllib3.exceptions
     from edje_index import __version__
 
-    sent = {"User-Agent": f"edje-index/{__version__}", "Accept-Encoding": "identity", **headers}
+    sent = {
+        "User-Agent": f"edje-index/{__version__}",
+        "Accept-Encoding": "identity",
+        **headers,
+    }
     deadline = time.monotonic() + MAX_SECONDS
     for attempt in range(_ATTEMPTS):
         pause: float = min(_LONGEST_PAUSE, _FIRST_PAUSE * 2**attempt)
@@ -223,7 +279,10 @@ def _request(url: str, headers: Mapping[str, str], max_bytes: int) -> tuple[Mapp
             response = _pool().request("GET", url, headers=sent, preload_content=False)
             try:
                 if response.status < http.HTTPStatus.MULTIPLE_CHOICES:
-                    if "Range" in headers and response.status != http.HTTPStatus.PARTIAL_CONTENT:
+                    if (
+                        "Range" in headers
+                        and response.status != http.HTTPStatus.PARTIAL_CONTENT
+                    ):
                         raise OSError(errno.EOPNOTSUPP, _NO_RANGES, url)
                     return response.headers, _body(response, url, max_bytes, deadline)
             finally:
@@ -232,12 +291,17 @@ def _request(url: str, headers: Mapping[str, str], max_bytes: int) -> tuple[Mapp
         except urllib3.exceptions.LocationValueError as error:
             raise OSError(errno.EINVAL, f"{url} is not a valid URL: {error}") from error
         except urllib3.exceptions.HTTPError as error:
-            reason = getattr(error, "reason", None) or error  # the innermost one, without addresses of objects
-            problem = re.sub(r"<[^>]*>:? ?|\S+\(host=[^)]*\)[:.]? ?", "", str(reason)).strip()[:200]
+            # the innermost one, without addresses of objects
+            reason = getattr(error, "reason", None) or error
+            problem = re.sub(
+                r"<[^>]*>:? ?|\S+\(host=[^)]*\)[:.]? ?", "", str(reason)
+            ).strip()[:200]
             problem = problem or type(reason).__name__
         else:
             status = response.status
-            problem = f"HTTP status {status} ({http.client.responses.get(status, 'unknown')})"
+            problem = (
+                f"HTTP status {status} ({http.client.responses.get(status, 'unknown')})"
+            )
             if status == http.HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:
                 raise EOFError(f"{url} ends before the requested range")
             if status in _GONE:
@@ -245,23 +309,33 @@ def _request(url: str, headers: Mapping[str, str], max_bytes: int) -> tuple[Mapp
             if status not in _TEMPORARY:
                 raise PermissionError(errno.EACCES, problem, url)
             seconds = response.headers.get("Retry-After", "")
-            pause = min(_LONGEST_PAUSE, max(pause, float(seconds) if seconds.isdecimal() else 0.0))
+            pause = min(
+                _LONGEST_PAUSE,
+                max(pause, float(seconds) if seconds.isdecimal() else 0.0),
+            )
         if attempt + 1 < _ATTEMPTS and time.monotonic() + pause < deadline:
             time.sleep(pause)
     raise UnreachableError(f"{problem}, in the last of {_ATTEMPTS} attempts", url)
 
 
-def _body(response: urllib3.BaseHTTPResponse, url: str, max_bytes: int, deadline: float) -> bytes:
+def _body(
+    response: urllib3.BaseHTTPResponse, url: str, max_bytes: int, deadline: float
+) -> bytes:
     declared = response.headers.get("Content-Length", "")
-    length, body = int(declared) if declared.isdecimal() else 0, bytearray()
+    length = int(declared) if declared.isdecimal() else 0
+    body = bytearray()
     chunks = response.stream(_CHUNK, decode_content=False)
     while length <= max_bytes and (chunk := next(chunks, b"")):
         body += chunk
         length = max(length, len(body))
         if time.monotonic() > deadline:
-            raise UnreachableError(f"the file did not arrive within {MAX_SECONDS:g} seconds", url)
+            raise UnreachableError(
+                f"the file did not arrive within {MAX_SECONDS:g} seconds", url
+            )
     if length > max_bytes:
-        raise OSError(errno.EFBIG, f"{length} bytes is over the limit of {max_bytes}", url)
+        raise OSError(
+            errno.EFBIG, f"{length} bytes is over the limit of {max_bytes}", url
+        )
     return bytes(body)
 
 
@@ -275,5 +349,12 @@ def _pool() -> urllib3.PoolManager:
         maxsize=CONNECTIONS_PER_HOST,
         block=True,
         timeout=urllib3.Timeout(connect=CONNECT_SECONDS, read=READ_SECONDS),
-        retries=urllib3.Retry(total=_MAX_REDIRECTS, connect=0, read=0, status=0, other=0, redirect=_MAX_REDIRECTS),
+        retries=urllib3.Retry(
+            total=_MAX_REDIRECTS,
+            connect=0,
+            read=0,
+            status=0,
+            other=0,
+            redirect=_MAX_REDIRECTS,
+        ),
     )

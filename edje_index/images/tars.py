@@ -18,12 +18,17 @@ from edje_index.images.ranges import RangedFile, StreamWindow
 
 MAX_EXPANSION = 100
 FREE_EXPANSION = 256 << 20
-"""A file may expand to at most `FREE_EXPANSION` bytes + `MAX_EXPANSION` times the compressed bytes read so far."""
+"""A file may expand to at most `FREE_EXPANSION` bytes + `MAX_EXPANSION` times the
+compressed bytes read so far.
+"""
 
 _CHUNK = 1 << 20
-_XZ_MEMORY = 256 << 20  # xz -9 needs 65 MiB; a damaged header asks for up to 4 GiB
-_MAX_HEADER = 1 << 20  # bytes of one header; longer pax records and names are damage
-_MAX_SIZE = 1 << 62  # bytes of one member; larger sizes exceed the range of file offsets
+# xz -9 needs 65 MiB; a damaged header asks for up to 4 GiB
+_XZ_MEMORY = 256 << 20
+# bytes of one header; longer pax records and names are damage
+_MAX_HEADER = 1 << 20
+# bytes of one member; larger sizes exceed the range of file offsets
+_MAX_SIZE = 1 << 62
 _ZEROS = bytes(tarfile.BLOCKSIZE)
 
 
@@ -45,13 +50,18 @@ class Member:
 def check_bytes(size: int, max_bytes: int) -> None:
     """Raise ImageError if an input of `size` bytes is over the limit."""
     if size > max_bytes:
-        raise ImageError(reason="too-many-bytes", detail=f"{size} bytes is over the limit of {max_bytes}")
+        raise ImageError(
+            reason="too-many-bytes",
+            detail=f"{size} bytes is over the limit of {max_bytes}",
+        )
 
 
 class TarArchive:
-    """An open tar, uncompressed or compressed with gzip, bzip2, xz or zstd. Thread-safe.
+    """An open tar, uncompressed or compressed with gzip, bzip2, xz or zstd.
+    Thread-safe.
 
-    The offset of a member is that of its data in the decompressed archive. See `containers.Archive`.
+    The offset of a member is that of its data in the decompressed archive. See
+    `containers.Archive`.
     """
 
     is_stream = True
@@ -59,53 +69,102 @@ class TarArchive:
     def __init__(self, file: RangedFile) -> None:
         self._file = file
         magic = file.pread(6, 0)
-        decompress = next((each for start, each in _DECOMPRESSORS.items() if magic.startswith(start)), None)
+        decompress = next(
+            (each for start, each in _DECOMPRESSORS.items() if magic.startswith(start)),
+            None,
+        )
         self.is_compressed = decompress is not None
-        self._window = None if decompress is None else StreamWindow([0], lambda _: self._chunks(decompress))
+        self._window = (
+            None
+            if decompress is None
+            else StreamWindow([0], lambda _: self._chunks(decompress))
+        )
 
     def members(self) -> Iterator[Member]:
         """Yield the members except directories, in order. Only headers are read.
 
-        The iterator does not use `tarfile.TarFile`, which ends without an error at a damaged header, reads only the
-        first of several concatenated archives, and keeps all members in memory.
+        The iterator does not use `tarfile.TarFile`, which ends without an error at a
+        damaged header, reads only the first of several concatenated archives, and keeps
+        all members in memory.
 
         Raises:
-            ImageError: the archive is damaged after the last yielded member. The reason is "truncated-archive" if the
-                file ends before the end-of-archive marker, and "damaged-archive" if a header is invalid.
+            ImageError: the archive is damaged after the last yielded member. The reason
+                is "truncated-archive" if the file ends before the end-of-archive
+                marker, and "damaged-archive" if a header is invalid.
         """
         end = 0
         while True:
             file = _HeaderFile(self, end)
             try:
-                archive = tarfile.TarFile(fileobj=cast(IO[bytes], file), encoding="utf-8", errors="surrogateescape")
+                archive = tarfile.TarFile(
+                    fileobj=cast(IO[bytes], file),
+                    encoding="utf-8",
+                    errors="surrogateescape",
+                )
                 while True:
                     file.seek(end)
                     info = tarfile.TarInfo.fromtarfile(archive)
                     name = info.name.encode("utf-8", "surrogateescape")
-                    if not 0 <= info.size < _MAX_SIZE or b"\0" in name or archive.offset <= end:
-                        raise ImageError("damaged-archive", f"the header at byte {end} has an invalid name or size")
+                    if (
+                        not 0 <= info.size < _MAX_SIZE
+                        or b"\0" in name
+                        or archive.offset <= end
+                    ):
+                        raise ImageError(
+                            "damaged-archive",
+                            f"the header at byte {end} has an invalid name or size",
+                        )
                     is_regular = info.isreg() and not info.issparse()
-                    is_regular &= not any(key.startswith("GNU.sparse.") for key in info.pax_headers)
-                    if is_regular and not self.is_compressed and info.offset_data + info.size > self._file.length:
-                        raise ImageError("truncated-archive", f"the file ends inside the member at byte {end}")
+                    is_regular &= not any(
+                        key.startswith("GNU.sparse.") for key in info.pax_headers
+                    )
+                    if (
+                        is_regular
+                        and not self.is_compressed
+                        and info.offset_data + info.size > self._file.length
+                    ):
+                        raise ImageError(
+                            "truncated-archive",
+                            f"the file ends inside the member at byte {end}",
+                        )
                     if not info.isdir():
-                        yield Member(name, info.offset_data, info.size, None if is_regular else "unsupported-member")
+                        yield Member(
+                            name,
+                            info.offset_data,
+                            info.size,
+                            None if is_regular else "unsupported-member",
+                        )
                     end = archive.offset
-            except (tarfile.TarError, ValueError, LookupError, ArithmeticError, RecursionError) as error:
+            except (
+                tarfile.TarError,
+                ValueError,
+                LookupError,
+                ArithmeticError,
+                RecursionError,
+            ) as error:
                 if file.reached_end:
-                    raise ImageError("truncated-archive", f"the file ends inside the header at byte {end}") from error
-            # `tarfile` raises such an error both at a damaged header and at the end marker.
+                    raise ImageError(
+                        "truncated-archive",
+                        f"the file ends inside the header at byte {end}",
+                    ) from error
+            # `tarfile` raises such an error both at a damaged header and at the end
+            # marker.
             marker = self.pread(tarfile.BLOCKSIZE, end)
             if len(marker) < tarfile.BLOCKSIZE:
-                detail = f"the file ends at byte {end + len(marker)} without an end marker"
+                detail = (
+                    f"the file ends at byte {end + len(marker)} without an end marker"
+                )
                 raise ImageError("truncated-archive", detail)
             if marker != _ZEROS:
-                raise ImageError("damaged-archive", f"the header at byte {end} is invalid")
+                raise ImageError(
+                    "damaged-archive", f"the header at byte {end} is invalid"
+                )
             following = self.pread(tarfile.RECORDSIZE, end + tarfile.BLOCKSIZE)
             zeros = len(following) - len(following.lstrip(b"\0"))
             if zeros == len(following):
                 return
-            end += tarfile.BLOCKSIZE * (1 + zeros // tarfile.BLOCKSIZE)  # of a concatenated archive
+            # of a concatenated archive
+            end += tarfile.BLOCKSIZE * (1 + zeros // tarfile.BLOCKSIZE)
 
     def read(self, offset: int, size: int, max_bytes: int) -> bytes:
         """Return the data of a member, or fewer bytes if the archive ends earlier."""
@@ -113,12 +172,17 @@ class TarArchive:
         return self.pread(size, offset)
 
     def pread(self, size: int, offset: int) -> bytes:
-        """Return the bytes [offset, offset + size) of the decompressed archive. Raises as `read`."""
+        """Return the bytes [offset, offset + size) of the decompressed archive.
+        Raises as `read`.
+        """
         if self._window is None:
             return self._file.pread(size, offset)
         chunks = self._window.read(offset, offset + size)
         return b"".join(
-            (chunk.data or b"")[max(0, offset - chunk.start) : max(0, offset + size - chunk.start)] for chunk in chunks
+            (chunk.data or b"")[
+                max(0, offset - chunk.start) : max(0, offset + size - chunk.start)
+            ]
+            for chunk in chunks
         )
 
     def close(self) -> None:
@@ -126,28 +190,43 @@ class TarArchive:
         self._file.close()
 
     def _chunks(self, decompress: _Decompress) -> Iterator[tuple[int, bytes]]:
-        """Yield (length, content) of the chunks of the decompressed archive. OS errors stay unchanged."""
-        compressed = RangedFile(self._file.pread, self._file.length)  # a decompressor may close its file
+        """Yield (length, content) of the chunks of the decompressed archive. OS
+        errors stay unchanged.
+        """
+        # a decompressor may close its file
+        compressed = RangedFile(self._file.pread, self._file.length)
         end = 0
         try:
             for chunk in decompress(compressed):
                 end += len(chunk)
                 if end > FREE_EXPANSION + MAX_EXPANSION * compressed.tell():
-                    detail = f"{compressed.tell()} compressed bytes expand to more than {end} bytes"
+                    detail = (
+                        f"{compressed.tell()} compressed bytes expand to more than"
+                        f" {end} bytes"
+                    )
                     raise ImageError(reason="too-expensive", detail=detail)
                 yield len(chunk), chunk
         except EOFError as error:
-            raise ImageError("truncated-archive", f"the compressed data end after {end} bytes of content") from error
+            raise ImageError(
+                "truncated-archive",
+                f"the compressed data end after {end} bytes of content",
+            ) from error
         except (zlib.error, lzma.LZMAError, OSError, ValueError) as error:
             if isinstance(error, OSError) and error.errno is not None:
                 raise
-            reason = "truncated-archive" if "runcated" in str(error) else "damaged-archive"
-            detail = f"the compressed data are damaged after {end} bytes of content: {error}"
+            reason = (
+                "truncated-archive" if "runcated" in str(error) else "damaged-archive"
+            )
+            detail = (
+                f"the compressed data are damaged after {end} bytes of content: {error}"
+            )
             raise ImageError(reason=reason, detail=detail) from error
 
 
 class _HeaderFile:
-    """File object from which `tarfile` reads headers. A damaged header can request a long read: ImageError."""
+    """File object from which `tarfile` reads headers. A damaged header can request
+    a long read: ImageError.
+    """
 
     name = None
     mode = "rb"
@@ -165,7 +244,10 @@ class _HeaderFile:
 
     def read(self, size: int) -> bytes:
         if not 0 <= size <= _MAX_HEADER:
-            raise ImageError("damaged-archive", f"the header at byte {self._position} has the invalid size {size}")
+            raise ImageError(
+                "damaged-archive",
+                f"the header at byte {self._position} has the invalid size {size}",
+            )
         data = self._archive.pread(size, self._position)
         self.reached_end |= len(data) < size
         self._position += len(data)
@@ -177,7 +259,9 @@ def _chunks_of(stream: Any) -> Iterator[bytes]:
 
 
 def _xz_chunks(file: RangedFile) -> Iterator[bytes]:
-    """Decompress an xz file with bounded memory, which `lzma.LZMAFile` does not offer."""
+    """Decompress an xz file with bounded memory, which `lzma.LZMAFile` does not
+    offer.
+    """
     data = file.read(_CHUNK)
     while data:
         decompressor = lzma.LZMADecompressor(lzma.FORMAT_XZ, _XZ_MEMORY)
@@ -189,7 +273,8 @@ def _xz_chunks(file: RangedFile) -> Iterator[bytes]:
                 data = file.read(_CHUNK)
                 if not data:
                     raise EOFError("the file ends inside the compressed data")
-        data = decompressor.unused_data.lstrip(b"\0")  # zero bytes and further streams may follow
+        # zero bytes and further streams may follow
+        data = decompressor.unused_data.lstrip(b"\0")
         while not data and (following := file.read(_CHUNK)):
             data = following.lstrip(b"\0")
 
@@ -200,6 +285,8 @@ _DECOMPRESSORS: dict[bytes, _Decompress] = {
     b"BZh": lambda file: _chunks_of(bz2.BZ2File(file)),
     b"\xfd7zXZ": _xz_chunks,
     # Python has no zstd of its own before 3.14.
-    b"\x28\xb5\x2f\xfd": lambda file: _chunks_of(pa.CompressedInputStream(pa.PythonFile(file, "r"), "zstd")),
+    b"\x28\xb5\x2f\xfd": lambda file: _chunks_of(
+        pa.CompressedInputStream(pa.PythonFile(file, "r"), "zstd")
+    ),
 }
 """Functions that yield the content of a compressed file, by its first bytes."""

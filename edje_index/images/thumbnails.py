@@ -1,7 +1,7 @@
 """Makes thumbnails of the photos in an index, and of key frames of its clips.
 
-A photo is shown only if its hash equals the hash in the index. Without this check, an index from an untrusted author
-could show any file of the reader's machine.
+A photo is shown only if its hash equals the hash in the index. Without this check, an
+index from an untrusted author could show any file of the reader's machine.
 """
 
 from __future__ import annotations
@@ -16,7 +16,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from edje_index.images.clips import is_clip, key_frame
-from edje_index.images.containers import ARCHIVES, PARQUET, Container, container_kind, split_uri
+from edje_index.images.containers import (
+    ARCHIVES,
+    PARQUET,
+    Container,
+    container_kind,
+    split_uri,
+)
 from edje_index.images.decode import ImageError, content_hash, decode_partial
 from edje_index.images.inputs import InputRef, read_bytes
 from edje_index.images.ranges import open_ranged
@@ -29,7 +35,9 @@ from storage_formats.format.remote import open_index
 from storage_formats.format.rows import INDEXED, read_index_rows
 
 MAX_PHOTO_BYTES = 1 << 26
-"""Largest number of bytes of a photo with a thumbnail. The limit bounds time and memory."""
+"""Largest number of bytes of a photo with a thumbnail. The limit bounds time and
+memory.
+"""
 
 DEFAULT_SIDE = 256
 """Pixels of the longer side of a thumbnail."""
@@ -37,11 +45,20 @@ DEFAULT_SIDE = 256
 PHOTO_COLUMNS = ["uri", "uri_raw", "size", "content_hash", "status", "reason", "detail"]
 """The columns of the rows table that `read_photo` and `read_thumbnails` need."""
 
-PHOTO_ERRORS = (ImageError, MissingExtraError, TransientInputError, OSError, MemoryError)
-"""What reading and decoding the photo of a row may raise. See `describe_photo_error`."""
+PHOTO_ERRORS = (
+    ImageError,
+    MissingExtraError,
+    TransientInputError,
+    OSError,
+    MemoryError,
+)
+"""What reading and decoding the photo of a row may raise. See
+`describe_photo_error`.
+"""
 
 _JPEG_QUALITY = 82
-_MAX_MEMBERS = 1_000_000  # of one archive; the names of more would fill the memory
+# of one archive; the names of more would fill the memory
+_MAX_MEMBERS = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -59,28 +76,44 @@ class Thumbnail:
 
     @property
     def data_uri(self) -> str | None:
-        """The JPEG as a `data:` URI, which a web page can embed; None without a JPEG."""
-        return None if self.jpeg is None else "data:image/jpeg;base64," + base64.b64encode(self.jpeg).decode()
+        """The JPEG as a `data:` URI, which a web page can embed; None without a
+        JPEG.
+        """
+        return (
+            None
+            if self.jpeg is None
+            else "data:image/jpeg;base64," + base64.b64encode(self.jpeg).decode()
+        )
 
 
 def read_thumbnails(
-    index: IndexLocation | CommittedIndex, row_ids: Sequence[int], side: int = DEFAULT_SIDE
+    index: IndexLocation | CommittedIndex,
+    row_ids: Sequence[int],
+    side: int = DEFAULT_SIDE,
 ) -> list[Thumbnail]:
-    """Return one thumbnail per row id, in the order of `row_ids`. A photo that cannot be read raises no error.
+    """Return one thumbnail per row id, in the order of `row_ids`. A photo that cannot
+    be read raises no error.
 
     Args:
         row_ids: rows of the index; duplicates are allowed.
         side: length of the longer side of a thumbnail in pixels.
 
     Raises:
-        UsageError, IncompleteIndexError, CorruptIndexError: as for `storage_formats.format.rows.read_rows`.
+        UsageError, IncompleteIndexError, CorruptIndexError: as for
+            `storage_formats.format.rows.read_rows`.
     """
     thumbnails = []
     opened = index if isinstance(index, CommittedIndex) else open_index(index)
-    for row_id, row in zip(row_ids, read_index_rows(opened, row_ids, PHOTO_COLUMNS).to_pylist(), strict=True):
-        jpeg, problem = None, ""
+    for row_id, row in zip(
+        row_ids,
+        read_index_rows(opened, row_ids, PHOTO_COLUMNS).to_pylist(),
+        strict=True,
+    ):
+        jpeg = None
+        problem = ""
         try:
-            data, out = read_photo(row), io.BytesIO()
+            data = read_photo(row)
+            out = io.BytesIO()
             image = key_frame(data) if is_clip(data) else decode_partial(data)[0]
             image.thumbnail((side, side))
             image.save(out, "JPEG", quality=_JPEG_QUALITY)
@@ -95,27 +128,39 @@ def read_photo(row: dict[str, Any]) -> bytes:
     """Read the photo of a row and check its hash.
 
     Raises:
-        ImageError: the row is not indexed, or its photo cannot be read, has no hash in the index, or has changed since
-            it was indexed.
+        ImageError: the row is not indexed, or its photo cannot be read, has no hash in
+            the index, or has changed since it was indexed.
     """
     if row["status"] != INDEXED:
-        raise ImageError(reason=row["status"], detail=row["reason"] or "see the rows table")
+        raise ImageError(
+            reason=row["status"], detail=row["reason"] or "see the rows table"
+        )
     if row["content_hash"] is None or row["size"] is None:
         raise ImageError(
-            reason="unreadable", detail="the index contains no hash of the photo, so the photo cannot be checked"
+            reason="unreadable",
+            detail=(
+                "the index contains no hash of the photo, so the photo cannot be"
+                " checked"
+            ),
         )
     if row["size"] > MAX_PHOTO_BYTES:
         raise ImageError(
-            reason="too-many-bytes", detail=f"{row['size']:,} bytes is over the limit of {MAX_PHOTO_BYTES:,}"
+            reason="too-many-bytes",
+            detail=f"{row['size']:,} bytes is over the limit of {MAX_PHOTO_BYTES:,}",
         )
     data = read_bytes(_locate(row))
     if content_hash(data) != row["content_hash"]:
-        raise ImageError(reason="changed-since-plan", detail="the photo has changed since it was indexed")
+        raise ImageError(
+            reason="changed-since-plan",
+            detail="the photo has changed since it was indexed",
+        )
     return data
 
 
 def describe_photo_error(error: Exception) -> str:
-    """Return the reason why a photo cannot be shown. `error` is one of `PHOTO_ERRORS`."""
+    """Return the reason why a photo cannot be shown. `error` is one of
+    `PHOTO_ERRORS`.
+    """
     if isinstance(error, MemoryError):
         return "too-expensive: there is too little memory to decode the photo"
     if isinstance(error, ImageError | MissingExtraError):
@@ -124,17 +169,27 @@ def describe_photo_error(error: Exception) -> str:
 
 
 def _locate(row: dict[str, Any]) -> InputRef:
-    """Return where the photo of a row is now: a file, or a part of an archive or Parquet file."""
-    uri, size = row["uri"], row["size"]
+    """Return where the photo of a row is now: a file, or a part of an archive or
+    Parquet file.
+    """
+    uri = row["uri"]
+    size = row["size"]
     path = row["uri_raw"] or os.fsencode(uri)
     if is_remote(path):
-        raise ImageError(reason="not-a-local-path", detail="the photo is on a server; only local photos are shown")
+        raise ImageError(
+            reason="not-a-local-path",
+            detail="the photo is on a server; only local photos are shown",
+        )
     parts = split_uri(uri)
     if parts is not None and not os.path.isfile(path):
         path = row["uri_raw"] or os.fsencode(parts[0])
     if not os.path.isabs(path):
-        raise ImageError(reason="not-a-local-path", detail="the index names the photo by a relative path")
-    if not os.path.isfile(path):  # before `read_bytes`, which waits for a directory that has vanished
+        raise ImageError(
+            reason="not-a-local-path",
+            detail="the index names the photo by a relative path",
+        )
+    # before `read_bytes`, which waits for a directory that has vanished
+    if not os.path.isfile(path):
         raise ImageError(reason="missing", detail="no such file")
     if parts is None or path == os.fsencode(uri):
         return InputRef(uri, path, size=size)
@@ -144,12 +199,20 @@ def _locate(row: dict[str, Any]) -> InputRef:
     if kind == PARQUET:
         column, _, number = member.rpartition("/")
         if not number.isdecimal():
-            raise ImageError(reason="missing", detail="the index names no row of the Parquet file")
-        return InputRef(uri, path, Container(PARQUET, status.st_size, column), int(number))
-    offsets, damage = _member_offsets(path, str(kind), status.st_mtime_ns, status.st_size)
+            raise ImageError(
+                reason="missing", detail="the index names no row of the Parquet file"
+            )
+        return InputRef(
+            uri, path, Container(PARQUET, status.st_size, column), int(number)
+        )
+    offsets, damage = _member_offsets(
+        path, str(kind), status.st_mtime_ns, status.st_size
+    )
     offset = offsets.get((member.encode("utf-8", "surrogateescape"), size))
     if offset is None:
-        raise damage or ImageError(reason="missing", detail="the archive has no such member")
+        raise damage or ImageError(
+            reason="missing", detail="the archive has no such member"
+        )
     return InputRef(uri, path, Container(str(kind), status.st_size), offset, size)
 
 
@@ -157,7 +220,8 @@ def _locate(row: dict[str, Any]) -> InputRef:
 def _member_offsets(
     path: bytes, kind: str, _modified: int, _size: int
 ) -> tuple[dict[tuple[bytes, int], int], ImageError | None]:
-    """Return the offset of each member by (name, size), and the damage after the last member that can be read.
+    """Return the offset of each member by (name, size), and the damage after the last
+    member that can be read.
 
     If several members have the same name and size, the first wins.
     """
@@ -165,7 +229,9 @@ def _member_offsets(
     with open_ranged(path, only_headers=True) as file:
         archive = ARCHIVES[kind][0](file)
         if archive.is_compressed:
-            detail = "the photo is in a compressed archive; unpack the archive to see it"
+            detail = (
+                "the photo is in a compressed archive; unpack the archive to see it"
+            )
             raise ImageError(reason="too-expensive", detail=detail)
         try:
             for member in itertools.islice(archive.members(), _MAX_MEMBERS):

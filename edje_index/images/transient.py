@@ -1,7 +1,8 @@
-"""Retries reads and decodes that fail because of the machine: a failing disk or network, or too little memory.
+"""Retries reads and decodes that fail because of the machine: a failing disk or
+network, or too little memory.
 
-If the error persists, the functions raise `TransientInputError`. In this case, the caller must not
-mark the input as failed.
+If the error persists, the functions raise `TransientInputError`. In this case, the
+caller must not mark the input as failed.
 """
 
 from __future__ import annotations
@@ -21,20 +22,50 @@ PAUSES = (0.5, 1.5, 4.0)
 """Seconds to wait before each further attempt."""
 
 _NETWORK = {
-    *(errno.ETIMEDOUT, errno.EAGAIN, errno.EBUSY, errno.ENOLINK, errno.ECONNABORTED, errno.ECONNREFUSED),
-    *(errno.ECONNRESET, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETRESET, errno.ENETUNREACH),
+    *(
+        errno.ETIMEDOUT,
+        errno.EAGAIN,
+        errno.EBUSY,
+        errno.ENOLINK,
+        errno.ECONNABORTED,
+        errno.ECONNREFUSED,
+    ),
+    *(
+        errno.ECONNRESET,
+        errno.EHOSTDOWN,
+        errno.EHOSTUNREACH,
+        errno.ENETDOWN,
+        errno.ENETRESET,
+        errno.ENETUNREACH,
+    ),
 }
 _ADVICE = (
-    ({errno.EMFILE, errno.ENFILE}, "raise the limit of open files, or use fewer workers"),
-    ({errno.ENOMEM, errno.ENOBUFS}, "free some memory, or use fewer workers or threads"),
-    ({errno.ESTALE, errno.ENOTCONN, errno.ESHUTDOWN}, "check that the file system of the input is mounted"),
+    (
+        {errno.EMFILE, errno.ENFILE},
+        "raise the limit of open files, or use fewer workers",
+    ),
+    (
+        {errno.ENOMEM, errno.ENOBUFS},
+        "free some memory, or use fewer workers or threads",
+    ),
+    (
+        {errno.ESTALE, errno.ENOTCONN, errno.ESHUTDOWN},
+        "check that the file system of the input is mounted",
+    ),
     (_NETWORK, "check the disk or network that holds the input"),
-    ({errno.EIO}, "check the disk or network that holds the input; if only this file is unreadable, move it away"),
+    (
+        {errno.EIO},
+        (
+            "check the disk or network that holds the input; if only this file is"
+            " unreadable, move it away"
+        ),
+    ),
 )
 
 
 class TransientInputError(EdjeError):
-    """The machine, and not the input, is the reason why an input cannot be read or decoded now.
+    """The machine, and not the input, is the reason why an input cannot be read or
+    decoded now.
 
     A later attempt may succeed.
     """
@@ -46,13 +77,16 @@ def is_transient(error: OSError) -> bool:
 
 
 def transient_error(uri: str, error: OSError) -> TransientInputError:
-    """Return the exception to raise if the transient `error` persists for the input `uri`."""
+    """Return the exception to raise if the transient `error` persists for the input
+    `uri`.
+    """
     advice = next(advice for numbers, advice in _ADVICE if error.errno in numbers)
     return TransientInputError(f"cannot read {uri}: {error.strerror}; {advice}")
 
 
 def retry(read: Callable[[], _T], uri: str, enough_bytes: int = 1 << 30) -> _T:
-    """Return the result of `read()`. After a transient OSError or a MemoryError, wait and call `read` again.
+    """Return the result of `read()`. After a transient OSError or a MemoryError, wait
+    and call `read` again.
 
     The pauses between the calls are `PAUSES`.
 
@@ -61,7 +95,8 @@ def retry(read: Callable[[], _T], uri: str, enough_bytes: int = 1 << 30) -> _T:
 
     Raises:
         TransientInputError: the error persists, and is not the input's.
-        ImageError: the MemoryError persists, although `enough_bytes` can be allocated. The reason is "too-expensive".
+        ImageError: the MemoryError persists, although `enough_bytes` can be allocated.
+            The reason is "too-expensive".
     """
     for pause in (*PAUSES, None):
         try:
@@ -73,9 +108,17 @@ def retry(read: Callable[[], _T], uri: str, enough_bytes: int = 1 << 30) -> _T:
                 raise transient_error(uri, error) from error
         except MemoryError as error:
             if pause is None and can_allocate(enough_bytes):
-                raise ImageError("too-expensive", f"it needs more than {enough_bytes} bytes of memory") from error
+                raise ImageError(
+                    "too-expensive",
+                    f"it needs more than {enough_bytes} bytes of memory",
+                ) from error
             if pause is None:
-                advice = "free some memory, or use fewer workers, fewer threads or a lower limit on the pixels"
-                raise TransientInputError(f"cannot decode {uri}: too little memory; {advice}") from error
+                advice = (
+                    "free some memory, or use fewer workers, fewer threads or a lower"
+                    " limit on the pixels"
+                )
+                raise TransientInputError(
+                    f"cannot decode {uri}: too little memory; {advice}"
+                ) from error
         time.sleep(pause)
     raise AssertionError("unreachable: the last attempt returns or raises")

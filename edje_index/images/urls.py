@@ -1,4 +1,6 @@
-"""Distinguishes URLs from paths, and removes passwords from URLs. Defines the errors and versions of remote files."""
+"""Distinguishes URLs from paths, and removes passwords from URLs. Defines the
+errors and versions of remote files.
+"""
 
 from __future__ import annotations
 
@@ -25,21 +27,27 @@ def is_remote(path: bytes) -> bool:
 
 
 def has_credentials(url: str) -> bool:
-    """Return True if `url` contains a user name or a password, as `https://user:password@host` does."""
+    """Return True if `url` contains a user name or a password, as
+    `https://user:password@host` does.
+    """
     return scheme_of(url) is not None and without_credentials(url) != url
 
 
 def without_credentials(text: str) -> str:
-    """Return `text`, with "..." in place of the user names and passwords of its URLs."""
+    """Return `text`, with "..." in place of the user names and passwords of its
+    URLs.
+    """
     return _USER.sub("...@", text)
 
 
 class FileVersion(NamedTuple):
-    """What a server says about a file, so that ranges of two versions are never combined.
+    """What a server says about a file, so that ranges of two versions are never
+    combined.
 
     Attributes:
         etag: identifier of the contents; None if the server sends none.
-        modified: time of the last modification, in the words of the server; None if the server sends none.
+        modified: time of the last modification, in the words of the server; None if the
+            server sends none.
     """
 
     length: int
@@ -58,4 +66,6 @@ class ChangedFileError(OSError):
     """A file on a server has changed while it was read."""
 
     def __init__(self, url: str) -> None:
-        super().__init__(errno.EPROTO, "the file on the server has changed while it was read", url)
+        super().__init__(
+            errno.EPROTO, "the file on the server has changed while it was read", url
+        )

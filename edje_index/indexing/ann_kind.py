@@ -10,7 +10,9 @@ from storage_formats.errors import UsageError
 from storage_formats.format.manifest import Manifest
 
 FLAT_LIMIT = 100_000
-"""Largest number of rows with an exact index: a scan of 100,000 x 768 takes about 10 ms on two cores."""
+"""Largest number of rows with an exact index: a scan of 100,000 x 768 takes about
+10 ms on two cores.
+"""
 _FACTORY = re.compile(r"Flat|IVF([1-9]\d{0,6}),(?:Flat|PQ([1-9]\d{0,4})x4fs)")
 _PEAK = 1.2
 """Memory of a build at its peak, divided by the size of the FAISS index."""
@@ -25,9 +27,11 @@ class AnnKind:
     """A kind of FAISS index.
 
     Attributes:
-        lists: number of inverted lists; 0 for a flat index, which compares each query with every vector.
-        sub_vectors: number of sub-vectors into which product quantization splits a vector. Each sub-vector is stored as
-            a 4-bit code. If the number is 0, exact vectors are stored.
+        lists: number of inverted lists; 0 for a flat index, which compares each query
+            with every vector.
+        sub_vectors: number of sub-vectors into which product quantization splits a
+            vector. Each sub-vector is stored as a 4-bit code. If the number is 0, exact
+            vectors are stored.
     """
 
     lists: int = 0
@@ -35,23 +39,27 @@ class AnnKind:
 
     @classmethod
     def parse(cls, factory: str, width: int) -> AnnKind:
-        """Parse a FAISS factory string: `Flat`, `IVF<lists>,Flat` or `IVF<lists>,PQ<parts>x4fs`.
+        """Parse a FAISS factory string: `Flat`, `IVF<lists>,Flat` or
+        `IVF<lists>,PQ<parts>x4fs`.
 
         Raises:
-            UsageError: `factory` has another form, or the number of parts does not divide `width`.
+            UsageError: `factory` has another form, or the number of parts does not
+                divide `width`.
         """
         match = _FACTORY.fullmatch(factory)
         if match is None:
             raise UsageError(
-                f"the FAISS factory {factory!r} is not supported; use Flat, IVF<lists>,Flat or IVF<lists>,PQ<parts>x4fs"
-                ", for example IVF1000,PQ192x4fs",
+                f"the FAISS factory {factory!r} is not supported; use Flat,"
+                " IVF<lists>,Flat or IVF<lists>,PQ<parts>x4fs, for example"
+                " IVF1000,PQ192x4fs",
                 parameter="ann",
             )
         kind = cls(int(match[1] or 0), int(match[2] or 0))
         if kind.sub_vectors and width % kind.sub_vectors:
             raise UsageError(
-                f"{factory} splits a vector into {kind.sub_vectors} parts, but the embeddings have {width} values; "
-                f"choose a number of parts that divides {width}",
+                f"{factory} splits a vector into {kind.sub_vectors} parts, but the"
+                f" embeddings have {width} values; choose a number of parts that"
+                f" divides {width}",
                 parameter="ann",
             )
         return kind
@@ -61,24 +69,35 @@ class AnnKind:
         """Choose a kind of FAISS index.
 
         Args:
-            memory: memory in bytes that a build may use; None for no limit. If one sub-vector per 2 values needs more
-                memory, one sub-vector per 4 values is used, even if that needs more memory too.
+            memory: memory in bytes that a build may use; None for no limit. If one
+                sub-vector per 2 values needs more memory, one sub-vector per 4 values
+                is used, even if that needs more memory too.
         """
         kinds = cls.defaults(rows, width)
-        fitting = (kind for kind in kinds if memory is None or kind.build_bytes(rows, width) <= memory)
+        fitting = (
+            kind
+            for kind in kinds
+            if memory is None or kind.build_bytes(rows, width) <= memory
+        )
         return next(fitting, kinds[-1])
 
     @classmethod
     def defaults(cls, rows: int, width: int) -> list[AnnKind]:
         """Return the kinds that `choose` returns for any memory, largest first."""
         lists = 0 if rows <= FLAT_LIMIT else math.isqrt(rows)
-        sizes = [width // values for values in (2, 4) if not width % values] if lists else []
+        sizes = (
+            [width // values for values in (2, 4) if not width % values]
+            if lists
+            else []
+        )
         return [cls(lists, sub_vectors) for sub_vectors in sizes or [0]]
 
     @property
     def name(self) -> str:
         """Name of the kind, as stored in `ann.kind` of `index.json`."""
-        return "flat" if not self.lists else "ivf-pq" if self.sub_vectors else "ivf-flat"
+        return (
+            "flat" if not self.lists else "ivf-pq" if self.sub_vectors else "ivf-flat"
+        )
 
     @property
     def factory(self) -> str:
@@ -87,39 +106,58 @@ class AnnKind:
         return f"IVF{self.lists},{codes}" if self.lists else codes
 
     def check_memory(self, rows: int, width: int, memory: int | None) -> None:
-        """Raise UsageError if a build with `rows` embeddings of `width` values needs more than `memory` bytes."""
+        """Raise UsageError if a build with `rows` embeddings of `width` values
+        needs more than `memory` bytes.
+        """
         need = self.build_bytes(rows, width)
         if memory is not None and need > memory:
             raise UsageError(
-                f"the nearest-neighbour index {self.factory} of {rows:,} rows needs {need:,} bytes of memory, but only "
-                f"{memory:,} are available; provide more memory, split the index, or name a FAISS factory with fewer "
-                "parts",
+                f"the nearest-neighbour index {self.factory} of {rows:,} rows needs"
+                f" {need:,} bytes of memory, but only {memory:,} are available; provide"
+                " more memory, split the index, or name a FAISS factory with fewer"
+                " parts",
                 parameter="ann",
             )
 
     def vector_bytes(self, width: int) -> int:
         """Return the number of bytes that one vector and its id take."""
-        return _ID_BYTES + (-(-self.sub_vectors // 2) if self.sub_vectors else _FLOAT_BYTES * width)
+        return _ID_BYTES + (
+            -(-self.sub_vectors // 2) if self.sub_vectors else _FLOAT_BYTES * width
+        )
 
     def build_bytes(self, rows: int, width: int) -> int:
-        """Return the memory in bytes that a build with `rows` embeddings of `width` values needs at its peak."""
+        """Return the memory in bytes that a build with `rows` embeddings of `width`
+        values needs at its peak.
+        """
         return math.ceil(_PEAK * rows * self.vector_bytes(width))
 
 
 def rebuild_reasons(manifest: Manifest) -> list[str]:
-    """Return the reasons to build the nearest-neighbour index again; empty if there are none.
+    """Return the reasons to build the nearest-neighbour index again; empty if there are
+    none.
 
-    The drift is the mean distance of appended embeddings from the nearest centroid, divided by the mean distance of the
-    embeddings in the first file.
+    The drift is the mean distance of appended embeddings from the nearest centroid,
+    divided by the mean distance of the embeddings in the first file.
     """
-    files, spec, reasons = manifest.ann.get("files", []), manifest.spec, []
-    distances = [(int(file["vectors"]), 1 - float(file["similarity"])) for file in files if "similarity" in file]
+    files = manifest.ann.get("files", [])
+    spec = manifest.spec
+    reasons = []
+    distances = [
+        (int(file["vectors"]), 1 - float(file["similarity"]))
+        for file in files
+        if "similarity" in file
+    ]
     appended = sum(int(file.get("vectors", 0)) for file in files[1:])
     if appended and len(distances) == len(files) and distances[0][1] > 0:
-        drift = sum(vectors * distance for vectors, distance in distances[1:]) / appended / distances[0][1]
+        drift = (
+            sum(vectors * distance for vectors, distance in distances[1:])
+            / appended
+            / distances[0][1]
+        )
         if drift > _MAX_DRIFT:
             reasons.append(
-                f"appended embeddings lie {drift:.2f} times as far from the centroids as the first embeddings"
+                f"appended embeddings lie {drift:.2f} times as far from the centroids"
+                " as the first embeddings"
             )
     if len(files) > _MAX_FILES:
         reasons.append(f"a search reads {len(files)} files")

@@ -1,12 +1,14 @@
 """Checks a FAISS file before FAISS reads the file.
 
-A stranger who makes an index writes the checksum of the file too. 4,500 files of 6 to 18 kB were damaged in sizes, ids
-and bytes, and read by FAISS 1.15.1 without this check. No file ended the process. But 1.8 % of the files made FAISS ask
-for 50 MB to more than 2 GB of memory, and 4 % were searched and gave ids that the index does not have. FAISS also opens
-any file for writing that a structure for lists on disk names. So this check accepts only the structures of SPEC.md
-section 10, with the sizes of this index.
+A stranger who makes an index writes the checksum of the file too. 4,500 files of 6 to
+18 kB were damaged in sizes, ids and bytes, and read by FAISS 1.15.1 without this check.
+No file ended the process. But 1.8 % of the files made FAISS ask for 50 MB to more than
+2 GB of memory, and 4 % were searched and gave ids that the index does not have. FAISS
+also opens any file for writing that a structure for lists on disk names. So this check
+accepts only the structures of SPEC.md section 10, with the sizes of this index.
 
-The order of the fields is defined in `impl/index_write.cpp` and `invlists/BlockInvertedLists.cpp` of FAISS.
+The order of the fields is defined in `impl/index_write.cpp` and
+`invlists/BlockInvertedLists.cpp` of FAISS.
 """
 
 from __future__ import annotations
@@ -18,21 +20,25 @@ from typing import BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-_BLOCK_VECTORS = 32  # FAISS's fast scan compares a query with 32 codes at once
+# FAISS's fast scan compares a query with 32 codes at once
+_BLOCK_VECTORS = 32
 
 
 class FaissFileError(ValueError):
     """A FAISS file differs from the files that `build_ann` writes."""
 
 
-def check_faiss_file(file: BinaryIO, *, dimensions: int, vectors: int, rows: int) -> None:
+def check_faiss_file(
+    file: BinaryIO, *, dimensions: int, vectors: int, rows: int
+) -> None:
     """Check the structure, sizes and ids of a FAISS file.
 
     Args:
         rows: number of rows of the index. Every id must be smaller than this number.
 
     Raises:
-        FaissFileError: `build_ann` does not write this structure, or a size or an id does not belong to this index.
+        FaissFileError: `build_ann` does not write this structure, or a size or an id
+            does not belong to this index.
     """
     fields = _Fields(file)
     kind = fields.tag("IxM2", "IwFl", "IwPf")
@@ -44,7 +50,8 @@ def check_faiss_file(file: BinaryIO, *, dimensions: int, vectors: int, rows: int
         _header(fields, dimensions, vectors)
         if inner == "IxFI":
             _flat_vectors(fields, dimensions, vectors)
-        else:  # as earlier builds wrote it; the ids in the lists are positions
+        else:
+            # as earlier builds wrote it; the ids in the lists are positions
             _lists(fields, inner, dimensions, vectors, id_limit=vectors)
         fields.expect("Q", vectors)
         fields.ids(vectors, limit=rows)
@@ -52,7 +59,9 @@ def check_faiss_file(file: BinaryIO, *, dimensions: int, vectors: int, rows: int
 
 
 class _Fields:
-    """Reads the fields of a file in order. Raises FaissFileError for a size beyond the end of the file."""
+    """Reads the fields of a file in order. Raises FaissFileError for a size beyond
+    the end of the file.
+    """
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -66,24 +75,35 @@ class _Fields:
     def expect(self, form: str, *expected: int) -> None:
         """Read numbers, and raise FaissFileError if they differ from `expected`."""
         if (numbers := self.numbers(form)) != expected:
-            raise FaissFileError(f"the FAISS file has the sizes {numbers} instead of {expected} {self._place()}")
+            raise FaissFileError(
+                f"the FAISS file has the sizes {numbers} instead of {expected}"
+                f" {self._place()}"
+            )
 
     def tag(self, *accepted: str) -> str:
-        """Read the four-letter name of a structure. Raise FaissFileError if the name is not in `accepted`."""
+        """Read the four-letter name of a structure. Raise FaissFileError if the
+        name is not in `accepted`.
+        """
         name = self._read(4).decode("latin-1")
         if name not in accepted:
-            raise FaissFileError(f"the FAISS file contains the structure {name!r} instead of {' or '.join(accepted)}")
+            raise FaissFileError(
+                f"the FAISS file contains the structure {name!r} instead of"
+                f" {' or '.join(accepted)}"
+            )
         return name
 
     def array(self, count: int) -> NDArray[np.int64]:
         return np.frombuffer(self._read(8 * count), dtype="<i8")
 
     def ids(self, count: int, *, limit: int) -> None:
-        """Read `count` ids, and check that each is at least 0 and below `limit`. FAISS uses ids as offsets."""
+        """Read `count` ids, and check that each is at least 0 and below `limit`.
+        FAISS uses ids as offsets.
+        """
         ids = self.array(count)
         if count and (ids.min() < 0 or ids.max() >= limit):
             raise FaissFileError(
-                f"the FAISS file contains ids from {ids.min()} to {ids.max()}, but ids must be in 0..{limit - 1}"
+                f"the FAISS file contains ids from {ids.min()} to {ids.max()}, but ids"
+                f" must be in 0..{limit - 1}"
             )
 
     def skip(self, length: int) -> None:
@@ -100,7 +120,10 @@ class _Fields:
 
     def _take(self, length: int) -> None:
         if not 0 <= length <= self._left:
-            raise FaissFileError(f"the FAISS file ends {length - self._left} bytes too early {self._place()}")
+            raise FaissFileError(
+                f"the FAISS file ends {length - self._left} bytes too early"
+                f" {self._place()}"
+            )
         self._left -= length
 
     def _place(self) -> str:
@@ -108,7 +131,9 @@ class _Fields:
 
 
 def _header(fields: _Fields, dimensions: int, vectors: int) -> None:
-    """Check the fields that every structure begins with. 16 bytes are no longer used. The last field is the metric."""
+    """Check the fields that every structure begins with. 16 bytes are no longer
+    used. The last field is the metric.
+    """
     fields.expect("iq16xBi", dimensions, vectors, 1, 0)
 
 
@@ -117,34 +142,80 @@ def _flat_vectors(fields: _Fields, dimensions: int, vectors: int) -> None:
     fields.skip(dimensions * vectors * 4)
 
 
-def _lists(fields: _Fields, kind: str, dimensions: int, vectors: int, *, id_limit: int) -> None:
-    """Check inverted lists, of exact vectors ("IwFl") or of 4-bit codes ("IwPf"), after their header."""
+def _lists(
+    fields: _Fields, kind: str, dimensions: int, vectors: int, *, id_limit: int
+) -> None:
+    """Check inverted lists, of exact vectors ("IwFl") or of 4-bit codes ("IwPf"),
+    after their header.
+    """
     lists, probes = fields.numbers("QQ")
     if not probes:
-        raise FaissFileError("the number of inverted lists to search in the FAISS file is 0, but must be at least 1")
-    fields.tag("IxFI")  # the centroids
+        raise FaissFileError(
+            "the number of inverted lists to search in the FAISS file is 0, but must be"
+            " at least 1"
+        )
+    # the centroids
+    fields.tag("IxFI")
     _header(fields, dimensions, lists)
     _flat_vectors(fields, dimensions, lists)
-    fields.expect("BQ", 0, 0)  # no direct map
+    # no direct map
+    fields.expect("BQ", 0, 0)
     total = 0
     if kind == "IwFl":
         fields.tag("ilar")
         fields.expect("QQ", lists, 4 * dimensions)
         lengths = _list_lengths(fields, lists)
-        if sum(lengths) == vectors:  # before anything is read
+        # before anything is read
+        if sum(lengths) == vectors:
             for length in lengths:
                 fields.skip(length * 4 * dimensions)
                 fields.ids(length, limit=id_limit)
         total = sum(lengths)
     else:
-        # Settings, and a product quantizer of vectors in `parts` parts, each with 16 centroids.
-        residual, code_bytes, block, padded, method, batch, width, parts, bits, values = fields.numbers("BQiQiQQQQQ")
-        expected = (0, -(-parts // 2), _BLOCK_VECTORS, 2 * code_bytes, 0, 0, dimensions, 4, 16 * dimensions)
-        if (residual, code_bytes, block, padded, method, batch, width, bits, values) != expected:
-            raise FaissFileError("the FAISS file has other settings of codes than those that `ann build` writes")
+        # Settings, and a product quantizer of vectors in `parts` parts, each with 16
+        # centroids.
+        (
+            residual,
+            code_bytes,
+            block,
+            padded,
+            method,
+            batch,
+            width,
+            parts,
+            bits,
+            values,
+        ) = fields.numbers("BQiQiQQQQQ")
+        expected = (
+            0,
+            -(-parts // 2),
+            _BLOCK_VECTORS,
+            2 * code_bytes,
+            0,
+            0,
+            dimensions,
+            4,
+            16 * dimensions,
+        )
+        if (
+            residual,
+            code_bytes,
+            block,
+            padded,
+            method,
+            batch,
+            width,
+            bits,
+            values,
+        ) != expected:
+            raise FaissFileError(
+                "the FAISS file has other settings of codes than those that `ann build`"
+                " writes"
+            )
         if not parts or dimensions % parts:
             raise FaissFileError(
-                f"the quantizer in the FAISS file cannot split {dimensions} dimensions into {parts} parts"
+                f"the quantizer in the FAISS file cannot split {dimensions} dimensions"
+                f" into {parts} parts"
             )
         fields.skip(values * 4)
         fields.tag("ilbl")
@@ -158,17 +229,23 @@ def _lists(fields: _Fields, kind: str, dimensions: int, vectors: int, *, id_limi
             fields.skip(list_bytes)
             total += length
     if total != vectors:
-        raise FaissFileError(f"the number of vectors in the FAISS file is {total} instead of {vectors}")
+        raise FaissFileError(
+            f"the number of vectors in the FAISS file is {total} instead of {vectors}"
+        )
 
 
 def _list_lengths(fields: _Fields, lists: int) -> list[int]:
-    """Read the length of each inverted list: all lengths, or (list, length) pairs if most lists are empty."""
+    """Read the length of each inverted list: all lengths, or (list, length) pairs
+    if most lists are empty.
+    """
     if fields.tag("full", "sprs") == "full":
         fields.expect("Q", lists)
         return [int(length) for length in fields.array(lists)]
     (count,) = fields.numbers("Q")
     pairs = fields.array(count)[: count // 2 * 2].reshape(-1, 2)
-    if count % 2 or (pairs.size and (pairs[:, 0].min() < 0 or pairs[:, 0].max() >= lists)):
+    if count % 2 or (
+        pairs.size and (pairs[:, 0].min() < 0 or pairs[:, 0].max() >= lists)
+    ):
         raise FaissFileError("the FAISS file contains wrong numbers of inverted lists")
     lengths = np.zeros(lists, dtype=np.int64)
     lengths[pairs[:, 0]] = pairs[:, 1]

@@ -1,12 +1,14 @@
 """Encodes the images of one shard, and commits the shard with a receipt.
 
-All engines call `encode_shard`, so all engines give the same result. A repeated call gives the same result too.
+All engines call `encode_shard`, so all engines give the same result. A repeated call
+gives the same result too.
 
-A worker writes a file in `build/attempts/` for each attempt at a shard, and removes the file at the end. If the process
-dies, the file remains. The next attempt at the shard is then careful: the worker prepares one input at a time, and
-writes the position of the current input to the file. After two careful attempts died at the same input, the row of this
-input gets the status "failed". The file also names the machine of the attempt: if this machine is lost, the attempt
-counts against no input.
+A worker writes a file in `build/attempts/` for each attempt at a shard, and removes the
+file at the end. If the process dies, the file remains. The next attempt at the shard is
+then careful: the worker prepares one input at a time, and writes the position of the
+current input to the file. After two careful attempts died at the same input, the row of
+this input gets the status "failed". The file also names the machine of the attempt: if
+this machine is lost, the attempt counts against no input.
 """
 
 from __future__ import annotations
@@ -34,7 +36,14 @@ from storage_formats.atomic import naming
 from storage_formats.errors import TaskInterrupted
 from storage_formats.format.layout import IndexSpec, Layout
 from storage_formats.format.receipts import ShardReceipt
-from storage_formats.format.rows import DUPLICATE, FAILED, INDEXED, RowEntry, rows_table, with_source_values
+from storage_formats.format.rows import (
+    DUPLICATE,
+    FAILED,
+    INDEXED,
+    RowEntry,
+    rows_table,
+    with_source_values,
+)
 from storage_formats.format.source_columns import SourceColumn
 from storage_formats.ordered_results import ordered_results
 from storage_formats.writing.shard_writer import ShardWriter
@@ -46,21 +55,28 @@ if TYPE_CHECKING:
     from storage_formats.codecs import Blocks
 
 DEATHS = 2
-"""After this number of careful attempts died at an input, the row of the input gets the status "failed"."""
-_REMOTE_THREADS = 16  # requests for remote inputs that run at the same time
-_BATCHES_AHEAD = 2  # decoded batches that may wait for the model: one being decoded, one ready
-_IMAGES_AHEAD = 32  # at least as many may wait, so that the requests for remote inputs overlap
+"""After this number of careful attempts died at an input, the row of the input gets
+the status "failed".
+"""
+# requests for remote inputs that run at the same time
+_REMOTE_THREADS = 16
+# decoded batches that may wait for the model: one being decoded, one ready
+_BATCHES_AHEAD = 2
+# at least as many may wait, so that the requests for remote inputs overlap
+_IMAGES_AHEAD = 32
 
 _Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True)
 class ShardTask:
-    """One shard to encode. The task and the encoder determine the contents of the shard.
+    """One shard to encode. The task and the encoder determine the contents of the
+    shard.
 
     Attributes:
         batch_size: number of images, or of frames of clips, per forward pass.
-        decode_threads: number of threads that read and decode images. This number does not affect the result.
+        decode_threads: number of threads that read and decode images. This number does
+            not affect the result.
     """
 
     root: str
@@ -78,9 +94,12 @@ class Attempt:
     """One attempt at a shard.
 
     Attributes:
-        machine: id of the machine of the attempt; empty if the machine cannot be lost without the job.
-        careful: True to prepare one input at a time, because the process of an earlier attempt died.
-        deaths: number of careful attempts that died at an input, by position of the input.
+        machine: id of the machine of the attempt; empty if the machine cannot be lost
+            without the job.
+        careful: True to prepare one input at a time, because the process of an earlier
+            attempt died.
+        deaths: number of careful attempts that died at an input, by position of the
+            input.
     """
 
     path: Path
@@ -94,7 +113,9 @@ class Attempt:
 
     @contextlib.contextmanager
     def preparing(self, position: int) -> Iterator[None]:
-        """In a careful attempt, record `position` as the current input during the `with` block."""
+        """In a careful attempt, record `position` as the current input during the
+        `with` block.
+        """
         if not self.careful:
             yield
             return
@@ -106,27 +127,40 @@ class Attempt:
 
     def _write(self, position: int | None) -> None:
         deaths = {str(key): count for key, count in self.deaths.items()}
-        content = {"machine": self.machine, "careful": self.careful, "position": position, "deaths": deaths}
+        content = {
+            "machine": self.machine,
+            "careful": self.careful,
+            "position": position,
+            "deaths": deaths,
+        }
         with naming(self.path):
             self.path.write_text(json.dumps(content))
 
 
 @contextlib.contextmanager
-def begin_attempt(layout: Layout, shard: int, machine: str = "", alive: Collection[str] = ()) -> Iterator[Attempt]:
-    """Create the file of an attempt, yield the attempt to the `with` block, and remove the file after the block."""
-    # The file stays if the process dies, or if an exception ends the attempt and earlier deaths are recorded.
+def begin_attempt(
+    layout: Layout, shard: int, machine: str = "", alive: Collection[str] = ()
+) -> Iterator[Attempt]:
+    """Create the file of an attempt, yield the attempt to the `with` block, and
+    remove the file after the block.
+    """
+    # The file stays if the process dies, or if an exception ends the attempt and
+    # earlier deaths are recorded.
     path = layout.attempt(shard)
     attempt = Attempt(path, machine, careful=True)
     try:
         content = json.loads(path.read_text())
-        attempt.deaths.update({int(position): int(count) for position, count in content["deaths"].items()})
+        attempt.deaths.update(
+            {int(position): int(count) for position, count in content["deaths"].items()}
+        )
         if content.get("machine") and content["machine"] not in alive:
             attempt.careful = bool(content["careful"])
         elif content["position"] is not None:
             attempt.deaths[int(content["position"])] += 1
     except FileNotFoundError:
         attempt.careful = False
-    except (AttributeError, KeyError, TypeError, ValueError, RecursionError):  # the process died while it wrote
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError):
+        # the process died while it wrote
         attempt.deaths.clear()
     path.parent.mkdir(parents=True, exist_ok=True)
     attempt._write(None)
@@ -142,7 +176,9 @@ def begin_attempt(layout: Layout, shard: int, machine: str = "", alive: Collecti
 class OneAtATime(Executor):
     """Executor that runs each call at once, in the calling thread."""
 
-    def submit(self, fn: Callable[..., _Result], /, *args: Any, **kwargs: Any) -> Future[_Result]:
+    def submit(
+        self, fn: Callable[..., _Result], /, *args: Any, **kwargs: Any
+    ) -> Future[_Result]:
         future: Future[_Result] = Future()
         try:
             future.set_result(fn(*args, **kwargs))
@@ -160,37 +196,57 @@ def encode_shard(
     machine: str = "",
     alive: Collection[str] = (),
 ) -> ShardReceipt:
-    """Encode and commit one shard. If an input is damaged or missing, its row gets the status "failed".
+    """Encode and commit one shard. If an input is damaged or missing, its row gets the
+    status "failed".
 
     Args:
-        encoder: image encoder. The calling thread calls `encode`; several threads call `preprocess`.
-        should_stop: function that is called before each batch. Encoding stops if the function returns True.
+        encoder: image encoder. The calling thread calls `encode`; several threads call
+            `preprocess`.
+        should_stop: function that is called before each batch. Encoding stops if the
+            function returns True.
         machine: id of this machine, see `begin_attempt`.
 
     Raises:
-        TaskInterrupted: `should_stop` returned True. The next run starts the shard again.
-        TransientInputError: an input cannot be read or decoded because of a problem of the machine.
+        TaskInterrupted: `should_stop` returned True. The next run starts the shard
+            again.
+        TransientInputError: an input cannot be read or decoded because of a problem of
+            the machine.
     """
     layout = Layout(Path(task.root))
     refs = read_shard_inputs(layout, task.spec, task.shard)
     first_row = task.spec.shard_rows(task.shard).start
-    images = [_Image(ref, _row_entry(first_row + position, ref)) for position, ref in enumerate(refs)]
+    images = [
+        _Image(ref, _row_entry(first_row + position, ref))
+        for position, ref in enumerate(refs)
+    ]
     entries = [image.entry for image in images]
     stages = dict.fromkeys(("wait", "encode", "write"), 0.0)
     is_remote_shard = any(is_remote(ref.path) for ref in refs)
-    threads = max(task.decode_threads, _REMOTE_THREADS) if is_remote_shard else task.decode_threads
+    threads = (
+        max(task.decode_threads, _REMOTE_THREADS)
+        if is_remote_shard
+        else task.decode_threads
+    )
     with (
         ShardWriter(task.root, task.spec, task.shard) as writer,
         begin_attempt(layout, task.shard, machine, alive) as attempt,
-        OneAtATime() if attempt.careful else ThreadPoolExecutor(threads, "edje-decode") as pool,
+        (
+            OneAtATime()
+            if attempt.careful
+            else ThreadPoolExecutor(threads, "edje-decode")
+        ) as pool,
         contextlib.ExitStack() as stack,
     ):
-        stack.callback(pool.shutdown, cancel_futures=True)  # images still wait if an exception ends the shard
+        # images still wait if an exception ends the shard
+        stack.callback(pool.shutdown, cancel_futures=True)
 
         def prepare(image: _Image) -> _Image:
             position = image.entry.row_id - first_row
             if attempt.ended_workers(position):
-                died = f"{DEATHS} worker processes died or hung while they read or decoded the image"
+                died = (
+                    f"{DEATHS} worker processes died or hung while they read or decoded"
+                    " the image"
+                )
                 image.entry.fail("worker-died", died)
                 return image
             with attempt.preparing(position):
@@ -198,25 +254,41 @@ def encode_shard(
 
         size = task.decoding.inputs_per_batch(task.batch_size)
         ahead = size * (1 + max(_BATCHES_AHEAD, _IMAGES_AHEAD // task.batch_size))
-        prepared = ordered_results(images, lambda image: pool.submit(prepare, image), ahead=ahead)
+        prepared = ordered_results(
+            images, lambda image: pool.submit(prepare, image), ahead=ahead
+        )
         for start in range(0, len(images), size):
             if should_stop():
                 raise TaskInterrupted
             with _timed(stages, "wait"):
-                ready = [image for image in itertools.islice(prepared, size) if image.pixels is not None]
+                ready = [
+                    image
+                    for image in itertools.islice(prepared, size)
+                    if image.pixels is not None
+                ]
             if ready:
                 with _timed(stages, "encode"):
                     tokens, embeddings = _encode(encoder, ready)
                 with _timed(stages, "write"):
-                    positions = np.array([image.entry.row_id - first_row for image in ready], dtype=np.int64)
+                    positions = np.array(
+                        [image.entry.row_id - first_row for image in ready],
+                        dtype=np.int64,
+                    )
                     writer.put(positions, tokens, embeddings)
             done = min(start + size, len(images))
             failed = sum(entry.status == FAILED for entry in entries[:done])
             on_progress(ShardProgress(task.shard, done, failed, dict(stages)))
         with _timed(stages, "write"):
-            table = with_source_values(rows_table(entries), task.columns, [ref.metadata for ref in refs])
-            read, decode = (sum(table[f"{stage}_seconds"].to_pylist()) for stage in ("read", "decode"))
-        receipt = writer.commit(table, task.plan, {"read": read, "decode": decode, **stages})
+            table = with_source_values(
+                rows_table(entries), task.columns, [ref.metadata for ref in refs]
+            )
+            read, decode = (
+                sum(table[f"{stage}_seconds"].to_pylist())
+                for stage in ("read", "decode")
+            )
+        receipt = writer.commit(
+            table, task.plan, {"read": read, "decode": decode, **stages}
+        )
     return receipt
 
 
@@ -230,16 +302,21 @@ class _Image:
 
 
 def _row_entry(row_id: int, ref: InputRef) -> RowEntry:
-    entry = RowEntry(row_id, ref.uri, ref.uri_raw, size=ref.size, content_hash=ref.content_hash)
+    entry = RowEntry(
+        row_id, ref.uri, ref.uri_raw, size=ref.size, content_hash=ref.content_hash
+    )
     if ref.problem is not None:
         entry.fail(ref.problem, "found while planning")
     elif ref.duplicate_of is not None:
-        entry.status, entry.duplicate_of = DUPLICATE, ref.duplicate_of
+        entry.status = DUPLICATE
+        entry.duplicate_of = ref.duplicate_of
     return entry
 
 
 def _prepare(encoder: ImageEncoder, settings: DecodeSettings, image: _Image) -> _Image:
-    """Read, decode and preprocess one image. If this fails, mark the row of the image as failed."""
+    """Read, decode and preprocess one image. If this fails, mark the row of the
+    image as failed.
+    """
     import torch
 
     entry = image.entry
@@ -248,13 +325,20 @@ def _prepare(encoder: ImageEncoder, settings: DecodeSettings, image: _Image) -> 
     started = time.perf_counter()
     try:
         data = read_bytes(image.ref)
-        entry.size, entry.content_hash = len(data), content_hash(data)
+        entry.size = len(data)
+        entry.content_hash = content_hash(data)
         if image.ref.content_hash not in (None, entry.content_hash):
-            raise ImageError(reason="changed-since-plan", detail="the file has changed since the build was planned")
+            raise ImageError(
+                reason="changed-since-plan",
+                detail="the file has changed since the build was planned",
+            )
         entry.read_seconds = time.perf_counter() - started
         started = time.perf_counter()
-        size, frames, truncation = decode_input(data, entry.uri, settings, encoder.preprocess)
-        (entry.width, entry.height), entry.detail = size, truncation
+        size, frames, truncation = decode_input(
+            data, entry.uri, settings, encoder.preprocess
+        )
+        entry.width, entry.height = size
+        entry.detail = truncation
         image.pixels = frames[0] if settings.frames is None else torch.stack(frames)
         entry.decode_seconds = time.perf_counter() - started
     except ImageError as error:
@@ -262,22 +346,32 @@ def _prepare(encoder: ImageEncoder, settings: DecodeSettings, image: _Image) -> 
     return image
 
 
-def _encode(encoder: ImageEncoder, images: list[_Image]) -> tuple[Blocks, NDArray[np.float32]]:
+def _encode(
+    encoder: ImageEncoder, images: list[_Image]
+) -> tuple[Blocks, NDArray[np.float32]]:
     """Run the model on `images`.
 
-    If an output is not finite, mark the row as failed and remove the image from `images`.
+    If an output is not finite, mark the row as failed and remove the image from
+    `images`.
     """
     import torch
 
     started = time.perf_counter()
-    tokens, embeddings = encoder.encode(torch.stack([image.pixels for image in images if image.pixels is not None]))
+    tokens, embeddings = encoder.encode(
+        torch.stack([image.pixels for image in images if image.pixels is not None])
+    )
     bits = tokens.view(np.uint16).reshape(len(tokens), -1)
-    finite = np.isfinite(embeddings).all(axis=1) & ((bits & 0x7F80) != 0x7F80).all(axis=1)  # bfloat16
+    # bfloat16
+    finite = np.isfinite(embeddings).all(axis=1) & ((bits & 0x7F80) != 0x7F80).all(
+        axis=1
+    )
     for image, good in zip(list(images), finite, strict=True):
         image.pixels = None
         image.entry.encode_seconds = (time.perf_counter() - started) / len(finite)
         if not good:
-            image.entry.fail("non-finite-output", "the model returned NaN or infinity for this image")
+            image.entry.fail(
+                "non-finite-output", "the model returned NaN or infinity for this image"
+            )
             images.remove(image)
     return tokens[finite], embeddings[finite]
 
@@ -288,16 +382,27 @@ def encode_inputs(
     """Encode one batch of inputs as `encode_shard` does, and write nothing.
 
     Returns:
-        The blocks [m, d], and for inputs that cannot be encoded the reasons. The keys are positions in `refs`.
+        The blocks [m, d], and for inputs that cannot be encoded the reasons. The keys
+        are positions in `refs`.
 
     Raises:
-        TransientInputError: an input cannot be read or decoded because of a problem of the machine.
+        TransientInputError: an input cannot be read or decoded because of a problem of
+            the machine.
     """
-    images = [_prepare(encoder, settings, _Image(ref, _row_entry(position, ref))) for position, ref in enumerate(refs)]
+    images = [
+        _prepare(encoder, settings, _Image(ref, _row_entry(position, ref)))
+        for position, ref in enumerate(refs)
+    ]
     ready = [image for image in images if image.pixels is not None]
     tokens = _encode(encoder, ready)[0] if ready else ()
-    blocks = {image.entry.row_id: block for image, block in zip(ready, tokens, strict=True)}
-    return blocks, {image.entry.row_id: str(image.entry.reason) for image in images if image.entry.status == FAILED}
+    blocks = {
+        image.entry.row_id: block for image, block in zip(ready, tokens, strict=True)
+    }
+    return blocks, {
+        image.entry.row_id: str(image.entry.reason)
+        for image in images
+        if image.entry.status == FAILED
+    }
 
 
 @contextlib.contextmanager

@@ -14,9 +14,14 @@ METADATA = ("row_id", "uri", "score", "relevance")
 
 
 def rerank_metadata(
-    index: TokenIndex, query: str, metadata: Sequence[Mapping[str, Any]], key: str, top_n: int | None
+    index: TokenIndex,
+    query: str,
+    metadata: Sequence[Mapping[str, Any]],
+    key: str,
+    top_n: int | None,
 ) -> list[tuple[int, float]]:
-    """Return (position in `metadata`, relevance) of the `top_n` images that match `query` best, best first.
+    """Return (position in `metadata`, relevance) of the `top_n` images that match
+    `query` best, best first.
 
     The images are the rows whose row ids or uris the mappings have under `key`.
 
@@ -27,7 +32,8 @@ def rerank_metadata(
     for position, row in enumerate(rows):
         if not isinstance(row, int | str):
             raise UsageError(
-                f"document {position} has no row id or uri in its metadata '{key}'; name the key that holds it",
+                f"document {position} has no row id or uri in its metadata '{key}';"
+                " name the key that holds it",
                 parameter="key",
             )
     ranked = CrossEncoder(index).rank(query, rows, top_n)

@@ -19,8 +19,9 @@ with name_missing_extra("langchain"):
 class EdjeRetriever(BaseRetriever):
     """Finds images for a text. Returns them as documents, best first.
 
-    The text of a document is the captions of the image, or its uri if it has none. The metadata has the keys `row_id`,
-    `uri`, `score` and `relevance`, and the columns of the hit.
+    The text of a document is the captions of the image, or its uri if it has none. The
+    metadata has the keys `row_id`, `uri`, `score` and `relevance`, and the columns of
+    the hit.
 
     Attributes:
         index: an open index, or a client of the service.
@@ -35,13 +36,20 @@ class EdjeRetriever(BaseRetriever):
     where: str | None = None
 
     def _get_relevant_documents(
-        self, query: str, *, run_manager: CallbackManagerForRetrieverRun, k: int | None = None
+        self,
+        query: str,
+        *,
+        run_manager: CallbackManagerForRetrieverRun,
+        k: int | None = None,
     ) -> list[Document]:
         k = self.k if k is None else k
         hits = self.index.search(query, k, max(k, self.pool), where=self.where)
         documents = []
         for hit in hits:
-            metadata = {**hit.columns, **{name: getattr(hit, name) for name in METADATA}}
+            metadata = {
+                **hit.columns,
+                **{name: getattr(hit, name) for name in METADATA},
+            }
             documents.append(Document(hit.described() or hit.uri, metadata=metadata))
         return documents
 
@@ -64,11 +72,22 @@ class EdjeReranker(BaseDocumentCompressor):
     model_config: ClassVar[dict[str, bool]] = {"arbitrary_types_allowed": True}
 
     def compress_documents(
-        self, documents: Sequence[Document], query: str, callbacks: Callbacks | None = None
+        self,
+        documents: Sequence[Document],
+        query: str,
+        callbacks: Callbacks | None = None,
     ) -> list[Document]:
         """Return the documents whose images match `query` best, best first."""
-        ranked = rerank_metadata(self.index, query, [each.metadata for each in documents], self.key, self.top_n)
+        ranked = rerank_metadata(
+            self.index,
+            query,
+            [each.metadata for each in documents],
+            self.key,
+            self.top_n,
+        )
         return [
-            documents[at].model_copy(update={"metadata": {**documents[at].metadata, "relevance": relevance}})
+            documents[at].model_copy(
+                update={"metadata": {**documents[at].metadata, "relevance": relevance}}
+            )
             for at, relevance in ranked
         ]

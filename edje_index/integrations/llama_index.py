@@ -18,10 +18,11 @@ with name_missing_extra("llama-index"):
 
 
 class EdjeRetriever(BaseRetriever):
-    """Finds images for a text. Returns them as image nodes, best first; the score of a node is its relevance.
+    """Finds images for a text. Returns them as image nodes, best first; the score of a
+    node is its relevance.
 
-    The text of a node is the captions of the image. The metadata has the keys `row_id`, `uri`, `score` and `relevance`,
-    and the columns of the hit.
+    The text of a node is the captions of the image. The metadata has the keys `row_id`,
+    `uri`, `score` and `relevance`, and the columns of the hit.
 
     Args:
         index: an open index, or a client of the service.
@@ -32,24 +33,42 @@ class EdjeRetriever(BaseRetriever):
     """
 
     def __init__(
-        self, index: TokenIndex | Client, k: int = 10, pool: int = 100, where: str | None = None, **options: Any
+        self,
+        index: TokenIndex | Client,
+        k: int = 10,
+        pool: int = 100,
+        where: str | None = None,
+        **options: Any,
     ) -> None:
         super().__init__(**options)
-        self.index, self.k, self.pool, self.where = index, k, pool, where
+        self.index = index
+        self.k = k
+        self.pool = pool
+        self.where = where
 
     def _retrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
-        hits = self.index.search(query_bundle.query_str, self.k, max(self.k, self.pool), where=self.where)
+        hits = self.index.search(
+            query_bundle.query_str, self.k, max(self.k, self.pool), where=self.where
+        )
         nodes = []
         for hit in hits:
-            place = {"image_path" if scheme_of(hit.uri) is None else "image_url": hit.uri}
-            metadata = {**hit.columns, **{name: getattr(hit, name) for name in METADATA}}
-            node = ImageNode(id_=str(hit.row_id), text=hit.described(), metadata=metadata, **place)
+            place = {
+                "image_path" if scheme_of(hit.uri) is None else "image_url": hit.uri
+            }
+            metadata = {
+                **hit.columns,
+                **{name: getattr(hit, name) for name in METADATA},
+            }
+            node = ImageNode(
+                id_=str(hit.row_id), text=hit.described(), metadata=metadata, **place
+            )
             nodes.append(NodeWithScore(node=node, score=hit.relevance))
         return nodes
 
 
 class EdjeReranker(BaseNodePostprocessor):
-    """Re-ranks the nodes of any retriever by the images that their metadata names. Scores become relevances.
+    """Re-ranks the nodes of any retriever by the images that their metadata names.
+    Scores become relevances.
 
     Attributes:
         index: an open index with the images.
@@ -65,7 +84,14 @@ class EdjeReranker(BaseNodePostprocessor):
         self, nodes: list[NodeWithScore], query_bundle: QueryBundle | None = None
     ) -> list[NodeWithScore]:
         if query_bundle is None:
-            raise UsageError("no query is given; re-ranking needs its text", parameter="query_bundle")
+            raise UsageError(
+                "no query is given; re-ranking needs its text", parameter="query_bundle"
+            )
         metadata = [node.node.metadata for node in nodes]
-        ranked = rerank_metadata(self.index, query_bundle.query_str, metadata, self.key, self.top_n)
-        return [NodeWithScore(node=nodes[at].node, score=relevance) for at, relevance in ranked]
+        ranked = rerank_metadata(
+            self.index, query_bundle.query_str, metadata, self.key, self.top_n
+        )
+        return [
+            NodeWithScore(node=nodes[at].node, score=relevance)
+            for at, relevance in ranked
+        ]

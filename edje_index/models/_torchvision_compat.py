@@ -1,8 +1,9 @@
 """Makes torchvision importable if its compiled operators do not load.
 
-They do not load if torchvision is a CUDA build and torch is a CPU build. Then open_clip and transformers cannot be
-imported either, because both import torchvision. Call :func:`prepare_torchvision` before importing torchvision,
-open_clip, timm or transformers.
+They do not load if torchvision is a CUDA build and torch is a CPU build. Then open_clip
+and transformers cannot be imported either, because both import torchvision. Call
+:func:`prepare_torchvision` before importing torchvision, open_clip, timm or
+transformers.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ from typing import Any
 
 import torch
 
-OPERATORS = ("nms", "qnms")  # torchvision registers functions for these when it is imported
-_libraries: list[Any] = []  # a torch.library.Library removes its definitions when it is garbage-collected
+# torchvision registers functions for these when it is imported
+OPERATORS = ("nms", "qnms")
+# a torch.library.Library removes its definitions when it is garbage-collected
+_libraries: list[Any] = []
 
 
 @functools.cache
@@ -22,9 +25,13 @@ def prepare_torchvision() -> None:
     try:
         import torchvision  # noqa: F401
     except ImportError:
-        pass  # the library that needs torchvision reports this
+        # the library that needs torchvision reports this
+        pass
     except RuntimeError:
-        library = torch.library.Library("torchvision", "FRAGMENT")  # type: ignore[no-untyped-call]
+        open_library = torch.library.Library
+        library = open_library("torchvision", "FRAGMENT")  # type: ignore
         for name in OPERATORS:
-            library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")  # type: ignore[no-untyped-call]
+            library.define(
+                f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+            )  # type: ignore[no-untyped-call]
         _libraries.append(library)

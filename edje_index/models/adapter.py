@@ -1,7 +1,9 @@
-"""Adapters map the n patch features of an image, or of all frames of a clip, to m stored tokens.
+"""Adapters map the n patch features of an image, or of all frames of a clip, to m
+stored tokens.
 
-Shape letters: b images or clips, n patches, m tokens, d_v width of the vision tower, d width of the language model.
-Parameters have the same names as in published checkpoints (``vision_projection.*``).
+Shape letters: b images or clips, n patches, m tokens, d_v width of the vision tower, d
+width of the language model. Parameters have the same names as in published checkpoints
+(``vision_projection.*``).
 """
 
 from __future__ import annotations
@@ -17,14 +19,20 @@ from torch import nn
 from edje_index.errors import ModelError
 from edje_index.models._torchvision_compat import prepare_torchvision
 
-COMPRESSED, LOCAL = "compressed", "local"
-STRIDED, CLUSTERED, PRUNED = "strided", "clustered", "pruned"
+COMPRESSED = "compressed"
+LOCAL = "local"
+STRIDED = "strided"
+CLUSTERED = "clustered"
+PRUNED = "pruned"
 PATCHES = "patches"
-PATCH_REDUCTIONS = (STRIDED, CLUSTERED)  # these need only the patch features, not the attention
+# these need only the patch features, not the attention
+PATCH_REDUCTIONS = (STRIDED, CLUSTERED)
 REDUCTIONS = (*PATCH_REDUCTIONS, PRUNED)
 KINDS = (COMPRESSED, LOCAL, *REDUCTIONS, PATCHES)
-PUBLISHED_HIDDEN_DIM = 8192  # hidden width of the MLP of the adapters in the EDJE paper
-CLUSTER_SEED, CLUSTER_ITERATIONS = 0, 25
+# hidden width of the MLP of the adapters in the EDJE paper
+PUBLISHED_HIDDEN_DIM = 8192
+CLUSTER_SEED = 0
+CLUSTER_ITERATIONS = 25
 
 
 @dataclass(frozen=True)
@@ -32,14 +40,19 @@ class AdapterConfig:
     """Configuration of an adapter: everything except the weights.
 
     Attributes:
-        kind: kind of adapter. ``compressed``: learned queries attend to the patches. ``local``: an MLP on every patch.
-            ``strided``, ``clustered``, ``pruned``: reduction to m patches, then an MLP. ``patches``: patch features
-            without change, for training.
-        num_tokens: number of tokens per image, m. For ``local`` and ``patches``, m is n.
-        hidden_dim: hidden width of the MLP. If it is 0, there is no MLP, and d must be d_v.
-        num_heads: number of attention heads of a ``compressed`` adapter, the same as in the vision tower.
+        kind: kind of adapter. ``compressed``: learned queries attend to the patches.
+            ``local``: an MLP on every patch. ``strided``, ``clustered``, ``pruned``:
+            reduction to m patches, then an MLP. ``patches``: patch features without
+            change, for training.
+        num_tokens: number of tokens per image, m. For ``local`` and ``patches``, m is
+            n.
+        hidden_dim: hidden width of the MLP. If it is 0, there is no MLP, and d must be
+            d_v.
+        num_heads: number of attention heads of a ``compressed`` adapter, the same as in
+            the vision tower.
         activation: name of the activation of the MLP in transformers.
-        layer_norm_eps: epsilon of the layer norm of a ``compressed`` adapter, the same as in the vision tower.
+        layer_norm_eps: epsilon of the layer norm of a ``compressed`` adapter, the same
+            as in the vision tower.
     """
 
     kind: str
@@ -53,27 +66,40 @@ class AdapterConfig:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any], source: Path) -> AdapterConfig:
-        """Return the configuration with the fields `value`, which were read from `source`."""
+        """Return the configuration with the fields `value`, which were read from
+        `source`.
+        """
         try:
             return cls(**value)
         except TypeError as error:
             raise ModelError(
-                f"{source} describes an adapter that this version does not support: {error}; upgrade edje-index"
+                f"{source} describes an adapter that this version does not support:"
+                f" {error}; upgrade edje-index"
             ) from error
 
     @property
     def is_feature(self) -> bool:
-        """True if the adapter has no weights. Other adapters are trained on the tokens of such an adapter."""
+        """True if the adapter has no weights. Other adapters are trained on the
+        tokens of such an adapter.
+        """
         return self.hidden_dim == 0
 
     def features(self, patches: int) -> AdapterConfig:
-        """Return the configuration of the adapter without weights that computes the training input of this adapter.
+        """Return the configuration of the adapter without weights that computes the
+        training input of this adapter.
 
         `patches` is the number of patches per image.
         """
-        # This is the output of the training-free reduction if there is one, else the features of all patches.
-        kind, tokens = (self.kind, self.num_tokens) if self.kind in REDUCTIONS else (PATCHES, patches)
-        return AdapterConfig(kind, tokens, self.vision_dim, self.vision_dim, hidden_dim=0)
+        # This is the output of the training-free reduction if there is one, else the
+        # features of all patches.
+        kind, tokens = (
+            (self.kind, self.num_tokens)
+            if self.kind in REDUCTIONS
+            else (PATCHES, patches)
+        )
+        return AdapterConfig(
+            kind, tokens, self.vision_dim, self.vision_dim, hidden_dim=0
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as a JSON object."""
@@ -84,7 +110,8 @@ class Adapter(nn.Module):
     """Maps patch features [b, n, d_v] to stored tokens [b, m, d].
 
     Attributes:
-        needs_attention: True if ``forward`` has a second argument, the attention that each patch receives [b, n].
+        needs_attention: True if ``forward`` has a second argument, the attention that
+            each patch receives [b, n].
     """
 
     needs_attention = False
@@ -95,7 +122,9 @@ class Adapter(nn.Module):
 
 
 class CompressionAdapter(Adapter):
-    """The ``compressed`` adapter: m learned queries attend to all patches. A residual MLP and a projection follow."""
+    """The ``compressed`` adapter: m learned queries attend to all patches. A
+    residual MLP and a projection follow.
+    """
 
     def __init__(self, config: AdapterConfig) -> None:
         super().__init__(config)
@@ -103,7 +132,9 @@ class CompressionAdapter(Adapter):
         self.query = nn.Parameter(torch.randn(1, config.num_tokens, width))
         self.key = nn.Linear(width, width)
         self.value = nn.Linear(width, width)
-        self.attention = nn.MultiheadAttention(width, config.num_heads, batch_first=True)
+        self.attention = nn.MultiheadAttention(
+            width, config.num_heads, batch_first=True
+        )
         self.layernorm = nn.LayerNorm(width, eps=config.layer_norm_eps)
         self.mlp = _ResidualMlp(width, config.hidden_dim, config.activation)
         self.projection = nn.Linear(width, config.language_dim)
@@ -111,17 +142,23 @@ class CompressionAdapter(Adapter):
     def forward(self, patches: torch.Tensor) -> torch.Tensor:
         """Map patch features [b, n, d_v] to tokens [b, m, d]."""
         attended, _ = self._attend(patches, need_weights=False)
-        result: torch.Tensor = self.projection(attended + self.mlp(self.layernorm(attended)))
+        result: torch.Tensor = self.projection(
+            attended + self.mlp(self.layernorm(attended))
+        )
         return result
 
     def query_attention(self, patches: torch.Tensor) -> torch.Tensor:
-        """Return the attention weights of the queries over the patches [b, n, d_v], averaged over heads, [b, m, n]."""
+        """Return the attention weights of the queries over the patches [b, n, d_v],
+        averaged over heads, [b, m, n].
+        """
         weights: torch.Tensor = self._attend(patches, need_weights=True)[1]
         return weights
 
     def _attend(self, patches: torch.Tensor, *, need_weights: bool) -> Any:
         queries = self.query.expand(patches.shape[0], -1, -1)
-        return self.attention(queries, self.key(patches), self.value(patches), need_weights=need_weights)
+        return self.attention(
+            queries, self.key(patches), self.value(patches), need_weights=need_weights
+        )
 
 
 class LocalAdapter(Adapter):
@@ -142,20 +179,27 @@ class LocalAdapter(Adapter):
 
 
 class ReducedAdapter(Adapter):
-    """A ``strided``, ``clustered`` or ``pruned`` adapter: a reduction to m patches, then a ``local`` adapter.
+    """A ``strided``, ``clustered`` or ``pruned`` adapter: a reduction to m patches,
+    then a ``local`` adapter.
 
-    If ``hidden_dim`` is 0, there is only the reduction. A ``patches`` adapter has neither.
+    If ``hidden_dim`` is 0, there is only the reduction. A ``patches`` adapter has
+    neither.
     """
 
     def __init__(self, config: AdapterConfig) -> None:
         super().__init__(config)
         self.needs_attention = config.kind == PRUNED
-        self.local: nn.Module = LocalAdapter(config) if config.hidden_dim else nn.Identity()
+        self.local: nn.Module = (
+            LocalAdapter(config) if config.hidden_dim else nn.Identity()
+        )
 
-    def forward(self, patches: torch.Tensor, received: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self, patches: torch.Tensor, received: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Map patch features [b, n, d_v] to tokens [b, m, d].
 
-        `received` is the attention that each patch receives [b, n]. Only a ``pruned`` adapter needs this argument.
+        `received` is the attention that each patch receives [b, n]. Only a ``pruned``
+        adapter needs this argument.
         """
         count = self.config.num_tokens
         if self.config.kind == PATCHES:
@@ -172,7 +216,8 @@ class ReducedAdapter(Adapter):
         return result
 
 
-class _ResidualMlp(nn.Module):  # published checkpoints have the names of these layers
+# published checkpoints have the names of these layers
+class _ResidualMlp(nn.Module):
     def __init__(self, width: int, hidden: int, activation_name: str) -> None:
         super().__init__()
         self.fc1 = nn.Linear(width, hidden)
@@ -187,75 +232,119 @@ class _ResidualMlp(nn.Module):  # published checkpoints have the names of these 
 def build_adapter(config: AdapterConfig) -> Adapter:
     """Build an adapter with random weights, in evaluation mode."""
     if config.kind not in KINDS:
-        raise ModelError(f"unknown adapter {config.kind!r}: give one of {', '.join(KINDS)}")
-    sizes = (config.num_tokens, config.vision_dim, config.language_dim, config.num_heads)
+        raise ModelError(
+            f"unknown adapter {config.kind!r}: give one of {', '.join(KINDS)}"
+        )
+    sizes = (
+        config.num_tokens,
+        config.vision_dim,
+        config.language_dim,
+        config.num_heads,
+    )
     if min(sizes) < 1 or config.hidden_dim < 0:
-        raise ModelError(f"the sizes of an adapter must be positive (hidden_dim may be 0); got {config}")
+        raise ModelError(
+            "the sizes of an adapter must be positive (hidden_dim may be 0); got"
+            f" {config}"
+        )
     if config.kind == COMPRESSED and config.vision_dim % config.num_heads:
         raise ModelError(
-            f"the width {config.vision_dim} of the tower is not divisible by {config.num_heads} heads: "
-            "set num_heads to the number of attention heads of the tower"
+            f"the width {config.vision_dim} of the tower is not divisible by"
+            f" {config.num_heads} heads: set num_heads to the number of attention heads"
+            " of the tower"
         )
-    is_training_free = config.kind not in (COMPRESSED, LOCAL) and config.vision_dim == config.language_dim
-    if (config.kind == PATCHES or config.is_feature) and not (is_training_free and config.is_feature):
+    is_training_free = (
+        config.kind not in (COMPRESSED, LOCAL)
+        and config.vision_dim == config.language_dim
+    )
+    if (config.kind == PATCHES or config.is_feature) and not (
+        is_training_free and config.is_feature
+    ):
         raise ModelError(
-            "hidden_dim must be 0 for a patches adapter, and may be 0 for a strided, clustered or pruned adapter, with "
-            f"equal vision_dim and language_dim; got {config}"
+            "hidden_dim must be 0 for a patches adapter, and may be 0 for a strided,"
+            " clustered or pruned adapter, with equal vision_dim and language_dim; got"
+            f" {config}"
         )
-    classes: dict[str, type[Adapter]] = {COMPRESSED: CompressionAdapter, LOCAL: LocalAdapter}
+    classes: dict[str, type[Adapter]] = {
+        COMPRESSED: CompressionAdapter,
+        LOCAL: LocalAdapter,
+    }
     return classes.get(config.kind, ReducedAdapter)(config).eval()
 
 
 def activation(name: str) -> nn.Module:
-    """Return the activation that transformers calls ``name``, for example ``gelu`` or ``relu``."""
-    if name == "gelu":  # the activation of all published models; they then do not import transformers
+    """Return the activation that transformers calls ``name``, for example ``gelu``
+    or ``relu``.
+    """
+    # the activation of all published models; they then do not import transformers
+    if name == "gelu":
         return nn.GELU()
     prepare_torchvision()
     from transformers.activations import ACT2FN
 
     if name not in ACT2FN:
-        raise ModelError(f"unknown activation {name!r}: give one of {', '.join(sorted(ACT2FN))}")
+        raise ModelError(
+            f"unknown activation {name!r}: give one of {', '.join(sorted(ACT2FN))}"
+        )
     module: nn.Module = ACT2FN[name]
     return module
 
 
-# Reductions without trained weights, see the appendix of the EDJE paper. The tokens of an image do not depend on the
-# other images of the batch.
+# Reductions without trained weights, see the appendix of the EDJE paper. The tokens of
+# an image do not depend on the other images of the batch.
 
 
 def stride_tokens(patches: torch.Tensor, count: int) -> torch.Tensor:
-    """Keep m = `count` of the patches [b, n, d_v] at equal distances: token i is patch floor(i n / m)."""
+    """Keep m = `count` of the patches [b, n, d_v] at equal distances: token i is
+    patch floor(i n / m).
+    """
     n = patches.shape[1]
     return patches[:, torch.arange(count, device=patches.device) * n // count]
 
 
-def prune_tokens(patches: torch.Tensor, received: torch.Tensor, count: int) -> torch.Tensor:
-    """Keep the `count` of the patches [b, n, d_v] that receive the most attention in the last layer of the tower.
+def prune_tokens(
+    patches: torch.Tensor, received: torch.Tensor, count: int
+) -> torch.Tensor:
+    """Keep the `count` of the patches [b, n, d_v] that receive the most attention in
+    the last layer of the tower.
 
-    `received` is the attention that each patch receives [b, n]. The tokens are in the order of the patches.
+    `received` is the attention that each patch receives [b, n]. The tokens are in the
+    order of the patches.
     """
-    kept = received.argsort(dim=1, descending=True, stable=True)[:, :count].sort(dim=1).values
+    kept = (
+        received.argsort(dim=1, descending=True, stable=True)[:, :count]
+        .sort(dim=1)
+        .values
+    )
     return patches.gather(1, kept[:, :, None].expand(-1, -1, patches.shape[2]))
 
 
 def cluster_tokens(patches: torch.Tensor, count: int) -> torch.Tensor:
-    """Group the patches [b, n, d_v] of each image into `count` clusters. Return their centres, float32 [b, m, d_v].
+    """Group the patches [b, n, d_v] of each image into `count` clusters. Return their
+    centres, float32 [b, m, d_v].
 
-    The method is k-means with k-means++ seeding (Arthur and Vassilvitskii, 2007) and at most 25 Lloyd iterations.
+    The method is k-means with k-means++ seeding (Arthur and Vassilvitskii, 2007) and at
+    most 25 Lloyd iterations.
     """
-    # Every image uses the same fixed random numbers. A cluster that loses all its patches keeps its last centre.
+    # Every image uses the same fixed random numbers. A cluster that loses all its
+    # patches keeps its last centre.
     points = patches.float()
     b, n, _ = points.shape
-    draws = torch.rand(count, generator=torch.Generator().manual_seed(CLUSTER_SEED)).to(points.device)
+    draws = torch.rand(count, generator=torch.Generator().manual_seed(CLUSTER_SEED)).to(
+        points.device
+    )
     rows = torch.arange(b, device=points.device)
     chosen = (draws[0] * n).long().clamp(max=n - 1).expand(b)
     drawn = [points[rows, chosen]]
     distance = torch.full((b, n), torch.inf, device=points.device)
     for draw in draws[1:]:
-        distance = torch.minimum(distance, (points - drawn[-1][:, None]).square().sum(dim=2))
+        distance = torch.minimum(
+            distance, (points - drawn[-1][:, None]).square().sum(dim=2)
+        )
         cumulative = distance.double().cumsum(dim=1)
         target = (draw.double() * cumulative[:, -1:]).contiguous()
-        chosen = torch.searchsorted(cumulative, target, right=True)[:, 0].clamp(max=n - 1)
+        chosen = torch.searchsorted(cumulative, target, right=True)[:, 0].clamp(
+            max=n - 1
+        )
         drawn.append(points[rows, chosen])
     centres = torch.stack(drawn, dim=1)
     assignment = _nearest(points, centres)

@@ -1,8 +1,11 @@
-"""A BERT encoder for inference. It does not use transformers, because importing transformers takes two seconds.
+"""A BERT encoder for inference. It does not use transformers, because importing
+transformers takes two seconds.
 
-The weights have the same names as in `BertModel` of transformers. Results are equal up to rounding.
+The weights have the same names as in `BertModel` of transformers. Results are equal up
+to rounding.
 
-Shape letters: b rows, t tokens per row, d width of the model, h heads, c width of a head, v size of the vocabulary.
+Shape letters: b rows, t tokens per row, d width of the model, h heads, c width of a
+head, v size of the vocabulary.
 """
 
 from __future__ import annotations
@@ -20,18 +23,26 @@ from edje_index.models.linear import Linear
 
 
 def check_bert(config: Mapping[str, Any], source: str) -> None:
-    """Raise ModelError if `config`, a configuration in the format of transformers, does not describe a BERT encoder.
+    """Raise ModelError if `config`, a configuration in the format of transformers, does
+    not describe a BERT encoder.
 
     `source` names the configuration in error messages.
     """
     if config.get("model_type", "bert") != "bert":
-        raise ModelError(f"{source} describes a model of type {config['model_type']!r}: give a BERT model")
+        raise ModelError(
+            f"{source} describes a model of type {config['model_type']!r}: give a BERT"
+            " model"
+        )
     if config.get("is_decoder") or config.get("add_cross_attention"):
-        raise ModelError(f"{source} describes a decoder: give a BERT encoder, without is_decoder and cross-attention")
+        raise ModelError(
+            f"{source} describes a decoder: give a BERT encoder, without is_decoder and"
+            " cross-attention"
+        )
     if config.get("position_embedding_type", "absolute") != "absolute":
         raise ModelError(
-            f"{source} has the position_embedding_type {config['position_embedding_type']!r}: give a BERT model with "
-            "the type 'absolute'"
+            f"{source} has the position_embedding_type"
+            f" {config['position_embedding_type']!r}: give a BERT model with the type"
+            " 'absolute'"
         )
 
 
@@ -39,32 +50,57 @@ class BertWeights:
     """The weights of a BERT model. Names and shapes are checked.
 
     Args:
-        prefix: prefix of the names in `tensors`. The rest of each name is a name in `BertModel`.
+        prefix: prefix of the names in `tensors`. The rest of each name is a name in
+            `BertModel`.
     """
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor], prefix: str, *, source: str, device: torch.device) -> None:
-        self._tensors, self._prefix, self._source, self._device = tensors, prefix, source, device
+    def __init__(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        prefix: str,
+        *,
+        source: str,
+        device: torch.device,
+    ) -> None:
+        self._tensors = tensors
+        self._prefix = prefix
+        self._source = source
+        self._device = device
 
     def take(self, name: str, *shape: int) -> torch.Tensor:
-        """Return the tensor `name`, float32. A size of -1 in `shape` matches any size."""
+        """Return the tensor `name`, float32. A size of -1 in `shape` matches any
+        size.
+        """
         tensor = self._tensors.get(self._prefix + name)
         if tensor is None:
             raise ModelError(
-                f"{self._source} does not fit the configuration of the model: the tensor "
-                f"{self._prefix + name} is missing; give weights and a configuration of the same model"
+                f"{self._source} does not fit the configuration of the model: the"
+                f" tensor {self._prefix + name} is missing; give weights and a"
+                " configuration of the same model"
             )
         if len(tensor.shape) != len(shape) or any(
-            size not in (actual, -1) for size, actual in zip(shape, tensor.shape, strict=True)
+            size not in (actual, -1)
+            for size, actual in zip(shape, tensor.shape, strict=True)
         ):
             raise ModelError(
-                f"{self._source} does not fit the configuration of the model: the tensor "
-                f"{self._prefix + name} has the shape {list(tensor.shape)} instead of {list(shape)}; give "
-                "weights and a configuration of the same model"
+                f"{self._source} does not fit the configuration of the model: the"
+                f" tensor {self._prefix + name} has the shape {list(tensor.shape)}"
+                f" instead of {list(shape)}; give weights and a configuration of the"
+                " same model"
             )
         return tensor.detach().to(self._device, torch.float32)
 
-    def linear(self, names: Sequence[str], rows: int, columns: int, *, dtype: torch.dtype = torch.float32) -> Linear:
-        """Stack the linear layers `names`, each with weights [rows, columns], into one linear layer."""
+    def linear(
+        self,
+        names: Sequence[str],
+        rows: int,
+        columns: int,
+        *,
+        dtype: torch.dtype = torch.float32,
+    ) -> Linear:
+        """Stack the linear layers `names`, each with weights [rows, columns], into
+        one linear layer.
+        """
         weights = [self.take(f"{name}.weight", rows, columns) for name in names]
         biases = [self.take(f"{name}.bias", rows) for name in names]
         if len(names) == 1:
@@ -74,7 +110,9 @@ class BertWeights:
     def norm(self, name: str, width: int, eps: float) -> nn.LayerNorm:
         """Return the layer norm `name` for vectors of length `width`."""
         norm = nn.LayerNorm(width, eps, device="meta")
-        norm.weight = nn.Parameter(self.take(f"{name}.weight", width), requires_grad=False)
+        norm.weight = nn.Parameter(
+            self.take(f"{name}.weight", width), requires_grad=False
+        )
         norm.bias = nn.Parameter(self.take(f"{name}.bias", width), requires_grad=False)
         return norm
 
@@ -83,66 +121,103 @@ class Bert:
     """The embeddings and layers of a BERT model.
 
     Args:
-        dtype: data type of matrix products. Residual sums and layer norms always use float32.
+        dtype: data type of matrix products. Residual sums and layer norms always use
+            float32.
 
     Attributes:
         words: word embeddings, float32 [v, d].
     """
 
     def __init__(
-        self, config: Mapping[str, Any], weights: BertWeights, *, source: str, dtype: torch.dtype = torch.float32
+        self,
+        config: Mapping[str, Any],
+        weights: BertWeights,
+        *,
+        source: str,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         check_bert(config, source)
         try:
-            layers, heads = int(config["num_hidden_layers"]), int(config["num_attention_heads"])
-            activation_name, eps = str(config["hidden_act"]), float(config.get("layer_norm_eps", 1e-12))
+            layers = int(config["num_hidden_layers"])
+            heads = int(config["num_attention_heads"])
+            activation_name = str(config["hidden_act"])
+            eps = float(config.get("layer_norm_eps", 1e-12))
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise ModelError(
-                f"the configuration {source} of the language model is not valid: {error!r}; restore this file"
+                f"the configuration {source} of the language model is not valid:"
+                f" {error!r}; restore this file"
             ) from error
         self.words = weights.take("embeddings.word_embeddings.weight", -1, -1)
         self.width = self.words.shape[1]
         if layers < 1 or heads < 1 or self.width % heads:
             raise ModelError(
-                f"{source} has {layers} layers and {heads} heads, but a BERT model has at least one layer, and its "
-                f"width, {self.width}, is divisible by the number of heads: give another model"
+                f"{source} has {layers} layers and {heads} heads, but a BERT model has"
+                f" at least one layer, and its width, {self.width}, is divisible by the"
+                " number of heads: give another model"
             )
-        self._positions = weights.take("embeddings.position_embeddings.weight", -1, self.width)
-        self._types = weights.take("embeddings.token_type_embeddings.weight", -1, self.width)
+        self._positions = weights.take(
+            "embeddings.position_embeddings.weight", -1, self.width
+        )
+        self._types = weights.take(
+            "embeddings.token_type_embeddings.weight", -1, self.width
+        )
         self._norm = weights.norm("embeddings.LayerNorm", self.width, eps)
         act = activation(activation_name)
         self._layers = [
-            _Layer(weights, f"encoder.layer.{index}.", self.width, heads, act, eps, dtype, last=index == layers - 1)
+            _Layer(
+                weights,
+                f"encoder.layer.{index}.",
+                self.width,
+                heads,
+                act,
+                eps,
+                dtype,
+                last=index == layers - 1,
+            )
             for index in range(layers)
         ]
 
     def embed(self, words: torch.Tensor, token_types: torch.Tensor) -> torch.Tensor:
-        """Return the input of the first layer, float32 [b, t, d], from word embeddings or image tokens [b, t, d]."""
-        last = len(self._positions) - 1  # positions beyond the table repeat its last one, as in published models
+        """Return the input of the first layer, float32 [b, t, d], from word
+        embeddings or image tokens [b, t, d].
+        """
+        # positions beyond the table repeat its last one, as in published models
+        last = len(self._positions) - 1
         positions = torch.arange(words.shape[1], device=words.device).clamp(max=last)
         embedded: torch.Tensor = self._norm(
-            words + functional.embedding(token_types, self._types) + self._positions[positions]
+            words
+            + functional.embedding(token_types, self._types)
+            + self._positions[positions]
         )
         return embedded
 
-    def hidden_states(self, embedded: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    def hidden_states(
+        self, embedded: torch.Tensor, mask: torch.Tensor | None
+    ) -> torch.Tensor:
         """Return the last hidden states, float32 [b, t, d], of the result of `embed`.
 
-        `mask` is False for padding, bool [b, t]. It is None if there is no padding, which is faster.
+        `mask` is False for padding, bool [b, t]. It is None if there is no padding,
+        which is faster.
         """
         for layer in self._layers:
             embedded = layer(embedded, mask)
         return embedded
 
-    def first_states(self, embedded: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        """Return ``hidden_states(embedded, mask)[:, 0]``, float32 [b, d], in less time."""
+    def first_states(
+        self, embedded: torch.Tensor, mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return ``hidden_states(embedded, mask)[:, 0]``, float32 [b, d], in less
+        time.
+        """
         for layer in self._layers[:-1]:
             embedded = layer(embedded, mask)
         return self._layers[-1](embedded, mask, outputs=1)[:, 0]
 
 
 class _Layer:
-    """One layer. Queries, keys and values share one matrix product, because this is faster."""
+    """One layer. Queries, keys and values share one matrix product, because this is
+    faster.
+    """
 
     def __init__(
         self,
@@ -156,19 +231,36 @@ class _Layer:
         *,
         last: bool,
     ) -> None:
-        query, *others = (f"{name}attention.self.{part}" for part in ("query", "key", "value"))
+        query, *others = (
+            f"{name}attention.self.{part}" for part in ("query", "key", "value")
+        )
         wide = len(weights.take(f"{name}intermediate.dense.bias", -1))
-        self._heads, self._activation, self._dtype = heads, act, dtype
-        # The last layer has a query projection of its own, which may be computed for the first token only.
-        self._query = weights.linear([query], width, width, dtype=dtype) if last else None
-        self._key_value = weights.linear(others if last else [query, *others], width, width, dtype=dtype)
-        self._output = weights.linear([f"{name}attention.output.dense"], width, width, dtype=dtype)
-        self._output_norm = weights.norm(f"{name}attention.output.LayerNorm", width, eps)
-        self._first = weights.linear([f"{name}intermediate.dense"], wide, width, dtype=dtype)
+        self._heads = heads
+        self._activation = act
+        self._dtype = dtype
+        # The last layer has a query projection of its own, which may be computed for
+        # the first token only.
+        self._query = (
+            weights.linear([query], width, width, dtype=dtype) if last else None
+        )
+        self._key_value = weights.linear(
+            others if last else [query, *others], width, width, dtype=dtype
+        )
+        self._output = weights.linear(
+            [f"{name}attention.output.dense"], width, width, dtype=dtype
+        )
+        self._output_norm = weights.norm(
+            f"{name}attention.output.LayerNorm", width, eps
+        )
+        self._first = weights.linear(
+            [f"{name}intermediate.dense"], wide, width, dtype=dtype
+        )
         self._second = weights.linear([f"{name}output.dense"], width, wide, dtype=dtype)
         self._feed_forward_norm = weights.norm(f"{name}output.LayerNorm", width, eps)
 
-    def __call__(self, x: torch.Tensor, mask: torch.Tensor | None, outputs: int | None = None) -> torch.Tensor:
+    def __call__(
+        self, x: torch.Tensor, mask: torch.Tensor | None, outputs: int | None = None
+    ) -> torch.Tensor:
         """Return the output for the first `outputs` tokens. None means all tokens."""
         low = x.to(self._dtype)
         if self._query is None:
@@ -177,23 +269,41 @@ class _Layer:
         else:
             query = self._query(low[:, :outputs])
             key, value = self._key_value(low).chunk(2, dim=2)
-        query, key, value = (  # [b, t, d] -> [b, h, t, c]
-            part.view(*part.shape[:2], self._heads, -1).transpose(1, 2) for part in (query, key, value)
+        # [b, t, d] -> [b, h, t, c]
+        query, key, value = (
+            part.view(*part.shape[:2], self._heads, -1).transpose(1, 2)
+            for part in (query, key, value)
         )
-        attended = _attention(query, key, value, None if mask is None else mask[:, None, None, :])
-        x = self._output_norm(x[:, :outputs] + self._output(attended.transpose(1, 2).flatten(2)))
-        normed: torch.Tensor = self._feed_forward_norm(x + self._second(self._activation(self._first(x))))
+        attended = _attention(
+            query, key, value, None if mask is None else mask[:, None, None, :]
+        )
+        x = self._output_norm(
+            x[:, :outputs] + self._output(attended.transpose(1, 2).flatten(2))
+        )
+        normed: torch.Tensor = self._feed_forward_norm(
+            x + self._second(self._activation(self._first(x)))
+        )
         return normed
 
 
 def _attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, allowed: torch.Tensor | None
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    allowed: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Return the attention of each head, [b, h, outputs, c]. `allowed` is bool and broadcasts to [b, h, outputs, t]."""
+    """Return the attention of each head, [b, h, outputs, c]. `allowed` is bool and
+    broadcasts to [b, h, outputs, t].
+    """
     if query.device.type != "cpu" or query.dtype != torch.bfloat16:
-        return functional.scaled_dot_product_attention(query, key, value, attn_mask=allowed)
-    # For the short rows of a joint encoder, torch's bfloat16 attention for CPUs takes twice as long as these products.
-    scores: torch.Tensor = (query @ key.transpose(2, 3)).float() * query.shape[3] ** -0.5
+        return functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=allowed
+        )
+    # For the short rows of a joint encoder, torch's bfloat16 attention for CPUs takes
+    # twice as long as these products.
+    scores: torch.Tensor = (query @ key.transpose(2, 3)).float() * query.shape[
+        3
+    ] ** -0.5
     if allowed is not None:
         scores = scores.masked_fill(~allowed, -torch.inf)
     return scores.softmax(dim=3).to(value.dtype) @ value

@@ -13,7 +13,8 @@ from edje_index.models.safety import read_configuration
 CONFIG_FILE = "open_clip_config.json"
 WEIGHTS_FILE = "open_clip_model.safetensors"
 HF_CONFIG_FILE = "config.json"
-HF_TEXT_FOLDER = "hf_text"  # configuration of a Hugging Face text tower, beside the weights
+# configuration of a Hugging Face text tower, beside the weights
+HF_TEXT_FOLDER = "hf_text"
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,8 @@ class ClipConfig:
 
     Attributes:
         name: name of the model in open_clip, for display only.
-        preprocess: ``preprocess_cfg`` of open_clip: size, mean, standard deviation, interpolation and resize mode.
+        preprocess: ``preprocess_cfg`` of open_clip: size, mean, standard deviation,
+            interpolation and resize mode.
     """
 
     name: str
@@ -42,28 +44,39 @@ class ClipConfig:
 
     @property
     def hf_text_name(self) -> str | None:
-        """Hugging Face name of the text tower; None if open_clip implements the text tower."""
+        """Hugging Face name of the text tower; None if open_clip implements the
+        text tower.
+        """
         return self.text.get("hf_model_name")
 
     def write(self, folder: Path) -> None:
         """Write the configuration to ``open_clip_config.json`` in `folder`."""
-        write_json(folder / CONFIG_FILE, {"model_cfg": self.model, "preprocess_cfg": self.preprocess})
+        write_json(
+            folder / CONFIG_FILE,
+            {"model_cfg": self.model, "preprocess_cfg": self.preprocess},
+        )
 
 
 def read_clip_config(folder: Path, name: str) -> ClipConfig:
-    """Read ``open_clip_config.json`` from `folder`; `name` is the display name of the model."""
+    """Read ``open_clip_config.json`` from `folder`; `name` is the display name of
+    the model.
+    """
     try:
         content = read_configuration(folder / CONFIG_FILE)
-        config = ClipConfig(name, dict(content["model_cfg"]), dict(content.get("preprocess_cfg") or {}))
+        config = ClipConfig(
+            name, dict(content["model_cfg"]), dict(content.get("preprocess_cfg") or {})
+        )
         tower = str(config.model["vision_cfg"].get("timm_model_name") or "")
-        _ = {**(config.text.get("tokenizer_kwargs") or {})}  # raises TypeError for another type
+        # raises TypeError for another type
+        _ = {**(config.text.get("tokenizer_kwargs") or {})}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelError(
-            f"{folder / CONFIG_FILE} is not an open_clip configuration: {error!r}; restore this file"
+            f"{folder / CONFIG_FILE} is not an open_clip configuration: {error!r};"
+            " restore this file"
         ) from error
     if ":" in tower or "/" in tower:
         raise ModelError(
-            f"{folder / CONFIG_FILE} names the timm model {tower!r}, which is not an architecture of timm: use a name "
-            "from timm.list_models()"
+            f"{folder / CONFIG_FILE} names the timm model {tower!r}, which is not an"
+            " architecture of timm: use a name from timm.list_models()"
         )
     return config

@@ -1,4 +1,6 @@
-"""Builds open_clip models with random weights, and loads pretrained ones from a tag, a file, a folder or a hub."""
+"""Builds open_clip models with random weights, and loads pretrained ones from a
+tag, a file, a folder or a hub.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,13 @@ import torch
 
 from edje_index.errors import HubUnreachableError, ModelError
 from edje_index.models._torchvision_compat import prepare_torchvision
-from edje_index.models.clip_config import HF_CONFIG_FILE, HF_TEXT_FOLDER, WEIGHTS_FILE, ClipConfig, read_clip_config
+from edje_index.models.clip_config import (
+    HF_CONFIG_FILE,
+    HF_TEXT_FOLDER,
+    WEIGHTS_FILE,
+    ClipConfig,
+    read_clip_config,
+)
 from edje_index.models.safety import read_configuration
 from edje_index.models.weights import assign_weights, read_weights
 
@@ -39,20 +47,22 @@ def build_clip(config: ClipConfig, hf_text: Path | None = None) -> torch.nn.Modu
     """Build the whole model with random weights, on the CPU, in evaluation mode.
 
     Args:
-        hf_text: folder with the ``config.json`` of the text tower, if the text tower is a Hugging Face model.
+        hf_text: folder with the ``config.json`` of the text tower, if the text tower is
+            a Hugging Face model.
     """
     arguments = _without_downloads(config)
     if config.hf_text_name:
         if hf_text is None or not (hf_text / HF_CONFIG_FILE).is_file():
             raise ModelError(
-                f"the text tower of {config.name} needs the file {HF_CONFIG_FILE}, which is not in {hf_text}: copy "
-                "this file again"
+                f"the text tower of {config.name} needs the file {HF_CONFIG_FILE},"
+                f" which is not in {hf_text}: copy this file again"
             )
         model_type = read_configuration(hf_text / HF_CONFIG_FILE).get("model_type")
         if model_type not in arch_dict:
             raise ModelError(
-                f"{hf_text / HF_CONFIG_FILE} describes a text tower of type {model_type!r}, which open_clip "
-                f"does not support: use one of the types {', '.join(sorted(arch_dict))}"
+                f"{hf_text / HF_CONFIG_FILE} describes a text tower of type"
+                f" {model_type!r}, which open_clip does not support: use one of the"
+                f" types {', '.join(sorted(arch_dict))}"
             )
         arguments["text_cfg"]["hf_model_name"] = str(hf_text)
     custom_text = arguments.pop("custom_text", False) or config.hf_text_name
@@ -69,19 +79,26 @@ def build_visual(config: ClipConfig) -> torch.nn.Module:
     arguments = _without_downloads(config)
     quick_gelu = bool(arguments.get("quick_gelu", False))
     visual = _build(
-        config.name, lambda: _build_vision_tower(config.embed_dim, arguments["vision_cfg"], quick_gelu=quick_gelu)
+        config.name,
+        lambda: _build_vision_tower(
+            config.embed_dim, arguments["vision_cfg"], quick_gelu=quick_gelu
+        ),
     )
     _resize_trunk(visual)
     return visual
 
 
 def eval_transform(config: ClipConfig) -> Any:
-    """Return the evaluation transform of open_clip. It maps a PIL image to pixels, float32 [3, height, width]."""
+    """Return the evaluation transform of open_clip. It maps a PIL image to pixels,
+    float32 [3, height, width].
+    """
     return image_transform_v2(PreprocessCfg(**config.preprocess), is_train=False)
 
 
 def _without_downloads(config: ClipConfig) -> dict[str, Any]:
-    """Return a copy of the configuration without pretrained weights, so that open_clip downloads nothing."""
+    """Return a copy of the configuration without pretrained weights, so that
+    open_clip downloads nothing.
+    """
     arguments = copy.deepcopy(config.model)
     arguments["vision_cfg"]["timm_model_pretrained"] = False
     if config.hf_text_name:
@@ -95,11 +112,15 @@ def _build(name: str, make: Callable[[], torch.nn.Module]) -> torch.nn.Module:
             return make().eval()
     except Exception as error:
         excerpt = " ".join(str(error).split())[:200]
-        raise ModelError(f"cannot load {name}: {excerpt}; check the configuration of the model") from error
+        raise ModelError(
+            f"cannot load {name}: {excerpt}; check the configuration of the model"
+        ) from error
 
 
 def _resize_trunk(visual: Any) -> None:
-    """Resize a timm ViT to the image size in the configuration, because open_clip uses timm's default size."""
+    """Resize a timm ViT to the image size in the configuration, because open_clip
+    uses timm's default size.
+    """
     if not isinstance(visual, TimmModel):
         return
     patches = getattr(visual.trunk, "patch_embed", None)
@@ -112,11 +133,14 @@ def load_clip(vision: str) -> tuple[torch.nn.Module, ClipConfig]:
     """Load an open_clip model. Return the model and its configuration.
 
     Args:
-        vision: the model: ``NAME``, ``NAME:TAG``, ``NAME:WEIGHTS_FILE``, ``hf-hub:ORG/REPO`` or ``local-dir:FOLDER``.
-            ``NAME`` is a model name of open_clip, such as ``ViT-B-16-SigLIP2``. Without a tag, it must have only one.
+        vision: the model: ``NAME``, ``NAME:TAG``, ``NAME:WEIGHTS_FILE``,
+            ``hf-hub:ORG/REPO`` or ``local-dir:FOLDER``. ``NAME`` is a model name of
+            open_clip, such as ``ViT-B-16-SigLIP2``. Without a tag, it must have only
+            one.
 
     Raises:
-        HubUnreachableError: the weights are not in the local cache and cannot be downloaded.
+        HubUnreachableError: the weights are not in the local cache and cannot be
+            downloaded.
         ModelError: the model or tag is unknown, or the weights do not fit the model.
     """
     tag: str | None = None
@@ -125,67 +149,92 @@ def load_clip(vision: str) -> tuple[torch.nn.Module, ClipConfig]:
     if vision.startswith(_SCHEMAS):
         name = vision
         if folder is not None and (folder / HF_TEXT_FOLDER).is_dir():
-            # open_clip cannot load such a folder offline: it requests the configuration of the text tower from the hub.
+            # open_clip cannot load such a folder offline: it requests the configuration
+            # of the text tower from the hub.
             config = read_clip_config(folder, folder.name)
             model = build_clip(config, folder / HF_TEXT_FOLDER)
-            assign_weights(model, read_weights(folder / WEIGHTS_FILE), str(folder / WEIGHTS_FILE))
+            assign_weights(
+                model, read_weights(folder / WEIGHTS_FILE), str(folder / WEIGHTS_FILE)
+            )
             return model, config
     else:
         name, _, tag = vision.partition(":")
         name = name.replace("/", "-")
         if open_clip.get_model_config(name) is None:
             raise ModelError(
-                f"open_clip {open_clip.__version__} knows no model {name!r}: give a name from "
-                "open_clip.list_models(), hf-hub:ORG/REPO or local-dir:FOLDER"
+                f"open_clip {open_clip.__version__} knows no model {name!r}: give a"
+                " name from open_clip.list_models(), hf-hub:ORG/REPO or"
+                " local-dir:FOLDER"
             )
         tags = open_clip.list_pretrained_tags_by_model(name)
         if not tag:
             if len(tags) != 1:
                 raise ModelError(
-                    f"{name} has several sets of weights: give {name}:TAG or {name}:FILE, where TAG is one of "
-                    f"{', '.join(tags)}"
+                    f"{name} has several sets of weights: give {name}:TAG or"
+                    f" {name}:FILE, where TAG is one of {', '.join(tags)}"
                 )
             tag = str(tags[0])
         if tag not in tags and not Path(tag).is_file():
             raise ModelError(
-                f"{name} has no weights {tag!r}: give a weights file, or one of the tags {', '.join(tags)}"
+                f"{name} has no weights {tag!r}: give a weights file, or one of the"
+                f" tags {', '.join(tags)}"
             )
         if tag not in tags and tags:
-            # For every file open_clip would use OpenAI's preprocessing, which is wrong for SigLIP.
+            # For every file open_clip would use OpenAI's preprocessing, which is wrong
+            # for SigLIP.
             pretrained = open_clip.get_pretrained_cfg(name, tags[0])
-            preprocess = {key: value for key, value in pretrained.items() if key != "size"}
+            preprocess = {
+                key: value for key, value in pretrained.items() if key != "size"
+            }
     reachable = True
     try:
         with hub_access() as reachable:
             model = open_clip.create_model(
-                name, pretrained=tag, require_pretrained=True, force_preprocess_cfg=preprocess
+                name,
+                pretrained=tag,
+                require_pretrained=True,
+                force_preprocess_cfg=preprocess,
             )
             model_config = open_clip.get_model_config(name)
     except Exception as error:
         excerpt = " ".join(str(error).split())[:200]
         if reachable or folder is not None or (tag is not None and Path(tag).is_file()):
-            raise ModelError(f"cannot load {vision}: {excerpt}; check the name and the files of the model") from error
+            raise ModelError(
+                f"cannot load {vision}: {excerpt}; check the name and the files of the"
+                " model"
+            ) from error
         raise HubUnreachableError(
-            f"cannot download {vision}: the model hub is not reachable from this machine [{excerpt}]. Give local "
-            "weights as NAME:/path/to/weights or local-dir:FOLDER. Alternatively, download the model on a machine that "
-            "reaches the hub, and copy its cache directory HF_HOME to this machine"
+            f"cannot download {vision}: the model hub is not reachable from this"
+            f" machine [{excerpt}]. Give local weights as NAME:/path/to/weights or"
+            " local-dir:FOLDER. Alternatively, download the model on a machine that"
+            " reaches the hub, and copy its cache directory HF_HOME to this machine"
         ) from error
-    described = {"model": model_config, "preprocess": dict(open_clip.get_model_preprocess_cfg(model))}
-    described = json.loads(json.dumps(described))  # tuples become lists
-    return model.eval(), ClipConfig(name if folder is None else folder.name, **described)
+    described = {
+        "model": model_config,
+        "preprocess": dict(open_clip.get_model_preprocess_cfg(model)),
+    }
+    # tuples become lists
+    described = json.loads(json.dumps(described))
+    return model.eval(), ClipConfig(
+        name if folder is None else folder.name, **described
+    )
 
 
 def local_folder(vision: str) -> Path | None:
     """Return the folder of a model ``local-dir:FOLDER``, and None for other models."""
-    return Path(vision.removeprefix(LOCAL_DIR)) if vision.startswith(LOCAL_DIR) else None
+    return (
+        Path(vision.removeprefix(LOCAL_DIR)) if vision.startswith(LOCAL_DIR) else None
+    )
 
 
 @contextmanager
 def hub_access(*, local_only: bool = False) -> Iterator[bool]:
-    """Context manager for calls that may download from the Hugging Face hub. Not thread-safe.
+    """Context manager for calls that may download from the Hugging Face hub. Not
+    thread-safe.
 
-    The client of the hub retries for most of a minute. This function first tries one connection. If the connection
-    fails, the client uses only the local cache, and the value is False. Behind a proxy, the hub counts as reachable.
+    The client of the hub retries for most of a minute. This function first tries one
+    connection. If the connection fails, the client uses only the local cache, and the
+    value is False. Behind a proxy, the hub counts as reachable.
 
     Args:
         local_only: if True, nothing is downloaded.
@@ -195,14 +244,17 @@ def hub_access(*, local_only: bool = False) -> Iterator[bool]:
     offline = constants.HF_HUB_OFFLINE
     disabled = logging.root.manager.disable
     handler = logging.NullHandler()
-    # open_clip logs through the root logger, which would otherwise add a handler that prints.
+    # open_clip logs through the root logger, which would otherwise add a handler that
+    # prints.
     logging.root.addHandler(handler)
     logging.disable(logging.CRITICAL)
     is_reachable = not (offline or local_only)
     if is_reachable and not any(os.environ.get(name) for name in _PROXY_VARIABLES):
         address = urlsplit(constants.ENDPOINT)
         try:
-            socket.create_connection((address.hostname or "", address.port or 443), timeout=_CONNECT_SECONDS).close()
+            socket.create_connection(
+                (address.hostname or "", address.port or 443), timeout=_CONNECT_SECONDS
+            ).close()
         except OSError:
             is_reachable = False
     constants.HF_HUB_OFFLINE = not is_reachable

@@ -1,4 +1,6 @@
-"""Devices, data types and CPU threads of torch, and conversion between tensors and NumPy arrays."""
+"""Devices, data types and CPU threads of torch, and conversion between tensors and
+NumPy arrays.
+"""
 
 from __future__ import annotations
 
@@ -18,31 +20,44 @@ DTYPES = ("auto", "float32", "bfloat16")
 
 
 def resolve_device(device: str | torch.device) -> torch.device:
-    """Return the device named `device`. ``auto`` is CUDA if torch finds a CUDA device, else the CPU."""
-    device = str(device) if isinstance(device, torch.device) else as_text(device, "device")
+    """Return the device named `device`. ``auto`` is CUDA if torch finds a CUDA
+    device, else the CPU.
+    """
+    device = (
+        str(device) if isinstance(device, torch.device) else as_text(device, "device")
+    )
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         target = torch.device(device)
     except RuntimeError as error:
-        raise ModelError(f"unknown device {device!r}: give auto, cpu, cuda or cuda:N") from error
+        raise ModelError(
+            f"unknown device {device!r}: give auto, cpu, cuda or cuda:N"
+        ) from error
     if target.type == "cuda" and (target.index or 0) >= torch.cuda.device_count():
         raise ModelError(
-            f"there is no device {device}: torch finds {torch.cuda.device_count()} CUDA devices; use device cpu"
+            f"there is no device {device}: torch finds {torch.cuda.device_count()} CUDA"
+            " devices; use device cpu"
         )
     return target
 
 
 def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
-    """Return the data type named `dtype`. ``auto`` is bfloat16 on CUDA and float32 elsewhere."""
+    """Return the data type named `dtype`. ``auto`` is bfloat16 on CUDA and float32
+    elsewhere.
+    """
     if as_text(dtype, "dtype") not in DTYPES:
-        raise ModelError(f"unknown data type {dtype!r}: give one of {', '.join(DTYPES)}")
+        raise ModelError(
+            f"unknown data type {dtype!r}: give one of {', '.join(DTYPES)}"
+        )
     if dtype == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     return torch.bfloat16 if dtype == "bfloat16" else torch.float32
 
 
-def autocast(dtype: torch.dtype, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+def autocast(
+    dtype: torch.dtype, device: torch.device
+) -> contextlib.AbstractContextManager[Any]:
     """Return a context manager that computes matrix products in `dtype`."""
     if dtype == torch.float32:
         return contextlib.nullcontext()
@@ -61,16 +76,21 @@ def threads_kept() -> Iterator[None]:
 
 
 def to_bf16_array(tensor: torch.Tensor) -> np.ndarray[Any, np.dtype[Any]]:
-    """Return ``tensor`` as an ``ml_dtypes.bfloat16`` array, rounded to nearest, ties to even."""
+    """Return ``tensor`` as an ``ml_dtypes.bfloat16`` array, rounded to nearest,
+    ties to even.
+    """
     bits = tensor.detach().to(torch.bfloat16).cpu().contiguous().view(torch.int16)
     return bits.numpy().view(ml_dtypes.bfloat16)
 
 
 def as_tensor(array: torch.Tensor | np.ndarray[Any, np.dtype[Any]]) -> torch.Tensor:
-    """Return ``array`` as a torch tensor of the same data type. ``ml_dtypes.bfloat16`` is supported."""
+    """Return ``array`` as a torch tensor of the same data type.
+    ``ml_dtypes.bfloat16`` is supported.
+    """
     if isinstance(array, torch.Tensor):
         return array
-    array = np.require(array, requirements=["C", "W"])  # torch warns about read-only arrays
+    # torch warns about read-only arrays
+    array = np.require(array, requirements=["C", "W"])
     if array.dtype == ml_dtypes.bfloat16:
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(array)

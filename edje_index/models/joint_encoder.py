@@ -1,7 +1,8 @@
-"""The joint encoder, a BERT model that scores how well a caption matches the stored tokens of an image.
+"""The joint encoder, a BERT model that scores how well a caption matches the stored
+tokens of an image.
 
-Shape letters: b pairs, m image tokens, t tokens per row, d width of the language model. Parameters have the same names
-as in published checkpoints.
+Shape letters: b pairs, m image tokens, t tokens per row, d width of the language model.
+Parameters have the same names as in published checkpoints.
 """
 
 from __future__ import annotations
@@ -30,12 +31,13 @@ from transformers.models.bert.modeling_bert import BertPooler  # noqa: E402
 class JointEncoder(nn.Module):
     """A BERT model with a scoring head on ``[CLS]``.
 
-    The input contains ``<image>`` placeholders. The stored tokens of an image replace the embeddings of the
-    placeholders.
+    The input contains ``<image>`` placeholders. The stored tokens of an image replace
+    the embeddings of the placeholders.
 
     Attributes:
         tokenizer: tokenizer of the captions.
-        compute_dtype: data type of matrix products in :meth:`forward` and :meth:`score`.
+        compute_dtype: data type of matrix products in :meth:`forward` and
+            :meth:`score`.
 
     Examples:
         >>> from edje_index import ModelBundle, TokenStore
@@ -44,7 +46,9 @@ class JointEncoder(nn.Module):
         torch.Size([3])
     """
 
-    def __init__(self, config: BertConfig, tokenizer: JointTokenizer, text_embed_dim: int) -> None:
+    def __init__(
+        self, config: BertConfig, tokenizer: JointTokenizer, text_embed_dim: int
+    ) -> None:
         super().__init__()
         tokenizer.check_fits(config.vocab_size)
         self.tokenizer = tokenizer
@@ -53,7 +57,9 @@ class JointEncoder(nn.Module):
         # One tensor under two names, as in published checkpoints.
         self.text_embeddings = self.language_model.get_input_embeddings()
         pooler: nn.Module = BertPooler(config)  # type: ignore[no-untyped-call]
-        self.classification_head = nn.Sequential(pooler, nn.Linear(config.hidden_size, 1))
+        self.classification_head = nn.Sequential(
+            pooler, nn.Linear(config.hidden_size, 1)
+        )
         self.text_projection = nn.Linear(config.hidden_size, text_embed_dim)
         self.eval()
 
@@ -73,55 +79,83 @@ class JointEncoder(nn.Module):
         return self.text_projection.weight.device
 
     def scorer(self) -> JointScorer:
-        """Return a scorer with the current weights. A scorer is faster than :meth:`forward`, but cannot be trained."""
-        config, state, source = self.config.to_dict(), self.state_dict(), "the joint encoder"
-        return JointScorer(self.tokenizer, config, state, source=source, dtype=self.compute_dtype, device=self.device)
+        """Return a scorer with the current weights. A scorer is faster than
+        :meth:`forward`, but cannot be trained.
+        """
+        config = self.config.to_dict()
+        state = self.state_dict()
+        source = "the joint encoder"
+        return JointScorer(
+            self.tokenizer,
+            config,
+            state,
+            source=source,
+            dtype=self.compute_dtype,
+            device=self.device,
+        )
 
-    def score(self, captions: str | Sequence[str], tokens: torch.Tensor | Array) -> torch.Tensor:
-        """Return matching logits, float32 [b] on the CPU. A higher logit means a better match.
+    def score(
+        self, captions: str | Sequence[str], tokens: torch.Tensor | Array
+    ) -> torch.Tensor:
+        """Return matching logits, float32 [b] on the CPU. A higher logit means a better
+        match.
 
         Args:
             captions: b captions, or one caption for all b blocks.
-            tokens: stored tokens [b, m, d], a tensor or NumPy array of any floating type.
+            tokens: stored tokens [b, m, d], a tensor or NumPy array of any floating
+                type.
 
         Raises:
-            ModelError: the number of captions is neither 1 nor b, or the width of `tokens` is not d.
+            ModelError: the number of captions is neither 1 nor b, or the width of
+                `tokens` is not d.
         """
         return self.scorer().score(captions, tokens)
 
     def forward(self, inputs: JointInputs, tokens: torch.Tensor) -> torch.Tensor:
-        """Return one matching logit per row, float32 [b]. `tokens` are the image tokens of the rows [b, m, d]."""
+        """Return one matching logit per row, float32 [b]. `tokens` are the image
+        tokens of the rows [b, m, d].
+        """
         with autocast(self.compute_dtype, self.device):
             hidden = self.hidden_states(inputs, tokens)
         logits: torch.Tensor = self.classification_head(hidden.float())
-        return logits[:, 0].float()  # the logits are not float32 under the autocast of a training run
+        # the logits are not float32 under the autocast of a training run
+        return logits[:, 0].float()
 
     def hidden_states(self, inputs: JointInputs, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the last hidden states [b, t, d]. `tokens` are the image tokens of the rows [b, m, d]."""
+        """Return the last hidden states [b, t, d]. `tokens` are the image tokens of
+        the rows [b, m, d].
+        """
         device = self.device
         ids = inputs.input_ids.to(device)
         words = self.text_embeddings(ids)
         is_image = (ids == self.tokenizer.image_token_id)[:, :, None].expand_as(words)
         embedded = words.masked_scatter(is_image, tokens.to(device, words.dtype))
-        positions = self.language_model.bert.embeddings.position_embeddings.num_embeddings
+        positions = (
+            self.language_model.bert.embeddings.position_embeddings.num_embeddings
+        )
         output = self.language_model.bert(
             inputs_embeds=embedded,
             token_type_ids=inputs.token_type_ids.to(device),
             attention_mask=inputs.attention_mask.to(device),
             # Positions beyond the position table become its last position.
-            position_ids=torch.arange(ids.shape[1], device=device).clamp(max=positions - 1)[None],
+            position_ids=torch.arange(ids.shape[1], device=device).clamp(
+                max=positions - 1
+            )[None],
         )
         hidden: torch.Tensor = output.last_hidden_state
         return hidden
 
 
 def bert_config(source: Path | dict[str, Any], **overrides: int) -> BertConfig:
-    """Read a BERT configuration from the file ``config.json`` or from its content. `overrides` replace values."""
+    """Read a BERT configuration from the file ``config.json`` or from its content.
+    `overrides` replace values.
+    """
     values = read_configuration(source) if isinstance(source, Path) else source
     check_bert(values, str(source) if isinstance(source, Path) else "the joint encoder")
     try:
         return BertConfig.from_dict({**values, **overrides})
     except Exception as error:
         raise ModelError(
-            f"the configuration {source} of the language model is not valid: {error}; restore this file"
+            f"the configuration {source} of the language model is not valid: {error};"
+            " restore this file"
         ) from error

@@ -1,9 +1,11 @@
-"""Makes the input of the joint encoder, ``[CLS] caption [SEP] <image> x m [SEP]``, as in the published EDJE code.
+"""Makes the input of the joint encoder, ``[CLS] caption [SEP] <image> x m [SEP]``, as
+in the published EDJE code.
 
-Tokens up to the first ``[SEP]`` have token type 0. Later tokens have token type 1. Captions are truncated so that a row
-has at most 64 + m tokens.
+Tokens up to the first ``[SEP]`` have token type 0. Later tokens have token type 1.
+Captions are truncated so that a row has at most 64 + m tokens.
 
-This module also cleans texts before tokenisation as open_clip does, without importing open_clip.
+This module also cleans texts before tokenisation as open_clip does, without importing
+open_clip.
 """
 
 from __future__ import annotations
@@ -27,18 +29,23 @@ from edje_index.models._torchvision_compat import prepare_torchvision
 from edje_index.models.safety import check_tokenizer_folder, read_configuration
 
 IMAGE_TOKEN = "<image>"
-MAX_TEXT_TOKENS = 64  # limit for [CLS], the caption and both [SEP] together
+# limit for [CLS], the caption and both [SEP] together
+MAX_TEXT_TOKENS = 64
 NUM_SPECIAL_TOKENS = 3
 MAX_CAPTION_TOKENS = MAX_TEXT_TOKENS - NUM_SPECIAL_TOKENS
-TOKENIZER_FILE, TOKENIZER_SETTINGS = "tokenizer.json", "tokenizer_config.json"
-OWN_CLASS = "PreTrainedTokenizerFast"  # the tokenizer class that `JointTokenizer.save` writes
+TOKENIZER_FILE = "tokenizer.json"
+TOKENIZER_SETTINGS = "tokenizer_config.json"
+# the tokenizer class that `JointTokenizer.save` writes
+OWN_CLASS = "PreTrainedTokenizerFast"
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 SPECIAL_TOKEN_NAMES = ("pad_token", "unk_token", "cls_token", "sep_token", "mask_token")
 
 
 @dataclass(frozen=True)
 class JointInputs:
-    """b input rows of the joint encoder. All fields are int64 [b, t]. Shorter rows are padded to t tokens."""
+    """b input rows of the joint encoder. All fields are int64 [b, t]. Shorter rows
+    are padded to t tokens.
+    """
 
     input_ids: torch.Tensor
     token_type_ids: torch.Tensor
@@ -49,10 +56,11 @@ class JointTokenizer:
     """A BERT tokenizer with the ``<image>`` placeholder.
 
     Attributes:
-        special_tokens: text of each special token, such as ``[SEP]``, by the names in `SPECIAL_TOKEN_NAMES`.
+        special_tokens: text of each special token, such as ``[SEP]``, by the names in
+            `SPECIAL_TOKEN_NAMES`.
         truncation_side: end where long captions are truncated, "right" or "left".
-        canonical: whether captions are converted to lower case without punctuation before they are tokenised, see
-            `clean_canonicalize`.
+        canonical: whether captions are converted to lower case without punctuation
+            before they are tokenised, see `clean_canonicalize`.
     """
 
     def __init__(
@@ -67,16 +75,27 @@ class JointTokenizer:
         self.special_tokens = dict(special_tokens)
         self.truncation_side = truncation_side
         self.canonical = canonical
-        tokenizer.add_special_tokens([IMAGE_TOKEN])  # does nothing if the vocabulary has the token
-        tokenizer.no_truncation()  # a tokenizer file may switch on truncation and padding
+        # does nothing if the vocabulary has the token
+        tokenizer.add_special_tokens([IMAGE_TOKEN])
+        # a tokenizer file may switch on truncation and padding
+        tokenizer.no_truncation()
         tokenizer.no_padding()
-        ids = {name: tokenizer.token_to_id(token) for name, token in special_tokens.items()}
-        missing = [special_tokens[name] for name, token_id in ids.items() if token_id is None]
+        ids = {
+            name: tokenizer.token_to_id(token) for name, token in special_tokens.items()
+        }
+        missing = [
+            special_tokens[name] for name, token_id in ids.items() if token_id is None
+        ]
         if missing:
             raise ModelError(
-                f"the tokenizer lacks the special tokens {', '.join(missing)}: give the files of a BERT tokenizer"
+                f"the tokenizer lacks the special tokens {', '.join(missing)}: give the"
+                " files of a BERT tokenizer"
             )
-        self._special_ids = {name: int(token_id) for name, token_id in ids.items() if token_id is not None}
+        self._special_ids = {
+            name: int(token_id)
+            for name, token_id in ids.items()
+            if token_id is not None
+        }
         image_token_id = tokenizer.token_to_id(IMAGE_TOKEN)
         assert image_token_id is not None
         self.image_token_id = int(image_token_id)
@@ -84,98 +103,169 @@ class JointTokenizer:
     @classmethod
     def of(cls, tokenizer: Any, *, canonical: bool = False) -> JointTokenizer:
         """Wrap a fast tokenizer of transformers."""
-        special_tokens = {name: getattr(tokenizer, name) for name in SPECIAL_TOKEN_NAMES}
+        special_tokens = {
+            name: getattr(tokenizer, name) for name in SPECIAL_TOKEN_NAMES
+        }
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is None or None in special_tokens.values():
             raise ModelError(
-                "the tokenizer lacks one of [CLS], [SEP], [PAD], [UNK] and [MASK]: give the files of a BERT tokenizer"
+                "the tokenizer lacks one of [CLS], [SEP], [PAD], [UNK] and [MASK]: give"
+                " the files of a BERT tokenizer"
             )
-        return cls(backend, special_tokens, truncation_side=tokenizer.truncation_side, canonical=canonical)
+        return cls(
+            backend,
+            special_tokens,
+            truncation_side=tokenizer.truncation_side,
+            canonical=canonical,
+        )
 
     def __len__(self) -> int:
         return int(self.tokenizer.get_vocab_size(with_added_tokens=True))
 
     def check_fits(self, words: int) -> None:
-        """Raise ModelError if a language model with `words` token ids lacks the placeholder."""
+        """Raise ModelError if a language model with `words` token ids lacks the
+        placeholder.
+        """
         if self.image_token_id >= words:
             raise ModelError(
-                f"the token id {self.image_token_id} of <image> is out of range, because the language "
-                f"model has only {words} token ids: use the tokenizer of the language model"
+                f"the token id {self.image_token_id} of <image> is out of range,"
+                f" because the language model has only {words} token ids: use the"
+                " tokenizer of the language model"
             )
 
     def special_id(self, name: str) -> int:
-        """Return the token id of a special token. `name` is one of `SPECIAL_TOKEN_NAMES`."""
+        """Return the token id of a special token. `name` is one of
+        `SPECIAL_TOKEN_NAMES`.
+        """
         return self._special_ids[name]
 
     def save(self, folder: Path) -> None:
-        """Write the tokenizer files into ``folder``. Equal tokenizers give equal files."""
+        """Write the tokenizer files into ``folder``. Equal tokenizers give equal
+        files.
+        """
         # The fingerprint of a bundle covers these files.
         self.tokenizer.save(str(folder / TOKENIZER_FILE))
-        settings = {"tokenizer_class": OWN_CLASS, "truncation_side": self.truncation_side}
+        settings = {
+            "tokenizer_class": OWN_CLASS,
+            "truncation_side": self.truncation_side,
+        }
         write_json(folder / TOKENIZER_SETTINGS, {**self.special_tokens, **settings})
 
     def inputs(self, captions: Sequence[str], image_tokens: int) -> JointInputs:
-        """Return one input row per caption. Each row has ``image_tokens`` placeholders."""
+        """Return one input row per caption. Each row has ``image_tokens``
+        placeholders.
+        """
         return self.inputs_of_ids(self.caption_ids(captions), image_tokens)
 
-    def inputs_of_ids(self, texts: Sequence[Sequence[int]], image_tokens: int) -> JointInputs:
-        """Return one input row per caption, like `inputs`. ``texts`` are the token ids of each caption."""
-        pad, start, separator = map(self.special_id, ("pad_token", "cls_token", "sep_token"))
+    def inputs_of_ids(
+        self, texts: Sequence[Sequence[int]], image_tokens: int
+    ) -> JointInputs:
+        """Return one input row per caption, like `inputs`. ``texts`` are the token
+        ids of each caption.
+        """
+        pad, start, separator = map(
+            self.special_id, ("pad_token", "cls_token", "sep_token")
+        )
         lengths = np.array([[len(text)] for text in texts])
-        ids = np.full((len(texts), int(lengths.max()) + NUM_SPECIAL_TOKENS + image_tokens), pad, dtype=np.int64)
-        position, end = np.arange(ids.shape[1]), lengths + 2 + image_tokens  # of the last [SEP]
+        ids = np.full(
+            (len(texts), int(lengths.max()) + NUM_SPECIAL_TOKENS + image_tokens),
+            pad,
+            dtype=np.int64,
+        )
+        # of the last [SEP]
+        position = np.arange(ids.shape[1])
+        end = lengths + 2 + image_tokens
         is_image = (position >= lengths + 2) & (position < end)
         ids[:, 0] = start
-        ids[(position >= 1) & (position <= lengths)] = list(itertools.chain.from_iterable(texts))
+        ids[(position >= 1) & (position <= lengths)] = list(
+            itertools.chain.from_iterable(texts)
+        )
         ids[is_image] = self.image_token_id
         ids[(position == lengths + 1) | (position == end)] = separator
-        types, mask = is_image | (position == end), position <= end
-        return JointInputs(*(torch.from_numpy(array.astype(np.int64, copy=False)) for array in (ids, types, mask)))
+        types = is_image | (position == end)
+        mask = position <= end
+        return JointInputs(
+            *(
+                torch.from_numpy(array.astype(np.int64, copy=False))
+                for array in (ids, types, mask)
+            )
+        )
 
-    def caption_ids(self, captions: Sequence[str], longest: int = MAX_CAPTION_TOKENS) -> list[list[int]]:
-        """Return the token ids of each caption, without special tokens, truncated to `longest` tokens.
+    def caption_ids(
+        self, captions: Sequence[str], longest: int = MAX_CAPTION_TOKENS
+    ) -> list[list[int]]:
+        """Return the token ids of each caption, without special tokens, truncated to
+        `longest` tokens.
 
         A caption that occurs several times is tokenised once.
         """
         distinct = list(dict.fromkeys(captions))
-        texts = [clean_canonicalize(caption) for caption in distinct] if self.canonical else distinct
+        texts = (
+            [clean_canonicalize(caption) for caption in distinct]
+            if self.canonical
+            else distinct
+        )
         with tokenizing():
             encoded = self.tokenizer.encode_batch(texts, add_special_tokens=False)
         unknown = self.special_id("unk_token")
         placeholder = self.image_token_id
-        ids = [[unknown if i == placeholder else i for i in self.truncated(each.ids, longest)] for each in encoded]
+        ids = [
+            [
+                unknown if i == placeholder else i
+                for i in self.truncated(each.ids, longest)
+            ]
+            for each in encoded
+        ]
         ids_of_caption = dict(zip(distinct, ids, strict=True))
         return [ids_of_caption[caption] for caption in captions]
 
     def truncated(self, ids: list[int], longest: int = MAX_CAPTION_TOKENS) -> list[int]:
-        """Return the first `longest` of the token ids of a caption, or the last ones, see `truncation_side`."""
+        """Return the first `longest` of the token ids of a caption, or the last
+        ones, see `truncation_side`.
+        """
         return ids[-longest:] if self.truncation_side == "left" else ids[:longest]
 
 
 @contextmanager
 def tokenizing() -> Iterator[None]:
-    """Context manager for calls of a tokenizer. A tokenizer that cannot split a text raises ModelError."""
+    """Context manager for calls of a tokenizer. A tokenizer that cannot split a
+    text raises ModelError.
+    """
     try:
         yield
     except BaseException as error:
-        # The library panics at a regular expression that takes too long. The class of a panic cannot be imported.
+        # The library panics at a regular expression that takes too long. The class of a
+        # panic cannot be imported.
         if type(error).__name__ != "PanicException":
             raise
-        raise ModelError(f"the tokenizer cannot split a text: {error}; use another tokenizer") from error
+        raise ModelError(
+            f"the tokenizer cannot split a text: {error}; use another tokenizer"
+        ) from error
 
 
 def load_joint_tokenizer(folder: Path, *, canonical: bool = False) -> JointTokenizer:
-    """Read a BERT tokenizer. If the vocabulary lacks the ``<image>`` placeholder, it is added."""
+    """Read a BERT tokenizer. If the vocabulary lacks the ``<image>`` placeholder,
+    it is added.
+    """
     if not folder.is_dir():
         raise ModelError(
-            f"there is no directory {folder}: give a directory that contains config.json and either tokenizer.json "
-            "or vocab.txt"
+            f"there is no directory {folder}: give a directory that contains"
+            " config.json and either tokenizer.json or vocab.txt"
         )
     check_tokenizer_folder(folder)
-    file, settings_file = folder / TOKENIZER_FILE, folder / TOKENIZER_SETTINGS
+    file = folder / TOKENIZER_FILE
+    settings_file = folder / TOKENIZER_SETTINGS
     try:
-        settings = read_configuration(settings_file) if file.is_file() and settings_file.is_file() else {}
-        if set(settings) == {*SPECIAL_TOKEN_NAMES, "tokenizer_class", "truncation_side"}:
+        settings = (
+            read_configuration(settings_file)
+            if file.is_file() and settings_file.is_file()
+            else {}
+        )
+        if set(settings) == {
+            *SPECIAL_TOKEN_NAMES,
+            "tokenizer_class",
+            "truncation_side",
+        }:
             # `JointTokenizer.save` wrote these files, and transformers is not needed.
             return JointTokenizer(
                 Tokenizer.from_file(str(file)),
@@ -186,27 +276,35 @@ def load_joint_tokenizer(folder: Path, *, canonical: bool = False) -> JointToken
         prepare_torchvision()
         from transformers import AutoTokenizer
 
-        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(
+            str(folder), local_files_only=True, trust_remote_code=False
+        )
         return JointTokenizer.of(tokenizer, canonical=canonical)
     except Exception as error:
         raise ModelError(
-            f"cannot read the tokenizer in {folder}: {' '.join(str(error).split())[:300]}; copy the directory again"
+            f"cannot read the tokenizer in {folder}:"
+            f" {' '.join(str(error).split())[:300]}; copy the directory again"
         ) from error
 
 
 def clean_whitespace(text: str) -> str:
-    """Repair broken encodings, decode HTML entities, and replace every run of whitespace by one space."""
+    """Repair broken encodings, decode HTML entities, and replace every run of
+    whitespace by one space.
+    """
     return " ".join(_repaired(text).split())
 
 
 def clean_canonicalize(text: str) -> str:
-    """Clean `text` like `clean_whitespace`, convert it to lower case, and remove punctuation."""
+    """Clean `text` like `clean_whitespace`, convert it to lower case, and remove
+    punctuation.
+    """
     plain = _repaired(text).replace("_", " ").translate(_NO_PUNCTUATION)
     return " ".join(plain.lower().split())
 
 
 def _repaired(text: str) -> str:
-    import ftfy  # only some bundles need it
+    # only some bundles need it
+    import ftfy
 
     return html.unescape(html.unescape(ftfy.fix_text(text)))
 

@@ -1,6 +1,7 @@
 """Scores pairs of a caption and an image with the weights of a joint encoder.
 
-Shape letters: b pairs, m image tokens, t tokens per row, d width of the language model, v size of its vocabulary.
+Shape letters: b pairs, m image tokens, t tokens per row, d width of the language model,
+v size of its vocabulary.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from edje_index.models.joint_inputs import JointInputs, JointTokenizer
 Array = np.ndarray[Any, np.dtype[Any]]
 
 _BATCH = 128
-_CPU_BATCH = 32  # hidden states and tokens stay in the cache of the CPU
+# hidden states and tokens stay in the cache of the CPU
+_CPU_BATCH = 32
 _BERT = "language_model.bert."
 
 
@@ -29,8 +31,8 @@ class JointScorer:
     """A joint encoder that scores pairs but cannot be trained. Thread-safe.
 
     Attributes:
-        compute_dtype: data type of matrix products. The scoring head always uses float32, because bfloat16 logits are
-            often equal.
+        compute_dtype: data type of matrix products. The scoring head always uses
+            float32, because bfloat16 logits are often equal.
     """
 
     def __init__(
@@ -46,8 +48,10 @@ class JointScorer:
         """Build a scorer.
 
         Args:
-            config: BERT configuration of the language model, in the format of transformers.
-            tensors: weights by name, as in published checkpoints. The scorer may share their memory.
+            config: BERT configuration of the language model, in the format of
+                transformers.
+            tensors: weights by name, as in published checkpoints. The scorer may share
+                their memory.
         """
         self.tokenizer = tokenizer
         self.compute_dtype = dtype
@@ -56,7 +60,9 @@ class JointScorer:
         self._make_bert = partial(Bert, config, weights, source=source)
         self._bert = self._make_bert(dtype=dtype)
         tokenizer.check_fits(len(self._bert.words))
-        head = BertWeights(tensors, "classification_head.", source=source, device=self.device)
+        head = BertWeights(
+            tensors, "classification_head.", source=source, device=self.device
+        )
         self._pooler = head.linear(["0.dense"], self.width, self.width)
         self._head = head.linear(["1"], 1, self.width)
 
@@ -67,7 +73,9 @@ class JointScorer:
 
     @property
     def batch(self) -> int:
-        """Number of pairs to score at a time. It bounds the memory for pools of any size."""
+        """Number of pairs to score at a time. It bounds the memory for pools of any
+        size.
+        """
         return _CPU_BATCH if self.device.type == "cpu" else _BATCH
 
     @property
@@ -81,15 +89,21 @@ class JointScorer:
         return self.word_vectors.mean(dim=0)
 
     @torch.inference_mode()
-    def score(self, captions: str | Sequence[str], tokens: torch.Tensor | Array) -> torch.Tensor:
+    def score(
+        self, captions: str | Sequence[str], tokens: torch.Tensor | Array
+    ) -> torch.Tensor:
         """Return matching logits, see `JointEncoder.score`."""
         tokens = as_tensor(tokens)
         captions = [captions] if isinstance(captions, str) else list(captions)
         if tokens.ndim != 3 or tokens.shape[2] != self.width:
-            raise ModelError(f"blocks must have the shape [b, m, {self.width}], got {list(tokens.shape)}")
+            raise ModelError(
+                f"blocks must have the shape [b, m, {self.width}], got"
+                f" {list(tokens.shape)}"
+            )
         if len(captions) not in (1, tokens.shape[0]):
             raise ModelError(
-                f"got {len(captions)} captions for {tokens.shape[0]} blocks: give one caption, or one caption per block"
+                f"got {len(captions)} captions for {tokens.shape[0]} blocks: give one"
+                " caption, or one caption per block"
             )
         if len(captions) == 1:
             captions = captions * tokens.shape[0]
@@ -97,15 +111,20 @@ class JointScorer:
         if not captions:
             return logits
         ids = self.tokenizer.caption_ids(captions)
-        lengths = torch.tensor([len(caption) for caption in ids])  # batches contain captions of similar length
+        # batches contain captions of similar length
+        lengths = torch.tensor([len(caption) for caption in ids])
         for batch in torch.split(lengths.argsort(stable=True), self.batch):
-            inputs = self.tokenizer.inputs_of_ids([ids[pair] for pair in batch.tolist()], tokens.shape[1])
+            inputs = self.tokenizer.inputs_of_ids(
+                [ids[pair] for pair in batch.tolist()], tokens.shape[1]
+            )
             logits[batch] = self.logits(inputs, tokens[batch.to(tokens.device)]).cpu()
         return logits
 
     @torch.inference_mode()
     def logits(self, inputs: JointInputs, tokens: torch.Tensor) -> torch.Tensor:
-        """Return one matching logit per row, float32 [b]. `tokens` are the image tokens of the rows [b, m, d]."""
+        """Return one matching logit per row, float32 [b]. `tokens` are the image
+        tokens of the rows [b, m, d].
+        """
         ids = inputs.input_ids.to(self.device)
         words = functional.embedding(ids, self.word_vectors)
         is_image = (ids == self.tokenizer.image_token_id)[:, :, None].expand_as(words)
@@ -117,10 +136,16 @@ class JointScorer:
 
     @torch.inference_mode()
     def sentence_vectors(self, inputs: JointInputs) -> torch.Tensor:
-        """Return the mean of the last hidden states of each row, float32 [b, d]. Rows must not contain image tokens."""
+        """Return the mean of the last hidden states of each row, float32 [b, d].
+        Rows must not contain image tokens.
+        """
         bert = self._exact_bert
-        words = functional.embedding(inputs.input_ids.to(self.device), self.word_vectors)
-        hidden = bert.hidden_states(bert.embed(words, inputs.token_type_ids.to(self.device)), self._mask(inputs))
+        words = functional.embedding(
+            inputs.input_ids.to(self.device), self.word_vectors
+        )
+        hidden = bert.hidden_states(
+            bert.embed(words, inputs.token_type_ids.to(self.device)), self._mask(inputs)
+        )
         counted = inputs.attention_mask.to(self.device)[:, :, None]
         return (hidden * counted).sum(dim=1) / counted.sum(dim=1)
 
@@ -129,4 +154,8 @@ class JointScorer:
         return self._bert if self.compute_dtype == torch.float32 else self._make_bert()
 
     def _mask(self, inputs: JointInputs) -> torch.Tensor | None:
-        return None if bool(inputs.attention_mask.all()) else inputs.attention_mask.to(self.device, torch.bool)
+        return (
+            None
+            if bool(inputs.attention_mask.all())
+            else inputs.attention_mask.to(self.device, torch.bool)
+        )

@@ -1,8 +1,9 @@
 """Linear layers for inference, with the fastest kernels in torch for CPUs.
 
-These kernels are in oneDNN. Only private operators of torch reach them with float32, or with weights that are
-rearranged once instead of at each call. The operators are tested with torch 2.8 to 2.13. If torch or the processor
-lacks them, this module uses the default matrix product.
+These kernels are in oneDNN. Only private operators of torch reach them with float32, or
+with weights that are rearranged once instead of at each call. The operators are tested
+with torch 2.8 to 2.13. If torch or the processor lacks them, this module uses the
+default matrix product.
 """
 
 from __future__ import annotations
@@ -29,20 +30,31 @@ class Linear(torch.nn.Module):
             and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
             and (
                 weight.dtype == torch.float32
-                or (weight.dtype == torch.bfloat16 and bool(operators._is_mkldnn_bf16_supported()))
+                or (
+                    weight.dtype == torch.bfloat16
+                    and bool(operators._is_mkldnn_bf16_supported())
+                )
             )
         )
         self.bias = bias
         self._product = getattr(operators, "_linear_pointwise", None) if packs else None
-        self._weight = weight if self._product is None else operators._reorder_linear_weight(weight)
+        self._weight = (
+            weight
+            if self._product is None
+            else operators._reorder_linear_weight(weight)
+        )
 
     @property
     def weight(self) -> torch.Tensor:
-        """A copy of the weight matrix [outputs, inputs]. Some modules of timm use it for a product of their own."""
+        """A copy of the weight matrix [outputs, inputs]. Some modules of timm use
+        it for a product of their own.
+        """
         return self._weight.to_dense()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map `x` [..., inputs] to [..., outputs], in the data type of the weight matrix."""
+        """Map `x` [..., inputs] to [..., outputs], in the data type of the weight
+        matrix.
+        """
         x = x.to(self.bias.dtype)
         if self._product is None:
             return functional.linear(x, self._weight, self.bias)
@@ -51,14 +63,20 @@ class Linear(torch.nn.Module):
 
 
 def replace_linear_layers(module: torch.nn.Module, dtype: torch.dtype) -> None:
-    """Replace the linear layers in `module`, which is on a CPU and only computes, by layers of class `Linear`.
+    """Replace the linear layers in `module`, which is on a CPU and only computes, by
+    layers of class `Linear`.
 
     `dtype` is the data type of the matrix products and of the results.
     """
     for name, child in module.named_children():
         if type(child) is torch.nn.Linear:
             weight = child.weight.detach().to(dtype)
-            bias = torch.zeros_like(weight[:, 0]) if child.bias is None else child.bias.detach().to(dtype)
+            bias = (
+                torch.zeros_like(weight[:, 0])
+                if child.bias is None
+                else child.bias.detach().to(dtype)
+            )
             setattr(module, name, Linear(weight, bias))
-        elif not isinstance(child, torch.nn.MultiheadAttention):  # it uses its weights without calling its layers
+        elif not isinstance(child, torch.nn.MultiheadAttention):
+            # it uses its weights without calling its layers
             replace_linear_layers(child, dtype)

@@ -1,8 +1,9 @@
-"""Checks that the files of a model contain only data, so that loading a model runs no code from these files.
+"""Checks that the files of a model contain only data, so that loading a model runs no
+code from these files.
 
-The checks refuse three kinds of entries in configuration files. transformers runs the Python files under ``auto_map``.
-transformers downloads the kernels under ``attn_implementation``. timm downloads models with names like
-``hf-hub:ORG/REPO``.
+The checks refuse three kinds of entries in configuration files. transformers runs the
+Python files under ``auto_map``. transformers downloads the kernels under
+``attn_implementation``. timm downloads models with names like ``hf-hub:ORG/REPO``.
 """
 
 from __future__ import annotations
@@ -17,44 +18,72 @@ from edje_index.errors import ModelError
 
 CODE_SUFFIXES = frozenset({".dll", ".pickle", ".pkl", ".py", ".pyc", ".so"})
 CODE_KEYS = frozenset({"auto_map", "custom_pipelines", "trust_remote_code"})
-IMPLEMENTATION_KEYS = frozenset({"_attn_implementation", "attn_implementation", "experts_implementation"})
+IMPLEMENTATION_KEYS = frozenset(
+    {"_attn_implementation", "attn_implementation", "experts_implementation"}
+)
 WEIGHT_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".safetensors"})
-MAX_TEXT_BYTES = 256 << 20  # tokenizers of 256,000 words take 35 MB
-TOKENIZER_CLASSES = frozenset({
-    "BertTokenizer", "CLIPTokenizer", "DistilBertTokenizer", "GemmaTokenizer", "M2M100Tokenizer", "MPNetTokenizer",
-    "NllbTokenizer", "PreTrainedTokenizer", "RobertaTokenizer", "SiglipTokenizer", "T5Tokenizer", "TokenizersBackend",
-    "XLMRobertaTokenizer",
-})  # fmt: skip
+# tokenizers of 256,000 words take 35 MB
+MAX_TEXT_BYTES = 256 << 20
+TOKENIZER_CLASSES = frozenset(
+    {
+        "BertTokenizer",
+        "CLIPTokenizer",
+        "DistilBertTokenizer",
+        "GemmaTokenizer",
+        "M2M100Tokenizer",
+        "MPNetTokenizer",
+        "NllbTokenizer",
+        "PreTrainedTokenizer",
+        "RobertaTokenizer",
+        "SiglipTokenizer",
+        "T5Tokenizer",
+        "TokenizersBackend",
+        "XLMRobertaTokenizer",
+    }
+)
 
 
 def check_bundle_folder(folder: Path, files: Iterable[str]) -> None:
-    """Check that the bundle in `folder`, whose ``bundle.json`` lists the names `files`, contains only data."""
+    """Check that the bundle in `folder`, whose ``bundle.json`` lists the names
+    `files`, contains only data.
+    """
     for name in files:
         path = PurePosixPath(name)
         if path.is_absolute() or ".." in path.parts:
             raise ModelError(
-                f"the bundle {folder} lists the file {name!r} outside its directory: do not use this bundle"
+                f"the bundle {folder} lists the file {name!r} outside its directory: do"
+                " not use this bundle"
             )
     root = folder.resolve()
     for file in sorted(folder.rglob("*")):
         try:
-            status, target = file.stat(), file.resolve()
+            status = file.stat()
+            target = file.resolve()
         except OSError as error:
             raise ModelError(
-                f"cannot read {file}: {error.strerror}; restore the file, or do not use the bundle"
+                f"cannot read {file}: {error.strerror}; restore the file, or do not use"
+                " the bundle"
             ) from error
         if not stat.S_ISDIR(status.st_mode):
             if not stat.S_ISREG(status.st_mode):
-                raise ModelError(f"{file} is not a regular file: remove {file.name}, or do not use the bundle")
+                raise ModelError(
+                    f"{file} is not a regular file: remove {file.name}, or do not use"
+                    " the bundle"
+                )
             if file.suffix not in WEIGHT_SUFFIXES and status.st_size > MAX_TEXT_BYTES:
                 raise ModelError(
-                    f"{file} has {status.st_size} bytes, too many for a file without weights: do not use the bundle"
+                    f"{file} has {status.st_size} bytes, too many for a file without"
+                    " weights: do not use the bundle"
                 )
         if not target.is_relative_to(root):
-            raise ModelError(f"{file} is a link out of the bundle, to {target}: replace the link by a copy of the file")
+            raise ModelError(
+                f"{file} is a link out of the bundle, to {target}: replace the link by"
+                " a copy of the file"
+            )
         if file.suffix in CODE_SUFFIXES:
             raise ModelError(
-                f"{file} is code, but a bundle may contain only data: remove this file, or do not use the bundle"
+                f"{file} is code, but a bundle may contain only data: remove this file,"
+                " or do not use the bundle"
             )
         if file.name.endswith("config.json") and file.is_file():
             read_configuration(file)
@@ -67,15 +96,23 @@ def read_configuration(file: Path) -> dict[str, Any]:
         for key, value in pairs:
             names_hub_code = key in IMPLEMENTATION_KEYS and "/" in str(value)
             if (key in CODE_KEYS and value) or names_hub_code:
-                raise ModelError(f"{file} names code ({key!r}: {value!r}): remove this entry, or do not use the model")
+                raise ModelError(
+                    f"{file} names code ({key!r}: {value!r}): remove this entry, or do"
+                    " not use the model"
+                )
         return dict(pairs)
 
     try:
-        content = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=checked)
+        content = json.loads(
+            file.read_text(encoding="utf-8"), object_pairs_hook=checked
+        )
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"cannot read {file}: {error}; restore this file") from error
     if not isinstance(content, dict):
-        raise ModelError(f"{file} contains a {type(content).__name__} instead of a JSON object: restore this file")
+        raise ModelError(
+            f"{file} contains a {type(content).__name__} instead of a JSON object:"
+            " restore this file"
+        )
     return content
 
 
@@ -86,8 +123,11 @@ def check_tokenizer_folder(folder: Path) -> None:
         if not file.is_file():
             continue
         tokenizer_class = read_configuration(file).get("tokenizer_class")
-        if tokenizer_class and str(tokenizer_class).removesuffix("Fast") not in TOKENIZER_CLASSES:
+        if (
+            tokenizer_class
+            and str(tokenizer_class).removesuffix("Fast") not in TOKENIZER_CLASSES
+        ):
             raise ModelError(
-                f"{file} names the tokenizer class {tokenizer_class!r}, which is not accepted: use one of "
-                f"{', '.join(sorted(TOKENIZER_CLASSES))}"
+                f"{file} names the tokenizer class {tokenizer_class!r}, which is not"
+                f" accepted: use one of {', '.join(sorted(TOKENIZER_CLASSES))}"
             )

@@ -1,7 +1,8 @@
-"""Text towers: those of open_clip models, and BERT models without open_clip and transformers.
+"""Text towers: those of open_clip models, and BERT models without open_clip and
+transformers.
 
-Importing these two libraries takes longer than a search. Up to rounding, the embeddings of a BERT text tower equal the
-embeddings from open_clip.
+Importing these two libraries takes longer than a search. Up to rounding, the embeddings
+of a BERT text tower equal the embeddings from open_clip.
 """
 
 from __future__ import annotations
@@ -22,19 +23,34 @@ from edje_index.errors import HubUnreachableError, ModelError
 from edje_index.filesystem import write_json
 from edje_index.models._torchvision_compat import prepare_torchvision
 from edje_index.models.bert import Bert, BertWeights
-from edje_index.models.clip_config import HF_CONFIG_FILE, HF_TEXT_FOLDER, WEIGHTS_FILE, ClipConfig
-from edje_index.models.joint_inputs import CLEANERS, TOKENIZER_FILE, TOKENIZER_SETTINGS, clean_canonicalize, tokenizing
+from edje_index.models.clip_config import (
+    HF_CONFIG_FILE,
+    HF_TEXT_FOLDER,
+    WEIGHTS_FILE,
+    ClipConfig,
+)
+from edje_index.models.joint_inputs import (
+    CLEANERS,
+    TOKENIZER_FILE,
+    TOKENIZER_SETTINGS,
+    clean_canonicalize,
+    tokenizing,
+)
 from edje_index.models.safety import check_tokenizer_folder, read_configuration
 from edje_index.models.weights import read_weights
 from edje_index.progress import OnProgress
 from storage_formats.describe import repr_of
 
 TEXTS_PER_REPORT = 1024
-ORIGIN_KEYS = ("is_local", "local_files_only", "name_or_path")  # where a tokenizer was read from
-HF_OPTIONS = ("clean", "language", "strip_sep_token")  # accepted tokenizer_kwargs
+# where a tokenizer was read from
+ORIGIN_KEYS = ("is_local", "local_files_only", "name_or_path")
+# accepted tokenizer_kwargs
+HF_OPTIONS = ("clean", "language", "strip_sep_token")
 SIMPLE_OPTIONS = ("additional_special_tokens", "clean", "reduction_mask")
-DEFAULT_CONTEXT_LENGTH = 77  # open_clip's default
-_TOKENIZER_OPTIONS = frozenset({"clean"})  # supported options of open_clip's tokenizer
+# open_clip's default
+DEFAULT_CONTEXT_LENGTH = 77
+# supported options of open_clip's tokenizer
+_TOKENIZER_OPTIONS = frozenset({"clean"})
 _TOKENIZER_CLASSES = frozenset({"BertTokenizer", "BertTokenizerFast"})
 
 
@@ -42,19 +58,25 @@ class TextEncoder(ABC):
     """Maps texts to L2-normalised embeddings in the space of the image embeddings.
 
     Attributes:
-        canonical: whether texts are converted to lower case without punctuation first, as captions of the joint encoder
-            of the same bundle are.
+        canonical: whether texts are converted to lower case without punctuation first,
+            as captions of the joint encoder of the same bundle are.
     """
 
     canonical = False
 
     @abstractmethod
     def embed(self, texts: list[str]) -> torch.Tensor:
-        """Return the L2-normalised embeddings of one batch of texts, float32 [len(texts), embed_dim]."""
+        """Return the L2-normalised embeddings of one batch of texts, float32
+        [len(texts), embed_dim].
+        """
 
     @torch.inference_mode()
-    def encode(self, texts: Sequence[str], batch_size: int = 256) -> np.ndarray[Any, np.dtype[np.float32]]:
-        """Return the L2-normalised embeddings of ``texts``, float32 [len(texts), embed_dim]."""
+    def encode(
+        self, texts: Sequence[str], batch_size: int = 256
+    ) -> np.ndarray[Any, np.dtype[np.float32]]:
+        """Return the L2-normalised embeddings of ``texts``, float32 [len(texts),
+        embed_dim].
+        """
         if isinstance(texts, str) or not texts:
             raise ValueError("texts must be a list of at least one string")
         if self.canonical:
@@ -62,7 +84,10 @@ class TextEncoder(ABC):
         # Texts of similar length share a batch, so that little padding is computed.
         order = sorted(range(len(texts)), key=lambda position: len(texts[position]))
         starts = range(0, len(texts), batch_size)
-        batches = [[texts[position] for position in order[start : start + batch_size]] for start in starts]
+        batches = [
+            [texts[position] for position in order[start : start + batch_size]]
+            for start in starts
+        ]
         embeddings = torch.cat([self.embed(batch).float().cpu() for batch in batches])
         result = np.empty(embeddings.shape, dtype=np.float32)
         result[order] = embeddings.numpy()
@@ -72,11 +97,12 @@ class TextEncoder(ABC):
 def embed_texts(
     tower: TextEncoder, texts: Sequence[str], on_progress: OnProgress
 ) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """Return the embedding of each text, float32 [len(texts), embed_dim]. Equal texts are embedded once.
+    """Return the embedding of each text, float32 [len(texts), embed_dim]. Equal texts
+    are embedded once.
 
     Args:
-        on_progress: called before each group of `TEXTS_PER_REPORT` texts and at the end. An exception raised by
-            `on_progress` stops this function.
+        on_progress: called before each group of `TEXTS_PER_REPORT` texts and at the
+            end. An exception raised by `on_progress` stops this function.
     """
     distinct = sorted(dict.fromkeys(texts), key=len)
     parts = []
@@ -85,7 +111,9 @@ def embed_texts(
         parts.append(tower.encode(distinct[start : start + TEXTS_PER_REPORT]))
     on_progress("embedding texts", len(distinct), len(distinct))
     rows = {text: row for row, text in enumerate(distinct)}
-    embeddings: np.ndarray[Any, np.dtype[np.float32]] = np.concatenate(parts)[[rows[text] for text in texts]]
+    embeddings: np.ndarray[Any, np.dtype[np.float32]] = np.concatenate(parts)[
+        [rows[text] for text in texts]
+    ]
     return embeddings
 
 
@@ -110,11 +138,15 @@ class TextTower(TextEncoder):
         with tokenizing():
             ids = self.tokenizer(texts)
         text = getattr(self.clip, "text", None)
-        if isinstance(text, HFTextEncoder):  # masks padding, so padding after the longest row is not needed
+        # masks padding, so padding after the longest row is not needed
+        if isinstance(text, HFTextEncoder):
             longest = int((ids != text.config.pad_token_id).sum(dim=1).max())
             ids = ids[:, : max(1, longest)]
         device = next(self.clip.parameters()).device
-        embeddings: torch.Tensor = self.clip.encode_text(ids.to(device), normalize=True)  # type: ignore[operator]
+        encode = self.clip.encode_text
+        embeddings: torch.Tensor = encode(  # type: ignore[operator]
+            ids.to(device), normalize=True
+        )
         return embeddings
 
 
@@ -123,11 +155,14 @@ def text_tokenizer(config: ClipConfig, folder: str | Path | None = None) -> Any:
 
     Args:
         config: configuration of the open_clip model. It names the tokenizer.
-        folder: folder with the files of a Hugging Face tokenizer. None downloads these files from the hub.
+        folder: folder with the files of a Hugging Face tokenizer. None downloads these
+            files from the hub.
 
     Raises:
-        HubUnreachableError: the files are not in the local cache and cannot be downloaded.
-        ModelError: the folder contains no tokenizer, or the configuration names a tokenizer that is not accepted.
+        HubUnreachableError: the files are not in the local cache and cannot be
+            downloaded.
+        ModelError: the folder contains no tokenizer, or the configuration names a
+            tokenizer that is not accepted.
     """
     prepare_torchvision()
     from open_clip.tokenizer import HFTokenizer, SimpleTokenizer
@@ -139,15 +174,20 @@ def text_tokenizer(config: ClipConfig, folder: str | Path | None = None) -> Any:
     accepted = HF_OPTIONS if name else SIMPLE_OPTIONS
     if refused := sorted(set(options) - set(accepted)):
         raise ModelError(
-            f"the configuration of {config.name} gives the tokenizer the option {refused[0]!r}, which is not accepted: "
-            f"use only {', '.join(accepted)}"
+            f"the configuration of {config.name} gives the tokenizer the option"
+            f" {refused[0]!r}, which is not accepted: use only {', '.join(accepted)}"
         )
-    options["context_length"] = int(config.text.get("context_length", DEFAULT_CONTEXT_LENGTH))
+    options["context_length"] = int(
+        config.text.get("context_length", DEFAULT_CONTEXT_LENGTH)
+    )
     if not name:
         return _simple_tokenizer(SimpleTokenizer, json.dumps(options))
     if folder is not None:
         check_tokenizer_folder(Path(folder))
-    options |= {"tokenizer_mode": config.text.get("tokenizer_mode"), "trust_remote_code": False}
+    options |= {
+        "tokenizer_mode": config.text.get("tokenizer_mode"),
+        "trust_remote_code": False,
+    }
     try:
         with hub_access(local_only=folder is not None):
             return HFTokenizer(str(folder or name), **options)
@@ -155,22 +195,28 @@ def text_tokenizer(config: ClipConfig, folder: str | Path | None = None) -> Any:
         detail = " ".join(str(error).split())[:300]
         if folder or Path(name).exists():
             raise ModelError(
-                f"cannot read the tokenizer of the text tower in {folder or name}: {detail}; copy its files again"
+                f"cannot read the tokenizer of the text tower in {folder or name}:"
+                f" {detail}; copy its files again"
             ) from error
         raise HubUnreachableError(
-            f"cannot download the text tokenizer {name} ({detail}): give a directory with the tokenizer files, or "
-            "copy the directory HF_HOME from a machine that has downloaded this tokenizer"
+            f"cannot download the text tokenizer {name} ({detail}): give a directory"
+            " with the tokenizer files, or copy the directory HF_HOME from a machine"
+            " that has downloaded this tokenizer"
         ) from error
 
 
 @lru_cache(maxsize=8)
 def _simple_tokenizer(tokenizer: type, options: str) -> Any:
-    """Build open_clip's own tokenizer from its options in JSON. Models share it, because that takes 0.1 s."""
+    """Build open_clip's own tokenizer from its options in JSON. Models share it,
+    because that takes 0.1 s.
+    """
     return tokenizer(**json.loads(options))
 
 
 def save_text_tokenizer(tokenizer: Any, folder: Path) -> None:
-    """Write the files of a Hugging Face tokenizer to `folder`. Equal tokenizers give equal files."""
+    """Write the files of a Hugging Face tokenizer to `folder`. Equal tokenizers
+    give equal files.
+    """
     # open_clip's own tokenizer has no files.
     from open_clip.tokenizer import HFTokenizer
 
@@ -182,44 +228,70 @@ def save_text_tokenizer(tokenizer: Any, folder: Path) -> None:
         backend.no_padding()
     tokenizer.save_pretrained(str(folder))
     settings = json.loads((folder / TOKENIZER_SETTINGS).read_text(encoding="utf-8"))
-    write_json(folder / TOKENIZER_SETTINGS, {k: v for k, v in settings.items() if k not in ORIGIN_KEYS})
+    write_json(
+        folder / TOKENIZER_SETTINGS,
+        {k: v for k, v in settings.items() if k not in ORIGIN_KEYS},
+    )
 
 
 class BertTextTower(TextEncoder):
-    """A BERT text tower. The embedding of a text is the mean of the last hidden states, projected to the width e.
+    """A BERT text tower. The embedding of a text is the mean of the last hidden states,
+    projected to the width e.
 
     Texts get the same cleaning, special tokens and truncation as in open_clip.
     """
 
     def __init__(
-        self, bert: Bert, tokenizer: Tokenizer, clean: Callable[[str], str], pad: int, projection: list[torch.Tensor]
+        self,
+        bert: Bert,
+        tokenizer: Tokenizer,
+        clean: Callable[[str], str],
+        pad: int,
+        projection: list[torch.Tensor],
     ) -> None:
         """Private. Call `load_bert_text_tower` instead."""
-        self._bert, self._projection = bert, projection
-        self._tokenizer, self._clean, self._pad = tokenizer, clean, pad
+        self._bert = bert
+        self._projection = projection
+        self._tokenizer = tokenizer
+        self._clean = clean
+        self._pad = pad
 
     def embed(self, texts: list[str]) -> torch.Tensor:
         with tokenizing():
-            rows = [encoding.ids for encoding in self._tokenizer.encode_batch(list(map(self._clean, texts)))]
+            rows = [
+                encoding.ids
+                for encoding in self._tokenizer.encode_batch(
+                    list(map(self._clean, texts))
+                )
+            ]
         ids = torch.full((len(rows), max(map(len, rows))), self._pad, dtype=torch.int64)
         for position, row in enumerate(rows):
             ids[position, : len(row)] = torch.tensor(row, dtype=torch.int64)
         ids = ids.to(self._bert.words.device)
         mask = ids != self._pad
-        embedded = self._bert.embed(functional.embedding(ids, self._bert.words), torch.zeros_like(ids))
+        embedded = self._bert.embed(
+            functional.embedding(ids, self._bert.words), torch.zeros_like(ids)
+        )
         hidden = self._bert.hidden_states(embedded, None if bool(mask.all()) else mask)
         pooled = (hidden * mask[:, :, None]).sum(dim=1) / mask.sum(dim=1, keepdim=True)
         for matrix in self._projection[:-1]:
             pooled = functional.gelu(functional.linear(pooled, matrix))
-        return functional.normalize(functional.linear(pooled, self._projection[-1]), dim=-1)
+        return functional.normalize(
+            functional.linear(pooled, self._projection[-1]), dim=-1
+        )
 
 
-def load_bert_text_tower(folder: Path, config: ClipConfig, device: torch.device) -> BertTextTower | None:
-    """Load the text tower from the folder ``vision/`` of a bundle. Return None if the text tower is not supported."""
+def load_bert_text_tower(
+    folder: Path, config: ClipConfig, device: torch.device
+) -> BertTextTower | None:
+    """Load the text tower from the folder ``vision/`` of a bundle. Return None if
+    the text tower is not supported.
+    """
     text = config.text
     options = text.get("tokenizer_kwargs") or {}
     clean = CLEANERS.get(str(options.get("clean", "whitespace")))
-    source, path = folder / HF_TEXT_FOLDER / HF_CONFIG_FILE, folder / WEIGHTS_FILE
+    source = folder / HF_TEXT_FOLDER / HF_CONFIG_FILE
+    path = folder / WEIGHTS_FILE
     if (
         not text.get("hf_model_name")
         or not text.get("hf_tokenizer_name")
@@ -228,13 +300,19 @@ def load_bert_text_tower(folder: Path, config: ClipConfig, device: torch.device)
         or text.get("tokenizer_mode")
         or clean is None
         or not set(options) <= _TOKENIZER_OPTIONS
-        or not all(file.is_file() for file in (source, folder / TOKENIZER_SETTINGS, folder / TOKENIZER_FILE))
+        or not all(
+            file.is_file()
+            for file in (source, folder / TOKENIZER_SETTINGS, folder / TOKENIZER_FILE)
+        )
     ):
         return None
     bert_config = read_configuration(source)
     check_tokenizer_folder(folder)
     settings = read_configuration(folder / TOKENIZER_SETTINGS)
-    sides = {settings.get("truncation_side", "right"), settings.get("padding_side", "right")}
+    sides = {
+        settings.get("truncation_side", "right"),
+        settings.get("padding_side", "right"),
+    }
     if (
         settings.get("tokenizer_class") not in _TOKENIZER_CLASSES
         or sides != {"right"}
@@ -246,9 +324,11 @@ def load_bert_text_tower(folder: Path, config: ClipConfig, device: torch.device)
         tokenizer.enable_truncation(max_length=int(text.get("context_length", 77)))
         tokenizer.no_padding()
         pad = int(bert_config.get("pad_token_id", 0))
-    except Exception as error:  # the tokenizers library raises plain exceptions
+    except Exception as error:
+        # the tokenizers library raises plain exceptions
         raise ModelError(
-            f"cannot read the tokenizer of the text tower in {folder}: {error}; copy the tokenizer files again"
+            f"cannot read the tokenizer of the text tower in {folder}: {error}; copy"
+            " the tokenizer files again"
         ) from error
     tensors = read_weights(path, prefix="text.")
     weights = BertWeights(tensors, "transformer.", source=str(path), device=device)
@@ -258,5 +338,8 @@ def load_bert_text_tower(folder: Path, config: ClipConfig, device: torch.device)
         projection = [head.take("weight", config.embed_dim, bert.width)]
     else:
         inner = (bert.width + config.embed_dim) // 2
-        projection = [head.take("0.weight", inner, bert.width), head.take("2.weight", config.embed_dim, inner)]
+        projection = [
+            head.take("0.weight", inner, bert.width),
+            head.take("2.weight", config.embed_dim, inner),
+        ]
     return BertTextTower(bert, tokenizer, clean, pad, projection)

@@ -1,10 +1,13 @@
-"""The frozen vision tower computes the patch features and the pooled embedding of an image in one pass.
+"""The frozen vision tower computes the patch features and the pooled embedding of an
+image in one pass.
 
-The patch features are the same as in the published EDJE code. For timm models, they are the last hidden state. For
-vision transformers of open_clip, they are the output of the last but one layer.
+The patch features are the same as in the published EDJE code. For timm models, they are
+the last hidden state. For vision transformers of open_clip, they are the output of the
+last but one layer.
 
-Shape letters: b images, n patches, t positions, h heads, c width of a head, d width of the tower, e width of the
-embedding. The first positions are class and register tokens. The n patches follow.
+Shape letters: b images, n patches, t positions, h heads, c width of a head, d width of
+the tower, e width of the embedding. The first positions are class and register tokens.
+The n patches follow.
 """
 
 from __future__ import annotations
@@ -21,21 +24,26 @@ from edje_index.models._torchvision_compat import prepare_torchvision
 prepare_torchvision()
 
 from open_clip.timm_model import TimmModel  # noqa: E402
-from open_clip.transformer import ResidualAttentionBlock, VisionTransformer  # noqa: E402
+from open_clip.transformer import (  # noqa: E402
+    ResidualAttentionBlock,
+    VisionTransformer,
+)
 
 # Patch features [b, n, d], embedding [b, e], attention that each patch receives [b, n].
 FeaturesAndAttention = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class VisionTower(torch.nn.Module, ABC):
-    """A frozen vision transformer. :func:`vision_tower` makes one from the image tower of an open_clip model.
+    """A frozen vision transformer. :func:`vision_tower` makes one from the image tower
+    of an open_clip model.
 
     Attributes:
         patch_dim: width d of the patch features.
         num_patches: number n of patches per image.
         embed_dim: width e of the pooled embedding.
         num_heads: number of attention heads.
-        layer_norm_eps: epsilon of the final layer norm. Published adapters use the same epsilon.
+        layer_norm_eps: epsilon of the final layer norm. Published adapters use the same
+            epsilon.
         image_size: (height, width) of the images that ``encode`` expects, in pixels.
 
     Examples:
@@ -43,8 +51,10 @@ class VisionTower(torch.nn.Module, ABC):
         >>> from edje_index import ModelBundle
         >>> vision = ModelBundle.load("model").vision
         >>> patches, embeddings = vision.encode(torch.zeros(2, 3, *vision.image_size))
-        >>> tuple(patches.shape) == (2, vision.num_patches, vision.patch_dim), tuple(embeddings.shape)
-        (True, (2, 24))
+        >>> patches.shape == (2, vision.num_patches, vision.patch_dim)
+        True
+        >>> tuple(embeddings.shape)
+        (2, 24)
     """
 
     patch_dim: int
@@ -62,15 +72,19 @@ class VisionTower(torch.nn.Module, ABC):
 
     @abstractmethod
     def encode(self, pixels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the patch features [b, n, d] and the L2-normalised embeddings [b, e] of images.
+        """Return the patch features [b, n, d] and the L2-normalised embeddings [b, e]
+        of images.
 
         ``pixels`` has the shape [b, 3, height, width].
         """
 
     @abstractmethod
     def encode_with_attention(self, pixels: torch.Tensor) -> FeaturesAndAttention:
-        """Return the results of ``encode``, and the attention that each patch receives [b, n]."""
-        # It is the mean of the softmax weights of the last layer over all heads and queries, class token included.
+        """Return the results of ``encode``, and the attention that each patch
+        receives [b, n].
+        """
+        # It is the mean of the softmax weights of the last layer over all heads and
+        # queries, class token included.
 
 
 class TimmTower(VisionTower):
@@ -81,7 +95,8 @@ class TimmTower(VisionTower):
         trunk = visual.trunk
         if not hasattr(trunk, "blocks") or not hasattr(trunk, "num_prefix_tokens"):
             raise ModelError(
-                f"the vision tower {type(trunk).__name__} has no patch features: choose a vision transformer (ViT)"
+                f"the vision tower {type(trunk).__name__} has no patch features: choose"
+                " a vision transformer (ViT)"
             )
         self.prefix = int(trunk.num_prefix_tokens)
         self.patch_dim = int(trunk.num_features)
@@ -94,7 +109,9 @@ class TimmTower(VisionTower):
         elif getattr(head, "mlp", None) is not None:
             self.embed_dim = int(head.mlp.fc2.out_features)
         else:
-            self.embed_dim = int(getattr(trunk.head, "out_features", trunk.num_features))
+            self.embed_dim = int(
+                getattr(trunk.head, "out_features", trunk.num_features)
+            )
 
     def encode(self, pixels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         hidden = self.visual.trunk.forward_features(pixels)
@@ -102,24 +119,38 @@ class TimmTower(VisionTower):
 
     def encode_with_attention(self, pixels: torch.Tensor) -> FeaturesAndAttention:
         trunk = self.visual.trunk
-        block, attention = trunk.blocks[-1], trunk.blocks[-1].attn
+        block = trunk.blocks[-1]
+        attention = trunk.blocks[-1].attn
         is_rotary = getattr(trunk, "rope", None) is not None
-        if not hasattr(attention, "qkv") or not hasattr(attention, "q_norm") or is_rotary:
+        if (
+            not hasattr(attention, "qkv")
+            or not hasattr(attention, "q_norm")
+            or is_rotary
+        ):
             raise ModelError(
-                f"a pruned adapter does not support the vision tower {type(trunk).__name__}: choose another adapter"
+                "a pruned adapter does not support the vision tower"
+                f" {type(trunk).__name__}: choose another adapter"
             )
         last_inputs: list[torch.Tensor] = []
-        handle = block.register_forward_pre_hook(lambda _, args: last_inputs.append(args[0]))
+        handle = block.register_forward_pre_hook(
+            lambda _, args: last_inputs.append(args[0])
+        )
         try:
             hidden = trunk.forward_features(pixels)
         finally:
             handle.remove()
-        q, k = _queries_and_keys(attention.qkv(block.norm1(last_inputs[0])), attention.num_heads)
-        received = received_attention(attention.q_norm(q), attention.k_norm(k), attention.scale)
+        q, k = _queries_and_keys(
+            attention.qkv(block.norm1(last_inputs[0])), attention.num_heads
+        )
+        received = received_attention(
+            attention.q_norm(q), attention.k_norm(k), attention.scale
+        )
         return hidden[:, self.prefix :], self._pool(hidden), received[:, self.prefix :]
 
     def _pool(self, hidden: torch.Tensor) -> torch.Tensor:
-        return functional.normalize(self.visual.head(self.visual.trunk.forward_head(hidden)).float(), dim=-1)
+        return functional.normalize(
+            self.visual.head(self.visual.trunk.forward_head(hidden)).float(), dim=-1
+        )
 
 
 class ClipTower(VisionTower):
@@ -130,7 +161,8 @@ class ClipTower(VisionTower):
         blocks = visual.transformer.resblocks
         if len(blocks) < 2:
             raise ModelError(
-                f"the vision tower has {len(blocks)} layers, but patch features need at least 2: choose another tower"
+                f"the vision tower has {len(blocks)} layers, but patch features need at"
+                " least 2: choose another tower"
             )
         self.patch_dim = int(visual.conv1.out_channels)
         self.num_patches = int(visual.grid_size[0] * visual.grid_size[1])
@@ -153,35 +185,53 @@ class ClipTower(VisionTower):
         patches, prefix, embedding = self._forward(pixels)
         attention = block.attn
         hidden = block.ln_1(torch.cat([prefix, patches], dim=1))
-        qkv = functional.linear(hidden, attention.in_proj_weight, attention.in_proj_bias)
+        qkv = functional.linear(
+            hidden, attention.in_proj_weight, attention.in_proj_bias
+        )
         q, k = _queries_and_keys(qkv, attention.num_heads)
         received = received_attention(q, k, attention.head_dim**-0.5)
         return patches, embedding, received[:, prefix.shape[1] :]
 
-    def _forward(self, pixels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return patch features [b, n, d], class token [b, 1, d] and L2-normalised embedding [b, e]."""
+    def _forward(
+        self, pixels: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return patch features [b, n, d], class token [b, 1, d] and L2-normalised
+        embedding [b, e].
+        """
         output = self.visual.forward_intermediates(
-            pixels, indices=[self._penultimate], output_fmt="NLC", output_extra_tokens=True
+            pixels,
+            indices=[self._penultimate],
+            output_fmt="NLC",
+            output_extra_tokens=True,
         )
         embedding = functional.normalize(output["image_features"].float(), dim=-1)
-        return output["image_intermediates"][0], output["image_intermediates_prefix"][0], embedding
+        return (
+            output["image_intermediates"][0],
+            output["image_intermediates_prefix"][0],
+            embedding,
+        )
 
 
 def vision_tower(visual: torch.nn.Module) -> VisionTower:
-    """Make a `VisionTower` from the image tower of an open_clip model, ``model.visual``."""
+    """Make a `VisionTower` from the image tower of an open_clip model,
+    ``model.visual``.
+    """
     if isinstance(visual, TimmModel):
         return TimmTower(visual)
     if isinstance(visual, VisionTransformer):
         return ClipTower(visual)
     raise ModelError(
-        f"the vision tower {type(visual).__name__} has no patch features: choose a vision transformer (ViT)"
+        f"the vision tower {type(visual).__name__} has no patch features: choose a"
+        " vision transformer (ViT)"
     )
 
 
 def received_attention(q: torch.Tensor, k: torch.Tensor, scale: float) -> torch.Tensor:
-    """Return the attention that each key receives, averaged over heads and queries, float32 [b, t].
+    """Return the attention that each key receives, averaged over heads and queries,
+    float32 [b, t].
 
-    `q` and `k` are the queries and keys [b, h, t, c], and `scale` is the factor of the queries.
+    `q` and `k` are the queries and keys [b, h, t, c], and `scale` is the factor of the
+    queries.
     """
     # The heads are computed one by one, which limits the memory to b x t x t values.
     heads = q.shape[1]
@@ -192,7 +242,11 @@ def received_attention(q: torch.Tensor, k: torch.Tensor, scale: float) -> torch.
     return total / heads
 
 
-def _queries_and_keys(qkv: torch.Tensor, heads: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Split the joint projection `qkv` [b, t, 3 h c]. Return queries and keys, [b, h, t, c] each."""
+def _queries_and_keys(
+    qkv: torch.Tensor, heads: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Split the joint projection `qkv` [b, t, 3 h c]. Return queries and keys, [b,
+    h, t, c] each.
+    """
     q, k, _ = qkv.reshape(*qkv.shape[:2], 3, heads, -1).permute(2, 0, 3, 1, 4)
     return q, k

@@ -1,7 +1,8 @@
-"""Reads and writes weights files. New files are safetensors files. Loading never runs code from a file.
+"""Reads and writes weights files. New files are safetensors files. Loading never runs
+code from a file.
 
-`limited_by` limits the size of a model to the size of its weights file. Without this limit, a configuration of a few
-bytes could allocate any amount of memory.
+`limited_by` limits the size of a model to the size of its weights file. Without this
+limit, a configuration of a few bytes could allocate any amount of memory.
 """
 
 from __future__ import annotations
@@ -24,31 +25,57 @@ from edje_index.errors import ModelError
 State = dict[str, torch.Tensor]
 Module = TypeVar("Module", bound=torch.nn.Module)
 
-_FACTORIES = frozenset({
-    torch.arange, torch.empty, torch.eye, torch.full, torch.linspace, torch.ones, torch.rand, torch.randint,
-    torch.randn, torch.tril, torch.triu, torch.zeros,
-})  # fmt: skip
-# An element takes at least 2 bytes in the file, but some models allocate a tensor twice: 1 element per byte is allowed.
-_SPARE_ELEMENTS = 16 << 20  # for masks and other tensors that are not in the file
-_TENSOR_BYTES = 16  # lower limit of the bytes that a tensor takes in the file, including its name
+_FACTORIES = frozenset(
+    {
+        torch.arange,
+        torch.empty,
+        torch.eye,
+        torch.full,
+        torch.linspace,
+        torch.ones,
+        torch.rand,
+        torch.randint,
+        torch.randn,
+        torch.tril,
+        torch.triu,
+        torch.zeros,
+    }
+)
+# An element takes at least 2 bytes in the file, but some models allocate a tensor
+# twice: 1 element per byte is allowed. for masks and other tensors that are not in the
+# file
+_SPARE_ELEMENTS = 16 << 20
+# lower limit of the bytes that a tensor takes in the file, including its name
+_TENSOR_BYTES = 16
 _SPARE_TENSORS = 10_000
 
 
 def save_weights(module: torch.nn.Module, path: Path) -> None:
-    """Write the tensors of ``module`` to the safetensors file ``path``. A shared tensor is written once."""
+    """Write the tensors of ``module`` to the safetensors file ``path``. A shared
+    tensor is written once.
+    """
     save_tensors(distinct_tensors(module), path)
 
 
 def distinct_tensors(module: torch.nn.Module) -> State:
-    """Return the tensors of ``module`` by name. A tensor with several names gets only the first name."""
+    """Return the tensors of ``module`` by name. A tensor with several names gets
+    only the first name.
+    """
     aliases = tied_names(module)
-    return {name: tensor for name, tensor in module.state_dict().items() if name not in aliases}
+    return {
+        name: tensor
+        for name, tensor in module.state_dict().items()
+        if name not in aliases
+    }
 
 
 def save_tensors(state: State, path: Path) -> None:
     """Write tensors to the safetensors file ``path``."""
     check_finite(state, path.name)
-    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}, path)
+    save_file(
+        {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()},
+        path,
+    )
 
 
 def check_finite(state: Mapping[str, torch.Tensor], source: str) -> None:
@@ -56,30 +83,41 @@ def check_finite(state: Mapping[str, torch.Tensor], source: str) -> None:
     for name, tensor in state.items():
         if not tensor.is_floating_point() or not tensor.numel():
             continue
-        lowest, highest = tensor.aminmax()  # NaN if a value is NaN; one pass, without a copy
+        # NaN if a value is NaN; one pass, without a copy
+        lowest, highest = tensor.aminmax()
         if not (lowest.isfinite() and highest.isfinite()):
             wrong = int((~torch.isfinite(tensor)).sum())
             raise ModelError(
-                f"the tensor {name} of {source} contains {wrong} values that are NaN or infinite; give weights of a "
-                "training run that did not diverge, or copy the file again"
+                f"the tensor {name} of {source} contains {wrong} values that are NaN or"
+                " infinite; give weights of a training run that did not diverge, or"
+                " copy the file again"
             )
 
 
 def read_weights(path: Path, prefix: str = "") -> State:
-    """Read the tensors of a safetensors file with names that begin with ``prefix``. The prefix is removed."""
+    """Read the tensors of a safetensors file with names that begin with ``prefix``.
+    The prefix is removed.
+    """
     try:
         if not prefix:
             return load_file(path)
         with safe_open(path, framework="pt") as file:
-            names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118
+            # safetensors files are no dictionaries
+            every = file.keys()
+            names = [name for name in every if name.startswith(prefix)]
             return {name.removeprefix(prefix): file.get_tensor(name) for name in names}
     except (MemoryError, OSError, RuntimeError, SafetensorError) as error:
         # torch maps the file into memory and raises RuntimeError if this fails
-        raise ModelError(f"cannot read the weights {path}: {error}; restore this file") from error
+        raise ModelError(
+            f"cannot read the weights {path}: {error}; restore this file"
+        ) from error
 
 
-def assign_weights(module: torch.nn.Module, state: Mapping[str, torch.Tensor], source: str) -> None:
-    """Copy the tensors in ``state`` into ``module``. `source` names the file or model that they come from.
+def assign_weights(
+    module: torch.nn.Module, state: Mapping[str, torch.Tensor], source: str
+) -> None:
+    """Copy the tensors in ``state`` into ``module``. `source` names the file or model
+    that they come from.
 
     Only names that share the tensor of an earlier name may be missing.
     """
@@ -88,21 +126,26 @@ def assign_weights(module: torch.nn.Module, state: Mapping[str, torch.Tensor], s
     except RuntimeError as error:
         problems = [_one_line(error)]
     else:
-        missing, unexpected = sorted(set(result.missing_keys) - tied_names(module)), result.unexpected_keys
+        missing = sorted(set(result.missing_keys) - tied_names(module))
+        unexpected = result.unexpected_keys
         problems = [
-            f"{len(names)} tensors {kind} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
+            f"{len(names)} tensors {kind}"
+            f" ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
             for kind, names in (("missing", missing), ("unexpected", unexpected))
             if names
         ]
     if problems:
         raise ModelError(
-            f"{source} does not fit the configuration of the model: {', '.join(problems)}; "
-            "give weights and a configuration of the same model"
+            f"{source} does not fit the configuration of the model:"
+            f" {', '.join(problems)}; give weights and a configuration of the same"
+            " model"
         )
 
 
 def load_module(path: Path, build: Callable[[], Module], prefix: str = "") -> Module:
-    """Build a module, and load the tensors of the file `path` with names that begin with `prefix` into it."""
+    """Build a module, and load the tensors of the file `path` with names that begin
+    with `prefix` into it.
+    """
     with limited_by(path):
         module = build()
     assign_weights(module, read_weights(path, prefix), str(path))
@@ -110,7 +153,9 @@ def load_module(path: Path, build: Callable[[], Module], prefix: str = "") -> Mo
 
 
 def tied_names(module: torch.nn.Module) -> set[str]:
-    """Return the names of tensors in ``module`` that are also stored under an earlier name."""
+    """Return the names of tensors in ``module`` that are also stored under an
+    earlier name.
+    """
     seen: set[int] = set()
     tied = set()
     for name, tensor in module.state_dict(keep_vars=True).items():
@@ -121,48 +166,71 @@ def tied_names(module: torch.nn.Module) -> set[str]:
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
-    """Read a file that ``torch.save`` wrote, with a dict of tensors and plain values. No code in the file runs."""
+    """Read a file that ``torch.save`` wrote, with a dict of tensors and plain
+    values. No code in the file runs.
+    """
     if not path.is_file():
-        raise ModelError(f"there is no checkpoint file at {path}; give the path of the .pth file")
+        raise ModelError(
+            f"there is no checkpoint file at {path}; give the path of the .pth file"
+        )
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch warns about pickle protocols before it refuses a file
+            # torch warns about pickle protocols before it refuses a file
+            warnings.simplefilter("ignore")
             checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise ModelError(
-            f"refused to read {path}, because the file is damaged or contains Python objects that could run code: save "
-            "the checkpoint again with only tensors, numbers, strings, lists and dicts"
+            f"refused to read {path}, because the file is damaged or contains Python"
+            " objects that could run code: save the checkpoint again with only"
+            " tensors, numbers, strings, lists and dicts"
         ) from error
-    except Exception as error:  # a damaged file can raise any exception
-        raise ModelError(f"cannot read the checkpoint {path}: {_one_line(error)}; copy this file again") from error
+    except Exception as error:
+        # a damaged file can raise any exception
+        raise ModelError(
+            f"cannot read the checkpoint {path}: {_one_line(error)}; copy this file"
+            " again"
+        ) from error
     if not isinstance(checkpoint, dict):
         raise ModelError(
-            f"{path} is not a checkpoint, because the file contains a {type(checkpoint).__name__} instead of a dict; "
-            "give another file"
+            f"{path} is not a checkpoint, because the file contains a"
+            f" {type(checkpoint).__name__} instead of a dict; give another file"
         )
     return checkpoint
 
 
 @contextmanager
 def limited_by(weights: Path) -> Iterator[None]:
-    """Context manager that limits the tensors created in the context to the size of the file `weights`."""
+    """Context manager that limits the tensors created in the context to the size of
+    the file `weights`.
+    """
     try:
         length = weights.stat().st_size
         with _Budget(weights, length):
             yield
     except OSError as error:
-        raise ModelError(f"cannot read the weights {weights}: {error.strerror}; restore this file") from error
-    except (ArithmeticError, AttributeError, LookupError, MemoryError, RuntimeError, TypeError, ValueError) as error:
         raise ModelError(
-            f"cannot build the model for the weights {weights}: {_one_line(error)}; restore the configuration of the "
-            "model"
+            f"cannot read the weights {weights}: {error.strerror}; restore this file"
+        ) from error
+    except (
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        MemoryError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ) as error:
+        raise ModelError(
+            f"cannot build the model for the weights {weights}: {_one_line(error)};"
+            " restore the configuration of the model"
         ) from error
 
 
 class _Budget(TorchFunctionMode):
     def __init__(self, weights: Path, length: int) -> None:
         super().__init__()
-        self._weights, self._length = weights, length
+        self._weights = weights
+        self._length = length
         self._elements = length + _SPARE_ELEMENTS
         self._tensors = length // _TENSOR_BYTES + _SPARE_TENSORS
 
@@ -175,8 +243,12 @@ class _Budget(TorchFunctionMode):
     ) -> Any:
         options = dict(kwargs or {})
         if func in _FACTORIES:
-            tensors = [value.numel() for value in args if isinstance(value, torch.Tensor)]
-            shape = options.get("size", args[0] if args and isinstance(args[0], Sequence) else None)
+            tensors = [
+                value.numel() for value in args if isinstance(value, torch.Tensor)
+            ]
+            shape = options.get(
+                "size", args[0] if args and isinstance(args[0], Sequence) else None
+            )
             if tensors:
                 elements = max(tensors)
             elif shape is not None:
@@ -187,8 +259,9 @@ class _Budget(TorchFunctionMode):
             self._elements -= elements
             if min(self._tensors, self._elements) < 0:
                 raise ModelError(
-                    f"the configuration describes a larger model than the {self._length} bytes of {self._weights} "
-                    "can contain: restore the weights if they are truncated, otherwise do not use this model"
+                    "the configuration describes a larger model than the"
+                    f" {self._length} bytes of {self._weights} can contain: restore the"
+                    " weights if they are truncated, otherwise do not use this model"
                 )
         return func(*args, **options)
 

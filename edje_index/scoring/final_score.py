@@ -1,7 +1,8 @@
 """Computes the final score, a weighted sum of parts. No other module computes this sum.
 
-The joint encoder is the most expensive part. A bundle contains the range of its logits, so a search scores only the
-candidates that can be among the first k with a logit in this range.
+The joint encoder is the most expensive part. A bundle contains the range of its logits,
+so a search scores only the candidates that can be among the first k with a logit in
+this range.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ class FinalScore:
     """A weighted sum of parts. In shapes, p is the number of candidates of one query.
 
     Attributes:
-        weights: weight of each part by name. A weight is a number; during weight fitting, a weight is a scalar tensor.
+        weights: weight of each part by name. A weight is a number; during weight
+            fitting, a weight is a scalar tensor.
     """
 
     weights: Mapping[str, Any]
@@ -35,27 +37,40 @@ class FinalScore:
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """Names of the parts in the sum. A part is left out if its weight is the number 0."""
+        """Names of the parts in the sum. A part is left out if its weight is the
+        number 0.
+        """
         return tuple(
-            part for part, weight in self.weights.items() if not isinstance(weight, (int, float)) or weight != 0
+            part
+            for part, weight in self.weights.items()
+            if not isinstance(weight, (int, float)) or weight != 0
         )
 
     def only(self, parts: Iterable[str]) -> FinalScore:
         """Return a copy of this final score that contains only the named parts."""
-        return FinalScore({part: self.weights[part] for part in parts if part in self.weights})
+        return FinalScore(
+            {part: self.weights[part] for part in parts if part in self.weights}
+        )
 
     def sum(self, values: Mapping[str, Any]) -> Any:
-        """Return the weighted sum of the values of the parts by name, which are arrays or tensors of the same shape."""
+        """Return the weighted sum of the values of the parts by name, which are
+        arrays or tensors of the same shape.
+        """
         first, *others = self.parts or (None,)
         if first is None:
-            raise ValueError("a final score needs at least one part with a weight other than 0")
+            raise ValueError(
+                "a final score needs at least one part with a weight other than 0"
+            )
         total = self.weights[first] * values[first]
         for part in others:
             total = total + self.weights[part] * values[part]
         return total
 
-    def may_be_first(self, values: Mapping[str, Floats], k: int, logit_range: tuple[float, float]) -> NDArray[np.bool_]:
-        """Return which candidates may have one of the `k` highest final scores, bool [p]. These are at least `k`.
+    def may_be_first(
+        self, values: Mapping[str, Floats], k: int, logit_range: tuple[float, float]
+    ) -> NDArray[np.bool_]:
+        """Return which candidates may have one of the `k` highest final scores, bool
+        [p]. These are at least `k`.
 
         Args:
             values: the parts besides the logit by name, float32 [p] each.
@@ -70,16 +85,22 @@ class FinalScore:
         return mask
 
 
-def relevance(scores: NDArray[np.floating[Any]], weights: ScoreWeights) -> NDArray[np.float64]:
-    """Return the relevance of each score, between 0 and 1. It never decreases with the score.
+def relevance(
+    scores: NDArray[np.floating[Any]], weights: ScoreWeights
+) -> NDArray[np.float64]:
+    """Return the relevance of each score, between 0 and 1. It never decreases with the
+    score.
 
-    With a calibration, the relevance estimates the probability that the caption was written for the image, for a pair
-    that is drawn with even chances from matching and other pairs of the dev pools. Otherwise, it is (1 + cosine) / 2
-    for the embedding similarity alone, and the logistic function of the score for other weights. If the score is the
-    logit, this is the probability of the joint encoder. `weights` are those of the `scores`, which have any shape.
+    With a calibration, the relevance estimates the probability that the caption was
+    written for the image, for a pair that is drawn with even chances from matching and
+    other pairs of the dev pools. Otherwise, it is (1 + cosine) / 2 for the embedding
+    similarity alone, and the logistic function of the score for other weights. If the
+    score is the logit, this is the probability of the joint encoder. `weights` are
+    those of the `scores`, which have any shape.
     """
     values = np.asarray(scores, dtype=np.float64)
     if weights.calibration is None and FinalScore.of(weights).parts == (EMBEDDING,):
         return np.clip((1 + values / abs(weights.embedding)) / 2, 0, 1)
     slope, offset = weights.calibration or (1.0, 0.0)
-    return np.asarray(0.5 * (1 + np.tanh((slope * values + offset) / 2)))  # the logistic function without overflow
+    # the logistic function without overflow
+    return np.asarray(0.5 * (1 + np.tanh((slope * values + offset) / 2)))

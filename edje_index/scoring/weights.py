@@ -11,10 +11,15 @@ from edje_index.errors import ModelError
 from storage_formats.arguments import as_text
 from storage_formats.errors import UsageError
 
-TEXT_TO_IMAGE, IMAGE_TO_TEXT = "t2i", "i2t"
+TEXT_TO_IMAGE = "t2i"
+IMAGE_TO_TEXT = "i2t"
 DIRECTIONS = (TEXT_TO_IMAGE, IMAGE_TO_TEXT)
 
-LOGIT, LATE, POOLED, EMBEDDING, HUBNESS = "logit", "late", "pooled", "embedding", "hubness"
+LOGIT = "logit"
+LATE = "late"
+POOLED = "pooled"
+EMBEDDING = "embedding"
+HUBNESS = "hubness"
 PART_NAMES = {
     LOGIT: "logit",
     LATE: "late interaction",
@@ -26,19 +31,23 @@ PART_NAMES = {
 JOINT_PARTS = (LOGIT, LATE, POOLED)
 """The parts that depend on the caption and on the stored tokens together."""
 MAX_WEIGHT = 1e30
-"""Largest absolute weight of a part: weighted sums of parts stay far below the largest float32, 3.4e38."""
+"""Largest absolute weight of a part: weighted sums of parts stay far below the
+largest float32, 3.4e38.
+"""
 BUNDLE_SCORE = "bundle"
 """The value of `score` that selects the weights in the model bundle."""
 
 
 @dataclass(frozen=True)
 class HubnessSimilarity:
-    """Defines the similarity of a candidate and an entry of the hubness bank, a weighted sum of two similarities.
+    """Defines the similarity of a candidate and an entry of the hubness bank, a
+    weighted sum of two similarities.
 
     Attributes:
         embedding: weight of the cosine similarity of the embeddings.
         pooled: weight of the pooled similarity.
-        temperature: temperature of the soft maximum over the bank, greater than 0, in units of the weighted sum.
+        temperature: temperature of the soft maximum over the bank, greater than 0, in
+            units of the weighted sum.
     """
 
     embedding: float = 0.0
@@ -48,7 +57,10 @@ class HubnessSimilarity:
     def __post_init__(self) -> None:
         _check_finite(asdict(self))
         if self.temperature <= 0:
-            raise ValueError(f"the temperature of the hubness correction must be positive, got {self.temperature}")
+            raise ValueError(
+                "the temperature of the hubness correction must be positive, got"
+                f" {self.temperature}"
+            )
 
 
 @dataclass(frozen=True)
@@ -63,10 +75,12 @@ class ScoreWeights:
         pooled: weight of the pooled similarity.
         embedding: weight of the cosine similarity of the embeddings.
         hubness: weight of the hubness correction.
-        hubness_similarity: how the hubness correction compares candidates with the hubness bank. The weights
-            in this object are independent of the fields `embedding` and `pooled`.
-        calibration: (slope, offset) of the logit of the relevance as a function of the final score, with a slope above
-            0; None if it was not fitted. See `final_score.relevance`.
+        hubness_similarity: how the hubness correction compares candidates with the
+            hubness bank. The weights in this object are independent of the fields
+            `embedding` and `pooled`.
+        calibration: (slope, offset) of the logit of the relevance as a function of the
+            final score, with a slope above 0; None if it was not fitted. See
+            `final_score.relevance`.
     """
 
     logit: float = 1.0
@@ -79,9 +93,12 @@ class ScoreWeights:
 
     def __post_init__(self) -> None:
         _check_finite(self.by_part())
-        if self.calibration is not None and not (0 < self.calibration[0] < MAX_WEIGHT > abs(self.calibration[1])):
+        if self.calibration is not None and not (
+            0 < self.calibration[0] < MAX_WEIGHT > abs(self.calibration[1])
+        ):
             raise ValueError(
-                f"the slope of the relevance must be positive, and both numbers finite: {self.calibration}"
+                "the slope of the relevance must be positive, and both numbers finite:"
+                f" {self.calibration}"
             )
 
     def by_part(self) -> dict[str, float]:
@@ -89,26 +106,51 @@ class ScoreWeights:
         return {part: getattr(self, part) for part in PART_NAMES}
 
     @classmethod
-    def of_parts(cls, weights: Mapping[str, float], hubness_similarity: HubnessSimilarity | None = None) -> Self:
-        """Make weights from a mapping by part name. Parts that are not in it have the weight 0, including the logit."""
-        logit, late, pooled, embedding, hubness = (float(weights.get(part, 0.0)) for part in PART_NAMES)
-        return cls(logit, late, pooled, embedding, hubness, hubness_similarity or HubnessSimilarity())
+    def of_parts(
+        cls,
+        weights: Mapping[str, float],
+        hubness_similarity: HubnessSimilarity | None = None,
+    ) -> Self:
+        """Make weights from a mapping by part name. Parts that are not in it have
+        the weight 0, including the logit.
+        """
+        logit, late, pooled, embedding, hubness = (
+            float(weights.get(part, 0.0)) for part in PART_NAMES
+        )
+        return cls(
+            logit,
+            late,
+            pooled,
+            embedding,
+            hubness,
+            hubness_similarity or HubnessSimilarity(),
+        )
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Self:
         """Return weights from `value`, a result of :meth:`to_json`.
 
         Raises:
-            KeyError, TypeError, ValueError: a weight is missing or is not a finite number.
+            KeyError, TypeError, ValueError: a weight is missing or is not a finite
+                number.
         """
-        similarity, calibration = value["hubness_similarity"], value.get("calibration")
+        similarity = value["hubness_similarity"]
+        calibration = value.get("calibration")
         weights = cls.of_parts(
             {part: value[part] for part in PART_NAMES},
-            HubnessSimilarity(*(float(similarity[name]) for name in ("embedding", "pooled", "temperature"))),
+            HubnessSimilarity(
+                *(
+                    float(similarity[name])
+                    for name in ("embedding", "pooled", "temperature")
+                )
+            ),
         )
         if calibration is None:
             return weights
-        return replace(weights, calibration=(float(calibration["slope"]), float(calibration["offset"])))
+        return replace(
+            weights,
+            calibration=(float(calibration["slope"]), float(calibration["offset"])),
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Return the weights as a dictionary of JSON values."""
@@ -116,14 +158,20 @@ class ScoreWeights:
         if self.calibration is None:
             del content["calibration"]
         else:
-            content["calibration"] = dict(zip(("slope", "offset"), self.calibration, strict=True))
+            content["calibration"] = dict(
+                zip(("slope", "offset"), self.calibration, strict=True)
+            )
         return content
 
     def described(self) -> str:
-        """Return the weighted sum as text, for example ``logit + 2.5 x embedding similarity``."""
+        """Return the weighted sum as text, for example ``logit + 2.5 x embedding
+        similarity``.
+        """
         terms = [
             name if weight == 1 and part == LOGIT else f"{weight:g} x {name}"
-            for (part, name), weight in zip(PART_NAMES.items(), self.by_part().values(), strict=True)
+            for (part, name), weight in zip(
+                PART_NAMES.items(), self.by_part().values(), strict=True
+            )
             if weight
         ]
         return " + ".join(terms) or "0"
@@ -134,8 +182,10 @@ class DirectionWeights:
     """One `ScoreWeights` for each direction of search.
 
     Attributes:
-        t2i: weights for text-to-image search: queries are captions, candidates are images.
-        i2t: weights for image-to-text search: queries are images, candidates are captions.
+        t2i: weights for text-to-image search: queries are captions, candidates are
+            images.
+        i2t: weights for image-to-text search: queries are images, candidates are
+            captions.
     """
 
     t2i: ScoreWeights = field(default_factory=ScoreWeights)
@@ -147,25 +197,33 @@ class DirectionWeights:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Self:
-        """Return weights from `value`, a result of :meth:`to_json`. Errors are those of `ScoreWeights.from_json`."""
-        return cls(*(ScoreWeights.from_json(value[direction]) for direction in DIRECTIONS))
+        """Return weights from `value`, a result of :meth:`to_json`. Errors are
+        those of `ScoreWeights.from_json`.
+        """
+        return cls(
+            *(ScoreWeights.from_json(value[direction]) for direction in DIRECTIONS)
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Return the weights by direction as a dictionary of JSON values."""
         return {direction: self.of(direction).to_json() for direction in DIRECTIONS}
 
 
-def parse_score(score: str | ScoreWeights, bundle_weights: ScoreWeights) -> ScoreWeights:
+def parse_score(
+    score: str | ScoreWeights, bundle_weights: ScoreWeights
+) -> ScoreWeights:
     """Return the weights that `score` describes.
 
     Args:
-        score: "bundle" for `bundle_weights`, or "PART=WEIGHT,..." with keys of `PART_NAMES`. A "PART" without "=WEIGHT"
-            has the weight 1, and parts that are not listed have the weight 0. `ScoreWeights` are returned unchanged.
-        bundle_weights: weights of the model bundle. The hubness correction of "hubness=WEIGHT" uses
-            `bundle_weights.hubness_similarity`.
+        score: "bundle" for `bundle_weights`, or "PART=WEIGHT,..." with keys of
+            `PART_NAMES`. A "PART" without "=WEIGHT" has the weight 1, and parts that
+            are not listed have the weight 0. `ScoreWeights` are returned unchanged.
+        bundle_weights: weights of the model bundle. The hubness correction of
+            "hubness=WEIGHT" uses `bundle_weights.hubness_similarity`.
 
     Raises:
-        UsageError: a part is unknown, a weight is not a finite number, or all weights are 0.
+        UsageError: a part is unknown, a weight is not a finite number, or all weights
+            are 0.
     """
     if isinstance(score, ScoreWeights):
         return score
@@ -176,8 +234,8 @@ def parse_score(score: str | ScoreWeights, bundle_weights: ScoreWeights) -> Scor
         part, equals, number = (text.strip() for text in item.partition("="))
         if part not in PART_NAMES:
             raise UsageError(
-                f"unknown part '{part}' of the score: give '{BUNDLE_SCORE}', or PART=WEIGHT,... with the "
-                f"parts {', '.join(PART_NAMES)}",
+                f"unknown part '{part}' of the score: give '{BUNDLE_SCORE}', or"
+                f" PART=WEIGHT,... with the parts {', '.join(PART_NAMES)}",
                 parameter="score",
             )
         try:
@@ -186,27 +244,41 @@ def parse_score(score: str | ScoreWeights, bundle_weights: ScoreWeights) -> Scor
             weights[part] = math.nan
         if not abs(weights[part]) <= MAX_WEIGHT:
             raise UsageError(
-                f"the weight of '{part}' must be a number from -1e30 to 1e30, got '{number}'", parameter="score"
+                f"the weight of '{part}' must be a number from -1e30 to 1e30, got"
+                f" '{number}'",
+                parameter="score",
             )
     if not any(weights.values()):
         raise UsageError(
-            f"the score '{score}' gives every part the weight 0: give one part another weight",
+            f"the score '{score}' gives every part the weight 0: give one part another"
+            " weight",
             parameter="score",
         )
     return ScoreWeights.of_parts(weights, bundle_weights.hubness_similarity)
 
 
 def check_parts(weights: ScoreWeights, available: Collection[str], what: str) -> None:
-    """Raise ModelError if `weights` give a weight other than 0 to a part that is not in `available`.
+    """Raise ModelError if `weights` give a weight other than 0 to a part that is not in
+    `available`.
 
     `what` is the subject of the error message, for example "the bundle".
     """
-    missing = [PART_NAMES[part] for part, weight in weights.by_part().items() if weight and part not in available]
+    missing = [
+        PART_NAMES[part]
+        for part, weight in weights.by_part().items()
+        if weight and part not in available
+    ]
     if missing:
-        raise ModelError(f"{what} has no {' and no '.join(missing)}: use only the parts {', '.join(available)}")
+        raise ModelError(
+            f"{what} has no {' and no '.join(missing)}: use only the parts"
+            f" {', '.join(available)}"
+        )
 
 
 def _check_finite(weights: Mapping[str, float]) -> None:
     for name, weight in weights.items():
         if not abs(weight) <= MAX_WEIGHT:
-            raise ValueError(f"the weight of the part '{name}' must be a number from -1e30 to 1e30, got {weight}")
+            raise ValueError(
+                f"the weight of the part '{name}' must be a number from -1e30 to 1e30,"
+                f" got {weight}"
+            )

@@ -30,7 +30,8 @@ class ServiceError(EdjeError):
 
     Attributes:
         status: HTTP status of the response; None if the service cannot be reached.
-        retry_after: seconds to wait before sending the request again; None if the response has no such value.
+        retry_after: seconds to wait before sending the request again; None if the
+            response has no such value.
 
     Examples:
         >>> from edje_index import ServiceError
@@ -38,7 +39,13 @@ class ServiceError(EdjeError):
         429
     """
 
-    def __init__(self, message: str, *, status: int | None = None, retry_after: float | None = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int | None = None,
+        retry_after: float | None = None,
+    ) -> None:
         super().__init__(message)
         self.status = status
         self.retry_after = retry_after
@@ -47,9 +54,9 @@ class ServiceError(EdjeError):
 class Client:
     """Sends searches and re-ranking requests to the service over HTTP.
 
-    Several threads may share a client. At the end of a `with` block, the client is closed. A method raises
-    `ServiceError` if the service refuses its request or cannot be reached, and `UsageError` if an argument cannot be
-    sent.
+    Several threads may share a client. At the end of a `with` block, the client is
+    closed. A method raises `ServiceError` if the service refuses its request or cannot
+    be reached, and `UsageError` if an argument cannot be sent.
 
     Args:
         url: address of the service.
@@ -64,7 +71,9 @@ class Client:
     """
 
     @name_missing_extra("serve")
-    def __init__(self, url: str, api_key: str | None = None, *, timeout: float = 60.0) -> None:
+    def __init__(
+        self, url: str, api_key: str | None = None, *, timeout: float = 60.0
+    ) -> None:
         import httpx
 
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
@@ -77,7 +86,10 @@ class Client:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()
 
@@ -86,7 +98,9 @@ class Client:
         self._http.close()
 
     def info(self) -> dict[str, Any]:
-        """Return a description of the service: its index, precisions, scores and request limits."""
+        """Return a description of the service: its index, precisions, scores and
+        request limits.
+        """
         return dict(self._json("GET", "/info"))
 
     def search(
@@ -103,43 +117,77 @@ class Client:
         """Return the `k` best images for `query`, best first.
 
         Args:
-            query: a text, or the bytes of an image file. For an image, the hits are the most similar images of
-                the index.
+            query: a text, or the bytes of an image file. For an image, the hits are the
+                most similar images of the index.
             k: number of hits.
             pool: number of candidates to re-rank, at least `k`.
             score: as in `TokenIndex.search`.
             where: as in `TokenIndex.search`.
-            precision: precision of the tokens to re-rank with; None selects the default of the service.
-            columns: columns of the rows that every hit brings; None selects the captions, if there are any.
+            precision: precision of the tokens to re-rank with; None selects the default
+                of the service.
+            columns: columns of the rows that every hit brings; None selects the
+                captions, if there are any.
         """
         from edje_index.search.hits import Hit
 
-        by = {"image": base64.b64encode(query).decode()} if isinstance(query, bytes) else {"query": query}
-        options = {"score": score, "where": where, "precision": precision, "columns": columns}
+        by = (
+            {"image": base64.b64encode(query).decode()}
+            if isinstance(query, bytes)
+            else {"query": query}
+        )
+        options = {
+            "score": score,
+            "where": where,
+            "precision": precision,
+            "columns": columns,
+        }
         answer = self._json("POST", "/search", {**by, "k": k, "pool": pool, **options})
         names = [field.name for field in fields(Hit)]
         return [Hit(**{name: hit[name] for name in names}) for hit in answer["hits"]]
 
     def search_texts(
-        self, image: int | bytes, texts: Sequence[str], k: int = 10, pool: int = 100, *, precision: str | None = None
+        self,
+        image: int | bytes,
+        texts: Sequence[str],
+        k: int = 10,
+        pool: int = 100,
+        *,
+        precision: str | None = None,
     ) -> list[TextHit]:
-        """Return the `k` texts that best describe `image`, best first: image-to-text search.
+        """Return the `k` texts that best describe `image`, best first: image-to-text
+        search.
 
         Args:
             image: row id, or the bytes of an image file.
             texts: texts to choose from.
             k: number of hits.
             pool: number of texts to re-rank, at least `k`.
-            precision: precision of the tokens of the row; None selects the default of the service.
+            precision: precision of the tokens of the row; None selects the default of
+                the service.
         """
         from edje_index.search.hits import TextHit
 
-        by = {"image": base64.b64encode(image).decode()} if isinstance(image, bytes) else {"row_id": image}
-        body = {**by, "texts": as_list(texts, "texts", "strings"), "k": k, "pool": pool, "precision": precision}
-        return [TextHit(**hit) for hit in self._json("POST", "/search/texts", body)["hits"]]
+        by = (
+            {"image": base64.b64encode(image).decode()}
+            if isinstance(image, bytes)
+            else {"row_id": image}
+        )
+        body = {
+            **by,
+            "texts": as_list(texts, "texts", "strings"),
+            "k": k,
+            "pool": pool,
+            "precision": precision,
+        }
+        return [
+            TextHit(**hit) for hit in self._json("POST", "/search/texts", body)["hits"]
+        ]
 
-    def rerank(self, query: str, documents: Sequence[Document], top_n: int | None = None) -> list[tuple[int, float]]:
-        """Rate `documents` for `query`. Return (position in `documents`, relevance) pairs, best first.
+    def rerank(
+        self, query: str, documents: Sequence[Document], top_n: int | None = None
+    ) -> list[tuple[int, float]]:
+        """Rate `documents` for `query`. Return (position in `documents`, relevance)
+        pairs, best first.
 
         Args:
             query: text of the query.
@@ -147,13 +195,19 @@ class Client:
             top_n: number of pairs to return; None returns one pair per document.
         """
         sent = [
-            {"image": base64.b64encode(document).decode()}
-            if isinstance(document, bytes)
-            else {"uri" if isinstance(document, str) else "row_id": document}
+            (
+                {"image": base64.b64encode(document).decode()}
+                if isinstance(document, bytes)
+                else {"uri" if isinstance(document, str) else "row_id": document}
+            )
             for document in as_list(documents, "documents", "row ids, uris and images")
         ]
-        answer = self._json("POST", "/v2/rerank", {"query": query, "documents": sent, "top_n": top_n})
-        return [(result["index"], result["relevance_score"]) for result in answer["results"]]
+        answer = self._json(
+            "POST", "/v2/rerank", {"query": query, "documents": sent, "top_n": top_n}
+        )
+        return [
+            (result["index"], result["relevance_score"]) for result in answer["results"]
+        ]
 
     def embed(self, inputs: Sequence[str] | Sequence[bytes]) -> NDArray[np.float32]:
         """Return the embeddings of texts or images, float32 [n, embed_dim].
@@ -162,11 +216,22 @@ class Client:
             inputs: n texts, or the bytes of n image files.
         """
         values = as_list(inputs, "inputs", "texts or images")
-        sent = [{"image": base64.b64encode(value).decode()} if isinstance(value, bytes) else value for value in values]
-        return np.array(self._json("POST", "/embed", {"inputs": sent}), dtype=np.float32)
+        sent = [
+            (
+                {"image": base64.b64encode(value).decode()}
+                if isinstance(value, bytes)
+                else value
+            )
+            for value in values
+        ]
+        return np.array(
+            self._json("POST", "/embed", {"inputs": sent}), dtype=np.float32
+        )
 
     def thumbnail(self, row_id: int) -> bytes:
-        """Return a thumbnail of the image of row `row_id`, as the bytes of a JPEG file."""
+        """Return a thumbnail of the image of row `row_id`, as the bytes of a JPEG
+        file.
+        """
         return self._send("GET", f"/thumbnails/{as_count(row_id, 'row_id', least=0)}")
 
     def _json(self, method: str, path: str, body: Any = None) -> Any:
@@ -177,22 +242,38 @@ class Client:
 
         try:
             # `operator.index` accepts NumPy integers.
-            text = "" if body is None else json.dumps(body, default=operator.index, ensure_ascii=False, allow_nan=False)
+            text = (
+                ""
+                if body is None
+                else json.dumps(
+                    body, default=operator.index, ensure_ascii=False, allow_nan=False
+                )
+            )
             headers = {"Content-Type": "application/json"}
-            request = self._http.build_request(method, path, content=text.encode(), headers=headers)
+            request = self._http.build_request(
+                method, path, content=text.encode(), headers=headers
+            )
         except (TypeError, ValueError) as error:
-            raise UsageError(f"an argument cannot be sent as JSON: {error}; give numbers and texts") from error
+            raise UsageError(
+                f"an argument cannot be sent as JSON: {error}; give numbers and texts"
+            ) from error
         try:
             answer = self._http.send(request)
         except httpx.HTTPError as error:
             raise ServiceError(
-                f"cannot reach the service at {self.url}: {error}; check the address, and that the service is running"
+                f"cannot reach the service at {self.url}: {error}; check the address,"
+                " and that the service is running"
             ) from error
         if answer.is_success:
             return answer.content
         wait = answer.headers.get("Retry-After", "")
         try:
             message = str(answer.json()["error"]["message"])
-        except (ValueError, KeyError, TypeError):  # the answer of another server, such as a proxy
+        except (ValueError, KeyError, TypeError):
+            # the answer of another server, such as a proxy
             message = f"HTTP status {answer.status_code}: {answer.text[:200]}"
-        raise ServiceError(message, status=answer.status_code, retry_after=float(wait) if wait.isdecimal() else None)
+        raise ServiceError(
+            message,
+            status=answer.status_code,
+            retry_after=float(wait) if wait.isdecimal() else None,
+        )

@@ -1,4 +1,6 @@
-"""The joint encoder behind the interface of a cross-encoder of sentence-transformers."""
+"""The joint encoder behind the interface of a cross-encoder of
+sentence-transformers.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ from storage_formats.arguments import as_count, as_list
 class CrossEncoder:
     """Rates pairs of a text and an image with the final score of an index.
 
-    The methods `predict` and `rank` have the arguments and results of `sentence_transformers.CrossEncoder`.
+    The methods `predict` and `rank` have the arguments and results of
+    `sentence_transformers.CrossEncoder`.
 
     Attributes:
         index: the index. Its rows and its model are used.
@@ -44,27 +47,43 @@ class CrossEncoder:
         convert_to_tensor: bool = False,
         **ignored: Any,
     ) -> Any:
-        """Return the relevance of each pair, between 0 and 1: float64 [n], or one number for a single pair.
+        """Return the relevance of each pair, between 0 and 1: float64 [n], or one
+        number for a single pair.
 
         Args:
             inputs: (text, image) pairs, as for `TokenIndex.score_pairs`, or one pair.
-            activation_fn: function of a tensor of final scores whose result replaces the relevances;
-                `torch.nn.Identity()` gives the scores.
+            activation_fn: function of a tensor of final scores whose result replaces
+                the relevances; `torch.nn.Identity()` gives the scores.
             convert_to_numpy: False returns a list of numbers as tensors.
             convert_to_tensor: True returns one tensor.
-            ignored: other arguments of sentence-transformers, for example `batch_size`; the index chooses its batches.
+            ignored: other arguments of sentence-transformers, for example `batch_size`;
+                the index chooses its batches.
         """
         import torch
 
         given = as_list(inputs, "inputs", "pairs of a text and an image")
         is_one = len(given) == 2 and isinstance(given[0], str)
-        scores = np.array(self.index.score_pairs([given] if is_one else given), dtype=np.float64)
+        scores = np.array(
+            self.index.score_pairs([given] if is_one else given), dtype=np.float64
+        )
         if activation_fn is None:
-            values = torch.from_numpy(relevance(scores, self.index.model.weights(TEXT_TO_IMAGE, self.index.score)))
+            values = torch.from_numpy(
+                relevance(
+                    scores, self.index.model.weights(TEXT_TO_IMAGE, self.index.score)
+                )
+            )
         else:
             values = torch.as_tensor(activation_fn(torch.from_numpy(scores)))
-        results = values.numpy() if convert_to_numpy and not convert_to_tensor else values
-        return results[0] if is_one else results if convert_to_numpy or convert_to_tensor else list(results)
+        results = (
+            values.numpy() if convert_to_numpy and not convert_to_tensor else values
+        )
+        return (
+            results[0]
+            if is_one
+            else results
+            if convert_to_numpy or convert_to_tensor
+            else list(results)
+        )
 
     def rank(
         self,
@@ -76,7 +95,8 @@ class CrossEncoder:
         activation_fn: Callable[..., Any] | None = None,
         **ignored: Any,
     ) -> list[dict[str, Any]]:
-        """Return one dictionary per document, best first, with the keys `corpus_id` (position) and `score`.
+        """Return one dictionary per document, best first, with the keys `corpus_id`
+        (position) and `score`.
 
         Args:
             query: the text.
@@ -88,6 +108,14 @@ class CrossEncoder:
         """
         documents = as_list(documents, "documents", "row ids, uris and images")
         count = len(documents) if top_k is None else as_count(top_k, "top_k")
-        values = self.predict([(query, each) for each in documents], activation_fn=activation_fn)
-        ranked = [(int(at), {"text": documents[at]}) for at in np.argsort(-values, kind="stable")[:count]]
-        return [{"corpus_id": at, "score": values[at], **(text if return_documents else {})} for at, text in ranked]
+        values = self.predict(
+            [(query, each) for each in documents], activation_fn=activation_fn
+        )
+        ranked = [
+            (int(at), {"text": documents[at]})
+            for at in np.argsort(-values, kind="stable")[:count]
+        ]
+        return [
+            {"corpus_id": at, "score": values[at], **(text if return_documents else {})}
+            for at, text in ranked
+        ]

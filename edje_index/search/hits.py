@@ -16,7 +16,8 @@ from storage_formats.format.object_store import IndexLocation
 if TYPE_CHECKING:
     import pyarrow as pa
 
-_SHOWN = 50  # images in a notebook; the notebook file contains each image
+# images in a notebook; the notebook file contains each image
+_SHOWN = 50
 _SIDE = 160
 _TEMPLATE = Path(__file__).with_name("hits.html")
 
@@ -28,16 +29,20 @@ class Hit:
     Attributes:
         row_id: row id of the image.
         uri: path or URI of the image.
-        score: final score, by which hits are sorted. Without re-ranking, the score is `embedding_score`. In a
-            late-interaction search, the score is the MaxSim of the query and the tokens.
-        embedding_score: cosine similarity of the embeddings of the query and the image; NaN if there is no embedding.
+        score: final score, by which hits are sorted. Without re-ranking, the score is
+            `embedding_score`. In a late-interaction search, the score is the MaxSim of
+            the query and the tokens.
+        embedding_score: cosine similarity of the embeddings of the query and the image;
+            NaN if there is no embedding.
         relevance: a number between 0 and 1 that never decreases with the score, see
-            `edje_index.scoring.final_score.relevance`. None in a late-interaction search.
-        joint_score: weighted sum of the parts logit, late interaction and pooled similarity. None if the final score
-            has none of these parts.
-        parts: values of the parts of the final score, without weights. The keys are part names, see
-            `edje_index.scoring.weights.PART_NAMES`.
-        columns: captions of the image, or values of the chosen columns of the rows table, by column name.
+            `edje_index.scoring.final_score.relevance`. None in a late-interaction
+            search.
+        joint_score: weighted sum of the parts logit, late interaction and pooled
+            similarity. None if the final score has none of these parts.
+        parts: values of the parts of the final score, without weights. The keys are
+            part names, see `edje_index.scoring.weights.PART_NAMES`.
+        columns: captions of the image, or values of the chosen columns of the rows
+            table, by column name.
 
     Examples:
         >>> from edje_index import TokenIndex
@@ -56,13 +61,18 @@ class Hit:
     columns: Mapping[str, Any] = field(default_factory=dict)
 
     def described(self) -> str:
-        """Return the columns as one line of text. Columns without a value are left out."""
+        """Return the columns as one line of text. Columns without a value are left
+        out.
+        """
         values = {
             name: "; ".join(value) if isinstance(value, list) else str(value)
             for name, value in self.columns.items()
             if value is not None
         }
-        return " | ".join(value if name == CAPTIONS else f"{name}: {value}" for name, value in values.items())
+        return " | ".join(
+            value if name == CAPTIONS else f"{name}: {value}"
+            for name, value in values.items()
+        )
 
 
 @dataclass(frozen=True)
@@ -74,7 +84,8 @@ class TextHit:
         text: the text.
         score: final score, by which hits are sorted.
         embedding_score: cosine similarity of the embeddings of the image and the text.
-        relevance: a number between 0 and 1 that never decreases with the score, as for `Hit`.
+        relevance: a number between 0 and 1 that never decreases with the score, as for
+            `Hit`.
         parts: values of the parts of the final score, without weights, by part name.
 
     Examples:
@@ -94,13 +105,14 @@ class TextHit:
 
 
 class Hits(list[Hit]):
-    """A list of the hits of one query, best first. `print` shows a table, and a notebook shows it with images.
+    """A list of the hits of one query, best first. `print` shows a table, and a
+    notebook shows it with images.
 
     Args:
         hits: the hits of the query, best first.
         root: directory or URL of the searched index.
-        stages: duration of each stage of the search in seconds, see `Stages`. If one call searches several queries, the
-            durations are for the whole call.
+        stages: duration of each stage of the search in seconds, see `Stages`. If one
+            call searches several queries, the durations are for the whole call.
 
     Examples:
         >>> from edje_index import TokenIndex
@@ -111,7 +123,12 @@ class Hits(list[Hit]):
         ['row_id', 'uri', 'score', 'embedding_score', 'relevance']
     """
 
-    def __init__(self, hits: Iterable[Hit], root: IndexLocation, stages: Mapping[str, float] | None = None) -> None:
+    def __init__(
+        self,
+        hits: Iterable[Hit],
+        root: IndexLocation,
+        stages: Mapping[str, float] | None = None,
+    ) -> None:
         super().__init__(hits)
         self.root = root
         self.stages = dict(stages or {})
@@ -129,18 +146,39 @@ class Hits(list[Hit]):
 
         rows = []
         for hit in self:
-            values = {name: value for name, value in vars(hit).items() if name not in ("parts", "columns")}
+            values = {
+                name: value
+                for name, value in vars(hit).items()
+                if name not in ("parts", "columns")
+            }
             values |= {f"part_{part}": value for part, value in hit.parts.items()}
-            rows.append({**values, **{name: value for name, value in hit.columns.items() if name not in values}})
+            rows.append(
+                {
+                    **values,
+                    **{
+                        name: value
+                        for name, value in hit.columns.items()
+                        if name not in values
+                    },
+                }
+            )
         return pa.Table.from_pylist(rows)
 
     def to_pandas(self) -> Any:
-        """Return a pandas data frame with the columns of `to_arrow`. pandas must be installed."""
+        """Return a pandas data frame with the columns of `to_arrow`. pandas must be
+        installed.
+        """
         return self.to_arrow().to_pandas()
 
     def __repr__(self) -> str:
-        rated = [(hit.score if hit.relevance is None else hit.relevance, hit) for hit in self[:_SHOWN]]
-        lines = [f"{rank:>4} {value:9.3f} {hit.row_id:>9}  {hit.uri}" for rank, (value, hit) in enumerate(rated, 1)]
+        rated = [
+            (hit.score if hit.relevance is None else hit.relevance, hit)
+            for hit in self[:_SHOWN]
+        ]
+        lines = [
+            f"{rank:>4} {value:9.3f} {hit.row_id:>9}  {hit.uri}"
+            for rank, (value, hit) in enumerate(rated, 1)
+        ]
         more = [f"and {len(self) - _SHOWN} more"] if len(self) > _SHOWN else []
         return "\n".join([f"{len(self)} hits in {self.root}", *lines, *more])
 
@@ -149,23 +187,31 @@ class Hits(list[Hit]):
 
         from edje_index.images.thumbnails import read_thumbnails
 
-        hits, images, problem = self[:_SHOWN], {}, ""
+        hits = self[:_SHOWN]
+        images = {}
+        problem = ""
         try:
             thumbnails = read_thumbnails(self.root, [hit.row_id for hit in hits], _SIDE)
             images = {thumbnail.row_id: thumbnail.data_uri for thumbnail in thumbnails}
-        except EdjeError as error:  # the index has been moved or removed since the search
+        except EdjeError as error:
+            # the index has been moved or removed since the search
             problem = f"The images cannot be read: {error}"
         template = Template(_TEMPLATE.read_text(), autoescape=True)
-        return str(template.render(hits=hits, images=images, more=len(self) - len(hits), problem=problem))
+        return str(
+            template.render(
+                hits=hits, images=images, more=len(self) - len(hits), problem=problem
+            )
+        )
 
 
 class Stages(dict[str, float]):
     """Seconds of each stage of one search, by name, in the order of the search.
 
-    The names are `text_tower`, `vision_tower`, `nearest`, `fetch` (reads and decodes tokens), `joint_encoder` (also
-    reads the caption for the pooled similarity), `other_parts` (the rest of the final score), `hits` (sorts the
-    candidates and looks up their uris) and `total`. The first search of a `TokenIndex` also reads the weights of the
-    tower.
+    The names are `text_tower`, `vision_tower`, `nearest`, `fetch` (reads and decodes
+    tokens), `joint_encoder` (also reads the caption for the pooled similarity),
+    `other_parts` (the rest of the final score), `hits` (sorts the candidates and looks
+    up their uris) and `total`. The first search of a `TokenIndex` also reads the
+    weights of the tower.
     """
 
     def __init__(self) -> None:
@@ -186,7 +232,9 @@ class Stages(dict[str, float]):
 
 
 class RankedHit(NamedTuple):
-    """A hit, its rank by the final score, and its rank by embedding similarity. The first rank is 1."""
+    """A hit, its rank by the final score, and its rank by embedding similarity. The
+    first rank is 1.
+    """
 
     hit: Hit
     rank: int
@@ -194,11 +242,15 @@ class RankedHit(NamedTuple):
 
 
 def rank_hits(hits: Sequence[Hit]) -> list[RankedHit]:
-    """Return each hit with its two ranks. Hits of equal embedding similarity are ranked by row id.
+    """Return each hit with its two ranks. Hits of equal embedding similarity are ranked
+    by row id.
 
     Args:
         hits: all candidates of a search, best final score first.
     """
     by_embedding = sorted(hits, key=lambda hit: (-hit.embedding_score, hit.row_id))
     embedding_ranks = {hit.row_id: rank for rank, hit in enumerate(by_embedding, 1)}
-    return [RankedHit(hit, rank, embedding_ranks[hit.row_id]) for rank, hit in enumerate(hits, 1)]
+    return [
+        RankedHit(hit, rank, embedding_ranks[hit.row_id])
+        for rank, hit in enumerate(hits, 1)
+    ]

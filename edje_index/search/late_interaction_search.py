@@ -1,9 +1,12 @@
-"""Late-interaction search without a model bundle. The caller encodes the query, for example with ColBERT or ColPali.
+"""Late-interaction search without a model bundle. The caller encodes the query, for
+example with ColBERT or ColPali.
 
-The score of a row is MaxSim (Khattab and Zaharia, 2020). For each query vector, take the largest dot product with a
-token of the row. MaxSim is the sum over the query vectors.
+The score of a row is MaxSim (Khattab and Zaharia, 2020). For each query vector, take
+the largest dot product with a token of the row. MaxSim is the sum over the query
+vectors.
 
-Vectors are not normalised. For cosine similarities, normalise the query vectors and the tokens before storing them.
+Vectors are not normalised. For cosine similarities, normalise the query vectors and the
+tokens before storing them.
 """
 
 from __future__ import annotations
@@ -26,7 +29,8 @@ from storage_formats.extras import name_missing_extra
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.token_store import TokenStore
 
-_PRODUCT_ROWS = 4  # BLAS computes such small products in the calling thread; its idle threads would spin
+# BLAS computes such small products in the calling thread; its idle threads would spin
+_PRODUCT_ROWS = 4
 
 
 class LateInteractionSearch:
@@ -36,7 +40,8 @@ class LateInteractionSearch:
         >>> import numpy as np
         >>> from edje_index import LateInteractionSearch
         >>> index = LateInteractionSearch.open("pages.edje")
-        >>> query = index.store.fetch([7])[0][:2].astype(np.float32)  # two tokens of row 7
+        >>> # two tokens of row 7
+        >>> query = index.store.fetch([7])[0][:2].astype(np.float32)
         >>> [hit.row_id for hit in index.search(query, k=1, row_ids=range(30))]
         [7]
     """
@@ -56,10 +61,12 @@ class LateInteractionSearch:
 
         Args:
             root: directory of the index.
-            precision: precision of the tokens; None selects the stored precision of the highest fidelity.
+            precision: precision of the tokens; None selects the stored precision of the
+                highest fidelity.
 
         Raises:
-            UsageError, IncompleteIndexError, CorruptIndexError: as for `TokenStore.open`.
+            UsageError, IncompleteIndexError, CorruptIndexError: as for
+                `TokenStore.open`.
         """
         index = CommittedIndex.open(root)
         return cls(index, TokenStore(index, precision))
@@ -80,18 +87,23 @@ class LateInteractionSearch:
         Args:
             query: vectors of one query [q, d].
             k: number of hits.
-            embedding: embedding of the query [embed_dim]. The `pool` rows with the nearest embeddings are candidates.
+            embedding: embedding of the query [embed_dim]. The `pool` rows with the
+                nearest embeddings are candidates.
             pool: number of candidates with `embedding`; ignored with `row_ids`.
-            row_ids: row ids of the candidates. Pass `index.store.row_ids()` to score every row.
+            row_ids: row ids of the candidates. Pass `index.store.row_ids()` to score
+                every row.
 
         Raises:
-            UsageError: an argument has the wrong shape or value. Also raised if both or neither of `embedding` and
-                `row_ids` are given.
+            UsageError: an argument has the wrong shape or value. Also raised if both or
+                neither of `embedding` and `row_ids` are given.
             MissingExtraError: `embedding` is given, but FAISS is not installed.
         """
-        k, pool = as_count(k, "k"), as_count(pool, "pool")
+        k = as_count(k, "k")
+        pool = as_count(pool, "pool")
         if (embedding is None) == (row_ids is None):
-            raise UsageError("give either embedding or row_ids, which select the candidates")
+            raise UsageError(
+                "give either embedding or row_ids, which select the candidates"
+            )
         if row_ids is None:
             candidates, similarities = self._nearest(embedding, pool)
         else:
@@ -101,13 +113,25 @@ class LateInteractionSearch:
         present = np.flatnonzero(~np.isnan(scores))
         best = present[np.argsort(-scores[present], kind="stable")[:k]]
         hits = [
-            Hit(int(candidates[at]), uri, float(scores[at]), float(similarities[at]), columns=columns)
-            for at, (uri, columns) in zip(best, self._rows.described(candidates[best]), strict=True)
+            Hit(
+                int(candidates[at]),
+                uri,
+                float(scores[at]),
+                float(similarities[at]),
+                columns=columns,
+            )
+            for at, (uri, columns) in zip(
+                best, self._rows.described(candidates[best]), strict=True
+            )
         ]
         return Hits(hits, self._index.location)
 
-    def scores(self, query: ArrayLike, row_ids: Sequence[int] | NDArray[np.integer]) -> NDArray[np.float32]:
-        """Return the MaxSim of `query` [q, d] and each of `row_ids` [k], float32 [k]. The score of a hole is NaN."""
+    def scores(
+        self, query: ArrayLike, row_ids: Sequence[int] | NDArray[np.integer]
+    ) -> NDArray[np.float32]:
+        """Return the MaxSim of `query` [q, d] and each of `row_ids` [k], float32
+        [k]. The score of a hole is NaN.
+        """
         return self.store.max_sim(np.asarray(query, dtype=np.float32), row_ids)
 
     @name_missing_extra("search")
@@ -117,15 +141,18 @@ class LateInteractionSearch:
             self._ann = AnnIndex(self._index)
         vector = np.asarray(embedding, dtype=np.float32)
         if vector.ndim != 1:
-            raise UsageError(f"embedding must be a vector [embed_dim], got an array of shape {list(vector.shape)}")
+            raise UsageError(
+                "embedding must be a vector [embed_dim], got an array of shape"
+                f" {list(vector.shape)}"
+            )
         return self._ann.nearest(vector, pool)
 
 
 def max_sim(query: NDArray[np.float32], blocks: Blocks) -> NDArray[np.float32]:
     """Return the MaxSim of `query` and each block, float32 [k].
 
-    For each query vector, MaxSim takes the largest dot product with a token of the block. MaxSim is the sum over the
-    query vectors.
+    For each query vector, MaxSim takes the largest dot product with a token of the
+    block. MaxSim is the sum over the query vectors.
 
     Args:
         query: query vectors [q, d].
@@ -139,8 +166,13 @@ def max_sim(query: NDArray[np.float32], blocks: Blocks) -> NDArray[np.float32]:
         >>> max_sim(query, blocks)
         array([5., 2.], dtype=float32)
     """
-    transposed, scores = np.ascontiguousarray(query.T), np.empty(len(blocks), dtype=np.float32)
+    transposed = np.ascontiguousarray(query.T)
+    scores = np.empty(len(blocks), dtype=np.float32)
     for start in range(0, len(blocks), _PRODUCT_ROWS):
         part = slice(start, start + _PRODUCT_ROWS)
-        scores[part] = np.matmul(blocks[part].astype(np.float32), transposed).max(axis=1).sum(axis=1)
+        scores[part] = (
+            np.matmul(blocks[part].astype(np.float32), transposed)
+            .max(axis=1)
+            .sum(axis=1)
+        )
     return scores

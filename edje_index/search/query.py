@@ -32,8 +32,9 @@ _SHOWN = 3
 def read_queries(path: Path) -> list[str]:
     """Return the queries in a file, in order.
 
-    The file has one query per line. In a ``.jsonl`` file, a line is a JSON string, or an object with one of the members
-    `query`, `text`, `caption` and `captions`. Blank lines are skipped.
+    The file has one query per line. In a ``.jsonl`` file, a line is a JSON string, or
+    an object with one of the members `query`, `text`, `caption` and `captions`. Blank
+    lines are skipped.
 
     Raises:
         UsageError: the file cannot be read, a line is not valid, or there is no query.
@@ -42,7 +43,9 @@ def read_queries(path: Path) -> list[str]:
         lines = path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise UsageError(f"cannot read {path}: {reason}; give a UTF-8 text file") from error
+        raise UsageError(
+            f"cannot read {path}: {reason}; give a UTF-8 text file"
+        ) from error
     queries: list[str] = []
     for number, line in enumerate(map(str.strip, lines), 1):
         if line and path.suffix == ".jsonl":
@@ -53,10 +56,13 @@ def read_queries(path: Path) -> list[str]:
             if isinstance(value, dict):
                 value = next((value[name] for name in _MEMBERS if name in value), None)
             texts: list[Any] = value if isinstance(value, list) else [value]
-            if not texts or not all(isinstance(text, str) and text.strip() for text in texts):
+            if not texts or not all(
+                isinstance(text, str) and text.strip() for text in texts
+            ):
                 raise UsageError(
-                    f"{path}, line {number}: a query must be a JSON string, or an object with one of the members "
-                    f"{', '.join(_MEMBERS)}, got {line[:80]!r}"
+                    f"{path}, line {number}: a query must be a JSON string, or an"
+                    f" object with one of the members {', '.join(_MEMBERS)}, got"
+                    f" {line[:80]!r}"
                 )
             queries += [text.strip() for text in texts]
         elif line:
@@ -66,24 +72,38 @@ def read_queries(path: Path) -> list[str]:
     return queries
 
 
-def requested_rows(index: CommittedIndex, rows: Sequence[int | str]) -> NDArray[np.int64]:
+def requested_rows(
+    index: CommittedIndex, rows: Sequence[int | str]
+) -> NDArray[np.int64]:
     """Return the row id of each entry of `rows`, int64 [k].
 
-    A row id is returned unchanged. A uri gives the first row with this uri; if this row is a duplicate, its original.
+    A row id is returned unchanged. A uri gives the first row with this uri; if this row
+    is a duplicate, its original.
 
     Raises:
         RowIdError: a row id is out of range, unused or deleted.
-        UsageError: an entry is neither an integer nor a string, no row has the uri, or a row has no tokens.
+        UsageError: an entry is neither an integer nor a string, no row has the uri, or
+            a row has no tokens.
     """
     rows = as_list(rows, "rows", "row ids and uris")
-    if any(isinstance(row, bool) or not isinstance(row, int | np.integer | str) for row in rows):
-        raise UsageError(f"rows must be a sequence of row ids and uris, got {shown(rows)}", parameter="rows")
+    if any(
+        isinstance(row, bool) or not isinstance(row, int | np.integer | str)
+        for row in rows
+    ):
+        raise UsageError(
+            f"rows must be a sequence of row ids and uris, got {shown(rows)}",
+            parameter="rows",
+        )
     uris = dict.fromkeys(as_text(row, "rows") for row in rows if isinstance(row, str))
     row_of_uri: dict[str, int] = {}
     wanted = pa.array(uris, pa.string())
-    for table in iter_rows(index, ["row_id", "uri", "status", "duplicate_of"]) if uris else ():
+    for table in (
+        iter_rows(index, ["row_id", "uri", "status", "duplicate_of"]) if uris else ()
+    ):
         for row in table.filter(pc.is_in(table["uri"], wanted)).to_pylist():
-            row_id = row["duplicate_of"] if row["status"] == DUPLICATE else row["row_id"]
+            row_id = (
+                row["duplicate_of"] if row["status"] == DUPLICATE else row["row_id"]
+            )
             row_of_uri.setdefault(row["uri"], row_id)
         if len(row_of_uri) == len(uris):
             break
@@ -91,20 +111,29 @@ def requested_rows(index: CommittedIndex, rows: Sequence[int | str]) -> NDArray[
     if unknown:
         more = f" (and {len(unknown) - _SHOWN} more)" if len(unknown) > _SHOWN else ""
         raise UsageError(
-            f"no row has the uri {', '.join(map(repr, unknown[:_SHOWN]))}{more}; give uris of indexed images",
+            f"no row has the uri {', '.join(map(repr, unknown[:_SHOWN]))}{more}; give"
+            " uris of indexed images",
             parameter="rows",
         )
     row_ids = check_row_ids(
-        [row_of_uri[row] if isinstance(row, str) else int(row) for row in rows], index.manifest.spec.rows
+        [row_of_uri[row] if isinstance(row, str) else int(row) for row in rows],
+        index.manifest.spec.rows,
     )
-    table = read_index_rows(index, row_ids, ["row_id", "status", "reason", "duplicate_of"])
+    table = read_index_rows(
+        index, row_ids, ["row_id", "status", "reason", "duplicate_of"]
+    )
     holes = table.filter(pc.not_equal(table["status"], INDEXED)).to_pylist()
     if holes:
         first = holes[0]
-        why = f"it is a duplicate of row {first['duplicate_of']}" if first["status"] == DUPLICATE else first["reason"]
+        why = (
+            f"it is a duplicate of row {first['duplicate_of']}"
+            if first["status"] == DUPLICATE
+            else first["reason"]
+        )
         more = f" (and {len(holes) - 1} more)" if len(holes) > 1 else ""
         raise UsageError(
-            f"row {first['row_id']}{more} has no tokens: {why}; choose rows with the status 'indexed'",
+            f"row {first['row_id']}{more} has no tokens: {why}; choose rows with the"
+            " status 'indexed'",
             parameter="rows",
         )
     return row_ids
@@ -142,14 +171,16 @@ def encode_images(
                 rgb = decode_rgb(image)
             elif not isinstance(image, Image.Image) or not all(image.size):
                 raise UsageError(
-                    "image must be a path, the bytes of an image file, or a PIL image with pixels, got "
-                    f"{shown(image)}; convert an array of pixels with PIL.Image.fromarray",
+                    "image must be a path, the bytes of an image file, or a PIL image"
+                    f" with pixels, got {shown(image)}; convert an array of pixels with"
+                    " PIL.Image.fromarray",
                     parameter="image",
                 )
             else:
                 try:
                     rgb = to_rgb(ImageOps.exif_transpose(image))
-                except (OSError, SyntaxError, ValueError) as error:  # Pillow reads pixels of an opened file only now
+                except (OSError, SyntaxError, ValueError) as error:
+                    # Pillow reads pixels of an opened file only now
                     raise ImageError(reason="corrupt", detail=str(error)) from error
             pixels.append(encoder.preprocess(rgb))
         except ImageError as error:

@@ -19,10 +19,13 @@ from storage_formats.extras import name_missing_extra
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.rows import check_names, iter_stored_rows, row_schema
 
-CAPTIONS = "captions"  # the column in which sources store captions
-_CACHED_BYTES = 256 << 20  # of columns
+# the column in which sources store captions
+CAPTIONS = "captions"
+# of columns
+_CACHED_BYTES = 256 << 20
 _CACHED_FILTERS = 16
-_SHARDS_AT_ONCE = 16  # between two checks of the time limit
+# between two checks of the time limit
+_SHARDS_AT_ONCE = 16
 
 
 class FilterTimeoutError(EdjeError):
@@ -32,38 +35,52 @@ class FilterTimeoutError(EdjeError):
 class IndexRows:
     """The rows table of one snapshot. Thread-safe.
 
-    A column of a shard is read when it is first needed. Columns and recent results of filters stay in memory up to a
-    limit, because opening a Parquet file takes more time than the rest of a search.
+    A column of a shard is read when it is first needed. Columns and recent results of
+    filters stay in memory up to a limit, because opening a Parquet file takes more time
+    than the rest of a search.
 
     Args:
         index: an open index.
-        columns: names of the columns that `described` returns; None for the captions, if the index has any.
+        columns: names of the columns that `described` returns; None for the captions,
+            if the index has any.
 
     Raises:
         UsageError: the rows table has no such column.
     """
 
-    def __init__(self, index: CommittedIndex, columns: Sequence[str] | None = None) -> None:
+    def __init__(
+        self, index: CommittedIndex, columns: Sequence[str] | None = None
+    ) -> None:
         self._index = index
         if columns is None:
-            columns = [column.name for column in index.manifest.columns if column.name == CAPTIONS]
+            columns = [
+                column.name
+                for column in index.manifest.columns
+                if column.name == CAPTIONS
+            ]
         check_names(columns, self.schema.names)
         self._described = list(dict.fromkeys(columns))
         self._columns: OrderedDict[tuple[int, str], pa.Array] = OrderedDict()
         self._bytes = 0
         self._results: OrderedDict[str, NDArray[np.bool_]] = OrderedDict()
-        self._lock, self._filtering = threading.Lock(), threading.Lock()
+        self._lock = threading.Lock()
+        self._filtering = threading.Lock()
 
     @property
     def schema(self) -> pa.Schema:
-        """The columns that hits and filters may name: all columns of the rows table except binary columns."""
+        """The columns that hits and filters may name: all columns of the rows table
+        except binary columns.
+        """
         schema = row_schema(self._index.manifest.columns)
-        return pa.schema([field for field in schema if not pa.types.is_binary(field.type)])
+        return pa.schema(
+            [field for field in schema if not pa.types.is_binary(field.type)]
+        )
 
     def described(
         self, row_ids: NDArray[np.int64], columns: Sequence[str] | None = None
     ) -> list[tuple[str, dict[str, Any]]]:
-        """Return the uri and the values of `columns` by name of each of `row_ids` [k], which are in use.
+        """Return the uri and the values of `columns` by name of each of `row_ids` [k],
+        which are in use.
 
         None selects the columns that were given to the constructor.
 
@@ -71,7 +88,8 @@ class IndexRows:
             UsageError: the rows table has no such column.
             CorruptIndexError: a file of `rows/` is damaged.
         """
-        size, names = self._index.manifest.spec.shard_size, self._described
+        size = self._index.manifest.spec.shard_size
+        names = self._described
         if columns is not None:
             check_names(columns, self.schema.names)
             names = list(dict.fromkeys(columns))
@@ -79,13 +97,16 @@ class IndexRows:
         tables = dict(zip(shards, self._tables(shards, ["uri", *names]), strict=True))
         described = []
         for row in row_ids.tolist():
-            uri, *values = (column[row % size].as_py() for column in tables[row // size])
+            uri, *values = (
+                column[row % size].as_py() for column in tables[row // size]
+            )
             described.append((uri, dict(zip(names, values, strict=True))))
         return described
 
     @name_missing_extra("search")
     def passing(self, where: str, until: float = float("inf")) -> NDArray[np.bool_]:
-        """Return which rows pass a filter, bool [rows of the index]. Unused row ids and deleted rows do not pass.
+        """Return which rows pass a filter, bool [rows of the index]. Unused row ids and
+        deleted rows do not pass.
 
         Args:
             where: the filter expression.
@@ -103,12 +124,19 @@ class IndexRows:
         spec = self._index.manifest.spec
         with self._filtering:
             if where not in self._results:
-                mask, names = np.zeros(spec.rows, dtype=np.bool_), sorted({"row_id", *columns})
+                mask = np.zeros(spec.rows, dtype=np.bool_)
+                names = sorted({"row_id", *columns})
                 shards = list(spec.shard_numbers())
                 for start in range(0, len(shards), _SHARDS_AT_ONCE):
                     if time.monotonic() > until:
-                        raise FilterTimeoutError("the filter took too long; write a simpler filter or try again later")
-                    arrays = zip(*self._tables(shards[start : start + _SHARDS_AT_ONCE], names), strict=True)
+                        raise FilterTimeoutError(
+                            "the filter took too long; write a simpler filter or try"
+                            " again later"
+                        )
+                    arrays = zip(
+                        *self._tables(shards[start : start + _SHARDS_AT_ONCE], names),
+                        strict=True,
+                    )
                     table = pa.table(list(map(pa.chunked_array, arrays)), names)
                     mask[table["row_id"].to_numpy()] = passes(table)
                 mask[self._index.deleted.row_ids()] = False
@@ -118,16 +146,23 @@ class IndexRows:
             self._results.move_to_end(where)
             return self._results[where]
 
-    def _tables(self, shards: Sequence[int], names: Sequence[str]) -> Iterator[list[pa.Array]]:
+    def _tables(
+        self, shards: Sequence[int], names: Sequence[str]
+    ) -> Iterator[list[pa.Array]]:
         """Yield the columns `names` of each of `shards`, which are ascending."""
         with self._lock:
             held: dict[int, list[Any]] = {
-                shard: [self._columns.get((shard, name)) for name in names] for shard in shards
+                shard: [self._columns.get((shard, name)) for name in names]
+                for shard in shards
             }
             for shard, name in itertools.product(shards, names):
                 if (shard, name) in self._columns:
                     self._columns.move_to_end((shard, name))
-        missing = [shard for shard, columns in held.items() if any(column is None for column in columns)]
+        missing = [
+            shard
+            for shard, columns in held.items()
+            if any(column is None for column in columns)
+        ]
         read = iter_stored_rows(self._index, names, missing) if missing else iter(())
         for shard in shards:
             if shard in missing:

@@ -1,4 +1,6 @@
-"""Reads the parts of a model bundle that a search uses. Other parts are not read, so a search starts quickly."""
+"""Reads the parts of a model bundle that a search uses. Other parts are not read,
+so a search starts quickly.
+"""
 
 from __future__ import annotations
 
@@ -18,49 +20,69 @@ from edje_index.models.adapter import AdapterConfig
 from edje_index.models.devices import resolve_device, resolve_dtype
 from edje_index.models.text_tower import TextEncoder
 from edje_index.scoring.parts import ScoreModels
-from edje_index.scoring.weights import BUNDLE_SCORE, ScoreWeights, check_parts, parse_score
+from edje_index.scoring.weights import (
+    BUNDLE_SCORE,
+    ScoreWeights,
+    check_parts,
+    parse_score,
+)
 from storage_formats.cpus import has_bfloat16
 
 if TYPE_CHECKING:
     from edje_index.indexing.image_encoder import ImageEncoder
 
-_RECALL_CHANGE = 0.1  # points
+# points
+_RECALL_CHANGE = 0.1
 
 
 class SearchModel:
-    """The parts of a model bundle that a search uses: text tower, joint encoder, and other parts of the final score.
+    """The parts of a model bundle that a search uses: text tower, joint encoder, and
+    other parts of the final score.
 
-    Weights are memory-mapped. Do not change files of the bundle while this object is in use. To change the
-    bundle, replace the whole directory.
+    Weights are memory-mapped. Do not change files of the bundle while this object is in
+    use. To change the bundle, replace the whole directory.
 
     Attributes:
         info: description of the bundle.
         joint: joint encoder, which scores pairs of a text and an image.
-        score_models: the joint encoder and the other models that compute the parts of the final score.
+        score_models: the joint encoder and the other models that compute the parts of
+            the final score.
     """
 
-    def __init__(self, info: BundleInfo, *, device: str = "cpu", dtype: str = "float32") -> None:
+    def __init__(
+        self, info: BundleInfo, *, device: str = "cpu", dtype: str = "float32"
+    ) -> None:
         """Read the weights of a bundle.
 
         Args:
             info: description of the bundle.
-            device: device of the text tower and the joint encoder: "auto", "cpu", "cuda" or "cuda:N".
-            dtype: data type of the joint encoder's matrix products: "auto", "float32" or "bfloat16". bfloat16 takes
-                less time than float32 on processors with bfloat16 instructions, and more time on others. "auto" is
-                bfloat16 on CUDA and on such processors, if the bundle says that recall changes by less than 0.1 points.
+            device: device of the text tower and the joint encoder: "auto", "cpu",
+                "cuda" or "cuda:N".
+            dtype: data type of the joint encoder's matrix products: "auto", "float32"
+                or "bfloat16". bfloat16 takes less time than float32 on processors with
+                bfloat16 instructions, and more time on others. "auto" is bfloat16 on
+                CUDA and on such processors, if the bundle says that recall changes by
+                less than 0.1 points.
 
         Raises:
-            ModelError: a file of the bundle is missing or damaged, or `device` or `dtype` is not available.
+            ModelError: a file of the bundle is missing or damaged, or `device` or
+                `dtype` is not available.
         """
         self.info = info
         self._device = resolve_device(device)
         if dtype == "auto":
-            change, is_fast = info.bfloat16_recall_change, self._device.type == "cuda" or has_bfloat16()
-            dtype = "bfloat16" if is_fast and change is not None and abs(change) < _RECALL_CHANGE else "float32"
+            change = info.bfloat16_recall_change
+            is_fast = self._device.type == "cuda" or has_bfloat16()
+            dtype = (
+                "bfloat16"
+                if is_fast and change is not None and abs(change) < _RECALL_CHANGE
+                else "float32"
+            )
         compute_dtype = resolve_dtype(dtype, self._device)
         verify_files(info, [name for name in info.files if name != ADAPTER_WEIGHTS])
         self.joint = load_scorer(info, compute_dtype, self._device)
-        pooled, bank = load_pooled_similarity(info, self.joint.width), load_hubness_bank(info)
+        pooled = load_pooled_similarity(info, self.joint.width)
+        bank = load_hubness_bank(info)
         self.score_models = ScoreModels(
             self.joint,
             None if pooled is None else pooled.to(self._device),
@@ -70,7 +92,9 @@ class SearchModel:
 
     @property
     def adapter_config(self) -> AdapterConfig:
-        """Configuration of the adapter: everything that defines the adapter except the weights."""
+        """Configuration of the adapter: everything that defines the adapter except
+        the weights.
+        """
         return AdapterConfig.from_json(self.info.adapter, self.info.path / INFO_FILE)
 
     @cached_property
@@ -86,17 +110,24 @@ class SearchModel:
         verify_files(self.info, [ADAPTER_WEIGHTS])
         return ImageEncoder.of(self.info, device=str(self._device))
 
-    def weights(self, direction: str, score: str | ScoreWeights = BUNDLE_SCORE) -> ScoreWeights:
-        """Return the weights of the score `score` in `direction`. See `ModelBundle.weights`."""
+    def weights(
+        self, direction: str, score: str | ScoreWeights = BUNDLE_SCORE
+    ) -> ScoreWeights:
+        """Return the weights of the score `score` in `direction`. See
+        `ModelBundle.weights`.
+        """
         weights = parse_score(score, self.info.score.of(direction))
         check_parts(weights, self.score_models.part_names, "this model bundle")
         return weights
 
     def check_reranks(self) -> None:
-        """Raise ModelError if the bundle makes patch features, which the joint encoder cannot score."""
+        """Raise ModelError if the bundle makes patch features, which the joint
+        encoder cannot score.
+        """
         config = self.adapter_config
         if config.is_feature:
             raise ModelError(
-                f"the index stores features for training ({config.kind}), which cannot be re-ranked: search "
-                "without re-ranking, or use an index of a trained bundle"
+                f"the index stores features for training ({config.kind}), which cannot"
+                " be re-ranked: search without re-ranking, or use an index of a"
+                " trained bundle"
             )

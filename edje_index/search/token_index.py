@@ -1,6 +1,7 @@
 """Searches an index with algorithm 2 of the EDJE paper.
 
-A search embeds the text, finds the nearest rows, reads the tokens of these rows, computes the final scores, and sorts.
+A search embeds the text, finds the nearest rows, reads the tokens of these rows,
+computes the final scores, and sorts.
 """
 
 from __future__ import annotations
@@ -59,12 +60,15 @@ if TYPE_CHECKING:
 Floats = NDArray[np.float32]
 ImageQuery: TypeAlias = "int | str | Path | bytes | Image.Image"
 Candidates = tuple[NDArray[np.int64], Floats]
-"""The candidates of one query: row ids [k], and the similarities of their embeddings to the query's embedding [k]."""
+"""The candidates of one query: row ids [k], and the similarities of their
+embeddings to the query's embedding [k].
+"""
 
 _PAIRS_AT_ONCE = 1024
 """Number of pairs whose tokens are in memory at the same time.
 
-The tokens take 50 MB for blocks of 64 x 384. The number suffices to form batches of equal text lengths.
+The tokens take 50 MB for blocks of 64 x 384. The number suffices to form batches of
+equal text lengths.
 """
 
 
@@ -74,10 +78,12 @@ class ScoredCandidates(NamedTuple):
     Attributes:
         rows: row ids, int64 [k].
         similarities: cosine similarities of the embeddings, float32 [k].
-        final: the final scores, float32 [k]. NaN for candidates that cannot be among the first hits.
-        joint: weighted sum of the parts logit, late interaction and pooled similarity, float32 [k]. None if the final
-            score has none of these parts.
-        parts: values of each part of the final score, without weights, by part name, float32 [k] each.
+        final: the final scores, float32 [k]. NaN for candidates that cannot be among
+            the first hits.
+        joint: weighted sum of the parts logit, late interaction and pooled similarity,
+            float32 [k]. None if the final score has none of these parts.
+        parts: values of each part of the final score, without weights, by part name,
+            float32 [k] each.
     """
 
     rows: NDArray[np.int64]
@@ -90,9 +96,10 @@ class ScoredCandidates(NamedTuple):
 class TokenIndex:
     """An open index and the model bundle that built it.
 
-    Searches raise `UsageError` or `RowIdError` for a wrong argument, for example an empty text or an unknown row;
-    `ModelError` if the bundle has no model for a part of the score, or if the score needs adapter tokens but the index
-    stores patch features; and `CorruptIndexError` if a file of the index is damaged.
+    Searches raise `UsageError` or `RowIdError` for a wrong argument, for example an
+    empty text or an unknown row; `ModelError` if the bundle has no model for a part of
+    the score, or if the score needs adapter tokens but the index stores patch features;
+    and `CorruptIndexError` if a file of the index is damaged.
 
     Examples:
         >>> from edje_index import TokenIndex
@@ -141,7 +148,8 @@ class TokenIndex:
         return self.store.precision
 
     def with_precision(self, precision: str) -> TokenIndex:
-        """Return a copy of this object that re-ranks with tokens of `precision`. The copy shares the model.
+        """Return a copy of this object that re-ranks with tokens of `precision`. The
+        copy shares the model.
 
         The tokens of a precision are opened once. Several threads may call this method.
 
@@ -172,32 +180,41 @@ class TokenIndex:
 
         Args:
             root: directory of the index, or its URL on an object store.
-            model: directory of the model bundle; None selects the bundle that built the index.
-            precision: precision of the tokens that re-ranking reads; None selects the stored precision of the
-                highest fidelity.
-            snapshot: number of the snapshot to open; None selects the current snapshot. If the index changes later,
-                searches use the opened snapshot until `refresh` is called.
-            score: final score to sort by: "bundle" (the weights of the bundle), "logit", "embedding",
-                "PART=WEIGHT,..." or `ScoreWeights`. See `edje_index.scoring.weights.parse_score`.
-            columns: columns of the rows table that every hit brings; None selects the captions, if there are any.
+            model: directory of the model bundle; None selects the bundle that built the
+                index.
+            precision: precision of the tokens that re-ranking reads; None selects the
+                stored precision of the highest fidelity.
+            snapshot: number of the snapshot to open; None selects the current snapshot.
+                If the index changes later, searches use the opened snapshot until
+                `refresh` is called.
+            score: final score to sort by: "bundle" (the weights of the bundle),
+                "logit", "embedding", "PART=WEIGHT,..." or `ScoreWeights`. See
+                `edje_index.scoring.weights.parse_score`.
+            columns: columns of the rows table that every hit brings; None selects the
+                captions, if there are any.
             device: device of the model: "auto", "cpu", "cuda" or "cuda:N".
             dtype: data type of the joint encoder's matrix products, see `SearchModel`.
 
         Raises:
-            UsageError: there is no index at `root`, the index does not contain `snapshot`, `precision` or one of
-                `columns`, or `score` is invalid.
-            ModelError: the bundle is missing, did not build this index, or has no model for a part of `score`.
-            ObjectStoreError: the object store refused a request or cannot be reached. Searches raise it too.
+            UsageError: there is no index at `root`, the index does not contain
+                `snapshot`, `precision` or one of `columns`, or `score` is invalid.
+            ModelError: the bundle is missing, did not build this index, or has no model
+                for a part of `score`.
+            ObjectStoreError: the object store refused a request or cannot be reached.
+                Searches raise it too.
         """
         index = open_index(root, snapshot)
         bundle = SearchModel(matching_bundle(index, model), device=device, dtype=dtype)
-        bundle.weights("t2i", score)  # raises an error if the bundle cannot compute the score
+        # raises an error if the bundle cannot compute the score
+        bundle.weights("t2i", score)
         return cls(index, bundle, precision=precision, score=score, columns=columns)
 
     def refresh(self) -> int:
-        """Switch to the current snapshot of the index. Return the number of the snapshot.
+        """Switch to the current snapshot of the index. Return the number of the
+        snapshot.
 
-        Do not call this method while another thread searches. Calls in several threads wait for each other.
+        Do not call this method while another thread searches. Calls in several threads
+        wait for each other.
 
         Raises:
             UsageError: the index was built again with another model.
@@ -211,15 +228,19 @@ class TokenIndex:
             >>> index.refresh(), 5 in [hit.row_id for hit in index.search("a dog")]
             (1, False)
         """
-        with self._refreshing:  # else a slower call could put an older snapshot in place of a newer one
-            vars(self).update(vars(self.at_current_snapshot()), _refreshing=self._refreshing)
+        # else a slower call could put an older snapshot in place of a newer one
+        with self._refreshing:
+            vars(self).update(
+                vars(self.at_current_snapshot()), _refreshing=self._refreshing
+            )
             return self.manifest.snapshot.number
 
     def at_current_snapshot(self) -> TokenIndex:
-        """Return this object, or a new object if the index has changed. The new object shares the model.
+        """Return this object, or a new object if the index has changed. The new object
+        shares the model.
 
-        If the index no longer contains the precision of this object, the new object uses the stored precision of
-        the highest fidelity.
+        If the index no longer contains the precision of this object, the new object
+        uses the stored precision of the highest fidelity.
 
         Raises:
             UsageError, CorruptIndexError: as for `refresh`.
@@ -227,10 +248,23 @@ class TokenIndex:
         index = open_index(self.committed.location)
         if index.manifest == self.manifest:
             return self
-        if index.manifest.model.get("fingerprint") != self.manifest.model.get("fingerprint"):
-            raise UsageError(f"{self.committed.location} was built again with another model; open the index again")
-        precision = self.precision if self.precision in index.manifest.spec.precisions else None
-        return TokenIndex(index, self.model, precision=precision, score=self.score, columns=self._columns)
+        if index.manifest.model.get("fingerprint") != self.manifest.model.get(
+            "fingerprint"
+        ):
+            raise UsageError(
+                f"{self.committed.location} was built again with another model; open"
+                " the index again"
+            )
+        precision = (
+            self.precision if self.precision in index.manifest.spec.precisions else None
+        )
+        return TokenIndex(
+            index,
+            self.model,
+            precision=precision,
+            score=self.score,
+            columns=self._columns,
+        )
 
     @overload
     def search(
@@ -266,29 +300,34 @@ class TokenIndex:
         where: str | None = None,
         image: ImageQuery | None = None,
     ) -> Hits | list[Hits]:
-        """Return the `k` best images for `text`, best first. Images with equal scores are sorted by row id.
+        """Return the `k` best images for `text`, best first. Images with equal scores
+        are sorted by row id.
 
-        One call with several texts is faster than one call per text, because the texts share batches. Sharing a batch
-        changes a score by at most 1e-4 in float32.
+        One call with several texts is faster than one call per text, because the texts
+        share batches. Sharing a batch changes a score by at most 1e-4 in float32.
 
-        The joint encoder scores only candidates that can be among the `k` best with a logit in the range that the
-        bundle names. It scores all candidates if the bundle names no range, and if the score is the logit alone.
+        The joint encoder scores only candidates that can be among the `k` best with a
+        logit in the range that the bundle names. It scores all candidates if the bundle
+        names no range, and if the score is the logit alone.
 
         Args:
             text: one query, or a list or tuple of queries.
             k: number of hits per query.
-            pool: number of candidates to re-rank per query; at least `k`. The candidates are the rows with the nearest
-                embeddings.
-            score: final score to sort by, see `open`; None selects the score that was given to `open`. The score
-                "embedding" keeps the order of the embeddings and reads no tokens.
-            where: filter such as "width > 800 and licence = 'cc0'", see `edje_index.search.where`. The candidates are
-                exactly the nearest rows that pass the filter. None lets all rows pass.
-            image: image or row id that the hits also resemble, as for `search_image`. The query embedding is then the
-                normalised sum of the embeddings of text and image. The joint encoder still reads only the text.
+            pool: number of candidates to re-rank per query; at least `k`. The
+                candidates are the rows with the nearest embeddings.
+            score: final score to sort by, see `open`; None selects the score that was
+                given to `open`. The score "embedding" keeps the order of the embeddings
+                and reads no tokens.
+            where: filter such as "width > 800 and licence = 'cc0'", see
+                `edje_index.search.where`. The candidates are exactly the nearest rows
+                that pass the filter. None lets all rows pass.
+            image: image or row id that the hits also resemble, as for `search_image`.
+                The query embedding is then the normalised sum of the embeddings of text
+                and image. The joint encoder still reads only the text.
 
         Returns:
-            The hits of the query; for several queries, one list of hits per query. `Hits.stages` contains the durations
-            of the stages.
+            The hits of the query; for several queries, one list of hits per query.
+            `Hits.stages` contains the durations of the stages.
 
         Examples:
             >>> from edje_index import TokenIndex
@@ -296,7 +335,8 @@ class TokenIndex:
             >>> [sorted(hit.parts) for hit in index.search("a dog", k=2, pool=6)]
             [['embedding', 'logit'], ['embedding', 'logit']]
         """
-        texts, (k, pool) = _texts([text] if isinstance(text, str) else text), _counts(k, pool)
+        texts = _texts([text] if isinstance(text, str) else text)
+        k, pool = _counts(k, pool)
         stages = Stages()
         weights, final = self._final_score(score)
         if not texts:
@@ -311,28 +351,43 @@ class TokenIndex:
         with stages.timed("nearest"):
             nearest = self._ann.nearest_to_each(embeddings, pool, passing)
         scored: list[ScoredCandidates] = []
-        queries_at_once = max(1, _PAIRS_AT_ONCE // max(1, *(len(rows) for rows, _ in nearest)))
+        queries_at_once = max(
+            1, _PAIRS_AT_ONCE // max(1, *(len(rows) for rows, _ in nearest))
+        )
         block_bytes = math.prod(self.store.block_shape) * BF16.itemsize
         for start in range(0, len(texts), queries_at_once):
-            candidates, blocks = nearest[start : start + queries_at_once], None
+            candidates = nearest[start : start + queries_at_once]
+            blocks = None
             while blocks is None and reads_tokens(final.parts, TEXT_TO_IMAGE):
                 try:
                     with stages.timed("fetch"):
                         rows = np.concatenate([rows for rows, _ in candidates])
                         buffer = self._buffers.borrow(len(rows) * block_bytes)
-                        reused = buffer[: len(rows) * block_bytes].view(BF16).reshape(-1, *self.store.block_shape)
+                        reused = (
+                            buffer[: len(rows) * block_bytes]
+                            .view(BF16)
+                            .reshape(-1, *self.store.block_shape)
+                        )
                         blocks = self.store.fetch(rows, reused)
-                except CorruptIndexError as error:  # damaged candidates are left out
+                except CorruptIndexError as error:
+                    # damaged candidates are left out
                     if not error.row_ids:
                         raise
-                    warnings.warn(f"candidates are left out of the search: {error}", RuntimeWarning, stacklevel=2)
+                    warnings.warn(
+                        f"candidates are left out of the search: {error}",
+                        RuntimeWarning,
+                        stacklevel=2,
+                    )
                     kept = [~np.isin(rows, error.row_ids) for rows, _ in candidates]
                     candidates = [
-                        (rows[mask], values[mask]) for (rows, values), mask in zip(candidates, kept, strict=True)
+                        (rows[mask], values[mask])
+                        for (rows, values), mask in zip(candidates, kept, strict=True)
                     ]
             queries = texts[start : start + queries_at_once]
             terms = self._image_terms(candidates, blocks, weights, stages)
-            scored += self.score_candidates(queries, candidates, blocks, weights, terms=terms, k=k, stages=stages)
+            scored += self.score_candidates(
+                queries, candidates, blocks, weights, terms=terms, k=k, stages=stages
+            )
             if blocks is not None:
                 self._buffers.give_back(buffer)
         hits = self._hits(scored, k, stages, weights)
@@ -349,64 +404,118 @@ class TokenIndex:
         k: int | None = None,
         stages: Stages | None = None,
     ) -> list[ScoredCandidates]:
-        """Score the candidates of each query. Candidates of different queries share batches.
+        """Score the candidates of each query. Candidates of different queries share
+        batches.
 
         Args:
             queries: texts of the queries.
             candidates: row ids and similarities of the candidates of each query.
-            blocks: token blocks [k, m, d] of all candidates: first those of the first query, then those of the next
-                query. None if the score reads no tokens.
+            blocks: token blocks [k, m, d] of all candidates: first those of the first
+                query, then those of the next query. None if the score reads no tokens.
             weights: weights of the final score.
-            terms: the result of `ScoreModels.image_terms` for `blocks`. None computes the terms.
-            k: number of hits per query. Other candidates may get no final score. None scores all candidates.
+            terms: the result of `ScoreModels.image_terms` for `blocks`. None computes
+                the terms.
+            k: number of hits per query. Other candidates may get no final score. None
+                scores all candidates.
             stages: measures the durations.
         """
-        stages, models, score = stages or Stages(), self.model.score_models, FinalScore.of(weights)
+        stages = stages or Stages()
+        models = self.model.score_models
+        score = FinalScore.of(weights)
         rows = np.concatenate([rows for rows, _ in candidates])
         ends = np.cumsum([len(rows) for rows, _ in candidates]).tolist()
-        of_each = [slice(end - len(rows), end) for end, (rows, _) in zip(ends, candidates, strict=True)]
-        captions = [query for query, its_pairs in zip(queries, of_each, strict=True) for _ in rows[its_pairs]]
-        embeddings = read_embeddings(self.committed, rows) if HUBNESS in score.parts and terms is None else None
-        pairs = Pairs(captions, blocks, np.concatenate([values for _, values in candidates]), embeddings, terms)
+        of_each = [
+            slice(end - len(rows), end)
+            for end, (rows, _) in zip(ends, candidates, strict=True)
+        ]
+        captions = [
+            query
+            for query, its_pairs in zip(queries, of_each, strict=True)
+            for _ in rows[its_pairs]
+        ]
+        embeddings = (
+            read_embeddings(self.committed, rows)
+            if HUBNESS in score.parts and terms is None
+            else None
+        )
+        pairs = Pairs(
+            captions,
+            blocks,
+            np.concatenate([values for _, values in candidates]),
+            embeddings,
+            terms,
+        )
         if POOLED in score.parts and captions:
             with stages.timed("joint_encoder"):
                 pairs.caption_vectors = models.caption_vectors(captions)
         values: dict[str, Floats] = {}
         # The logit comes last, because the other parts choose its pairs.
-        logit_range = self.model.info.logit_range if k is not None and len(score.parts) > 1 else None
+        logit_range = (
+            self.model.info.logit_range
+            if k is not None and len(score.parts) > 1
+            else None
+        )
         for name in sorted(score.parts, key=lambda name: name == LOGIT):
             with stages.timed("joint_encoder" if name == LOGIT else "other_parts"):
-                if not captions:  # no model is called without pairs
+                # no model is called without pairs
+                if not captions:
                     values[name] = np.empty(0, np.float32)
                 elif name == LOGIT and k is not None and logit_range is not None:
-                    others = [{part: value[its_pairs] for part, value in values.items()} for its_pairs in of_each]
-                    mask = np.concatenate([score.may_be_first(each, k, logit_range) for each in others])
+                    others = [
+                        {part: value[its_pairs] for part, value in values.items()}
+                        for its_pairs in of_each
+                    ]
+                    mask = np.concatenate(
+                        [score.may_be_first(each, k, logit_range) for each in others]
+                    )
                     values[name] = np.full(len(rows), np.nan, dtype=np.float32)
-                    values[name][mask] = models.part(name, pairs.at(mask), TEXT_TO_IMAGE, weights)
+                    values[name][mask] = models.part(
+                        name, pairs.at(mask), TEXT_TO_IMAGE, weights
+                    )
                 else:
                     values[name] = models.part(name, pairs, TEXT_TO_IMAGE, weights)
         joint = score.only(JOINT_PARTS)
         scored = []
-        for (its_rows, similarities), its_pairs in zip(candidates, of_each, strict=True):
+        for (its_rows, similarities), its_pairs in zip(
+            candidates, of_each, strict=True
+        ):
             parts = {name: values[name][its_pairs] for name in score.parts}
             share = joint.sum(parts) if joint.parts else None
-            scored.append(ScoredCandidates(its_rows, similarities, score.sum(parts), share, parts))
+            scored.append(
+                ScoredCandidates(its_rows, similarities, score.sum(parts), share, parts)
+            )
         return scored
 
     def _image_terms(
-        self, candidates: Sequence[Candidates], blocks: Blocks | None, weights: ScoreWeights, stages: Stages
+        self,
+        candidates: Sequence[Candidates],
+        blocks: Blocks | None,
+        weights: ScoreWeights,
+        stages: Stages,
     ) -> Floats | None:
-        """Return `ScoreModels.image_terms` of `blocks`, the stored blocks of `candidates`, if the score needs them."""
+        """Return `ScoreModels.image_terms` of `blocks`, the stored blocks of
+        `candidates`, if the score needs them.
+        """
         parts = FinalScore.of(weights).parts
         if blocks is None or not {LATE, POOLED, HUBNESS} & set(parts):
             return None
-        tokens, rows = as_tensor(blocks), np.concatenate([rows for rows, _ in candidates])
+        tokens = as_tensor(blocks)
+        rows = np.concatenate([rows for rows, _ in candidates])
 
         def compute(missing: NDArray[np.bool_]) -> Floats:
-            embeddings = read_embeddings(self.committed, rows[missing]) if HUBNESS in parts else None
-            return self.model.score_models.image_terms(tokens[torch.from_numpy(missing)], embeddings, weights)
+            embeddings = (
+                read_embeddings(self.committed, rows[missing])
+                if HUBNESS in parts
+                else None
+            )
+            return self.model.score_models.image_terms(
+                tokens[torch.from_numpy(missing)], embeddings, weights
+            )
 
-        key = (self.store.precision, weights.hubness_similarity if HUBNESS in parts else None)
+        key = (
+            self.store.precision,
+            weights.hubness_similarity if HUBNESS in parts else None,
+        )
         with stages.timed("other_parts"):
             return self._terms.setdefault(key, TermCache()).terms(rows, compute)
 
@@ -420,12 +529,21 @@ class TokenIndex:
             self.model.check_reranks()
         return weights, final
 
-    def _hits(self, scored: Sequence[ScoredCandidates], k: int, stages: Stages, weights: ScoreWeights) -> list[Hits]:
-        """Return the `k` best hits of each query. Candidates with equal scores are sorted by row id."""
+    def _hits(
+        self,
+        scored: Sequence[ScoredCandidates],
+        k: int,
+        stages: Stages,
+        weights: ScoreWeights,
+    ) -> list[Hits]:
+        """Return the `k` best hits of each query. Candidates with equal scores are
+        sorted by row id.
+        """
         hits = []
         with stages.timed("hits"):
             for rows, similarities, final, joint, parts in scored:
-                order = np.lexsort((rows, -final))[:k]  # NaN comes last
+                # NaN comes last
+                order = np.lexsort((rows, -final))[:k]
                 relevances = relevance(final, weights)
                 hits.append(
                     [
@@ -436,21 +554,32 @@ class TokenIndex:
                             embedding_score=float(similarities[at]),
                             relevance=float(relevances[at]),
                             joint_score=None if joint is None else float(joint[at]),
-                            parts={name: float(part[at]) for name, part in parts.items()},
+                            parts={
+                                name: float(part[at]) for name, part in parts.items()
+                            },
                             columns=columns,
                         )
-                        for at, (uri, columns) in zip(order, self.rows.described(rows[order]), strict=True)
+                        for at, (uri, columns) in zip(
+                            order, self.rows.described(rows[order]), strict=True
+                        )
                     ]
                 )
         return [Hits(each, self.root, stages) for each in hits]
 
-    def rerank(self, text: str, rows: Sequence[int | str], *, score: str | ScoreWeights | None = None) -> Hits:
+    def rerank(
+        self,
+        text: str,
+        rows: Sequence[int | str],
+        *,
+        score: str | ScoreWeights | None = None,
+    ) -> Hits:
         """Score `rows` for `text`. Return one hit per entry of `rows`, best first.
 
         Args:
             text: the query.
             rows: row ids or uris of images. Looking up a uri scans the rows table.
-            score: final score to sort by, see `open`; None selects the score that was given to `open`.
+            score: final score to sort by, see `open`; None selects the score that was
+                given to `open`.
 
         Examples:
             >>> from edje_index import TokenIndex
@@ -461,20 +590,29 @@ class TokenIndex:
         return self.rerank_each([text], [rows], score=score)[0]
 
     def rerank_each(
-        self, texts: Sequence[str], rows: Sequence[Sequence[int | str]], *, score: str | ScoreWeights | None = None
+        self,
+        texts: Sequence[str],
+        rows: Sequence[Sequence[int | str]],
+        *,
+        score: str | ScoreWeights | None = None,
     ) -> list[Hits]:
         """Score `rows[i]` for `texts[i]`, for each i. Return one list of hits per text.
 
-        This method is faster than calling `rerank` for each text, because the texts share batches.
+        This method is faster than calling `rerank` for each text, because the texts
+        share batches.
 
         Args:
             texts: the queries.
             rows: one sequence of row ids or uris per text.
             score: final score to sort by, as for `rerank`.
         """
-        texts, rows = _texts(texts), as_list(rows, "rows", "sequences of row ids and uris")
+        texts = _texts(texts)
+        rows = as_list(rows, "rows", "sequences of row ids and uris")
         if len(texts) != len(rows):
-            raise UsageError(f"got {len(texts)} texts and {len(rows)} sequences of rows: give one per text")
+            raise UsageError(
+                f"got {len(texts)} texts and {len(rows)} sequences of rows: give one"
+                " per text"
+            )
         row_ids = [requested_rows(self.committed, its_rows) for its_rows in rows]
         stages = Stages()
         weights, final = self._final_score(score)
@@ -488,80 +626,130 @@ class TokenIndex:
             for its_rows, embedding in zip(row_ids, embeddings, strict=True)
         ]
         with stages.timed("fetch"):
-            blocks = self.store.fetch(every_row) if reads_tokens(final.parts, TEXT_TO_IMAGE) else None
+            blocks = (
+                self.store.fetch(every_row)
+                if reads_tokens(final.parts, TEXT_TO_IMAGE)
+                else None
+            )
         terms = self._image_terms(candidates, blocks, weights, stages)
-        scored = self.score_candidates(texts, candidates, blocks, weights, terms=terms, stages=stages)
+        scored = self.score_candidates(
+            texts, candidates, blocks, weights, terms=terms, stages=stages
+        )
         return self._hits(scored, len(every_row), stages, weights)
 
     def score_pairs(
-        self, pairs: Sequence[Sequence[str | ImageQuery]], *, score: str | ScoreWeights | None = None
+        self,
+        pairs: Sequence[Sequence[str | ImageQuery]],
+        *,
+        score: str | ScoreWeights | None = None,
     ) -> list[float]:
         """Return the final score of each (text, image) pair.
 
         Args:
-            pairs: the image is a row id or a uri of the index; or a `Path`, the bytes of an image file or a PIL image,
-                which need not be in the index.
-            score: final score to compute, see `open`; None selects the score that was given to `open`.
+            pairs: the image is a row id or a uri of the index; or a `Path`, the bytes
+                of an image file or a PIL image, which need not be in the index.
+            score: final score to compute, see `open`; None selects the score that was
+                given to `open`.
         """
-        given = [as_list(pair, "pairs", "pairs of a text and an image") for pair in as_list(pairs, "pairs", "pairs")]
+        given = [
+            as_list(pair, "pairs", "pairs of a text and an image")
+            for pair in as_list(pairs, "pairs", "pairs")
+        ]
         if any(len(pair) != 2 for pair in given):
-            raise UsageError(f"pairs must be pairs of a text and an image, got {shown(pairs)}", parameter="pairs")
-        texts, images = _texts([text for text, _ in given], "pairs"), [image for _, image in given]
+            raise UsageError(
+                f"pairs must be pairs of a text and an image, got {shown(pairs)}",
+                parameter="pairs",
+            )
+        texts = _texts([text for text, _ in given], "pairs")
+        images = [image for _, image in given]
         weights, final = self._final_score(score)
         if not given:
             return []
         if len(given) > _PAIRS_AT_ONCE:
             parts = given[:_PAIRS_AT_ONCE], given[_PAIRS_AT_ONCE:]
-            return [value for part in parts for value in self.score_pairs(part, score=score)]
+            return [
+                value for part in parts for value in self.score_pairs(part, score=score)
+            ]
         spec = self.manifest.spec
         tokens = np.empty((len(given), *spec.block_shape), BF16)
         embeddings = np.empty((len(given), spec.embed_dim), np.float32)
-        is_row = np.array([isinstance(image, int | str | np.integer) for image in images])
+        is_row = np.array(
+            [isinstance(image, int | str | np.integer) for image in images]
+        )
         if is_row.any():
-            rows = requested_rows(self.committed, [images[at] for at in np.flatnonzero(is_row)])
+            rows = requested_rows(
+                self.committed, [images[at] for at in np.flatnonzero(is_row)]
+            )
             embeddings[is_row] = read_embeddings(self.committed, rows)
             if reads_tokens(final.parts, TEXT_TO_IMAGE):
                 tokens[is_row] = self.store.fetch(rows)
         if not is_row.all():
             new = [images[at] for at in np.flatnonzero(~is_row)]
-            tokens[~is_row], embeddings[~is_row] = encode_images(self.model.image_encoder, new)
+            tokens[~is_row], embeddings[~is_row] = encode_images(
+                self.model.image_encoder, new
+            )
         distinct, of_text = np.unique(texts, return_inverse=True)
-        similarities = (embeddings * self.model.text.encode(distinct.tolist())[of_text]).sum(axis=1)
-        models, inputs = self.model.score_models, Pairs(texts, tokens, similarities, embeddings)
-        values = {name: models.part(name, inputs, TEXT_TO_IMAGE, weights) for name in final.parts}
+        similarities = (
+            embeddings * self.model.text.encode(distinct.tolist())[of_text]
+        ).sum(axis=1)
+        models = self.model.score_models
+        inputs = Pairs(texts, tokens, similarities, embeddings)
+        values = {
+            name: models.part(name, inputs, TEXT_TO_IMAGE, weights)
+            for name in final.parts
+        }
         return [float(value) for value in final.sum(values)]
 
-    def search_image(self, image: ImageQuery, k: int = 10, *, where: str | None = None) -> Hits:
-        """Return the `k` images of the index with the embeddings most similar to the embedding of `image`, best first.
+    def search_image(
+        self, image: ImageQuery, k: int = 10, *, where: str | None = None
+    ) -> Hits:
+        """Return the `k` images of the index with the embeddings most similar to the
+        embedding of `image`, best first.
 
         Args:
-            image: row id of an image, or path of an image file, bytes of an image file, or a PIL image. The hits of a
-                row are other rows.
+            image: row id of an image, or path of an image file, bytes of an image file,
+                or a PIL image. The hits of a row are other rows.
             k: number of hits.
             where: filter, as for `search`.
 
         Examples:
             >>> from edje_index import TokenIndex
             >>> index = TokenIndex.open("photos.edje")
-            >>> index.search_image(index.search("a dog", k=1)[0].uri, k=1)[0].embedding_score > 0.999
+            >>> photo = index.search("a dog", k=1)[0].uri
+            >>> index.search_image(photo, k=1)[0].embedding_score > 0.999
             True
             >>> 2 in [hit.row_id for hit in index.search_image(2, k=3)]
             False
         """
-        k, stages = as_count(k, "k"), Stages()
+        k = as_count(k, "k")
+        stages = Stages()
         passing = None if where is None else self.rows.passing(where)
-        with contextlib.nullcontext() if isinstance(image, int | np.integer) else stages.timed("vision_tower"):
+        with (
+            contextlib.nullcontext()
+            if isinstance(image, int | np.integer)
+            else stages.timed("vision_tower")
+        ):
             row_id, _, embedding = self._encoded(image)
         with stages.timed("nearest"):
-            rows, values = self._ann.nearest(embedding, k + 1 if row_id >= 0 else k, passing)
-        rows, values = rows[rows != row_id], values[rows != row_id]
+            rows, values = self._ann.nearest(
+                embedding, k + 1 if row_id >= 0 else k, passing
+            )
+        values = values[rows != row_id]
+        rows = rows[rows != row_id]
         weights = ScoreWeights(logit=0.0, embedding=1.0)
-        return self._hits([ScoredCandidates(rows, values, values, None, {EMBEDDING: values})], k, stages, weights)[0]
+        return self._hits(
+            [ScoredCandidates(rows, values, values, None, {EMBEDDING: values})],
+            k,
+            stages,
+            weights,
+        )[0]
 
     def _encoded(self, image: ImageQuery) -> tuple[int, Blocks | None, Floats]:
-        """Return the row id of an image, its tokens [1, m, d], and its embedding [embed_dim].
+        """Return the row id of an image, its tokens [1, m, d], and its embedding
+        [embed_dim].
 
-        The tokens of a row are None: they can be read by its row id. The row id of an image file is -1.
+        The tokens of a row are None: they can be read by its row id. The row id of an
+        image file is -1.
         """
         if isinstance(image, int | np.integer):
             row = requested_rows(self.committed, [image])
@@ -578,25 +766,32 @@ class TokenIndex:
         *,
         score: str | ScoreWeights | None = None,
     ) -> list[TextHit]:
-        """Return the `k` texts that best describe `image`, best first: image-to-text search.
+        """Return the `k` texts that best describe `image`, best first: image-to-text
+        search.
 
         Args:
-            image: row id of the image, or path of an image file, bytes of an image file, or a PIL image. The tokens of
-                a row are read from the index. Other images are encoded.
+            image: row id of the image, or path of an image file, bytes of an image
+                file, or a PIL image. The tokens of a row are read from the index. Other
+                images are encoded.
             texts: texts to choose from.
             k: number of hits.
-            pool: number of texts to re-rank; at least `k`. These are the texts with the nearest embeddings.
-            score: final score to sort by, see `open`; None selects the score that was given to `open`.
+            pool: number of texts to re-rank; at least `k`. These are the texts with the
+                nearest embeddings.
+            score: final score to sort by, see `open`; None selects the score that was
+                given to `open`.
 
         Examples:
             >>> from edje_index import TokenIndex
             >>> index = TokenIndex.open("photos.edje")
-            >>> len(index.search_texts("photos/3.jpg", ["a dog", "a canoe", "two cats"], k=2))
+            >>> texts = ["a dog", "a canoe", "two cats"]
+            >>> len(index.search_texts("photos/3.jpg", texts, k=2))
             2
         """
         texts = _texts(texts, "texts")
         if not texts:
-            raise UsageError("texts is empty: give at least one text", parameter="texts")
+            raise UsageError(
+                "texts is empty: give at least one text", parameter="texts"
+            )
         k, pool = _counts(k, pool)
         weights, final = self._final_score(score, direction=IMAGE_TO_TEXT)
         models = self.model.score_models
@@ -611,8 +806,12 @@ class TokenIndex:
         pairs = Pairs(captions, tokens, similarities[nearest], embeddings[nearest])
         if block is not None:
             terms = models.image_terms(as_tensor(block), None, weights)
-            pairs.image_terms, pairs.caption_vectors = terms.repeat(len(nearest), 0), models.caption_vectors(captions)
-        values = {name: models.part(name, pairs, IMAGE_TO_TEXT, weights) for name in final.parts}
+            pairs.image_terms = terms.repeat(len(nearest), 0)
+            pairs.caption_vectors = models.caption_vectors(captions)
+        values = {
+            name: models.part(name, pairs, IMAGE_TO_TEXT, weights)
+            for name in final.parts
+        }
         scores = final.sum(values)
         relevances = relevance(scores, weights)
         return [
@@ -629,19 +828,30 @@ class TokenIndex:
 
 
 def _texts(texts: object, name: str = "query") -> list[str]:
-    """Return the texts in a sequence, an array or an iterator. Raise UsageError if one is no text or blank."""
-    given, checked = as_list(texts, name, "strings"), []
+    """Return the texts in a sequence, an array or an iterator. Raise UsageError if
+    one is no text or blank.
+    """
+    given = as_list(texts, name, "strings")
+    checked = []
     for at, value in enumerate(given):
         where = name if len(given) == 1 else f"{name}[{at}]"
         checked.append(as_text(value, where))
         if not checked[-1].strip():
-            raise UsageError(f"{where} is empty or blank, got {shown(value)}: give a text", parameter=where)
+            raise UsageError(
+                f"{where} is empty or blank, got {shown(value)}: give a text",
+                parameter=where,
+            )
     return checked
 
 
 def _counts(k: object, pool: object) -> tuple[int, int]:
-    """Return `k` and `pool` as integers. Raise UsageError if one is less than 1, or `pool` is less than `k`."""
-    hits, candidates = as_count(k, "k"), as_count(pool, "pool")
+    """Return `k` and `pool` as integers. Raise UsageError if one is less than 1, or
+    `pool` is less than `k`.
+    """
+    hits = as_count(k, "k")
+    candidates = as_count(pool, "pool")
     if candidates < hits:
-        raise UsageError(f"k must be at most pool, got k = {hits} and pool = {candidates}")
+        raise UsageError(
+            f"k must be at most pool, got k = {hits} and pool = {candidates}"
+        )
     return hits, candidates

@@ -1,7 +1,9 @@
-"""Filter expressions over the columns of the rows table, such as `width > 800 and licence = 'cc0'`.
+"""Filter expressions over the columns of the rows table, such as `width > 800 and
+licence = 'cc0'`.
 
-Expressions from untrusted users are safe: an expression can only compare columns and constants, and the size of an
-expression is limited. Types are checked before rows are read.
+Expressions from untrusted users are safe: an expression can only compare columns and
+constants, and the size of an expression is limited. Types are checked before rows are
+read.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ MAX_WILDCARDS = 8
 """Largest number of % and _ in a pattern, which bounds the time of a match."""
 
 Condition: TypeAlias = Callable[[pa.Table], Any]
-"""Computes for each row of a table whether the row passes; null if a compared value is null."""
+"""Computes for each row of a table whether the row passes; null if a compared value
+is null.
+"""
 
 # A subset of SQL. The LALR parser takes linear time and does not use recursion.
 _GRAMMAR = r"""
@@ -74,16 +78,23 @@ _COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
     ">=": pc.greater_equal,
 }
 _MIRRORED = {"<": ">", "<=": ">=", ">": "<", ">=": "<="}
-_NUMBER, _TEXT, _TRUTH, _TIME, _TEXTS = "number", "text", "boolean", "timestamp", "list of texts"
+_NUMBER = "number"
+_TEXT = "text"
+_TRUTH = "boolean"
+_TIME = "timestamp"
+_TEXTS = "list of texts"
 _EXAMPLE = "write conditions such as width > 800 and uri like '%.jpg'"
 _SHOWN = 30
-_INT64_MIN, _INT64_MAX = -(1 << 63), (1 << 63) - 1
+_INT64_MIN = -(1 << 63)
+_INT64_MAX = (1 << 63) - 1
 
 _Constant: TypeAlias = bool | int | float | str
 _Operand: TypeAlias = pa.Field | _Constant
 
 
-def parse_where(text: str, schema: pa.Schema) -> tuple[list[str], Callable[[pa.Table], NDArray[np.bool_]]]:
+def parse_where(
+    text: str, schema: pa.Schema
+) -> tuple[list[str], Callable[[pa.Table], NDArray[np.bool_]]]:
     """Parse a filter expression and check its types.
 
     Args:
@@ -91,19 +102,27 @@ def parse_where(text: str, schema: pa.Schema) -> tuple[list[str], Callable[[pa.T
         schema: columns that the expression may name.
 
     Returns:
-        The sorted names of the columns that the expression reads, and a function that takes a table of k rows with
-        these columns and returns which rows pass, bool [k]. As in SQL, a row does not pass if the result is null.
+        The sorted names of the columns that the expression reads, and a function that
+        takes a table of k rows with these columns and returns which rows pass, bool
+        [k]. As in SQL, a row does not pass if the result is null.
 
     Raises:
-        UsageError: the expression is too long or malformed, names an unknown column, or compares different types.
+        UsageError: the expression is too long or malformed, names an unknown column, or
+            compares different types.
     """
     if len(text) > MAX_CHARACTERS:
-        raise _error(f"the filter has {len(text)} characters, more than {MAX_CHARACTERS}; shorten the filter")
+        raise _error(
+            f"the filter has {len(text)} characters, more than {MAX_CHARACTERS};"
+            " shorten the filter"
+        )
     try:
         tree = _parser().parse(text)
     except UnexpectedInput as error:
         at = error.pos_in_stream or 0
-        problem = f"the filter cannot be read from character {at + 1} on, {text[at : at + _SHOWN]!r}"
+        problem = (
+            f"the filter cannot be read from character {at + 1} on,"
+            f" {text[at : at + _SHOWN]!r}"
+        )
         if not text.strip():
             problem = "the filter is empty"
         elif isinstance(error, UnexpectedToken) and error.token.type == "$END":
@@ -132,9 +151,17 @@ def _error(message: str) -> UsageError:
 
 
 def _kind(operand: _Operand) -> str:
-    """Return the kind of the values: "number", "text", "boolean", "timestamp" or "list of texts"."""
+    """Return the kind of the values: "number", "text", "boolean", "timestamp" or
+    "list of texts".
+    """
     if not isinstance(operand, pa.Field):
-        return _TRUTH if isinstance(operand, bool) else _TEXT if isinstance(operand, str) else _NUMBER
+        return (
+            _TRUTH
+            if isinstance(operand, bool)
+            else _TEXT
+            if isinstance(operand, str)
+            else _NUMBER
+        )
     if pa.types.is_boolean(operand.type):
         return _TRUTH
     if pa.types.is_list(operand.type):
@@ -148,11 +175,16 @@ def _named(operand: _Operand) -> str:
     """Return how an error message names `operand`."""
     if isinstance(operand, pa.Field):
         return f"the column {operand.name} ({type_name(operand.type)})"
-    return f"the constant {str(operand).lower() if isinstance(operand, bool) else repr(operand)}"
+    return (
+        "the constant"
+        f" {str(operand).lower() if isinstance(operand, bool) else repr(operand)}"
+    )
 
 
 def _scalar(column: pa.Field, constant: _Constant) -> pa.Scalar:
-    """Convert `constant` to a scalar that can be compared with the values of `column`."""
+    """Convert `constant` to a scalar that can be compared with the values of
+    `column`.
+    """
     kind = _kind(column)
     try:
         if _kind(constant) != (_TEXT if kind in (_TEXTS, _TIME) else kind):
@@ -161,21 +193,32 @@ def _scalar(column: pa.Field, constant: _Constant) -> pa.Scalar:
             moment = datetime.datetime.fromisoformat(str(constant))
             moment = moment if moment.tzinfo else moment.replace(tzinfo=datetime.UTC)
             return pa.scalar(moment.astimezone(datetime.UTC), column.type)
-        if kind == _NUMBER:  # the cast refuses a number that it would round
-            return pa.scalar(constant).cast(pa.int64() if pa.types.is_integer(column.type) else pa.float64())
+        # the cast refuses a number that it would round
+        if kind == _NUMBER:
+            return pa.scalar(constant).cast(
+                pa.int64() if pa.types.is_integer(column.type) else pa.float64()
+            )
         return pa.scalar(constant)
     except (ValueError, OverflowError) as error:
         wanted = {
             _TIME: "a date and time in quotes, such as '2026-01-31T12:00'",
-            _NUMBER: "a whole number" if pa.types.is_integer(column.type) else "a number of 64 bits",
+            _NUMBER: (
+                "a whole number"
+                if pa.types.is_integer(column.type)
+                else "a number of 64 bits"
+            ),
             _TRUTH: "true or false",
         }.get(kind, "a text")
-        raise _error(f"{_named(column)} cannot be compared with {_named(constant)}; give {wanted}") from error
+        raise _error(
+            f"{_named(column)} cannot be compared with {_named(constant)}; give"
+            f" {wanted}"
+        ) from error
 
 
 @v_args(inline=True)
 class _Conditions(Transformer_NonRecursive):  # type: ignore[type-arg]
-    """Converts the syntax tree of an expression to a condition, from the leaves to the root.
+    """Converts the syntax tree of an expression to a condition, from the leaves to the
+    root.
 
     Attributes:
         columns: names of the columns that the expression reads.
@@ -188,14 +231,20 @@ class _Conditions(Transformer_NonRecursive):  # type: ignore[type-arg]
         self.columns: set[str] = set()
 
     def column(self, name: Token) -> pa.Field:
-        return self._column(str(name), "; write 'is null'" if name.lower() == "null" else "")
+        return self._column(
+            str(name), "; write 'is null'" if name.lower() == "null" else ""
+        )
 
     def quoted_column(self, name: Token) -> pa.Field:
-        return self._column(name[1:-1].replace('""', '"'), "; a text is written in single quotes")
+        return self._column(
+            name[1:-1].replace('""', '"'), "; a text is written in single quotes"
+        )
 
     def _column(self, name: str, hint: str) -> pa.Field:
         if name not in self._schema.names:
-            columns = ", ".join(f"{field.name} ({type_name(field.type)})" for field in self._schema)
+            columns = ", ".join(
+                f"{field.name} ({type_name(field.type)})" for field in self._schema
+            )
             raise _error(f"there is no column {name}{hint}; the columns are {columns}")
         self.columns.add(name)
         return self._schema.field(name)
@@ -205,7 +254,10 @@ class _Conditions(Transformer_NonRecursive):  # type: ignore[type-arg]
 
     def integer(self, digits: Token) -> int:
         if len(digits) > 20 or not _INT64_MIN <= int(digits) <= _INT64_MAX:
-            raise _error(f"the number {digits[:_SHOWN]} does not fit in 64 bits; write a number of at most 18 digits")
+            raise _error(
+                f"the number {digits[:_SHOWN]} does not fit in 64 bits; write a number"
+                " of at most 18 digits"
+            )
         return int(digits)
 
     def fraction(self, digits: Token) -> float:
@@ -222,22 +274,36 @@ class _Conditions(Transformer_NonRecursive):  # type: ignore[type-arg]
         operator = str(token)
         if not isinstance(left, pa.Field):
             if not isinstance(right, pa.Field):
-                raise _error(f"{_named(left)} is compared with {_named(right)}; name a column on one side")
+                raise _error(
+                    f"{_named(left)} is compared with {_named(right)}; name a column on"
+                    " one side"
+                )
             left, operator, right = right, _MIRRORED.get(operator, operator), left
-        kind, name, compare = _kind(left), left.name, _COMPARISONS[operator]
+        kind = _kind(left)
+        name = left.name
+        compare = _COMPARISONS[operator]
         if kind == _TRUTH and operator in _MIRRORED:
             raise _error(f"{_named(left)} can be compared only with = and !=")
         if not isinstance(right, pa.Field):
             constant = _scalar(left, right)
-            return lambda table: _any_text(lambda array: compare(array, constant), table[name])
+            return lambda table: _any_text(
+                lambda array: compare(array, constant), table[name]
+            )
         if kind != _kind(right) or kind == _TEXTS:
             problem = f"{_named(left)} cannot be compared with {_named(right)}"
-            raise _error(f"{problem}; compare numbers with numbers, or texts with texts")
-        other, wider = right.name, left.type
+            raise _error(
+                f"{problem}; compare numbers with numbers, or texts with texts"
+            )
+        other = right.name
+        wider = left.type
         if kind == _NUMBER:
-            integers = pa.types.is_integer(left.type) and pa.types.is_integer(right.type)
+            integers = pa.types.is_integer(left.type) and pa.types.is_integer(
+                right.type
+            )
             wider = pa.int64() if integers else pa.float64()
-        return lambda table: compare(table[name].cast(wider, safe=False), table[other].cast(wider, safe=False))
+        return lambda table: compare(
+            table[name].cast(wider, safe=False), table[other].cast(wider, safe=False)
+        )
 
     def truth(self, operand: _Operand) -> Condition:
         self._count()
@@ -264,12 +330,18 @@ class _Conditions(Transformer_NonRecursive):  # type: ignore[type-arg]
         return lambda table: _any_text(is_in, table[column.name])
 
     def like(self, operand: _Operand, pattern: _Constant) -> Condition:
-        column, text = self._only_column(operand), str(pattern)
+        column = self._only_column(operand)
+        text = str(pattern)
         if _kind(column) not in (_TEXT, _TEXTS):
             raise _error(f"'like' needs a column of texts, not {_named(column)}")
         if sum(map(text.count, "%_")) > MAX_WILDCARDS:
-            raise _error(f"the pattern {text[:_SHOWN]!r} has more than {MAX_WILDCARDS} wildcards; use fewer")
-        return lambda table: _any_text(lambda array: pc.match_like(array, text), table[column.name])
+            raise _error(
+                f"the pattern {text[:_SHOWN]!r} has more than {MAX_WILDCARDS}"
+                " wildcards; use fewer"
+            )
+        return lambda table: _any_text(
+            lambda array: pc.match_like(array, text), table[column.name]
+        )
 
     def none_of(self, operand: _Operand, *constants: _Constant) -> Condition:
         return self.negation(self.one_of(operand, *constants))
@@ -283,16 +355,22 @@ class _Conditions(Transformer_NonRecursive):  # type: ignore[type-arg]
 
     def conjunction(self, *conditions: Condition) -> Condition:
         self._count()
-        return lambda table: functools.reduce(pc.and_kleene, (condition(table) for condition in conditions))
+        return lambda table: functools.reduce(
+            pc.and_kleene, (condition(table) for condition in conditions)
+        )
 
     def disjunction(self, *conditions: Condition) -> Condition:
         self._count()
-        return lambda table: functools.reduce(pc.or_kleene, (condition(table) for condition in conditions))
+        return lambda table: functools.reduce(
+            pc.or_kleene, (condition(table) for condition in conditions)
+        )
 
     def _count(self) -> None:
         self._parts += 1
         if self._parts > MAX_PARTS:
-            raise _error(f"the filter has more than {MAX_PARTS} conditions; shorten the filter")
+            raise _error(
+                f"the filter has more than {MAX_PARTS} conditions; shorten the filter"
+            )
 
     def _only_column(self, operand: _Operand) -> pa.Field:
         self._count()
@@ -309,7 +387,12 @@ def _any_text(condition: Callable[[Any], Any], values: Any) -> Any:
     if not pa.types.is_list(values.type):
         return condition(values)
     lists = values.combine_chunks()
-    holds = np.asarray(pc.fill_null(condition(lists.flatten()), False).to_numpy(zero_copy_only=False), dtype=np.bool_)
+    holds = np.asarray(
+        pc.fill_null(condition(lists.flatten()), False).to_numpy(zero_copy_only=False),
+        dtype=np.bool_,
+    )
     result = np.zeros(len(lists), dtype=np.bool_)
     result[pc.list_parent_indices(lists).to_numpy()[holds]] = True
-    return pa.chunked_array([pa.array(result, mask=pc.is_null(lists).to_numpy(zero_copy_only=False))])
+    return pa.chunked_array(
+        [pa.array(result, mask=pc.is_null(lists).to_numpy(zero_copy_only=False))]
+    )

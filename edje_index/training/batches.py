@@ -1,7 +1,9 @@
-"""From prepared captions to the batches of the alignment phase and the joint phase, on the CPU.
+"""From prepared captions to the batches of the alignment phase and the joint phase, on
+the CPU.
 
-A batch depends only on the data, the settings, the batch number and the rank of the worker. A batch spans all workers,
-and each worker makes its own part, so workers need not communicate.
+A batch depends only on the data, the settings, the batch number and the rank of the
+worker. A batch spans all workers, and each worker makes its own part, so workers need
+not communicate.
 """
 
 from __future__ import annotations
@@ -15,10 +17,19 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from edje_index.models.joint_inputs import SPECIAL_TOKEN_NAMES, JointInputs, JointTokenizer
+from edje_index.models.joint_inputs import (
+    SPECIAL_TOKEN_NAMES,
+    JointInputs,
+    JointTokenizer,
+)
 from edje_index.training.captions import TrainingData
 from edje_index.training.config import TrainConfig
-from edje_index.training.features import Features, Loaded, StoredFeatures, nothing_readable
+from edje_index.training.features import (
+    Features,
+    Loaded,
+    StoredFeatures,
+    nothing_readable,
+)
 from edje_index.training.random_streams import MASKING, ORDER, VIEW_CHOICE, stream
 from storage_formats.errors import UsageError
 
@@ -29,7 +40,8 @@ Batch = TypeVar("Batch", "JointBatch", "AlignmentBatch")
 
 @dataclass(frozen=True)
 class Sampler:
-    """Draws batches of `batch_size` pairs. If the last batch of an epoch is incomplete, it is left out.
+    """Draws batches of `batch_size` pairs. If the last batch of an epoch is incomplete,
+    it is left out.
 
     Attributes:
         batch_size: pairs per batch, summed over all workers.
@@ -41,30 +53,48 @@ class Sampler:
     seed: int
 
     def pairs(self, batch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the image numbers and the caption numbers of one batch, int64 [batch_size] each.
+        """Return the image numbers and the caption numbers of one batch, int64
+        [batch_size] each.
 
-        `batch` is the batch number, counted from 0 over all epochs. An epoch visits every caption once.
+        `batch` is the batch number, counted from 0 over all epochs. An epoch visits
+        every caption once.
         """
         captions, _ = self._members(batch, len(self.data.caption_keys))
-        return np.searchsorted(self.data.caption_starts, captions, side="right") - 1, captions
+        return (
+            np.searchsorted(self.data.caption_starts, captions, side="right") - 1,
+            captions,
+        )
 
-    def sets(self, batch: int, count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Draw distinct images and `count` captions per image for the batch number `batch`.
+    def sets(
+        self, batch: int, count: int
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Draw distinct images and `count` captions per image for the batch number
+        `batch`.
 
         Returns:
-            Image numbers, int64 [batch_size], and caption numbers, int64 [count, batch_size].
+            Image numbers, int64 [batch_size], and caption numbers, int64 [count,
+            batch_size].
         """
         images, epoch = self._members(batch, self.data.images)
         starts = self.data.caption_starts
         counts = starts[images + 1] - starts[images]
-        first = images + epoch  # so that an epoch does not use the first caption of every image
+        # so that an epoch does not use the first caption of every image
+        first = images + epoch
         return images, starts[images] + (first + np.arange(count)[:, None]) % counts
 
     def _members(self, batch: int, count: int) -> tuple[NDArray[np.int64], int]:
-        """Draw a batch from `count` captions or images. Return their numbers, int64 [batch_size], and the epoch."""
+        """Draw a batch from `count` captions or images. Return their numbers, int64
+        [batch_size], and the epoch.
+        """
         epoch, batch_of_epoch = divmod(batch, count // self.batch_size)
         order = _permutation(count, self.seed, epoch)
-        return order[batch_of_epoch * self.batch_size : (batch_of_epoch + 1) * self.batch_size], epoch
+        return (
+            order[
+                batch_of_epoch * self.batch_size : (batch_of_epoch + 1)
+                * self.batch_size
+            ],
+            epoch,
+        )
 
 
 @lru_cache(maxsize=2)
@@ -72,11 +102,14 @@ def _permutation(count: int, seed: int, epoch: int) -> NDArray[np.int64]:
     return stream(seed, ORDER, epoch).permutation(count)
 
 
-def hard_negatives(similarities: NDArray[np.floating[Any]], masked: NDArray[np.bool_], count: int) -> NDArray[np.int64]:
-    """Return the `count` most similar candidates of each of r queries, best first, int64 [r, count].
+def hard_negatives(
+    similarities: NDArray[np.floating[Any]], masked: NDArray[np.bool_], count: int
+) -> NDArray[np.int64]:
+    """Return the `count` most similar candidates of each of r queries, best first,
+    int64 [r, count].
 
-    Of equally similar candidates, the first comes first. If a query has fewer than `count` candidates, they are
-    repeated.
+    Of equally similar candidates, the first comes first. If a query has fewer than
+    `count` candidates, they are repeated.
 
     Args:
         similarities: similarity of each query with each of b candidates [r, b].
@@ -85,38 +118,54 @@ def hard_negatives(similarities: NDArray[np.floating[Any]], masked: NDArray[np.b
     free = (~masked).sum(axis=1)
     if not free.all():
         raise UsageError(
-            "a pair has no possible negative, because all other pairs of its batch have the same image "
-            "or the same words; raise loop.batch_size"
+            "a pair has no possible negative, because all other pairs of its batch have"
+            " the same image or the same words; raise loop.batch_size"
         )
     left = np.where(masked, -np.inf, similarities)
     chosen = np.empty((len(left), count), dtype=np.int64)
-    for place in range(count):  # a few passes are faster than sorting
+    # a few passes are faster than sorting
+    for place in range(count):
         chosen[:, place] = left.argmax(axis=1)
         left[np.arange(len(left)), chosen[:, place]] = -np.inf
-    repeated: NDArray[np.int64] = np.take_along_axis(chosen, np.arange(count) % np.minimum(free, count)[:, None], 1)
+    repeated: NDArray[np.int64] = np.take_along_axis(
+        chosen, np.arange(count) % np.minimum(free, count)[:, None], 1
+    )
     return repeated
 
 
 def text_rows(captions: Sequence[TokenIds], tokenizer: JointTokenizer) -> JointInputs:
-    """Return the input rows ``[CLS] caption [SEP]``, one per caption, without image tokens."""
-    rows = tokenizer.inputs_of_ids(captions, 0)  # with a second [SEP], which has token type 1
+    """Return the input rows ``[CLS] caption [SEP]``, one per caption, without image
+    tokens.
+    """
+    # with a second [SEP], which has token type 1
+    rows = tokenizer.inputs_of_ids(captions, 0)
     is_text = (rows.attention_mask - rows.token_type_ids)[:, :-1]
-    ids = torch.where(is_text == 1, rows.input_ids[:, :-1], tokenizer.special_id("pad_token"))
+    ids = torch.where(
+        is_text == 1, rows.input_ids[:, :-1], tokenizer.special_id("pad_token")
+    )
     return JointInputs(ids, torch.zeros_like(ids), is_text)
 
 
 def mask_captions(
-    captions: Sequence[TokenIds], probability: float, tokenizer: JointTokenizer, rng: np.random.Generator
+    captions: Sequence[TokenIds],
+    probability: float,
+    tokenizer: JointTokenizer,
+    rng: np.random.Generator,
 ) -> tuple[list[TokenIds], NDArray[np.bool_]]:
-    """Replace random tokens by ``[MASK]``. Each token that is not special is replaced with the given `probability`.
+    """Replace random tokens by ``[MASK]``. Each token that is not special is replaced
+    with the given `probability`.
 
     As in the published code, special tokens include ``[UNK]``.
 
     Returns:
-        The masked captions, and which tokens of the concatenated captions are masked, bool [tokens].
+        The masked captions, and which tokens of the concatenated captions are masked,
+        bool [tokens].
     """
     flat = np.concatenate(captions).astype(np.int64)
-    special = [*map(tokenizer.special_id, SPECIAL_TOKEN_NAMES), tokenizer.image_token_id]
+    special = [
+        *map(tokenizer.special_id, SPECIAL_TOKEN_NAMES),
+        tokenizer.image_token_id,
+    ]
     is_masked = (rng.random(len(flat)) < probability) & ~np.isin(flat, special)
     masked = np.where(is_masked, tokenizer.special_id("mask_token"), flat)
     ends = np.cumsum([len(caption) for caption in captions])[:-1]
@@ -126,21 +175,36 @@ def mask_captions(
 def masked_targets(
     captions: Sequence[TokenIds], is_masked: NDArray[np.bool_], width: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the positions of the masked tokens and their original token ids, int64 [masked] each.
+    """Return the positions of the masked tokens and their original token ids, int64
+    [masked] each.
 
-    `captions` are the captions before masking. A position is an index into the flattened input rows [captions, width].
+    `captions` are the captions before masking. A position is an index into the
+    flattened input rows [captions, width].
     """
-    positions = np.concatenate([row * width + 1 + np.arange(len(c)) for row, c in enumerate(captions)])
+    positions = np.concatenate(
+        [row * width + 1 + np.arange(len(c)) for row, c in enumerate(captions)]
+    )
     targets = np.concatenate(captions)[is_masked].astype(np.int64)
     return torch.from_numpy(positions[is_masked]), torch.from_numpy(targets)
 
 
 def to_device(value: Any, device: torch.device) -> Any:
-    """Return a batch with all tensors on `device`. On a CPU the tensors are not copied."""
+    """Return a batch with all tensors on `device`. On a CPU the tensors are not
+    copied.
+    """
     if isinstance(value, torch.Tensor):
-        return value.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else value
+        return (
+            value.pin_memory().to(device, non_blocking=True)
+            if device.type == "cuda"
+            else value
+        )
     if isinstance(value, JointBatch | AlignmentBatch | JointInputs):
-        return replace(value, **{f.name: to_device(getattr(value, f.name), device) for f in fields(value)})
+        return replace(
+            value,
+            **{
+                f.name: to_device(getattr(value, f.name), device) for f in fields(value)
+            },
+        )
     if isinstance(value, tuple):
         return tuple(to_device(part, device) for part in value)
     return value
@@ -148,23 +212,28 @@ def to_device(value: Any, device: torch.device) -> Any:
 
 @dataclass(frozen=True)
 class JointBatch:
-    """One worker's part of a joint-phase batch: b pairs with k negative images and k negative texts each.
+    """One worker's part of a joint-phase batch: b pairs with k negative images and k
+    negative texts each.
 
     Attributes:
         pairs: number of positive pairs, b.
-        negatives: number of negative images per pair, and number of negative texts per pair, k.
-        patches: patch features of the images of the positive pairs [b, n, d_v], or the values from which
-            `Features.finish` computes the patch features.
-        inputs: input rows of the joint encoder, in this order: positive pairs, pairs with negative images, pairs with
-            negative texts, masked captions (only with masked language modelling).
-        image: index of the image of each row of `inputs`, int64. The images are those of the positive pairs of all
-            workers, in rank order.
-        masked: positions and original token ids of the masked tokens; None without masked language modelling.
-        text_inputs: input rows without images, and embeddings of the captions in these rows [b, e]; None without
-            text-embedding recovery.
-        teacher: input rows of the teacher for all positive and negative pairs, and the teacher's stored tokens of the
-            images of the positive pairs; None instead of tokens that the teacher's adapter computes from `patches`.
-            None without a teacher.
+        negatives: number of negative images per pair, and number of negative texts per
+            pair, k.
+        patches: patch features of the images of the positive pairs [b, n, d_v], or the
+            values from which `Features.finish` computes the patch features.
+        inputs: input rows of the joint encoder, in this order: positive pairs, pairs
+            with negative images, pairs with negative texts, masked captions (only with
+            masked language modelling).
+        image: index of the image of each row of `inputs`, int64. The images are those
+            of the positive pairs of all workers, in rank order.
+        masked: positions and original token ids of the masked tokens; None without
+            masked language modelling.
+        text_inputs: input rows without images, and embeddings of the captions in these
+            rows [b, e]; None without text-embedding recovery.
+        teacher: input rows of the teacher for all positive and negative pairs, and the
+            teacher's stored tokens of the images of the positive pairs; None instead of
+            tokens that the teacher's adapter computes from `patches`. None without a
+            teacher.
     """
 
     pairs: int
@@ -182,10 +251,12 @@ class AlignmentBatch:
     """One worker's part of an alignment-phase batch: b images with s captions each.
 
     Attributes:
-        patches: patch features [b, n, d_v], or the values from which `Features.finish` computes the patch features.
-        words: distinct token ids in all captions, without special tokens and stop words, int64 [w].
-        shares: relative frequency of each word in each caption, float32 [w, s b]. The columns are s sets of b captions,
-            one caption per image.
+        patches: patch features [b, n, d_v], or the values from which `Features.finish`
+            computes the patch features.
+        words: distinct token ids in all captions, without special tokens and stop
+            words, int64 [w].
+        shares: relative frequency of each word in each caption, float32 [w, s b]. The
+            columns are s sets of b captions, one caption per image.
     """
 
     patches: torch.Tensor
@@ -200,12 +271,13 @@ class BatchSource:
     Attributes:
         image_tokens: number of image tokens per input row of the joint encoder.
         rank: rank of this worker, counted from 0.
-        views: reads features of augmented views, and the row of each view of each image in these features, int64
-            [n, views], -1 for a missing view; None without views. For each image, a batch uses the image or a random
-            view.
-        teacher_tokens: number of tokens per image that the teacher reads; 0 without a teacher.
-        teacher: stored tokens of the teacher, and the row of each of the n training images, int64 [n]; None if the
-            teacher's adapter computes the tokens.
+        views: reads features of augmented views, and the row of each view of each image
+            in these features, int64 [n, views], -1 for a missing view; None without
+            views. For each image, a batch uses the image or a random view.
+        teacher_tokens: number of tokens per image that the teacher reads; 0 without a
+            teacher.
+        teacher: stored tokens of the teacher, and the row of each of the n training
+            images, int64 [n]; None if the teacher's adapter computes the tokens.
     """
 
     data: TrainingData
@@ -220,37 +292,64 @@ class BatchSource:
     teacher: tuple[StoredFeatures, NDArray[np.int64]] | None = None
 
     def joint(self, number: int) -> JointBatch:
-        """Return this worker's part of a joint-phase batch. Batches are numbered from 0 over all epochs.
+        """Return this worker's part of a joint-phase batch. Batches are numbered from 0
+        over all epochs.
 
         A pair whose image cannot be read is replaced by another pair of the same part.
         """
-        loop, objective, tokenizer = self.config.loop, self.config.objective, self.tokenizer
+        loop = self.config.loop
+        objective = self.config.objective
+        tokenizer = self.tokenizer
         images, captions = Sampler(self.data, loop.batch_size, loop.seed).pairs(number)
-        count, pairs = self.config.negatives.count, loop.batch_size // self.world_size
+        count = self.config.negatives.count
+        pairs = loop.batch_size // self.world_size
         part = np.arange(pairs) + self.rank * pairs
         patches, is_readable = self._load(images[part], _JOINT, number)
         readable = np.flatnonzero(is_readable)
         if not len(readable):
             raise nothing_readable()
-        chosen = readable[np.searchsorted(readable, np.arange(pairs)) % len(readable)]  # the next readable pair
-        own, (other_images, other_texts) = part[chosen], (n[chosen] for n in self.negatives(images, captions))
+        # the next readable pair
+        chosen = readable[np.searchsorted(readable, np.arange(pairs)) % len(readable)]
+        own = part[chosen]
+        other_images, other_texts = (
+            n[chosen] for n in self.negatives(images, captions)
+        )
         pair_images = np.concatenate([own, other_images.ravel(), np.repeat(own, count)])
-        pair_captions = np.concatenate([captions[own], np.repeat(captions[own], count), captions[other_texts.ravel()]])
+        pair_captions = np.concatenate(
+            [
+                captions[own],
+                np.repeat(captions[own], count),
+                captions[other_texts.ravel()],
+            ]
+        )
         whole = [self.data.caption(caption) for caption in pair_captions]
         texts = [*map(tokenizer.truncated, whole)]
-        rows, row_images, masked, text_inputs, teacher = texts, pair_images, None, None, None
+        rows = texts
+        row_images = pair_images
+        masked = None
+        text_inputs = None
+        teacher = None
         if objective.mlm_weight:
             rng = stream(loop.seed, MASKING, number, self.rank)
-            hidden, is_masked = mask_captions(texts[:pairs], objective.mlm_probability, tokenizer, rng)
-            rows, row_images = texts + hidden, np.concatenate([pair_images, pair_images[:pairs]])
+            hidden, is_masked = mask_captions(
+                texts[:pairs], objective.mlm_probability, tokenizer, rng
+            )
+            rows = texts + hidden
+            row_images = np.concatenate([pair_images, pair_images[:pairs]])
         inputs = tokenizer.inputs_of_ids(rows, self.image_tokens)
         if objective.mlm_weight:
             masked = masked_targets(texts[:pairs], is_masked, inputs.input_ids.shape[1])
         if objective.recovery_weight:
-            embeddings = torch.from_numpy(self.data.text_embeddings[pair_captions[:pairs]])
+            embeddings = torch.from_numpy(
+                self.data.text_embeddings[pair_captions[:pairs]]
+            )
             text_inputs = text_rows(whole[:pairs], tokenizer), embeddings
         if self.teacher_tokens:
-            tokens = None if self.teacher is None else self.teacher[0].fetch(self.teacher[1][images[part]])[0]
+            tokens = (
+                None
+                if self.teacher is None
+                else self.teacher[0].fetch(self.teacher[1][images[part]])[0]
+            )
             teacher = tokenizer.inputs_of_ids(texts, self.teacher_tokens), tokens
         return JointBatch(
             pairs=pairs,
@@ -268,27 +367,36 @@ class BatchSource:
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Mine the negatives of this worker's part of a batch, within the whole batch.
 
-        Pairs with the same image, or with captions of the same words, are not negatives of each other.
+        Pairs with the same image, or with captions of the same words, are not negatives
+        of each other.
 
         Returns:
-            Negative images of each caption and negative texts of each image, int64 [b, k] each. The values are
-            positions in the batch.
+            Negative images of each caption and negative texts of each image, int64 [b,
+            k] each. The values are positions in the batch.
         """
-        pairs, count = len(images) // self.world_size, self.config.negatives.count
+        pairs = len(images) // self.world_size
+        count = self.config.negatives.count
         own = slice(self.rank * pairs, (self.rank + 1) * pairs)
-        texts, pictures = self.data.text_mining[captions], self.data.image_mining[images]
-        image_keys, caption_keys = self.data.rows[images], self.data.caption_keys[captions]
-        masked = (image_keys[own, None] == image_keys) | (caption_keys[own, None] == caption_keys)
+        texts = self.data.text_mining[captions]
+        pictures = self.data.image_mining[images]
+        image_keys = self.data.rows[images]
+        caption_keys = self.data.caption_keys[captions]
+        masked = (image_keys[own, None] == image_keys) | (
+            caption_keys[own, None] == caption_keys
+        )
         of_captions = hard_negatives(texts[own] @ pictures.T, masked, count)
         return of_captions, hard_negatives(pictures[own] @ texts.T, masked, count)
 
     def alignment(self, counted: NDArray[np.bool_]) -> Callable[[int], AlignmentBatch]:
-        """Return a function that maps a batch number to this worker's part of the alignment-phase batch.
+        """Return a function that maps a batch number to this worker's part of the
+        alignment-phase batch.
 
         Args:
-            counted: which token ids are words to align, bool [v], see `scoring.parts.content_token_mask`.
+            counted: which token ids are words to align, bool [v], see
+                `scoring.parts.content_token_mask`.
         """
-        settings, seed = self.config.alignment, self.config.loop.seed
+        settings = self.config.alignment
+        seed = self.config.loop.seed
         sampler = Sampler(self.data, min(settings.batch_size, self.data.images), seed)
 
         def batch(number: int) -> AlignmentBatch:
@@ -299,7 +407,8 @@ class BatchSource:
             if not len(local):
                 raise nothing_readable()
             token_ids = [
-                np.array(self.data.caption(caption), dtype=np.int64) for caption in captions[:, local].ravel().tolist()
+                np.array(self.data.caption(caption), dtype=np.int64)
+                for caption in captions[:, local].ravel().tolist()
             ]
             words = [ids[counted[ids]] for ids in token_ids]
             distinct, position = np.unique(np.concatenate(words), return_inverse=True)

@@ -1,7 +1,8 @@
-"""Prepares captions in shards: token ids, embeddings and mining data. Then joins the shards to the training data.
+"""Prepares captions in shards: token ids, embeddings and mining data. Then joins the
+shards to the training data.
 
-The workers of a training run share the shards. A finished shard is kept when the run stops. The training data do not
-depend on the number of workers.
+The workers of a training run share the shards. A finished shard is kept when the run
+stops. The training data do not depend on the number of workers.
 """
 
 from __future__ import annotations
@@ -25,7 +26,11 @@ from numpy.typing import NDArray
 
 from edje_index.bundles.bundle import load_text_tower
 from edje_index.bundles.info import JOINT_FOLDER, read_bundle_info, verify_files
-from edje_index.models.joint_inputs import MAX_TEXT_TOKENS, clean_canonicalize, load_joint_tokenizer
+from edje_index.models.joint_inputs import (
+    MAX_TEXT_TOKENS,
+    clean_canonicalize,
+    load_joint_tokenizer,
+)
 from edje_index.models.text_tower import embed_texts
 from edje_index.training.workers import WorkerGroup
 from storage_formats.atomic import fsync_paths, naming, write_bytes_atomic
@@ -34,14 +39,19 @@ from storage_formats.format.manifest import CommittedIndex
 from storage_formats.reading.embeddings import read_embeddings
 
 SHARD_CAPTIONS = 256, 1 << 14
-"""Lowest and highest number of captions per shard. The embeddings depend on it by rounding errors."""
-_SHARDS = 32  # of few captions, so that several workers share the captions of a dev set evenly
+"""Lowest and highest number of captions per shard. The embeddings depend on it by
+rounding errors.
+"""
+# of few captions, so that several workers share the captions of a dev set evenly
+_SHARDS = 32
 
-_TABLE, _PLAN = "captions.arrow", "plan"
+_TABLE = "captions.arrow"
+_PLAN = "plan"
 _SCHEMA = pa.schema(
     [
         pa.field("caption", pa.large_string(), nullable=False),
-        pa.field("mining_row", pa.int64()),  # set for the first caption of each image only
+        # set for the first caption of each image only
+        pa.field("mining_row", pa.int64()),
     ]
 )
 
@@ -65,17 +75,20 @@ class CaptionSet:
 
 @dataclass(frozen=True)
 class TrainingData:
-    """n images and all their c captions, as memory-mapped NumPy arrays. The captions of an image are adjacent.
+    """n images and all their c captions, as memory-mapped NumPy arrays. The captions of
+    an image are adjacent.
 
     Attributes:
         rows: row of each image in the feature index, int64 [n].
-        caption_starts: offsets of the captions of each image, int64 [n + 1]. Image i has the captions
-            ``caption_starts[i]:caption_starts[i + 1]``.
-        token_starts: offsets of the tokens of each caption, int64 [c + 1]. Caption i has the tokens
-            ``tokens[token_starts[i]:token_starts[i + 1]]``.
-        tokens: token ids of all captions in order, without special tokens, int32. Captions are truncated to the 62
-            tokens that a row without an image has room for.
-        caption_keys: a number per caption, int64 [c]. Captions with the same words have the same number.
+        caption_starts: offsets of the captions of each image, int64 [n + 1]. Image i
+            has the captions ``caption_starts[i]:caption_starts[i + 1]``.
+        token_starts: offsets of the tokens of each caption, int64 [c + 1]. Caption i
+            has the tokens ``tokens[token_starts[i]:token_starts[i + 1]]``.
+        tokens: token ids of all captions in order, without special tokens, int32.
+            Captions are truncated to the 62 tokens that a row without an image has room
+            for.
+        caption_keys: a number per caption, int64 [c]. Captions with the same words have
+            the same number.
         text_embeddings: embeddings of the captions by the text tower, float32 [c, e].
         image_mining: embeddings of the images by the mining model, float32 [n, e'].
         text_mining: embeddings of the captions by the mining model, float32 [c, e'].
@@ -93,7 +106,12 @@ class TrainingData:
     @classmethod
     def open(cls, folder: Path) -> TrainingData:
         """Memory-map the arrays that `prepare_captions` wrote to `folder`."""
-        return cls(**{f.name: np.load(folder / f"{f.name}.npy", mmap_mode="r") for f in fields(cls)})
+        return cls(
+            **{
+                f.name: np.load(folder / f"{f.name}.npy", mmap_mode="r")
+                for f in fields(cls)
+            }
+        )
 
     @property
     def images(self) -> int:
@@ -101,15 +119,23 @@ class TrainingData:
         return len(self.rows)
 
     def caption(self, number: int) -> list[int]:
-        """Return the at most 62 token ids of caption `number`. See `JointTokenizer.truncated` for a row with images."""
-        part: list[int] = self.tokens[self.token_starts[number] : self.token_starts[number + 1]].tolist()
+        """Return the at most 62 token ids of caption `number`. See
+        `JointTokenizer.truncated` for a row with images.
+        """
+        part: list[int] = self.tokens[
+            self.token_starts[number] : self.token_starts[number + 1]
+        ].tolist()
         return part
 
 
-def write_caption_table(folder: Path, items: CaptionSet, mining_rows: NDArray[np.int64], models: str) -> None:
-    """Write the captions that `prepare_captions` prepares, in order. Finished shards of another plan are removed.
+def write_caption_table(
+    folder: Path, items: CaptionSet, mining_rows: NDArray[np.int64], models: str
+) -> None:
+    """Write the captions that `prepare_captions` prepares, in order. Finished shards of
+    another plan are removed.
 
-    The table has one Arrow record batch per shard, so that a worker reads only its shards.
+    The table has one Arrow record batch per shard, so that a worker reads only its
+    shards.
 
     Args:
         mining_rows: row of each image in the index of the mining model, int64 [n].
@@ -117,7 +143,8 @@ def write_caption_table(folder: Path, items: CaptionSet, mining_rows: NDArray[np
     """
     root = _parts(folder)
     root.mkdir(parents=True, exist_ok=True)
-    temporary, digest = root / f".{_TABLE}.part", hashlib.sha256(models.encode())
+    temporary = root / f".{_TABLE}.part"
+    digest = hashlib.sha256(models.encode())
     lines = (
         (caption, None if position else int(row))
         for captions, row in zip(items.captions, mining_rows, strict=True)
@@ -125,16 +152,25 @@ def write_caption_table(folder: Path, items: CaptionSet, mining_rows: NDArray[np
     )
     lowest, highest = SHARD_CAPTIONS
     size = min(max(lowest, math.ceil(sum(map(len, items.captions)) / _SHARDS)), highest)
-    with naming(temporary), pa.OSFile(str(temporary), "wb") as file, pa.ipc.new_file(file, _SCHEMA) as writer:
+    with (
+        naming(temporary),
+        pa.OSFile(str(temporary), "wb") as file,
+        pa.ipc.new_file(file, _SCHEMA) as writer,
+    ):
         while batch := list(itertools.islice(lines, size)):
-            writer.write_batch(pa.record_batch([*map(list, zip(*batch, strict=True))], schema=_SCHEMA))
+            writer.write_batch(
+                pa.record_batch([*map(list, zip(*batch, strict=True))], schema=_SCHEMA)
+            )
             digest.update(json.dumps(batch).encode())
     plan = root / _PLAN
     if not plan.exists() or plan.read_text() != digest.hexdigest():
         for shard in root.glob("*.npz"):
             shard.unlink()
         np.save(root / "rows.npy", np.asarray(items.rows, dtype=np.int64))
-        np.save(root / "caption_starts.npy", _starts([len(captions) for captions in items.captions]))
+        np.save(
+            root / "caption_starts.npy",
+            _starts([len(captions) for captions in items.captions]),
+        )
         temporary.replace(root / _TABLE)
         fsync_paths([*root.iterdir()])
         write_bytes_atomic(plan, digest.hexdigest().encode())
@@ -150,15 +186,19 @@ def prepare_captions(
     should_stop: Callable[[], bool],
     on_shard: Callable[[int, int], None],
 ) -> bool:
-    """Write the `TrainingData` to `folder`, or keep what an earlier call wrote. All workers call this function.
+    """Write the `TrainingData` to `folder`, or keep what an earlier call wrote. All
+    workers call this function.
 
     Args:
-        folder: directory of the training data. It appears when it is complete. `write_caption_table` was called before.
+        folder: directory of the training data. It appears when it is complete.
+            `write_caption_table` was called before.
         bundle: bundle with the tokenizer of the joint encoder and the text tower.
-        miner: bundle of the mining model; None if the text tower of `bundle` mines hard negatives.
+        miner: bundle of the mining model; None if the text tower of `bundle` mines hard
+            negatives.
         mining_index: index that stores the image embeddings of the mining model.
         group: rank of this worker, and number of workers.
-        should_stop: called between batches. If the result is True, this worker prepares no further captions.
+        should_stop: called between batches. If the result is True, this worker prepares
+            no further captions.
         on_shard: called with the number of finished shards and the number of shards.
 
     Returns:
@@ -170,19 +210,26 @@ def prepare_captions(
     try:
         table = pa.ipc.open_file(pa.memory_map(str(root / _TABLE)))
     except (OSError, pa.ArrowException) as error:
-        raise CorruptIndexError(f"cannot read the table of captions {root / _TABLE}: {error}; train again") from error
+        raise CorruptIndexError(
+            f"cannot read the table of captions {root / _TABLE}: {error}; train again"
+        ) from error
     shards = [root / f"{number:08d}.npz" for number in range(table.num_record_batches)]
-    missing = [number for number, path in enumerate(shards) if not path.exists()][group.rank :: group.size]
-    group.any(False)  # a worker that finishes a shard now would change which shards are missing
+    missing = [number for number, path in enumerate(shards) if not path.exists()][
+        group.rank :: group.size
+    ]
+    # a worker that finishes a shard now would change which shards are missing
+    group.any(False)
     stopped = False
     if missing:
-        towers, canonical = {}, read_bundle_info(bundle).canonical_captions
+        towers = {}
+        canonical = read_bundle_info(bundle).canonical_captions
         for name, path in (("text_embeddings", bundle), ("text_mining", miner)):
             if path is not None:
                 info = read_bundle_info(path)
                 verify_files(info)
                 towers[name] = load_text_tower(info, device)
-                towers[name].canonical = canonical  # as in the published code, also for the mining model
+                # as in the published code, also for the mining model
+                towers[name].canonical = canonical
         tokenizer = load_joint_tokenizer(bundle / JOINT_FOLDER, canonical=canonical)
 
         def check(_activity: str, _done: int, _total: int) -> None:
@@ -191,16 +238,30 @@ def prepare_captions(
 
         try:
             for number in missing:
-                batch, content = table.get_batch(number), io.BytesIO()
+                batch = table.get_batch(number)
+                content = io.BytesIO()
                 captions: list[str] = batch["caption"].to_pylist()
                 token_ids = tokenizer.caption_ids(captions, MAX_TEXT_TOKENS - 2)
                 np.savez(
                     content,
-                    tokens=np.array([token for caption in token_ids for token in caption], dtype=np.int32),
-                    token_counts=np.array([len(caption) for caption in token_ids], dtype=np.int64),
-                    caption_keys=np.array([_key(caption, canonical) for caption in captions], dtype=np.int64),
-                    image_mining=read_embeddings(mining_index, batch["mining_row"].drop_null().to_numpy()),
-                    **{name: embed_texts(tower, captions, check) for name, tower in towers.items()},  # type: ignore[arg-type]
+                    tokens=np.array(
+                        [token for caption in token_ids for token in caption],
+                        dtype=np.int32,
+                    ),
+                    token_counts=np.array(
+                        [len(caption) for caption in token_ids], dtype=np.int64
+                    ),
+                    caption_keys=np.array(
+                        [_key(caption, canonical) for caption in captions],
+                        dtype=np.int64,
+                    ),
+                    image_mining=read_embeddings(
+                        mining_index, batch["mining_row"].drop_null().to_numpy()
+                    ),
+                    **{
+                        name: embed_texts(tower, captions, check)
+                        for name, tower in towers.items()
+                    },  # type: ignore[arg-type]
                 )
                 write_bytes_atomic(shards[number], content.getvalue())
                 on_shard(sum(path.exists() for path in shards), len(shards))
@@ -210,7 +271,8 @@ def prepare_captions(
         return False
     if group.rank == 0:
         _join_shards(root, shards, folder)
-    group.any(False)  # no worker opens the data before they are complete
+    # no worker opens the data before they are complete
+    group.any(False)
     return True
 
 
@@ -220,13 +282,23 @@ def _parts(folder: Path) -> Path:
 
 
 def _key(text: str, canonical: bool) -> int:
-    """Return a number that captions with the same words share. Other captions share it with probability 2**-64."""
-    words = clean_canonicalize(text) if canonical else " ".join(text.lower().split()).rstrip(" .")
-    return int.from_bytes(hashlib.blake2b(words.encode(), digest_size=8).digest(), "little", signed=True)
+    """Return a number that captions with the same words share. Other captions share
+    it with probability 2**-64.
+    """
+    words = (
+        clean_canonicalize(text)
+        if canonical
+        else " ".join(text.lower().split()).rstrip(" .")
+    )
+    return int.from_bytes(
+        hashlib.blake2b(words.encode(), digest_size=8).digest(), "little", signed=True
+    )
 
 
 def _join_shards(root: Path, shards: Sequence[Path], folder: Path) -> None:
-    """Write the arrays of the `TrainingData`. The memory use does not depend on the number of shards."""
+    """Write the arrays of the `TrainingData`. The memory use does not depend on the
+    number of shards.
+    """
     out = root / folder.name
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir()
@@ -234,12 +306,19 @@ def _join_shards(root: Path, shards: Sequence[Path], folder: Path) -> None:
     np.save(out / "token_starts.npy", _starts(counts))
     for name in ("rows", "caption_starts"):
         shutil.copyfile(root / f"{name}.npy", out / f"{name}.npy")
-    lengths = {"tokens": int(counts.sum()), "image_mining": len(np.load(root / "rows.npy"))}
+    lengths = {
+        "tokens": int(counts.sum()),
+        "image_mining": len(np.load(root / "rows.npy")),
+    }
     names = set(np.load(shards[0])) - {"token_counts"}
     for name in sorted(names):
         array = _read(shards[0], name)
         shape = (lengths.get(name, len(counts)), *array.shape[1:])
-        header = {"descr": np.lib.format.dtype_to_descr(array.dtype), "fortran_order": False, "shape": shape}
+        header = {
+            "descr": np.lib.format.dtype_to_descr(array.dtype),
+            "fortran_order": False,
+            "shape": shape,
+        }
         with open(out / f"{name}.npy", "wb") as file:
             np.lib.format.write_array_header_1_0(file, header)
             for path in shards:
@@ -247,7 +326,8 @@ def _join_shards(root: Path, shards: Sequence[Path], folder: Path) -> None:
     if "text_mining" not in names:
         try:
             (out / "text_mining.npy").hardlink_to(out / "text_embeddings.npy")
-        except OSError:  # a file system without hard links
+        except OSError:
+            # a file system without hard links
             shutil.copyfile(out / "text_embeddings.npy", out / "text_mining.npy")
     fsync_paths([*out.iterdir(), out])
     out.rename(folder)
@@ -261,10 +341,14 @@ def _read(path: Path, name: str) -> NDArray[Any]:
         array: NDArray[Any] = np.ascontiguousarray(np.load(path)[name])
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
         path.unlink()
-        raise CorruptIndexError(f"{path} was damaged; train again, which prepares its captions again") from error
+        raise CorruptIndexError(
+            f"{path} was damaged; train again, which prepares its captions again"
+        ) from error
     return array
 
 
 def _starts(lengths: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the offsets of consecutive parts with the given `lengths`, and the end of the last part."""
+    """Return the offsets of consecutive parts with the given `lengths`, and the end
+    of the last part.
+    """
     return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])

@@ -1,7 +1,7 @@
 """The checkpoints and the log of a training run.
 
-A resumed training run gives the same weights as a run without interruption. If writing a checkpoint fails, the file
-does not exist.
+A resumed training run gives the same weights as a run without interruption. If writing
+a checkpoint fails, the file does not exist.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from storage_formats.atomic import fsync_path, replacing, write_bytes_atomic
 KEEP = 2
 LOG = "log.jsonl"
 DEV = "dev"
-RECALL = "recall"  # mean R@1 of both directions; evaluations are ranked by this value
+# mean R@1 of both directions; evaluations are ranked by this value
+RECALL = "recall"
 Record = Mapping[str, Any]
 _NAME = re.compile(r"(\d{2})-(\d{9})\.pt")
 
@@ -37,10 +38,11 @@ class TrainState:
         run: fingerprint of the settings, data and initial weights of the training run.
         stage: number of the phase, counted from 0.
         step: number of finished optimiser steps of this phase.
-        epochs: number of finished epochs, with those of the runs that this run continues.
+        epochs: number of finished epochs, with those of the runs that this run
+            continues.
         weights: weights of the module that this phase trains, by name.
-        skipped: number of steps without a finite gradient in the whole training run, and number of such steps in a row
-            immediately before the checkpoint.
+        skipped: number of steps without a finite gradient in the whole training run,
+            and number of such steps in a row immediately before the checkpoint.
     """
 
     run: str
@@ -53,10 +55,12 @@ class TrainState:
 
 
 class Checkpoints:
-    """The checkpoints of a training run, in the folder ``checkpoints`` of the run folder.
+    """The checkpoints of a training run, in the folder ``checkpoints`` of the run
+    folder.
 
     Args:
-        run: fingerprint of the training run. Checkpoints with another fingerprint are refused.
+        run: fingerprint of the training run. Checkpoints with another fingerprint are
+            refused.
     """
 
     def __init__(self, run_dir: Path, run: str) -> None:
@@ -66,19 +70,27 @@ class Checkpoints:
     def save(self, state: TrainState, kept: Collection[tuple[int, int]] = ()) -> None:
         """Write `state` as a checkpoint, and remove old checkpoints.
 
-        The last two checkpoints, and those whose (stage, step) is in `kept`, are not removed.
+        The last two checkpoints, and those whose (stage, step) is in `kept`, are not
+        removed.
         """
         self._folder.mkdir(parents=True, exist_ok=True)
         with replacing(self._path(state.stage, state.step)) as file:
             torch.save({f.name: getattr(state, f.name) for f in fields(state)}, file)
         fsync_path(self._folder)
-        unfinished = self._folder.glob(".*.pt.*")  # files of processes that were killed while writing a checkpoint
-        old = [self._path(*position) for position in self._positions()[:-KEEP] if position not in kept]
+        # files of processes that were killed while writing a checkpoint
+        unfinished = self._folder.glob(".*.pt.*")
+        old = [
+            self._path(*position)
+            for position in self._positions()[:-KEEP]
+            if position not in kept
+        ]
         for unneeded in (*old, *unfinished):
             unneeded.unlink(missing_ok=True)
 
     def latest(self) -> TrainState | None:
-        """Read the newest readable checkpoint. Return None if there are no checkpoints."""
+        """Read the newest readable checkpoint. Return None if there are no
+        checkpoints.
+        """
         problem: _UnreadableError | None = None
         for position in reversed(self._positions()):
             try:
@@ -96,7 +108,8 @@ class Checkpoints:
         steps = [kept for stage, kept in positions if stage == last]
         if step not in steps:
             raise ModelError(
-                f"{self._folder} has no checkpoint of step {step}; choose one of the steps {', '.join(map(str, steps))}"
+                f"{self._folder} has no checkpoint of step {step}; choose one of the"
+                f" steps {', '.join(map(str, steps))}"
             )
         return self._read(self._path(last, step))
 
@@ -105,12 +118,13 @@ class Checkpoints:
             state = TrainState(**read_checkpoint(path))
         except (ModelError, TypeError) as error:
             raise _UnreadableError(
-                f"cannot read the checkpoint {path}: {error}; remove {self._folder} to train again from step 0"
+                f"cannot read the checkpoint {path}: {error}; remove {self._folder} to"
+                " train again from step 0"
             ) from error
         if state.run != self._run:
             raise ModelError(
-                f"the checkpoint {path} belongs to another training run; use another run folder, or remove "
-                f"{self._folder} to start again from step 0"
+                f"the checkpoint {path} belongs to another training run; use another"
+                f" run folder, or remove {self._folder} to start again from step 0"
             )
         check_finite(state.weights, f"the checkpoint {path}")
         return state
@@ -120,7 +134,11 @@ class Checkpoints:
 
     def _positions(self) -> list[tuple[int, int]]:
         """Return (stage, step) of every checkpoint, in order."""
-        names = [path.name for path in self._folder.iterdir()] if self._folder.is_dir() else []
+        names = (
+            [path.name for path in self._folder.iterdir()]
+            if self._folder.is_dir()
+            else []
+        )
         matches = [match for name in names if (match := _NAME.fullmatch(name))]
         return sorted((int(match[1]), int(match[2])) for match in matches)
 
@@ -130,16 +148,22 @@ class _UnreadableError(ModelError):
 
 
 class TrainLog:
-    """Appends records to ``log.jsonl``. TensorBoard gets the same records if it is installed.
+    """Appends records to ``log.jsonl``. TensorBoard gets the same records if it is
+    installed.
 
-    Opening the log removes all records after `step` of `stage`. A killed run may have left such records.
+    Opening the log removes all records after `step` of `stage`. A killed run may have
+    left such records.
 
     Args:
         stage: number of the phase to continue, counted from 0.
     """
 
     def __init__(self, run_dir: Path, stage: int, step: int) -> None:
-        kept = [record for record in read_log(run_dir) if (record["stage"], record["step"]) <= (stage, step)]
+        kept = [
+            record
+            for record in read_log(run_dir)
+            if (record["stage"], record["step"]) <= (stage, step)
+        ]
         write_bytes_atomic(run_dir / LOG, b"".join(_line(record) for record in kept))
         self._run_dir = run_dir
         self._tensorboard: Any = None
@@ -154,7 +178,9 @@ class TrainLog:
         if self._tensorboard is not None:
             for name, value in record.items():
                 if isinstance(value, float):
-                    self._tensorboard.add_scalar(f"{record['phase']}/{name}", value, record["step"])
+                    self._tensorboard.add_scalar(
+                        f"{record['phase']}/{name}", value, record["step"]
+                    )
 
     def close(self) -> None:
         """Flush all records to disk and close the log."""
@@ -178,9 +204,15 @@ def read_log(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def best_steps(records: list[dict[str, Any]], count: int) -> set[tuple[int, int]]:
-    """Return (stage, step) of the `count` evaluations with the highest recall. Of equal recalls, the latest win."""
+    """Return (stage, step) of the `count` evaluations with the highest recall. Of
+    equal recalls, the latest win.
+    """
     evaluations = [record for record in records if record["phase"] == DEV]
-    ranked = sorted(evaluations, key=lambda record: (record[RECALL], record["stage"], record["step"]), reverse=True)
+    ranked = sorted(
+        evaluations,
+        key=lambda record: (record[RECALL], record["stage"], record["step"]),
+        reverse=True,
+    )
     return {(record["stage"], record["step"]) for record in ranked[:count]}
 
 

@@ -2,8 +2,8 @@
 
 The defaults are the hyperparameters of the EDJE paper.
 
-A setting is named ``group.key`` everywhere: in Python, in settings files, on the command line and in error messages.
-The module does not import torch.
+A setting is named ``group.key`` everywhere: in Python, in settings files, on the
+command line and in error messages. The module does not import torch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ from pydantic import (
 
 from storage_formats.errors import UsageError
 
-AdapterKind: TypeAlias = Literal["compressed", "local", "strided", "clustered", "pruned"]
+AdapterKind: TypeAlias = Literal[
+    "compressed", "local", "strided", "clustered", "pruned"
+]
 ONLINE = "online"
 SettingPath = Annotated[Path, Field(strict=False)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
@@ -37,10 +39,16 @@ Model = TypeVar("Model", bound="Settings")
 
 
 class Settings(BaseModel):
-    """Base class of a group of settings. Unknown names and values of the wrong type are errors."""
+    """Base class of a group of settings. Unknown names and values of the wrong type
+    are errors.
+    """
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
     )
 
 
@@ -48,37 +56,54 @@ class ArchitectureConfig(Settings):
     """Architecture of the model to train."""
 
     adapter: AdapterKind = "compressed"
-    """Kind of adapter. compressed: learned queries attend to the patches. local: one token per patch. strided,
-    clustered, pruned: the patches are reduced without training."""
+    """Kind of adapter. compressed: learned queries attend to the patches. local: one
+    token per patch. strided, clustered, pruned: the patches are reduced without
+    training.
+    """
     tokens: PositiveInt = 64
-    """Stored tokens per image. A local adapter ignores this setting and stores one token per patch."""
+    """Stored tokens per image. A local adapter ignores this setting and stores one
+    token per patch.
+    """
     adapter_hidden: PositiveInt = 8192
     """Width of the adapter's MLP."""
     language_layers: PositiveInt | None = None
-    """Number of language model layers to keep, counted from the input. None keeps all layers."""
+    """Number of language model layers to keep, counted from the input. None keeps
+    all layers.
+    """
     canonical_captions: bool = True
     """Convert captions to lower case without punctuation, in training and in search."""
     word_embeddings: Literal["trained", "frozen"] = "trained"
-    """Train or freeze the word embeddings. A packed model does not store frozen word embeddings."""
+    """Train or freeze the word embeddings. A packed model does not store frozen
+    word embeddings.
+    """
     dropout: Fraction | None = None
-    """Dropout of hidden states and attention weights. None keeps the values of the language model."""
+    """Dropout of hidden states and attention weights. None keeps the values of the
+    language model.
+    """
 
 
 class AugmentationConfig(Settings):
     """Settings of random augmentation, which is drawn anew at every step."""
 
     views: NonNegativeInt = 0
-    """Random crops per image, half of them mirrored. Each crop costs one pass of the vision tower."""
+    """Random crops per image, half of them mirrored. Each crop costs one pass of
+    the vision tower.
+    """
     patch_dropout: Fraction = 0.0
-    """Fraction of patches removed at random before a compressed adapter reads the patches."""
+    """Fraction of patches removed at random before a compressed adapter reads the
+    patches.
+    """
     step_tokens: PositiveInt | None = None
-    """Tokens per image that the joint encoder reads in a training step. None reads all tokens."""
+    """Tokens per image that the joint encoder reads in a training step. None reads
+    all tokens.
+    """
 
 
 class ObjectiveConfig(Settings):
     """Settings of the training loss, a weighted sum of losses.
 
-    The matching loss has weight 1. With a teacher, the distillation loss is added with weight 1.
+    The matching loss has weight 1. With a teacher, the distillation loss is added with
+    weight 1.
     """
 
     mlm_weight: NonNegativeFloat = 1.0
@@ -90,7 +115,9 @@ class ObjectiveConfig(Settings):
 
 
 class NegativesConfig(Settings):
-    """Settings of hard-negative mining, which selects the most similar candidates of a batch."""
+    """Settings of hard-negative mining, which selects the most similar candidates
+    of a batch.
+    """
 
     count: PositiveInt = 3
     """Negative images per caption, and negative captions per image."""
@@ -99,7 +126,8 @@ class NegativesConfig(Settings):
 class AlignmentConfig(Settings):
     """Settings of the alignment phase, which runs before the joint phase.
 
-    The alignment phase trains the adapter, without the language model, to make tokens that match caption words.
+    The alignment phase trains the adapter, without the language model, to make tokens
+    that match caption words.
     """
 
     steps: NonNegativeInt = 0
@@ -122,25 +150,33 @@ class OptimizerConfig(Settings):
     weight_decay: NonNegativeFloat = 0.05
     """Weight decay of AdamW."""
     continued: bool = False
-    """Continue the optimiser state and the number of epochs of the training run that made inputs.init, without
-    warm-up. Its run folder must be INIT.run."""
+    """Continue the optimiser state and the number of epochs of the training run that
+    made inputs.init, without warm-up. Its run folder must be INIT.run.
+    """
     warmup_steps: NonNegativeInt = 100
-    """Steps of linear warm-up. With decay=epoch, warm-up ends after the first epoch at the latest."""
+    """Steps of linear warm-up. With decay=epoch, warm-up ends after the first epoch
+    at the latest.
+    """
     warmup_lr: NonNegativeFloat = 1e-6
     """Learning rate at the first step of the warm-up."""
     min_lr: NonNegativeFloat = 1e-6
     """Lowest learning rate of the decay."""
     decay: Literal["epoch", "cosine"] = "epoch"
-    """Decay of the learning rate. epoch: multiply by decay_rate after every epoch. cosine: fall along a cosine to
-    min_lr."""
+    """Decay of the learning rate. epoch: multiply by decay_rate after every epoch.
+    cosine: fall along a cosine to min_lr.
+    """
     decay_rate: NonNegativeFloat = 0.9
     """Factor that multiplies the learning rate after every epoch, with decay=epoch."""
     clip_norm: NonNegativeFloat = 0.0
-    """Maximum norm of the gradient; larger gradients are scaled down. 0 means no limit."""
+    """Maximum norm of the gradient; larger gradients are scaled down. 0 means no
+    limit.
+    """
 
 
 class LoopConfig(Settings):
-    """Settings of the training loop: length of the joint phase, batches, random seed and data type."""
+    """Settings of the training loop: length of the joint phase, batches, random
+    seed and data type.
+    """
 
     steps: PositiveInt | None = None
     """Number of optimiser steps. Set either steps or epochs."""
@@ -162,7 +198,9 @@ class FittingConfig(Settings):
     pooled_dim: NonNegativeInt = 0
     """Dimensions of the pooled similarity; 0 leaves out the pooled similarity."""
     hubness_bank: NonNegativeInt = 0
-    """Number of captions, and of images, in the hubness bank; 0 leaves out the hubness correction."""
+    """Number of captions, and of images, in the hubness bank; 0 leaves out the
+    hubness correction.
+    """
     dev_captions: PositiveInt = 500
     """Maximum number of dev captions, and of dev images, used as queries."""
     dev_pool: AtLeastTwo = 20
@@ -175,11 +213,15 @@ class TrainingInputs(Settings):
     captions: Annotated[tuple[SettingPath, ...], Field(min_length=1, strict=False)]
     """Caption files: JSONL, COCO or Karpathy JSON, Parquet, WebDataset tar."""
     images: SettingPath | None = None
-    """Base directory of relative image paths. None uses the directory of each caption file."""
+    """Base directory of relative image paths. None uses the directory of each
+    caption file.
+    """
     split: str | None = None
     """Split of the captions to train on. None takes all splits."""
     dev: SettingPath | None = None
-    """Captions of other images. The weights of the final score are fitted to these captions."""
+    """Captions of other images. The weights of the final score are fitted to these
+    captions.
+    """
     dev_split: str | None = None
     """Split of the dev captions to use. None takes all splits."""
     model: SettingPath | None = None
@@ -189,44 +231,64 @@ class TrainingInputs(Settings):
     language: SettingPath | None = None
     """Initial language model: directory of a Hugging Face BERT model, or a bundle."""
     init: SettingPath | None = None
-    """Bundle with the initial joint encoder. The adapter of the bundle is used too if its sizes match."""
+    """Bundle with the initial joint encoder. The adapter of the bundle is used too
+    if its sizes match.
+    """
     features: Literal["online"] | SettingPath | None = None
-    """Index that stores the features of the vision tower. None computes and stores the features before the training.
-    online computes the features in every step, and stores no features."""
+    """Index that stores the features of the vision tower. None computes and stores the
+    features before the training. online computes the features in every step, and stores
+    no features.
+    """
     feature_precision: Literal["bf16", "fp8", "nvfp4"] = "bf16"
-    """Precision in which the run stores the features. fp8 takes half the disk space of bf16, and nvfp4 about 28 %.
-    Given features are read in the stored precision of the highest fidelity."""
+    """Precision in which the run stores the features. fp8 takes half the disk space of
+    bf16, and nvfp4 about 28 %. Given features are read in the stored precision of the
+    highest fidelity.
+    """
     teacher: SettingPath | None = None
     """Bundle of the teacher model, for distillation."""
     teacher_features: SettingPath | None = None
-    """Index that the teacher built. None gives the features of the student to the teacher's adapter."""
+    """Index that the teacher built. None gives the features of the student to the
+    teacher's adapter.
+    """
     miner: SettingPath | None = None
     """Bundle of the mining model for hard negatives. None uses the frozen towers."""
 
 
 class RunSettings(Settings):
-    """Output, hardware and checkpoints. These settings change the trained weights only by rounding errors."""
+    """Output, hardware and checkpoints. These settings change the trained weights
+    only by rounding errors.
+    """
 
     out: SettingPath
     """Directory of the bundle to write."""
     dir: SettingPath | None = None
     """Run folder for checkpoints, features and the log. None uses OUT.run."""
     workers: PositiveInt = 1
-    """Number of worker processes. Two or more workers run on Ray, unless torchrun started them."""
+    """Number of worker processes. Two or more workers run on Ray, unless torchrun
+    started them.
+    """
     address: str | None = None
-    """Address of a Ray cluster, HOST:PORT. Every node must see the run folder. None starts a local Ray."""
+    """Address of a Ray cluster, HOST:PORT. Every node must see the run folder. None
+    starts a local Ray.
+    """
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to train on. auto uses cuda if a CUDA device is available."""
     threads: PositiveInt | None = None
-    """CPU threads per worker. None uses PyTorch's default for one worker, and one thread for several workers."""
+    """CPU threads per worker. None uses PyTorch's default for one worker, and one
+    thread for several workers.
+    """
     checkpoint_every: PositiveInt = 200
     """Number of steps between checkpoints."""
     log_every: PositiveInt = 10
     """Number of steps between log lines. The first step of a phase has a line too."""
     evaluate_every: NonNegativeInt | None = None
-    """Number of steps between evaluations on the dev captions. None: evaluate after every epoch. 0: never evaluate."""
+    """Number of steps between evaluations on the dev captions. None: evaluate after
+    every epoch. 0: never evaluate.
+    """
     keep_best: NonNegativeInt = 0
-    """Number of checkpoints with the highest dev recall to keep. The last two checkpoints are kept too."""
+    """Number of checkpoints with the highest dev recall to keep. The last two
+    checkpoints are kept too.
+    """
     export_step: PositiveInt | None = None
     """Write a bundle from the checkpoint of this step, without further training."""
 
@@ -242,7 +304,9 @@ class RunSettings(Settings):
 
 
 class TrainConfig(Settings):
-    """All settings of a training run that affect the trained weights, except its inputs."""
+    """All settings of a training run that affect the trained weights, except its
+    inputs.
+    """
 
     architecture: ArchitectureConfig = ArchitectureConfig()
     augmentation: AugmentationConfig = AugmentationConfig()
@@ -255,21 +319,29 @@ class TrainConfig(Settings):
 
     @model_validator(mode="after")
     def _refuse_contradictions(self) -> Self:
-        if contradictions := [line for line, is_wrong in self._problems().items() if is_wrong]:
+        if contradictions := [
+            line for line, is_wrong in self._problems().items() if is_wrong
+        ]:
             raise ValueError("\n".join(contradictions))
         return self
 
     def _problems(self) -> dict[str, bool]:
-        """Return whether each contradiction between settings exists, by the line that describes it."""
-        loop, architecture, augmentation = self.loop, self.architecture, self.augmentation
+        """Return whether each contradiction between settings exists, by the line
+        that describes it.
+        """
+        loop = self.loop
+        architecture = self.architecture
+        augmentation = self.augmentation
         return {
-            f"loop.steps is {loop.steps} and loop.epochs is {loop.epochs or 0:g}; set one of them": (
-                loop.steps is not None and loop.epochs is not None
+            f"loop.steps is {loop.steps} and loop.epochs is {loop.epochs or 0:g};"
+            " set one of them": (loop.steps is not None and loop.epochs is not None),
+            f"loop.batch_size is {loop.batch_size} and negatives.count is"
+            f" {self.negatives.count}; loop.batch_size must be larger": (
+                loop.batch_size <= self.negatives.count
             ),
-            f"loop.batch_size is {loop.batch_size} and negatives.count is {self.negatives.count}; loop.batch_size must "
-            "be larger": loop.batch_size <= self.negatives.count,
-            f"augmentation.patch_dropout needs a compressed adapter, but architecture.adapter is "
-            f"{architecture.adapter!r}; set augmentation.patch_dropout to 0": (
+            "augmentation.patch_dropout needs a compressed adapter, but"
+            f" architecture.adapter is {architecture.adapter!r};"
+            " set augmentation.patch_dropout to 0": (
                 augmentation.patch_dropout > 0 and architecture.adapter != "compressed"
             ),
         }
@@ -282,50 +354,74 @@ class TrainSettings(TrainConfig):
     run: RunSettings
 
     def _problems(self) -> dict[str, bool]:
-        inputs, fitting, loop, run = self.inputs, self.fitting, self.loop, self.run
+        inputs = self.inputs
+        fitting = self.fitting
+        loop = self.loop
+        run = self.run
         return super()._problems() | {
-            "set exactly one of inputs.model and inputs.vision, which give the frozen towers": (
-                (inputs.model is None) == (inputs.vision is None)
+            "set exactly one of inputs.model and inputs.vision, which give the frozen"
+            " towers": ((inputs.model is None) == (inputs.vision is None)),
+            "the number of steps is missing; set loop.steps or loop.epochs": (
+                loop.steps is None and loop.epochs is None
             ),
-            "the number of steps is missing; set loop.steps or loop.epochs": loop.steps is None and loop.epochs is None,
-            f"loop.batch_size is {loop.batch_size} and run.workers is {run.workers}; the batch size must be a "
-            "multiple of the number of workers": loop.batch_size % run.workers != 0,
-            "fitting.pooled_dim and fitting.hubness_bank need inputs.dev: the weights of the pooled similarity and of "
-            "the hubness correction are fitted to dev captions": (
+            f"loop.batch_size is {loop.batch_size} and run.workers is {run.workers};"
+            " the batch size must be a multiple of the number of workers": (
+                loop.batch_size % run.workers != 0
+            ),
+            "fitting.pooled_dim and fitting.hubness_bank need inputs.dev: the weights"
+            " of the pooled similarity and of the hubness correction are fitted to dev"
+            " captions": (
                 fitting.pooled_dim + fitting.hubness_bank > 0 and inputs.dev is None
             ),
-            "optimizer.continued needs inputs.init: set optimizer.continued to false to start with a new optimiser "
-            "state and a warm-up": self.optimizer.continued and inputs.init is None,
-            "run.keep_best needs inputs.dev: checkpoints are compared by recall on dev captions": (
-                run.keep_best > 0 and inputs.dev is None
+            "optimizer.continued needs inputs.init: set optimizer.continued to false to"
+            " start with a new optimiser state and a warm-up": (
+                self.optimizer.continued and inputs.init is None
             ),
-            f"inputs.feature_precision is {inputs.feature_precision}, but inputs.features is set, so the run stores no "
-            "features; leave inputs.feature_precision out": (
+            "run.keep_best needs inputs.dev: checkpoints are compared by recall on dev"
+            " captions": (run.keep_best > 0 and inputs.dev is None),
+            f"inputs.feature_precision is {inputs.feature_precision}, but"
+            " inputs.features is set, so the run stores no features; leave"
+            " inputs.feature_precision out": (
                 inputs.feature_precision != "bf16" and inputs.features is not None
             ),
         }
 
 
 def validated(model: type[Model], values: Mapping[str, Any]) -> Model:
-    """Validate `values`, a nested dictionary ``{group: {key: value}}``, and return them as an instance of `model`.
+    """Validate `values`, a nested dictionary ``{group: {key: value}}``, and return them
+    as an instance of `model`.
 
     Raises:
-        UsageError: a setting is unknown or has a wrong value, or two settings contradict each other. The message has
-            one line per problem.
+        UsageError: a setting is unknown or has a wrong value, or two settings
+            contradict each other. The message has one line per problem.
     """
     try:
         return model.model_validate(values)
     except ValidationError as error:
-        raise UsageError("\n".join(_describe(model, problem) for problem in error.errors())) from None
+        raise UsageError(
+            "\n".join(_describe(model, problem) for problem in error.errors())
+        ) from None
 
 
 def _describe(model: type[Settings], problem: Any) -> str:
-    name, message, value = ".".join(map(str, problem["loc"])), str(problem["msg"]), problem["input"]
+    name = ".".join(map(str, problem["loc"]))
+    message = str(problem["msg"])
+    value = problem["input"]
     if problem["type"] == "extra_forbidden":
-        names = [f"{group}.{key}" for group, kind in groups(model).items() for key in kind.model_fields]
-        same_key = [other for other in names if other.split(".")[-1] == name.split(".")[-1]]
-        alike = same_key or difflib.get_close_matches(name, [*names, *model.model_fields], n=1)
-        return f"no setting is named {name}" + (f"; did you mean {' or '.join(alike)}?" if alike else "")
+        names = [
+            f"{group}.{key}"
+            for group, kind in groups(model).items()
+            for key in kind.model_fields
+        ]
+        same_key = [
+            other for other in names if other.split(".")[-1] == name.split(".")[-1]
+        ]
+        alike = same_key or difflib.get_close_matches(
+            name, [*names, *model.model_fields], n=1
+        )
+        return f"no setting is named {name}" + (
+            f"; did you mean {' or '.join(alike)}?" if alike else ""
+        )
     if problem["type"] == "value_error":
         return message.removeprefix("Value error, ")
     if problem["type"] == "missing":
@@ -336,16 +432,24 @@ def _describe(model: type[Settings], problem: Any) -> str:
 def groups(model: type[Settings]) -> dict[str, type[Settings]]:
     """Return the class of each group of settings in `model`, by field name."""
     annotations = {name: field.annotation for name, field in model.model_fields.items()}
-    return {name: kind for name, kind in annotations.items() if isinstance(kind, type) and issubclass(kind, Settings)}
+    return {
+        name: kind
+        for name, kind in annotations.items()
+        if isinstance(kind, type) and issubclass(kind, Settings)
+    }
 
 
 def merge_settings(preset: str, *sources: Mapping[str, Mapping[str, Any]]) -> Values:
-    """Merge the settings of `preset` and of `sources`, each ``{group: {key: value}}``. Later values win.
+    """Merge the settings of `preset` and of `sources`, each ``{group: {key: value}}``.
+    Later values win.
 
-    If a source sets one of ``loop.steps`` and ``loop.epochs``, the other of an earlier source is dropped.
+    If a source sets one of ``loop.steps`` and ``loop.epochs``, the other of an earlier
+    source is dropped.
     """
     if preset not in PRESETS:
-        raise UsageError(f"unknown preset {preset!r}; choose one of {', '.join(PRESETS)}")
+        raise UsageError(
+            f"unknown preset {preset!r}; choose one of {', '.join(PRESETS)}"
+        )
     merged: Values = {"inputs": {}, "run": {}}
     for source in (PRESETS[preset], *sources):
         for group, values in source.items():
@@ -359,14 +463,16 @@ def merge_settings(preset: str, *sources: Mapping[str, Mapping[str, Any]]) -> Va
 PRESETS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     # The defaults: the first phase of the EDJE paper.
     "paper": {},
-    # The second phase of the EDJE paper: starts from the bundle of the first phase, with the matching and
-    # distillation losses only. As in the published code, the state of Adam and the number of epochs go on.
+    # The second phase of the EDJE paper: starts from the bundle of the first phase,
+    # with the matching and distillation losses only. As in the published code, the
+    # state of Adam and the number of epochs go on.
     "paper-finetune": {
         "objective": {"mlm_weight": 0.0, "recovery_weight": 0.0},
         "optimizer": {"lr": 2e-5, "continued": True},
     },
-    # Nearly the recipe of the shipped model, for thousands of images and hours on a CPU. The adapter is aligned first
-    # and then frozen. The joint encoder is small and trained on the matching loss alone.
+    # Nearly the recipe of the shipped model, for thousands of images and hours on a
+    # CPU. The adapter is aligned first and then frozen. The joint encoder is small and
+    # trained on the matching loss alone.
     "small-data": {
         "architecture": {
             "canonical_captions": False,
@@ -379,7 +485,13 @@ PRESETS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
         "objective": {"mlm_weight": 0.0, "recovery_weight": 0.0},
         "negatives": {"count": 1},
         "alignment": {"steps": 800, "batch_size": 128},
-        "optimizer": {"lr": 2e-4, "adapter_lr_factor": 0.0, "decay": "cosine", "warmup_steps": 40, "clip_norm": 1.0},
+        "optimizer": {
+            "lr": 2e-4,
+            "adapter_lr_factor": 0.0,
+            "decay": "cosine",
+            "warmup_steps": 40,
+            "clip_norm": 1.0,
+        },
         "loop": {"steps": 400, "batch_size": 32},
         "fitting": {"pooled_dim": 300, "hubness_bank": 2500, "dev_captions": 1000},
     },

@@ -1,4 +1,6 @@
-"""Scores pools of dev captions and dev images with a bundle: recall during training, and the fit of the final score."""
+"""Scores pools of dev captions and dev images with a bundle: recall during
+training, and the fit of the final score.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,23 @@ from numpy.typing import NDArray
 from edje_index.bundles.bundle import ModelBundle
 from edje_index.progress import OnProgress
 from edje_index.scoring.parts import Pairs
-from edje_index.scoring.weights import EMBEDDING, IMAGE_TO_TEXT, JOINT_PARTS, LOGIT, TEXT_TO_IMAGE, ScoreWeights
+from edje_index.scoring.weights import (
+    EMBEDDING,
+    IMAGE_TO_TEXT,
+    JOINT_PARTS,
+    LOGIT,
+    TEXT_TO_IMAGE,
+    ScoreWeights,
+)
 from edje_index.training.captions import CaptionSet, TrainingData
 from edje_index.training.config import FittingConfig
 from edje_index.training.features import Features
-from edje_index.training.fit_weights import DevPools, HubnessProducts, WeightChoice, choose_weights
+from edje_index.training.fit_weights import (
+    DevPools,
+    HubnessProducts,
+    WeightChoice,
+    choose_weights,
+)
 from edje_index.training.random_streams import DEV, stream
 from edje_index.training.start import trained_part
 
@@ -46,10 +60,18 @@ class DevSet:
     @classmethod
     def open(cls, captions: CaptionSet, data: Path, features: Features) -> DevSet:
         """Open the dev captions. `data` is the folder of their `TrainingData`."""
-        caption_images = np.repeat(np.arange(len(captions.rows)), [len(group) for group in captions.captions])
+        caption_images = np.repeat(
+            np.arange(len(captions.rows)), [len(group) for group in captions.captions]
+        )
         image_embeddings = features.embeddings(captions.rows).numpy()
         text_embeddings = np.asarray(TrainingData.open(data).text_embeddings)
-        return cls(captions.rows, captions.texts(), caption_images, image_embeddings, text_embeddings)
+        return cls(
+            captions.rows,
+            captions.texts(),
+            caption_images,
+            image_embeddings,
+            text_embeddings,
+        )
 
 
 def choose_dev_weights(
@@ -59,42 +81,70 @@ def choose_dev_weights(
     config: FittingConfig,
     on_progress: OnProgress = lambda activity, done, total: None,
 ) -> dict[str, WeightChoice]:
-    """Fit the weights of the final score. Return the weights, and the recall with these weights, by direction.
+    """Fit the weights of the final score. Return the weights, and the recall with these
+    weights, by direction.
 
-    The modules of `bundle` must be in evaluation mode. `on_progress` is called before every query and every fit. An
-    exception raised by `on_progress` stops this function.
+    The modules of `bundle` must be in evaluation mode. `on_progress` is called before
+    every query and every fit. An exception raised by `on_progress` stops this function.
     """
     queries = _queries(dev, config)
-    before, total = 0, sum(map(len, queries.values()))
+    before = 0
+    total = sum(map(len, queries.values()))
     choices = {}
     for direction, positions in queries.items():
 
         def report(done: int, before: int = before) -> None:
             on_progress(_ACTIVITY, before + done, total)
 
-        pools = _pools(bundle, dev, features, direction, positions, config.dev_pool, JOINT_PARTS, report)
+        pools = _pools(
+            bundle,
+            dev,
+            features,
+            direction,
+            positions,
+            config.dev_pool,
+            JOINT_PARTS,
+            report,
+        )
         choices[direction] = choose_weights(pools, partial(report, len(positions)))
         before += len(positions)
     return choices
 
 
-def dev_recalls(bundle: ModelBundle, dev: DevSet, features: Features, config: FittingConfig) -> dict[str, float]:
+def dev_recalls(
+    bundle: ModelBundle, dev: DevSet, features: Features, config: FittingConfig
+) -> dict[str, float]:
     """Return R@1 with the logit alone, between 0 and 1, by direction.
 
     The queries and pools are the same as in :func:`choose_dev_weights`.
     """
     recalls = {}
     for direction, positions in _queries(dev, config).items():
-        pools = _pools(bundle, dev, features, direction, positions, config.dev_pool, (LOGIT,), lambda query: None)
+        pools = _pools(
+            bundle,
+            dev,
+            features,
+            direction,
+            positions,
+            config.dev_pool,
+            (LOGIT,),
+            lambda query: None,
+        )
         recalls[direction] = float(pools.hits(ScoreWeights()).mean())
     return recalls
 
 
 def _queries(dev: DevSet, config: FittingConfig) -> dict[str, NDArray[np.int64]]:
-    """Return the query numbers by direction: numbers of captions for t2i, numbers of images for i2t."""
+    """Return the query numbers by direction: numbers of captions for t2i, numbers
+    of images for i2t.
+    """
     return {
-        TEXT_TO_IMAGE: np.sort(stream(0, DEV, 0).permutation(len(dev.captions))[: config.dev_captions]),
-        IMAGE_TO_TEXT: np.sort(stream(0, DEV, 1).permutation(len(dev.rows))[: config.dev_captions]),
+        TEXT_TO_IMAGE: np.sort(
+            stream(0, DEV, 0).permutation(len(dev.captions))[: config.dev_captions]
+        ),
+        IMAGE_TO_TEXT: np.sort(
+            stream(0, DEV, 1).permutation(len(dev.rows))[: config.dev_captions]
+        ),
     }
 
 
@@ -109,28 +159,43 @@ def _pools(
     names: tuple[str, ...],
     on_query: Callable[[int], None],
 ) -> DevPools:
-    """Score pools that contain the `size` candidates most similar to each query in one direction.
+    """Score pools that contain the `size` candidates most similar to each query in one
+    direction.
 
-    A part of the score in `names` that `bundle` lacks is left out. An image that cannot be read any more counts as a
-    blank image.
+    A part of the score in `names` that `bundle` lacks is left out. An image that cannot
+    be read any more counts as a blank image.
     """
     text_queries = direction == TEXT_TO_IMAGE
     embeddings = (dev.text_embeddings, dev.image_embeddings)
-    query_embeddings, candidate_embeddings = embeddings if text_queries else embeddings[::-1]
+    query_embeddings, candidate_embeddings = (
+        embeddings if text_queries else embeddings[::-1]
+    )
     similarities = query_embeddings[queries] @ candidate_embeddings.T
     near = np.argsort(-similarities, axis=1, kind="stable")[:, :size]
     repeated = np.repeat(queries[:, None], near.shape[1], axis=1)
     captions, images = (repeated, near) if text_queries else (near, repeated)
-    shown, adapter, blocks = np.unique(images), trained_part(bundle.adapter), []  # each image is read once
+    # each image is read once
+    shown = np.unique(images)
+    adapter = trained_part(bundle.adapter)
+    blocks = []
     for start in range(0, len(shown), _ADAPTER_BATCH):
         values, _ = features.fetch(dev.rows[shown[start : start + _ADAPTER_BATCH]])
-        blocks.append(adapter(values.to(bundle.joint.device).float()).bfloat16().cpu())  # as an index stores tokens
-    tokens, models, weights = torch.cat(blocks), bundle.score_models, ScoreWeights()
-    scores: dict[str, list[NDArray[np.float32]]] = {name: [] for name in names if name in models.part_names}
-    for query, (caption_row, image_row) in enumerate(zip(captions, images, strict=True)):
+        # as an index stores tokens
+        blocks.append(adapter(values.to(bundle.joint.device).float()).bfloat16().cpu())
+    tokens = torch.cat(blocks)
+    models = bundle.score_models
+    weights = ScoreWeights()
+    scores: dict[str, list[NDArray[np.float32]]] = {
+        name: [] for name in names if name in models.part_names
+    }
+    for query, (caption_row, image_row) in enumerate(
+        zip(captions, images, strict=True)
+    ):
         on_query(query)
         tokens_of_row = tokens[torch.from_numpy(np.searchsorted(shown, image_row))]
-        pairs = Pairs([dev.captions[position] for position in caption_row], tokens_of_row)
+        pairs = Pairs(
+            [dev.captions[position] for position in caption_row], tokens_of_row
+        )
         for name, scored in scores.items():
             scored.append(models.part(name, pairs, direction, weights))
     products = None
@@ -139,9 +204,15 @@ def _pools(
         if text_queries:
             vectors = models.image_vectors(tokens)
         else:
-            vectors = models.caption_vectors([dev.captions[position] for position in distinct])
-        of_candidates = torch.from_numpy(candidate_embeddings[distinct]).to(vectors.device)
-        embedding_products, pooled_products = bank.products(of_candidates, vectors, direction)
+            vectors = models.caption_vectors(
+                [dev.captions[position] for position in distinct]
+            )
+        of_candidates = torch.from_numpy(candidate_embeddings[distinct]).to(
+            vectors.device
+        )
+        embedding_products, pooled_products = bank.products(
+            of_candidates, vectors, direction
+        )
         products = HubnessProducts(
             embedding=embedding_products.cpu(),
             pooled=pooled_products.cpu(),

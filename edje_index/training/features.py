@@ -1,4 +1,6 @@
-"""Patch features of images, made by the frozen vision tower: stored in an index, or computed in the training steps."""
+"""Patch features of images, made by the frozen vision tower: stored in an index, or
+computed in the training steps.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,13 @@ from PIL import Image
 from edje_index.filesystem import read_json_lines
 from edje_index.images.decode import ImageError, content_hash
 from edje_index.images.input_lists import InputTable
-from edje_index.images.inputs import LOAD, DecodeSettings, InputRef, decode_input, read_bytes
+from edje_index.images.inputs import (
+    LOAD,
+    DecodeSettings,
+    InputRef,
+    decode_input,
+    read_bytes,
+)
 from edje_index.indexing.image_encoder import ImageEncoder
 from edje_index.models.devices import as_tensor
 from edje_index.training.random_streams import VIEWS, stream
@@ -26,7 +34,8 @@ from storage_formats.format.manifest import CommittedIndex
 from storage_formats.reading.embeddings import read_embeddings
 from storage_formats.token_store import TokenStore
 
-TOWER_BATCH = 32  # images per forward pass of the tower, as in a build
+# images per forward pass of the tower, as in a build
+TOWER_BATCH = 32
 Loaded = tuple[torch.Tensor, NDArray[np.bool_]]
 _UNREADABLE = "unreadable-*.jsonl"
 _AREA = (0.35, 1.0)
@@ -36,8 +45,8 @@ _ASPECT = (3 / 4, 4 / 3)
 class Features(ABC):
     """Patch features and embeddings of the images of an index.
 
-    The thread that makes batches calls `load`, which uses the CPU. The training step calls `finish`, which uses the
-    device.
+    The thread that makes batches calls `load`, which uses the CPU. The training step
+    calls `finish`, which uses the device.
     """
 
     def __init__(self, index: CommittedIndex) -> None:
@@ -48,23 +57,28 @@ class Features(ABC):
         """Read the k `rows` on the CPU.
 
         Returns:
-            The input of `finish` [k, ...], and which images could be read, bool [k]. An image that cannot be read has
-            the values of a blank image.
+            The input of `finish` [k, ...], and which images could be read, bool [k]. An
+            image that cannot be read has the values of a blank image.
         """
 
     def finish(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the features, bfloat16 [k, n, d], for the values that `load` returned."""
+        """Return the features, bfloat16 [k, n, d], for the values that `load`
+        returned.
+        """
         return values
 
     def fetch(self, rows: NDArray[np.int64]) -> Loaded:
-        """Return the features of the k `rows`, bfloat16 [k, n, d] on the CPU, and which of the rows can be read.
+        """Return the features of the k `rows`, bfloat16 [k, n, d] on the CPU, and which
+        of the rows can be read.
 
         An image that cannot be read has the features of a blank image.
         """
         return self.load(rows)
 
     def unreadable(self) -> int:
-        """Return the number of images that the workers of the training run could not read so far."""
+        """Return the number of images that the workers of the training run could
+        not read so far.
+        """
         return 0
 
     def embeddings(self, rows: NDArray[np.int64]) -> torch.Tensor:
@@ -73,33 +87,41 @@ class Features(ABC):
 
 
 class StoredFeatures(Features):
-    """Features that an index stores as blocks. They are read in the precision of the highest fidelity."""
+    """Features that an index stores as blocks. They are read in the precision of
+    the highest fidelity.
+    """
 
     def __init__(self, index: CommittedIndex) -> None:
         super().__init__(index)
         self._store = TokenStore(index)
 
     def load(self, rows: NDArray[np.int64]) -> Loaded:
-        """Read the features of the k `rows`. Raises CorruptIndexError if a row is a hole."""
+        """Read the features of the k `rows`. Raises CorruptIndexError if a row is a
+        hole.
+        """
         blocks = self._store.fetch(rows)
         holes = self._store.holes(blocks)
         if holes.any():
             raise CorruptIndexError(
-                f"the index {self.index.root} has no features for row {rows[holes][0]}; run 'edje-index verify'"
+                f"the index {self.index.root} has no features for row {rows[holes][0]};"
+                " run 'edje-index verify'"
             )
         return as_tensor(blocks), np.ones(len(rows), dtype=bool)
 
 
 class OnlineFeatures(Features):
-    """Features that the frozen vision tower computes from the images, with the same code as an index build.
+    """Features that the frozen vision tower computes from the images, with the same
+    code as an index build.
 
-    Each image that cannot be read, although it could be read before, gets one line in the file
-    ``unreadable-RANK.jsonl`` of the run folder.
+    Each image that cannot be read, although it could be read before, gets one line in
+    the file ``unreadable-RANK.jsonl`` of the run folder.
 
     Args:
-        index: index with the rows and embeddings of the images. Its blocks are not read.
+        index: index with the rows and embeddings of the images. Its blocks are not
+            read.
         encoder: the vision tower of the initial bundle, and an adapter without weights.
-        views: number of augmented views of every photo; 0 for the photos. Row r is view r % views of photo r // views.
+        views: number of augmented views of every photo; 0 for the photos. Row r is view
+            r % views of photo r // views.
     """
 
     def __init__(
@@ -115,8 +137,13 @@ class OnlineFeatures(Features):
         seed: int = 0,
     ) -> None:
         super().__init__(index)
-        self._inputs, self._encoder, self._pool, self._views, self._seed = inputs, encoder, pool, views, seed
-        self._run_dir, self._log = run_dir, run_dir / _UNREADABLE.replace("*", str(rank))
+        self._inputs = inputs
+        self._encoder = encoder
+        self._pool = pool
+        self._views = views
+        self._seed = seed
+        self._run_dir = run_dir
+        self._log = run_dir / _UNREADABLE.replace("*", str(rank))
         self._logged: set[str] = set()
         self._lock = threading.Lock()
 
@@ -124,27 +151,43 @@ class OnlineFeatures(Features):
         return sum(unreadable_by_reason(self._run_dir).values())
 
     def load(self, rows: NDArray[np.int64]) -> Loaded:
-        """Read and decode the images of the k `rows`, float32 [k, 3, h, w]. An image that cannot be read is blank."""
+        """Read and decode the images of the k `rows`, float32 [k, 3, h, w]. An
+        image that cannot be read is blank.
+        """
         images, views = np.divmod(rows, max(1, self._views))
-        with torch.inference_mode(False):  # the threads write to the tensor, and are never in inference mode
+        # the threads write to the tensor, and are never in inference mode
+        with torch.inference_mode(False):
             pixels = torch.zeros(len(rows), 3, *self._encoder.vision.image_size)
-        readable = self._pool.map(self._load_one, self._inputs.refs(images), views.tolist(), pixels)
+        readable = self._pool.map(
+            self._load_one, self._inputs.refs(images), views.tolist(), pixels
+        )
         return pixels, np.fromiter(readable, dtype=bool, count=len(rows))
 
     def _load_one(self, ref: InputRef, view: int, target: torch.Tensor) -> bool:
-        """Write the pixels of one image to `target`. Return False if the image cannot be read."""
+        """Write the pixels of one image to `target`. Return False if the image
+        cannot be read.
+        """
         try:
             data = read_bytes(ref)
 
             def convert(image: Image.Image) -> torch.Tensor:
                 if self._views:
-                    image = photo_view(image, data, view, self._encoder.vision.image_size, self._seed)
+                    image = photo_view(
+                        image, data, view, self._encoder.vision.image_size, self._seed
+                    )
                 return self._encoder.preprocess(image)
 
-            _, (pixels,), _ = decode_input(data, ref.uri, DecodeSettings(truncated=LOAD), convert)
+            _, (pixels,), _ = decode_input(
+                data, ref.uri, DecodeSettings(truncated=LOAD), convert
+            )
             target.copy_(pixels)
         except ImageError as error:
-            line = json.dumps({"uri": ref.uri, "reason": error.reason, "detail": error.detail}) + "\n"
+            line = (
+                json.dumps(
+                    {"uri": ref.uri, "reason": error.reason, "detail": error.detail}
+                )
+                + "\n"
+            )
             with self._lock:
                 if ref.uri not in self._logged:
                     self._logged.add(ref.uri)
@@ -155,12 +198,19 @@ class OnlineFeatures(Features):
 
     @torch.no_grad()
     def finish(self, values: torch.Tensor) -> torch.Tensor:
-        """Run the tower on the images `values` [k, 3, h, w]. Return the features, bfloat16 [k, n, d]."""
-        return torch.cat([self._encoder.tokens(part) for part in torch.split(values, TOWER_BATCH)])
+        """Run the tower on the images `values` [k, 3, h, w]. Return the features,
+        bfloat16 [k, n, d].
+        """
+        return torch.cat(
+            [self._encoder.tokens(part) for part in torch.split(values, TOWER_BATCH)]
+        )
 
     def fetch(self, rows: NDArray[np.int64]) -> Loaded:
-        """Compute the features of the k `rows`. Only a few images are in memory at once."""
-        features, readable = [], []
+        """Compute the features of the k `rows`. Only a few images are in memory at
+        once.
+        """
+        features = []
+        readable = []
         for start in range(0, len(rows), TOWER_BATCH):
             values, are_readable = self.load(rows[start : start + TOWER_BATCH])
             features.append(self.finish(values).cpu())
@@ -172,34 +222,59 @@ class OnlineFeatures(Features):
 
 
 def unreadable_by_reason(run_dir: Path) -> dict[str, int]:
-    """Return the number of images that the workers of a training run could not read, also before it was resumed."""
-    values = [value for path in sorted(run_dir.glob(_UNREADABLE)) for _, value, _ in read_json_lines(path)]
-    reasons = {value["uri"]: value["reason"] for value in values if value}  # a killed worker may leave half a line
+    """Return the number of images that the workers of a training run could not
+    read, also before it was resumed.
+    """
+    values = [
+        value
+        for path in sorted(run_dir.glob(_UNREADABLE))
+        for _, value, _ in read_json_lines(path)
+    ]
+    # a killed worker may leave half a line
+    reasons = {value["uri"]: value["reason"] for value in values if value}
     return dict(sorted(Counter(reasons.values()).items()))
 
 
 def nothing_readable() -> EdjeError:
     """Return the error for a batch without any image that can be read."""
     return EdjeError(
-        "none of the images of a batch can be read any more; restore the image files, and train again to resume. The "
-        "files unreadable-*.jsonl in the run folder name the images"
+        "none of the images of a batch can be read any more; restore the image files,"
+        " and train again to resume. The files unreadable-*.jsonl in the run folder"
+        " name the images"
     )
 
 
-def photo_view(photo: Image.Image, data: bytes, view: int, size: tuple[int, int], seed: int) -> Image.Image:
-    """Return augmented view number `view` of `photo`, which was decoded from the file contents `data`."""
-    content = int(content_hash(data)[:32], 16)  # the views of a moved photo do not change
+def photo_view(
+    photo: Image.Image, data: bytes, view: int, size: tuple[int, int], seed: int
+) -> Image.Image:
+    """Return augmented view number `view` of `photo`, which was decoded from the
+    file contents `data`.
+    """
+    # the views of a moved photo do not change
+    content = int(content_hash(data)[:32], 16)
     return random_view(photo, size, stream(seed, VIEWS, content, view))
 
 
-def random_view(photo: Image.Image, size: tuple[int, int], rng: np.random.Generator) -> Image.Image:
-    """Return a random crop of `photo`, resized to `size` (height, width), mirrored with probability 1/2.
+def random_view(
+    photo: Image.Image, size: tuple[int, int], rng: np.random.Generator
+) -> Image.Image:
+    """Return a random crop of `photo`, resized to `size` (height, width), mirrored with
+    probability 1/2.
 
     As in Szegedy et al. (2015), the crop has 35 % to 100 % of the area of the photo.
     """
-    area, aspect = rng.uniform(*_AREA), np.exp(rng.uniform(*np.log(_ASPECT)))
+    area = rng.uniform(*_AREA)
+    aspect = np.exp(rng.uniform(*np.log(_ASPECT)))
     pixels = photo.width * photo.height * area
-    width, height = min(photo.width, (pixels * aspect) ** 0.5), min(photo.height, (pixels / aspect) ** 0.5)
-    left, top = rng.uniform(0, photo.width - width), rng.uniform(0, photo.height - height)
-    view = photo.resize(size[::-1], Image.Resampling.BICUBIC, box=(left, top, left + width, top + height))
-    return view.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if rng.random() < 0.5 else view
+    width = min(photo.width, (pixels * aspect) ** 0.5)
+    height = min(photo.height, (pixels / aspect) ** 0.5)
+    left = rng.uniform(0, photo.width - width)
+    top = rng.uniform(0, photo.height - height)
+    view = photo.resize(
+        size[::-1],
+        Image.Resampling.BICUBIC,
+        box=(left, top, left + width, top + height),
+    )
+    return (
+        view.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if rng.random() < 0.5 else view
+    )

@@ -1,10 +1,12 @@
-"""Fits the weights of the final score by maximum likelihood, to captions and images that were not trained on.
+"""Fits the weights of the final score by maximum likelihood, to captions and images
+that were not trained on.
 
-The fit maximises the softmax probability of the relevant candidates of each query. Candidate and query are relevant to
-each other if one is a caption of the other. Maximising recall directly overfits a small dev set (docs/lab/score.md).
+The fit maximises the softmax probability of the relevant candidates of each query.
+Candidate and query are relevant to each other if one is a caption of the other.
+Maximising recall directly overfits a small dev set (docs/lab/score.md).
 
-The hubness correction depends on the embedding similarity and on the pooled similarity. Therefore the weights of these
-three parts are fitted together.
+The hubness correction depends on the embedding similarity and on the pooled similarity.
+Therefore the weights of these three parts are fitted together.
 """
 
 from __future__ import annotations
@@ -21,16 +23,27 @@ from scipy.optimize import minimize
 
 from edje_index.scoring.final_score import FinalScore
 from edje_index.scoring.parts import hubness
-from edje_index.scoring.weights import EMBEDDING, HUBNESS, LOGIT, POOLED, HubnessSimilarity, ScoreWeights
+from edje_index.scoring.weights import (
+    EMBEDDING,
+    HUBNESS,
+    LOGIT,
+    POOLED,
+    HubnessSimilarity,
+    ScoreWeights,
+)
 
 Scores = NDArray[np.floating[Any]]
 Columns = Mapping[str, torch.Tensor]
 
-_REGULARISATION = 0.01  # penalty on the squared factors of columns with standard deviation 1
-_LEAST_LOGIT = 1e-3  # smallest factor of the logit, as a share of the largest factor
+# penalty on the squared factors of columns with standard deviation 1
+_REGULARISATION = 0.01
+# smallest factor of the logit, as a share of the largest factor
+_LEAST_LOGIT = 1e-3
 _STEPS = 100
-_LOG_RANGE = math.log(100)  # how far the logarithm of a weight may move in the fit with the hubness correction
-_LEAST_GAIN = 1e-6  # smallest decrease of the mean loss for which the hubness correction is used
+# how far the logarithm of a weight may move in the fit with the hubness correction
+_LOG_RANGE = math.log(100)
+# smallest decrease of the mean loss for which the hubness correction is used
+_LEAST_GAIN = 1e-6
 _FOLDS = 5
 
 
@@ -40,9 +53,12 @@ class HubnessProducts:
 
     Attributes:
         embedding: inner products of the embeddings, float [n, b].
-        pooled: inner products of the pooled vectors, float [n, b] or a shape that broadcasts to [n, b].
-        candidates: the candidate of each pool entry, as an index from 0 to n - 1, int64 [q, p].
-        floor: maps a `HubnessSimilarity` to the lower limit of the hubness. Fitting ignores this limit.
+        pooled: inner products of the pooled vectors, float [n, b] or a shape that
+            broadcasts to [n, b].
+        candidates: the candidate of each pool entry, as an index from 0 to n - 1, int64
+            [q, p].
+        floor: maps a `HubnessSimilarity` to the lower limit of the hubness. Fitting
+            ignores this limit.
     """
 
     embedding: torch.Tensor
@@ -53,7 +69,11 @@ class HubnessProducts:
     def correction(self, similarity: HubnessSimilarity) -> Scores:
         """Compute the hubness correction of each pool entry, float32 [q, p]."""
         values = hubness(self.embedding, self.pooled, **asdict(similarity))
-        correction: Scores = -values.clamp(min=self.floor(similarity)).float().numpy(force=True)[self.candidates]
+        correction: Scores = (
+            -values.clamp(min=self.floor(similarity))
+            .float()
+            .numpy(force=True)[self.candidates]
+        )
         return correction
 
 
@@ -62,9 +82,11 @@ class DevPools:
     """The pools of q queries with p candidates each, in one direction.
 
     Attributes:
-        parts: value of each part of the final score except the hubness correction, float32 [q, p] by name.
+        parts: value of each part of the final score except the hubness correction,
+            float32 [q, p] by name.
         right: which candidates are relevant to each query, bool [q, p].
-        images: number of the image of each query, int64 [q]. Cross-validation keeps queries of one image together.
+        images: number of the image of each query, int64 [q]. Cross-validation keeps
+            queries of one image together.
         hubness: inner products for the hubness correction; None without a hubness bank.
     """
 
@@ -74,14 +96,20 @@ class DevPools:
     hubness: HubnessProducts | None = None
 
     def select(self, queries: NDArray[np.bool_]) -> Self:
-        """Return only the pools of the queries selected by the mask `queries`, bool [q]."""
+        """Return only the pools of the queries selected by the mask `queries`, bool
+        [q].
+        """
         bank = self.hubness
         return replace(
             self,
             parts={part: values[queries] for part, values in self.parts.items()},
             right=self.right[queries],
             images=self.images[queries],
-            hubness=None if bank is None else replace(bank, candidates=bank.candidates[queries]),
+            hubness=(
+                None
+                if bank is None
+                else replace(bank, candidates=bank.candidates[queries])
+            ),
         )
 
     def scores(self, weights: ScoreWeights) -> Scores:
@@ -108,7 +136,8 @@ class WeightChoice:
 
     Attributes:
         recall: R@1 with `weights`, on the queries that were used for the fit.
-        held_out_recall: R@1 by 5-fold cross-validation over images; None if all queries have the same image.
+        held_out_recall: R@1 by 5-fold cross-validation over images; None if all queries
+            have the same image.
     """
 
     weights: ScoreWeights
@@ -121,22 +150,33 @@ class WeightChoice:
     logit_range: tuple[float, float]
 
 
-def choose_weights(pools: DevPools, on_fit: Callable[[], None] = lambda: None) -> WeightChoice:
-    """Fit the weights of one direction to `pools`, and measure R@1. `on_fit` is called before each fit."""
+def choose_weights(
+    pools: DevPools, on_fit: Callable[[], None] = lambda: None
+) -> WeightChoice:
+    """Fit the weights of one direction to `pools`, and measure R@1. `on_fit` is
+    called before each fit.
+    """
     on_fit()
     weights = fit_weights(pools)
-    weights = replace(weights, calibration=fit_calibration(pools.scores(weights), pools.right))
+    weights = replace(
+        weights, calibration=fit_calibration(pools.scores(weights), pools.right)
+    )
     images, image_index = np.unique(pools.images, return_inverse=True)
-    folds, held_out = image_index % _FOLDS, []
+    folds = image_index % _FOLDS
+    held_out = []
     for fold in np.unique(folds) if len(images) > 1 else ():
         on_fit()
-        held_out.append(pools.select(folds == fold).hits(fit_weights(pools.select(folds != fold))))
+        held_out.append(
+            pools.select(folds == fold).hits(fit_weights(pools.select(folds != fold)))
+        )
     return WeightChoice(
         weights=weights,
         recall=float(pools.hits(weights).mean()),
         held_out_recall=float(np.concatenate(held_out).mean()) if held_out else None,
         logit_recall=float(pools.hits(ScoreWeights()).mean()),
-        embedding_recall=float(pools.hits(ScoreWeights(logit=0.0, embedding=1.0)).mean()),
+        embedding_recall=float(
+            pools.hits(ScoreWeights(logit=0.0, embedding=1.0)).mean()
+        ),
         queries=len(pools.right),
         pool=pools.right.shape[1],
         logit_range=(float(pools.parts[LOGIT].min()), float(pools.parts[LOGIT].max())),
@@ -146,60 +186,99 @@ def choose_weights(pools: DevPools, on_fit: Callable[[], None] = lambda: None) -
 def fit_weights(pools: DevPools) -> ScoreWeights:
     """Return the maximum-likelihood weights.
 
-    The weight of the logit is 1. Weights are never negative. Queries without a relevant candidate are ignored.
+    The weight of the logit is 1. Weights are never negative. Queries without a relevant
+    candidate are ignored.
     """
-    # The weights are fitted without the hubness correction first and then with it. A weight that is 0 after the first
-    # fit stays 0. The hubness correction has weight 0 if it does not increase the likelihood.
+    # The weights are fitted without the hubness correction first and then with it. A
+    # weight that is 0 after the first fit stays 0. The hubness correction has weight 0
+    # if it does not increase the likelihood.
     answered: NDArray[np.bool_] = np.any(pools.right, axis=1)
     if not answered.any():
         return ScoreWeights()
     pools = pools.select(answered)
-    columns = {part: torch.from_numpy(values.astype(np.float64)) for part, values in pools.parts.items()}
+    columns = {
+        part: torch.from_numpy(values.astype(np.float64))
+        for part, values in pools.parts.items()
+    }
     right = torch.from_numpy(pools.right)
     weights = dict.fromkeys(columns, 0.0) | {LOGIT: 1.0}
     if len(columns) > 1 and pools.right.shape[1] > 1:
-        scales = {part: values.std(correction=0).clamp(min=1e-9) for part, values in columns.items()}
-        factors = _likeliest_factors({part: values / scales[part] for part, values in columns.items()}, right)
+        scales = {
+            part: values.std(correction=0).clamp(min=1e-9)
+            for part, values in columns.items()
+        }
+        factors = _likeliest_factors(
+            {part: values / scales[part] for part, values in columns.items()}, right
+        )
         factors = {part: factors[part] / scales[part] for part in columns}
-        # If the factor of the logit is close to 0, the weights of the other parts are limited to 1 / _LEAST_LOGIT.
-        unit = factors[LOGIT].clamp(min=float(max(factors.values())) * _LEAST_LOGIT).clamp(min=1e-9)
-        weights = {part: float(factor / unit) for part, factor in factors.items()} | {LOGIT: 1.0}
+        # If the factor of the logit is close to 0, the weights of the other parts are
+        # limited to 1 / _LEAST_LOGIT.
+        unit = (
+            factors[LOGIT]
+            .clamp(min=float(max(factors.values())) * _LEAST_LOGIT)
+            .clamp(min=1e-9)
+        )
+        weights = {part: float(factor / unit) for part, factor in factors.items()} | {
+            LOGIT: 1.0
+        }
     start = _weights(weights, temperature=1.0)
-    return start if pools.hubness is None else _fit_hubness(columns, right, pools.hubness, start)
+    return (
+        start
+        if pools.hubness is None
+        else _fit_hubness(columns, right, pools.hubness, start)
+    )
 
 
-def fit_calibration(scores: Scores, right: NDArray[np.bool_]) -> tuple[float, float] | None:
-    """Fit the probability that a candidate is relevant as a logistic function of its final score.
+def fit_calibration(
+    scores: Scores, right: NDArray[np.bool_]
+) -> tuple[float, float] | None:
+    """Fit the probability that a candidate is relevant as a logistic function of its
+    final score.
 
-    Relevant and other candidates have the same total weight, so that the size of the pools has no effect. `right` says
-    which of the `scores` are of relevant candidates. Return (slope, offset) of the logit of the probability; None if
-    the scores of relevant candidates are not higher.
+    Relevant and other candidates have the same total weight, so that the size of the
+    pools has no effect. `right` says which of the `scores` are of relevant candidates.
+    Return (slope, offset) of the logit of the probability; None if the scores of
+    relevant candidates are not higher.
     """
     if right.all() or not right.any():
         return None
-    mean, deviation = float(scores.mean(dtype=np.float64)), float(scores.std(dtype=np.float64)) or 1.0
-    values, weights = (scores - mean) / deviation, np.where(right, 0.5 / right.mean(), 0.5 / (1 - right.mean()))
+    mean = float(scores.mean(dtype=np.float64))
+    deviation = float(scores.std(dtype=np.float64)) or 1.0
+    values = (scores - mean) / deviation
+    weights = np.where(right, 0.5 / right.mean(), 0.5 / (1 - right.mean()))
 
     def loss(line: NDArray[np.float64]) -> float:
         logits = line[0] * values + line[1]
         losses = np.logaddexp(0, logits) - right * logits
-        return float(np.mean(weights * losses) + _REGULARISATION / right.size * np.square(line).sum())
+        return float(
+            np.mean(weights * losses)
+            + _REGULARISATION / right.size * np.square(line).sum()
+        )
 
     slope, offset = minimize(loss, np.zeros(2)).x.tolist()
     return (slope / deviation, offset - slope * mean / deviation) if slope > 0 else None
 
 
 def _weights(weights: Mapping[str, Any], temperature: float) -> ScoreWeights:
-    """Convert `weights` to `ScoreWeights`. The hubness correction uses the embedding and pooled weights."""
+    """Convert `weights` to `ScoreWeights`. The hubness correction uses the
+    embedding and pooled weights.
+    """
     by_part = {
-        part: float(weight.detach()) if isinstance(weight, torch.Tensor) else weight for part, weight in weights.items()
+        part: float(weight.detach()) if isinstance(weight, torch.Tensor) else weight
+        for part, weight in weights.items()
     }
-    similarity = HubnessSimilarity(by_part.get(EMBEDDING, 0.0), by_part.get(POOLED, 0.0), temperature)
+    similarity = HubnessSimilarity(
+        by_part.get(EMBEDDING, 0.0), by_part.get(POOLED, 0.0), temperature
+    )
     return ScoreWeights.of_parts(by_part, similarity)
 
 
-def _likeliest_factors(columns: Columns, right: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the factor of each column that minimises the loss. Negative factors become 0."""
+def _likeliest_factors(
+    columns: Columns, right: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """Return the factor of each column that minimises the loss. Negative factors
+    become 0.
+    """
     factors = {part: torch.zeros((), dtype=torch.float64) for part in columns}
     kept = dict(columns)
     while kept:
@@ -211,14 +290,20 @@ def _likeliest_factors(columns: Columns, right: torch.Tensor) -> dict[str, torch
 
 
 def _minimise(columns: Columns, right: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the factors that minimise the loss with weak regularisation. Factors may be negative."""
+    """Return the factors that minimise the loss with weak regularisation. Factors
+    may be negative.
+    """
     # If each query has one relevant candidate, the problem is convex.
     factors = torch.ones(len(columns), dtype=torch.float64, requires_grad=True)
-    optimizer = torch.optim.LBFGS([factors], max_iter=200, line_search_fn="strong_wolfe")
+    optimizer = torch.optim.LBFGS(
+        [factors], max_iter=200, line_search_fn="strong_wolfe"
+    )
 
     def loss() -> torch.Tensor:
         optimizer.zero_grad()
-        total = _mean_loss(FinalScore(dict(zip(columns, factors, strict=True))).sum(columns), right)
+        total = _mean_loss(
+            FinalScore(dict(zip(columns, factors, strict=True))).sum(columns), right
+        )
         total = total + _REGULARISATION / len(right) * factors.square().sum()
         total.backward()  # type: ignore[no-untyped-call]
         return total
@@ -227,23 +312,39 @@ def _minimise(columns: Columns, right: torch.Tensor) -> dict[str, torch.Tensor]:
     return dict(zip(columns, factors.detach(), strict=True))
 
 
-def _fit_hubness(columns: Columns, right: torch.Tensor, products: HubnessProducts, start: ScoreWeights) -> ScoreWeights:
+def _fit_hubness(
+    columns: Columns,
+    right: torch.Tensor,
+    products: HubnessProducts,
+    start: ScoreWeights,
+) -> ScoreWeights:
     """Fit the hubness correction together with the weights in `start` that are not 0.
 
     Return `start` if no weights have a lower loss.
     """
-    fixed = {part: weight for part, weight in start.by_part().items() if part in columns}
+    fixed = {
+        part: weight for part, weight in start.by_part().items() if part in columns
+    }
     free = [part for part, weight in fixed.items() if part != LOGIT and weight > 0]
-    embedding, pooled = products.embedding.double(), products.pooled.double()
+    embedding = products.embedding.double()
+    pooled = products.pooled.double()
     scores = FinalScore.of(start).sum(columns)
     deviation = scores.std().clamp(min=1e-9)
-    factor = (_likeliest_factors({LOGIT: scores / deviation}, right)[LOGIT] / deviation).clamp(min=1e-9)
-    # Factor of the whole score, weight of the hubness correction, temperature of the hubness correction. Each fitted
-    # value is its initial value times a factor between 1/100 and 100. At `moves` 0 the factor is 1.
-    initial = torch.stack([factor, torch.ones_like(factor), scores.std(dim=1).mean().clamp(min=1e-9) / 3])
+    factor = (
+        _likeliest_factors({LOGIT: scores / deviation}, right)[LOGIT] / deviation
+    ).clamp(min=1e-9)
+    # Factor of the whole score, weight of the hubness correction, temperature of the
+    # hubness correction. Each fitted value is its initial value times a factor between
+    # 1/100 and 100. At `moves` 0 the factor is 1.
+    initial = torch.stack(
+        [factor, torch.ones_like(factor), scores.std(dim=1).mean().clamp(min=1e-9) / 3]
+    )
     moves = torch.zeros(3 + len(free), dtype=torch.float64, requires_grad=True)
-    optimizer = torch.optim.LBFGS([moves], max_iter=_STEPS, line_search_fn="strong_wolfe")
-    best, limit = start, float(_mean_loss(factor * scores, right)) - _LEAST_GAIN
+    optimizer = torch.optim.LBFGS(
+        [moves], max_iter=_STEPS, line_search_fn="strong_wolfe"
+    )
+    best = start
+    limit = float(_mean_loss(factor * scores, right)) - _LEAST_GAIN
 
     def loss() -> torch.Tensor:
         nonlocal best, limit
@@ -260,11 +361,17 @@ def _fit_hubness(columns: Columns, right: torch.Tensor, products: HubnessProduct
             pooled=weights.get(POOLED, 0.0),
             temperature=temperature,
         )
-        final = FinalScore(weights).sum({**columns, HUBNESS: -values[products.candidates]})
+        final = FinalScore(weights).sum(
+            {**columns, HUBNESS: -values[products.candidates]}
+        )
         mean_loss = _mean_loss(factor * final, right)
         if mean_loss < limit:
-            limit, best = float(mean_loss.detach()), _weights(weights, float(temperature.detach()))
-        squares = [(factor * weights[part] * column.std()).square() for part, column in columns.items()]
+            limit = float(mean_loss.detach())
+            best = _weights(weights, float(temperature.detach()))
+        squares = [
+            (factor * weights[part] * column.std()).square()
+            for part, column in columns.items()
+        ]
         total = mean_loss + _REGULARISATION / len(right) * torch.stack(squares).sum()
         total.backward()  # type: ignore[no-untyped-call]
         return total
@@ -274,5 +381,9 @@ def _fit_hubness(columns: Columns, right: torch.Tensor, products: HubnessProduct
 
 
 def _mean_loss(scores: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Return the mean of -log P, where P is the softmax probability of all relevant candidates."""
-    return (scores.logsumexp(dim=1) - scores.masked_fill(~right, -math.inf).logsumexp(dim=1)).mean()
+    """Return the mean of -log P, where P is the softmax probability of all relevant
+    candidates.
+    """
+    return (
+        scores.logsumexp(dim=1) - scores.masked_fill(~right, -math.inf).logsumexp(dim=1)
+    ).mean()

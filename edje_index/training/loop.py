@@ -1,4 +1,6 @@
-"""The training loop of one worker: opens the files of the run, and runs the optimiser steps of both phases."""
+"""The training loop of one worker: opens the files of the run, and runs the
+optimiser steps of both phases.
+"""
 
 from __future__ import annotations
 
@@ -49,13 +51,17 @@ from storage_formats.errors import EdjeError, UsageError
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.ordered_results import ordered_map
 
-CAPTIONS, ALIGNMENT, JOINT = "captions", "alignment", "joint"
+CAPTIONS = "captions"
+ALIGNMENT = "alignment"
+JOINT = "joint"
 BETAS = (0.9, 0.999)
 MAX_BAD_STEPS = 10
 """Number of steps without a finite gradient in a row after which training fails."""
 Record = dict[str, Any]
-_ALIGNMENT_WARMUP = 0.1  # warm-up steps as a fraction of the alignment steps
-_AHEAD = 2  # batches that are made ahead
+# warm-up steps as a fraction of the alignment steps
+_ALIGNMENT_WARMUP = 0.1
+# batches that are made ahead
+_AHEAD = 2
 _MAX_DECODE_THREADS = 16
 
 
@@ -65,27 +71,32 @@ class TrainingStopped(EdjeError):
 
 @dataclass(frozen=True)
 class TrainTask:
-    """Everything that a train worker needs. Other processes can receive a task, because it contains only plain values.
+    """Everything that a train worker needs. Other processes can receive a task, because
+    it contains only plain values.
 
     Attributes:
         run: fingerprint of the settings, data and initial weights of the training run.
-        features: index of the features that the adapter is trained on. For online features, only its embeddings are
-            read.
+        features: index of the features that the adapter is trained on. For online
+            features, only its embeddings are read.
         data: folder of the `TrainingData`, see `captions.prepare_captions`.
         mining: index of the embeddings of the mining model.
-        miner: path of the bundle of the mining model; None if the frozen towers mine hard negatives.
+        miner: path of the bundle of the mining model; None if the frozen towers mine
+            hard negatives.
         steps: number of optimiser steps of the joint phase.
         new_adapter: True if the adapter in `start` has random weights.
-        inputs: file of an `edje_index.images.input_lists.InputTable` with the image of each row, for online features;
-            None for stored features.
-        views: index of the stored features of augmented views, and the row of each view of each training image, int64
-            [n, views], -1 for a missing view; None without stored views.
+        inputs: file of an `edje_index.images.input_lists.InputTable` with the image of
+            each row, for online features; None for stored features.
+        views: index of the stored features of augmented views, and the row of each view
+            of each training image, int64 [n, views], -1 for a missing view; None
+            without stored views.
         teacher: path of the bundle of the teacher; None without distillation.
-        teacher_tokens: index of the teacher's tokens, and the row of each training image, int64 [n]. None if the
-            teacher's adapter reads the features of the batch.
-        continued: run folder, fingerprint and last step of the training run whose optimiser state and epochs go on;
-            None for a new optimiser.
-        dev: dev captions, and the folder of their `TrainingData`; None without dev captions.
+        teacher_tokens: index of the teacher's tokens, and the row of each training
+            image, int64 [n]. None if the teacher's adapter reads the features of the
+            batch.
+        continued: run folder, fingerprint and last step of the training run whose
+            optimiser state and epochs go on; None for a new optimiser.
+        dev: dev captions, and the folder of their `TrainingData`; None without dev
+            captions.
     """
 
     config: TrainSettings
@@ -105,8 +116,12 @@ class TrainTask:
     dev: tuple[CaptionSet, Path] | None = None
 
 
-def open_start(task: TrainTask, group: WorkerGroup) -> tuple[ModelBundle, BatchSource, torch.device]:
-    """Return the bundle with the initial weights, what makes the batches, and the device to train on."""
+def open_start(
+    task: TrainTask, group: WorkerGroup
+) -> tuple[ModelBundle, BatchSource, torch.device]:
+    """Return the bundle with the initial weights, what makes the batches, and the
+    device to train on.
+    """
     config = task.config
     device = resolve_device(config.run.device)
     start = ModelBundle.load(task.start, verify=False)
@@ -123,19 +138,26 @@ def open_start(task: TrainTask, group: WorkerGroup) -> tuple[ModelBundle, BatchS
         vision = start.vision.to(device)
         frozen = build_adapter(adapter.features(vision.num_patches)).to(device)
         dtype = resolve_dtype(config.loop.dtype, device)
-        encoder = ImageEncoder(start.info, vision, frozen, Preprocessor(start.clip_config), dtype)
-        threads = config.run.threads or max(1, usable_cpus() // group.on_machine)  # workers share their machine
+        encoder = ImageEncoder(
+            start.info, vision, frozen, Preprocessor(start.clip_config), dtype
+        )
+        # workers share their machine
+        threads = config.run.threads or max(1, usable_cpus() // group.on_machine)
         pool = ThreadPoolExecutor(min(threads, _MAX_DECODE_THREADS), "edje-decode")
         images = InputTable(task.inputs), encoder, config.run.folder, group.rank, pool
         features = OnlineFeatures(task.features, *images)
         if count := config.augmentation.views:
-            cropped = OnlineFeatures(task.features, *images, views=count, seed=config.loop.seed)
+            cropped = OnlineFeatures(
+                task.features, *images, views=count, seed=config.loop.seed
+            )
             views = cropped, data.rows[:, None] * count + np.arange(count)
     source = BatchSource(
         data=data,
         features=features,
         tokenizer=start.joint.tokenizer,
-        image_tokens=min(config.augmentation.step_tokens or adapter.num_tokens, adapter.num_tokens),
+        image_tokens=min(
+            config.augmentation.step_tokens or adapter.num_tokens, adapter.num_tokens
+        ),
         config=config,
         rank=group.rank,
         world_size=group.size,
@@ -150,14 +172,17 @@ def run_worker(
     should_stop: Callable[[], bool],
     on_record: Callable[[Record], None] = lambda _: None,
 ) -> None:
-    """Run `task` on this worker. If there is a checkpoint, training continues from the last checkpoint.
+    """Run `task` on this worker. If there is a checkpoint, training continues from the
+    last checkpoint.
 
     Args:
         group: rank of this worker, and number of workers.
-        should_stop: called after every step. If the result is True, the run saves a checkpoint and stops.
+        should_stop: called after every step. If the result is True, the run saves a
+            checkpoint and stops.
         on_record: called with every log record, only on worker 0.
     """
-    config, run_dir = task.config, task.config.run.folder
+    run_dir = task.config.run.folder
+    config = task.config
     if config.run.threads is not None or group.size > 1:
         torch.set_num_threads(config.run.threads or 1)
     device = resolve_device(config.run.device)
@@ -172,36 +197,63 @@ def run_worker(
     if task.dev is not None:
         prepared.append((task.dev[1], None, task.features))
     for folder, miner, mining in prepared:
-        if not prepare_captions(folder, task.start, miner, mining, device, group, should_stop, report_shard):
-            raise TrainingStopped("the training run stopped while preparing captions; finished shards are kept")
+        if not prepare_captions(
+            folder, task.start, miner, mining, device, group, should_stop, report_shard
+        ):
+            raise TrainingStopped(
+                "the training run stopped while preparing captions; finished shards are"
+                " kept"
+            )
     start, source, device = open_start(task, group)
     teacher = None
     if task.teacher is not None:
-        bundle, tokens = ModelBundle.load(task.teacher, verify=False), None
+        bundle = ModelBundle.load(task.teacher, verify=False)
+        tokens = None
         if task.teacher_tokens is not None:
             tokens = StoredFeatures(task.teacher_tokens[0]), task.teacher_tokens[1]
-        teacher = Teacher(bundle.joint, None if tokens else trained_part(bundle.adapter), device)
+        teacher = Teacher(
+            bundle.joint, None if tokens else trained_part(bundle.adapter), device
+        )
         source = replace(source, teacher_tokens=bundle.block_shape[0], teacher=tokens)
     make_trainable(start, config.architecture, device)
     state = Checkpoints(run_dir, task.run).latest()
-    group.any(False)  # no worker writes a checkpoint while another worker still reads one
+    # no worker writes a checkpoint while another worker still reads one
+    group.any(False)
 
     def evaluate() -> dict[str, float]:
-        """Measure R@1 on the dev captions, with the logit alone as in the published code."""
+        """Measure R@1 on the dev captions, with the logit alone as in the published
+        code.
+        """
         assert task.dev is not None
         start.adapter.eval()
         start.joint.eval()
-        recalls = dev_recalls(start, DevSet.open(*task.dev, source.features), source.features, config.fitting)
+        recalls = dev_recalls(
+            start,
+            DevSet.open(*task.dev, source.features),
+            source.features,
+            config.fitting,
+        )
         return {**recalls, RECALL: sum(recalls.values()) / len(recalls)}
 
-    skipped, common = (0, 0), (task, group, device, source, should_stop, on_record)
-    with torch.random.fork_rng([torch.cuda.current_device()] if device.type == "cuda" else []):
+    skipped = (0, 0)
+    common = (task, group, device, source, should_stop, on_record)
+    with torch.random.fork_rng(
+        [torch.cuda.current_device()] if device.type == "cuda" else []
+    ):
         if config.alignment.steps and (state is None or state.stage == 0):
-            settings, adapter = config.alignment, start.adapter
+            settings = config.alignment
+            adapter = start.adapter
             if task.new_adapter and isinstance(adapter, CompressionAdapter):
-                init_from_features(adapter, source.features, source.data, config.loop.seed)
+                init_from_features(
+                    adapter, source.features, source.data, config.loop.seed
+                )
             warmup = int(settings.steps * _ALIGNMENT_WARMUP)
-            changes = {"lr": settings.lr, "decay": "cosine", "warmup_steps": warmup, "adapter_lr_factor": 1.0}
+            changes = {
+                "lr": settings.lr,
+                "decay": "cosine",
+                "warmup_steps": warmup,
+                "adapter_lr_factor": 1.0,
+            }
             skipped = _run_phase(
                 *common,
                 state,
@@ -216,7 +268,8 @@ def run_worker(
                 optimization=config.optimizer.model_copy(update=changes),
                 epoch=1,
             )
-        if not config.optimizer.adapter_lr_factor:  # unused gradients would cost time and count in the norm
+        # unused gradients would cost time and count in the norm
+        if not config.optimizer.adapter_lr_factor:
             start.adapter.requires_grad_(False)
         epoch = steps_per_epoch(config.loop, len(source.data.caption_keys))
         every = config.run.evaluate_every
@@ -231,7 +284,12 @@ def run_worker(
             name=JOINT,
             stage=1 if config.alignment.steps else 0,
             module=JointObjective(
-                start.adapter, start.joint, config.objective, config.augmentation, teacher, group.gather
+                start.adapter,
+                start.joint,
+                config.objective,
+                config.augmentation,
+                teacher,
+                group.gather,
             ),
             make_batch=source.joint,
             steps=task.steps,
@@ -241,7 +299,13 @@ def run_worker(
             epoch=epoch,
             previous=previous,
             evaluate=evaluate,
-            evaluate_every=0 if task.dev is None else max(1, round(epoch)) if every is None else every,
+            evaluate_every=(
+                0
+                if task.dev is None
+                else max(1, round(epoch))
+                if every is None
+                else every
+            ),
         )
 
 
@@ -268,20 +332,28 @@ def _run_phase(
     evaluate: Callable[[], dict[str, float]] = dict,
     evaluate_every: int = 0,
 ) -> tuple[int, int]:
-    """Run the steps of the phase `name` that follow `state`, the last checkpoint. Return `skipped` after the phase.
+    """Run the steps of the phase `name` that follow `state`, the last checkpoint.
+    Return `skipped` after the phase.
 
     Args:
-        skipped: number of steps without a finite gradient before this phase, see `TrainState`.
+        skipped: number of steps without a finite gradient before this phase, see
+            `TrainState`.
         stage: number of the phase, counted from 0.
         module: module to train. Its ``forward`` maps a batch to losses by name.
-        make_batch: makes a batch from the batch number, which counts from 0 in each phase.
+        make_batch: makes a batch from the batch number, which counts from 0 in each
+            phase.
         accumulate: number of batches per optimiser step.
         images: number of images per optimiser step, over all workers.
         epoch: number of optimiser steps per epoch, may be fractional.
-        previous: last checkpoint of the training run that this phase continues; None for a new optimiser.
-        evaluate: returns recalls by name; called every `evaluate_every` steps, or never if that is 0.
+        previous: last checkpoint of the training run that this phase continues; None
+            for a new optimiser.
+        evaluate: returns recalls by name; called every `evaluate_every` steps, or never
+            if that is 0.
     """
-    run, loop, run_dir, first = task.config.run, task.config.loop, task.config.run.folder, 0
+    first = 0
+    run_dir = task.config.run.folder
+    loop = task.config.loop
+    run = task.config.run
     resumed = state if state is not None and state.stage == stage else None
     if resumed is not None:
         module.load_state_dict(resumed.weights)
@@ -299,13 +371,16 @@ def _run_phase(
             optimizer.load_state_dict(resumed.optimizer)
         except ValueError as error:
             raise ModelError(
-                f"the optimiser state in the checkpoint of step {first} does not fit the parameters ({error}); "
-                "resume with the version of edje-index that wrote the checkpoint, or use another run folder"
+                f"the optimiser state in the checkpoint of step {first} does not fit"
+                f" the parameters ({error}); resume with the version of edje-index that"
+                " wrote the checkpoint, or use another run folder"
             ) from error
         skipped = resumed.skipped
     distributed: Any = module
     if group.size > 1:
-        distributed = DistributedDataParallel(module, device_ids=[device] if device.type == "cuda" else None)
+        distributed = DistributedDataParallel(
+            module, device_ids=[device] if device.type == "cuda" else None
+        )
     log = TrainLog(run_dir, stage, first) if group.rank == 0 else None
 
     def write(record: Record) -> None:
@@ -313,10 +388,18 @@ def _run_phase(
             log.write(record)
             on_record(record)
 
-    sums: dict[str, torch.Tensor] = {}  # of the losses since the last log record
-    started, waited, since = time.monotonic(), 0.0, first
-    batches = ordered_map(make_batch, range(first * accumulate, steps * accumulate), 1, 1 + _AHEAD)
-    with contextlib.closing(batches), contextlib.nullcontext() if log is None else contextlib.closing(log):
+    # of the losses since the last log record
+    sums: dict[str, torch.Tensor] = {}
+    started = time.monotonic()
+    waited = 0.0
+    since = first
+    batches = ordered_map(
+        make_batch, range(first * accumulate, steps * accumulate), 1, 1 + _AHEAD
+    )
+    with (
+        contextlib.closing(batches),
+        contextlib.nullcontext() if log is None else contextlib.closing(log),
+    ):
         for step in range(first, steps):
             rate = learning_rate(step, steps, epoch, optimization, epochs_before)
             for parameters in optimizer.param_groups:
@@ -326,9 +409,16 @@ def _run_phase(
                 batch = to_device(next(batches), device)
                 waited += time.monotonic() - waiting_since
                 batch = source.with_features(batch)
-                # Seeds dropout, so that a resumed training run draws the same random numbers.
+                # Seeds dropout, so that a resumed training run draws the same random
+                # numbers.
                 number = step * accumulate + part
-                torch.manual_seed(int(stream(loop.seed, DROPOUT, stage, number, group.rank).integers(2**63)))
+                torch.manual_seed(
+                    int(
+                        stream(loop.seed, DROPOUT, stage, number, group.rank).integers(
+                            2**63
+                        )
+                    )
+                )
                 # The workers exchange gradients after the last part.
                 alone = group.size > 1 and part < accumulate - 1
                 with distributed.no_sync() if alone else contextlib.nullcontext():
@@ -336,9 +426,17 @@ def _run_phase(
                         losses = distributed(batch)
                     (losses[TOTAL] / accumulate).backward()
                 for loss, value in losses.items():
-                    sums[loss] = sums.get(loss, torch.zeros_like(value)) + (value / accumulate).detach()
-            trained = [parameter for parameter in module.parameters() if parameter.grad is not None]
-            norm = nn.utils.get_total_norm([parameter.grad for parameter in trained])  # type: ignore[misc]
+                    sums[loss] = (
+                        sums.get(loss, torch.zeros_like(value))
+                        + (value / accumulate).detach()
+                    )
+            trained = [
+                parameter
+                for parameter in module.parameters()
+                if parameter.grad is not None
+            ]
+            gradients = [parameter.grad for parameter in trained]
+            norm = nn.utils.get_total_norm(gradients)  # type: ignore[arg-type]
             if optimization.clip_norm:
                 nn.utils.clip_grads_with_norm_(trained, optimization.clip_norm, norm)
             is_bad = group.any(not bool(torch.isfinite(norm)))
@@ -350,9 +448,10 @@ def _run_phase(
             done = step + 1
             if skipped[1] >= MAX_BAD_STEPS:
                 raise ModelError(
-                    f"{skipped[1]} steps in a row had no finite gradient, up to step {done} of the {name} phase; train "
-                    "again in a new run folder with a lower optimizer.lr, a higher optimizer.warmup_steps, or "
-                    "loop.dtype float32"
+                    f"{skipped[1]} steps in a row had no finite gradient, up to step"
+                    f" {done} of the {name} phase; train again in a new run folder with"
+                    " a lower optimizer.lr, a higher optimizer.warmup_steps, or"
+                    " loop.dtype float32"
                 )
             place = {"stage": stage, "phase": name, "step": done, "steps": steps}
             stop = group.any(should_stop())
@@ -361,9 +460,13 @@ def _run_phase(
                 if log is not None:
                     write({**place, "phase": DEV, **evaluate()})
                     module.train()
-                group.any(False)  # the other workers wait
-            if done % run.log_every == 0 or done in (first + 1, steps):  # first: the time left
-                means = group.mean({loss: total / (done - since) for loss, total in sums.items()})
+                # the other workers wait
+                group.any(False)
+            # first: the time left
+            if done % run.log_every == 0 or done in (first + 1, steps):
+                means = group.mean(
+                    {loss: total / (done - since) for loss, total in sums.items()}
+                )
                 seconds = time.monotonic() - started
                 write(
                     {
@@ -378,25 +481,47 @@ def _run_phase(
                         "unreadable": source.features.unreadable(),
                     }
                 )
-                sums, started, waited, since = {}, time.monotonic(), 0.0, done
+                sums = {}
+                started = time.monotonic()
+                waited = 0.0
+                since = done
             keeps = is_evaluated and run.keep_best > 0
             if stop or keeps or done % run.checkpoint_every == 0 or done == steps:
                 if group.rank == 0:
-                    weights = {key: tensor.detach().cpu() for key, tensor in module.state_dict().items()}
-                    kept = best_steps(read_log(run_dir), run.keep_best) if run.keep_best else set()
+                    weights = {
+                        key: tensor.detach().cpu()
+                        for key, tensor in module.state_dict().items()
+                    }
+                    kept = (
+                        best_steps(read_log(run_dir), run.keep_best)
+                        if run.keep_best
+                        else set()
+                    )
                     epochs = round(epochs_before + done / epoch, 6)
-                    saved = TrainState(task.run, stage, done, epochs, weights, optimizer.state_dict(), skipped)
+                    saved = TrainState(
+                        task.run,
+                        stage,
+                        done,
+                        epochs,
+                        weights,
+                        optimizer.state_dict(),
+                        skipped,
+                    )
                     Checkpoints(run_dir, task.run).save(saved, kept)
                 group.any(False)
             if stop and done < steps:
-                raise TrainingStopped(f"the training run stopped after step {done} of {steps} of the {name} phase")
+                raise TrainingStopped(
+                    f"the training run stopped after step {done} of {steps} of the"
+                    f" {name} phase"
+                )
     return skipped
 
 
 def make_optimizer(module: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
     """Return an AdamW optimiser for the trainable parameters of `module`.
 
-    Each parameter group has a ``factor``. The training loop multiplies the learning rate by this factor.
+    Each parameter group has a ``factor``. The training loop multiplies the learning
+    rate by this factor.
     """
     groups: dict[float, list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in module.named_parameters():
@@ -404,7 +529,10 @@ def make_optimizer(module: nn.Module, config: OptimizerConfig) -> torch.optim.Ad
             factor = config.adapter_lr_factor if name.startswith("adapter.") else 1.0
             groups.setdefault(factor, []).append((name, parameter))
     return torch.optim.AdamW(
-        [{"params": parameters, "factor": factor} for factor, parameters in groups.items()],
+        [
+            {"params": parameters, "factor": factor}
+            for factor, parameters in groups.items()
+        ],
         lr=config.warmup_lr,
         betas=BETAS,
         weight_decay=config.weight_decay,
@@ -413,11 +541,19 @@ def make_optimizer(module: nn.Module, config: OptimizerConfig) -> torch.optim.Ad
 
 
 def continue_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Copy the moments of every parameter that has the same name and shape in `state`, another optimiser's state."""
-    numbers = {name: number for group in state["param_groups"] for name, number in _numbered(group)}
+    """Copy the moments of every parameter that has the same name and shape in
+    `state`, another optimiser's state.
+    """
+    numbers = {
+        name: number
+        for group in state["param_groups"]
+        for name, number in _numbered(group)
+    }
     new = optimizer.state_dict()
     for own, group in zip(optimizer.param_groups, new["param_groups"], strict=True):
-        for (name, number), parameter in zip(_numbered(group), own["params"], strict=True):
+        for (name, number), parameter in zip(
+            _numbered(group), own["params"], strict=True
+        ):
             moments = state["state"].get(numbers.get(name))
             if moments is not None and moments["exp_avg"].shape == parameter.shape:
                 new["state"][number] = moments
@@ -436,31 +572,47 @@ def total_steps(config: LoopConfig, pairs: int) -> int:
         pairs: number of pairs per epoch.
     """
     if pairs < config.batch_size:
-        raise UsageError(f"{pairs} captions do not fill a batch of {config.batch_size}; lower loop.batch_size")
-    return config.steps or max(1, math.ceil((config.epochs or 0) * steps_per_epoch(config, pairs)))
+        raise UsageError(
+            f"{pairs} captions do not fill a batch of {config.batch_size}; lower"
+            " loop.batch_size"
+        )
+    return config.steps or max(
+        1, math.ceil((config.epochs or 0) * steps_per_epoch(config, pairs))
+    )
 
 
 def steps_per_epoch(config: LoopConfig, pairs: int) -> float:
-    """Return the number of optimiser steps per epoch of `pairs` pairs. The number may be fractional."""
+    """Return the number of optimiser steps per epoch of `pairs` pairs. The number
+    may be fractional.
+    """
     return (pairs // config.batch_size) / config.accumulate
 
 
 def learning_rate(
-    step: int, total_steps: int, steps_per_epoch: float, config: OptimizerConfig, epochs_before: int = 0
+    step: int,
+    total_steps: int,
+    steps_per_epoch: float,
+    config: OptimizerConfig,
+    epochs_before: int = 0,
 ) -> float:
     """Return the learning rate of optimiser step `step`, counted from 0.
 
-    During warm-up, the learning rate rises linearly from `config.warmup_lr` to `config.lr`. After warm-up,
-    `config.decay` selects the learning rate:
+    During warm-up, the learning rate rises linearly from `config.warmup_lr` to
+    `config.lr`. After warm-up, `config.decay` selects the learning rate:
 
-    - "epoch": ``max(config.min_lr, config.lr * config.decay_rate ** finished_epochs)``, where `epochs_before` epochs of
-      a run that this run continues count too.
+    - "epoch": ``max(config.min_lr, config.lr * config.decay_rate ** finished_epochs)``,
+      where `epochs_before` epochs of a run that this run continues count too.
     - "cosine": falls along a cosine to `config.min_lr` at the last step.
     """
     epoch = epochs_before + int(step // steps_per_epoch)
     # As in the published code, warm-up with decay ``epoch`` is in the first epoch only.
-    if step < config.warmup_steps and (epoch == 0 or (config.decay == "cosine" and not epochs_before)):
-        return config.warmup_lr + (config.lr - config.warmup_lr) * step / config.warmup_steps
+    if step < config.warmup_steps and (
+        epoch == 0 or (config.decay == "cosine" and not epochs_before)
+    ):
+        return (
+            config.warmup_lr
+            + (config.lr - config.warmup_lr) * step / config.warmup_steps
+        )
     floor = min(config.min_lr, config.lr)
     if config.decay == "epoch":
         return max(floor, config.lr * config.decay_rate**epoch)

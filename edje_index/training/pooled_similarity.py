@@ -1,7 +1,10 @@
-"""Fits the pooled similarity of a trained adapter in closed form, from the training images and captions.
+"""Fits the pooled similarity of a trained adapter in closed form, from the training
+images and captions.
 
-1. Canonical correlation analysis (Vinod, 1976) of patch features and captions finds a common space.
-2. Ridge regression predicts the vector of an image in this space from the tokens of the image.
+1. Canonical correlation analysis (Vinod, 1976) of patch features and captions finds a
+   common space.
+2. Ridge regression predicts the vector of an image in this space from the tokens of the
+   image.
 
 Step 1 uses patch features, because adapter tokens overfit their training captions.
 """
@@ -20,11 +23,15 @@ from edje_index.training.batches import BatchSource
 from edje_index.training.features import Features
 from edje_index.training.random_streams import POOLING, stream
 
-FIT_IMAGES = 10_000  # bounds memory: 50,000 captions as bags of 4,000 words take 3 GB
-MIN_CAPTIONS = 10  # a word is used if at least this many captions contain it
+# bounds memory: 50,000 captions as bags of 4,000 words take 3 GB
+FIT_IMAGES = 10_000
+# a word is used if at least this many captions contain it
+MIN_CAPTIONS = 10
 MAX_WORDS = 4_000
-_WORDS_SHARE = 3.0  # norm of a caption's bag of words; the norm of the caption's hidden state is about 1
-_IMAGE_BATCH, _CAPTION_BATCH = 64, 256
+# norm of a caption's bag of words; the norm of the caption's hidden state is about 1
+_WORDS_SHARE = 3.0
+_IMAGE_BATCH = 64
+_CAPTION_BATCH = 256
 # Chosen on the dev captions of Flickr8k. A ridge is a fraction of the mean variance.
 PATCH_RIDGE = 0.1
 CAPTION_RIDGE = 0.1
@@ -40,36 +47,54 @@ def fit_pooled_similarity(
     dim: int,
     on_progress: OnProgress = lambda activity, done, total: None,
 ) -> PooledSimilarity:
-    """Fit the pooled similarity to at most 10,000 random images of `source`, with all views and captions of each image.
+    """Fit the pooled similarity to at most 10,000 random images of `source`, with all
+    views and captions of each image.
 
     Args:
-        adapter: the trained adapter, which maps features [b, n, d_v] to tokens [b, m, d].
+        adapter: the trained adapter, which maps features [b, n, d_v] to tokens [b, m,
+            d].
         joint: the joint encoder. Its language model reads the captions.
-        dim: maximum width of the pooled vectors. The width is smaller if images or captions have fewer dimensions.
+        dim: maximum width of the pooled vectors. The width is smaller if images or
+            captions have fewer dimensions.
         on_progress: called with the number of images and views that were read.
     """
     data = source.data
-    chosen = np.sort(stream(source.config.loop.seed, POOLING).permutation(data.images)[:FIT_IMAGES])
-    patches, tokens, image_of_row = _pool_images(adapter, source, chosen, joint.device, on_progress)
-    captions = np.concatenate([np.arange(*data.caption_starts[[image, image + 1]]) for image in chosen])
-    image_of_caption = np.repeat(np.arange(len(chosen)), np.diff(data.caption_starts)[chosen])
-    # The captions as vectors: the mean hidden state and the bag of words of each caption, centred and scaled. A bag has
-    # the most frequent token ids in ascending order, weighted by their inverse document frequencies.
+    chosen = np.sort(
+        stream(source.config.loop.seed, POOLING).permutation(data.images)[:FIT_IMAGES]
+    )
+    patches, tokens, image_of_row = _pool_images(
+        adapter, source, chosen, joint.device, on_progress
+    )
+    captions = np.concatenate(
+        [np.arange(*data.caption_starts[[image, image + 1]]) for image in chosen]
+    )
+    image_of_caption = np.repeat(
+        np.arange(len(chosen)), np.diff(data.caption_starts)[chosen]
+    )
+    # The captions as vectors: the mean hidden state and the bag of words of each
+    # caption, centred and scaled. A bag has the most frequent token ids in ascending
+    # order, weighted by their inverse document frequencies.
     texts = [joint.tokenizer.truncated(data.caption(caption)) for caption in captions]
     distinct = np.concatenate([np.unique(text) for text in texts])
     token_ids, counts = np.unique(distinct, return_counts=True)
     kept = np.flatnonzero(counts >= MIN_CAPTIONS)
     kept = np.sort(kept[np.argsort(-counts[kept], kind="stable")[:MAX_WORDS]])
     word_ids = torch.from_numpy(token_ids[kept].astype(np.int64))
-    word_weights = torch.from_numpy(np.log(len(captions) / counts[kept]).astype(np.float32))
-    scorer, order = joint.scorer(), np.argsort(np.diff(data.token_starts)[captions], kind="stable")
+    word_weights = torch.from_numpy(
+        np.log(len(captions) / counts[kept]).astype(np.float32)
+    )
+    scorer = joint.scorer()
+    order = np.argsort(np.diff(data.token_starts)[captions], kind="stable")
     sentences = torch.empty(len(captions), joint.width, dtype=torch.float64)
     for start in range(0, len(order), _CAPTION_BATCH):
         batch = order[start : start + _CAPTION_BATCH]
         inputs = joint.tokenizer.inputs_of_ids([texts[caption] for caption in batch], 0)
         sentences[batch] = scorer.sentence_vectors(inputs).double().cpu()
-    sentence_mean, sentence_scale = sentences.mean(dim=0), column_scale(sentences) * joint.width**0.5
-    columns = torch.empty(len(captions), joint.width + len(word_ids), dtype=torch.float64)
+    sentence_mean = sentences.mean(dim=0)
+    sentence_scale = column_scale(sentences) * joint.width**0.5
+    columns = torch.empty(
+        len(captions), joint.width + len(word_ids), dtype=torch.float64
+    )
     columns[:, : joint.width] = (sentences - sentence_mean) / sentence_scale
     bags = columns[:, joint.width :]
     bags.copy_(word_bags(texts, word_ids, word_weights))
@@ -77,7 +102,9 @@ def fit_pooled_similarity(
     bags.sub_(bag_mean).mul_(_WORDS_SHARE)
     mean_per_image = torch.zeros(len(chosen), columns.shape[1], dtype=torch.float64)
     mean_per_image.index_add_(0, torch.from_numpy(image_of_caption), columns)
-    mean_per_image /= torch.from_numpy(np.bincount(image_of_caption, minlength=len(chosen)).clip(min=1))[:, None]
+    mean_per_image /= torch.from_numpy(
+        np.bincount(image_of_caption, minlength=len(chosen)).clip(min=1)
+    )[:, None]
     patches = (patches - patches.mean(dim=0)) / column_scale(patches)
     of_images, of_captions = canonical_maps(
         patches.T @ patches / len(patches),
@@ -85,8 +112,12 @@ def fit_pooled_similarity(
         patches.T @ mean_per_image[torch.from_numpy(image_of_row)] / len(patches),
         dim,
     )
-    token_mean, token_scale = tokens.mean(dim=0), column_scale(tokens)
-    of_tokens = ridge_map((tokens - token_mean) / token_scale, patches @ of_images) / token_scale[:, None]
+    token_mean = tokens.mean(dim=0)
+    token_scale = column_scale(tokens)
+    of_tokens = (
+        ridge_map((tokens - token_mean) / token_scale, patches @ of_images)
+        / token_scale[:, None]
+    )
     of_sentences = of_captions[: joint.width] / sentence_scale[:, None]
     of_words = _WORDS_SHARE * of_captions[joint.width :]
     caption_offset = -(sentence_mean @ of_sentences + bag_mean @ of_words)
@@ -107,33 +138,52 @@ def fit_pooled_similarity(
 
 @torch.inference_mode()
 def _pool_images(
-    adapter: nn.Module, source: BatchSource, chosen: NDArray[np.int64], device: torch.device, on_progress: OnProgress
+    adapter: nn.Module,
+    source: BatchSource,
+    chosen: NDArray[np.int64],
+    device: torch.device,
+    on_progress: OnProgress,
 ) -> tuple[torch.Tensor, torch.Tensor, NDArray[np.int64]]:
-    """Compute the statistics of the images with the numbers `chosen`, then of all views of these images.
+    """Compute the statistics of the images with the numbers `chosen`, then of all views
+    of these images.
 
     Returns:
-        Mean and standard deviation of the patch features, float64 [r, 2 d_v]; statistics of the tokens, see
-        `token_statistics`, float64 [r, 3 d]; and the position of each image or view in `chosen`, int64 [r].
+        Mean and standard deviation of the patch features, float64 [r, 2 d_v];
+        statistics of the tokens, see `token_statistics`, float64 [r, 3 d]; and the
+        position of each image or view in `chosen`, int64 [r].
     """
-    parts: list[tuple[Features, NDArray[np.int64]]] = [(source.features, source.data.rows[chosen])]
+    parts: list[tuple[Features, NDArray[np.int64]]] = [
+        (source.features, source.data.rows[chosen])
+    ]
     if source.views is not None:
         parts += [(source.views[0], rows) for rows in source.views[1][chosen].T]
-    patches, tokens, image = [], [], []
+    patches = []
+    tokens = []
+    image = []
     total = len(chosen) * len(parts)
     for part, (features, rows) in enumerate(parts):
         for start in range(0, len(rows), _IMAGE_BATCH):
             existing = start + np.flatnonzero(rows[start : start + _IMAGE_BATCH] >= 0)
             if len(existing):
                 blocks, readable = features.fetch(rows[existing])
-                existing, blocks = existing[readable], blocks[torch.from_numpy(readable)].to(device).float()
+                existing = existing[readable]
+                blocks = blocks[torch.from_numpy(readable)].to(device).float()
             if len(existing):
                 deviation, mean = torch.std_mean(blocks, dim=1, correction=0)
                 patches.append(torch.cat([mean, deviation], dim=1).cpu())
                 # bfloat16, as an index stores tokens
                 tokens.append(token_statistics(adapter(blocks).bfloat16()).cpu())
                 image.append(existing)
-            on_progress(_ACTIVITY, part * len(chosen) + min(start + _IMAGE_BATCH, len(rows)), total)
-    return torch.cat(patches).double(), torch.cat(tokens).double(), np.concatenate(image)
+            on_progress(
+                _ACTIVITY,
+                part * len(chosen) + min(start + _IMAGE_BATCH, len(rows)),
+                total,
+            )
+    return (
+        torch.cat(patches).double(),
+        torch.cat(tokens).double(),
+        np.concatenate(image),
+    )
 
 
 def canonical_maps(
@@ -148,11 +198,13 @@ def canonical_maps(
         dim: maximum width of the common space.
 
     Returns:
-        The matrix that maps image variables into the common space [p, k], and the matrix that maps caption variables
-        into the common space [q, k], with k at most `dim`. Each dimension of this space is scaled by a power of its
-        canonical correlation (Gong et al., 2014).
+        The matrix that maps image variables into the common space [p, k], and the
+        matrix that maps caption variables into the common space [q, k], with k at most
+        `dim`. Each dimension of this space is scaled by a power of its canonical
+        correlation (Gong et al., 2014).
     """
-    left, right = _inverse_root(images, PATCH_RIDGE), _inverse_root(captions, CAPTION_RIDGE)
+    left = _inverse_root(images, PATCH_RIDGE)
+    right = _inverse_root(captions, CAPTION_RIDGE)
     u, correlations, vh = torch.linalg.svd(left @ across @ right, full_matrices=False)
     scale = correlations[:dim] ** POWER
     return left @ u[:, :dim] * scale, right @ vh.T[:, :dim] * scale
@@ -167,15 +219,21 @@ def _inverse_root(covariance: torch.Tensor, ridge: float) -> torch.Tensor:
 
 
 def ridge_map(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Return the ridge-regression matrix [p, k] that predicts `targets` [n, k] from centred `inputs` [n, p]."""
+    """Return the ridge-regression matrix [p, k] that predicts `targets` [n, k] from
+    centred `inputs` [n, p].
+    """
     gram = inputs.T @ inputs
-    penalty = TOKEN_RIDGE * gram.diagonal().mean().clamp(min=torch.finfo(gram.dtype).tiny)
+    penalty = TOKEN_RIDGE * gram.diagonal().mean().clamp(
+        min=torch.finfo(gram.dtype).tiny
+    )
     gram.diagonal().add_(penalty)
     solved: torch.Tensor = torch.linalg.solve(gram, inputs.T @ targets)
     return solved
 
 
 def column_scale(values: torch.Tensor) -> torch.Tensor:
-    """Return the standard deviation of each column of `values` [n, p], shape [p]; 1 for a constant column."""
+    """Return the standard deviation of each column of `values` [n, p], shape [p]; 1
+    for a constant column.
+    """
     deviation = values.std(dim=0, correction=0)
     return torch.where(deviation > 1e-9, deviation, 1.0)

@@ -1,4 +1,6 @@
-"""The initial weights of a training run: the initial bundle, and the cluster centres at which a new adapter starts."""
+"""The initial weights of a training run: the initial bundle, and the cluster
+centres at which a new adapter starts.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,12 @@ import torch
 from torch import nn
 
 from edje_index.bundles.bundle import ModelBundle
-from edje_index.bundles.info import ADAPTER_WEIGHTS, INFO_FILE, BundleInfo, encoder_fingerprint
+from edje_index.bundles.info import (
+    ADAPTER_WEIGHTS,
+    INFO_FILE,
+    BundleInfo,
+    encoder_fingerprint,
+)
 from edje_index.errors import ModelError
 from edje_index.models.adapter import (
     LOCAL,
@@ -29,7 +36,13 @@ from edje_index.models.joint_encoder import JointEncoder, bert_config
 from edje_index.models.joint_inputs import MAX_TEXT_TOKENS, load_joint_tokenizer
 from edje_index.models.text_tower import text_tokenizer
 from edje_index.models.vision_tower import vision_tower
-from edje_index.models.weights import assign_weights, check_finite, read_checkpoint, read_weights, save_weights
+from edje_index.models.weights import (
+    assign_weights,
+    check_finite,
+    read_checkpoint,
+    read_weights,
+    save_weights,
+)
 from edje_index.scoring.weights import DirectionWeights
 from edje_index.training.captions import TrainingData
 from edje_index.training.config import ArchitectureConfig
@@ -39,11 +52,19 @@ from edje_index.training.random_streams import CLUSTERING, stream
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 _WORD_EMBEDDINGS = "bert.embeddings.word_embeddings.weight"
 # The scoring head has a new pooler, and the decoder shares the word embeddings.
-_UNUSED = ("position_ids", "pooler.dense.weight", "pooler.dense.bias", "decoder.weight", "decoder.bias")
+_UNUSED = (
+    "position_ids",
+    "pooler.dense.weight",
+    "pooler.dense.bias",
+    "decoder.weight",
+    "decoder.bias",
+)
 _HEAD_BIAS = "cls.predictions.bias"
 _SAMPLE_IMAGES = 300
 _SAMPLE_PATCHES = 20_000
-_SHARPNESS = 4.0  # standard deviation of attention scores over patches; one deviation gives e**4 times the weight
+# standard deviation of attention scores over patches; one deviation gives e**4 times
+# the weight
+_SHARPNESS = 4.0
 
 
 def make_start(
@@ -59,15 +80,21 @@ def make_start(
 
     Args:
         model: bundle that provides the towers; None takes the towers from `vision`.
-        vision: open_clip name, or ``local-dir:FOLDER``, of the model that provides the towers.
-        language: folder of a Hugging Face BERT model, or a bundle, that provides the joint encoder. None takes the
-            joint encoder of `model`.
-        init: bundle that provides the joint encoder instead of `language`. If the adapter of this bundle has the
-            configuration in the settings, the bundle also provides the adapter.
+        vision: open_clip name, or ``local-dir:FOLDER``, of the model that provides the
+            towers.
+        language: folder of a Hugging Face BERT model, or a bundle, that provides the
+            joint encoder. None takes the joint encoder of `model`.
+        init: bundle that provides the joint encoder instead of `language`. If the
+            adapter of this bundle has the configuration in the settings, the bundle
+            also provides the adapter.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        bundle = ModelBundle.load(model) if model is not None else _towers(vision, init or language)
+        bundle = (
+            ModelBundle.load(model)
+            if model is not None
+            else _towers(vision, init or language)
+        )
         initial = None if init is None else ModelBundle.load(init)
         joint = bundle.joint
         if initial is not None:
@@ -79,8 +106,8 @@ def make_start(
             layers = joint.language_model.bert.encoder.layer
             if count > len(layers):
                 raise ModelError(
-                    f"cannot keep {count} layers, because the language model has only {len(layers)}; lower "
-                    "architecture.language_layers"
+                    f"cannot keep {count} layers, because the language model has only"
+                    f" {len(layers)}; lower architecture.language_layers"
                 )
             joint.language_model.bert.encoder.layer = layers[:count]
             joint.config.num_hidden_layers = count
@@ -89,7 +116,11 @@ def make_start(
         tower = bundle.vision
         config = AdapterConfig(
             kind=architecture.adapter,
-            num_tokens=tower.num_patches if architecture.adapter == LOCAL else architecture.tokens,
+            num_tokens=(
+                tower.num_patches
+                if architecture.adapter == LOCAL
+                else architecture.tokens
+            ),
             vision_dim=tower.patch_dim,
             language_dim=joint.width,
             hidden_dim=architecture.adapter_hidden,
@@ -97,30 +128,58 @@ def make_start(
             activation=str(joint.config.hidden_act),
             layer_norm_eps=tower.layer_norm_eps,
         )
-        adapter = build_adapter(config) if initial is None or initial.adapter.config != config else initial.adapter
-        embeddings, count = joint.language_model.bert.embeddings, MAX_TEXT_TOKENS + adapter.config.num_tokens
+        adapter = (
+            build_adapter(config)
+            if initial is None or initial.adapter.config != config
+            else initial.adapter
+        )
+        embeddings = joint.language_model.bert.embeddings
+        count = MAX_TEXT_TOKENS + adapter.config.num_tokens
         table: nn.Embedding = embeddings.position_embeddings
-        if table.num_embeddings < count:  # the new positions are copies of the last one
+        # the new positions are copies of the last one
+        if table.num_embeddings < count:
             embeddings.position_embeddings = nn.Embedding(count, table.embedding_dim)
             rows = torch.arange(count).clamp(max=table.num_embeddings - 1)
             with torch.no_grad():
                 embeddings.position_embeddings.weight.copy_(table.weight[rows])
             joint.config.max_position_embeddings = count
-    started = replace(bundle, adapter=adapter, joint=joint, trained=False, notes="start of a training", info=None)
-    return replace(started, score=DirectionWeights(), pooled=None, hubness_bank=None, logit_range=None)
+    started = replace(
+        bundle,
+        adapter=adapter,
+        joint=joint,
+        trained=False,
+        notes="start of a training",
+        info=None,
+    )
+    return replace(
+        started,
+        score=DirectionWeights(),
+        pooled=None,
+        hubness_bank=None,
+        logit_range=None,
+    )
 
 
 def _towers(vision_name: str | None, source: Path | None) -> ModelBundle:
-    """Load a bundle with the towers `vision_name` and the joint encoder `source`. Its adapter is a placeholder."""
+    """Load a bundle with the towers `vision_name` and the joint encoder `source`.
+    Its adapter is a placeholder.
+    """
     if vision_name is None or source is None:
-        raise ModelError("no model provides the towers: set 'model', or set 'vision' and one of 'language' and 'init'")
+        raise ModelError(
+            "no model provides the towers: set 'model', or set 'vision' and one of"
+            " 'language' and 'init'"
+        )
     clip, config = load_clip(vision_name)
     vision = vision_tower(clip.visual)  # type: ignore[arg-type]
     return ModelBundle(
         clip=clip,
         clip_config=config,
         text_tokenizer=text_tokenizer(config, local_folder(vision_name)),
-        adapter=build_adapter(AdapterConfig(PATCHES, vision.num_patches, vision.patch_dim, vision.patch_dim, 0)),
+        adapter=build_adapter(
+            AdapterConfig(
+                PATCHES, vision.num_patches, vision.patch_dim, vision.patch_dim, 0
+            )
+        ),
         joint=_language(source, vision.embed_dim),
         trained=False,
     )
@@ -134,51 +193,70 @@ def _language(source: Path, embed_dim: int) -> JointEncoder:
 
 @torch.no_grad()
 def load_language_model(folder: Path, embed_dim: int) -> JointEncoder:
-    """Return a joint encoder with the weights of the BERT model in `folder`, in float32.
+    """Return a joint encoder with the weights of the BERT model in `folder`, in
+    float32.
 
-    ``<image>`` is appended to the vocabulary. A language-model head in `folder` is loaded too. The scoring head, with
-    its pooler, is random, as in the published code.
+    ``<image>`` is appended to the vocabulary. A language-model head in `folder` is
+    loaded too. The scoring head, with its pooler, is random, as in the published code.
 
     Args:
-        folder: folder with ``config.json``, ``model.safetensors`` (or ``pytorch_model.bin``) and the tokenizer.
-        embed_dim: width of the text embeddings that the joint encoder learns to recover.
+        folder: folder with ``config.json``, ``model.safetensors`` (or
+            ``pytorch_model.bin``) and the tokenizer.
+        embed_dim: width of the text embeddings that the joint encoder learns to
+            recover.
     """
     tokenizer = load_joint_tokenizer(folder)
     config = bert_config(folder / "config.json")
     path = next((folder / name for name in _WEIGHTS if (folder / name).is_file()), None)
     if path is None:
         raise ModelError(
-            f"there are no weights in {folder}, neither {' nor '.join(_WEIGHTS)}; give the directory of a BERT model"
+            f"there are no weights in {folder}, neither {' nor '.join(_WEIGHTS)}; give"
+            " the directory of a BERT model"
         )
     vocabulary = max(int(config.vocab_size), len(tokenizer))
-    joint = JointEncoder(bert_config(folder / "config.json", vocab_size=vocabulary), tokenizer, embed_dim)
+    joint = JointEncoder(
+        bert_config(folder / "config.json", vocab_size=vocabulary), tokenizer, embed_dim
+    )
     target = joint.language_model.state_dict()
-    state = {
-        name: tensor for name, tensor in target.items() if name.startswith("cls.")
-    }  # stays without a head in `path`
-    for short, tensor in (read_weights(path) if path.suffix == ".safetensors" else read_checkpoint(path)).items():
+    # stays without a head in `path`
+    state = {name: tensor for name, tensor in target.items() if name.startswith("cls.")}
+    for short, tensor in (
+        read_weights(path) if path.suffix == ".safetensors" else read_checkpoint(path)
+    ).items():
         name = short if short.startswith(("bert.", "cls.")) else f"bert.{short}"
         if name.endswith(_UNUSED) or (name.startswith("cls.") and name not in target):
             continue
-        has_words = name in (_WORD_EMBEDDINGS, _HEAD_BIAS) and len(tensor) == config.vocab_size
-        state[name] = torch.cat([tensor.float(), target[name][len(tensor) :]]) if has_words else tensor.float()
+        has_words = (
+            name in (_WORD_EMBEDDINGS, _HEAD_BIAS) and len(tensor) == config.vocab_size
+        )
+        state[name] = (
+            torch.cat([tensor.float(), target[name][len(tensor) :]])
+            if has_words
+            else tensor.float()
+        )
     assign_weights(joint.language_model, state, str(path))
     check_finite(joint.state_dict(), str(folder))
     return joint
 
 
-def make_trainable(bundle: ModelBundle, architecture: ArchitectureConfig, device: torch.device) -> None:
-    """Set trainable parameters, dropout and the attention implementation of `bundle` for training on `device`.
+def make_trainable(
+    bundle: ModelBundle, architecture: ArchitectureConfig, device: torch.device
+) -> None:
+    """Set trainable parameters, dropout and the attention implementation of `bundle`
+    for training on `device`.
 
     The configuration of the language model does not change.
     """
     bundle.adapter.requires_grad_(True)
     bundle.joint.requires_grad_(True)
-    bundle.joint.text_embeddings.requires_grad_(architecture.word_embeddings == "trained")
+    bundle.joint.text_embeddings.requires_grad_(
+        architecture.word_embeddings == "trained"
+    )
     for module in bundle.joint.modules():
         if isinstance(module, nn.Dropout) and architecture.dropout is not None:
             module.p = architecture.dropout
-    # On a CPU, the backward pass of torch's fused attention is slow, so separate matrix products are used.
+    # On a CPU, the backward pass of torch's fused attention is slow, so separate matrix
+    # products are used.
     if device.type == "cpu":
         bundle.joint.language_model.set_attn_implementation("eager")
 
@@ -186,42 +264,59 @@ def make_trainable(bundle: ModelBundle, architecture: ArchitectureConfig, device
 def trained_part(adapter: Adapter) -> nn.Module:
     """Return the module of `adapter` that is trained.
 
-    For an adapter that reduces patches, this module is the MLP, because training reads reduced features. For any other
-    adapter, it is the whole adapter.
+    For an adapter that reduces patches, this module is the MLP, because training reads
+    reduced features. For any other adapter, it is the whole adapter.
     """
     return adapter.local if isinstance(adapter, ReducedAdapter) else adapter
 
 
 def feature_fingerprint(info: BundleInfo, trained: AdapterConfig) -> str:
-    """Return the encoder fingerprint of indexes that the adapter `trained` of the bundle `info` can be trained on."""
+    """Return the encoder fingerprint of indexes that the adapter `trained` of the
+    bundle `info` can be trained on.
+    """
     adapter = build_adapter(trained.features(int(info.vision["num_patches"])))
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / ADAPTER_WEIGHTS
         save_weights(adapter, path)
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    return encoder_fingerprint(adapter.config.to_json(), {**info.files, ADAPTER_WEIGHTS: {"sha256": digest}})
+    return encoder_fingerprint(
+        adapter.config.to_json(), {**info.files, ADAPTER_WEIGHTS: {"sha256": digest}}
+    )
 
 
-def init_from_features(adapter: CompressionAdapter, features: Features, data: TrainingData, seed: int) -> None:
-    """Initialise `adapter` in place from patch features of random training images. `seed` determines the images."""
+def init_from_features(
+    adapter: CompressionAdapter, features: Features, data: TrainingData, seed: int
+) -> None:
+    """Initialise `adapter` in place from patch features of random training images.
+    `seed` determines the images.
+    """
     images = np.sort(stream(seed, CLUSTERING).permutation(data.images)[:_SAMPLE_IMAGES])
     patches, readable = features.fetch(data.rows[images])
-    init_queries(adapter, patches[torch.from_numpy(readable)], torch.Generator().manual_seed(seed))
+    init_queries(
+        adapter,
+        patches[torch.from_numpy(readable)],
+        torch.Generator().manual_seed(seed),
+    )
 
 
 @torch.no_grad()
-def init_queries(adapter: CompressionAdapter, patches: torch.Tensor, generator: torch.Generator) -> None:
-    """Set the queries and attention weights of `adapter` from sample patches. The other weights do not change.
+def init_queries(
+    adapter: CompressionAdapter, patches: torch.Tensor, generator: torch.Generator
+) -> None:
+    """Set the queries and attention weights of `adapter` from sample patches. The other
+    weights do not change.
 
-    The queries start at cluster centres of the patches, so each token is a weighted mean of similar patches, as in
-    NetVLAD (Arandjelovic et al., 2016). With random queries, every token is close to the mean of all patches.
+    The queries start at cluster centres of the patches, so each token is a weighted
+    mean of similar patches, as in NetVLAD (Arandjelovic et al., 2016). With random
+    queries, every token is close to the mean of all patches.
 
     Args:
-        patches: patch features of sample images [b, n, d_v]. If b * n is less than the number of tokens per image, or
-            all patches are equal, nothing changes.
+        patches: patch features of sample images [b, n, d_v]. If b * n is less than the
+            number of tokens per image, or all patches are equal, nothing changes.
         generator: random number generator that selects the patches to cluster.
     """
-    width, heads = adapter.config.vision_dim, adapter.config.num_heads
+    width = adapter.config.vision_dim
+    heads = adapter.config.num_heads
     points = patches.reshape(-1, width).float()
     points = points[torch.randperm(len(points), generator=generator)[:_SAMPLE_PATCHES]]
     mean = points.mean(dim=0)
@@ -229,7 +324,9 @@ def init_queries(adapter: CompressionAdapter, patches: torch.Tensor, generator: 
     if len(points) < adapter.config.num_tokens or not points.any():
         return
     centres = cluster_tokens(points[None], adapter.config.num_tokens)[0]
-    by_head = [part.view(len(part), heads, -1).transpose(0, 1) for part in (centres, points)]
+    by_head = [
+        part.view(len(part), heads, -1).transpose(0, 1) for part in (centres, points)
+    ]
     scores = by_head[0] @ by_head[1].transpose(1, 2) / (width // heads) ** 0.5
     adapter.query.copy_(centres * (_SHARPNESS / scores.std(dim=2).mean()))
     identity = torch.eye(width)

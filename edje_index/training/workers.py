@@ -1,4 +1,6 @@
-"""The workers of a training run: their process group, and their operations that involve all workers."""
+"""The workers of a training run: their process group, and their operations that
+involve all workers.
+"""
 
 from __future__ import annotations
 
@@ -14,24 +16,30 @@ from torch import distributed
 
 from storage_formats.errors import EdjeError, UsageError
 
-_PATIENCE = timedelta(days=30)  # the other workers wait while worker 0 computes features or evaluates
+# the other workers wait while worker 0 computes features or evaluates
+_PATIENCE = timedelta(days=30)
 
 
 def is_worker() -> bool:
-    """Return True if `torchrun`, or a launcher with its environment variables, started this process."""
+    """Return True if `torchrun`, or a launcher with its environment variables,
+    started this process.
+    """
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 @dataclass(frozen=True)
 class WorkerGroup:
-    """The rank of this worker, and operations that involve all workers of a training run.
+    """The rank of this worker, and operations that involve all workers of a training
+    run.
 
     All workers must call these methods in the same order.
 
     Attributes:
-        rank: rank of this worker, counted from 0. Worker 0 writes the checkpoints and the log.
+        rank: rank of this worker, counted from 0. Worker 0 writes the checkpoints and
+            the log.
         on_machine: number of workers on the machine of this worker.
-        patient: group of the same workers whose operations do not time out; None for one worker.
+        patient: group of the same workers whose operations do not time out; None for
+            one worker.
     """
 
     rank: int = 0
@@ -40,7 +48,9 @@ class WorkerGroup:
     patient: distributed.ProcessGroup | None = None
 
     def any(self, flag: bool) -> bool:
-        """Return True if `flag` is True on at least one worker. Wait until all workers call this method."""
+        """Return True if `flag` is True on at least one worker. Wait until all
+        workers call this method.
+        """
         if self.size == 1:
             return flag
         value = torch.tensor(int(flag))
@@ -56,15 +66,19 @@ class WorkerGroup:
         return dict(zip(values, stacked.tolist(), strict=True))
 
     def gather(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the rows of all workers, in rank order. Gradients flow back to the worker that the rows come from.
+        """Return the rows of all workers, in rank order. Gradients flow back to the
+        worker that the rows come from.
 
         All workers have the same number of rows.
         """
-        gathered: torch.Tensor = rows if self.size == 1 else _Gather.apply(rows, self)  # type: ignore[no-untyped-call]
+        if self.size == 1:
+            return rows
+        gathered: torch.Tensor = _Gather.apply(rows, self)  # type: ignore
         return gathered
 
     def share(self, value: Any) -> Any:
-        """Return the `value` of worker 0. The other workers wait for it, for days if necessary.
+        """Return the `value` of worker 0. The other workers wait for it, for days if
+        necessary.
 
         Raises:
             EdjeError: another worker has ended.
@@ -73,7 +87,9 @@ class WorkerGroup:
         try:
             distributed.broadcast_object_list(box, group=self.patient)
         except RuntimeError as error:
-            raise EdjeError(f"another worker has ended, and its message says why: {error}") from error
+            raise EdjeError(
+                f"another worker has ended, and its message says why: {error}"
+            ) from error
         return box[0]
 
 
@@ -84,25 +100,32 @@ def patient_group() -> Any:
 
 @contextlib.contextmanager
 def joined_group(device: torch.device) -> Iterator[WorkerGroup]:
-    """Join the process group that the environment variables of `torchrun` describe, and leave it on exit.
+    """Join the process group that the environment variables of `torchrun` describe, and
+    leave it on exit.
 
     Args:
-        device: device of the training run. On CUDA, each worker of a machine uses the device of its local rank.
+        device: device of the training run. On CUDA, each worker of a machine uses the
+            device of its local rank.
 
     Raises:
         UsageError: the variables are wrong, or the other workers cannot be reached.
     """
     backend = "nccl" if device.type == "cuda" else "gloo"
     try:
-        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        rank = int(os.environ["RANK"])
+        size = int(os.environ["WORLD_SIZE"])
         if device.type == "cuda":
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
         distributed.init_process_group(backend, rank=rank, world_size=size)
     except (ValueError, RuntimeError) as error:
         variables = "RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT"
-        raise UsageError(f"cannot join the other workers: {error}; set {variables} as torchrun does") from error
+        raise UsageError(
+            f"cannot join the other workers: {error}; set {variables} as torchrun does"
+        ) from error
     try:
-        yield WorkerGroup(rank, size, int(os.environ.get("LOCAL_WORLD_SIZE", 1)), patient_group())
+        yield WorkerGroup(
+            rank, size, int(os.environ.get("LOCAL_WORLD_SIZE", 1)), patient_group()
+        )
     finally:
         distributed.destroy_process_group()
 

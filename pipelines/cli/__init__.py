@@ -1,4 +1,6 @@
-"""The `edje-index` command line. The module of a command is imported only when the command is used."""
+"""The `edje-index` command line. The module of a command is imported only when the
+command is used.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Run the command line as `python -m pipelines.cli`, without the installed `edje-index` script."""
+"""Run the command line as `python -m pipelines.cli`, without the installed
+`edje-index` script.
+"""
 
 from __future__ import annotations
 

@@ -11,7 +11,9 @@ from pipelines.progress.wording import counted, human_bytes
 from storage_formats.format.object_store import IndexLocation
 
 
-@click.group("ann", cls=LazyGroup, sections={"Commands": {"build": "pipelines.cli.ann:build"}})
+@click.group(
+    "ann", cls=LazyGroup, sections={"Commands": {"build": "pipelines.cli.ann:build"}}
+)
 def group() -> None:
     """Build the nearest-neighbour index."""
 
@@ -23,7 +25,10 @@ def group() -> None:
     default="auto",
     show_default=True,
     metavar="FACTORY",
-    help="Kind of nearest-neighbour index: auto, or a FAISS factory string such as IVF1000,Flat or IVF1000,PQ192x4fs.",
+    help=(
+        "Kind of nearest-neighbour index: auto, or a FAISS factory string such as"
+        " IVF1000,Flat or IVF1000,PQ192x4fs."
+    ),
 )
 @click.option(
     "--recall",
@@ -35,15 +40,25 @@ def group() -> None:
 @memory_option
 @quiet_option
 @json_option
-def build(index: IndexLocation, ann: str, recall: float, memory: int | None, quiet: bool, as_json: bool) -> None:
-    """Build the nearest-neighbour index of INDEX from the stored embeddings, and replace the existing one.
+def build(
+    index: IndexLocation,
+    ann: str,
+    recall: float,
+    memory: int | None,
+    quiet: bool,
+    as_json: bool,
+) -> None:
+    """Build the nearest-neighbour index of INDEX from the stored embeddings, and
+    replace the existing one.
 
-    'edje-index info' describes the nearest-neighbour index, and says whether to build it again.
+    'edje-index info' describes the nearest-neighbour index, and says whether to build
+    it again.
 
-    With --ann auto, a search of up to 100,000 rows compares the query with every embedding. For more rows, the
-    embeddings are divided into inverted lists and compressed to short codes. A search then reads only some lists. The
-    number of these lists is chosen to reach --recall. The search then compares the query with the stored embeddings
-    of the best rows, so the scores of hits are exact.
+    With --ann auto, a search of up to 100,000 rows compares the query with every
+    embedding. For more rows, the embeddings are divided into inverted lists and
+    compressed to short codes. A search then reads only some lists. The number of these
+    lists is chosen to reach --recall. The search then compares the query with the
+    stored embeddings of the best rows, so the scores of hits are exact.
 
     \b
     Examples:
@@ -57,16 +72,36 @@ def build(index: IndexLocation, ann: str, recall: float, memory: int | None, qui
 
     request = AnnRequest(ann, recall, usable_memory(memory))
     with running_job(quiet=quiet, resumes=False) as (on_event, should_stop):
-        report = stop_at_events(on_event, should_stop, "stopped; the index was not changed")
+        report = stop_at_events(
+            on_event, should_stop, "stopped; the index was not changed"
+        )
         built = add_ann(index, request, progress_callback(report)).ann
     measured = built.get("recall")
     file_bytes = sum(file["bytes"] for file in built["files"])
     if as_json:
-        print_json({"index": str(index), **built, "files": len(built["files"]), "bytes": file_bytes})
+        print_json(
+            {
+                "index": str(index),
+                **built,
+                "files": len(built["files"]),
+                "bytes": file_bytes,
+            }
+        )
         return
-    kind = f"{built['kind']} {built['factory']}" if "factory" in built else built["kind"]
-    print_line(f"{index}: {kind}, {counted(built['vectors'], 'vector')}, {human_bytes(file_bytes)}")
+    kind = (
+        f"{built['kind']} {built['factory']}" if "factory" in built else built["kind"]
+    )
+    print_line(
+        f"{index}: {kind}, {counted(built['vectors'], 'vector')},"
+        f" {human_bytes(file_bytes)}"
+    )
     if measured is not None:
-        print_line(f"recall@{measured['k']} {measured['value']:.3f} with {built['probes']} lists per query")
+        print_line(
+            f"recall@{measured['k']} {measured['value']:.3f} with {built['probes']}"
+            " lists per query"
+        )
         if measured["value"] < recall:
-            note(f"the recall is below {recall}; for a higher recall, give --ann a factory string with longer codes")
+            note(
+                f"the recall is below {recall}; for a higher recall, give --ann a"
+                " factory string with longer codes"
+            )

@@ -36,73 +36,99 @@ if TYPE_CHECKING:
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 _NO_MODEL = (
-    "no model: name a model bundle with --model. 'edje-index model get' writes a small trained bundle; "
-    "'edje-index model import' converts a trained checkpoint"
+    "no model: name a model bundle with --model. 'edje-index model get' writes a small"
+    " trained bundle; 'edje-index model import' converts a trained checkpoint"
 )
 
 
 @click.command()
 @click.argument("sources", nargs=-1, required=True, metavar="SOURCE...")
-@click.option("--out", required=True, type=LOCAL_INDEX, help="Directory of the new index.")
+@click.option(
+    "--out", required=True, type=LOCAL_INDEX, help="Directory of the new index."
+)
 @click.option("--model", type=PATH, help="Directory of the model bundle.")
 @engine_option
 @click.option(
     "--workers",
     type=POSITIVE,
-    help="Number of worker processes.  [default: number of GPUs, or number of CPUs divided by --threads, but only as "
-    "many as the memory has room for]",
+    help=(
+        "Number of worker processes.  [default: number of GPUs, or number of CPUs"
+        " divided by --threads, but only as many as the memory has room for]"
+    ),
 )
 @click.option(
-    "--threads", type=POSITIVE, help="Number of CPU threads per worker.  [default: number of CPUs, at most 4]"
+    "--threads",
+    type=POSITIVE,
+    help="Number of CPU threads per worker.  [default: number of CPUs, at most 4]",
 )
 @address_option
 @shard_size_option
 @click.option(
-    "--batch-size", type=POSITIVE, help="Number of images per forward pass.  [default: 8 on a CPU, 32 on cuda]"
+    "--batch-size",
+    type=POSITIVE,
+    help="Number of images per forward pass.  [default: 8 on a CPU, 32 on cuda]",
 )
 @device_option
 @click.option(
     "--dtype",
     type=DTYPE,
-    help="Data type of the model's matrix products. auto is bfloat16 on cuda and on CPUs with bfloat16 instructions, "
-    "and float32 on other CPUs.  [default: bfloat16 on cuda, float32 on cpu]",
+    help=(
+        "Data type of the model's matrix products. auto is bfloat16 on cuda and on CPUs"
+        " with bfloat16 instructions, and float32 on other CPUs.  [default: bfloat16 on"
+        " cuda, float32 on cpu]"
+    ),
 )
 @stored_precisions_option
 @click.option("--dedupe", is_flag=True, help="Encode byte-identical images only once.")
 @column_option
 @max_failed_option
-@click.option("--max-pixels", type=POSITIVE, help="Fail images with more pixels than this.  [default: 89478485]")
+@click.option(
+    "--max-pixels",
+    type=POSITIVE,
+    help="Fail images with more pixels than this.  [default: 89478485]",
+)
 @click.option(
     "--truncated",
     type=click.Choice(["fail", "load"]),
     default="fail",
     show_default=True,
-    help="What to do with a truncated image: fail makes a failed row, load indexes the readable part of the image.",
+    help=(
+        "What to do with a truncated image: fail makes a failed row, load indexes the"
+        " readable part of the image."
+    ),
 )
 @click.option(
     "--frames",
     type=click.IntRange(1, MAX_FRAMES),
     metavar="N",
-    help="Also index videos: encode N evenly spaced frames of each video.  [default: ignore videos]",
+    help=(
+        "Also index videos: encode N evenly spaced frames of each video.  [default:"
+        " ignore videos]"
+    ),
 )
 @memory_option
 @click.option(
-    "--dry-run", is_flag=True, help="Show the work, and the disk space and memory that it needs. Write nothing."
+    "--dry-run",
+    is_flag=True,
+    help="Show the work, and the disk space and memory that it needs. Write nothing.",
 )
 @quiet_option
 @json_option
 def build(as_json: bool, quiet: bool, dry_run: bool, **options: Any) -> None:
     """Build a new index of the images in every SOURCE.
 
-    A SOURCE is a directory, an archive (tar, zip), a Parquet file of images, an image file, or a list of paths
-    (Parquet, CSV, TSV, JSON Lines or text, or - for standard input). Directories are searched recursively. Quoted
-    patterns such as 'shards/{0000..0015}.tar' and 'data/*.parquet' name several files. A SOURCE can also be a URL that
-    begins with https://, s3://, gs://, az:// or hf://.
+    A SOURCE is a directory, an archive (tar, zip), a Parquet file of images, an image
+    file, or a list of paths (Parquet, CSV, TSV, JSON Lines or text, or - for standard
+    input). Directories are searched recursively. Quoted patterns such as
+    'shards/{0000..0015}.tar' and 'data/*.parquet' name several files. A SOURCE can also
+    be a URL that begins with https://, s3://, gs://, az:// or hf://.
 
-    An image that cannot be read becomes a failed row. 'edje-index failures' lists the failed rows with their reasons.
-    If more images fail than --max-failed allows, the build stops with exit code 1 and keeps the finished shards.
+    An image that cannot be read becomes a failed row. 'edje-index failures' lists the
+    failed rows with their reasons. If more images fail than --max-failed allows, the
+    build stops with exit code 1 and keeps the finished shards.
 
-    Run the same command again to resume a stopped build. If the index is already finished, the command does nothing.
+    Run the same command again to resume a stopped build. If the index is already
+    finished, the command does nothing.
 
     \b
     Examples:
@@ -111,7 +137,8 @@ def build(as_json: bool, quiet: bool, dry_run: bool, **options: Any) -> None:
       edje-index build 'data/train-*.parquet' --column image --out hf.edje --model model
       edje-index build s3://bucket/photos --out photos.edje --model model
       find photos -name '*.jpg' | edje-index build - --out found.edje --model model
-      edje-index build list.parquet --column image_path --out list.edje --model model --device cuda
+      edje-index build list.parquet --column image_path --out list.edje \\
+        --model model --device cuda
       edje-index build photos --out photos.edje --model model --memory 8G
       edje-index build photos --out photos.edje --model model --address head:6379
       edje-index build clips --out clips.edje --model model --frames 8
@@ -129,32 +156,58 @@ def build(as_json: bool, quiet: bool, dry_run: bool, **options: Any) -> None:
         if as_json:
             print_json(estimate)
             return
-        inputs, duplicates, shards = estimate["inputs"], estimate["duplicates"], estimate["shards"]
+        inputs = estimate["inputs"]
+        duplicates = estimate["duplicates"]
+        shards = estimate["shards"]
         failed = sum(estimate["failed_by_reason"].values())
-        finished = f", {estimate['finished_shards']:,} finished" if estimate["finished_shards"] else ""
-        print_line(
-            f"{out}: {counted(inputs, 'input')} = {inputs - duplicates - failed:,} to encode + {duplicates:,} "
-            f"duplicates + {failed:,} that cannot be read"
+        finished = (
+            f", {estimate['finished_shards']:,} finished"
+            if estimate["finished_shards"]
+            else ""
         )
-        print_line(f"{out}: {counted(estimate['rows'], 'row')} in {counted(shards, 'shard')}{finished}")
-        free, available = human_bytes(estimate["free_disk_bytes"]), human_bytes(estimate["free_memory_bytes"])
+        print_line(
+            f"{out}: {counted(inputs, 'input')} = {inputs - duplicates - failed:,} to"
+            f" encode + {duplicates:,} duplicates + {failed:,} that cannot be read"
+        )
+        print_line(
+            f"{out}: {counted(estimate['rows'], 'row')} in"
+            f" {counted(shards, 'shard')}{finished}"
+        )
+        free = human_bytes(estimate["free_disk_bytes"])
+        available = human_bytes(estimate["free_memory_bytes"])
         print_line(f"{out}: disk {described(estimate['disk_bytes'])}; {free} free")
-        print_line(f"{out}: memory at least {described(estimate['memory_bytes'])}; {available} available")
+        print_line(
+            f"{out}: memory at least {described(estimate['memory_bytes'])}; {available}"
+            " available"
+        )
         return
     with running_job(out, quiet=quiet) as (on_event, should_stop):
         result = build_index(**options, on_event=on_event, should_stop=should_stop)
-    lines = [f"{out} is already finished; nothing was done"] if result.already_finished else []
+    lines = (
+        [f"{out} is already finished; nothing was done"]
+        if result.already_finished
+        else []
+    )
     lines.append(
-        f"{out}: {counted(result.inputs, 'input')} = {result.indexed:,} indexed + {result.duplicates:,} duplicates "
-        f"+ {result.failed:,} failed, in {counted(result.shards, 'shard')}"
+        f"{out}: {counted(result.inputs, 'input')} = {result.indexed:,} indexed +"
+        f" {result.duplicates:,} duplicates + {result.failed:,} failed, in"
+        f" {counted(result.shards, 'shard')}"
     )
     if not result.already_finished:
-        speed = f", {result.images_per_second:.1f} images/s, bottleneck {result.bottleneck or 'none'}"
-        lines.append(f"{result.seconds:.1f} s{speed if result.images_per_second else ''}")
+        speed = (
+            f", {result.images_per_second:.1f} images/s, bottleneck"
+            f" {result.bottleneck or 'none'}"
+        )
+        lines.append(
+            f"{result.seconds:.1f} s{speed if result.images_per_second else ''}"
+        )
     print_result(result, *lines, as_json=as_json)
     _note_failures(result, out)
     if result.truncated:
-        note(f"{counted(result.truncated, 'truncated image')} indexed, but decoded only in part")
+        note(
+            f"{counted(result.truncated, 'truncated image')} indexed, but decoded only"
+            " in part"
+        )
 
 
 def _new_rows_options(command: _Command) -> _Command:
@@ -164,7 +217,11 @@ def _new_rows_options(command: _Command) -> _Command:
         max_failed_option,
         model_option,
         engine_option,
-        click.option("--workers", type=POSITIVE, help="Number of worker processes.  [default: see 'build --help']"),
+        click.option(
+            "--workers",
+            type=POSITIVE,
+            help="Number of worker processes.  [default: see 'build --help']",
+        ),
         address_option,
         quiet_option,
         json_option,
@@ -176,20 +233,31 @@ def _new_rows_options(command: _Command) -> _Command:
 
 def _note_failures(result: BuildResult, index: IndexLocation) -> None:
     if result.failed:
-        reasons = ", ".join(f"{reason} {count:,}" for reason, count in result.failed_by_reason.items())
-        note(f"{counted(result.failed, 'input')} failed: {reasons}; 'edje-index failures {index}' lists them")
+        reasons = ", ".join(
+            f"{reason} {count:,}" for reason, count in result.failed_by_reason.items()
+        )
+        note(
+            f"{counted(result.failed, 'input')} failed: {reasons}; 'edje-index failures"
+            f" {index}' lists them"
+        )
 
 
 @click.command()
 @click.argument("root", type=location, metavar="INDEX")
 @click.argument("sources", nargs=-1, required=True, metavar="SOURCE...")
 @_new_rows_options
-def append(root: IndexLocation, sources: tuple[str, ...], as_json: bool, quiet: bool, **options: Any) -> None:
+def append(
+    root: IndexLocation,
+    sources: tuple[str, ...],
+    as_json: bool,
+    quiet: bool,
+    **options: Any,
+) -> None:
     """Add the images of every SOURCE to INDEX.
 
-    'edje-index build --help' describes SOURCE. New rows are encoded with the settings of INDEX. Images that INDEX
-    already contains are skipped and reported as duplicates. Existing rows keep their ids. INDEX can be searched during
-    the append.
+    'edje-index build --help' describes SOURCE. New rows are encoded with the settings
+    of INDEX. Images that INDEX already contains are skipped and reported as duplicates.
+    Existing rows keep their ids. INDEX can be searched during the append.
 
     Run the same command again to resume a stopped append.
 
@@ -201,11 +269,14 @@ def append(root: IndexLocation, sources: tuple[str, ...], as_json: bool, quiet: 
     from pipelines.jobs.add_rows import append_index
 
     with running_job(root, quiet=quiet) as (on_event, should_stop):
-        result = append_index(root, sources, **options, on_event=on_event, should_stop=should_stop)
+        result = append_index(
+            root, sources, **options, on_event=on_event, should_stop=should_stop
+        )
     at = "" if result.first_row is None else f" (row ids from {result.first_row:,})"
     line = (
-        f"{root}: {counted(result.inputs, 'input')} = {result.indexed:,} indexed{at} + {result.duplicates:,} "
-        f"duplicates + {result.failed:,} failed, in {counted(result.shards, 'new shard')}; {result.seconds:.1f} s"
+        f"{root}: {counted(result.inputs, 'input')} = {result.indexed:,} indexed{at} +"
+        f" {result.duplicates:,} duplicates + {result.failed:,} failed, in"
+        f" {counted(result.shards, 'new shard')}; {result.seconds:.1f} s"
     )
     print_result(result, line, as_json=as_json)
     _note_failures(result, root)
@@ -215,7 +286,11 @@ def append(root: IndexLocation, sources: tuple[str, ...], as_json: bool, quiet: 
 @click.argument("root", type=location, metavar="INDEX")
 @click.argument("sources", nargs=-1, metavar="[SOURCE...]")
 @click.option("--dry-run", is_flag=True, help="Show the changes without applying them.")
-@click.option("--retry-failed", is_flag=True, help="Only try to index the failed inputs again, by their names.")
+@click.option(
+    "--retry-failed",
+    is_flag=True,
+    help="Only try to index the failed inputs again, by their names.",
+)
 @click.option(
     "--max-vanished",
     type=click.FloatRange(0, 1),
@@ -225,19 +300,29 @@ def append(root: IndexLocation, sources: tuple[str, ...], as_json: bool, quiet: 
     help="Stop if the files of more than this share of the rows are missing.",
 )
 @_new_rows_options
-def update(root: IndexLocation, sources: tuple[str, ...], as_json: bool, quiet: bool, **options: Any) -> None:
+def update(
+    root: IndexLocation,
+    sources: tuple[str, ...],
+    as_json: bool,
+    quiet: bool,
+    **options: Any,
+) -> None:
     """Add, replace and delete rows so that INDEX matches its sources.
 
-    Without SOURCE, the command uses the sources recorded in INDEX. If you give SOURCE, name all sources of INDEX,
-    because the rows of other sources are deleted. 'edje-index build --help' describes SOURCE.
+    Without SOURCE, the command uses the sources recorded in INDEX. If you give SOURCE,
+    name all sources of INDEX, because the rows of other sources are deleted.
+    'edje-index build --help' describes SOURCE.
 
-    New and changed files get new rows. The old rows of changed files and the rows of missing files are deleted.
-    Unchanged files are read but not encoded again. A program that has INDEX open must reopen it to see the changes.
+    New and changed files get new rows. The old rows of changed files and the rows of
+    missing files are deleted. Unchanged files are read but not encoded again. A program
+    that has INDEX open must reopen it to see the changes.
 
-    With --retry-failed, the failed inputs that 'edje-index failures' lists are looked up again, and no source is
-    listed. If every input fails for the same reason as before, INDEX does not change.
+    With --retry-failed, the failed inputs that 'edje-index failures' lists are looked
+    up again, and no source is listed. If every input fails for the same reason as
+    before, INDEX does not change.
 
-    If a source cannot be read, or too many files are missing, the command stops without changing INDEX.
+    If a source cannot be read, or too many files are missing, the command stops without
+    changing INDEX.
 
     \b
     Examples:
@@ -248,17 +333,24 @@ def update(root: IndexLocation, sources: tuple[str, ...], as_json: bool, quiet: 
     from pipelines.jobs.add_rows import update_index
 
     if options["retry_failed"] and sources:
-        raise UsageError("--retry-failed looks up the failed inputs by their names; leave out SOURCE")
+        raise UsageError(
+            "--retry-failed looks up the failed inputs by their names; leave out SOURCE"
+        )
     resumes = not options["dry_run"]
     with running_job(root, quiet=quiet, resumes=resumes) as (on_event, should_stop):
-        result = update_index(root, sources, **options, on_event=on_event, should_stop=should_stop)
+        result = update_index(
+            root, sources, **options, on_event=on_event, should_stop=should_stop
+        )
     done = f"{counted(result.deleted, 'row')} deleted; {result.seconds:.1f} s"
     if result.dry_run:
-        done = f"would add {counted(result.rows, 'row')} and delete {counted(result.deleted, 'row')}"
+        done = (
+            f"would add {counted(result.rows, 'row')} and delete"
+            f" {counted(result.deleted, 'row')}"
+        )
     line = (
-        f"{root}: {counted(result.inputs, 'input')} = {result.unchanged:,} unchanged + {result.new:,} new + "
-        f"{result.changed:,} changed + {result.duplicates:,} duplicates + {result.failed:,} failed; "
-        f"{result.vanished:,} vanished; {done}"
+        f"{root}: {counted(result.inputs, 'input')} = {result.unchanged:,} unchanged +"
+        f" {result.new:,} new + {result.changed:,} changed + {result.duplicates:,}"
+        f" duplicates + {result.failed:,} failed; {result.vanished:,} vanished; {done}"
     )
     print_result(result, line, as_json=as_json)
     if not result.dry_run:

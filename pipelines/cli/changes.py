@@ -1,4 +1,6 @@
-"""The commands that change a finished index without a model, and those that show its snapshots and failures."""
+"""The commands that change a finished index without a model, and those that show
+its snapshots and failures.
+"""
 
 from __future__ import annotations
 
@@ -29,22 +31,41 @@ _SHOWN = 10
 
 @click.command()
 @click.argument("index", type=location)
-@click.option("--rows", "rows", type=int, multiple=True, metavar="N", help="Row id to delete; repeatable.")
-@click.option("--uri", metavar="GLOB", help="Delete the rows whose URI matches this pattern. * also matches slashes.")
+@click.option(
+    "--rows",
+    "rows",
+    type=int,
+    multiple=True,
+    metavar="N",
+    help="Row id to delete; repeatable.",
+)
+@click.option(
+    "--uri",
+    metavar="GLOB",
+    help="Delete the rows whose URI matches this pattern. * also matches slashes.",
+)
 @where_option
-@click.option("--erase", is_flag=True, help="Also remove the data of all deleted rows, and all earlier snapshots.")
-@click.option("--dry-run", is_flag=True, help="Show what would be deleted and change nothing.")
+@click.option(
+    "--erase",
+    is_flag=True,
+    help="Also remove the data of all deleted rows, and all earlier snapshots.",
+)
+@click.option(
+    "--dry-run", is_flag=True, help="Show what would be deleted and change nothing."
+)
 @quiet_option
 @json_option
 def delete(index: IndexLocation, quiet: bool, as_json: bool, **options: Any) -> None:
     """Delete rows of INDEX.
 
-    Deleted rows are no longer searched, fetched or evaluated. The other rows keep their ids. The data of deleted rows
-    remains on disk, so 'edje-index rollback' can restore the rows.
+    Deleted rows are no longer searched, fetched or evaluated. The other rows keep their
+    ids. The data of deleted rows remains on disk, so 'edje-index rollback' can restore
+    the rows.
 
-    --erase also removes the data of all deleted rows and of their duplicates: the other rows of their shards are copied
-    to new shards, where they get new row ids, and all earlier snapshots are removed. This cannot be undone. Run the
-    same command again to finish an interrupted erasure.
+    --erase also removes the data of all deleted rows and of their duplicates: the other
+    rows of their shards are copied to new shards, where they get new row ids, and all
+    earlier snapshots are removed. This cannot be undone. Run the same command again to
+    finish an interrupted erasure.
 
     \b
     Examples:
@@ -58,12 +79,27 @@ def delete(index: IndexLocation, quiet: bool, as_json: bool, **options: Any) -> 
     with running_job(index, quiet=quiet) as (on_event, _):
         result = delete_rows(index, on_event=on_event, **options)
     named = ", ".join(map(str, result.deleted[:_SHOWN]))
-    more = f" and {len(result.deleted) - _SHOWN:,} more" if len(result.deleted) > _SHOWN else ""
+    more = (
+        f" and {len(result.deleted) - _SHOWN:,} more"
+        if len(result.deleted) > _SHOWN
+        else ""
+    )
     what = f" ({named}{more})" if named else ""
     verb = "would be deleted" if result.dry_run else "deleted"
-    before = f", {result.already_deleted:,} were deleted before" if result.already_deleted else ""
-    erased = f", {result.erased:,} {'would be erased' if result.dry_run else 'erased'}" if options["erase"] else ""
-    line = f"{index}: {counted(len(result.deleted), 'row')} {verb}{what}{before}{erased}; {result.left:,} left"
+    before = (
+        f", {result.already_deleted:,} were deleted before"
+        if result.already_deleted
+        else ""
+    )
+    erased = (
+        f", {result.erased:,} {'would be erased' if result.dry_run else 'erased'}"
+        if options["erase"]
+        else ""
+    )
+    line = (
+        f"{index}: {counted(len(result.deleted), 'row')} {verb}{what}{before}{erased};"
+        f" {result.left:,} left"
+    )
     print_result(result, line, as_json=as_json)
 
 
@@ -74,10 +110,12 @@ def delete(index: IndexLocation, quiet: bool, as_json: bool, **options: Any) -> 
 def compact(index: IndexLocation, quiet: bool, as_json: bool) -> None:
     """Rewrite INDEX without its deleted rows, or join its small shards.
 
-    The remaining rows get new ids. If no row is deleted, only the rows of shards that are not full are joined and get
-    new ids. A Parquet file maps old row ids to new row ids; TokenStore.translate reads this file. Tokens are copied, so
-    the model is not needed. INDEX can be searched during the compaction. The disk needs room for a second copy of these
-    rows. To remove the old files afterwards, run 'edje-index gc --keep 1'.
+    The remaining rows get new ids. If no row is deleted, only the rows of shards that
+    are not full are joined and get new ids. A Parquet file maps old row ids to new row
+    ids; TokenStore.translate reads this file. Tokens are copied, so the model is not
+    needed. INDEX can be searched during the compaction. The disk needs room for a
+    second copy of these rows. To remove the old files afterwards, run 'edje-index gc
+    --keep 1'.
 
     Run the same command again to resume a stopped compaction.
 
@@ -93,24 +131,33 @@ def compact(index: IndexLocation, quiet: bool, as_json: bool) -> None:
     lines = [f"{index}: no row is deleted, and no shards can be joined; nothing to do"]
     if result.row_map is not None:
         shards = counted(result.shards, "shard")
-        copied = f"{index}: {counted(result.rows, 'row')} in {shards}, copied to row ids from {result.first_row:,}"
+        copied = (
+            f"{index}: {counted(result.rows, 'row')} in {shards}, copied to row ids"
+            f" from {result.first_row:,}"
+        )
         lines = [f"{copied}, {result.removed:,} removed, {result.seconds:.1f} s"]
         lines.append(f"old and new row ids: {result.row_map}")
     print_result(result, *lines, as_json=as_json)
 
 
 @click.command()
-@click.argument("indexes", nargs=-1, required=True, type=LOCAL_INDEX, metavar="INDEX...")
-@click.option("--out", required=True, type=LOCAL_INDEX, help="New directory for the merged index.")
+@click.argument(
+    "indexes", nargs=-1, required=True, type=LOCAL_INDEX, metavar="INDEX..."
+)
+@click.option(
+    "--out", required=True, type=LOCAL_INDEX, help="New directory for the merged index."
+)
 @quiet_option
 @json_option
 def merge(indexes: tuple[Path, ...], out: Path, quiet: bool, as_json: bool) -> None:
     """Copy several indexes of the same model into one new index.
 
-    All indexes must have the same shard size and precisions. Tokens and embeddings are copied, so the model is not
-    needed. Rows of the first INDEX keep their ids. A constant is added to the row ids of each other INDEX; the command
-    prints this constant. If several indexes contain the same image, the new index keeps the row from the first INDEX
-    and marks the other rows as deleted. The given indexes do not change.
+    All indexes must have the same shard size and precisions. Tokens and embeddings are
+    copied, so the model is not needed. Rows of the first INDEX keep their ids. A
+    constant is added to the row ids of each other INDEX; the command prints this
+    constant. If several indexes contain the same image, the new index keeps the row
+    from the first INDEX and marks the other rows as deleted. The given indexes do not
+    change.
 
     Run the same command again to resume a stopped merge.
 
@@ -123,41 +170,62 @@ def merge(indexes: tuple[Path, ...], out: Path, quiet: bool, as_json: bool) -> N
     with running_job(out, quiet=quiet) as (on_event, should_stop):
         result = merge_indexes(indexes, out, on_event=on_event, should_stop=should_stop)
     lines = [
-        f"{each['index']}: {counted(each['rows'], 'row')}, {each['duplicates']:,} duplicates; row ids plus "
-        f"{each['offset']:,}"
+        f"{each['index']}: {counted(each['rows'], 'row')}, {each['duplicates']:,}"
+        f" duplicates; row ids plus {each['offset']:,}"
         for each in result.inputs
     ]
-    merged = f"{out}: {counted(result.rows, 'row')} in {counted(result.shards, 'shard')}, {result.seconds:.1f} s"
+    merged = (
+        f"{out}: {counted(result.rows, 'row')} in {counted(result.shards, 'shard')},"
+        f" {result.seconds:.1f} s"
+    )
     print_result(result, *lines, merged, as_json=as_json)
 
 
 @click.command()
 @click.argument("index", type=location)
 @click.argument("out", type=location)
-@click.option("--snapshot", type=click.IntRange(min=0), help="Snapshot to copy.  [default: the current snapshot]")
-@click.option("--replace", is_flag=True, help="Before the copy, remove the index at the URL OUT.")
-@click.option("--rows", type=int, multiple=True, metavar="N", help="Copy only this row; repeatable.")
+@click.option(
+    "--snapshot",
+    type=click.IntRange(min=0),
+    help="Snapshot to copy.  [default: the current snapshot]",
+)
+@click.option(
+    "--replace", is_flag=True, help="Before the copy, remove the index at the URL OUT."
+)
+@click.option(
+    "--rows",
+    type=int,
+    multiple=True,
+    metavar="N",
+    help="Copy only this row; repeatable.",
+)
 @where_option
 @quiet_option
 @json_option
-def copy(index: IndexLocation, out: IndexLocation, quiet: bool, as_json: bool, **options: Any) -> None:
+def copy(
+    index: IndexLocation, out: IndexLocation, quiet: bool, as_json: bool, **options: Any
+) -> None:
     """Copy INDEX to OUT, and check every file with its checksum.
 
-    INDEX and OUT are directories or URLs. A URL begins with s3://, gs://, az:// or hf://datasets/. INDEX can also be an
-    http:// or https:// URL. Credentials come from the environment, for example AWS_ACCESS_KEY_ID and
-    AWS_SECRET_ACCESS_KEY. AWS_ENDPOINT_URL selects a server that is compatible with S3.
+    INDEX and OUT are directories or URLs. A URL begins with s3://, gs://, az:// or
+    hf://datasets/. INDEX can also be an http:// or https:// URL. Credentials come from
+    the environment, for example AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY.
+    AWS_ENDPOINT_URL selects a server that is compatible with S3.
 
-    hf://datasets/OWNER/NAME is a repository of the Hugging Face Hub. The copy creates it, private, with a card that
-    describes the index. A model bundle is copied to and from hf://OWNER/NAME in the same way. The token is HF_TOKEN,
-    or that of 'hf auth login'.
+    hf://datasets/OWNER/NAME is a repository of the Hugging Face Hub. The copy creates
+    it, private, with a card that describes the index. A model bundle is copied to and
+    from hf://OWNER/NAME in the same way. The token is HF_TOKEN, or that of 'hf auth
+    login'.
 
-    One snapshot is copied. Blocks are not decoded. If the file system can share disk blocks, a copy to a directory
-    takes no disk space until INDEX or OUT changes.
+    One snapshot is copied. Blocks are not decoded. If the file system can share disk
+    blocks, a copy to a directory takes no disk space until INDEX or OUT changes.
 
-    If OUT is a URL that holds an earlier snapshot of INDEX, only the missing files are copied. Readers see the new
-    snapshot once the copy is complete. If two commands copy to the same URL, one command succeeds and the other fails.
+    If OUT is a URL that holds an earlier snapshot of INDEX, only the missing files are
+    copied. Readers see the new snapshot once the copy is complete. If two commands copy
+    to the same URL, one command succeeds and the other fails.
 
-    With --rows or --where, only the selected rows are copied, to a directory. They get the row ids from 0.
+    With --rows or --where, only the selected rows are copied, to a directory. They get
+    the row ids from 0.
 
     Run the same command again to resume a stopped copy.
 
@@ -173,18 +241,31 @@ def copy(index: IndexLocation, out: IndexLocation, quiet: bool, as_json: bool, *
     from pipelines.jobs.copy import copy_index
     from pipelines.jobs.hub import copy_model
 
-    if hub_kind(index) == "models" or (isinstance(index, Path) and (index / INFO_FILE).exists()):
+    if hub_kind(index) == "models" or (
+        isinstance(index, Path) and (index / INFO_FILE).exists()
+    ):
         if any(value not in (None, False, ()) for value in options.values()):
-            raise UsageError("a model is copied as a whole: use no option that selects a part of an index")
+            raise UsageError(
+                "a model is copied as a whole: use no option that selects a part of an"
+                " index"
+            )
         with running_job(quiet=quiet) as (on_event, should_stop):
             bundle = copy_model(index, out, on_event=on_event, should_stop=should_stop)
         report(bundle, as_json=as_json)
         return
 
     with running_job(out, quiet=quiet) as (on_event, should_stop):
-        result = copy_index(index, out, on_event=on_event, should_stop=should_stop, **options)
-    copied = f"{counted(result.copied_files, 'file')}, {human_bytes(result.copied_bytes)}, {result.seconds:.1f} s"
-    line = f"{out}: snapshot {result.snapshot} in {counted(result.files, 'file')}; copied {copied}"
+        result = copy_index(
+            index, out, on_event=on_event, should_stop=should_stop, **options
+        )
+    copied = (
+        f"{counted(result.copied_files, 'file')}, {human_bytes(result.copied_bytes)},"
+        f" {result.seconds:.1f} s"
+    )
+    line = (
+        f"{out}: snapshot {result.snapshot} in {counted(result.files, 'file')}; copied"
+        f" {copied}"
+    )
     print_result(result, line, as_json=as_json)
 
 
@@ -194,14 +275,16 @@ def copy(index: IndexLocation, out: IndexLocation, quiet: bool, as_json: bool, *
 @quiet_option
 @json_option
 def repair(index: IndexLocation, model: Path | None, quiet: bool, as_json: bool) -> int:
-    """Rebuild damaged or missing files of INDEX from its other files, or from the images.
+    """Rebuild damaged or missing files of INDEX from its other files, or from the
+    images.
 
-    Damaged tokens are converted again from another precision, and stored only if they have the original checksums.
-    Damaged checksums are computed again from the tokens. A damaged nearest-neighbour index is built again from the
-    embeddings.
+    Damaged tokens are converted again from another precision, and stored only if they
+    have the original checksums. Damaged checksums are computed again from the tokens. A
+    damaged nearest-neighbour index is built again from the embeddings.
 
-    Tokens that no other precision determines are encoded again from the images, with the model. An image whose content
-    has changed is refused and named. The exit code is 1 if problems remain.
+    Tokens that no other precision determines are encoded again from the images, with
+    the model. An image whose content has changed is refused and named. The exit code is
+    1 if problems remain.
 
     \b
     Example:
@@ -210,11 +293,17 @@ def repair(index: IndexLocation, model: Path | None, quiet: bool, as_json: bool)
     from pipelines.jobs.repair import repair_index
 
     with running_job(quiet=quiet, resumes=False) as (on_event, should_stop):
-        result = repair_index(index, model=model, on_event=on_event, should_stop=should_stop)
+        result = repair_index(
+            index, model=model, on_event=on_event, should_stop=should_stop
+        )
     for problem in result.left:
         note(f"{problem.path}: {problem.message}")
     lines = [f"{file.path}: repaired from {file.source}" for file in result.repaired]
-    left = f"{counted(len(result.left), 'problem')} left" if result.left else "no problem left"
+    left = (
+        f"{counted(len(result.left), 'problem')} left"
+        if result.left
+        else "no problem left"
+    )
     total = f"{index}: {counted(len(result.repaired), 'file')} repaired, {left}"
     print_result(result, *lines, total, as_json=as_json)
     return 1 if result.left else 0
@@ -228,7 +317,8 @@ def history(index: IndexLocation, as_json: bool) -> None:
 
     INDEX is a directory, or a URL that begins with s3://, gs:// or az://.
 
-    Every change of a finished index makes a new snapshot. Old snapshots remain until 'edje-index gc' removes them.
+    Every change of a finished index makes a new snapshot. Old snapshots remain until
+    'edje-index gc' removes them.
 
     \b
     Example:
@@ -238,27 +328,42 @@ def history(index: IndexLocation, as_json: bool) -> None:
 
     snapshots = read_history(index)
     if as_json:
-        print_json({"index": str(index), "snapshots": [asdict(snapshot) for snapshot in snapshots]})
+        print_json(
+            {
+                "index": str(index),
+                "snapshots": [asdict(snapshot) for snapshot in snapshots],
+            }
+        )
         return
     for snapshot in snapshots:
-        counts = {name: value for name, value in snapshot.change.items() if not isinstance(value, list)}
+        counts = {
+            name: value
+            for name, value in snapshot.change.items()
+            if not isinstance(value, list)
+        }
         details = ", ".join(f"{name} {value}" for name, value in counts.items())
         print_line(
-            f"{snapshot.snapshot:>4}  {snapshot.kind:<9} {snapshot.created or '':<26} {counted(snapshot.rows, 'row')}, "
-            f"{snapshot.deleted:,} deleted{f' ({details})' if details else ''}"
+            f"{snapshot.snapshot:>4}  {snapshot.kind:<9} {snapshot.created or '':<26}"
+            f" {counted(snapshot.rows, 'row')}, {snapshot.deleted:,}"
+            f" deleted{f' ({details})' if details else ''}"
         )
 
 
 @click.command()
 @click.argument("index", type=location)
 @click.argument("snapshot", type=click.IntRange(min=0))
-@click.option("--trust", is_flag=True, help="Check only the lengths of the files of SNAPSHOT, not their checksums.")
+@click.option(
+    "--trust",
+    is_flag=True,
+    help="Check only the lengths of the files of SNAPSHOT, not their checksums.",
+)
 @json_option
 def rollback(index: IndexLocation, snapshot: int, trust: bool, as_json: bool) -> None:
-    """Restore the contents that INDEX had at SNAPSHOT, a number that 'edje-index history' lists.
+    """Restore the contents that INDEX had at SNAPSHOT, a number that 'edje-index
+    history' lists.
 
-    All files of SNAPSHOT are read and compared with their checksums first. A rollback makes a new snapshot. To undo it,
-    roll back to the snapshot before it.
+    All files of SNAPSHOT are read and compared with their checksums first. A rollback
+    makes a new snapshot. To undo it, roll back to the snapshot before it.
 
     \b
     Example:
@@ -268,21 +373,30 @@ def rollback(index: IndexLocation, snapshot: int, trust: bool, as_json: bool) ->
 
     result = roll_back(index, snapshot, trust=trust)
     rows = f"{counted(result.rows, 'row')}, {result.deleted:,} deleted"
-    line = f"{index}: snapshot {result.snapshot} has the contents of snapshot {snapshot}: {rows}"
+    line = (
+        f"{index}: snapshot {result.snapshot} has the contents of snapshot {snapshot}:"
+        f" {rows}"
+    )
     print_result(result, line, as_json=as_json)
 
 
 @click.command()
 @click.argument("index", type=location)
 @click.option(
-    "--keep", type=POSITIVE, help="Number of snapshots to keep, including the current one.  [default: all snapshots]"
+    "--keep",
+    type=POSITIVE,
+    help=(
+        "Number of snapshots to keep, including the current one.  [default: all"
+        " snapshots]"
+    ),
 )
 @json_option
 def gc(index: IndexLocation, keep: int | None, as_json: bool) -> None:
-    """Remove the files of INDEX that no snapshot needs. With --keep, also remove old snapshots.
+    """Remove the files of INDEX that no snapshot needs. With --keep, also remove old
+    snapshots.
 
-    The command also discards an interrupted change, such as an append or a conversion. That change cannot be resumed
-    afterwards.
+    The command also discards an interrupted change, such as an append or a conversion.
+    That change cannot be resumed afterwards.
 
     \b
     Examples:
@@ -306,8 +420,8 @@ def failures(index: IndexLocation, as_json: bool) -> None:
 
     INDEX is a directory, or a URL that begins with s3://, gs:// or az://.
 
-    The command prints one line per failed row: row id, reason, URI and details. 'edje-index info' shows the number of
-    failed rows by reason.
+    The command prints one line per failed row: row id, reason, URI and details.
+    'edje-index info' shows the number of failed rows by reason.
 
     \b
     Examples:
@@ -322,18 +436,23 @@ def failures(index: IndexLocation, as_json: bool) -> None:
 
 
 def failed_rows(index: IndexLocation) -> Iterator[dict[str, Any]]:
-    """Yield the row id, reason, URI and detail of each failed row, also of an unfinished build."""
+    """Yield the row id, reason, URI and detail of each failed row, also of an
+    unfinished build.
+    """
     from storage_formats.change import is_unfinished
     from storage_formats.format.layout import Layout
     from storage_formats.format.object_store import is_url
     from storage_formats.format.remote import open_index
     from storage_formats.format.rows import FAILED, iter_rows, read_shard_rows
 
-    layout, columns = Layout(Path(index)), ["row_id", "reason", "uri", "detail", "status"]
+    layout = Layout(Path(index))
+    columns = ["row_id", "reason", "uri", "detail", "status"]
     if is_url(index) or layout.manifest.exists() or is_unfinished(index) is None:
         tables = iter_rows(open_index(index), columns)
     else:
-        shards = sorted(int(path.stem) for path in layout.receipt(0).parent.glob("*.json"))
+        shards = sorted(
+            int(path.stem) for path in layout.receipt(0).parent.glob("*.json")
+        )
         tables = (read_shard_rows(layout, shard, columns) for shard in shards)
     for table in tables:
         for row in table.to_pylist():

@@ -29,7 +29,10 @@ from pipelines.cli.output import note, print_json
 @click.option(
     "--split",
     metavar="NAME",
-    help="Use only this split of CAPTIONS. With --full, the split limits only the queries.  [default: all splits]",
+    help=(
+        "Use only this split of CAPTIONS. With --full, the split limits only the"
+        " queries.  [default: all splits]"
+    ),
 )
 @model_option
 @click.option(
@@ -37,15 +40,21 @@ from pipelines.cli.output import note, print_json
     "precisions",
     multiple=True,
     metavar="NAME",
-    help="Token precision to evaluate; repeatable. Tokens are converted in memory to a precision that INDEX does not "
-    "store.  [default: all precisions stored in INDEX]",
+    help=(
+        "Token precision to evaluate; repeatable. Tokens are converted in memory to a"
+        " precision that INDEX does not store.  [default: all precisions stored in"
+        " INDEX]"
+    ),
 )
 @click.option(
     "--pool",
     "pools",
     type=POSITIVE,
     multiple=True,
-    help="Number of candidates to re-rank; repeatable.  [default: 10, 20 and 50; with --full 100]",
+    help=(
+        "Number of candidates to re-rank; repeatable.  [default: 10, 20 and 50; with"
+        " --full 100]"
+    ),
 )
 @click.option(
     "--direction",
@@ -57,17 +66,28 @@ from pipelines.cli.output import note, print_json
 @click.option(
     "--full",
     is_flag=True,
-    help="Use all images of INDEX and all captions of CAPTIONS as candidates, and report recall at 5, 10 and 20.",
+    help=(
+        "Use all images of INDEX and all captions of CAPTIONS as candidates, and report"
+        " recall at 5, 10 and 20."
+    ),
 )
 @score_option
-@click.option("--queries", type=POSITIVE, metavar="N", help="Sample N queries per direction.  [default: all queries]")
+@click.option(
+    "--queries",
+    type=POSITIVE,
+    metavar="N",
+    help="Sample N queries per direction.  [default: all queries]",
+)
 @click.option(
     "--bootstrap",
     "resamples",
     type=click.IntRange(min=0),
     default=1000,
     show_default=True,
-    help="Number of bootstrap resamples for confidence intervals; 0 computes no intervals.",
+    help=(
+        "Number of bootstrap resamples for confidence intervals; 0 computes no"
+        " intervals."
+    ),
 )
 @click.option("--report", type=PATH, help="Directory for report.md and report.json.")
 @device_option
@@ -85,17 +105,20 @@ def evaluate(
 ) -> None:
     """Measure the recall of INDEX on captioned images, before and after re-ranking.
 
-    CAPTIONS is a file of captions in JSONL, JSON (Karpathy or COCO), Parquet or WebDataset tar format. In text-to-image
-    search, the correct hit is the image of the caption. In image-to-text search, every caption of the image is a
-    correct hit.
+    CAPTIONS is a file of captions in JSONL, JSON (Karpathy or COCO), Parquet or
+    WebDataset tar format. In text-to-image search, the correct hit is the image of the
+    caption. In image-to-text search, every caption of the image is a correct hit.
 
-    The candidates are the images and captions of CAPTIONS, or of one split of CAPTIONS with --split. With --full, all
-    images of INDEX and all captions of CAPTIONS are candidates.
+    The candidates are the images and captions of CAPTIONS, or of one split of CAPTIONS
+    with --split. With --full, all images of INDEX and all captions of CAPTIONS are
+    candidates.
 
     \b
     Examples:
-      edje-index eval photos.edje captions.jsonl --split dev --precision bf16 --precision fp8 --report out
-      edje-index eval photos.edje dataset_flickr30k.json --images flickr30k-images --split test --pool 10
+      edje-index eval photos.edje captions.jsonl --split dev \\
+        --precision bf16 --precision fp8 --report out
+      edje-index eval photos.edje dataset_flickr30k.json \\
+        --images flickr30k-images --split test --pool 10
       edje-index eval photos.edje captions.jsonl --score logit
       edje-index eval photos.edje captions.jsonl --score embedding
       edje-index eval photos.edje captions.jsonl --queries 500
@@ -109,7 +132,9 @@ def evaluate(
     directions = DIRECTIONS if direction == "both" else (direction,)
     with progress_display(quiet=quiet) as on_event:
         on_progress = progress_callback(on_event)
-        result = measure(index, captions, directions=directions, on_progress=on_progress, **settings)
+        result = measure(
+            index, captions, directions=directions, on_progress=on_progress, **settings
+        )
     if not result.system.trained:
         note("note: the model is untrained, so the order of its hits is random")
     text = evaluation_report(result)

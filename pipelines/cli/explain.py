@@ -7,7 +7,14 @@ from pathlib import Path
 
 import click
 
-from pipelines.cli.options import FILE, PATH, json_option, model_option, quiet_option, read_precision_option
+from pipelines.cli.options import (
+    FILE,
+    PATH,
+    json_option,
+    model_option,
+    quiet_option,
+    read_precision_option,
+)
 from pipelines.cli.output import note, print_json, print_line
 from storage_formats.errors import UsageError
 
@@ -17,25 +24,43 @@ _FREQUENT = 10
 @click.command()
 @click.argument("index", type=PATH)
 @click.argument("rows", metavar="[ROW]...", nargs=-1, type=click.IntRange(min=0))
-@click.option("--out", type=FILE, default="explain.html", show_default=True, help="HTML file to write.")
+@click.option(
+    "--out",
+    type=FILE,
+    default="explain.html",
+    show_default=True,
+    help="HTML file to write.",
+)
 @model_option
 @read_precision_option
 @click.option(
     "--captions",
     type=PATH,
     metavar="FILE",
-    help="File of captions, to measure how well the words of captions align with tokens.",
+    help=(
+        "File of captions, to measure how well the words of captions align with tokens."
+    ),
 )
 @click.option(
     "--images",
     type=PATH,
-    help="Base directory of the relative image paths in --captions.  [default: directory of --captions]",
+    help=(
+        "Base directory of the relative image paths in --captions.  [default: directory"
+        " of --captions]"
+    ),
 )
-@click.option("--split", metavar="NAME", help="Use only this split of --captions.  [default: all splits]")
+@click.option(
+    "--split",
+    metavar="NAME",
+    help="Use only this split of --captions.  [default: all splits]",
+)
 @click.option(
     "--against",
     metavar="INDEX[=MODEL]",
-    help="Another index of the same images, and optionally its model bundle. A paired t-test compares the alignments.",
+    help=(
+        "Another index of the same images, and optionally its model bundle. A paired"
+        " t-test compares the alignments."
+    ),
 )
 @quiet_option
 @json_option
@@ -54,33 +79,40 @@ def explain(
 ) -> None:
     """Write an HTML page that explains the tokens of INDEX with words.
 
-    ROW is a row id. For each ROW, the page shows the image and the words of the language model that are nearest to the
-    tokens. If the model has a compressed adapter, the page also shows the attention of the adapter's queries, which is
-    the part of the image that each token was computed from. Without ROW, the page shows the first images of a random
-    sample. The page also shows the most frequent words in the sample. With --captions, the page also shows how well the
-    words of captions align with tokens.
+    ROW is a row id. For each ROW, the page shows the image and the words of the
+    language model that are nearest to the tokens. If the model has a compressed
+    adapter, the page also shows the attention of the adapter's queries, which is the
+    part of the image that each token was computed from. Without ROW, the page shows the
+    first images of a random sample. The page also shows the most frequent words in the
+    sample. With --captions, the page also shows how well the words of captions align
+    with tokens.
 
     \b
     Examples:
       edje-index explain photos.edje
       edje-index explain photos.edje 17 230 --precision nvfp4 --out words.html
-      edje-index explain local.edje --captions dataset_flickr30k.json --split test --against m64.edje
+      edje-index explain local.edje --captions dataset_flickr30k.json \\
+        --split test --against m64.edje
     """
     if captions is None and (images or split or against):
-        raise UsageError("--images, --split and --against need --captions; add --captions FILE")
+        raise UsageError(
+            "--images, --split and --against need --captions; add --captions FILE"
+        )
     from edje_index.evaluation.explain import explain_index
     from pipelines.pages import explain_page
     from pipelines.progress.display import progress_display
     from pipelines.progress.events import progress_callback
     from storage_formats.atomic import write_bytes_atomic
 
-    other, other_model = None, None
+    other = None
+    other_model = None
     if against is not None:
         path, equals, bundle = against.rpartition("=")
         if not equals or Path(against).exists():
             other = Path(against)
         elif path and bundle:
-            other, other_model = Path(path), Path(bundle)
+            other = Path(path)
+            other_model = Path(bundle)
         else:
             raise UsageError(f"give INDEX or INDEX=MODEL, got '{against}'")
     with progress_display(quiet=quiet) as on_event:
@@ -98,7 +130,8 @@ def explain(
         )
     write_bytes_atomic(out, explain_page(explanation).encode())
     note(f"page: {out}")
-    if as_json:  # of the attention, only the reason why it is missing
+    # of the attention, only the reason why it is missing
+    if as_json:
         explained = [
             {
                 "row_id": row.row_id,
@@ -109,18 +142,35 @@ def explain(
             }
             for row in explanation.rows
         ]
-        value = {**asdict(replace(explanation, rows=())), "root": str(explanation.root), "rows": explained}
+        value = {
+            **asdict(replace(explanation, rows=())),
+            "root": str(explanation.root),
+            "rows": explained,
+        }
         print_json({**value, "against": against, "page": str(out)})
         return
-    words, alignment = explanation.words, explanation.alignment
+    words = explanation.words
+    alignment = explanation.alignment
     frequent = ", ".join(f"{word} {count:,}" for word, count in words.words[:_FREQUENT])
     print_line(f"{explanation.sample:,} images, {words.tokens:,} tokens: {frequent}")
-    print_line(f"special tokens {words.special / words.tokens:.1%}, unused tokens {words.unused / words.tokens:.1%}")
+    print_line(
+        f"special tokens {words.special / words.tokens:.1%}, unused tokens"
+        f" {words.unused / words.tokens:.1%}"
+    )
     if alignment is None:
         return
-    for name, scores in ((explanation.root, alignment.first), (explanation.against, alignment.second)):
+    for name, scores in (
+        (explanation.root, alignment.first),
+        (explanation.against, alignment.second),
+    ):
         if scores is not None:
-            print_line(f"alignment S of {name}: {scores.mean:.4f} +- {scores.deviation:.4f}, {scores.pairs:,} pairs")
+            print_line(
+                f"alignment S of {name}: {scores.mean:.4f} +- {scores.deviation:.4f},"
+                f" {scores.pairs:,} pairs"
+            )
     if alignment.test is not None:
         test = alignment.test
-        print_line(f"paired t-test: t {test.t:.2f}, p {test.p:.1e}, effect size {test.effect_size:.2f}")
+        print_line(
+            f"paired t-test: t {test.t:.2f}, p {test.p:.1e}, effect size"
+            f" {test.effect_size:.2f}"
+        )

@@ -8,7 +8,13 @@ from typing import Any
 
 import click
 
-from pipelines.cli.options import LOCAL_INDEX, json_option, quiet_option, shard_size_option, stored_precisions_option
+from pipelines.cli.options import (
+    LOCAL_INDEX,
+    json_option,
+    quiet_option,
+    shard_size_option,
+    stored_precisions_option,
+)
 from pipelines.cli.output import print_json, print_line, running_job
 from pipelines.progress.wording import counted
 
@@ -19,43 +25,61 @@ _FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
 @click.argument("tokens", type=_FILE)
 @click.argument("embeddings", type=_FILE)
 @click.argument("rows", type=_FILE, required=False)
-@click.option("--out", required=True, type=LOCAL_INDEX, help="Directory of the new index.")
+@click.option(
+    "--out", required=True, type=LOCAL_INDEX, help="Directory of the new index."
+)
 @stored_precisions_option
 @shard_size_option
 @click.option(
-    "--encoder", default="unknown", show_default=True, metavar="NAME", help="Name and version of your encoder."
+    "--encoder",
+    default="unknown",
+    show_default=True,
+    metavar="NAME",
+    help="Name and version of your encoder.",
 )
 @click.option(
-    "--ann/--no-ann", default=True, show_default=True, help="Build a nearest-neighbour index of the embeddings."
+    "--ann/--no-ann",
+    default=True,
+    show_default=True,
+    help="Build a nearest-neighbour index of the embeddings.",
 )
 @quiet_option
 @json_option
 def import_arrays(quiet: bool, as_json: bool, **options: Any) -> None:
-    """Make an index from arrays of tokens and embeddings that your own encoder computed.
+    """Make an index from arrays of tokens and embeddings that your own encoder
+    computed.
 
     \b
-    TOKENS      .npy file, shape [rows, tokens per row, width]: float32, float16, or bfloat16 saved as uint16
+    TOKENS      .npy file, shape [rows, tokens per row, width]: float32, float16, or
+                bfloat16 saved as uint16
     EMBEDDINGS  .npy file, shape [rows, width]: any floating-point type
-    ROWS        Parquet file with the column uri and optionally uri_raw, size, content_hash, width, height
+    ROWS        Parquet file with the column uri and optionally uri_raw, size,
+                content_hash, width, height
 
-    Embeddings are normalised to unit length. Without ROWS, the URI of each row is the row id. The index works with
-    'info', 'verify', 'quantize', 'bench fetch' and the Python interface. Text search is not possible, because the index
-    has no model.
+    Embeddings are normalised to unit length. Without ROWS, the URI of each row is the
+    row id. The index works with 'info', 'verify', 'quantize', 'bench fetch' and the
+    Python interface. Text search is not possible, because the index has no model.
 
     \b
     Examples:
-      edje-index import-arrays tokens.npy embeddings.npy --out pages.edje --precision fp8
-      edje-index import-arrays tokens.npy embeddings.npy rows.parquet --out pages.edje --encoder colpali-v1.3
+      edje-index import-arrays tokens.npy embeddings.npy \\
+        --out pages.edje --precision fp8
+      edje-index import-arrays tokens.npy embeddings.npy rows.parquet \\
+        --out pages.edje --encoder colpali-v1.3
     """
     from pipelines.jobs.import_arrays import import_arrays as run_import
     from storage_formats.codecs import codec
 
-    started, out = time.monotonic(), options["out"]
+    started = time.monotonic()
+    out = options["out"]
     options["precisions"] = tuple(dict.fromkeys(options["precisions"]))
     with running_job(quiet=quiet, resumes=False) as (on_event, should_stop):
         manifest = run_import(**options, on_event=on_event, should_stop=should_stop)
-    spec, seconds = manifest.spec, time.monotonic() - started
-    record_bytes = {name: codec(name, spec.block_shape).record_bytes for name in spec.precisions}
+    spec = manifest.spec
+    seconds = time.monotonic() - started
+    record_bytes = {
+        name: codec(name, spec.block_shape).record_bytes for name in spec.precisions
+    }
     if as_json:
         print_json(
             {
@@ -71,7 +95,8 @@ def import_arrays(quiet: bool, as_json: bool, **options: Any) -> None:
         return
     m, d = spec.block_shape
     print_line(
-        f"{out}: {counted(spec.rows, 'row')} of {m} x {d} tokens in {counted(spec.shards, 'shard')}, {seconds:.1f} s"
+        f"{out}: {counted(spec.rows, 'row')} of {m} x {d} tokens in"
+        f" {counted(spec.shards, 'shard')}, {seconds:.1f} s"
     )
     for name, size in record_bytes.items():
         print_line(f"{name:6} {size:7,} bytes per row")

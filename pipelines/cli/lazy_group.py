@@ -12,16 +12,24 @@ import click
 from storage_formats.errors import EdjeError
 
 Sections = Mapping[str, Mapping[str, str]]
-"""Maps each heading to its commands, and each command name to the place of its definition, "module:attribute"."""
+"""Maps each heading to its commands, and each command name to the place of its
+definition, "module:attribute".
+"""
 
 
 class LazyGroup(click.Group):
-    """A group that imports the module of a command only when the command or its help is needed."""
+    """A group that imports the module of a command only when the command or its
+    help is needed.
+    """
 
     def __init__(self, *, sections: Sections, **settings: Any) -> None:
         super().__init__(**settings)
         self._sections = sections
-        self._listed = {name: target for section in sections.values() for name, target in section.items()}
+        self._listed = {
+            name: target
+            for section in sections.values()
+            for name, target in section.items()
+        }
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self._listed)
@@ -38,12 +46,17 @@ class LazyGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        is_known = args[0] in self._listed or ctx.resilient_parsing  # a shell that completes gets no error
-        if nearest := difflib.get_close_matches(args[0], [] if is_known else self._listed, 1):
+        # a shell that completes gets no error
+        is_known = args[0] in self._listed or ctx.resilient_parsing
+        if nearest := difflib.get_close_matches(
+            args[0], [] if is_known else self._listed, 1
+        ):
             ctx.fail(f"No such command '{args[0]}'. Did you mean '{nearest[0]}'?")
         return super().resolve_command(ctx, args)
 
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+    def format_commands(
+        self, ctx: click.Context, formatter: click.HelpFormatter
+    ) -> None:
         column = max(map(len, self._listed))
         width = formatter.width - 6 - column
         for heading, section in self._sections.items():
@@ -56,14 +69,23 @@ class LazyGroup(click.Group):
                 formatter.write_dl(rows)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command. Prefix the message of an error about a parameter with the option or argument."""
+        """Run the command. Prefix the message of an error about a parameter with
+        the option or argument.
+        """
         try:
             return super().invoke(ctx)
         except EdjeError as error:
             command = self.get_command(ctx, ctx.invoked_subcommand or "")
-            for parameter in (*(command.params if command is not None else []), *self.params):
+            for parameter in (
+                *(command.params if command is not None else []),
+                *self.params,
+            ):
                 if parameter.name == error.parameter:
                     is_argument = isinstance(parameter, click.Argument)
-                    name = parameter.metavar or parameter.name.upper() if is_argument else max(parameter.opts, key=len)
+                    name = (
+                        parameter.metavar or parameter.name.upper()
+                        if is_argument
+                        else max(parameter.opts, key=len)
+                    )
                     error.args = (f"{name}: {error}",)
             raise

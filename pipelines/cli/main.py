@@ -1,4 +1,6 @@
-"""The `edje-index` command line: lists the commands, and turns errors into messages and exit codes."""
+"""The `edje-index` command line: lists the commands, and turns errors into messages
+and exit codes.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +28,14 @@ from storage_formats.errors import EdjeError, UsageError
 from storage_formats.extras import missing_extra
 
 _PROGRAM = "edje-index"
-_COMPLETION = "_EDJE_INDEX_COMPLETE"  # the variable that click's completion scripts set
+# the variable that click's completion scripts set
+_COMPLETION = "_EDJE_INDEX_COMPLETE"
 _HINTS: dict[type[EdjeError], str] = {
     EngineUnavailableError: "; '--engine inline' works without Ray",
     BundleNotFoundError: " with --model",
 }
-_BROKEN_PIPE = 128 + signal.SIGPIPE  # the exit code of a program that SIGPIPE ends
+# the exit code of a program that SIGPIPE ends
+_BROKEN_PIPE = 128 + signal.SIGPIPE
 
 SECTIONS = {
     "Index": {
@@ -70,12 +74,16 @@ SECTIONS = {
         "bench": "benchmarks.cli:bench",
     },
 }
-"""Commands by heading, in the order of the help text, with the module and attribute that define each command."""
+"""Commands by heading, in the order of the help text, with the module and attribute
+that define each command.
+"""
 
 _COMMANDS = {name for section in SECTIONS.values() for name in section}
 
 
-def _print_version(ctx: click.Context, _option: click.Parameter, requested: bool) -> None:
+def _print_version(
+    ctx: click.Context, _option: click.Parameter, requested: bool
+) -> None:
     if not requested:
         return
     if ctx.params["as_json"]:
@@ -83,7 +91,11 @@ def _print_version(ctx: click.Context, _option: click.Parameter, requested: bool
         from storage_formats.cpus import has_bfloat16
         from storage_formats.reading import engines
 
-        machine = {**environment(), "bfloat16": has_bfloat16(), "read_engines": list(engines())}
+        machine = {
+            **environment(),
+            "bfloat16": has_bfloat16(),
+            "read_engines": list(engines()),
+        }
         print_json({**machine, "version": __version__, "versions": dependencies()})
     else:
         click.echo(f"edje-index {__version__}")
@@ -95,13 +107,22 @@ def _print_version(ctx: click.Context, _option: click.Parameter, requested: bool
     sections=SECTIONS,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-@click.option("--version", is_flag=True, expose_value=False, callback=_print_version, help="Show the version.")
+@click.option(
+    "--version",
+    is_flag=True,
+    expose_value=False,
+    callback=_print_version,
+    help="Show the version.",
+)
 @click.option(
     "--json",
     "as_json",
     is_flag=True,
     is_eager=True,
-    help="With --version, show the version, the machine and the installed packages as JSON, for bug reports.",
+    help=(
+        "With --version, show the version, the machine and the installed packages as"
+        " JSON, for bug reports."
+    ),
 )
 @click.option(
     "--log",
@@ -109,30 +130,38 @@ def _print_version(ctx: click.Context, _option: click.Parameter, requested: bool
     metavar="FILE",
     expose_value=False,
     callback=lambda context, _, path: context.meta.update({LOG_KEY: path}),
-    help="Append the events of the command to FILE, one JSON object per line: --log build.jsonl build photos ...",
+    help=(
+        "Append the events of the command to FILE, one JSON object per line: --log"
+        " build.jsonl build photos ..."
+    ),
 )
 def cli(as_json: bool) -> None:
-    """Index image collections for EDJE re-ranking: visual tokens in a sharded store, embeddings in FAISS.
+    """Index image collections for EDJE re-ranking: visual tokens in a sharded store,
+    embeddings in FAISS.
 
     \b
     First steps:
       edje-index show photos                  search a folder of photos in the browser
-      edje-index model get                    write a small trained model to the directory 'model'
+      edje-index model get                    write a small trained model to 'model'
       edje-index build photos --out photos.edje --model model
       edje-index search photos.edje "a dog on a beach"
 
-    Results go to standard output; messages and progress go to standard error. Exit codes: 0 success, 1 problems found
-    or command failed, 2 wrong usage, 130 interrupted by Ctrl-C.
+    Results go to standard output; messages and progress go to standard error. Exit
+    codes: 0 success, 1 problems found or command failed, 2 wrong usage, 130 interrupted
+    by Ctrl-C.
     """
     if as_json:
-        raise UsageError("--json belongs after the name of the command, or after --version")
+        raise UsageError(
+            "--json belongs after the name of the command, or after --version"
+        )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     if completion := os.environ.get(_COMPLETION):
         return shell_complete(cli, {}, _PROGRAM, _COMPLETION, completion)
-    interrupts: list[int] = []  # native code of libraries may turn a KeyboardInterrupt into another error
+    # native code of libraries may turn a KeyboardInterrupt into another error
+    interrupts: list[int] = []
 
     def interrupt(number: int, _frame: FrameType | None) -> None:
         interrupts.append(number)
@@ -140,7 +169,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     if is_process := arguments is None:
         skip_collection_at_exit()
-        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not ignored, as by nohup
+        # not ignored, as by nohup
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, interrupt)
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if not arguments or arguments[0] == "help":
@@ -149,7 +179,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = _run(arguments, interrupts)
         sys.stdout.flush()
         if code == INTERRUPTED and is_process:
-            os._exit(code)  # not once a thread has its answer from a server
+            # not once a thread has its answer from a server
+            os._exit(code)
         return code
     except BrokenPipeError:
         # Python flushes standard output once more when it exits.
@@ -158,7 +189,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: list[str], interrupts: Sequence[int]) -> int:
-    # Not `cli.main`: it turns a broken pipe into a SystemExit that cannot be told from others.
+    # Not `cli.main`: it turns a broken pipe into a SystemExit that cannot be told from
+    # others.
     try:
         with cli.make_context(_PROGRAM, list(arguments)) as context:
             code = cli.invoke(context)
@@ -168,14 +200,17 @@ def _run(arguments: list[str], interrupts: Sequence[int]) -> int:
     except BrokenPipeError:
         raise
     except BaseException as raised:
-        command = next((argument for argument in arguments if argument in _COMMANDS), "")
+        command = next(
+            (argument for argument in arguments if argument in _COMMANDS), ""
+        )
         if interrupts and getattr(raised, "exit_code", None) != INTERRUPTED:
             raised = KeyboardInterrupt()
         error = missing_extra(raised, preferred=command) or raised
         code, message = _explain(error)
         if os.environ.get("EDJE_DEBUG"):
             traceback.print_exception(error)
-        lines = map(printable, message.splitlines())  # settings have one problem per line
+        # settings have one problem per line
+        lines = map(printable, message.splitlines())
         click.echo("error: " + "\n".join(lines), err=True)
         if "--json" in arguments:
             click.echo(json.dumps({"error": message, "exit_code": code}))
@@ -190,10 +225,18 @@ def _explain(error: BaseException) -> tuple[int, str]:
             hint = f" (see '{error.ctx.command_path} --help')"
         return UsageError.exit_code, error.format_message().rstrip(".") + hint
     if isinstance(error, EdjeError):
-        hint = next((text for kind, text in _HINTS.items() if isinstance(error, kind)), "")
+        hint = next(
+            (text for kind, text in _HINTS.items() if isinstance(error, kind)), ""
+        )
         return error.exit_code, f"{error}{hint}"
     if isinstance(error, KeyboardInterrupt | click.Abort):
         return INTERRUPTED, "interrupted"
     if isinstance(error, OSError) and error.strerror:
         return 1, describe_error(error)
-    return 1, f"unexpected {describe_error(error)}; run again with EDJE_DEBUG=1 to see the traceback"
+    return (
+        1,
+        (
+            f"unexpected {describe_error(error)}; run again with EDJE_DEBUG=1 to see"
+            " the traceback"
+        ),
+    )

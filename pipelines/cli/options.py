@@ -7,21 +7,35 @@ from typing import Any
 
 import click
 
-from edje_index.scoring.weights import BUNDLE_SCORE, LOGIT, PART_NAMES, ScoreWeights, parse_score
+from edje_index.scoring.weights import (
+    BUNDLE_SCORE,
+    LOGIT,
+    PART_NAMES,
+    ScoreWeights,
+    parse_score,
+)
 from pipelines.progress.wording import parse_bytes
 from storage_formats.errors import UsageError
 from storage_formats.format.layout import SHARD_SIZE
-from storage_formats.format.object_store import IndexLocation, index_location, local_path
+from storage_formats.format.object_store import (
+    IndexLocation,
+    index_location,
+    local_path,
+)
 
 
 class _LocalPath(click.Path):
-    """A path on this machine. A URL is refused, because it would become the path of a directory such as `s3:`."""
+    """A path on this machine. A URL is refused, because it would become the path of
+    a directory such as `s3:`.
+    """
 
     def __init__(self, *, dir_okay: bool = True, advice: str = "") -> None:
         super().__init__(path_type=Path, dir_okay=dir_okay)
         self._advice = advice
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> Any:
         try:
             local_path(value, advice=self._advice)
         except UsageError as error:
@@ -31,11 +45,14 @@ class _LocalPath(click.Path):
 
 PATH = _LocalPath()
 FILE = _LocalPath(dir_okay=False)
-LOCAL_INDEX = _LocalPath(advice="; 'edje-index copy' copies an index to a directory and to a URL")
+LOCAL_INDEX = _LocalPath(
+    advice="; 'edje-index copy' copies an index to a directory and to a URL"
+)
 
 
 def location(value: str) -> IndexLocation:
-    """Return the URL of an index on an object store unchanged. Return any other argument as a path.
+    """Return the URL of an index on an object store unchanged. Return any other
+    argument as a path.
 
     Raises:
         click.BadParameter: `value` is a URL of another kind.
@@ -62,10 +79,14 @@ POSITIVE = click.IntRange(min=1)
 DEVICE = click.Choice(["auto", "cpu", "cuda"])
 DTYPE = click.Choice(["auto", "float32", "bfloat16"])
 
-json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on standard output.")
+json_option = click.option(
+    "--json", "as_json", is_flag=True, help="Print one JSON object on standard output."
+)
 quiet_option = click.option("--quiet", is_flag=True, help="Show no progress.")
 model_option = click.option(
-    "--model", type=PATH, help="Directory of the model bundle.  [default: the bundle that built INDEX]"
+    "--model",
+    type=PATH,
+    help="Directory of the model bundle.  [default: the bundle that built INDEX]",
 )
 device_option = click.option(
     "--device",
@@ -79,17 +100,25 @@ dtype_option = click.option(
     type=DTYPE,
     default="auto",
     show_default=True,
-    help="Data type of the joint encoder's matrix products. bfloat16 is faster than float32 only on "
-    "processors with bfloat16 instructions. auto is bfloat16 on these and on cuda if the model bundle says that recall "
-    "stays the same, else float32.",
+    help=(
+        "Data type of the joint encoder's matrix products. bfloat16 is faster than"
+        " float32 only on processors with bfloat16 instructions. auto is bfloat16 on"
+        " these and on cuda if the model bundle says that recall stays the same, else"
+        " float32."
+    ),
 )
 read_precision_option = click.option(
-    "--precision", metavar="NAME", help="Precision of the tokens to read.  [default: the highest fidelity stored]"
+    "--precision",
+    metavar="NAME",
+    help="Precision of the tokens to read.  [default: the highest fidelity stored]",
 )
 where_option = click.option(
     "--where",
     metavar="FILTER",
-    help="Select rows by a filter, for example \"width > 800 and licence = 'cc0'\". 'info' lists the columns.",
+    help=(
+        "Select rows by a filter, for example \"width > 800 and licence = 'cc0'\"."
+        " 'info' lists the columns."
+    ),
 )
 stored_precisions_option = click.option(
     "--precision",
@@ -101,7 +130,11 @@ stored_precisions_option = click.option(
     help="Precision of the stored tokens; repeatable.",
 )
 shard_size_option = click.option(
-    "--shard-size", type=POSITIVE, default=SHARD_SIZE, show_default=True, help="Number of rows per shard."
+    "--shard-size",
+    type=POSITIVE,
+    default=SHARD_SIZE,
+    show_default=True,
+    help="Number of rows per shard.",
 )
 
 engine_option = click.option(
@@ -112,40 +145,54 @@ engine_option = click.option(
     help="Execution engine: this process (inline) or Ray workers (ray).",
 )
 address_option = click.option(
-    "--address", metavar="HOST:PORT", help="Ray cluster to join.  [default: start Ray on this machine]"
+    "--address",
+    metavar="HOST:PORT",
+    help="Ray cluster to join.  [default: start Ray on this machine]",
 )
 column_option = click.option(
     "--column",
     metavar="NAME",
-    help="Column with the images or image paths, if SOURCE is a table.  [default: a column of images, or the first of "
-    "path, image, file, uri, ...]",
+    help=(
+        "Column with the images or image paths, if SOURCE is a table.  [default: a"
+        " column of images, or the first of path, image, file, uri, ...]"
+    ),
 )
 max_failed_option = click.option(
     "--max-failed",
     type=click.FloatRange(0, 1),
     metavar="SHARE",
-    help="Stop if more than this share of the images fails.  [default: 0.01, but 20 images may always fail]",
+    help=(
+        "Stop if more than this share of the images fails.  [default: 0.01, but 20"
+        " images may always fail]"
+    ),
 )
 
 memory_option = click.option(
     "--memory",
     type=size,
     metavar="SIZE",
-    help="Plan for at most this much memory on this machine, for example 500M or 8G.  [default: the free memory]",
+    help=(
+        "Plan for at most this much memory on this machine, for example 500M or 8G. "
+        " [default: the free memory]"
+    ),
 )
 
 images_option = click.option(
-    "--images", type=PATH, help="Base directory of relative image paths.  [default: directory of CAPTIONS]"
+    "--images",
+    type=PATH,
+    help="Base directory of relative image paths.  [default: directory of CAPTIONS]",
 )
 
 
 def _check_score(_: click.Context, __: click.Parameter, score: str) -> str:
-    parse_score(score, ScoreWeights())  # raises UsageError if the score is invalid for every bundle
+    # raises UsageError if the score is invalid for every bundle
+    parse_score(score, ScoreWeights())
     return score
 
 
 _PARTS = ", ".join(
-    f"{part} ({name})" if part != LOGIT else "logit (joint encoder)" for part, name in PART_NAMES.items()
+    f"{part} ({name})" if part != LOGIT else "logit (joint encoder)"
+    for part, name in PART_NAMES.items()
 )
 
 score_option = click.option(
@@ -154,6 +201,9 @@ score_option = click.option(
     show_default=True,
     metavar="SCORE",
     callback=_check_score,
-    help="Final score that sorts the hits: 'bundle' (weighted sum with the weights of the model bundle), or "
-    f"PART=WEIGHT,... (your own weights). A PART without WEIGHT has weight 1. The parts are {_PARTS}.",
+    help=(
+        "Final score that sorts the hits: 'bundle' (weighted sum with the weights of"
+        " the model bundle), or PART=WEIGHT,... (your own weights). A PART without"
+        f" WEIGHT has weight 1. The parts are {_PARTS}."
+    ),
 )

@@ -24,7 +24,8 @@ LOG_KEY = "pipelines.cli.log"
 
 def print_json(value: dict[str, Any]) -> None:
     """Print `value` as a JSON object on one line of standard output."""
-    click.echo(json.dumps(value, sort_keys=True, default=str))  # times as text
+    # times as text
+    click.echo(json.dumps(value, sort_keys=True, default=str))
 
 
 def print_line(text: str) -> None:
@@ -55,13 +56,15 @@ def this_command() -> str:
 def running_job(
     index: IndexLocation | None = None, *, quiet: bool, resumes: bool = True
 ) -> Iterator[tuple[OnEvent, ShouldStop]]:
-    """Yield two callbacks for a job: `on_event` shows progress, and `should_stop` returns True after a signal to stop.
+    """Yield two callbacks for a job: `on_event` shows progress, and `should_stop`
+    returns True after a signal to stop.
 
-    With the option `--log`, the events are also written to the file that it names. If the job stops early
-    and can be resumed, the error message says how.
+    With the option `--log`, the events are also written to the file that it names. If
+    the job stops early and can be resumed, the error message says how.
 
     Args:
-        index: directory or URL of the index that the job changes; None if it changes no index.
+        index: directory or URL of the index that the job changes; None if it changes no
+            index.
         resumes: False if the job cannot be resumed.
     """
     from pipelines.progress.display import log_file, progress_display
@@ -71,15 +74,22 @@ def running_job(
     log: Path | None = None if context is None else context.meta.get(LOG_KEY)
     try:
         with (
-            contextlib.redirect_stdout(sys.stderr),  # text that libraries print: standard output has only the result
+            # text that libraries print: standard output has only the result
+            contextlib.redirect_stdout(sys.stderr),
             stop_on_signals() as should_stop,
             progress_display(quiet=quiet) as on_event,
             contextlib.nullcontext() if log is None else log_file(log, this_command()),
         ):
             yield on_event, should_stop
     except (JobStopped, KeyboardInterrupt) as error:
-        if not resumes or (isinstance(index, Path) and not Layout(index).journal.exists()):
+        if not resumes or (
+            isinstance(index, Path) and not Layout(index).journal.exists()
+        ):
             raise
-        stopped = JobStopped(f"{str(error) or 'interrupted'}. To resume: {this_command()}")
-        stopped.exit_code = error.exit_code if isinstance(error, JobStopped) else INTERRUPTED
+        stopped = JobStopped(
+            f"{str(error) or 'interrupted'}. To resume: {this_command()}"
+        )
+        stopped.exit_code = (
+            error.exit_code if isinstance(error, JobStopped) else INTERRUPTED
+        )
         raise stopped from error

@@ -8,7 +8,14 @@ from typing import Any
 
 import click
 
-from pipelines.cli.options import FILE, PATH, POSITIVE, json_option, location, quiet_option
+from pipelines.cli.options import (
+    FILE,
+    PATH,
+    POSITIVE,
+    json_option,
+    location,
+    quiet_option,
+)
 from pipelines.cli.output import print_json, print_line, running_job
 from pipelines.progress.wording import counted
 from storage_formats.errors import UsageError
@@ -19,28 +26,52 @@ _PRINT_ONLY = Path("-")
 
 @click.command()
 @click.argument("index", type=location)
-@click.option("--to", "to", multiple=True, metavar="NAME", help="Precision to add; repeatable.")
-@click.option("--drop", multiple=True, metavar="NAME", help="Precision to remove; repeatable.")
 @click.option(
-    "--from", "source", metavar="NAME", help="Precision to convert from.  [default: the most accurate precision stored]"
+    "--to", "to", multiple=True, metavar="NAME", help="Precision to add; repeatable."
 )
-@click.option("--workers", type=POSITIVE, help="Number of Ray workers.  [default: convert in this process]")
-@click.option("--address", metavar="HOST:PORT", help="Ray cluster to join, with --workers.")
+@click.option(
+    "--drop", multiple=True, metavar="NAME", help="Precision to remove; repeatable."
+)
+@click.option(
+    "--from",
+    "source",
+    metavar="NAME",
+    help="Precision to convert from.  [default: the most accurate precision stored]",
+)
+@click.option(
+    "--workers",
+    type=POSITIVE,
+    help="Number of Ray workers.  [default: convert in this process]",
+)
+@click.option(
+    "--address", metavar="HOST:PORT", help="Ray cluster to join, with --workers."
+)
 @click.option(
     "--report",
     is_flag=False,
     flag_value=str(_PRINT_ONLY),
     type=click.Path(file_okay=False, allow_dash=True, path_type=Path),
     metavar="[DIR]",
-    help="Measure how much each precision changes tokens and ranking. With DIR, also write the report to DIR.",
+    help=(
+        "Measure how much each precision changes tokens and ranking. With DIR, also"
+        " write the report to DIR."
+    ),
 )
 @click.option(
-    "--queries", type=FILE, help="With --report: file of queries, as text or .jsonl.  [default: 24 built-in captions]"
+    "--queries",
+    type=FILE,
+    help=(
+        "With --report: file of queries, as text or .jsonl.  [default: 24 built-in"
+        " captions]"
+    ),
 )
 @click.option(
     "--model",
     type=PATH,
-    help="With --report: directory of the model bundle.  [default: the bundle that built INDEX]",
+    help=(
+        "With --report: directory of the model bundle.  [default: the bundle that built"
+        " INDEX]"
+    ),
 )
 @quiet_option
 @json_option
@@ -59,11 +90,13 @@ def quantize(
 ) -> None:
     """Add or remove precisions of the tokens in INDEX.
 
-    Precisions are for example bf16, fp8 and nvfp4; the error for an unknown name lists all. INDEX can be searched
-    during the conversion. Run the same command again to resume a stopped conversion.
+    Precisions are for example bf16, fp8 and nvfp4; the error for an unknown name lists
+    all. INDEX can be searched during the conversion. Run the same command again to
+    resume a stopped conversion.
 
-    With --report, the command first measures how much each precision changes the tokens and the re-ranking, compared
-    with the most accurate precision stored. The report covers the precisions of --to, or all precisions without --to.
+    With --report, the command first measures how much each precision changes the tokens
+    and the re-ranking, compared with the most accurate precision stored. The report
+    covers the precisions of --to, or all precisions without --to.
 
     \b
     Examples:
@@ -79,7 +112,10 @@ def quantize(
     output: dict[str, Any] = {}
     if report is not None:
         if not isinstance(index, Path):
-            raise UsageError(f"--report needs an index on a file system; copy {index} to a directory first")
+            raise UsageError(
+                f"--report needs an index on a file system; copy {index} to a directory"
+                " first"
+            )
         from edje_index.evaluation.quantization import measure_precisions
         from edje_index.evaluation.report import quantization_report, write_report
         from pipelines.jobs.quantize import precision_to_read
@@ -88,8 +124,19 @@ def quantize(
 
         reference = precision_to_read(index, Manifest.load(index), source)
         with running_job(quiet=quiet, resumes=False) as (on_event, should_stop):
-            on_progress = progress_callback(stop_at_events(on_event, should_stop, "stopped before the report was done"))
-            measured = measure_precisions(index, reference, to, queries=queries, model=model, on_progress=on_progress)
+            on_progress = progress_callback(
+                stop_at_events(
+                    on_event, should_stop, "stopped before the report was done"
+                )
+            )
+            measured = measure_precisions(
+                index,
+                reference,
+                to,
+                queries=queries,
+                model=model,
+                on_progress=on_progress,
+            )
         text = quantization_report(measured)
         if report != _PRINT_ONLY:
             write_report(report, text, asdict(measured))
@@ -104,13 +151,25 @@ def quantize(
 
         if address is not None and workers is None:
             raise UsageError("--address needs --workers; add --workers")
-        options: dict[str, Any] = {"drop": drop, "source": source, "workers": workers, "address": address}
+        options: dict[str, Any] = {
+            "drop": drop,
+            "source": source,
+            "workers": workers,
+            "address": address,
+        }
         with running_job(index, quiet=quiet) as (on_event, should_stop):
-            result = quantize_index(index, to, **options, on_event=on_event, should_stop=should_stop)
+            result = quantize_index(
+                index, to, **options, on_event=on_event, should_stop=should_stop
+            )
         if not as_json:
             for name, size in result.bytes_per_image.items():
-                print_line(f"{name:6} {size:7,} bytes per image{'  (new)' if name in result.added else ''}")
-            print_line(f"{index}: {counted(result.rows, 'row')}, {result.seconds:.1f} s")
+                print_line(
+                    f"{name:6} {size:7,} bytes per"
+                    f" image{'  (new)' if name in result.added else ''}"
+                )
+            print_line(
+                f"{index}: {counted(result.rows, 'row')}, {result.seconds:.1f} s"
+            )
         output |= asdict(result)
     if as_json:
         print_json(output)

@@ -30,7 +30,8 @@ from storage_formats.errors import UsageError
 if TYPE_CHECKING:
     from edje_index.search.hits import Hits
 
-_QUERIES_AT_ONCE = 64  # their hits appear together
+# their hits appear together
+_QUERIES_AT_ONCE = 64
 _IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 
 
@@ -40,33 +41,59 @@ _IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".t
 @click.option(
     "--queries",
     type=FILE,
-    help="File of queries: one query per line, or a .jsonl file of texts or of objects with the key `query`.",
+    help=(
+        "File of queries: one query per line, or a .jsonl file of texts or of objects"
+        " with the key `query`."
+    ),
 )
 @click.option(
     "--image",
     type=FILE,
-    help="Image file to search with. Hits are sorted by embedding similarity, without re-ranking.",
+    help=(
+        "Image file to search with. Hits are sorted by embedding similarity, without"
+        " re-ranking."
+    ),
 )
 @click.option(
     "--texts",
     type=FILE,
-    help="File with one text per line. With --image, find the texts that describe the image best.",
+    help=(
+        "File with one text per line. With --image, find the texts that describe the"
+        " image best."
+    ),
 )
-@click.option("-k", "k", type=POSITIVE, default=10, show_default=True, help="Number of hits.")
-@click.option("--pool", type=POSITIVE, default=100, show_default=True, help="Number of candidates to re-rank.")
+@click.option(
+    "-k", "k", type=POSITIVE, default=10, show_default=True, help="Number of hits."
+)
+@click.option(
+    "--pool",
+    type=POSITIVE,
+    default=100,
+    show_default=True,
+    help="Number of candidates to re-rank.",
+)
 @score_option
 @where_option
 @read_precision_option
 @click.option(
     "--columns",
     metavar="NAMES",
-    help="Columns that each hit shows, separated by commas: --columns captions,width.  [default: the captions]",
+    help=(
+        "Columns that each hit shows, separated by commas: --columns captions,width. "
+        " [default: the captions]"
+    ),
 )
 @model_option
 @device_option
 @dtype_option
-@click.option("--html", type=FILE, help="Also write an HTML page that shows the hits before and after re-ranking.")
-@click.option("--verbose", is_flag=True, help="Also show the score, its parts and its formula.")
+@click.option(
+    "--html",
+    type=FILE,
+    help="Also write an HTML page that shows the hits before and after re-ranking.",
+)
+@click.option(
+    "--verbose", is_flag=True, help="Also show the score, its parts and its formula."
+)
 @json_option
 def search(
     index: Path | str,
@@ -89,24 +116,28 @@ def search(
 ) -> None:
     """Find the images that match TEXT best. Give TEXT, --queries or --image.
 
-    The candidates are the rows whose embeddings are nearest to the embedding of TEXT. The candidates are then sorted by
-    the final score, a weighted sum of several scores. The weights are in the model bundle; --score sets other weights.
-    With --score embedding, the candidates are not re-ranked.
+    The candidates are the rows whose embeddings are nearest to the embedding of TEXT.
+    The candidates are then sorted by the final score, a weighted sum of several scores.
+    The weights are in the model bundle; --score sets other weights. With --score
+    embedding, the candidates are not re-ranked.
 
-    Hits have a relevance between 0 and 1, an estimate of the probability that the text describes the image.
+    Hits have a relevance between 0 and 1, an estimate of the probability that the text
+    describes the image.
 
-    With --json, each hit also has the final score and its parts before weighting. `embedding_score` is the cosine
-    similarity of the embeddings. `joint_score` is the weighted sum of logit, late interaction and pooled similarity.
-    With --queries, --json prints one line per query.
+    With --json, each hit also has the final score and its parts before weighting.
+    `embedding_score` is the cosine similarity of the embeddings. `joint_score` is the
+    weighted sum of logit, late interaction and pooled similarity. With --queries,
+    --json prints one line per query.
 
-    With --image and --texts, the hits are texts, sorted by the final score for image-to-text search.
+    With --image and --texts, the hits are texts, sorted by the final score for
+    image-to-text search.
 
     \b
     Examples:
       edje-index search photos.edje "two dogs play in the snow"
       edje-index search photos.edje "a red car" -k 3 --pool 500 --json
       edje-index search photos.edje "a red car" --score logit=1,embedding=20
-      edje-index search photos.edje "a red car" --where "width > 800 and licence = 'cc0'"
+      edje-index search photos.edje "a car" --where "width > 800 and licence = 'cc0'"
       edje-index search photos.edje "a red car" --columns captions,licence
       edje-index search photos.edje "a red car" --html car.html
       edje-index search photos.edje --queries queries.txt --json
@@ -125,25 +156,50 @@ def search(
     }
     for option, is_useless in useless.items():
         if is_useless:
-            with_ = "--texts" if texts is not None else "--image" if image is not None else "--queries"
+            with_ = (
+                "--texts"
+                if texts is not None
+                else "--image"
+                if image is not None
+                else "--queries"
+            )
             raise UsageError(f"{option} has no effect with {with_}: leave out {option}")
     if pool < k:
-        raise UsageError(f"--pool {pool} is smaller than -k {k}: only candidates can become hits, so raise --pool")
+        raise UsageError(
+            f"--pool {pool} is smaller than -k {k}: only candidates can become hits, so"
+            " raise --pool"
+        )
 
     from edje_index.search.query import read_queries
 
-    query_texts = [text] if text is not None else [] if queries is None else read_queries(queries)
+    query_texts = (
+        [text] if text is not None else [] if queries is None else read_queries(queries)
+    )
     choices = [] if texts is None else read_queries(texts)
-    if text is not None and text.lower().endswith(_IMAGE_SUFFIXES) and os.path.isfile(text):
-        note(f"note: {text} is searched as a text, but is an image file: did you mean --image {text}?")
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # for one query, threads that spin between products cost more
+    if (
+        text is not None
+        and text.lower().endswith(_IMAGE_SUFFIXES)
+        and os.path.isfile(text)
+    ):
+        note(
+            f"note: {text} is searched as a text, but is an image file: did you mean"
+            f" --image {text}?"
+        )
+    # for one query, threads that spin between products cost more
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     names = None if columns is None else [name.strip() for name in columns.split(",")]
     with paused_collector():
         from edje_index.search.token_index import TokenIndex
 
         started = time.perf_counter()
         opened = TokenIndex.open(
-            index, model, precision=precision, score=score, columns=names, device=device, dtype=dtype
+            index,
+            model,
+            precision=precision,
+            score=score,
+            columns=names,
+            device=device,
+            dtype=dtype,
         )
     loading = time.perf_counter() - started
     if not opened.model.info.trained:
@@ -153,25 +209,50 @@ def search(
         if as_json:
             print_json({"query": str(image), "hits": [asdict(hit) for hit in found]})
             return
-        print_line("relevance" + (f" {'score':>9} {'embedding':>10}" if verbose else "") + "  text")
+        print_line(
+            "relevance"
+            + (f" {'score':>9} {'embedding':>10}" if verbose else "")
+            + "  text"
+        )
         for text_hit in found:
-            scores = f" {text_hit.score:>9.4f} {text_hit.embedding_score:>10.4f}" if verbose else ""
+            scores = (
+                f" {text_hit.score:>9.4f} {text_hit.embedding_score:>10.4f}"
+                if verbose
+                else ""
+            )
             print_line(f"{text_hit.relevance:>9.3f}{scores}  {text_hit.text}")
         return
 
     def show(query: str, hits: Hits) -> None:
         if as_json:
-            stages = {stage: round(1000 * seconds, 3) for stage, seconds in hits.stages.items()}
-            print_json({"query": query, "hits": [asdict(hit) for hit in hits], "stages_ms": stages})
+            stages = {
+                stage: round(1000 * seconds, 3)
+                for stage, seconds in hits.stages.items()
+            }
+            print_json(
+                {
+                    "query": query,
+                    "hits": [asdict(hit) for hit in hits],
+                    "stages_ms": stages,
+                }
+            )
             return
         if not hits:
-            note("no photo passes the filter" if where is not None else "no hits: the index has no photos")
+            note(
+                "no photo passes the filter"
+                if where is not None
+                else "no hits: the index has no photos"
+            )
             return
         heads = f" {'score':>9} {'joint':>9} {'embedding':>10}" if verbose else ""
         print_line(f"relevance{heads} {'row':>9}  image")
         for hit in hits:
             joint = "-" if hit.joint_score is None else f"{hit.joint_score:.4f}"
-            scores = f" {hit.score:>9.4f} {joint:>9} {hit.embedding_score:>10.4f}" if verbose else ""
+            scores = (
+                f" {hit.score:>9.4f} {joint:>9} {hit.embedding_score:>10.4f}"
+                if verbose
+                else ""
+            )
             numbers = f"{hit.relevance:>9.3f}{scores} {hit.row_id:>9}"
             print_line("  ".join(filter(None, [numbers, hit.uri, hit.described()])))
 
@@ -187,15 +268,24 @@ def search(
             show(query, hits.first(k))
     if verbose and not as_json:
         note(
-            f"score = {opened.model.weights('t2i', score).described()}; scores order the hits of one query and cannot "
-            "be compared between queries. joint: share of the score from logit, late interaction and pooled "
-            "similarity. embedding: cosine similarity of the embeddings."
+            f"score = {opened.model.weights('t2i', score).described()}; scores order"
+            " the hits of one query and cannot be compared between queries. joint:"
+            " share of the score from logit, late interaction and pooled similarity."
+            " embedding: cosine similarity of the embeddings."
         )
     if html is not None:
         from pipelines.pages import search_page
         from storage_formats.atomic import write_bytes_atomic
 
         filtered = where is not None
-        page = search_page(opened, query_texts[0], results[0], k, score, is_filtered=filtered, loading=loading)
+        page = search_page(
+            opened,
+            query_texts[0],
+            results[0],
+            k,
+            score,
+            is_filtered=filtered,
+            loading=loading,
+        )
         write_bytes_atomic(html, page.encode())
         note(f"page: {html}")

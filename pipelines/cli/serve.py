@@ -24,7 +24,13 @@ _LOCAL_NAMES = ["localhost", "127.0.0.1", "[::1]"]
 
 @click.command()
 @click.argument("index", type=PATH)
-@click.option("--host", default="127.0.0.1", show_default=True, metavar="ADDRESS", help="Address to listen on.")
+@click.option(
+    "--host",
+    default="127.0.0.1",
+    show_default=True,
+    metavar="ADDRESS",
+    help="Address to listen on.",
+)
 @click.option(
     "--port",
     type=click.IntRange(0, 65535),
@@ -42,7 +48,11 @@ _LOCAL_NAMES = ["localhost", "127.0.0.1", "[::1]"]
     multiple=True,
     help="Additional host name that clients may use for the service; repeatable.",
 )
-@click.option("--insecure", is_flag=True, help="Listen on an address that other machines can reach without API keys.")
+@click.option(
+    "--insecure",
+    is_flag=True,
+    help="Listen on an address that other machines can reach without API keys.",
+)
 @click.option(
     "--deadline",
     type=click.FloatRange(0.1, 3600),
@@ -63,11 +73,13 @@ def serve(
 ) -> None:
     """Serve search and re-ranking of INDEX over HTTP, with a search page for browsers.
 
-    The command prints the address of the service when the service is ready. On SIGTERM or Ctrl-C, the service answers
-    the requests that have arrived, then exits. docs/serve.md and /openapi.json describe all requests.
+    The command prints the address of the service when the service is ready. On SIGTERM
+    or Ctrl-C, the service answers the requests that have arrived, then exits.
+    docs/serve.md and /openapi.json describe all requests.
 
-    The environment variable EDJE_API_KEYS holds API keys, separated by commas or lines. Without API keys, anyone who
-    can reach the address can search and see thumbnails. On a network, use API keys and a proxy with TLS.
+    The environment variable EDJE_API_KEYS holds API keys, separated by commas or lines.
+    Without API keys, anyone who can reach the address can search and see thumbnails. On
+    a network, use API keys and a proxy with TLS.
 
     \b
     Examples:
@@ -78,20 +90,26 @@ def serve(
     text = os.environ.get(_KEYS_VARIABLE)
     keys = [] if text is None else [key for key in re.split(r"[,\s]+", text) if key]
     if text is not None and not keys:
-        raise UsageError(f"{_KEYS_VARIABLE} contains no API key; give one, or unset the variable")
-    if any(len(key) < _MIN_KEY_LETTERS or not key.isascii() or not key.isprintable() for key in keys):
         raise UsageError(
-            f"{_KEYS_VARIABLE} contains an invalid API key; a key has at least {_MIN_KEY_LETTERS} printable ASCII "
-            "characters"
+            f"{_KEYS_VARIABLE} contains no API key; give one, or unset the variable"
+        )
+    if any(
+        len(key) < _MIN_KEY_LETTERS or not key.isascii() or not key.isprintable()
+        for key in keys
+    ):
+        raise UsageError(
+            f"{_KEYS_VARIABLE} contains an invalid API key; a key has at least"
+            f" {_MIN_KEY_LETTERS} printable ASCII characters"
         )
     try:
         is_local = host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:  # a name
+    except ValueError:
+        # a name
         is_local = False
     if not (is_local or keys or insecure):
         raise UsageError(
-            f"every machine that can reach {host} could search and see thumbnails: set {_KEYS_VARIABLE}, or give "
-            "--insecure"
+            f"every machine that can reach {host} could search and see thumbnails: set"
+            f" {_KEYS_VARIABLE}, or give --insecure"
         )
     allowed = [] if not is_local and not hosts else [*_LOCAL_NAMES, host, *hosts]
     with name_missing_extra("serve"):
@@ -102,7 +120,14 @@ def serve(
     with listen(host, port) as listener:
         note(f"loading {index}")
         opened = open_warm(index, model, device=device, dtype=dtype)
-        run_service(opened, limits, listener, lambda: print_line(address_of(listener)), keys, allowed)
+        run_service(
+            opened,
+            limits,
+            listener,
+            lambda: print_line(address_of(listener)),
+            keys,
+            allowed,
+        )
 
 
 @click.command()
@@ -110,13 +135,17 @@ def serve(
 @click.option(
     "--model",
     type=PATH,
-    help="Directory of the model bundle.  [default: the model of 'model get', in the user's cache]",
+    help=(
+        "Directory of the model bundle.  [default: the model of 'model get', in the"
+        " user's cache]"
+    ),
 )
 def show(folder: Path, model: Path | None) -> None:
     """Index the photos in FOLDER, and open a page in the browser that searches them.
 
-    The index is FOLDER.edje. The first run downloads the model (174 MB), as 'model get' does. Later runs index only new
-    and changed photos. A stopped run continues where it stopped.
+    The index is FOLDER.edje. The first run downloads the model (174 MB), as 'model get'
+    does. Later runs index only new and changed photos. A stopped run continues where it
+    stopped.
 
     \b
     Example:
@@ -135,13 +164,32 @@ def show(folder: Path, model: Path | None) -> None:
     if not is_built and model is None:
         model = cache_directory() / "model"
         if not model.exists():
-            note(f"downloading the model to {model} (174 MB); it may be used only for research and education")
+            note(
+                f"downloading the model to {model} (174 MB); it may be used only for"
+                " research and education"
+            )
             write_shipped_model(model)
     with running_job(root, quiet=False) as (on_event, should_stop):
-        job: dict[str, Any] = {"engine": "inline", "on_event": on_event, "should_stop": should_stop}
-        update_index(root, model=model, **job) if is_built else build_index(folder, root, str(model), **job)
+        job: dict[str, Any] = {
+            "engine": "inline",
+            "on_event": on_event,
+            "should_stop": should_stop,
+        }
+        (
+            update_index(root, model=model, **job)
+            if is_built
+            else build_index(folder, root, str(model), **job)
+        )
     with listen("127.0.0.1", 0) as listener:
         print_line(address_of(listener))
         note("opening the page at this address; Ctrl-C ends it")
-        opening = threading.Thread(target=webbrowser.open, args=(address_of(listener),), daemon=True)
-        run_service(open_warm(root, model), Limits(), listener, opening.start, allowed_hosts=_LOCAL_NAMES)
+        opening = threading.Thread(
+            target=webbrowser.open, args=(address_of(listener),), daemon=True
+        )
+        run_service(
+            open_warm(root, model),
+            Limits(),
+            listener,
+            opening.start,
+            allowed_hosts=_LOCAL_NAMES,
+        )

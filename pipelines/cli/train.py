@@ -49,23 +49,39 @@ DEDICATED_OPTIONS = {
     "--dev",
     type=PATH,
     metavar="FILE",
-    help="File of captions of images that are not in CAPTIONS. The weights of the final score are fitted to this file.",
+    help=(
+        "File of captions of images that are not in CAPTIONS. The weights of the final"
+        " score are fitted to this file."
+    ),
 )
-@click.option("--model", type=PATH, help="Bundle with the frozen vision and text towers.")
-@click.option("--vision", metavar="NAME", help="open_clip name of the frozen towers, instead of --model.")
 @click.option(
-    "--language", type=PATH, help="Initial language model: directory of a Hugging Face BERT model, or a bundle."
+    "--model", type=PATH, help="Bundle with the frozen vision and text towers."
+)
+@click.option(
+    "--vision",
+    metavar="NAME",
+    help="open_clip name of the frozen towers, instead of --model.",
+)
+@click.option(
+    "--language",
+    type=PATH,
+    help="Initial language model: directory of a Hugging Face BERT model, or a bundle.",
 )
 @click.option(
     "--init",
     type=PATH,
-    help="Bundle with the initial weights of the joint encoder and, if the sizes match, of the adapter.",
+    help=(
+        "Bundle with the initial weights of the joint encoder and, if the sizes match,"
+        " of the adapter."
+    ),
 )
 @click.option(
     "--features",
     metavar="INDEX|online",
-    help="Index that stores the features of the vision tower. 'online' computes the features in every step, and "
-    "stores no features.",
+    help=(
+        "Index that stores the features of the vision tower. 'online' computes the"
+        " features in every step, and stores no features."
+    ),
 )
 @click.option(
     "--preset",
@@ -75,7 +91,11 @@ DEDICATED_OPTIONS = {
     help="Named set of settings to start from.",
 )
 @click.option(
-    "--config", "config_file", type=PATH, metavar="FILE", help="TOML file with settings, which override the preset."
+    "--config",
+    "config_file",
+    type=PATH,
+    metavar="FILE",
+    help="TOML file with settings, which override the preset.",
 )
 @click.option(
     "--set",
@@ -84,12 +104,29 @@ DEDICATED_OPTIONS = {
     metavar="GROUP.KEY=VALUE",
     help="Value of one setting; overrides --config. Repeatable.",
 )
-@click.option("--show-settings", is_flag=True, help="Print every setting with its description, as TOML, and exit.")
-@click.option("--steps", type=int, help="Number of optimiser steps.")
-@click.option("--epochs", type=float, help="Number of passes over all captions, instead of --steps.")
-@click.option("--workers", type=int, help="Number of worker processes; several processes run on Ray.  [default: 1]")
 @click.option(
-    "--device", type=DEVICE, help="Device to train on. auto uses cuda if a CUDA device is available.  [default: auto]"
+    "--show-settings",
+    is_flag=True,
+    help="Print every setting with its description, as TOML, and exit.",
+)
+@click.option("--steps", type=int, help="Number of optimiser steps.")
+@click.option(
+    "--epochs",
+    type=float,
+    help="Number of passes over all captions, instead of --steps.",
+)
+@click.option(
+    "--workers",
+    type=int,
+    help="Number of worker processes; several processes run on Ray.  [default: 1]",
+)
+@click.option(
+    "--device",
+    type=DEVICE,
+    help=(
+        "Device to train on. auto uses cuda if a CUDA device is available.  [default:"
+        " auto]"
+    ),
 )
 @quiet_option
 @json_option
@@ -102,14 +139,16 @@ def train(
     show_settings: bool,
     **options: Any,
 ) -> None:
-    """Train an adapter and a joint encoder on CAPTIONS with a frozen vision tower, and write a model bundle.
+    """Train an adapter and a joint encoder on CAPTIONS with a frozen vision tower, and
+    write a model bundle.
 
-    CAPTIONS are files in JSONL, COCO or Karpathy JSON, Parquet or WebDataset tar format. The features of the vision
-    tower are computed once and stored in the run folder OUT.run, unless --features is given. Run the same command again
-    to resume an interrupted training run.
+    CAPTIONS are files in JSONL, COCO or Karpathy JSON, Parquet or WebDataset tar
+    format. The features of the vision tower are computed once and stored in the run
+    folder OUT.run, unless --features is given. Run the same command again to resume an
+    interrupted training run.
 
-    Settings come from --preset, --config, --set and the other options, in this order; later values override earlier
-    values. --show-settings lists all settings.
+    Settings come from --preset, --config, --set and the other options, in this order;
+    later values override earlier values. --show-settings lists all settings.
 
     \b
     Presets:
@@ -119,33 +158,51 @@ def train(
 
     \b
     Examples:
-      edje-index train captions.jsonl --images photos --model clip --language minilm --steps 5000 --out model
-      edje-index train more.jsonl --model clip --preset paper-finetune --init model --epochs 5 --out tuned
-      edje-index train captions.jsonl --dev dev.jsonl --model clip --language minilm --preset small-data --out model
-      edje-index train captions.jsonl --model clip --language minilm --epochs 5 --set architecture.adapter=local \\
+      edje-index train captions.jsonl --images photos --model clip \\
+        --language minilm --steps 5000 --out model
+      edje-index train more.jsonl --model clip --preset paper-finetune \\
+        --init model --epochs 5 --out tuned
+      edje-index train captions.jsonl --dev dev.jsonl --model clip \\
+        --language minilm --preset small-data --out model
+      edje-index train captions.jsonl --model clip --language minilm --epochs 5 \\
+        --set architecture.adapter=local \\
         --out teacher
-      edje-index train captions.jsonl --model clip --init teacher --set inputs.teacher=teacher --epochs 5 --out student
+      edje-index train captions.jsonl --model clip --init teacher \\
+        --set inputs.teacher=teacher --epochs 5 --out student
       edje-index train --preset small-data --show-settings > settings.toml
     """
     from edje_index.training.config import TrainSettings, validated
 
     values = read_settings(preset, config_file, assignments, options)
     if show_settings:
-        print_json({"settings": describe_settings(values)}) if as_json else click.echo(describe_settings(values))
+        (
+            print_json({"settings": describe_settings(values)})
+            if as_json
+            else click.echo(describe_settings(values))
+        )
         return
     from edje_index.training.workers import is_worker
     from pipelines.jobs.training.run import run_training
 
-    is_first = not is_worker() or os.environ["RANK"] == "0"  # of the workers that torchrun starts, the first one speaks
+    # of the workers that torchrun starts, the first one speaks
+    is_first = not is_worker() or os.environ["RANK"] == "0"
     try:
         settings = validated(TrainSettings, values)
         with running_job(quiet=quiet or not is_first) as (on_event, should_stop):
             result = run_training(settings, on_event, should_stop)
-    except UsageError as error:  # an option is named beside its setting, for example "loop.steps (--steps)"
-        flags = {name: f"--{option.replace('_', '-')}" for option, name in DEDICATED_OPTIONS.items()}
+    except UsageError as error:
+        # an option is named beside its setting, for example "loop.steps (--steps)"
+        flags = {
+            name: f"--{option.replace('_', '-')}"
+            for option, name in DEDICATED_OPTIONS.items()
+        }
         flags["inputs.captions"] = "CAPTIONS"
         names = "|".join(map(re.escape, flags))
-        message = re.sub(rf"\b({names})\b", lambda match: f"{match[1]} ({flags[match[1]]})", str(error))
+        message = re.sub(
+            rf"\b({names})\b",
+            lambda match: f"{match[1]} ({flags[match[1]]})",
+            str(error),
+        )
         raise UsageError(message) from error
     if not is_first:
         return
@@ -154,10 +211,14 @@ def train(
 
 def describe_result(result: TrainResult) -> list[str]:
     """Return lines of text that describe the result of a training run."""
-    lines = [f"{result.bundle} is already finished; nothing was done"] if result.already_finished else []
+    lines = (
+        [f"{result.bundle} is already finished; nothing was done"]
+        if result.already_finished
+        else []
+    )
     lines.append(
-        f"{result.bundle}: {result.steps:,} steps on {result.images:,} images with {result.captions:,} captions, "
-        f"{result.seconds:.1f} s"
+        f"{result.bundle}: {result.steps:,} steps on {result.images:,} images with"
+        f" {result.captions:,} captions, {result.seconds:.1f} s"
     )
     images = dict(result.left_out)
     blank = images.pop("blank-caption", 0)
@@ -167,38 +228,65 @@ def describe_result(result: TrainResult) -> list[str]:
     if blank:
         lines.append(f"{counted(blank, 'blank caption')} left out")
     if result.truncated:
-        lines.append(f"{counted(result.truncated, 'truncated image')} used, but decoded only in part")
-    weights = {direction: ScoreWeights.from_json(values) for direction, values in result.score.items()}
-    lines += [f"{direction} score: {part.described()}" for direction, part in weights.items()]
-    for candidates, choice in (result.dev or {}).items():  # candidates: "images" or "captions"
+        lines.append(
+            f"{counted(result.truncated, 'truncated image')} used, but decoded only in"
+            " part"
+        )
+    weights = {
+        direction: ScoreWeights.from_json(values)
+        for direction, values in result.score.items()
+    }
+    lines += [
+        f"{direction} score: {part.described()}" for direction, part in weights.items()
+    ]
+    # candidates: "images" or "captions"
+    for candidates, choice in (result.dev or {}).items():
         queries = "images" if candidates == "captions" else "captions"
         held_out = choice["held_out_recall"]
-        cross_validated = "" if held_out is None else f"final {held_out:.1%} with weights fitted to other images, "
-        lines.append(
-            f"R@1 of {candidates} for {choice['queries']:,} dev {queries}, pool {choice['pool']}: embeddings "
-            f"{choice['embedding_recall']:.1%}, {cross_validated}{choice['recall']:.1%} with weights fitted to "
-            "the same images"
+        cross_validated = (
+            ""
+            if held_out is None
+            else f"final {held_out:.1%} with weights fitted to other images, "
         )
-    if result.fitting.get("hubness_bank") and not any(part.hubness for part in weights.values()):
-        lines.append("the hubness correction did not improve the likelihood of the dev captions and was left out")
+        lines.append(
+            f"R@1 of {candidates} for {choice['queries']:,} dev {queries}, pool"
+            f" {choice['pool']}: embeddings {choice['embedding_recall']:.1%},"
+            f" {cross_validated}{choice['recall']:.1%} with weights fitted to the same"
+            " images"
+        )
+    if result.fitting.get("hubness_bank") and not any(
+        part.hubness for part in weights.values()
+    ):
+        lines.append(
+            "the hubness correction did not improve the likelihood of the dev captions"
+            " and was left out"
+        )
     return lines
 
 
 def read_settings(
-    preset: str, config_file: Path | None, assignments: Iterable[str], options: Mapping[str, Any]
+    preset: str,
+    config_file: Path | None,
+    assignments: Iterable[str],
+    options: Mapping[str, Any],
 ) -> Values:
-    """Merge the settings of the preset, `config_file`, `assignments` and `options`, in this order.
+    """Merge the settings of the preset, `config_file`, `assignments` and `options`, in
+    this order.
 
     Later values override earlier values. The result maps each group to its settings.
 
     Args:
         preset: name of a preset.
-        config_file: TOML file with one table per group. Relative paths are relative to the directory of the file.
-        assignments: texts of the form `group.key=value`, where the value is TOML, a bare word or `none`.
-        options: values of the other command-line options by name; None and empty values are ignored.
+        config_file: TOML file with one table per group. Relative paths are relative to
+            the directory of the file.
+        assignments: texts of the form `group.key=value`, where the value is TOML, a
+            bare word or `none`.
+        options: values of the other command-line options by name; None and empty values
+            are ignored.
 
     Raises:
-        UsageError: `config_file` or an assignment cannot be read. The values are not validated.
+        UsageError: `config_file` or an assignment cannot be read. The values are not
+            validated.
     """
     from edje_index.training.config import merge_settings
 
@@ -207,14 +295,19 @@ def read_settings(
         name, equals, text = assignment.partition("=")
         group, dot, key = name.strip().partition(".")
         if not (equals and group and dot and key):
-            raise UsageError(f"--set {assignment}: write GROUP.KEY=VALUE, for example --set optimizer.lr=1e-3")
+            raise UsageError(
+                f"--set {assignment}: write GROUP.KEY=VALUE, for example --set"
+                " optimizer.lr=1e-3"
+            )
         assigned.setdefault(group, {})[key] = _parse_value(text.strip())
     given: Values = {}
     for option, value in options.items():
         if value is not None and value != ():
             group, _, key = DEDICATED_OPTIONS[option].partition(".")
             given.setdefault(group, {})[key] = value
-    return merge_settings(preset, {} if config_file is None else _read_toml(config_file), assigned, given)
+    return merge_settings(
+        preset, {} if config_file is None else _read_toml(config_file), assigned, given
+    )
 
 
 def _parse_value(text: str) -> Any:
@@ -236,11 +329,14 @@ def _read_toml(path: Path) -> Values:
         raise UsageError(f"cannot read {path}: {error}; give a TOML file") from error
     if loose := [key for key, value in content.items() if not isinstance(value, dict)]:
         raise UsageError(
-            f"{path}: {', '.join(loose)} must be in a group, such as [loop]; --show-settings lists all groups"
+            f"{path}: {', '.join(loose)} must be in a group, such as [loop];"
+            " --show-settings lists all groups"
         )
     for group, kind in groups(TrainSettings).items():
         for key, value in content.get(group, {}).items():
-            if key in kind.model_fields and "Path" in str(kind.model_fields[key].annotation):
+            if key in kind.model_fields and "Path" in str(
+                kind.model_fields[key].annotation
+            ):
                 content[group][key] = _located(path.parent, value)
     return content
 
@@ -255,18 +351,33 @@ def describe_settings(values: Values) -> str:
     """Return a TOML settings file with all settings and their descriptions."""
     from edje_index.training.config import TrainSettings, groups
 
-    lines = ["# Settings of edje-index train. Save them to a file for --config. A setting that is not set is None."]
+    lines = [
+        "# Settings of edje-index train. Save them to a file for --config. A setting"
+        " that is not set is None."
+    ]
     for group, kind in groups(TrainSettings).items():
         lines += ["", f"# {str(kind.__doc__).splitlines()[0]}", f"[{group}]"]
         for key, setting in kind.model_fields.items():
             default = None if setting.is_required() else setting.default
             value = values.get(group, {}).get(key, default)
-            shown = "required" if setting.is_required() else "not set" if default is None else _toml(default)
-            names = [choice for choice in get_args(setting.annotation) if isinstance(choice, str)]
+            shown = (
+                "required"
+                if setting.is_required()
+                else "not set"
+                if default is None
+                else _toml(default)
+            )
+            names = [
+                choice
+                for choice in get_args(setting.annotation)
+                if isinstance(choice, str)
+            ]
             choices = f" One of {', '.join(names)}." if names else ""
             description = " ".join(str(setting.description).split())
             lines.append(f"# {description}{choices}  [default: {shown}]")
-            lines.append(f"# {key} is not set" if value is None else f"{key} = {_toml(value)}")
+            lines.append(
+                f"# {key} is not set" if value is None else f"{key} = {_toml(value)}"
+            )
     return "\n".join(lines)
 
 

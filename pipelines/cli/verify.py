@@ -19,19 +19,26 @@ from storage_formats.format.object_store import IndexLocation
     "--sample",
     type=click.FloatRange(min=0, min_open=True),
     metavar="SHARE|N",
-    help="Check only a random sample of the shards: a share below 1, or a number of shards.  [default: all shards]",
+    help=(
+        "Check only a random sample of the shards: a share below 1, or a number of"
+        " shards.  [default: all shards]"
+    ),
 )
 @quiet_option
 @json_option
-def verify(index: IndexLocation, sample: float | None, quiet: bool, as_json: bool) -> int:
+def verify(
+    index: IndexLocation, sample: float | None, quiet: bool, as_json: bool
+) -> int:
     """Check every file of INDEX: lengths, checksums, rows and counts.
 
-    INDEX is a directory, or the URL of an index on an object store. The command downloads the objects of up to four
-    shards at a time, and then the other files. It keeps none of them. All kept snapshots are checked. The exit code is
-    1 if the command finds a problem.
+    INDEX is a directory, or the URL of an index on an object store. The command
+    downloads the objects of up to four shards at a time, and then the other files. It
+    keeps none of them. All kept snapshots are checked. The exit code is 1 if the
+    command finds a problem.
 
-    With --sample, the command checks the metadata of the index and every file of a random sample of the shards. Each
-    run draws a new sample. The files of other shards are not checked.
+    With --sample, the command checks the metadata of the index and every file of a
+    random sample of the shards. Each run draws a new sample. The files of other shards
+    are not checked.
 
     \b
     Examples:
@@ -45,7 +52,9 @@ def verify(index: IndexLocation, sample: float | None, quiet: bool, as_json: boo
 
     checked = 0
     with running_job(quiet=quiet, resumes=False) as (on_event, should_stop):
-        show = stop_at_events(on_event, should_stop, "stopped; not all files were checked")
+        show = stop_at_events(
+            on_event, should_stop, "stopped; not all files were checked"
+        )
 
         def count(done: int, total: int) -> None:
             nonlocal checked
@@ -53,21 +62,34 @@ def verify(index: IndexLocation, sample: float | None, quiet: bool, as_json: boo
             show(Progress("verifying", done, total))
 
         problems = verify_index(index, count, sample=sample)
-    drawn = {} if sample is None else {"sample": {"shards": checked, "of": _shards_of(index)}}
+    drawn = (
+        {}
+        if sample is None
+        else {"sample": {"shards": checked, "of": _shards_of(index)}}
+    )
     if as_json:
         listed = [asdict(problem) for problem in problems]
-        print_json({"index": str(index), "sound": not problems, "problems": listed, **drawn})
+        print_json(
+            {"index": str(index), "sound": not problems, "problems": listed, **drawn}
+        )
     for problem in problems:
         note(f"{problem.path}: {problem.message}")
     if not as_json:
         verdict = counted(len(problems), "problem") if problems else "sound"
-        of = f" in a random sample of {checked:,} of {counted(_shards_of(index), 'shard')}" if drawn else ""
+        of = (
+            f" in a random sample of {checked:,} of"
+            f" {counted(_shards_of(index), 'shard')}"
+            if drawn
+            else ""
+        )
         print_line(f"{index}: {verdict}{of}")
     return 1 if problems else 0
 
 
 def _shards_of(index: IndexLocation) -> int:
-    """Return the number of shards of `index` that have files; 0 if `index.json` cannot be read."""
+    """Return the number of shards of `index` that have files; 0 if `index.json`
+    cannot be read.
+    """
     from storage_formats.errors import CorruptIndexError
     from storage_formats.format.remote import open_index
 

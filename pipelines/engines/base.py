@@ -1,6 +1,7 @@
 """The interface of execution engines, and the engine that runs tasks in this process.
 
-Tasks must be safe to repeat: if a worker process dies, its task runs again on another worker.
+Tasks must be safe to repeat: if a worker process dies, its task runs again on another
+worker.
 """
 
 from __future__ import annotations
@@ -24,9 +25,13 @@ CLUSTER = "edje-index"
 Task = Any
 OnProgress = Callable[[Any], None]
 Worker = Callable[[Task, OnProgress, ShouldStop], Any]
-"""`worker(task, on_progress, should_stop) -> result`. Raises `TaskInterrupted` if `should_stop()` returned True."""
+"""`worker(task, on_progress, should_stop) -> result`. Raises `TaskInterrupted` if
+`should_stop()` returned True.
+"""
 WorkerFactory = Callable[[], Worker]
-"""Function that is called in the worker's process and returns the worker. The function must be picklable."""
+"""Function that is called in the worker's process and returns the worker. The
+function must be picklable.
+"""
 
 
 class EngineUnavailableError(EdjeError):
@@ -34,10 +39,13 @@ class EngineUnavailableError(EdjeError):
 
 
 class TaskFailedError(EdjeError):
-    """A task raised an exception, or too many workers died or stalled while running the task."""
+    """A task raised an exception, or too many workers died or stalled while running
+    the task.
+    """
 
     def __init__(self, message: str, task: Task) -> None:
-        super().__init__(message, task)  # all arguments, so that the error can be pickled
+        # all arguments, so that the error can be pickled
+        super().__init__(message, task)
         self.task = task
 
     def __str__(self) -> str:
@@ -45,7 +53,9 @@ class TaskFailedError(EdjeError):
 
 
 Engine = Callable[..., Generator[Any, None, None]]
-"""Function with the arguments of `run_inline` that runs every task on workers, and yields the results."""
+"""Function with the arguments of `run_inline` that runs every task on workers, and
+yields the results.
+"""
 
 
 def open_engine(
@@ -59,13 +69,16 @@ def open_engine(
 ) -> Engine:
     """Return the execution engine `name`: "inline" or "ray".
 
-    The other arguments configure `ray_engine.run_on_ray`. The inline engine ignores these arguments.
+    The other arguments configure `ray_engine.run_on_ray`. The inline engine ignores
+    these arguments.
     """
     if name == "inline":
         return run_inline
     from pipelines.engines.ray_engine import run_on_ray
 
-    return functools.partial(run_on_ray, workers=workers, cpus=cpus, gpus=gpus, address=address, lock=lock)
+    return functools.partial(
+        run_on_ray, workers=workers, cpus=cpus, gpus=gpus, address=address, lock=lock
+    )
 
 
 def run_inline(
@@ -76,15 +89,19 @@ def run_inline(
     on_event: OnEvent,
     should_stop: ShouldStop,
 ) -> Generator[Any, None, None]:
-    """Run every task in the calling thread, and yield the results in order of completion.
+    """Run every task in the calling thread, and yield the results in order of
+    completion.
 
-    Once `should_stop()` returns True, running tasks are told to stop, and the generator ends.
+    Once `should_stop()` returns True, running tasks are told to stop, and the generator
+    ends.
 
     Args:
         make_worker: called once in each worker process; returns the worker.
-        on_progress: called with the latest progress of each worker, in the calling process.
+        on_progress: called with the latest progress of each worker, in the calling
+            process.
         on_event: called with messages about the machines that run the tasks.
-        should_stop: returns True to stop. An engine calls this function often, so the function must be fast.
+        should_stop: returns True to stop. An engine calls this function often, so the
+            function must be fast.
 
     Raises:
         EngineUnavailableError: the engine cannot start.
@@ -101,7 +118,9 @@ def run_inline(
 
 
 def build_worker(make_worker: WorkerFactory) -> Worker:
-    """Call `make_worker` and return the worker. Raises EdjeError if `make_worker` fails."""
+    """Call `make_worker` and return the worker. Raises EdjeError if `make_worker`
+    fails.
+    """
     try:
         with paused_collector():
             return make_worker()
@@ -109,8 +128,12 @@ def build_worker(make_worker: WorkerFactory) -> Worker:
         raise EdjeError(f"a worker could not start: {describe_error(error)}") from error
 
 
-def run_task(worker: Worker, task: Task, on_progress: OnProgress, should_stop: ShouldStop) -> Any:
-    """Run `task` in this process. Raises TaskFailedError, which can be sent to another process, if the task fails."""
+def run_task(
+    worker: Worker, task: Task, on_progress: OnProgress, should_stop: ShouldStop
+) -> Any:
+    """Run `task` in this process. Raises TaskFailedError, which can be sent to
+    another process, if the task fails.
+    """
     try:
         return worker(task, on_progress, should_stop)
     except TaskInterrupted:
@@ -122,16 +145,24 @@ def run_task(worker: Worker, task: Task, on_progress: OnProgress, should_stop: S
 
 
 def worker_machine() -> tuple[str, frozenset[str]]:
-    """Return the id of the machine of this worker in this job, and the ids of all machines that are not lost.
+    """Return the id of the machine of this worker in this job, and the ids of all
+    machines that are not lost.
 
-    Return ("", frozenset()) outside a Ray cluster, where a lost machine takes the job with it.
+    Return ("", frozenset()) outside a Ray cluster, where a lost machine takes the job
+    with it.
     """
     ray = sys.modules.get("ray")
-    if ray is None or not ray.is_initialized() or (context := ray.get_runtime_context()).namespace != CLUSTER:
+    if (
+        ray is None
+        or not ray.is_initialized()
+        or (context := ray.get_runtime_context()).namespace != CLUSTER
+    ):
         return "", frozenset()
     job = context.get_job_id()
     alive = (node["NodeID"] for node in ray.nodes() if node["Alive"])
-    return f"{job}/{context.get_node_id()}", frozenset(f"{job}/{node}" for node in alive)
+    return f"{job}/{context.get_node_id()}", frozenset(
+        f"{job}/{node}" for node in alive
+    )
 
 
 def describe_error(error: BaseException) -> str:
@@ -139,7 +170,11 @@ def describe_error(error: BaseException) -> str:
     if isinstance(error, EdjeError):
         return str(error)
     if isinstance(error, OSError) and error.strerror:
-        where = "".join(f" {os.fsdecode(name)}" for name in (error.filename,) if isinstance(name, str | bytes))
+        where = "".join(
+            f" {os.fsdecode(name)}"
+            for name in (error.filename,)
+            if isinstance(name, str | bytes)
+        )
         return f"{error.strerror}:{where}" if where else error.strerror
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -1,11 +1,14 @@
-"""Runs tasks in Ray actors, and connects to Ray for training: starts a local Ray, or joins a cluster.
+"""Runs tasks in Ray actors, and connects to Ray for training: starts a local Ray, or
+joins a cluster.
 
-A local Ray listens on 127.0.0.1 only, requires a random token, sends no usage statistics, and ends with the run. Ray
-reads the settings for these properties at import. A program that imports Ray before this module must first set the
-environment variables RAY_AUTH_MODE=token and RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0.
+A local Ray listens on 127.0.0.1 only, requires a random token, sends no usage
+statistics, and ends with the run. Ray reads the settings for these properties at
+import. A program that imports Ray before this module must first set the environment
+variables RAY_AUTH_MODE=token and RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0.
 
-To join a cluster, this process opens ports for the nodes of the cluster. Set RAY_AUTH_MODE=token on each node and in
-this process, and keep the ports behind a firewall.
+To join a cluster, this process opens ports for the nodes of the cluster. Set
+RAY_AUTH_MODE=token on each node and in this process, and keep the ports behind a
+firewall.
 """
 
 from __future__ import annotations
@@ -51,34 +54,43 @@ from storage_formats.errors import EdjeError, TaskInterrupted, UsageError
 ATTEMPTS = 5
 """A task fails if so many workers died or stalled while running it.
 
-`edje_index.indexing.shard_encoding` needs four attempts to find an input that makes workers die, and to leave it out.
+`edje_index.indexing.shard_encoding` needs four attempts to find an input that makes
+workers die, and to leave it out.
 """
 
 STALL_SECONDS = 600.0
-"""A worker without progress for this long is replaced. One batch of a large model on few cores takes minutes."""
+"""A worker without progress for this long is replaced. One batch of a large model
+on few cores takes minutes.
+"""
 
 NODE_WAIT_SECONDS = 600.0
 """A job ends with an error if its cluster lacks room for its workers for this long."""
 
 _POLL_SECONDS = 0.5
-_MAX_POLL_SECONDS = 2.0  # a longer pause of this process (Ctrl-Z) does not count as a stall of the workers
+# a longer pause of this process (Ctrl-Z) does not count as a stall of the workers
+_MAX_POLL_SECONDS = 2.0
 _REFRESH_SECONDS = 2.0
 _STOP_GRACE_SECONDS = 60.0
 _PROBE_SECONDS = 5.0
 _START_SECONDS = 60.0
-_NEW_FOLDER_SECONDS = 3600.0  # a folder is locked soon after it is made
+# a folder is locked soon after it is made
+_NEW_FOLDER_SECONDS = 3600.0
 _FOLDER_PREFIX = "edje-ray-"
 
 _ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # Ray warns if it is not set
-    # Ray prints messages about dead workers and nodes to standard output. The engine reports the same problems itself.
+    # Ray warns if it is not set
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    # Ray prints messages about dead workers and nodes to standard output. The engine
+    # reports the same problems itself.
     "RAY_DEDUP_LOGS_SKIP_REGEX": ".",
 }
-_TOKEN = secrets.token_hex(32)  # of every local Ray of this process, because Ray reads it once
+# of every local Ray of this process, because Ray reads it once
+_TOKEN = secrets.token_hex(32)
 _PRIVATE_ENVIRONMENT = {
     "RAY_AUTH_MODE": "token",
-    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # makes 127.0.0.1 the address of this node, on Linux too
+    # makes 127.0.0.1 the address of this node, on Linux too
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
 }
 
 
@@ -101,27 +113,40 @@ def run_on_ray(
     stall_seconds: float = STALL_SECONDS,
     wait_seconds: float = NODE_WAIT_SECONDS,
 ) -> Generator[Any, None, None]:
-    """Run every task in a Ray actor, see `run_inline`. The results come in order of completion.
+    """Run every task in a Ray actor, see `run_inline`. The results come in order of
+    completion.
 
     Args:
         make_worker, tasks, on_progress, on_event, should_stop: see `run_inline`.
-        workers: largest number of actors; None starts as many actors as the cluster can run at the same time. Nodes
-            that join during the run get actors too.
-        address: address of the head of a Ray cluster to join, "host:port"; None starts Ray on this machine.
-        lock: file that holds the name of this process; None checks nothing. The machine of each worker must see it
-            under the same path, because the workers write beside it.
-        stall_seconds: seconds without progress after which a worker is killed. Its task then runs on another worker.
-        wait_seconds: seconds without a node with room for a worker after which the run ends with an error.
+        workers: largest number of actors; None starts as many actors as the cluster can
+            run at the same time. Nodes that join during the run get actors too.
+        address: address of the head of a Ray cluster to join, "host:port"; None starts
+            Ray on this machine.
+        lock: file that holds the name of this process; None checks nothing. The machine
+            of each worker must see it under the same path, because the workers write
+            beside it.
+        stall_seconds: seconds without progress after which a worker is killed. Its task
+            then runs on another worker.
+        wait_seconds: seconds without a node with room for a worker after which the run
+            ends with an error.
     """
-    with connected_ray(address, workers=workers or 1, cpus=cpus, gpus=gpus, wait_seconds=wait_seconds) as cluster:
+    with connected_ray(
+        address, workers=workers or 1, cpus=cpus, gpus=gpus, wait_seconds=wait_seconds
+    ) as cluster:
         ray = cluster.ray
         # Its two threads run a task, and answer calls of `exchange`.
-        actor_class = ray.remote(num_cpus=cpus, num_gpus=gpus, max_concurrency=2)(_WorkerActor)
+        actor_class = ray.remote(num_cpus=cpus, num_gpus=gpus, max_concurrency=2)(
+            _WorkerActor
+        )
         holder = None if lock is None else (lock, lock.read_bytes())
-        waiting = deque((task, 1) for task in tasks)  # and the number of the next attempt
-        jobs: dict[Any, _Job] = {}  # by the reference of the actor's answer
-        deadline, polled_at = float("inf"), time.monotonic()
-        failing_since: float | None = None  # since then, actors die while they start
+        # and the number of the next attempt
+        waiting = deque((task, 1) for task in tasks)
+        # by the reference of the actor's answer
+        jobs: dict[Any, _Job] = {}
+        deadline = float("inf")
+        polled_at = time.monotonic()
+        # since then, actors die while they start
+        failing_since: float | None = None
         while (waiting or jobs) and time.monotonic() < deadline:
             if deadline == float("inf") and should_stop():
                 deadline = time.monotonic() + _STOP_GRACE_SECONDS
@@ -130,7 +155,8 @@ def run_on_ray(
             try:
                 cluster.refresh(on_event)
             except RayDied:
-                if should_stop():  # a signal to the whole process group ends Ray as well
+                # a signal to the whole process group ends Ray as well
+                if should_stop():
                     return
                 raise
             starting = sum(job.attempt == 0 for job in jobs.values())
@@ -145,21 +171,28 @@ def run_on_ray(
                 job = jobs.pop(answer)
                 try:
                     yield from ray.get(answer)
-                except ray.exceptions.RayTaskError as error:  # an EdjeError, or the result cannot be pickled
+                except ray.exceptions.RayTaskError as error:
+                    # an EdjeError, or the result cannot be pickled
                     if isinstance(error.cause, EdjeError):
                         raise error.cause from error
-                    raise TaskFailedError(describe_error(error.cause or error), job.task) from error
-                except ray.exceptions.RayError as error:  # the actor has died
-                    if job.attempt == 0:  # it died while it started, perhaps on a lost node that Ray has not noticed
+                    raise TaskFailedError(
+                        describe_error(error.cause or error), job.task
+                    ) from error
+                except ray.exceptions.RayError as error:
+                    # the actor has died it died while it started, perhaps on a lost
+                    # node that Ray has not noticed
+                    if job.attempt == 0:
                         failing_since = failing_since or time.monotonic()
                         if time.monotonic() - failing_since > _START_SECONDS:
                             raise EdjeError(
-                                f"worker processes die while they start: {describe_error(error)}"
+                                "worker processes die while they start:"
+                                f" {describe_error(error)}"
                             ) from error
                     elif job.attempt == ATTEMPTS:
                         raise TaskFailedError(
-                            f"{ATTEMPTS} worker processes died (killed, out of memory, or a crash in native code) or "
-                            f"made no progress for {duration(stall_seconds)} while running this task",
+                            f"{ATTEMPTS} worker processes died (killed, out of memory,"
+                            " or a crash in native code) or made no progress for"
+                            f" {duration(stall_seconds)} while running this task",
                             job.task,
                         ) from error
                     elif not stop:
@@ -171,21 +204,26 @@ def run_on_ray(
                     jobs[job.actor.run.remote(task)] = _Job(job.actor, task, attempt)
                 else:
                     ray.kill(job.actor)
-            seconds, polled_at = min(time.monotonic() - polled_at, _MAX_POLL_SECONDS), time.monotonic()
+            seconds = min(time.monotonic() - polled_at, _MAX_POLL_SECONDS)
+            polled_at = time.monotonic()
             for answer, job in [*jobs.items()]:
                 if job.attempt == 0:
-                    if not waiting:  # in a busy cluster, an actor may start late or never
+                    # in a busy cluster, an actor may start late or never
+                    if not waiting:
                         ray.kill(jobs.pop(answer).actor)
                     continue
                 job.stalled_seconds += seconds
                 if job.question is None:
                     job.question = job.actor.exchange.remote(stop)
                 elif ray.wait([job.question], timeout=0)[0]:
-                    question, job.question = job.question, None
-                    with contextlib.suppress(ray.exceptions.RayError):  # the actor has died
+                    question = job.question
+                    job.question = None
+                    # the actor has died
+                    with contextlib.suppress(ray.exceptions.RayError):
                         progress = ray.get(question)
                         if progress not in (None, job.progress):
-                            job.progress, job.stalled_seconds = progress, 0.0
+                            job.progress = progress
+                            job.stalled_seconds = 0.0
                             on_progress(progress)
                 if job.stalled_seconds > stall_seconds:
                     job.stalled_seconds = 0.0
@@ -197,14 +235,19 @@ def run_on_ray(
 class _WorkerActor:
     """Ray actor that runs tasks."""
 
-    def __init__(self, make_worker: WorkerFactory, holder: tuple[Path, bytes] | None) -> None:
-        self._make_worker, self._holder = make_worker, holder
+    def __init__(
+        self, make_worker: WorkerFactory, holder: tuple[Path, bytes] | None
+    ) -> None:
+        self._make_worker = make_worker
+        self._holder = holder
         self._worker: Worker | None = None
         self._progress: Any = None
         self._stop = threading.Event()
 
     def ready(self) -> list[Any]:
-        """Return once the actor has started. Raise EdjeError if its machine does not see the directory of the job."""
+        """Return once the actor has started. Raise EdjeError if its machine does
+        not see the directory of the job.
+        """
         lock, content = self._holder or (None, b"")
         try:
             if lock is None or lock.read_bytes() == content:
@@ -212,11 +255,14 @@ class _WorkerActor:
         except (FileNotFoundError, NotADirectoryError):
             pass
         except OSError as error:
-            raise EdjeError(f"a worker could not start: {describe_error(error)}") from error
+            raise EdjeError(
+                f"a worker could not start: {describe_error(error)}"
+            ) from error
         assert lock is not None
         raise EdjeError(
-            f"the machine {socket.gethostname()} does not see the index directory {lock.parents[1]} of this job; put "
-            "the index into a directory that all machines share under the same path"
+            f"the machine {socket.gethostname()} does not see the index directory"
+            f" {lock.parents[1]} of this job; put the index into a directory that all"
+            " machines share under the same path"
         )
 
     def run(self, task: Task) -> list[Any]:
@@ -224,11 +270,20 @@ class _WorkerActor:
         self._worker = self._worker or build_worker(self._make_worker)
         self._progress = None
         with contextlib.suppress(TaskInterrupted):
-            return [run_task(self._worker, task, functools.partial(setattr, self, "_progress"), self._stop.is_set)]
+            return [
+                run_task(
+                    self._worker,
+                    task,
+                    functools.partial(setattr, self, "_progress"),
+                    self._stop.is_set,
+                )
+            ]
         return []
 
     def exchange(self, stop: bool) -> Any:
-        """Return the latest progress of the running task, or None. If `stop` is true, stop the task."""
+        """Return the latest progress of the running task, or None. If `stop` is
+        true, stop the task.
+        """
         if stop:
             self._stop.set()
         return self._progress
@@ -240,7 +295,8 @@ class _Job:
 
     Attributes:
         question: pending request for the progress of the task; None if there is none.
-        stalled_seconds: seconds since `progress` last changed, not counting pauses of this process.
+        stalled_seconds: seconds since `progress` last changed, not counting pauses of
+            this process.
     """
 
     actor: Any
@@ -252,28 +308,45 @@ class _Job:
 
 
 class RayCluster:
-    """A connection to Ray, which watches the nodes of a cluster, or the processes of a local Ray.
+    """A connection to Ray, which watches the nodes of a cluster, or the processes of a
+    local Ray.
 
     Args:
-        daemons: daemon processes of a local Ray; empty if this process joined a cluster.
+        daemons: daemon processes of a local Ray; empty if this process joined a
+            cluster.
         min_workers: number of workers without which the job makes no progress.
-        wait_seconds: seconds without room for `min_workers` workers after which `refresh` raises an error.
+        wait_seconds: seconds without room for `min_workers` workers after which
+            `refresh` raises an error.
 
     Raises:
         UsageError: the nodes have no room for `min_workers` workers.
     """
 
     def __init__(
-        self, ray: Any, daemons: Sequence[Any], *, cpus: int, gpus: int, min_workers: int, wait_seconds: float
+        self,
+        ray: Any,
+        daemons: Sequence[Any],
+        *,
+        cpus: int,
+        gpus: int,
+        min_workers: int,
+        wait_seconds: float,
     ) -> None:
-        self.ray, self._daemons, self._min_workers, self._wait_seconds = ray, daemons, min_workers, wait_seconds
-        self._needs = {name: need for name, need in (("CPU", cpus), ("GPU", gpus)) if need}
+        self.ray = ray
+        self._daemons = daemons
+        self._min_workers = min_workers
+        self._wait_seconds = wait_seconds
+        self._needs = {
+            name: need for name, need in (("CPU", cpus), ("GPU", gpus)) if need
+        }
         self._read_at = self._had_room_at = time.monotonic()
         self._nodes = self._read()
         if self.room < min_workers:
             raise UsageError(
-                f"a worker needs {cpus} CPUs and {gpus} GPUs on one node, but the nodes of the Ray cluster have room "
-                f"for only {self.room} of {counted(min_workers, 'worker')}; add nodes, or use fewer or smaller workers"
+                f"a worker needs {cpus} CPUs and {gpus} GPUs on one node, but the nodes"
+                f" of the Ray cluster have room for only {self.room} of"
+                f" {counted(min_workers, 'worker')}; add nodes, or use fewer or smaller"
+                " workers"
             )
 
     def _read(self) -> dict[str, dict[str, Any]]:
@@ -283,13 +356,18 @@ class RayCluster:
     def room(self) -> int:
         """Number of workers that the nodes can run at the same time."""
         sizes = [node["Resources"] for node in self._nodes.values()]
-        return sum(min(int(size.get(name, 0) // need) for name, need in self._needs.items()) for size in sizes)
+        return sum(
+            min(int(size.get(name, 0) // need) for name, need in self._needs.items())
+            for size in sizes
+        )
 
     def refresh(self, on_event: OnEvent) -> None:
-        """Look which nodes of a cluster joined or left, at most every two seconds, and report each of them.
+        """Look which nodes of a cluster joined or left, at most every two seconds, and
+        report each of them.
 
         Raises:
-            RayDied: a process that the local Ray needs has ended. Ray itself notices this after 15 to 60 seconds.
+            RayDied: a process that the local Ray needs has ended. Ray itself notices
+                this after 15 to 60 seconds.
             EdjeError: there has been no room for the workers for `wait_seconds`.
         """
         import psutil
@@ -297,40 +375,64 @@ class RayCluster:
         for daemon in self._daemons:
             with contextlib.suppress(psutil.NoSuchProcess):
                 name = daemon.name()
-                if name in ("raylet", "gcs_server") and daemon.status() == psutil.STATUS_ZOMBIE:
-                    raise RayDied(f"Ray ended during the run: its {name} process is gone")
+                if (
+                    name in ("raylet", "gcs_server")
+                    and daemon.status() == psutil.STATUS_ZOMBIE
+                ):
+                    raise RayDied(
+                        f"Ray ended during the run: its {name} process is gone"
+                    )
         if self._daemons or time.monotonic() - self._read_at < _REFRESH_SECONDS:
             return
         before = self._nodes
-        self._nodes, self._read_at = self._read(), time.monotonic()
+        self._nodes = self._read()
+        self._read_at = time.monotonic()
         for node_id in before.keys() ^ self._nodes.keys():
             change = "left" if node_id in before else "joined"
             address = (before | self._nodes)[node_id]["NodeManagerAddress"]
-            message = f"node {address} {change} the cluster, which now has room for {counted(self.room, 'worker')}"
+            message = (
+                f"node {address} {change} the cluster, which now has room for"
+                f" {counted(self.room, 'worker')}"
+            )
             on_event(StatusMessage(message, is_warning=change == "left"))
         if self.room >= self._min_workers:
             self._had_room_at = time.monotonic()
         elif time.monotonic() - self._had_room_at > self._wait_seconds:
             raise EdjeError(
-                f"for {duration(self._wait_seconds)}, the Ray cluster has had room for only {self.room} of "
-                f"{counted(self._min_workers, 'worker')}; add nodes to the cluster"
+                f"for {duration(self._wait_seconds)}, the Ray cluster has had room for"
+                f" only {self.room} of {counted(self._min_workers, 'worker')}; add"
+                " nodes to the cluster"
             )
 
 
 @contextlib.contextmanager
 def connected_ray(
-    address: str | None, *, workers: int, cpus: int, gpus: int, min_workers: int = 1, wait_seconds: float
+    address: str | None,
+    *,
+    workers: int,
+    cpus: int,
+    gpus: int,
+    min_workers: int = 1,
+    wait_seconds: float,
 ) -> Iterator[RayCluster]:
-    """Join the cluster at `address`, or start a local Ray for `workers` workers if `address` is None.
+    """Join the cluster at `address`, or start a local Ray for `workers` workers if
+    `address` is None.
 
-    Leaving the context disconnects from the cluster, or ends the local Ray. For the other arguments, see `RayCluster`.
+    Leaving the context disconnects from the cluster, or ends the local Ray. For the
+    other arguments, see `RayCluster`.
 
     Raises:
         EngineUnavailableError: the cluster cannot be joined, or Ray does not start.
         UsageError: the nodes of the cluster have no room for the workers.
     """
     check_ray(address)
-    watched = functools.partial(RayCluster, cpus=cpus, gpus=gpus, min_workers=min_workers, wait_seconds=wait_seconds)
+    watched = functools.partial(
+        RayCluster,
+        cpus=cpus,
+        gpus=gpus,
+        min_workers=min_workers,
+        wait_seconds=wait_seconds,
+    )
     with contextlib.ExitStack() as stack:
         stack.enter_context(_environment({**_ENVIRONMENT, **os.environ}))
         if address is not None:
@@ -343,65 +445,91 @@ def connected_ray(
         _check_importable_privately()
         folder = _local_folder(stack)
         # Workers import this package from any working directory.
-        path = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]))
+        path = os.pathsep.join(
+            filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")])
+        )
         values = {"RAY_AUTH_TOKEN": _TOKEN, "RAY_TMPDIR": folder, "PYTHONPATH": path}
         stack.enter_context(_environment(_PRIVATE_ENVIRONMENT | values))
         try:
             ray = _initialize(
                 stack,
-                address="local",  # without it, ray.init joins the cluster that RAY_ADDRESS names
+                # without it, ray.init joins the cluster that RAY_ADDRESS names
+                address="local",
                 include_dashboard=False,
-                object_store_memory=80 * 2**20,  # near Ray's minimum: tasks and results are small
+                # near Ray's minimum: tasks and results are small
+                object_store_memory=80 * 2**20,
                 num_cpus=workers * cpus,
                 num_gpus=workers * gpus,
             )
         except Exception as error:
-            raise EngineUnavailableError(f"Ray did not start on this machine: {describe_error(error)}") from error
+            raise EngineUnavailableError(
+                f"Ray did not start on this machine: {describe_error(error)}"
+            ) from error
         import psutil
 
         children = (
-            (child, child.as_dict(["cmdline"], ad_value=())["cmdline"]) for child in psutil.Process().children()
+            (child, child.as_dict(["cmdline"], ad_value=())["cmdline"])
+            for child in psutil.Process().children()
         )
-        yield watched(ray, [child for child, words in children if any(folder in word for word in words)])
+        yield watched(
+            ray,
+            [
+                child
+                for child, words in children
+                if any(folder in word for word in words)
+            ],
+        )
 
 
 def check_ray(address: str | None) -> None:
-    """Check that Ray is installed and that the cluster at `address` answers, if it is not None.
+    """Check that Ray is installed and that the cluster at `address` answers, if it is
+    not None.
 
     Raises:
         UsageError: `address` is not of the form host:port.
-        EngineUnavailableError: nothing answers. Ray itself would retry for minutes and then end this process.
+        EngineUnavailableError: nothing answers. Ray itself would retry for minutes and
+            then end this process.
     """
     if importlib.util.find_spec("ray") is None:
         raise ModuleNotFoundError("No module named 'ray'", name="ray")
     if address is None:
         return
     if not re.fullmatch(r"[^/]+:\d+", address):
-        raise UsageError(f"the address '{address}' of the Ray cluster is not of the form host:port")
+        raise UsageError(
+            f"the address '{address}' of the Ray cluster is not of the form host:port"
+        )
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), _PROBE_SECONDS).close()
-    except (OSError, OverflowError, ValueError) as error:  # the port or the name is too long
+    except (OSError, OverflowError, ValueError) as error:
+        # the port or the name is too long
         raise _cannot_join(address, error) from error
 
 
 def _cannot_join(address: str, error: Exception) -> EngineUnavailableError:
     return EngineUnavailableError(
-        f"cannot join the Ray cluster at {address}: {describe_error(error)}; if the cluster requires a token, set "
-        "RAY_AUTH_MODE=token and RAY_AUTH_TOKEN"
+        f"cannot join the Ray cluster at {address}: {describe_error(error)}; if the"
+        " cluster requires a token, set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN"
     )
 
 
 def _local_folder(stack: contextlib.ExitStack) -> str:
-    """Create the folder of a local Ray, which is removed with `stack`, and remove folders of killed processes."""
-    short = "/tmp" if os.access("/tmp", os.W_OK) else tempfile.gettempdir()  # a socket's path has at most 107 bytes
+    """Create the folder of a local Ray, which is removed with `stack`, and remove
+    folders of killed processes.
+    """
+    # a socket's path has at most 107 bytes
+    short = "/tmp" if os.access("/tmp", os.W_OK) else tempfile.gettempdir()
     parent = os.environ.get("RAY_TMPDIR", short)
     for old in Path(parent).glob(f"{_FOLDER_PREFIX}*"):
         with contextlib.suppress(OSError), _locked(old):
             if time.time() - old.stat().st_mtime > _NEW_FOLDER_SECONDS:
                 shutil.rmtree(old)
     folder = stack.enter_context(
-        tempfile.TemporaryDirectory(prefix=f"{_FOLDER_PREFIX}{os.getpid()}-", dir=parent, ignore_cleanup_errors=True)
+        tempfile.TemporaryDirectory(
+            prefix=f"{_FOLDER_PREFIX}{os.getpid()}-",
+            dir=parent,
+            ignore_cleanup_errors=True,
+        )
     )
     stack.enter_context(_locked(folder))
     return folder
@@ -409,7 +537,9 @@ def _local_folder(stack: contextlib.ExitStack) -> str:
 
 @contextlib.contextmanager
 def _locked(folder: str | Path) -> Iterator[None]:
-    """Context with a lock of `folder`, which ends with the process. Raises OSError if another process has the lock."""
+    """Context with a lock of `folder`, which ends with the process. Raises OSError
+    if another process has the lock.
+    """
     fd = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -420,32 +550,47 @@ def _locked(folder: str | Path) -> Iterator[None]:
 
 @functools.cache
 def _check_importable_privately() -> None:
-    """Raise EngineUnavailableError if Ray was imported without the settings that keep a local Ray private."""
-    missing = [f"{name}={value}" for name, value in _PRIVATE_ENVIRONMENT.items() if os.environ.get(name) != value]
+    """Raise EngineUnavailableError if Ray was imported without the settings that
+    keep a local Ray private.
+    """
+    missing = [
+        f"{name}={value}"
+        for name, value in _PRIVATE_ENVIRONMENT.items()
+        if os.environ.get(name) != value
+    ]
     if "ray" in sys.modules and missing:
         raise EngineUnavailableError(
-            "this process imported Ray without the settings that keep a local Ray private; "
-            f"set {' and '.join(missing)} before you import ray"
+            "this process imported Ray without the settings that keep a local Ray"
+            f" private; set {' and '.join(missing)} before you import ray"
         )
 
 
 def _initialize(stack: contextlib.ExitStack, **options: Any) -> Any:
-    """Call `ray.init` and return the `ray` package. When `stack` is closed, Ray is shut down."""
+    """Call `ray.init` and return the `ray` package. When `stack` is closed, Ray is
+    shut down.
+    """
     import ray
 
     stack.callback(ray.shutdown)
     logging.getLogger("ray").setLevel(logging.CRITICAL)
     on_sigterm = signal.getsignal(signal.SIGTERM)
     try:
-        # A worker finds the modules of this project first where its driver finds a package of the same name first.
+        # A worker finds the modules of this project first where its driver finds a
+        # package of the same name first.
         hook = (
             {"worker_process_setup_hook": "storage_formats.launch.share_package"}
             if len(pipelines.__path__) > 1
             else None
         )
-        ray.init(log_to_driver=False, logging_level=logging.CRITICAL, runtime_env=hook, **options)
+        ray.init(
+            log_to_driver=False,
+            logging_level=logging.CRITICAL,
+            runtime_env=hook,
+            **options,
+        )
     finally:
-        if threading.current_thread() is threading.main_thread():  # ray.init replaces the handler there
+        # ray.init replaces the handler there
+        if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, on_sigterm or signal.SIG_DFL)
     return ray
 

@@ -1,6 +1,7 @@
 """Training on several workers with Ray Train.
 
-The workers and this process communicate through files in the run folder. Every node needs access to this folder.
+The workers and this process communicate through files in the run folder. Every node
+needs access to this folder.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ _STOP_FILE = "stop"
 _RAY_FOLDER = "ray"
 _POLL_SECONDS = 0.5
 _END_SECONDS = 30
-_RESTARTS = 2  # if a worker dies, the whole group restarts from the last checkpoint
+# if a worker dies, the whole group restarts from the last checkpoint
+_RESTARTS = 2
 
 
 def train_on_ray(
@@ -43,16 +45,20 @@ def train_on_ray(
         on_record: called with new records of the log.
 
     Raises:
-        JobStopped: `should_stop()` returned True; the last checkpoint contains all finished steps. Also raised if the
-            local Ray died or the cluster lost nodes; the last checkpoint is then kept.
-        UsageError: the cluster cannot run the requested number of workers at the same time.
+        JobStopped: `should_stop()` returned True; the last checkpoint contains all
+            finished steps. Also raised if the local Ray died or the cluster lost nodes;
+            the last checkpoint is then kept.
+        UsageError: the cluster cannot run the requested number of workers at the same
+            time.
         EdjeError: Ray or the training run failed; the message gives the reason.
     """
     from edje_index.training.checkpoints import read_log
     from pipelines.environment import cuda_devices
 
     run = task.config.run
-    run_dir, workers, cpus = run.folder, run.workers, run.threads or 1
+    run_dir = run.folder
+    workers = run.workers
+    cpus = run.threads or 1
     gpus = 1 if run.device == "cuda" or (run.device == "auto" and cuda_devices()) else 0
     stop_file = run_dir / _STOP_FILE
     stop_file.unlink(missing_ok=True)
@@ -60,7 +66,12 @@ def train_on_ray(
     fit = threading.Thread(target=_fit, args=(task, cpus, gpus, errors), daemon=True)
     try:
         with connected_ray(
-            run.address, workers=workers, cpus=cpus, gpus=gpus, min_workers=workers, wait_seconds=NODE_WAIT_SECONDS
+            run.address,
+            workers=workers,
+            cpus=cpus,
+            gpus=gpus,
+            min_workers=workers,
+            wait_seconds=NODE_WAIT_SECONDS,
         ) as cluster:
             fit.start()
             try:
@@ -70,7 +81,10 @@ def train_on_ray(
                     try:
                         cluster.refresh(on_event)
                     except EdjeError as error:
-                        raise JobStopped(f"{error}; the last checkpoint is kept, so training can be resumed") from error
+                        raise JobStopped(
+                            f"{error}; the last checkpoint is kept, so training can be"
+                            " resumed"
+                        ) from error
                     if should_stop():
                         stop_file.touch()
                     records = read_log(run_dir)
@@ -78,8 +92,10 @@ def train_on_ray(
                         on_record(records[-1])
                     shown = len(records)
             finally:
-                fit.join(_END_SECONDS)  # a thread that is in Ray can crash its shutdown
-    except EngineUnavailableError as unavailable:  # no other engine can train on several workers
+                # a thread that is in Ray can crash its shutdown
+                fit.join(_END_SECONDS)
+    except EngineUnavailableError as unavailable:
+        # no other engine can train on several workers
         raise EdjeError(str(unavailable)) from unavailable.__cause__
     finally:
         shutil.rmtree(run_dir / _RAY_FOLDER, ignore_errors=True)
@@ -91,10 +107,14 @@ def train_on_ray(
             inner = cause
         if isinstance(errors[0], EdjeError):
             raise errors[0]
-        raise EdjeError(f"training on Ray failed: {describe_error(inner)}") from errors[0]
+        raise EdjeError(f"training on Ray failed: {describe_error(inner)}") from errors[
+            0
+        ]
     if stop_file.exists():
         stop_file.unlink()
-        raise JobStopped("the training run stopped; the last checkpoint contains all finished steps")
+        raise JobStopped(
+            "the training run stopped; the last checkpoint contains all finished steps"
+        )
 
 
 def _fit(task: TrainTask, cpus: int, gpus: int, errors: list[BaseException]) -> None:
@@ -104,7 +124,9 @@ def _fit(task: TrainTask, cpus: int, gpus: int, errors: list[BaseException]) -> 
             from ray.train import FailureConfig, RunConfig, ScalingConfig
             from ray.train.torch import TorchConfig, TorchTrainer
         except ImportError as error:
-            raise EdjeError("training on Ray needs Ray Train; run: pip install 'edje-index[train]'") from error
+            raise EdjeError(
+                "training on Ray needs Ray Train; run: pip install 'edje-index[train]'"
+            ) from error
         logging.getLogger("ray.train").setLevel(logging.CRITICAL)
         trainer = TorchTrainer(
             _worker_loop,
@@ -116,7 +138,8 @@ def _fit(task: TrainTask, cpus: int, gpus: int, errors: list[BaseException]) -> 
                 resources_per_worker={"CPU": cpus, **({"GPU": gpus} if gpus else {})},
             ),
             run_config=RunConfig(
-                name=uuid.uuid4().hex,  # a new name, because a run resumes from our own checkpoints
+                # a new name, because a run resumes from our own checkpoints
+                name=uuid.uuid4().hex,
                 storage_path=str(task.config.run.folder / _RAY_FOLDER),
                 failure_config=FailureConfig(max_failures=_RESTARTS),
             ),
@@ -135,7 +158,11 @@ def _worker_loop(config: dict[str, Any]) -> None:
 
     task: TrainTask = config["task"]
     context = ray.train.get_context()
-    sizes = context.get_world_rank(), context.get_world_size(), context.get_local_world_size()
+    sizes = (
+        context.get_world_rank(),
+        context.get_world_size(),
+        context.get_local_world_size(),
+    )
     group = WorkerGroup(*sizes, patient_group())
     with contextlib.suppress(TrainingStopped):
         run_worker(task, group, (task.config.run.folder / _STOP_FILE).exists)

@@ -1,4 +1,6 @@
-"""Appends and updates: encode new rows into new shards of an index, and commit one snapshot."""
+"""Appends and updates: encode new rows into new shards of an index, and commit one
+snapshot.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,13 @@ from pipelines.jobs.plan import (
 )
 from pipelines.jobs.resources import check_disk, check_extension_memory, choose_workers
 from pipelines.progress.events import OnEvent, ShouldStop, StatusMessage, ignore, never
-from pipelines.sources import count_ignored, digested, hash_and_mark_duplicates, iter_all, open_sources
+from pipelines.sources import (
+    count_ignored,
+    digested,
+    hash_and_mark_duplicates,
+    iter_all,
+    open_sources,
+)
 from pipelines.sources.base import Ignored, absolute_spec
 from pipelines.sources.metadata import source_values
 from storage_formats.arguments import as_list, as_path, as_text
@@ -49,7 +57,12 @@ from storage_formats.format.receipts import ShardReceipt
 from storage_formats.format.remote import open_index
 from storage_formats.format.rows import INDEXED, iter_rows, read_rows, read_shard_rows
 from storage_formats.format.shard_table import write_shard_table
-from storage_formats.writing.publish import add_counts, check_receipts, total_counts, write_tombstones
+from storage_formats.writing.publish import (
+    add_counts,
+    check_receipts,
+    total_counts,
+    write_tombstones,
+)
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -71,20 +84,24 @@ def append_index(
 ) -> BuildResult:
     """Add new images to an index, as `edje-index append` does.
 
-    Images that the index already contains are skipped. Call the function again with the same arguments to resume a
-    stopped append. The other arguments are those of `build_index`.
+    Images that the index already contains are skipped. Call the function again with the
+    same arguments to resume a stopped append. The other arguments are those of
+    `build_index`.
 
     Args:
         index: directory of the index. Its rows keep their ids.
-        sources: directories, archives, lists of paths or image files, as in `build_index`.
-        model: directory of the model bundle; None selects the bundle that built the index.
+        sources: directories, archives, lists of paths or image files, as in
+            `build_index`.
+        model: directory of the model bundle; None selects the bundle that built the
+            index.
 
     Raises:
-        UsageError, ModelError: the request is invalid, or the index was not made by a build.
+        UsageError, ModelError: the request is invalid, or the index was not made by a
+            build.
         JobStopped: the append stopped early. Finished shards are kept.
         UnfinishedChangeError: another change was stopped.
-        EdjeError: another process is changing the index, no new image could be indexed, or too many failed. The index
-            is unchanged.
+        EdjeError: another process is changing the index, no new image could be indexed,
+            or too many failed. The index is unchanged.
         MissingExtraError: a package of the extra `build` is not installed.
 
     Examples:
@@ -93,37 +110,71 @@ def append_index(
         >>> result.indexed, result.duplicates, result.rows, result.snapshot
         (0, 6, 0, 0)
     """
-    started, group = time.monotonic(), _source_group(sources, column)
-    with changing(index, "append", {"sources": group.sources, "column": column}, on_event) as change:
+    started = time.monotonic()
+    group = _source_group(sources, column)
+    with changing(
+        index, "append", {"sources": group.sources, "column": column}, on_event
+    ) as change:
         assert change.index is not None
         settings, info = _settings_and_bundle(change.index, group, model)
-        workers = choose_workers(settings, info, engine=engine, workers=workers, address=address)
+        workers = choose_workers(
+            settings, info, engine=engine, workers=workers, address=address
+        )
         if change.plan is None:
-            opened = open_sources(group.sources, group.column, clips=holds_clips(change.index.manifest))
+            opened = open_sources(
+                group.sources, group.column, clips=holds_clips(change.index.manifest)
+            )
             digest = hashlib.sha256()
-            listed = list(hash_and_mark_duplicates(digested(iter_all(opened), digest, on_event, should_stop)))
-            hashes = {ref.content_hash for ref in listed if ref.content_hash is not None}
+            listed = list(
+                hash_and_mark_duplicates(
+                    digested(iter_all(opened), digest, on_event, should_stop)
+                )
+            )
+            hashes = {
+                ref.content_hash for ref in listed if ref.content_hash is not None
+            }
             known: set[str] = set()
             for table in iter_rows(change.index, ["content_hash"]):
                 known |= hashes.intersection(table["content_hash"].to_pylist())
-            refs = [ref for ref in listed if ref.duplicate_of is None and ref.content_hash not in known]
-            ignored, repeated = count_ignored(opened), len(listed) - len(refs)
-            changes = SourceChanges(refs, digest.hexdigest(), len(listed), repeated, ignored)
-            plan, duplicates = _plan_rows(change, changes, settings, info), changes.duplicates
+            refs = [
+                ref
+                for ref in listed
+                if ref.duplicate_of is None and ref.content_hash not in known
+            ]
+            ignored = count_ignored(opened)
+            repeated = len(listed) - len(refs)
+            changes = SourceChanges(
+                refs, digest.hexdigest(), len(listed), repeated, ignored
+            )
+            plan = _plan_rows(change, changes, settings, info)
+            duplicates = changes.duplicates
         else:
             plan = replace(Plan.from_json(change.plan), model=model_record(info))
             duplicates = plan.duplicates
             check_extension_memory(change.index.manifest, plan.rows)
-            check_inputs(change.layout.root, plan, change.receipts(plan.shards, plan.fingerprint))
+            check_inputs(
+                change.layout.root, plan, change.receipts(plan.shards, plan.fingerprint)
+            )
         receipts: list[ShardReceipt] = []
         speed = 0.0
         if plan is not None:
-            receipts, speed = encode_rows(change, plan, engine, workers, address, max_failed, on_event, should_stop)
+            receipts, speed = encode_rows(
+                change,
+                plan,
+                engine,
+                workers,
+                address,
+                max_failed,
+                on_event,
+                should_stop,
+            )
         groups = recorded_sources(change.index.manifest)
         if groups is not None:
             groups = tuple(dict.fromkeys((*groups, group)))
         manifest = _commit(change, plan, receipts, (), groups, on_event)
-    return result_of(manifest, plan, receipts, total_counts(receipts), duplicates, speed, started)
+    return result_of(
+        manifest, plan, receipts, total_counts(receipts), duplicates, speed, started
+    )
 
 
 @name_missing_extra("build")
@@ -143,29 +194,35 @@ def update_index(
     on_event: OnEvent = ignore,
     should_stop: ShouldStop = never,
 ) -> BuildResult:
-    """Add, replace and delete rows so that an index matches its sources, as `edje-index update` does.
+    """Add, replace and delete rows so that an index matches its sources, as `edje-index
+    update` does.
 
-    New and changed files get new rows. The old rows of changed files and the rows of missing files are deleted.
-    Unchanged files are not encoded again. Call the function again with the same arguments to resume a stopped update:
-    its finished shards count if the same inputs must be encoded. The other arguments are those of `build_index`.
+    New and changed files get new rows. The old rows of changed files and the rows of
+    missing files are deleted. Unchanged files are not encoded again. Call the function
+    again with the same arguments to resume a stopped update: its finished shards count
+    if the same inputs must be encoded. The other arguments are those of `build_index`.
 
     Args:
         index: directory of the index. Unchanged rows keep their ids.
-        sources: all sources of the index, as in `build_index`. If empty, the sources recorded in the index are used.
-        retry_failed: True to only look up the failed inputs by their names again. The sources are not listed. If every
-            input fails again for the same reason, the index does not change.
+        sources: all sources of the index, as in `build_index`. If empty, the sources
+            recorded in the index are used.
+        retry_failed: True to only look up the failed inputs by their names again. The
+            sources are not listed. If every input fails again for the same reason, the
+            index does not change.
         dry_run: return the changes without applying them.
-        max_vanished: largest share of rows whose input may no longer exist, 0 to 1. If the share is larger, the update
-            ends with an error.
-        model: directory of the model bundle; None selects the bundle that built the index.
+        max_vanished: largest share of rows whose input may no longer exist, 0 to 1. If
+            the share is larger, the update ends with an error.
+        model: directory of the model bundle; None selects the bundle that built the
+            index.
 
     Raises:
-        UsageError, ModelError: the request is invalid, or `sources` is empty and the index does not record its sources.
+        UsageError, ModelError: the request is invalid, or `sources` is empty and the
+            index does not record its sources.
         JobStopped: the update stopped early. Finished shards are kept.
         TransientInputError: an input cannot be read for a temporary reason.
         UnfinishedChangeError: another change was stopped.
-        EdjeError: another process is changing the index, a source cannot be read, or too many files are missing or
-            failed.
+        EdjeError: another process is changing the index, a source cannot be read, or
+            too many files are missing or failed.
         MissingExtraError: a package of the extra `build` is not installed.
 
     Examples:
@@ -174,7 +231,8 @@ def update_index(
         >>> result.inputs, result.failed, result.vanished
         (6, 0, 0)
     """
-    started, group = time.monotonic(), _source_group(sources, column) if source_names(sources) else None
+    started = time.monotonic()
+    group = _source_group(sources, column) if source_names(sources) else None
 
     def compare(opened: CommittedIndex) -> SourceChanges:
         if retry_failed:
@@ -183,21 +241,35 @@ def update_index(
 
     plan: Plan | None = None
     receipts: list[ShardReceipt] = []
-    speed, changed = 0.0, 0
+    speed = 0.0
+    changed = 0
     if dry_run:
         opened = open_index(index)
-        manifest, changes = opened.manifest, compare(opened)
-        problems = Counter(ref.problem for ref in changes.refs if ref.problem is not None)
+        manifest = opened.manifest
+        changes = compare(opened)
+        problems = Counter(
+            ref.problem for ref in changes.refs if ref.problem is not None
+        )
         rows = len(changes.refs)
-        counts, shards = Counts(rows, rows - problems.total(), 0, dict(problems)), -(-rows // manifest.spec.shard_size)
-        changed = sum(changes.refs[position].problem is None for position in changes.changed)
+        counts = Counts(rows, rows - problems.total(), 0, dict(problems))
+        shards = -(-rows // manifest.spec.shard_size)
+        changed = sum(
+            changes.refs[position].problem is None for position in changes.changed
+        )
     else:
-        with changing(index, "update", {"retry_failed": retry_failed}, on_event) as change:
+        with changing(
+            index, "update", {"retry_failed": retry_failed}, on_event
+        ) as change:
             assert change.index is not None
-            manifest, changes = change.index.manifest, compare(change.index)
+            manifest = change.index.manifest
+            changes = compare(change.index)
             if changes.refs:
-                settings, info = _settings_and_bundle(change.index, group or SourceGroup(()), model)
-                workers = choose_workers(settings, info, engine=engine, workers=workers, address=address)
+                settings, info = _settings_and_bundle(
+                    change.index, group or SourceGroup(()), model
+                )
+                workers = choose_workers(
+                    settings, info, engine=engine, workers=workers, address=address
+                )
                 plan = _plan_rows(change, changes, settings, info)
             elif change.plan is not None:
                 change.start_again()
@@ -205,25 +277,47 @@ def update_index(
                 # What failed is recorded, even if nothing else is new.
                 limit = 1.0 if retry_failed else max_failed
                 receipts, speed = encode_rows(
-                    change, plan, engine, workers, address, limit, on_event, should_stop, needs_one=False
+                    change,
+                    plan,
+                    engine,
+                    workers,
+                    address,
+                    limit,
+                    on_event,
+                    should_stop,
+                    needs_one=False,
                 )
-            is_new = not retry_failed or changes.duplicates or any(receipt.indexed for receipt in receipts)
+            is_new = (
+                not retry_failed
+                or changes.duplicates
+                or any(receipt.indexed for receipt in receipts)
+            )
             if not is_new:
-                tables = [read_shard_rows(change.layout, receipt.shard, ["reason"]) for receipt in receipts]
-                reasons = [reason for table in tables for reason in table["reason"].to_pylist()]
+                tables = [
+                    read_shard_rows(change.layout, receipt.shard, ["reason"])
+                    for receipt in receipts
+                ]
+                reasons = [
+                    reason for table in tables for reason in table["reason"].to_pylist()
+                ]
                 is_new = sorted(changes.reasons) != sorted(reasons)
-            if not is_new:  # every failed input failed again for the same reason
+            # every failed input failed again for the same reason
+            if not is_new:
                 change.abandon()
-                plan, receipts = None, []
+                plan = None
+                receipts = []
                 changes = replace(changes, deleted=(), unchanged=changes.inputs)
             else:
                 groups = recorded_sources(manifest) if group is None else (group,)
-                manifest = _commit(change, plan, receipts, changes.deleted, groups, on_event)
+                manifest = _commit(
+                    change, plan, receipts, changes.deleted, groups, on_event
+                )
             if plan is not None and changes.changed:
                 row_ids = [plan.first_row + position for position in changes.changed]
                 statuses = read_rows(change.layout.root, row_ids, ["status"])["status"]
                 changed = statuses.to_pylist().count(INDEXED)
-        counts, shards = total_counts(receipts), len(receipts)
+        counts = total_counts(receipts)
+        shards = len(receipts)
     return replace(
         result_of(manifest, plan, receipts, counts, changes.duplicates, speed, started),
         inputs=changes.inputs,
@@ -247,34 +341,39 @@ def add_images(
     model: str | Path | None = None,
     on_event: OnEvent = ignore,
 ) -> BuildResult:
-    """Add images to an index under names that you choose, or replace the rows of these names, in one commit.
+    """Add images to an index under names that you choose, or replace the rows of these
+    names, in one commit.
 
-    Each image gets a new row, also if the index holds an equal image. The older rows of its uri are deleted. If an
-    image cannot be indexed, nothing changes.
+    Each image gets a new row, also if the index holds an equal image. The older rows of
+    its uri are deleted. If an image cannot be indexed, nothing changes.
 
-    The index then records no sources, because a source does not list these rows: `update_index` needs all sources by
-    name, and deletes the rows that were added here. Thumbnails need uris that are paths or URLs of the images.
+    The index then records no sources, because a source does not list these rows:
+    `update_index` needs all sources by name, and deletes the rows that were added here.
+    Thumbnails need uris that are paths or URLs of the images.
 
     Args:
         index: directory of the index.
         images: paths, bytes of image files, or PIL images.
         uris: names of the rows, one per image.
-        columns: values of columns by name, one mapping per image, for example captions; see docs/sources.md. None adds
-            no values.
-        model: directory of the model bundle; None selects the bundle that built the index.
+        columns: values of columns by name, one mapping per image, for example captions;
+            see docs/sources.md. None adds no values.
+        model: directory of the model bundle; None selects the bundle that built the
+            index.
         on_event: as in `build_index`.
 
     Raises:
-        UsageError, ModelError: an argument is invalid, an image cannot be indexed, or the index was not made by a
-            build.
+        UsageError, ModelError: an argument is invalid, an image cannot be indexed, or
+            the index was not made by a build.
         UnfinishedChangeError: another change was stopped.
         EdjeError: another process is changing the index.
         MissingExtraError: a package of the extra `build` is not installed.
 
     Examples:
         >>> from pipelines import add_images
-        >>> result = add_images("photos.edje", ["photos/0.jpg"], ["my-id"], [{"captions": ["a dog"]}])
-        >>> result.new, result.changed, add_images("photos.edje", ["photos/1.jpg"], ["my-id"]).changed
+        >>> columns = [{"captions": ["a dog"]}]
+        >>> result = add_images("photos.edje", ["photos/0.jpg"], ["my-id"], columns)
+        >>> again = add_images("photos.edje", ["photos/1.jpg"], ["my-id"])
+        >>> result.new, result.changed, again.changed
         (1, 0, 1)
     """
     import PIL.Image
@@ -283,52 +382,96 @@ def add_images(
     from edje_index.images.inputs import InputRef, rows_digest
 
     started = time.monotonic()
-    images, uris = as_list(images, "images", "images"), [as_text(uri, "uris") for uri in as_list(uris, "uris", "texts")]
-    values = [{}] * len(images) if columns is None else as_list(columns, "columns", "mappings")
-    different, mappings = len(set(uris)), sum(isinstance(row, Mapping) for row in values)
-    if not len(images) == len(uris) == different == len(values) == mappings or not images:
+    images = as_list(images, "images", "images")
+    uris = [as_text(uri, "uris") for uri in as_list(uris, "uris", "texts")]
+    values = (
+        [{}] * len(images)
+        if columns is None
+        else as_list(columns, "columns", "mappings")
+    )
+    different = len(set(uris))
+    mappings = sum(isinstance(row, Mapping) for row in values)
+    if (
+        not len(images) == len(uris) == different == len(values) == mappings
+        or not images
+    ):
         raise UsageError(
-            f"got {len(images)} images, {len(uris)} uris ({different} different) and {mappings} mappings of columns: "
-            "give one different uri and one mapping per image",
+            f"got {len(images)} images, {len(uris)} uris ({different} different) and"
+            f" {mappings} mappings of columns: give one different uri and one mapping"
+            " per image",
             parameter="uris",
         )
-    with tempfile.TemporaryDirectory(prefix="edje-add-") as folder, changing(index, "add", None, on_event) as change:
+    with (
+        tempfile.TemporaryDirectory(prefix="edje-add-") as folder,
+        changing(index, "add", None, on_event) as change,
+    ):
         assert change.index is not None
-        change.abandon()  # its images are removed with the folder, so no later run could finish it
-        refs, ignored = [], Ignored()
-        for number, (image, uri, row) in enumerate(zip(images, uris, values, strict=True)):
+        # its images are removed with the folder, so no later run could finish it
+        change.abandon()
+        refs = []
+        ignored = Ignored()
+        for number, (image, uri, row) in enumerate(
+            zip(images, uris, values, strict=True)
+        ):
             path = Path(folder, str(number))
             try:
                 if isinstance(image, PIL.Image.Image):
                     ImageOps.exif_transpose(image).save(path, "PNG", compress_level=1)
                 else:
-                    path.write_bytes(image if isinstance(image, bytes) else as_path(image, "images").read_bytes())
+                    path.write_bytes(
+                        image
+                        if isinstance(image, bytes)
+                        else as_path(image, "images").read_bytes()
+                    )
             except (OSError, SyntaxError, ValueError) as error:
-                raise UsageError(f"the image of {uri} cannot be read: {error}", parameter="images") from error
-            refs.append(InputRef(uri, os.fsencode(path), metadata=source_values(row, ignored)))
+                raise UsageError(
+                    f"the image of {uri} cannot be read: {error}", parameter="images"
+                ) from error
+            refs.append(
+                InputRef(uri, os.fsencode(path), metadata=source_values(row, ignored))
+            )
         settings, info = _settings_and_bundle(change.index, SourceGroup(()), model)
         choose_workers(settings, info, engine="inline", workers=1, address=None)
-        plan = _plan_rows(change, SourceChanges(refs, rows_digest(refs), len(refs), 0, ignored), settings, info)
-        assert plan is not None  # there are images
-        receipts, speed = encode_rows(change, plan, "inline", 1, None, 1.0, on_event, never, needs_one=False)
+        plan = _plan_rows(
+            change,
+            SourceChanges(refs, rows_digest(refs), len(refs), 0, ignored),
+            settings,
+            info,
+        )
+        # there are images
+        assert plan is not None
+        receipts, speed = encode_rows(
+            change, plan, "inline", 1, None, 1.0, on_event, never, needs_one=False
+        )
         for receipt in receipts:
-            for row in read_shard_rows(change.layout, receipt.shard, ["uri", "reason", "detail"]).to_pylist():
+            for row in read_shard_rows(
+                change.layout, receipt.shard, ["uri", "reason", "detail"]
+            ).to_pylist():
                 if row["reason"] is not None:
                     raise UsageError(
-                        f"the image of {row['uri']} cannot be indexed: {row['reason']} ({row['detail']}); nothing was "
-                        "added",
+                        f"the image of {row['uri']} cannot be indexed: {row['reason']}"
+                        f" ({row['detail']}); nothing was added",
                         parameter="images",
                     )
-        deleted, names = [], pa.array(uris, pa.string())
+        deleted = []
+        names = pa.array(uris, pa.string())
         for table in iter_rows(change.index, ["row_id", "uri"]):
             deleted += table.filter(pc.is_in(table["uri"], names)).to_pylist()
-        manifest = _commit(change, plan, receipts, [row["row_id"] for row in deleted], None, on_event)
+        manifest = _commit(
+            change, plan, receipts, [row["row_id"] for row in deleted], None, on_event
+        )
     changed = len({row["uri"] for row in deleted})
-    result = result_of(manifest, plan, receipts, total_counts(receipts), 0, speed, started)
-    return replace(result, new=len(uris) - changed, changed=changed, deleted=len(deleted))
+    result = result_of(
+        manifest, plan, receipts, total_counts(receipts), 0, speed, started
+    )
+    return replace(
+        result, new=len(uris) - changed, changed=changed, deleted=len(deleted)
+    )
 
 
-def _source_group(sources: str | Path | Sequence[str | Path], column: str | None) -> SourceGroup:
+def _source_group(
+    sources: str | Path | Sequence[str | Path], column: str | None
+) -> SourceGroup:
     """Return sources as the index records them: as absolute paths."""
     return SourceGroup(tuple(map(absolute_spec, source_names(sources))), column)
 
@@ -336,32 +479,64 @@ def _source_group(sources: str | Path | Sequence[str | Path], column: str | None
 def _settings_and_bundle(
     index: CommittedIndex, group: SourceGroup, model: str | Path | None
 ) -> tuple[BuildSettings, BundleInfo]:
-    """Return the settings of new rows, those of `index` with other sources and without duplicates, and the bundle."""
-    built, precisions = settings_of(index.root, index.manifest), index.manifest.spec.precisions
-    settings = replace(built, sources=group.sources, column=group.column, dedupe=True, precisions=precisions)
-    return settings, matching_bundle(index, None if model is None else local_path(model))
+    """Return the settings of new rows, those of `index` with other sources and
+    without duplicates, and the bundle.
+    """
+    built = settings_of(index.root, index.manifest)
+    precisions = index.manifest.spec.precisions
+    settings = replace(
+        built,
+        sources=group.sources,
+        column=group.column,
+        dedupe=True,
+        precisions=precisions,
+    )
+    return settings, matching_bundle(
+        index, None if model is None else local_path(model)
+    )
 
 
-def _plan_rows(change: Change, changes: SourceChanges, settings: BuildSettings, info: BundleInfo) -> Plan | None:
-    """Plan the new rows of `changes` in new shards, and store the plan. Return None if there are no rows.
+def _plan_rows(
+    change: Change, changes: SourceChanges, settings: BuildSettings, info: BundleInfo
+) -> Plan | None:
+    """Plan the new rows of `changes` in new shards, and store the plan. Return None if
+    there are no rows.
 
-    Finished shards of an earlier run of `change` count if its plan was the same; otherwise its files are removed.
+    Finished shards of an earlier run of `change` count if its plan was the same;
+    otherwise its files are removed.
     """
     assert change.index is not None
     if not changes.refs:
         return None
-    root, manifest, spec = change.layout.root, change.index.manifest, change.index.manifest.spec
+    spec = change.index.manifest.spec
+    manifest = change.index.manifest
+    root = change.layout.root
     rows = len(changes.refs)
     check_extension_memory(manifest, rows)
     check_disk(root, replace(spec, rows=rows, segments=()))
     first_shard = max(spec.shards, manifest.snapshot.next_shard)
     segments = (*spec.used_segments, Segment(first_shard * spec.shard_size, rows))
     spec = replace(spec, rows=segments[-1].stop, segments=segments)
-    plan = Plan(spec, model_record(info), settings, changes.digest, changes.duplicates, changes.ignored, {})
-    if change.plan is not None and Plan.from_json(change.plan).fingerprint != plan.fingerprint:
+    plan = Plan(
+        spec,
+        model_record(info),
+        settings,
+        changes.digest,
+        changes.duplicates,
+        changes.ignored,
+        {},
+    )
+    if (
+        change.plan is not None
+        and Plan.from_json(change.plan).fingerprint != plan.fingerprint
+    ):
         change.start_again()
     stored = store_inputs(
-        change.layout, changes.refs, spec.shard_size, first_shard=first_shard, earlier_columns=manifest.columns
+        change.layout,
+        changes.refs,
+        spec.shard_size,
+        first_shard=first_shard,
+        earlier_columns=manifest.columns,
     )
     plan = replace(
         plan,
@@ -381,32 +556,45 @@ def _commit(
     groups: Iterable[SourceGroup] | None,
     on_event: OnEvent,
 ) -> Manifest:
-    """Commit one snapshot with the new rows and without the rows `deleted`. Return the manifest of the snapshot.
+    """Commit one snapshot with the new rows and without the rows `deleted`. Return the
+    manifest of the snapshot.
 
-    The snapshot records the sources `groups` of all rows; None if they are unknown.
-    If there are no rows to add or delete, nothing is committed, and the current manifest is returned.
+    The snapshot records the sources `groups` of all rows; None if they are unknown. If
+    there are no rows to add or delete, nothing is committed, and the current manifest
+    is returned.
     """
     assert change.index is not None
-    index, manifest = change.index, change.index.manifest
+    manifest = change.index.manifest
+    index = change.index
     if plan is None and not len(deleted):
         return manifest
     details: dict[str, Any] = {}
     if plan is not None:
         check_receipts(receipts, plan.shards)
         on_event(StatusMessage("extending the nearest-neighbour index"))
-        files = [(receipt.shard, file) for receipt in receipts for file in receipt.files]
+        files = [
+            (receipt.shard, file) for receipt in receipts for file in receipt.files
+        ]
         manifest = replace(
             manifest,
             spec=plan.spec,
             counts=add_counts(manifest.counts, total_counts(receipts)),
             ann=extend_ann(change.layout, plan.spec, manifest.ann),
-            further_tables=(*manifest.further_tables, write_shard_table(change.layout, files)),
+            further_tables=(
+                *manifest.further_tables,
+                write_shard_table(change.layout, files),
+            ),
             columns=plan.columns,
         )
         details = {"first_row": plan.first_row, "rows": plan.rows}
     if len(deleted):
         tombstones = index.deleted.with_rows(list(deleted))
         entry = write_tombstones(change.layout, tombstones)
-        manifest = replace(manifest, snapshot=replace(manifest.snapshot, deleted=entry, deleted_rows=len(tombstones)))
+        manifest = replace(
+            manifest,
+            snapshot=replace(
+                manifest.snapshot, deleted=entry, deleted_rows=len(tombstones)
+            ),
+        )
         details["deleted"] = len(deleted)
     return change.commit(with_sources(manifest, groups), details).manifest

@@ -33,10 +33,29 @@ from pipelines.jobs.resources import (
     usable_memory,
     workers_memory,
 )
-from pipelines.progress.events import Bottleneck, OnEvent, ShouldStop, StatusMessage, bottleneck, ignore, never
+from pipelines.progress.events import (
+    Bottleneck,
+    OnEvent,
+    ShouldStop,
+    StatusMessage,
+    bottleneck,
+    ignore,
+    never,
+)
 from pipelines.progress.wording import counted
-from pipelines.sources import count_ignored, digested, hash_and_mark_duplicates, iter_all, open_sources
-from storage_formats.change import begin_index, check_free, finish_committed, is_unfinished
+from pipelines.sources import (
+    count_ignored,
+    digested,
+    hash_and_mark_duplicates,
+    iter_all,
+    open_sources,
+)
+from storage_formats.change import (
+    begin_index,
+    check_free,
+    finish_committed,
+    is_unfinished,
+)
 from storage_formats.errors import UsageError
 from storage_formats.extras import name_missing_extra
 from storage_formats.format.layout import SHARD_SIZE, IndexSpec, Layout
@@ -52,34 +71,43 @@ class BuildResult:
     """The result of a build, an append or an update.
 
     Attributes:
-        inputs: number of all inputs; the sum of indexed, duplicates, failed and unchanged.
+        inputs: number of all inputs; the sum of indexed, duplicates, failed and
+            unchanged.
         indexed: number of inputs that were encoded.
-        duplicates: number of inputs that are byte-identical to an earlier input or to a row of the index. After a
-            build, they have rows. Otherwise they get no row.
-        failed: number of inputs that could not be encoded; they have rows without tokens.
+        duplicates: number of inputs that are byte-identical to an earlier input or to a
+            row of the index. After a build, they have rows. Otherwise they get no row.
+        failed: number of inputs that could not be encoded; they have rows without
+            tokens.
         failed_by_reason: number of failed inputs by reason.
         rows: number of new rows.
         shards: number of new shards.
         first_row: row id of the first new row; None if there is no new row.
         snapshot: number of the current snapshot.
         seconds: wall time of this run.
-        images_per_second: rows that this run encoded per second after the listing; 0 if it encoded no row.
-        bottleneck: stage in which the workers spent the most time; None if no times are known.
-        stage_seconds: seconds per stage, summed over all new shards. In `wait` (for decoded images), `encode` (the
-            model) and `write`, they are seconds of the workers. `read` and `decode` are sums over the decoding threads.
-        truncated: number of indexed images that could be decoded only in part; None if an earlier run had finished the
-            build.
-        ignored: number of entries in the sources that are not inputs, by suffix or reason; None if an earlier run had
-            finished the build.
+        images_per_second: rows that this run encoded per second after the listing; 0 if
+            it encoded no row.
+        bottleneck: stage in which the workers spent the most time; None if no times are
+            known.
+        stage_seconds: seconds per stage, summed over all new shards. In `wait` (for
+            decoded images), `encode` (the model) and `write`, they are seconds of the
+            workers. `read` and `decode` are sums over the decoding threads.
+        truncated: number of indexed images that could be decoded only in part; None if
+            an earlier run had finished the build.
+        ignored: number of entries in the sources that are not inputs, by suffix or
+            reason; None if an earlier run had finished the build.
         already_finished: True if an earlier run had finished the build.
-        unchanged: number of inputs of an update whose row did not change. This includes failed inputs that have not
-            changed.
+        unchanged: number of inputs of an update whose row did not change. This includes
+            failed inputs that have not changed.
         new: number of indexed inputs whose name is new, or that failed before.
-        changed: number of indexed inputs whose content is new. The old rows of these inputs are deleted.
-        vanished: number of rows whose input no longer exists. An update deletes these rows.
-        deleted: number of deleted rows: vanished rows, and old rows of changed or of failed inputs.
-        dry_run: True if the update was only tried and nothing was changed. `failed` then counts only inputs that cannot
-            be read; other inputs may fail when they are decoded.
+        changed: number of indexed inputs whose content is new. The old rows of these
+            inputs are deleted.
+        vanished: number of rows whose input no longer exists. An update deletes these
+            rows.
+        deleted: number of deleted rows: vanished rows, and old rows of changed or of
+            failed inputs.
+        dry_run: True if the update was only tried and nothing was changed. `failed`
+            then counts only inputs that cannot be read; other inputs may fail when they
+            are decoded.
 
     Examples:
         >>> from pathlib import Path
@@ -128,7 +156,8 @@ def result_of(
 ) -> BuildResult:
     """Return the result of the run that encoded `receipts` at `speed` rows per second.
 
-    `counts` are those of the new rows, and `duplicates` is the number of inputs without a row.
+    `counts` are those of the new rows, and `duplicates` is the number of inputs without
+    a row.
     """
     stage_seconds: Counter[str] = Counter()
     for receipt in receipts:
@@ -180,58 +209,72 @@ def build_index(
 ) -> BuildResult:
     """Build an index of images, as `edje-index build` does.
 
-    Call the function again with the same arguments to resume a stopped build. If the index is finished, the function
-    only checks that the arguments, the inputs and the lengths of the files are the same.
+    Call the function again with the same arguments to resume a stopped build. If the
+    index is finished, the function only checks that the arguments, the inputs and the
+    lengths of the files are the same.
 
     Args:
-        sources: one or several directories, archives, lists of paths or image files. The rows of the index have the
-            order of the sources.
+        sources: one or several directories, archives, lists of paths or image files.
+            The rows of the index have the order of the sources.
         out: directory of the index.
         model: directory of the model bundle.
         engine: "ray" or "inline".
         workers: number of worker processes; None derives the number from the hardware.
-        threads: number of CPU threads per worker; None derives the number from the hardware. A resumed build keeps the
-            number of the first run.
+        threads: number of CPU threads per worker; None derives the number from the
+            hardware. A resumed build keeps the number of the first run.
         shard_size: number of rows per shard.
-        batch_size: number of images per forward pass; None is 8 on a CPU and 32 on cuda. A resumed build keeps the
-            number of the first run.
+        batch_size: number of images per forward pass; None is 8 on a CPU and 32 on
+            cuda. A resumed build keeps the number of the first run.
         device: device of the encoder: "auto", "cpu" or "cuda".
-        dtype: data type of the encoder's matrix products: "float32", "bfloat16" or "auto". "auto" is bfloat16 on cuda,
-            and on a CPU if the CPU of the process that plans the build has bfloat16 instructions. None is bfloat16 on
-            cuda and float32 on every CPU. A resumed build keeps the type of the first run.
+        dtype: data type of the encoder's matrix products: "float32", "bfloat16" or
+            "auto". "auto" is bfloat16 on cuda, and on a CPU if the CPU of the process
+            that plans the build has bfloat16 instructions. None is bfloat16 on cuda and
+            float32 on every CPU. A resumed build keeps the type of the first run.
         precisions: precisions of the stored tokens.
         dedupe: True to encode byte-identical inputs only once.
-        column: name of the path column in lists of paths; None selects the first column with a usual name.
-        max_pixels: maximum number of pixels of an image; larger images become failed rows. None selects
-            `edje_index.images.decode.DEFAULT_MAX_PIXELS`.
-        truncated: "fail" makes a truncated image a failed row. "load" indexes the readable part of the image.
-        frames: number of frames per clip. Video files are then inputs, too. None indexes images only.
-        max_failed: maximum share of failed inputs, 0 to 1. If more inputs fail, the build ends with an error. None
-            allows 1 % of the inputs, but at least 20 inputs.
+        column: name of the path column in lists of paths; None selects the first column
+            with a usual name.
+        max_pixels: maximum number of pixels of an image; larger images become failed
+            rows. None selects `edje_index.images.decode.DEFAULT_MAX_PIXELS`.
+        truncated: "fail" makes a truncated image a failed row. "load" indexes the
+            readable part of the image.
+        frames: number of frames per clip. Video files are then inputs, too. None
+            indexes images only.
+        max_failed: maximum share of failed inputs, 0 to 1. If more inputs fail, the
+            build ends with an error. None allows 1 % of the inputs, but at least 20
+            inputs.
         address: address of the Ray cluster to join; None starts Ray on this machine.
-        memory: memory in bytes that the workers on this machine and the nearest-neighbour index may need; None is the
-            free memory. The build is planned for this limit, which the operating system does not enforce. The kind of
-            nearest-neighbour index depends on the limit. The tokens do not.
+        memory: memory in bytes that the workers on this machine and the
+            nearest-neighbour index may need; None is the free memory. The build is
+            planned for this limit, which the operating system does not enforce. The
+            kind of nearest-neighbour index depends on the limit. The tokens do not.
         on_event: called with each progress event.
         should_stop: called often; the build stops once `should_stop()` returns True.
 
     Raises:
-        UsageError, ModelError: the request is invalid, or differs from that of the index at `out`.
+        UsageError, ModelError: the request is invalid, or differs from that of the
+            index at `out`.
         JobStopped: the build stopped early. Finished shards are kept.
-        EdjeError: another process is changing the index, no input could be indexed, or a larger share failed than
-            `max_failed` allows.
+        EdjeError: another process is changing the index, no input could be indexed, or
+            a larger share failed than `max_failed` allows.
         MissingExtraError: a package of the extra `build` is not installed.
 
     Examples:
         >>> from edje_index import build_index
-        >>> result = build_index("photos", "new.edje", "model", engine="inline", precisions=["fp8"])
+        >>> result = build_index(
+        ...     "photos", "new.edje", "model", engine="inline", precisions=["fp8"]
+        ... )
         >>> result.inputs, result.indexed, result.failed
         (6, 6, 0)
     """
     started = time.monotonic()
-    specs, out = source_names(sources), local_path(out)
+    specs = source_names(sources)
+    out = local_path(out)
     if any(os.path.realpath(spec) == os.path.realpath(out) for spec in specs):
-        raise UsageError(f"{out} is also one of the sources; choose another output directory", parameter="out")
+        raise UsageError(
+            f"{out} is also one of the sources; choose another output directory",
+            parameter="out",
+        )
     info = read_bundle_info(local_path(model))
     requested: dict[str, Any] = {
         "sources": specs,
@@ -251,41 +294,75 @@ def build_index(
         manifest = check_finished(out, info, requested, should_stop)
         result = result_of(manifest, None, (), manifest.counts, 0, 0.0, started)
         return replace(
-            result, shards=manifest.spec.shards, first_row=0, truncated=None, stage_seconds={}, already_finished=True
+            result,
+            shards=manifest.spec.shards,
+            first_row=0,
+            truncated=None,
+            stage_seconds={},
+            already_finished=True,
         )
     with changing(out, "build", None, on_event, is_new=True) as change:
         plan = None if change.plan is None else Plan.from_json(change.plan)
-        settings = BuildSettings.choose(None if plan is None else plan.settings, **requested)
+        settings = BuildSettings.choose(
+            None if plan is None else plan.settings, **requested
+        )
         if plan is not None:
             refuse_differences(out, plan.model, plan.settings, info, settings)
-        workers = choose_workers(settings, info, engine=engine, workers=workers, address=address, memory=memory)
+        workers = choose_workers(
+            settings,
+            info,
+            engine=engine,
+            workers=workers,
+            address=address,
+            memory=memory,
+        )
         if plan is not None:
-            check_ann_memory(plan.spec, memory)  # another limit than that of the first run may hold
+            # another limit than that of the first run may hold
+            check_ann_memory(plan.spec, memory)
             check_inputs(out, plan, change.receipts(plan.shards, plan.fingerprint))
-            plan = replace(plan, model=model_record(info))  # the bundle may have moved
+            # the bundle may have moved
+            plan = replace(plan, model=model_record(info))
         else:
-            opened = open_sources(settings.sources, settings.column, clips=settings.frames is not None)
+            opened = open_sources(
+                settings.sources, settings.column, clips=settings.frames is not None
+            )
             digest = hashlib.sha256()
             refs = digested(iter_all(opened), digest, on_event, should_stop)
-            stored = store_inputs(change.layout, hash_and_mark_duplicates(refs) if dedupe else refs, shard_size)
+            stored = store_inputs(
+                change.layout,
+                hash_and_mark_duplicates(refs) if dedupe else refs,
+                shard_size,
+            )
             stored["ignored"] = {**count_ignored(opened), **stored["ignored"]}
             rows = stored.pop("rows")
             if not rows:
                 raise nothing_to_index(settings.sources, stored["ignored"])
-            spec = IndexSpec(rows, shard_size, info.block_shape, info.embed_dim, settings.precisions)
-            plan = Plan(spec, model_record(info), settings, digest.hexdigest(), **stored)
+            spec = IndexSpec(
+                rows, shard_size, info.block_shape, info.embed_dim, settings.precisions
+            )
+            plan = Plan(
+                spec, model_record(info), settings, digest.hexdigest(), **stored
+            )
             check_ann_memory(spec, memory)
             check_disk(out, spec, memory)
             change.store_plan(plan.to_json())
         begin_index(out, plan.spec)
-        receipts, speed = encode_rows(change, plan, engine, workers, address, max_failed, on_event, should_stop)
+        receipts, speed = encode_rows(
+            change, plan, engine, workers, address, max_failed, on_event, should_stop
+        )
         on_event(StatusMessage("building the nearest-neighbour index"))
         ann = build_ann(out, plan.spec, request=AnnRequest(memory=memory))
         described = {**asdict(plan.settings), "inputs_digest": plan.inputs_digest}
         manifest = new_manifest(
-            change.layout, plan.spec, receipts, plan.columns,
-            model=plan.model, settings=described, plan=plan.fingerprint, ann=ann,
-        )  # fmt: skip
+            change.layout,
+            plan.spec,
+            receipts,
+            plan.columns,
+            model=plan.model,
+            settings=described,
+            plan=plan.fingerprint,
+            ann=ann,
+        )
         change.commit(manifest)
     return result_of(manifest, plan, receipts, manifest.counts, 0, speed, started)
 
@@ -303,32 +380,53 @@ def try_build(
     should_stop: ShouldStop = never,
     **settings: Any,
 ) -> dict[str, Any]:
-    """Return what `pipelines.build_index` would do with the same arguments. The sources are listed again.
+    """Return what `pipelines.build_index` would do with the same arguments. The sources
+    are listed again.
 
     Returns:
-        The numbers of `inputs`, `duplicates`, `rows`, `shards`, `finished_shards` and `workers`; `failed_by_reason`,
-        the inputs that already failed while they were listed; `ignored`, the entries of the sources that are not
-        inputs; and in bytes, `disk_bytes` and `memory_bytes` by purpose, `free_disk_bytes` and `free_memory_bytes`.
+        The numbers of `inputs`, `duplicates`, `rows`, `shards`, `finished_shards` and
+        `workers`; `failed_by_reason`, the inputs that already failed while they were
+        listed; `ignored`, the entries of the sources that are not inputs; and in bytes,
+        `disk_bytes` and `memory_bytes` by purpose, `free_disk_bytes` and
+        `free_memory_bytes`.
 
     Raises:
         UsageError: the build would refuse the settings, the sources or this machine.
     """
-    root, info = local_path(out), read_bundle_info(local_path(model))
+    root = local_path(out)
+    info = read_bundle_info(local_path(model))
     requested = {"sources": source_names(sources), **settings}
-    finished_shards, failed, ignored = 0, Counter[str](), dict[str, int]()
+    finished_shards = 0
+    failed = Counter[str]()
+    ignored = dict[str, int]()
     if Layout(root).manifest.exists():
         manifest = check_finished(root, info, requested, should_stop)
-        chosen, spec, finished_shards = settings_of(root, manifest), manifest.spec, manifest.spec.shards
-        inputs, duplicates = manifest.counts.inputs, manifest.counts.duplicates
+        chosen, spec, finished_shards = (
+            settings_of(root, manifest),
+            manifest.spec,
+            manifest.spec.shards,
+        )
+        inputs = manifest.counts.inputs
+        duplicates = manifest.counts.duplicates
     else:
         check_free(Layout(root))
         journal = is_unfinished(root)
-        stored = Plan.from_json(journal.plan) if journal is not None and journal.plan else None
-        chosen = BuildSettings.choose(None if stored is None else stored.settings, **requested)
+        stored = (
+            Plan.from_json(journal.plan)
+            if journal is not None and journal.plan
+            else None
+        )
+        chosen = BuildSettings.choose(
+            None if stored is None else stored.settings, **requested
+        )
         if stored is not None:
             refuse_differences(root, stored.model, stored.settings, info, chosen)
-            finished_shards = len(read_receipts(Layout(root), stored.shards, stored.fingerprint))
-        opened = open_sources(chosen.sources, chosen.column, clips=chosen.frames is not None)
+            finished_shards = len(
+                read_receipts(Layout(root), stored.shards, stored.fingerprint)
+            )
+        opened = open_sources(
+            chosen.sources, chosen.column, clips=chosen.frames is not None
+        )
         refs = digested(iter_all(opened), hashlib.sha256(), on_event, should_stop)
         inputs = duplicates = 0
         for ref in hash_and_mark_duplicates(refs) if chosen.dedupe else refs:
@@ -340,11 +438,19 @@ def try_build(
         ignored = count_ignored(opened)
         if not inputs:
             raise nothing_to_index(chosen.sources, ignored)
-        spec = IndexSpec(inputs, chosen.shard_size, info.block_shape, info.embed_dim, chosen.precisions)
+        spec = IndexSpec(
+            inputs,
+            chosen.shard_size,
+            info.block_shape,
+            info.embed_dim,
+            chosen.precisions,
+        )
         check_ann_memory(spec, memory)
         if stored is None:
             check_disk(root, spec, memory)
-    workers = choose_workers(chosen, info, engine=engine, workers=workers, address=address, memory=memory)
+    workers = choose_workers(
+        chosen, info, engine=engine, workers=workers, address=address, memory=memory
+    )
     return {
         "inputs": inputs,
         "duplicates": duplicates,
@@ -363,18 +469,30 @@ def try_build(
 
 def source_names(sources: str | Path | Sequence[str | Path]) -> tuple[str, ...]:
     """Return the names of one or several sources."""
-    return (str(sources),) if isinstance(sources, str | Path) else tuple(map(str, sources))
+    return (
+        (str(sources),) if isinstance(sources, str | Path) else tuple(map(str, sources))
+    )
 
 
 def nothing_to_index(sources: Sequence[str], ignored: dict[str, int]) -> UsageError:
-    """Return the error for sources without inputs. `ignored` counts the other entries of the sources."""
+    """Return the error for sources without inputs. `ignored` counts the other
+    entries of the sources.
+    """
     kinds = ", ".join(f"{name} {count}" for name, count in ignored.items())
-    reason = f"none of the files is an image ({kinds})" if kinds else "there are no files"
-    return UsageError(f"there is nothing to index in {', '.join(sources)}: {reason}", parameter="sources")
+    reason = (
+        f"none of the files is an image ({kinds})" if kinds else "there are no files"
+    )
+    return UsageError(
+        f"there is nothing to index in {', '.join(sources)}: {reason}",
+        parameter="sources",
+    )
 
 
-def check_finished(out: Path, info: BundleInfo, requested: Mapping[str, Any], should_stop: ShouldStop) -> Manifest:
-    """Check that a request asks for the finished index at `out`, and that its files and its sources have not changed.
+def check_finished(
+    out: Path, info: BundleInfo, requested: Mapping[str, Any], should_stop: ShouldStop
+) -> Manifest:
+    """Check that a request asks for the finished index at `out`, and that its files and
+    its sources have not changed.
 
     Args:
         requested: the requested settings, arguments of `BuildSettings.choose`.
@@ -391,14 +509,17 @@ def check_finished(out: Path, info: BundleInfo, requested: Mapping[str, Any], sh
     settings = BuildSettings.choose(stored, **requested)
     refuse_differences(out, index.manifest.model, stored, info, settings)
     check_files(index, only_lengths=True)
-    sources = open_sources(settings.sources, settings.column, clips=settings.frames is not None)
+    sources = open_sources(
+        settings.sources, settings.column, clips=settings.frames is not None
+    )
     digest = hashlib.sha256()
     inputs = sum(1 for _ in digested(iter_all(sources), digest, ignore, should_stop))
     if digest.hexdigest() != index.manifest.settings.get("inputs_digest"):
         before = counted(index.manifest.counts.inputs, "input")
         raise UsageError(
-            f"the sources have changed since {out} was built: they had {before} and now have {inputs}, with other "
-            "names, sizes or metadata. Add new inputs with 'edje-index append', or choose another output directory",
+            f"the sources have changed since {out} was built: they had {before} and now"
+            f" have {inputs}, with other names, sizes or metadata. Add new inputs with"
+            " 'edje-index append', or choose another output directory",
             parameter="sources",
         )
     return index.manifest

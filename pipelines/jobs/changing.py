@@ -14,14 +14,24 @@ from storage_formats.change import Change, begin_change
 
 @contextlib.contextmanager
 def changing(
-    root: str | Path, kind: str, request: Mapping[str, Any] | None, on_event: OnEvent, *, is_new: bool = False
+    root: str | Path,
+    kind: str,
+    request: Mapping[str, Any] | None,
+    on_event: OnEvent,
+    *,
+    is_new: bool = False,
 ) -> Iterator[Change]:
-    """Begin or resume a change that a second run can finish, see `begin_change`. An OSError becomes JobStopped."""
+    """Begin or resume a change that a second run can finish, see `begin_change`. An
+    OSError becomes JobStopped.
+    """
 
     def notify(text: str) -> None:
         on_event(StatusMessage(text))
 
-    with begin_change(root, kind, request, is_new=is_new, notify=notify) as change, resumable(root):
+    with (
+        begin_change(root, kind, request, is_new=is_new, notify=notify) as change,
+        resumable(root),
+    ):
         yield change
 
 
@@ -31,4 +41,6 @@ def resumable(root: str | Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise JobStopped(f"cannot write {root}: {describe_error(error)}; what is finished is kept") from error
+        raise JobStopped(
+            f"cannot write {root}: {describe_error(error)}; what is finished is kept"
+        ) from error

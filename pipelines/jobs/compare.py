@@ -1,4 +1,6 @@
-"""Compares the sources with the rows of an index, for an update. A source that seems lost is never taken for empty."""
+"""Compares the sources with the rows of an index, for an update. A source that
+seems lost is never taken for empty.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,14 @@ from edje_index.images.urls import is_remote
 from pipelines.jobs.plan import SourceGroup, holds_clips, recorded_sources
 from pipelines.progress.events import OnEvent, ShouldStop, StatusMessage
 from pipelines.progress.wording import counted
-from pipelines.sources import count_ignored, digested, hashed, iter_all, open_sources, without_nested
+from pipelines.sources import (
+    count_ignored,
+    digested,
+    hashed,
+    iter_all,
+    open_sources,
+    without_nested,
+)
 from pipelines.sources.base import STANDARD_INPUT, Source, file_input
 from pipelines.sources.folder import FolderSource
 from pipelines.sources.packed import is_packed_name, packed_source
@@ -27,8 +36,17 @@ from storage_formats.errors import EdjeError, UsageError
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.rows import DUPLICATE, FAILED, iter_rows, iter_stored_rows
 
-_COLUMNS = ("row_id", "uri", "uri_raw", "content_hash", "status", "reason", "duplicate_of")
-_CAN_WORK_NOW = frozenset({"changed-since-plan", "original-deleted"})  # the file itself may be sound
+_COLUMNS = (
+    "row_id",
+    "uri",
+    "uri_raw",
+    "content_hash",
+    "status",
+    "reason",
+    "duplicate_of",
+)
+# the file itself may be sound
+_CAN_WORK_NOW = frozenset({"changed-since-plan", "original-deleted"})
 _DAMAGED = frozenset({"truncated-archive", "damaged-archive"})
 _HIDES_OTHERS = _DAMAGED | {"missing", "unreadable"}
 """Problems of a directory or an archive after which its inputs cannot be listed."""
@@ -41,10 +59,13 @@ class SourceChanges:
     Attributes:
         refs: inputs that get new rows, in the order of the sources.
         digest: SHA-256 of these inputs, in hexadecimal; see `Plan.inputs_digest`.
-        duplicates: number of inputs that get no row, because the index or an earlier input has the same content.
-        ignored: number of entries in the sources that are not inputs, by suffix or reason.
+        duplicates: number of inputs that get no row, because the index or an earlier
+            input has the same content.
+        ignored: number of entries in the sources that are not inputs, by suffix or
+            reason.
         changed: positions in `refs` of the inputs that have a row with other content.
-        deleted: ids of the rows to delete, ascending: vanished rows, and old rows of changed inputs.
+        deleted: ids of the rows to delete, ascending: vanished rows, and old rows of
+            changed inputs.
         reasons: why the rows to delete had failed, if failed inputs are tried again.
     """
 
@@ -65,7 +86,8 @@ class _Row:
     """One row of an index.
 
     Attributes:
-        content_hash: SHA-256 of the input, 32 bytes; None if the input could not be read.
+        content_hash: SHA-256 of the input, 32 bytes; None if the input could not be
+            read.
         duplicate_of: row id of the original if this row is a duplicate, otherwise None.
     """
 
@@ -77,7 +99,9 @@ class _Row:
 
 @dataclass(slots=True)
 class _Pending:
-    """An input without a row of the same name and content, and the row with the same name, if there is one."""
+    """An input without a row of the same name and content, and the row with the
+    same name, if there is one.
+    """
 
     position: int
     ref: InputRef
@@ -85,8 +109,12 @@ class _Pending:
 
 
 def _name(uri: str, uri_raw: bytes | None) -> bytes:
-    """Return a hash of the name of an input. An input and its row have the same hash."""
-    return hashlib.blake2b(b"\0".join((uri.encode(), uri_raw or b"")), digest_size=16).digest()
+    """Return a hash of the name of an input. An input and its row have the same
+    hash.
+    """
+    return hashlib.blake2b(
+        b"\0".join((uri.encode(), uri_raw or b"")), digest_size=16
+    ).digest()
 
 
 def compare_sources(
@@ -96,20 +124,23 @@ def compare_sources(
     on_event: OnEvent,
     should_stop: ShouldStop,
 ) -> SourceChanges:
-    """List the sources and compare every input with the rows of `index`. Nothing is written.
+    """List the sources and compare every input with the rows of `index`. Nothing is
+    written.
 
-    An input is compared with the rows of the same name. A row is unchanged if the content is the same too. A duplicate
-    is kept only if the row of its original is kept; otherwise its input gets a new row. If an input cannot be read
-    now, its row and the row of its original are kept. Memory use is about 500 bytes per row.
+    An input is compared with the rows of the same name. A row is unchanged if the
+    content is the same too. A duplicate is kept only if the row of its original is
+    kept; otherwise its input gets a new row. If an input cannot be read now, its row
+    and the row of its original are kept. Memory use is about 500 bytes per row.
 
     Args:
         group: all sources of the index; None takes those that the index records.
         max_vanished: largest share of rows whose input may no longer exist, 0 to 1.
 
     Raises:
-        UsageError: a source cannot be used, or the index does not record its sources and `group` is None.
-        EdjeError: a source or a part of a source cannot be read, or the share of rows whose input no longer exists is
-            larger than `max_vanished`.
+        UsageError: a source cannot be used, or the index does not record its sources
+            and `group` is None.
+        EdjeError: a source or a part of a source cannot be read, or the share of rows
+            whose input no longer exists is larger than `max_vanished`.
     """
     clips = holds_clips(index.manifest)
     if group is not None:
@@ -118,36 +149,55 @@ def compare_sources(
         groups = recorded_sources(index.manifest)
         if groups is None:
             raise UsageError(
-                "the index does not record the sources of all its rows; name all sources", parameter="sources"
+                "the index does not record the sources of all its rows; name all"
+                " sources",
+                parameter="sources",
             )
         if any(STANDARD_INPUT in group.sources for group in groups):
             raise UsageError(
-                "the index was made from a list on standard input, which cannot be read again; name all sources",
+                "the index was made from a list on standard input, which cannot be read"
+                " again; name all sources",
                 parameter="sources",
             )
-        opened = [source for group in groups for source in open_sources(group.sources, group.column, clips=clips)]
+        opened = [
+            source
+            for group in groups
+            for source in open_sources(group.sources, group.column, clips=clips)
+        ]
         sources = without_nested(opened)
-    stored: dict[bytes, list[_Row]] = {}  # rows without an input so far, by name
+    # rows without an input so far, by name
+    stored: dict[bytes, list[_Row]] = {}
     rows = inputs = unreachable = 0
     for table in iter_rows(index, _COLUMNS):
         rows += len(table)
         for line in table.to_pylist():
             row = _Row(
                 row_id=line["row_id"],
-                content_hash=None if line["content_hash"] is None else bytes.fromhex(line["content_hash"]),
+                content_hash=(
+                    None
+                    if line["content_hash"] is None
+                    else bytes.fromhex(line["content_hash"])
+                ),
                 failed_for=line["reason"] if line["status"] == FAILED else None,
-                duplicate_of=line["duplicate_of"] if line["status"] == DUPLICATE else None,
+                duplicate_of=(
+                    line["duplicate_of"] if line["status"] == DUPLICATE else None
+                ),
             )
             stored.setdefault(_name(line["uri"], line["uri_raw"]), []).append(row)
 
     def take(ref: InputRef, *, any_content: bool) -> _Row | None:
-        """Remove and return the first row with the name and content of `ref`, or with its name and any content."""
+        """Remove and return the first row with the name and content of `ref`, or
+        with its name and any content.
+        """
         same_name = stored.get(_name(ref.uri, ref.uri_raw), [])
         for row in same_name:
             if ref.content_hash is None or row.content_hash is None:
                 is_kept = row.failed_for is not None and row.failed_for == ref.problem
             else:
-                is_kept = row.content_hash == bytes.fromhex(ref.content_hash) and row.failed_for not in _CAN_WORK_NOW
+                is_kept = (
+                    row.content_hash == bytes.fromhex(ref.content_hash)
+                    and row.failed_for not in _CAN_WORK_NOW
+                )
             if any_content or is_kept:
                 same_name.remove(row)
                 return row
@@ -156,8 +206,11 @@ def compare_sources(
     kept: list[_Row] = []
     pending: list[_Pending] = []
     duplicates: list[_Pending] = []
-    hidden: dict[str, str] = {}  # the problem of each directory or archive that could not be read, by path
-    for ref in hashed(digested(iter_all(sources), hashlib.sha256(), on_event, should_stop)):
+    # the problem of each directory or archive that could not be read, by path
+    hidden: dict[str, str] = {}
+    for ref in hashed(
+        digested(iter_all(sources), hashlib.sha256(), on_event, should_stop)
+    ):
         found = take(ref, any_content=False)
         if found is None:
             pending.append(_Pending(inputs, ref))
@@ -169,9 +222,11 @@ def compare_sources(
             hidden[display_path(ref.path)] = str(ref.problem)
         inputs += 1
 
-    # Rows whose server does not respond or refuses the request are kept with their originals, unless they had failed.
+    # Rows whose server does not respond or refuses the request are kept with their
+    # originals, unless they had failed.
     originals: set[int] = set()
-    without_row, pending = pending, []
+    without_row = pending
+    pending = []
     for each in without_row:
         is_refused = each.ref.problem == "unreadable" and is_remote(each.ref.path)
         if is_refused or each.ref.problem == "unreachable":
@@ -183,13 +238,23 @@ def compare_sources(
         kept.append(each.row)
         if each.row.duplicate_of is not None:
             originals.add(each.row.duplicate_of)
-    kept_originals = [row for same_name in stored.values() for row in same_name if row.row_id in originals]
+    kept_originals = [
+        row
+        for same_name in stored.values()
+        for row in same_name
+        if row.row_id in originals
+    ]
     for same_name in stored.values() if originals else ():
         same_name[:] = [row for row in same_name if row.row_id not in originals]
     if unreachable:
-        text = f"{counted(unreachable, 'input')} on servers cannot be read now; the rows stay"
+        text = (
+            f"{counted(unreachable, 'input')} on servers cannot be read now; the rows"
+            " stay"
+        )
         on_event(StatusMessage(text, is_warning=True))
-    originals = {row.row_id for row in (*kept, *kept_originals)} if duplicates else set()
+    originals = (
+        {row.row_id for row in (*kept, *kept_originals)} if duplicates else set()
+    )
     for each in duplicates:
         if each.row is not None and each.row.duplicate_of in originals:
             kept.append(each.row)
@@ -200,7 +265,11 @@ def compare_sources(
         each.row = each.row or take(each.ref, any_content=True)
 
     hashes = {each.ref.content_hash for each in pending}
-    held = {row.content_hash.hex() for row in (*kept, *kept_originals) if row.content_hash is not None} & hashes
+    held = {
+        row.content_hash.hex()
+        for row in (*kept, *kept_originals)
+        if row.content_hash is not None
+    } & hashes
     refs: list[InputRef] = []
     changed: list[int] = []
     for each in pending:
@@ -213,31 +282,56 @@ def compare_sources(
         refs.append(each.ref)
     deleted = index.deleted.row_ids()
     if len(deleted) and refs:
-        size, old = index.manifest.spec.shard_size, set()
-        for table in iter_stored_rows(index, ["row_id", "content_hash"], sorted({*(deleted // size).tolist()})):
-            old |= {*table.filter(pc.is_in(table["row_id"], pa.array(deleted)))["content_hash"].to_pylist()}
-        back = sum(ref.content_hash is not None and ref.content_hash in old for ref in refs)
+        size = index.manifest.spec.shard_size
+        old = set()
+        for table in iter_stored_rows(
+            index, ["row_id", "content_hash"], sorted({*(deleted // size).tolist()})
+        ):
+            old |= {
+                *table.filter(pc.is_in(table["row_id"], pa.array(deleted)))[
+                    "content_hash"
+                ].to_pylist()
+            }
+        back = sum(
+            ref.content_hash is not None and ref.content_hash in old for ref in refs
+        )
         if back:
-            text = f"the sources still have {counted(back, 'deleted photo')}, so the update adds what was deleted again"
+            text = (
+                f"the sources still have {counted(back, 'deleted photo')}, so the"
+                " update adds what was deleted again"
+            )
             on_event(StatusMessage(text, is_warning=True))
     vanished = [row.row_id for same_name in stored.values() for row in same_name]
     replaced = [(each.ref, each.row) for each in pending if each.row is not None]
     for ref, row in replaced:
         if ref.problem == "unreadable" and row.failed_for is None:
             raise EdjeError(
-                f"cannot read {ref.uri}, which is row {row.row_id} of the index; make the file readable, or "
-                "delete the row and the file. The index is unchanged"
+                f"cannot read {ref.uri}, which is row {row.row_id} of the index; make"
+                " the file readable, or delete the row and the file. The index is"
+                " unchanged"
             )
-    empty = [display_path(source.path) for source in sources if not source.inputs and max_vanished < 1]
+    empty = [
+        display_path(source.path)
+        for source in sources
+        if not source.inputs and max_vanished < 1
+    ]
     # The first input that is cut off has the problem of its archive.
-    cut_off = [row.row_id for ref, row in replaced if ref.problem in _HIDES_OTHERS and row.failed_for is None]
-    _refuse_hidden_rows(index, {**dict.fromkeys(empty, "it lists no images"), **hidden}, {*vanished, *cut_off})
+    cut_off = [
+        row.row_id
+        for ref, row in replaced
+        if ref.problem in _HIDES_OTHERS and row.failed_for is None
+    ]
+    _refuse_hidden_rows(
+        index,
+        {**dict.fromkeys(empty, "it lists no images"), **hidden},
+        {*vanished, *cut_off},
+    )
     lost = len(vanished) + sum(ref.content_hash is None for ref, _ in replaced)
     if lost > max_vanished * rows + 1e-6:
         raise EdjeError(
-            f"the inputs of {lost:,} of {counted(rows, 'row')} no longer exist, more than the share of "
-            f"{max_vanished:g} that may vanish; check the sources, or raise this share to delete these rows. The index "
-            "is unchanged",
+            f"the inputs of {lost:,} of {counted(rows, 'row')} no longer exist, more"
+            f" than the share of {max_vanished:g} that may vanish; check the sources,"
+            " or raise this share to delete these rows. The index is unchanged",
             parameter="max_vanished",
         )
     return SourceChanges(
@@ -253,8 +347,11 @@ def compare_sources(
     )
 
 
-def _refuse_hidden_rows(index: CommittedIndex, hidden: Mapping[str, str], lost: set[int]) -> None:
-    """Raise EdjeError if rows have lost their inputs because a directory or archive is empty or cannot be read.
+def _refuse_hidden_rows(
+    index: CommittedIndex, hidden: Mapping[str, str], lost: set[int]
+) -> None:
+    """Raise EdjeError if rows have lost their inputs because a directory or archive is
+    empty or cannot be read.
 
     Args:
         hidden: what is wrong with each directory or archive, by path.
@@ -265,11 +362,13 @@ def _refuse_hidden_rows(index: CommittedIndex, hidden: Mapping[str, str], lost: 
         for line in table.to_pylist():
             uri = line["uri"] if line["row_id"] in lost else ""
             ends = (position for position, letter in enumerate(uri) if letter in "/!")
-            below.update([uri[:end] for end in ends if uri[:end] in hidden][:1])  # the outermost one
+            # the outermost one
+            below.update([uri[:end] for end in ends if uri[:end] in hidden][:1])
     for container, rows in below.items():
         raise EdjeError(
-            f"cannot compare {container} with the index ({hidden[container]}). The index has "
-            f"{counted(rows, 'row')} from {container}; check that it is mounted and readable. The index is unchanged"
+            f"cannot compare {container} with the index ({hidden[container]}). The"
+            f" index has {counted(rows, 'row')} from {container}; check that it is"
+            " mounted and readable. The index is unchanged"
         )
 
 
@@ -277,13 +376,20 @@ def find_failed(index: CommittedIndex) -> SourceChanges:
     """Look up the failed inputs of `index` by name. Nothing is written."""
     names = [column.name for column in index.manifest.columns]
     tables = iter_rows(index, ["row_id", "uri", "uri_raw", "status", "reason", *names])
-    failed = [row for table in tables for row in table.to_pylist() if row["status"] == FAILED]
+    failed = [
+        row for table in tables for row in table.to_pylist() if row["status"] == FAILED
+    ]
     refs = list(hashed(refs_of_rows(failed, names, clips=holds_clips(index.manifest))))
     hashes = {ref.content_hash for ref in refs if ref.content_hash is not None}
-    held: set[str] = set()  # by a row that has not failed
+    # by a row that has not failed
+    held: set[str] = set()
     for table in iter_rows(index, ["content_hash", "status"]):
-        pairs = zip(table["content_hash"].to_pylist(), table["status"].to_pylist(), strict=True)
-        held |= hashes.intersection(digits for digits, status in pairs if status != FAILED)
+        pairs = zip(
+            table["content_hash"].to_pylist(), table["status"].to_pylist(), strict=True
+        )
+        held |= hashes.intersection(
+            digits for digits, status in pairs if status != FAILED
+        )
     # Equal inputs stay separate, so that each of them is listed if they fail again.
     remaining = [ref for ref in refs if ref.content_hash not in held]
     return SourceChanges(
@@ -297,8 +403,12 @@ def find_failed(index: CommittedIndex) -> SourceChanges:
     )
 
 
-def refs_of_rows(rows: list[dict[str, Any]], names: list[str], *, clips: bool) -> Iterator[InputRef]:
-    """Yield the inputs under the names of `rows`, with the stored values of the source columns `names`."""
+def refs_of_rows(
+    rows: list[dict[str, Any]], names: list[str], *, clips: bool
+) -> Iterator[InputRef]:
+    """Yield the inputs under the names of `rows`, with the stored values of the
+    source columns `names`.
+    """
     rows_of_archive: dict[tuple[bytes, str | None], list[dict[str, Any]]] = {}
     for row in rows:
         path = row["uri_raw"] or os.fsencode(row["uri"])
@@ -307,16 +417,27 @@ def refs_of_rows(rows: list[dict[str, Any]], names: list[str], *, clips: bool) -
             rows_of_archive.setdefault(archive, []).append(row)
         elif os.path.isdir(path):
             yield from FolderSource(os.fsdecode(path), clips=clips).iter_inputs()
-        elif row["reason"] == "bad-list-line" or (row["reason"] == "not-a-local-path" and not is_remote(path)):
-            yield InputRef(row["uri"], path, problem=row["reason"], metadata=_metadata(row, names))
+        elif row["reason"] == "bad-list-line" or (
+            row["reason"] == "not-a-local-path" and not is_remote(path)
+        ):
+            yield InputRef(
+                row["uri"], path, problem=row["reason"], metadata=_metadata(row, names)
+            )
         else:
-            yield dataclasses.replace(file_input(path, row["uri"]), metadata=_metadata(row, names))
+            yield dataclasses.replace(
+                file_input(path, row["uri"]), metadata=_metadata(row, names)
+            )
     for (archive_path, column), members in rows_of_archive.items():
-        yield from _members(packed_source(os.fsdecode(archive_path), column, clips=clips), members, names)
+        yield from _members(
+            packed_source(os.fsdecode(archive_path), column, clips=clips),
+            members,
+            names,
+        )
 
 
 def _archive_of(path: bytes, uri: str) -> tuple[bytes, str | None] | None:
-    """Return (path, column): the archive or Parquet file that contains an input, and the column of a Parquet file.
+    """Return (path, column): the archive or Parquet file that contains an input, and
+    the column of a Parquet file.
 
     Return None if the input is a file of its own.
     """
@@ -326,13 +447,21 @@ def _archive_of(path: bytes, uri: str) -> tuple[bytes, str | None] | None:
     if parts is None or os.path.lexists(path):
         return None
     archive, member = parts
-    return os.fsencode(archive), member.rpartition("/")[0] if archive.lower().endswith(".parquet") else None
+    return os.fsencode(archive), (
+        member.rpartition("/")[0] if archive.lower().endswith(".parquet") else None
+    )
 
 
-def _members(archive: Source, rows: list[dict[str, Any]], names: list[str]) -> Iterator[InputRef]:
-    """Yield the members of `archive` that are named in `rows`. If the archive was damaged, yield all members."""
+def _members(
+    archive: Source, rows: list[dict[str, Any]], names: list[str]
+) -> Iterator[InputRef]:
+    """Yield the members of `archive` that are named in `rows`. If the archive was
+    damaged, yield all members.
+    """
     rows_of_uri = {row["uri"]: row for row in rows}
-    was_damaged = any(row["reason"] in _DAMAGED or split_uri(row["uri"]) is None for row in rows)
+    was_damaged = any(
+        row["reason"] in _DAMAGED or split_uri(row["uri"]) is None for row in rows
+    )
     for ref in archive.iter_inputs():
         row = rows_of_uri.pop(ref.uri, None)
         if row is not None:
@@ -341,7 +470,9 @@ def _members(archive: Source, rows: list[dict[str, Any]], names: list[str]) -> I
             yield ref
     for uri, row in rows_of_uri.items():
         if split_uri(uri) is not None:
-            yield InputRef(uri, archive.path, problem="missing", metadata=_metadata(row, names))
+            yield InputRef(
+                uri, archive.path, problem="missing", metadata=_metadata(row, names)
+            )
 
 
 def _metadata(row: dict[str, Any], names: list[str]) -> dict[str, Any] | None:

@@ -1,4 +1,6 @@
-"""Merges: copy several indexes of the same model into a new index. No token is decoded."""
+"""Merges: copy several indexes of the same model into a new index. No token is
+decoded.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,8 @@ from storage_formats.format.tombstones import Tombstones
 from storage_formats.writing.copying import ShardCopier
 from storage_formats.writing.publish import new_manifest
 
-_HASH = "S64"  # SHA-256, hexadecimal
+# SHA-256, hexadecimal
+_HASH = "S64"
 
 
 @name_missing_extra("search")
@@ -41,22 +44,26 @@ def merge_indexes(
     on_event: OnEvent = ignore,
     should_stop: ShouldStop = never,
 ) -> CopyResult:
-    """Copy several indexes of the same model into a new index, as `edje-index merge` does. The model is not needed.
+    """Copy several indexes of the same model into a new index, as `edje-index merge`
+    does. The model is not needed.
 
-    The row ids of the first index stay the same, and those of each further index grow by a constant. If an earlier
-    index has an image with the same content, the row is deleted. Call the function again to resume a stopped merge.
-    The other arguments are those of `build_index`.
+    The row ids of the first index stay the same, and those of each further index grow
+    by a constant. If an earlier index has an image with the same content, the row is
+    deleted. Call the function again to resume a stopped merge. The other arguments are
+    those of `build_index`.
 
     Args:
         indexes: directories of the indexes, in the order of their rows.
         out: directory of the new index.
 
     Raises:
-        UsageError: an index does not exist, the indexes differ in model, block shape, shard size, precisions or frames
-            per clip, or `out` is not free.
-        JobStopped: the merge stopped early, or a file is damaged. Finished shards are kept.
+        UsageError: an index does not exist, the indexes differ in model, block shape,
+            shard size, precisions or frames per clip, or `out` is not free.
+        JobStopped: the merge stopped early, or a file is damaged. Finished shards are
+            kept.
         EdjeError: another process is writing to `out`.
-        MissingExtraError: FAISS is not installed, but an index has a nearest-neighbour index.
+        MissingExtraError: FAISS is not installed, but an index has a nearest-neighbour
+            index.
 
     Examples:
         >>> import shutil
@@ -68,76 +75,144 @@ def merge_indexes(
     started = time.monotonic()
     opened = [CommittedIndex.open(local_path(root)) for root in indexes]
     _refuse_different(opened)
-    first, segments, offsets, firsts = opened[0].manifest.spec, list[Segment](), list[int](), list[int]()
+    first = opened[0].manifest.spec
+    segments = list[Segment]()
+    offsets = list[int]()
+    firsts = list[int]()
     for each in opened:
         used = each.manifest.spec.used_segments
-        next_row = -(-segments[-1].stop // first.shard_size) * first.shard_size if segments else 0
+        next_row = (
+            -(-segments[-1].stop // first.shard_size) * first.shard_size
+            if segments
+            else 0
+        )
         offsets.append(next_row - used[0].first_row)
         firsts.append(next_row // first.shard_size)
-        segments += [Segment(segment.first_row + offsets[-1], segment.rows) for segment in used]
-    columns = tuple(sorted(merge_columns(*(each.manifest.columns for each in opened)), key=lambda each: each.name))
+        segments += [
+            Segment(segment.first_row + offsets[-1], segment.rows) for segment in used
+        ]
+    columns = tuple(
+        sorted(
+            merge_columns(*(each.manifest.columns for each in opened)),
+            key=lambda each: each.name,
+        )
+    )
     if len(columns) > MAX_COLUMNS:
         raise UsageError(
-            f"the merged index would have {len(columns)} source columns; merge fewer indexes, so that the index has at "
-            f"most {MAX_COLUMNS}"
+            f"the merged index would have {len(columns)} source columns; merge fewer"
+            f" indexes, so that the index has at most {MAX_COLUMNS}"
         )
     spec = replaced(first, rows=segments[-1].stop, segments=tuple(segments))
-    states = [(str(each.root), each.manifest.shard_tables, each.manifest.snapshot.deleted) for each in opened]
+    states = [
+        (str(each.root), each.manifest.shard_tables, each.manifest.snapshot.deleted)
+        for each in opened
+    ]
     plan = hashlib.sha256(f"merge {states} {columns}".encode()).hexdigest()
     manifests = [each.manifest for each in opened]
     target = local_path(out)
     with changing(target, "merge", {"plan": plan}, on_event, is_new=True) as change:
         begin_index(change.layout.root, spec)
         change.store_plan({})
-        copiers = [ShardCopier(each, offset, change.layout, plan) for each, offset in zip(opened, offsets, strict=True)]
+        copiers = [
+            ShardCopier(each, offset, change.layout, plan)
+            for each, offset in zip(opened, offsets, strict=True)
+        ]
 
-        def copy_shard(shard: int, on_rows: Callable[[int], None], should_stop: ShouldStop) -> ShardReceipt:
+        def copy_shard(
+            shard: int, on_rows: Callable[[int], None], should_stop: ShouldStop
+        ) -> ShardReceipt:
             position = bisect.bisect_right(firsts, shard) - 1
-            return copiers[position].copy_shard(shard - offsets[position] // spec.shard_size)
+            return copiers[position].copy_shard(
+                shard - offsets[position] // spec.shard_size
+            )
 
         shards = list(spec.shard_numbers())
-        receipts = copy_shards(change, shards, spec.used_rows, plan, copy_shard, on_event, should_stop)
+        receipts = copy_shards(
+            change, shards, spec.used_rows, plan, copy_shard, on_event, should_stop
+        )
         ann = build_copied_ann(change.layout.root, spec, manifests, on_event)
         on_event(StatusMessage("looking for duplicates"))
-        known: NDArray[np.bytes_] = np.empty(0, _HASH)  # contents of the indexed rows of earlier indexes
-        duplicates: list[NDArray[np.int64]] = []  # row ids, for each index
+        # contents of the indexed rows of earlier indexes
+        known: NDArray[np.bytes_] = np.empty(0, _HASH)
+        # row ids, for each index
+        duplicates: list[NDArray[np.int64]] = []
         for each in opened:
-            found, hashes = [np.empty(0, np.int64)], [np.empty(0, _HASH)]
+            found = [np.empty(0, np.int64)]
+            hashes = [np.empty(0, _HASH)]
             for table in iter_rows(each, ["row_id", "content_hash", "status"]):
-                values = np.array([(value or "").encode() for value in table["content_hash"].to_pylist()], _HASH)
+                values = np.array(
+                    [
+                        (value or "").encode()
+                        for value in table["content_hash"].to_pylist()
+                    ],
+                    _HASH,
+                )
                 is_known = np.isin(values, known) & (values != b"")
                 found.append(table["row_id"].to_numpy()[is_known])
-                indexed = np.array([status == INDEXED for status in table["status"].to_pylist()], dtype=np.bool_)
+                indexed = np.array(
+                    [status == INDEXED for status in table["status"].to_pylist()],
+                    dtype=np.bool_,
+                )
                 hashes.append(values[(values != b"") & indexed])
             duplicates.append(np.concatenate(found))
             known = np.unique(np.concatenate([known, *hashes]))
         deleted = Tombstones.none(spec.shard_size)
         for each, rows, offset in zip(opened, duplicates, offsets, strict=True):
-            deleted = deleted.with_rows(np.concatenate([each.deleted.row_ids(), rows]) + offset)
+            deleted = deleted.with_rows(
+                np.concatenate([each.deleted.row_ids(), rows]) + offset
+            )
         lists = [each.encoded_from for each in manifests]
-        origins = {name: max((each.get(name, ()) for each in lists), key=len) for name in spec.precisions}
-        settings = {name: value for name, value in manifests[0].settings.items() if name != SOURCES_MEMBER}
+        origins = {
+            name: max((each.get(name, ()) for each in lists), key=len)
+            for name in spec.precisions
+        }
+        settings = {
+            name: value
+            for name, value in manifests[0].settings.items()
+            if name != SOURCES_MEMBER
+        }
         digests = [manifest.settings.get("inputs_digest") for manifest in manifests]
         if None not in digests:
-            settings["inputs_digest"] = hashlib.sha256(" ".join(map(str, digests)).encode()).hexdigest()
+            settings["inputs_digest"] = hashlib.sha256(
+                " ".join(map(str, digests)).encode()
+            ).hexdigest()
         groups = [recorded_sources(manifest) for manifest in manifests]
-        if None not in groups:  # the sources of all indexes are known
-            every = dict.fromkeys(group for of_input in groups for group in of_input or ())
+        # the sources of all indexes are known
+        if None not in groups:
+            every = dict.fromkeys(
+                group for of_input in groups for group in of_input or ()
+            )
             settings[SOURCES_MEMBER] = [asdict(group) for group in every]
         encoded_from = {name: each for name, each in origins.items() if each}
         inputs = [
-            {"offset": offset, "rows": each.manifest.spec.used_rows, "duplicates": len(rows)}
+            {
+                "offset": offset,
+                "rows": each.manifest.spec.used_rows,
+                "duplicates": len(rows),
+            }
             for each, rows, offset in zip(opened, duplicates, offsets, strict=True)
         ]
         merged = [
-            {"name": each.root.name, "first_row": each.manifest.spec.used_segments[0].first_row + offset, **values}
+            {
+                "name": each.root.name,
+                "first_row": each.manifest.spec.used_segments[0].first_row + offset,
+                **values,
+            }
             for each, values, offset in zip(opened, inputs, offsets, strict=True)
         ]
         manifest = new_manifest(
-            change.layout, spec, receipts, columns,
-            model=manifests[0].model, settings=settings, plan=plan, ann=ann, encoded_from=encoded_from,
-            change={"kind": "merge", "created": now(), "inputs": merged}, deleted=deleted,
-        )  # fmt: skip
+            change.layout,
+            spec,
+            receipts,
+            columns,
+            model=manifests[0].model,
+            settings=settings,
+            plan=plan,
+            ann=ann,
+            encoded_from=encoded_from,
+            change={"kind": "merge", "created": now(), "inputs": merged},
+            deleted=deleted,
+        )
         change.commit(manifest)
     return CopyResult(
         rows=manifest.counts.inputs - manifest.snapshot.deleted_rows,
@@ -145,40 +220,66 @@ def merge_indexes(
         snapshot=manifest.snapshot.number,
         seconds=time.monotonic() - started,
         duplicates=sum(map(len, duplicates)),
-        inputs=[{"index": str(root), **values} for root, values in zip(indexes, inputs, strict=True)],
+        inputs=[
+            {"index": str(root), **values}
+            for root, values in zip(indexes, inputs, strict=True)
+        ],
     )
 
 
 def _refuse_different(indexes: Sequence[CommittedIndex]) -> None:
-    """Raise UsageError unless the indexes can be merged: at least two different ones, of one model and shape."""
+    """Raise UsageError unless the indexes can be merged: at least two different
+    ones, of one model and shape.
+    """
     if len(indexes) < 2:
         raise UsageError("a merge needs at least two indexes", parameter="indexes")
     roots = [index.root.resolve() for index in indexes]
     for position, root in enumerate(roots):
         if root in roots[:position]:
-            raise UsageError(f"{indexes[position].root} is given twice; give each index only once", parameter="indexes")
+            raise UsageError(
+                f"{indexes[position].root} is given twice; give each index only once",
+                parameter="indexes",
+            )
     same_model = "only indexes of the same model can be merged"
 
     def properties(index: CommittedIndex) -> list[tuple[str, str, str]]:
         """Return (name, value, advice) of what must be equal."""
-        manifest, spec = index.manifest, index.manifest.spec
+        spec = index.manifest.spec
+        manifest = index.manifest
         shape = " x ".join(map(str, spec.block_shape))
-        frames = str(manifest.settings["frames"]) if holds_clips(manifest) else "images only"
+        frames = (
+            str(manifest.settings["frames"]) if holds_clips(manifest) else "images only"
+        )
         precisions = ", ".join(sorted(spec.precisions))
         return [
             ("encoder fingerprint", str(manifest.model["fingerprint"]), same_model),
             ("block shape", shape, same_model),
             ("width of embeddings", str(spec.embed_dim), same_model),
-            ("rows per shard", str(spec.shard_size), "build one of them again with the shard size of the other"),
-            ("precisions", precisions, "add or drop precisions with 'edje-index quantize' first"),
-            ("frames per clip", frames, "build them with the same number of frames, or keep them apart"),
+            (
+                "rows per shard",
+                str(spec.shard_size),
+                "build one of them again with the shard size of the other",
+            ),
+            (
+                "precisions",
+                precisions,
+                "add or drop precisions with 'edje-index quantize' first",
+            ),
+            (
+                "frames per clip",
+                frames,
+                "build them with the same number of frames, or keep them apart",
+            ),
         ]
 
     for other in indexes[1:]:
-        for (name, left, advice), (_, right, _) in zip(properties(indexes[0]), properties(other), strict=True):
+        for (name, left, advice), (_, right, _) in zip(
+            properties(indexes[0]), properties(other), strict=True
+        ):
             if left != right:
                 raise UsageError(
-                    f"{indexes[0].root} and {other.root} cannot be merged: the {name} is {left} in "
-                    f"{indexes[0].root} and {right} in {other.root}; {advice}",
+                    f"{indexes[0].root} and {other.root} cannot be merged: the {name}"
+                    f" is {left} in {indexes[0].root} and {right} in {other.root};"
+                    f" {advice}",
                     parameter="indexes",
                 )

@@ -1,4 +1,6 @@
-"""The plan of new rows: everything that determines the bytes of a build, an append or an update."""
+"""The plan of new rows: everything that determines the bytes of a build, an append
+or an update.
+"""
 
 from __future__ import annotations
 
@@ -37,14 +39,18 @@ if TYPE_CHECKING:
 
 TOO_LONG = "(metadata too long)"
 TOO_MANY = "(too many metadata columns)"
-_CPU_BATCH = 8  # the activations of larger batches do not fit into the caches
+# the activations of larger batches do not fit into the caches
+_CPU_BATCH = 8
 _CUDA_BATCH = 32
-_MAX_THREADS = 4  # a small ViT gains little from more threads; more workers use the CPUs better
+# a small ViT gains little from more threads; more workers use the CPUs better
+_MAX_THREADS = 4
 
 
 @dataclass(frozen=True)
 class BuildSettings:
-    """The settings of `pipelines.build_index` that affect the stored bytes, with actual values instead of defaults."""
+    """The settings of `pipelines.build_index` that affect the stored bytes, with
+    actual values instead of defaults.
+    """
 
     sources: tuple[str, ...]
     column: str | None
@@ -56,7 +62,8 @@ class BuildSettings:
     threads: int
     device: str
     dtype: str
-    truncated: str = "fail"  # the default values are those of indexes that do not record them
+    # the default values are those of indexes that do not record them
+    truncated: str = "fail"
     frames: int | None = None
 
     @classmethod
@@ -74,10 +81,12 @@ class BuildSettings:
         frames: int | None,
         **others: Any,
     ) -> BuildSettings:
-        """Return the settings of a request, with actual values instead of "auto" and other defaults.
+        """Return the settings of a request, with actual values instead of "auto" and
+        other defaults.
 
-        Values that depend on the hardware are those of `stored`, the settings of an unfinished or finished index; if it
-        is None, they are derived from this machine. `pipelines.build_index` describes the other arguments.
+        Values that depend on the hardware are those of `stored`, the settings of an
+        unfinished or finished index; if it is None, they are derived from this machine.
+        `pipelines.build_index` describes the other arguments.
 
         Raises:
             UsageError: a precision does not exist, or a number is out of range.
@@ -88,21 +97,33 @@ class BuildSettings:
         for name in precisions:
             codec(name)
         if batch_size is not None and batch_size < 1:
-            raise UsageError(f"a batch of {batch_size} images is not possible; give 1 or more", parameter="batch_size")
+            raise UsageError(
+                f"a batch of {batch_size} images is not possible; give 1 or more",
+                parameter="batch_size",
+            )
         if frames is not None and not 1 <= frames <= MAX_FRAMES:
             raise UsageError(
-                f"{frames} frames per clip are not allowed; give a number from 1 to {MAX_FRAMES}", parameter="frames"
+                f"{frames} frames per clip are not allowed; give a number from 1 to"
+                f" {MAX_FRAMES}",
+                parameter="frames",
             )
         if device == "auto":
             device = stored.device if stored else "cuda" if cuda_devices() else "cpu"
         if dtype is None or dtype == "auto":
-            # Without "auto", equal devices choose alike, so that the bytes do not depend on the model of the CPU.
+            # Without "auto", equal devices choose alike, so that the bytes do not
+            # depend on the model of the CPU.
             is_fast = device == "cuda" or (dtype == "auto" and has_bfloat16())
             dtype = stored.dtype if stored else "bfloat16" if is_fast else "float32"
         if threads is None:
             threads = stored.threads if stored else min(usable_cpus(), _MAX_THREADS)
         if batch_size is None:
-            batch_size = stored.batch_size if stored else _CPU_BATCH if device == "cpu" else _CUDA_BATCH
+            batch_size = (
+                stored.batch_size
+                if stored
+                else _CPU_BATCH
+                if device == "cpu"
+                else _CUDA_BATCH
+            )
         return cls(
             sources=tuple(map(absolute_spec, sources)),
             precisions=tuple(dict.fromkeys(precisions)),
@@ -120,17 +141,28 @@ class BuildSettings:
         """The settings of decoding."""
         from edje_index.images.inputs import DecodeSettings
 
-        return DecodeSettings(**{each.name: getattr(self, each.name) for each in fields(DecodeSettings)})
+        return DecodeSettings(
+            **{each.name: getattr(self, each.name) for each in fields(DecodeSettings)}
+        )
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> BuildSettings:
         """Return the settings that a plan or a manifest stores as `value`.
 
         Raises:
-            KeyError, TypeError: `value` is not a JSON object with the settings of a plan.
+            KeyError, TypeError: `value` is not a JSON object with the settings of a
+                plan.
         """
-        settings = {each.name: value[each.name] for each in fields(cls) if each.name in value}
-        return cls(**{**settings, "sources": tuple(value["sources"]), "precisions": tuple(value["precisions"])})
+        settings = {
+            each.name: value[each.name] for each in fields(cls) if each.name in value
+        }
+        return cls(
+            **{
+                **settings,
+                "sources": tuple(value["sources"]),
+                "precisions": tuple(value["precisions"]),
+            }
+        )
 
 
 def settings_of(root: Path, manifest: Manifest) -> BuildSettings:
@@ -143,21 +175,28 @@ def settings_of(root: Path, manifest: Manifest) -> BuildSettings:
         return BuildSettings.from_json(manifest.settings)
     except (KeyError, TypeError) as error:
         raise UsageError(
-            f"{root} was not built from images, so no images can be added to it; choose another index", parameter="out"
+            f"{root} was not built from images, so no images can be added to it; choose"
+            " another index",
+            parameter="out",
         ) from error
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The new rows of a change. The plan determines the stored bytes; `build/journal.json` holds it.
+    """The new rows of a change. The plan determines the stored bytes;
+    `build/journal.json` holds it.
 
     Attributes:
-        spec: sizes and precisions of the index after the change. The new rows are its last segment.
+        spec: sizes and precisions of the index after the change. The new rows are its
+            last segment.
         model: description of the model bundle; see `model_record`.
         inputs_digest: SHA-256 of the inputs in row order, in hexadecimal.
-        duplicates: number of inputs that are not encoded, because another input or row has the same content.
-        ignored: number of entries in the sources that are not inputs, by suffix or reason.
-        input_checksums: CRC-32C of each file in `build/inputs/`, in hexadecimal, by file name.
+        duplicates: number of inputs that are not encoded, because another input or row
+            has the same content.
+        ignored: number of entries in the sources that are not inputs, by suffix or
+            reason.
+        input_checksums: CRC-32C of each file in `build/inputs/`, in hexadecimal, by
+            file name.
     """
 
     spec: IndexSpec
@@ -188,16 +227,25 @@ class Plan:
     def fingerprint(self) -> str:
         """SHA-256 of everything that determines the stored bytes, in hexadecimal."""
         settings = asdict(self.settings)
-        for each in fields(self.settings):  # a setting that a later version adds changes no plan of this version
+        # a setting that a later version adds changes no plan of this version
+        for each in fields(self.settings):
             if settings[each.name] == each.default:
                 del settings[each.name]
         encoder = self.model["fingerprint"]
-        parts = {"version": 1, "encoder": encoder, "settings": settings, "inputs": self.inputs_digest}
+        parts = {
+            "version": 1,
+            "encoder": encoder,
+            "settings": settings,
+            "inputs": self.inputs_digest,
+        }
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
     def to_json(self) -> dict[str, Any]:
         """Return this plan as a JSON object."""
-        return {**asdict(self), "columns": [column.to_json() for column in self.columns]}
+        return {
+            **asdict(self),
+            "columns": [column.to_json() for column in self.columns],
+        }
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Plan:
@@ -208,8 +256,16 @@ class Plan:
             "precisions": tuple(spec["precisions"]),
             "segments": tuple(Segment(**segment) for segment in spec["segments"]),
         }
-        settings, columns = BuildSettings.from_json(value["settings"]), columns_from_json(value["columns"])
-        return cls(**{**value, "spec": IndexSpec(**{**spec, **tuples}), "settings": settings, "columns": columns})
+        settings = BuildSettings.from_json(value["settings"])
+        columns = columns_from_json(value["columns"])
+        return cls(
+            **{
+                **value,
+                "spec": IndexSpec(**{**spec, **tuples}),
+                "settings": settings,
+                "columns": columns,
+            }
+        )
 
 
 def model_record(info: BundleInfo) -> dict[str, Any]:
@@ -223,24 +279,41 @@ def model_record(info: BundleInfo) -> dict[str, Any]:
 
 
 def refuse_differences(
-    root: Path, stored_model: Mapping[str, Any], stored: BuildSettings, info: BundleInfo, requested: BuildSettings
+    root: Path,
+    stored_model: Mapping[str, Any],
+    stored: BuildSettings,
+    info: BundleInfo,
+    requested: BuildSettings,
 ) -> None:
-    """Raise UsageError if a model and settings differ from those of the unfinished or finished index at `root`."""
+    """Raise UsageError if a model and settings differ from those of the unfinished
+    or finished index at `root`.
+    """
     model = model_record(info)
     differences = {}
     if stored_model["fingerprint"] != model["fingerprint"]:
-        left, right = (f"{record['vision']} ({record['fingerprint']})" for record in (stored_model, model))
+        left, right = (
+            f"{record['vision']} ({record['fingerprint']})"
+            for record in (stored_model, model)
+        )
         differences["model"] = f"model {left} in the index, {right} requested"
     for name in (setting.name for setting in fields(BuildSettings)):
         values = getattr(stored, name), getattr(requested, name)
-        left, right = (", ".join(map(str, each)) if isinstance(each, tuple) else str(each) for each in values)
+        left, right = (
+            ", ".join(map(str, each)) if isinstance(each, tuple) else str(each)
+            for each in values
+        )
         if left != right:
             differences[name] = f"{name} {left} in the index, {right} requested"
     if differences:
-        append = ", add other sources with 'edje-index append'" if "sources" in differences else ""
+        append = (
+            ", add other sources with 'edje-index append'"
+            if "sources" in differences
+            else ""
+        )
         raise UsageError(
-            f"{root} was built with other settings: {'; '.join(differences.values())}. Use the model and settings of "
-            f"the index{append}, or choose another output directory",
+            f"{root} was built with other settings: {'; '.join(differences.values())}."
+            f" Use the model and settings of the index{append}, or choose another"
+            " output directory",
             parameter=next(iter(differences)),
         )
 
@@ -256,8 +329,9 @@ def store_inputs(
     """Write `refs` to `build/inputs/`. Existing files in this directory are removed.
 
     Returns:
-        The attributes `duplicates`, `ignored`, `input_checksums` and `columns` of the plan, and the number of `rows`.
-        `ignored` counts the values of source columns that are not stored.
+        The attributes `duplicates`, `ignored`, `input_checksums` and `columns` of the
+        plan, and the number of `rows`. `ignored` counts the values of source columns
+        that are not stored.
     """
     from edje_index.images.input_lists import write_input_lists
 
@@ -274,7 +348,9 @@ def store_inputs(
             duplicates += ref.duplicate_of is not None
             yield columns.add(ref)
 
-    paths = write_input_lists(layout, counted_refs(), shard_size, first_shard=first_shard)
+    paths = write_input_lists(
+        layout, counted_refs(), shard_size, first_shard=first_shard
+    )
     fsync_paths([*paths, directory, directory.parent])
     return {
         "rows": rows,
@@ -292,7 +368,11 @@ def check_inputs(root: Path, plan: Plan, finished_shards: Collection[int]) -> No
     for name, checksum in plan.input_checksums.items():
         path = Layout(root).input_lists / name
         try:
-            damage = None if to_hex(crc32c_file(path)[1]) == checksum else "the checksum differs"
+            damage = (
+                None
+                if to_hex(crc32c_file(path)[1]) == checksum
+                else "the checksum differs"
+            )
         except FileNotFoundError as error:
             damage = error.strerror
         if damage:
@@ -300,15 +380,18 @@ def check_inputs(root: Path, plan: Plan, finished_shards: Collection[int]) -> No
             if not Layout(root).manifest.exists():
                 restart = f"remove {root} and build again"
             raise CorruptIndexError(
-                f"the list of inputs {path} was damaged after the change began ({damage}); restore it, or {restart}"
+                f"the list of inputs {path} was damaged after the change began"
+                f" ({damage}); restore it, or {restart}"
             )
 
 
 class CollectedColumns:
-    """The source columns of all inputs that were added so far. If there are too many, the first in row order are kept.
+    """The source columns of all inputs that were added so far. If there are too many,
+    the first in row order are kept.
 
     Args:
-        shard_size: number of rows per shard, which limits the length of the metadata of a row.
+        shard_size: number of rows per shard, which limits the length of the metadata of
+            a row.
     """
 
     def __init__(self, shard_size: int, earlier: Iterable[SourceColumn] = ()) -> None:
@@ -318,9 +401,11 @@ class CollectedColumns:
         self._values = Counter({column.name: column.values for column in earlier})
 
     def add(self, ref: InputRef) -> InputRef:
-        """Add the metadata of one input. Return the input with only the metadata to store.
+        """Add the metadata of one input. Return the input with only the metadata to
+        store.
 
-        Values are left out if the metadata is too long or if there are too many columns. `ignored` counts these values.
+        Values are left out if the metadata is too long or if there are too many
+        columns. `ignored` counts these values.
         """
         from edje_index.images.inputs import metadata_text
 
@@ -334,9 +419,13 @@ class CollectedColumns:
                 kept[name] = value
             else:
                 self.ignored[TOO_MANY] += 1
-        lengths = {name: len(metadata_text({name: value}).encode()) for name, value in kept.items()}
+        lengths = {
+            name: len(metadata_text({name: value}).encode())
+            for name, value in kept.items()
+        }
         total = sum(lengths.values())
-        for name in sorted(lengths, key=lambda name: (-lengths[name], name)):  # the longest go first
+        # the longest go first
+        for name in sorted(lengths, key=lambda name: (-lengths[name], name)):
             if total <= self._row_bytes:
                 break
             self.ignored[TOO_LONG] += 1
@@ -350,35 +439,52 @@ class CollectedColumns:
     def columns(self) -> tuple[SourceColumn, ...]:
         """Return the earlier and the new columns together, sorted by name."""
         names = sorted(self._kinds)
-        return tuple(SourceColumn(name, tuple(sorted(self._kinds[name])), self._values[name]) for name in names)
+        return tuple(
+            SourceColumn(name, tuple(sorted(self._kinds[name])), self._values[name])
+            for name in names
+        )
 
 
 SOURCES_MEMBER = "indexed_sources"
-"""Key of the recorded sources in the settings of an index, if other commands than one build added rows."""
+"""Key of the recorded sources in the settings of an index, if other commands than
+one build added rows.
+"""
 
 
 @dataclass(frozen=True)
 class SourceGroup:
-    """The sources that were given to one command, as absolute paths, and their path column."""
+    """The sources that were given to one command, as absolute paths, and their path
+    column.
+    """
 
     sources: tuple[str, ...]
     column: str | None = None
 
 
 def recorded_sources(manifest: Manifest) -> tuple[SourceGroup, ...] | None:
-    """Return the sources of all rows, or None if the index does not record the sources of some rows."""
+    """Return the sources of all rows, or None if the index does not record the
+    sources of some rows.
+    """
     settings = manifest.settings
     try:
         if settings.get(SOURCES_MEMBER, ()) is None:
             return None
         if SOURCES_MEMBER in settings:
-            return tuple(SourceGroup(_texts(group["sources"]), group["column"]) for group in settings[SOURCES_MEMBER])
-        if len(manifest.spec.used_segments) > 1 or manifest.row_maps or "sources" not in settings:
+            return tuple(
+                SourceGroup(_texts(group["sources"]), group["column"])
+                for group in settings[SOURCES_MEMBER]
+            )
+        if (
+            len(manifest.spec.used_segments) > 1
+            or manifest.row_maps
+            or "sources" not in settings
+        ):
             return None
         return (SourceGroup(_texts(settings["sources"]), settings.get("column")),)
     except (KeyError, TypeError) as error:
         raise CorruptIndexError(
-            f"the recorded sources of the index are damaged: {error!r}; name all sources"
+            f"the recorded sources of the index are damaged: {error!r}; name all"
+            " sources"
         ) from error
 
 
@@ -389,9 +495,13 @@ def _texts(value: Sequence[Any]) -> tuple[str, ...]:
 
 
 def with_sources(manifest: Manifest, groups: Iterable[SourceGroup] | None) -> Manifest:
-    """Return a copy of `manifest` that records `groups` as the sources of all rows; None if they are unknown."""
+    """Return a copy of `manifest` that records `groups` as the sources of all rows;
+    None if they are unknown.
+    """
     recorded = None if groups is None else [asdict(group) for group in groups]
-    return dataclasses.replace(manifest, settings={**manifest.settings, SOURCES_MEMBER: recorded})
+    return dataclasses.replace(
+        manifest, settings={**manifest.settings, SOURCES_MEMBER: recorded}
+    )
 
 
 def holds_clips(manifest: Manifest) -> bool:

@@ -24,7 +24,12 @@ from storage_formats.extras import name_missing_extra
 from storage_formats.format.layout import IndexSpec, padded_shard_bytes
 from storage_formats.format.manifest import Manifest
 from storage_formats.format.receipts import ShardReceipt
-from storage_formats.writing.conversion import ConversionTask, convert_shard, with_precisions, without_precisions
+from storage_formats.writing.conversion import (
+    ConversionTask,
+    convert_shard,
+    with_precisions,
+    without_precisions,
+)
 
 
 @dataclass(frozen=True)
@@ -79,13 +84,15 @@ def quantize_index(
         index: directory of the index. The index can be read during the conversion.
         to: precisions to add. Precisions that the index already stores are skipped.
         drop: precisions to remove, after all precisions in `to` have been added.
-        source: precision to convert from; None takes the highest-fidelity precision stored. In this case, no precision
-            in `to` may have a higher fidelity than the source.
+        source: precision to convert from; None takes the highest-fidelity precision
+            stored. In this case, no precision in `to` may have a higher fidelity than
+            the source.
         workers: number of Ray workers; None converts in this process.
         address: address of the Ray cluster to join; None starts Ray on this machine.
 
     Raises:
-        UsageError: there is no index at `index`, a precision is unknown, or the disk is too small.
+        UsageError: there is no index at `index`, a precision is unknown, or the disk is
+            too small.
         CorruptIndexError: the index is damaged.
         JobStopped: the conversion stopped early. Finished shards are kept.
         UnfinishedChangeError: another change was stopped.
@@ -102,20 +109,28 @@ def quantize_index(
     request = {"to": sorted(to), "drop": sorted(drop), "source": source}
     with changing(index, "quantize", request, on_event) as change:
         assert change.index is not None
-        before, layout, root = change.index.manifest, change.layout, change.layout.root
-        manifest, spec = before, before.spec
+        root = change.layout.root
+        layout = change.layout
+        before = change.index.manifest
+        manifest = before
+        spec = before.spec
         for name in (*to, *drop, *filter(None, [source])):
             codec(name)
         if both := sorted({*to} & {*drop}):
             raise UsageError(
-                f"{', '.join(both)} cannot be both added and dropped; name each precision once", parameter="drop"
+                f"{', '.join(both)} cannot be both added and dropped; name each"
+                " precision once",
+                parameter="drop",
             )
         if drop and not {*spec.precisions, *to} - {*drop}:
             raise UsageError(
-                f"dropping {', '.join(drop)} would leave {root} without tokens; keep at least one precision",
+                f"dropping {', '.join(drop)} would leave {root} without tokens; keep at"
+                " least one precision",
                 parameter="drop",
             )
-        missing = tuple(name for name in dict.fromkeys(to) if name not in spec.precisions)
+        missing = tuple(
+            name for name in dict.fromkeys(to) if name not in spec.precisions
+        )
         read = None
         if missing:
             read = precision_to_read(root, manifest, source)
@@ -123,32 +138,58 @@ def quantize_index(
             for name in missing if source is None else ():
                 if _rank(name) < _rank(lossy):
                     raise UsageError(
-                        f"'{name}' would be larger but not more accurate, because all tokens in {root} have the errors "
-                        f"of '{lossy}'. Build the index again with '{name}', or set the source to '{read}' to convert "
-                        "anyway",
+                        f"'{name}' would be larger but not more accurate, because all"
+                        f" tokens in {root} have the errors of '{lossy}'. Build the"
+                        f" index again with '{name}', or set the source to '{read}' to"
+                        " convert anyway",
                         parameter="source",
                     )
             folders = (f"tokens/{read}/", f"checksums/{read}/")
-            entries = [file for _, file in change.index.shard_files() if file.path.startswith(folders)]
+            entries = [
+                file
+                for _, file in change.index.shard_files()
+                if file.path.startswith(folders)
+            ]
             files = [(file.path, file.bytes, file.crc32c) for file in entries]
             digest = hashlib.sha256(repr(files).encode()).hexdigest()
-            plan = hashlib.sha256(f"convert {spec} {read} {sorted(missing)} {digest}".encode()).hexdigest()
+            plan = hashlib.sha256(
+                f"convert {spec} {read} {sorted(missing)} {digest}".encode()
+            ).hexdigest()
             shards = list(spec.shard_numbers())
             receipts = change.receipts(shards, plan)
             left = set(shards) - set(receipts)
-            sizes, rows = [_record_bytes(spec, name) for name in missing], [len(spec.shard_rows(n)) for n in left]
-            need = sum(padded_shard_bytes(held, spec.shard_size, size)[1] for held in rows for size in sizes)
+            sizes = [_record_bytes(spec, name) for name in missing]
+            rows = [len(spec.shard_rows(n)) for n in left]
+            need = sum(
+                padded_shard_bytes(held, spec.shard_size, size)[1]
+                for held in rows
+                for size in sizes
+            )
             what = f"converting {counted(len(left), 'shard')} to {', '.join(missing)}"
             check_free_disk(root, {"tokens": need}, what, parameter="to")
-            write_array_shapes(layout, replace(spec, precisions=(*spec.precisions, *missing)))
+            write_array_shapes(
+                layout, replace(spec, precisions=(*spec.precisions, *missing))
+            )
             on_event(PlanReady(spec.used_rows, len(shards), len(receipts)))
-            task = functools.partial(ConversionTask, str(root), spec=spec, source=read, targets=missing, plan=plan)
+            task = functools.partial(
+                ConversionTask,
+                str(root),
+                spec=spec,
+                source=read,
+                targets=missing,
+                plan=plan,
+            )
             run = run_shards(
                 "converting",
                 shards,
                 spec.used_rows,
                 receipts,
-                engine=open_engine("inline" if workers is None else "ray", workers, address=address, lock=layout.lock),
+                engine=open_engine(
+                    "inline" if workers is None else "ray",
+                    workers,
+                    address=address,
+                    lock=layout.lock,
+                ),
                 make_worker=lambda: convert,
                 make_task=task,
                 on_event=on_event,
@@ -168,15 +209,20 @@ def quantize_index(
         precisions=manifest.spec.precisions,
         rows=manifest.spec.used_rows,
         shards=manifest.spec.used_shards,
-        bytes_per_image={name: _record_bytes(manifest.spec, name) for name in manifest.spec.precisions},
+        bytes_per_image={
+            name: _record_bytes(manifest.spec, name)
+            for name in manifest.spec.precisions
+        },
         seconds=time.monotonic() - started,
     )
 
 
 def precision_to_read(root: Path, manifest: Manifest, requested: str | None) -> str:
-    """Return the precision to convert from: `requested`, or the most accurate precision stored.
+    """Return the precision to convert from: `requested`, or the most accurate precision
+    stored.
 
-    If several precisions are equally accurate, the precision with the fewest conversions wins.
+    If several precisions are equally accurate, the precision with the fewest
+    conversions wins.
 
     Raises:
         UsageError: the index at `root` does not store `requested`.
@@ -184,22 +230,33 @@ def precision_to_read(root: Path, manifest: Manifest, requested: str | None) -> 
     stored = manifest.spec.precisions
     if requested is None:
         origins = manifest.encoded_from
-        return min(stored, key=lambda name: (_rank(_least_accurate(manifest, name)), len(origins.get(name, ()))))
+        return min(
+            stored,
+            key=lambda name: (
+                _rank(_least_accurate(manifest, name)),
+                len(origins.get(name, ())),
+            ),
+        )
     if requested not in stored:
         raise UsageError(
-            f"{root} does not have precision '{requested}'; convert from one of {', '.join(stored)}",
+            f"{root} does not have precision '{requested}'; convert from one of"
+            f" {', '.join(stored)}",
             parameter="source",
         )
     return requested
 
 
 def _least_accurate(manifest: Manifest, name: str) -> str:
-    """Return the least accurate precision in the chain of conversions that ends at `name`."""
+    """Return the least accurate precision in the chain of conversions that ends at
+    `name`.
+    """
     return max((name, *manifest.encoded_from.get(name, ())), key=_rank)
 
 
 def _rank(name: str) -> int:
-    """Return the rank of a precision. 0 is the most accurate, and unknown precisions come last."""
+    """Return the rank of a precision. 0 is the most accurate, and unknown
+    precisions come last.
+    """
     names = precisions()
     return names.index(name) if name in names else len(names)
 
@@ -208,6 +265,12 @@ def _record_bytes(spec: IndexSpec, name: str) -> int:
     return codec(name, spec.block_shape).record_bytes
 
 
-def convert(task: ConversionTask, on_progress: Callable[[Any], None], should_stop: Callable[[], bool]) -> ShardReceipt:
+def convert(
+    task: ConversionTask,
+    on_progress: Callable[[Any], None],
+    should_stop: Callable[[], bool],
+) -> ShardReceipt:
     """Convert one shard. This is the worker of an engine."""
-    return convert_shard(task, lambda done: on_progress(ShardProgress(task.shard, done)), should_stop)
+    return convert_shard(
+        task, lambda done: on_progress(ShardProgress(task.shard, done)), should_stop
+    )

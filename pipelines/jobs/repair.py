@@ -1,4 +1,6 @@
-"""The repair job: rebuilds damaged files of an index from its other files and from the sources."""
+"""The repair job: rebuilds damaged files of an index from its other files and from
+the sources.
+"""
 
 from __future__ import annotations
 
@@ -74,21 +76,25 @@ def repair_index(
     on_event: OnEvent = ignore,
     should_stop: ShouldStop = never,
 ) -> RepairResult:
-    """Verify an index, and rebuild damaged files from its other files, as `edje-index repair` does.
+    """Verify an index, and rebuild damaged files from its other files, as `edje-index
+    repair` does.
 
-    Tokens that no other file determines are encoded again from the sources. A rebuilt file takes its place only if it
-    has the committed checksum. The other arguments are those of `build_index`.
+    Tokens that no other file determines are encoded again from the sources. A rebuilt
+    file takes its place only if it has the committed checksum. The other arguments are
+    those of `build_index`.
 
     Args:
         index: directory of the index.
-        model: directory of the model bundle; None selects the bundle that built the index.
+        model: directory of the model bundle; None selects the bundle that built the
+            index.
 
     Raises:
         UsageError: there is no index at `index`.
         CorruptIndexError: `index.json` is damaged.
         UnfinishedChangeError: another change was stopped.
         EdjeError: another process is changing the index.
-        JobStopped: `should_stop()` returned True. Files that were repaired stay repaired.
+        JobStopped: `should_stop()` returned True. Files that were repaired stay
+            repaired.
         OSError: the index cannot be written.
 
     Examples:
@@ -96,17 +102,33 @@ def repair_index(
         >>> repair_index("photos.edje").repaired
         ()
     """
-    on_event = stop_at_events(on_event, should_stop, "stopped; files that were repaired stay repaired")
-    root = local_path(index, advice="; to repair an index at a URL, download its objects and repair the directory")
+    on_event = stop_at_events(
+        on_event, should_stop, "stopped; files that were repaired stay repaired"
+    )
+    root = local_path(
+        index,
+        advice=(
+            "; to repair an index at a URL, download its objects and repair the"
+            " directory"
+        ),
+    )
     repaired: list[RepairedFile] = []
     refusals: list[Problem] = []
     settled: set[str] = set()
     with begin_change(root, "repair") as change:
-        problems = verify_index(root, lambda done, total: on_event(Progress("verifying", done, total)))
+        problems = verify_index(
+            root, lambda done, total: on_event(Progress("verifying", done, total))
+        )
         opened = CommittedIndex.open(root)
-        layout, damaged = Layout(opened.root), {problem.path for problem in problems}
-        metadata = [layout.relative(path) for path in layout.zarr_files(opened.manifest.spec.precisions)]
-        repaired += [RepairedFile(path, "index.json") for path in metadata if path in damaged]
+        layout = Layout(opened.root)
+        damaged = {problem.path for problem in problems}
+        metadata = [
+            layout.relative(path)
+            for path in layout.zarr_files(opened.manifest.spec.precisions)
+        ]
+        repaired += [
+            RepairedFile(path, "index.json") for path in metadata if path in damaged
+        ]
         clear_staging(layout.root)
         if repaired:
             write_array_shapes(layout, opened.manifest.spec)
@@ -117,25 +139,44 @@ def repair_index(
                 from edje_index.indexing.image_encoder import ImageEncoder
 
                 settings = settings_of(root, opened.manifest)
-                path = matching_bundle(opened, None if model is None else local_path(model)).path
-                return ImageEncoder.open(path, device=settings.device, threads=settings.threads, dtype=settings.dtype)
+                path = matching_bundle(
+                    opened, None if model is None else local_path(model)
+                ).path
+                return ImageEncoder.open(
+                    path,
+                    device=settings.device,
+                    threads=settings.threads,
+                    dtype=settings.dtype,
+                )
 
         files: dict[int, dict[str, FileEntry]] = {}
         for shard, file in opened.shard_files():
             files.setdefault(shard, {})[file.path] = file
-        shards = {shard: entries for shard, entries in files.items() if damaged.intersection(entries)}
+        shards = {
+            shard: entries
+            for shard, entries in files.items()
+            if damaged.intersection(entries)
+        }
         for done, (shard, entries) in enumerate(shards.items()):
             on_event(Progress("repairing", done, len(shards)))
             encoder = ShardEncoder(opened, shard, open_encoder, on_event, should_stop)
             repair = ShardRepair(opened, shard, entries, encoder.encode)
             repaired += repair.run()
-            tokens = {path for path in damaged.intersection(entries) if path.startswith("tokens/")}
+            tokens = {
+                path
+                for path in damaged.intersection(entries)
+                if path.startswith("tokens/")
+            }
             refusals += encoder.problems(tokens - repair.settled)
             settled |= repair.settled
         ann = [file.path for file in opened.manifest.ann_files if file.path in damaged]
         if ann and not any(path.startswith("embeddings/") for path in damaged):
             on_event(StatusMessage("building the nearest-neighbour index"))
-            replace_ann(change, AnnRequest.like(opened.manifest.ann), progress_callback(on_event))
+            replace_ann(
+                change,
+                AnnRequest.like(opened.manifest.ann),
+                progress_callback(on_event),
+            )
             repaired += [RepairedFile(path, "the embeddings") for path in ann]
     settled |= {file.path for file in repaired}
     left = [each for each in problems if each.path not in settled]
@@ -143,7 +184,9 @@ def repair_index(
 
 
 class ShardEncoder:
-    """Encodes rows of a shard again with the model and the settings of an index, in the batches of its build."""
+    """Encodes rows of a shard again with the model and the settings of an index, in
+    the batches of its build.
+    """
 
     def __init__(
         self,
@@ -153,24 +196,32 @@ class ShardEncoder:
         on_event: OnEvent,
         should_stop: ShouldStop,
     ) -> None:
-        self._index, self._shard, self._open_encoder = index, shard, open_encoder
-        self._on_event, self._should_stop = on_event, should_stop
-        self._inputs: dict[int, InputRef] | None = None  # of the rows with a block, by position
+        self._index = index
+        self._shard = shard
+        self._open_encoder = open_encoder
+        self._on_event = on_event
+        self._should_stop = should_stop
+        # of the rows with a block, by position
+        self._inputs: dict[int, InputRef] | None = None
         self._blocks: dict[int, Blocks] = {}
-        self._refused: dict[int, str] = {}  # reasons by position
-        self._problem: str | None = None  # why no row of the shard can be encoded again
+        # reasons by position
+        self._refused: dict[int, str] = {}
+        # why no row of the shard can be encoded again
+        self._problem: str | None = None
 
     def encode(self, needed: NDArray[np.int64]) -> Mapping[int, Blocks]:
-        """Encode rows at the positions `needed` again, with the other rows of their batches.
+        """Encode rows at the positions `needed` again, with the other rows of their
+        batches.
 
         Returns:
-            The blocks of rows of the shard, by position. Rows that cannot be encoded again are missing;
-            `problems` says why.
+            The blocks of rows of the shard, by position. Rows that cannot be encoded
+            again are missing; `problems` says why.
         """
         from edje_index.images.transient import TransientInputError
         from edje_index.indexing.shard_encoding import encode_inputs
 
-        manifest, root = self._index.manifest, self._index.root
+        manifest = self._index.manifest
+        root = self._index.root
         try:
             if self._inputs is None:
                 self._inputs = {}
@@ -178,20 +229,43 @@ class ShardEncoder:
                     raise EdjeError(f"{root} was not built from images")
                 self._inputs = self._read_inputs()
             inputs = self._inputs
-            wanted = [at for at in needed.tolist() if at in inputs and at not in self._blocks | self._refused]
+            wanted = [
+                at
+                for at in needed.tolist()
+                if at in inputs and at not in self._blocks | self._refused
+            ]
             if self._problem is not None or not wanted:
                 return self._blocks
-            self._on_event(StatusMessage(f"encoding rows of shard {self._shard} again from their sources"))
+            self._on_event(
+                StatusMessage(
+                    f"encoding rows of shard {self._shard} again from their sources"
+                )
+            )
             settings = settings_of(root, manifest)
             size = settings.decoding.inputs_per_batch(settings.batch_size)
             for start in sorted({position // size * size for position in wanted}):
                 if self._should_stop():
                     raise JobStopped("stopped")
-                batch = [position for position in range(start, start + size) if position in inputs]
-                blocks, reasons = encode_inputs([inputs[at] for at in batch], self._open_encoder(), settings.decoding)
-                self._blocks |= {batch[number]: block for number, block in blocks.items()}
-                refused = {batch[number]: _WORDING.get(reason, reason) for number, reason in reasons.items()}
-                self._refused |= {at: reason for at, reason in refused.items() if at in wanted}
+                batch = [
+                    position
+                    for position in range(start, start + size)
+                    if position in inputs
+                ]
+                blocks, reasons = encode_inputs(
+                    [inputs[at] for at in batch],
+                    self._open_encoder(),
+                    settings.decoding,
+                )
+                self._blocks |= {
+                    batch[number]: block for number, block in blocks.items()
+                }
+                refused = {
+                    batch[number]: _WORDING.get(reason, reason)
+                    for number, reason in reasons.items()
+                }
+                self._refused |= {
+                    at: reason for at, reason in refused.items() if at in wanted
+                }
         except JobStopped:
             raise
         except TransientInputError as error:
@@ -208,26 +282,43 @@ class ShardEncoder:
         rows = [row for row in table.to_pylist() if row["status"] == INDEXED]
         refs = refs_of_rows(rows, [], clips=holds_clips(self._index.manifest))
         located = {(ref.uri, ref.uri_raw): ref for ref in refs}
-        inputs, first_row = {}, self._index.manifest.spec.shard_rows(self._shard).start
+        inputs = {}
+        first_row = self._index.manifest.spec.shard_rows(self._shard).start
         for row in rows:
-            ref = located.get((row["uri"], row["uri_raw"])) or InputRef(row["uri"], b"", problem="missing")
-            inputs[row["row_id"] - first_row] = replace(ref, content_hash=row["content_hash"])
+            ref = located.get((row["uri"], row["uri_raw"])) or InputRef(
+                row["uri"], b"", problem="missing"
+            )
+            inputs[row["row_id"] - first_row] = replace(
+                ref, content_hash=row["content_hash"]
+            )
         return inputs
 
     def problems(self, paths: Iterable[str]) -> Iterator[Problem]:
-        """Say why the token files `paths` of the shard could not be rebuilt from the sources."""
+        """Say why the token files `paths` of the shard could not be rebuilt from
+        the sources.
+        """
         first_row = self._index.manifest.spec.shard_rows(self._shard).start
         for path in sorted(paths) if self._inputs is not None else ():
             if self._problem is not None:
-                yield Problem(path, "not-encoded-again", f"its rows cannot be encoded again: {self._problem}")
+                yield Problem(
+                    path,
+                    "not-encoded-again",
+                    f"its rows cannot be encoded again: {self._problem}",
+                )
             for position, reason in sorted(self._refused.items()):
-                row, uri = first_row + position, (self._inputs or {})[position].uri
-                yield Problem(path, "source-refused", f"row {row} cannot be encoded again from {uri}: {reason}")
+                row = first_row + position
+                uri = (self._inputs or {})[position].uri
+                yield Problem(
+                    path,
+                    "source-refused",
+                    f"row {row} cannot be encoded again from {uri}: {reason}",
+                )
             if self._problem is None and not self._refused:
                 yield Problem(
                     path,
                     "encoded-differently",
-                    "its rows were encoded again from their sources, but with another result; repair the index with "
-                    "the version of edje-index, the packages and the processor that built it, or delete and append "
-                    "these rows",
+                    "its rows were encoded again from their sources, but with another"
+                    " result; repair the index with the version of edje-index, the"
+                    " packages and the processor that built it, or delete and append"
+                    " these rows",
                 )

@@ -1,4 +1,6 @@
-"""The memory, disk space and devices of this machine, and those that a change of an index needs."""
+"""The memory, disk space and devices of this machine, and those that a change of an
+index needs.
+"""
 
 from __future__ import annotations
 
@@ -13,18 +15,28 @@ from storage_formats.codecs import codec
 from storage_formats.cpus import usable_cpus
 from storage_formats.errors import UsageError
 from storage_formats.extras import name_missing_extra
-from storage_formats.format.layout import CRC_BYTES, PAGE_BYTES, IndexSpec, padded_shard_bytes
+from storage_formats.format.layout import (
+    CRC_BYTES,
+    PAGE_BYTES,
+    IndexSpec,
+    padded_shard_bytes,
+)
 from storage_formats.format.manifest import Manifest
 
 Need = dict[str, int]
 """The required memory or disk space in bytes, by purpose."""
 
 _ANN = "nearest-neighbour index"
-_SLACK = 1.02  # metadata, and what the file system adds
-_FILES_PER_SHARD = 5  # tokens, checksums, embeddings, rows; during the build also the receipt
-_ROW_BYTES = 200  # rows table and frozen inputs together, compressed, for paths of about 60 characters
-_PROCESS_BYTES = 600 * 2**20  # torch, open_clip and their libraries
-_BATCHES_IN_MEMORY = 4  # being decoded, ready, and in the model
+# metadata, and what the file system adds
+_SLACK = 1.02
+# tokens, checksums, embeddings, rows; during the build also the receipt
+_FILES_PER_SHARD = 5
+# rows table and frozen inputs together, compressed, for paths of about 60 characters
+_ROW_BYTES = 200
+# torch, open_clip and their libraries
+_PROCESS_BYTES = 600 * 2**20
+# being decoded, ready, and in the model
+_BATCHES_IN_MEMORY = 4
 _CHANNELS = 3
 _FLOAT32_BYTES = 4
 
@@ -36,7 +48,9 @@ def described(need: Need) -> str:
 
 
 def usable_memory(limit: int | None) -> int:
-    """Return the free memory of this machine in bytes, or `limit` if it is smaller. None is no limit."""
+    """Return the free memory of this machine in bytes, or `limit` if it is smaller.
+    None is no limit.
+    """
     free = available_memory()
     return free if limit is None else min(free, limit)
 
@@ -50,65 +64,107 @@ def choose_workers(
     address: str | None,
     memory: int | None = None,
 ) -> int | None:
-    """Return the number of workers, if engine, device and memory suffice. None lets the Ray cluster choose it.
+    """Return the number of workers, if engine, device and memory suffice. None lets the
+    Ray cluster choose it.
 
-    If `workers` is None, this is the number of GPUs, or that of CPUs divided by the threads of a worker, but at most as
-    many as the memory has room for.
+    If `workers` is None, this is the number of GPUs, or that of CPUs divided by the
+    threads of a worker, but at most as many as the memory has room for.
 
     Raises:
-        UsageError: this machine lacks the device or the memory for the workers, or the model cannot encode clips.
+        UsageError: this machine lacks the device or the memory for the workers, or the
+            model cannot encode clips.
         EngineUnavailableError: the Ray cluster does not answer.
     """
     if engine == "ray":
         from pipelines.engines.ray_engine import check_ray
 
-        check_ray(address)  # before the listing, which waits for a pipe that stays silent
+        # before the listing, which waits for a pipe that stays silent
+        check_ray(address)
     if settings.frames is not None:
         with name_missing_extra("video"):
             import av  # noqa: F401
         if not info.combines_frames:
             raise UsageError(
-                f"the bundle {info.path} has a {info.adapter['kind']} adapter, which cannot combine the frames of "
-                "clips; use a bundle with a compressed adapter",
+                f"the bundle {info.path} has a {info.adapter['kind']} adapter, which"
+                " cannot combine the frames of clips; use a bundle with a compressed"
+                " adapter",
                 parameter="model",
             )
     if engine != "inline" and address is not None:
         return workers
     if settings.device == "cuda" and not cuda_devices():
         raise UsageError(
-            "the device is cuda, but torch finds no CUDA device on this machine; use the device cpu", parameter="device"
+            "the device is cuda, but torch finds no CUDA device on this machine; use"
+            " the device cpu",
+            parameter="device",
         )
     if engine == "inline":
         workers = 1
     elif workers is None:
-        wanted = cuda_devices() if settings.device == "cuda" else usable_cpus() // settings.threads
+        wanted = (
+            cuda_devices()
+            if settings.device == "cuda"
+            else usable_cpus() // settings.threads
+        )
         worker_bytes = sum(workers_memory(1, settings, info).values())
         workers = max(1, min(wanted, usable_memory(memory) // worker_bytes))
     need = workers_memory(workers, settings, info)
-    _check_memory(need, memory, "use fewer workers or a smaller batch size", parameter="workers")
+    _check_memory(
+        need, memory, "use fewer workers or a smaller batch size", parameter="workers"
+    )
     return workers
 
 
-def workers_memory(workers: int | None, settings: BuildSettings, info: BundleInfo) -> Need:
-    """Return a lower bound of the memory that all workers need together. If `workers` is None, assume one worker."""
+def workers_memory(
+    workers: int | None, settings: BuildSettings, info: BundleInfo
+) -> Need:
+    """Return a lower bound of the memory that all workers need together. If
+    `workers` is None, assume one worker.
+    """
     height, width = info.vision["image_size"]
     images = max(settings.batch_size, settings.frames or 1)
-    batches = _BATCHES_IN_MEMORY * images * _CHANNELS * int(height) * int(width) * _FLOAT32_BYTES
-    parts = {"libraries": _PROCESS_BYTES, "weights": info.encoder_weights_bytes, "batches": batches}
+    batches = (
+        _BATCHES_IN_MEMORY
+        * images
+        * _CHANNELS
+        * int(height)
+        * int(width)
+        * _FLOAT32_BYTES
+    )
+    parts = {
+        "libraries": _PROCESS_BYTES,
+        "weights": info.encoder_weights_bytes,
+        "batches": batches,
+    }
     return {name: (workers or 1) * size for name, size in parts.items()}
 
 
 def check_ann_memory(spec: IndexSpec, memory: int | None) -> None:
-    """Raise UsageError if the memory is too small to build the nearest-neighbour index."""
-    need = AnnKind.choose(spec.rows, spec.embed_dim, memory).build_bytes(spec.rows, spec.embed_dim)
-    _check_memory({_ANN: need}, memory, "split the sources over several indexes", parameter="sources")
+    """Raise UsageError if the memory is too small to build the nearest-neighbour
+    index.
+    """
+    need = AnnKind.choose(spec.rows, spec.embed_dim, memory).build_bytes(
+        spec.rows, spec.embed_dim
+    )
+    _check_memory(
+        {_ANN: need},
+        memory,
+        "split the sources over several indexes",
+        parameter="sources",
+    )
 
 
 def check_extension_memory(manifest: Manifest, rows: int) -> None:
-    """Raise UsageError if the memory is too small to add `rows` rows to the nearest-neighbour index."""
-    ann, width, need = manifest.ann, manifest.spec.embed_dim, 0
+    """Raise UsageError if the memory is too small to add `rows` rows to the
+    nearest-neighbour index.
+    """
+    ann = manifest.ann
+    width = manifest.spec.embed_dim
+    need = 0
     if ann.get("files"):
-        loaded, factory = int(ann["files"][0]["bytes"]), ann.get("factory")  # it is loaded for its centroids
+        # it is loaded for its centroids
+        loaded = int(ann["files"][0]["bytes"])
+        factory = ann.get("factory")
         kind = AnnKind.parse(factory, width) if factory else AnnKind.choose(rows, width)
         need = max(loaded, kind.build_bytes(rows, width))
     _check_memory({_ANN: need}, None, "split the index", parameter="sources")
@@ -120,40 +176,61 @@ def check_disk(root: Path, spec: IndexSpec, memory: int | None = None) -> None:
     Args:
         spec: shape of the index, or of its new rows.
     """
-    check_free_disk(root, disk_need(spec, memory), f"the index of {counted(spec.rows, 'input')}", parameter="out")
+    check_free_disk(
+        root,
+        disk_need(spec, memory),
+        f"the index of {counted(spec.rows, 'input')}",
+        parameter="out",
+    )
 
 
-def check_free_disk(root: Path, need: Need, what: str, *, parameter: str | None = None) -> None:
-    """Raise UsageError if less disk space than `need` is free at `root`. `what` names what needs it."""
+def check_free_disk(
+    root: Path, need: Need, what: str, *, parameter: str | None = None
+) -> None:
+    """Raise UsageError if less disk space than `need` is free at `root`. `what`
+    names what needs it.
+    """
     if sum(need.values()) > (free := free_disk(root)):
         raise UsageError(
-            f"{what} needs {described(need)} of disk, but only {human_bytes(free)} are free at {root}; free some "
-            "space, or use another disk",
+            f"{what} needs {described(need)} of disk, but only {human_bytes(free)} are"
+            f" free at {root}; free some space, or use another disk",
             parameter=parameter,
         )
 
 
 def disk_need(spec: IndexSpec, memory: int | None = None) -> Need:
     """Return the disk space that the whole index needs, plus 2 %."""
-    last, tokens = len(spec.shard_rows(spec.shards - 1)), spec.rows * CRC_BYTES * len(spec.precisions)
-    for record_bytes in (codec(name, spec.block_shape).record_bytes for name in spec.precisions):
-        tokens += (spec.shards - 1) * padded_shard_bytes(spec.shard_size, spec.shard_size, record_bytes)[1]
+    last = len(spec.shard_rows(spec.shards - 1))
+    tokens = spec.rows * CRC_BYTES * len(spec.precisions)
+    for record_bytes in (
+        codec(name, spec.block_shape).record_bytes for name in spec.precisions
+    ):
+        tokens += (spec.shards - 1) * padded_shard_bytes(
+            spec.shard_size, spec.shard_size, record_bytes
+        )[1]
         tokens += padded_shard_bytes(last, spec.shard_size, record_bytes)[1]
     embeddings = spec.shards * spec.shard_size * spec.embed_dim * _FLOAT32_BYTES
-    rows = spec.rows * _ROW_BYTES + spec.shards * _FILES_PER_SHARD * PAGE_BYTES  # files end in a partial disk block
-    ann = spec.rows * AnnKind.choose(spec.rows, spec.embed_dim, memory).vector_bytes(spec.embed_dim)
+    # files end in a partial disk block
+    rows = spec.rows * _ROW_BYTES + spec.shards * _FILES_PER_SHARD * PAGE_BYTES
+    ann = spec.rows * AnnKind.choose(spec.rows, spec.embed_dim, memory).vector_bytes(
+        spec.embed_dim
+    )
     parts = {"tokens": tokens, "embeddings": embeddings, "rows": rows, "ann": ann}
     return {name: int(size * _SLACK) for name, size in parts.items()}
 
 
-def _check_memory(need: Need, limit: int | None, advice: str, *, parameter: str) -> None:
+def _check_memory(
+    need: Need, limit: int | None, advice: str, *, parameter: str
+) -> None:
     available = usable_memory(limit)
     if sum(need.values()) > available:
         state = "free"
         if available == limit:
-            state, advice, parameter = "allowed", f"allow more, or {advice}", "memory"
+            state = "allowed"
+            advice = f"allow more, or {advice}"
+            parameter = "memory"
         raise UsageError(
-            f"the build needs at least {described(need)} of memory, but only {human_bytes(available)} are {state}; "
-            f"{advice}",
+            f"the build needs at least {described(need)} of memory, but only"
+            f" {human_bytes(available)} are {state}; {advice}",
             parameter=parameter,
         )

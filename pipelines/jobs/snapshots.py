@@ -1,4 +1,6 @@
-"""Changes of the snapshots of an index: delete rows, list snapshots, roll back, and remove old snapshots."""
+"""Changes of the snapshots of an index: delete rows, list snapshots, roll back, and
+remove old snapshots.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,8 @@ class DeleteResult:
     """The result of a deletion.
 
     Attributes:
-        deleted: ids of the rows that were deleted (or would be deleted, if `dry_run` is True), ascending.
+        deleted: ids of the rows that were deleted (or would be deleted, if `dry_run` is
+            True), ascending.
         already_deleted: number of selected rows that were already deleted.
         left: number of rows that remain (or would remain, if `dry_run` is True).
         snapshot: number of the current snapshot.
@@ -61,23 +64,25 @@ def delete_rows(
     dry_run: bool = False,
     on_event: OnEvent = ignore,
 ) -> DeleteResult:
-    """Delete rows of an index, as `edje-index delete` does. The other rows keep their ids.
+    """Delete rows of an index, as `edje-index delete` does. The other rows keep their
+    ids.
 
     Args:
         index: directory of the index.
         rows: ids of the rows to delete.
         uri: shell pattern such as "*.jpg". Rows with a matching uri are deleted too.
-        where: filter such as "licence is null", see `edje_index.search.where`. Rows that pass the filter are deleted
-            too.
-        erase: also remove the data of all deleted rows: delete the duplicates of the selected rows, copy the other rows
-            of their shards to new shards, and remove all earlier snapshots. The copied rows get new row ids. Call the
-            function again to finish an interrupted erasure; it then needs no rows.
+        where: filter such as "licence is null", see `edje_index.search.where`. Rows
+            that pass the filter are deleted too.
+        erase: also remove the data of all deleted rows: delete the duplicates of the
+            selected rows, copy the other rows of their shards to new shards, and remove
+            all earlier snapshots. The copied rows get new row ids. Call the function
+            again to finish an interrupted erasure; it then needs no rows.
         dry_run: return the result without changing the index.
         on_event: as in `build_index`.
 
     Raises:
-        UsageError: there is no index at `index`, `where` is invalid, or no rows are selected because `rows`, `uri` and
-            `where` are all missing.
+        UsageError: there is no index at `index`, `where` is invalid, or no rows are
+            selected because `rows`, `uri` and `where` are all missing.
         RowIdError: a row id does not exist.
         UnfinishedChangeError: another change was stopped.
         EdjeError: another process is changing the index.
@@ -91,7 +96,10 @@ def delete_rows(
     if erase:
         from pipelines.jobs.copy import compact_index
     if not len(rows) and uri is None and where is None and not erase:
-        raise UsageError("no rows are selected; give row ids, a uri pattern or a filter", parameter="rows")
+        raise UsageError(
+            "no rows are selected; give row ids, a uri pattern or a filter",
+            parameter="rows",
+        )
     if dry_run:
         opened = open_index(index)
         requested, new = _select(opened, rows, uri, where, erase=erase)
@@ -99,11 +107,13 @@ def delete_rows(
     else:
         if erase:
             journal = is_unfinished(index)
-            if journal is not None and journal.kind == "compact":  # of an interrupted erasure
+            # of an interrupted erasure
+            if journal is not None and journal.kind == "compact":
                 compact_index(index, only_shards_with_deleted=True, on_event=on_event)
         with begin_change(index, "delete") as change:
             assert change.index is not None
-            opened, manifest = change.index, change.index.manifest
+            opened = change.index
+            manifest = change.index.manifest
             requested, new = _select(opened, rows, uri, where, erase=erase)
             if len(new):
                 tombstones = opened.deleted.with_rows(new)
@@ -112,12 +122,21 @@ def delete_rows(
                     deleted=write_tombstones(change.layout, tombstones),
                     deleted_rows=len(tombstones),
                 )
-                manifest = change.commit(replace(manifest, snapshot=snapshot), {"rows": len(new)}).manifest
-    left = opened.manifest.counts.inputs - opened.manifest.snapshot.deleted_rows - len(new)
-    number, erased = manifest.snapshot.number, manifest.snapshot.deleted_rows if erase else 0
+                manifest = change.commit(
+                    replace(manifest, snapshot=snapshot), {"rows": len(new)}
+                ).manifest
+    left = (
+        opened.manifest.counts.inputs - opened.manifest.snapshot.deleted_rows - len(new)
+    )
+    number = manifest.snapshot.number
+    erased = manifest.snapshot.deleted_rows if erase else 0
     if erase and not dry_run:
-        on_event(StatusMessage("copying the other rows of the shards with deleted rows"))
-        number = compact_index(index, only_shards_with_deleted=True, on_event=on_event).snapshot
+        on_event(
+            StatusMessage("copying the other rows of the shards with deleted rows")
+        )
+        number = compact_index(
+            index, only_shards_with_deleted=True, on_event=on_event
+        ).snapshot
         remove_snapshots(index, keep=1)
     return DeleteResult(
         deleted=tuple(new.tolist()),
@@ -130,26 +149,50 @@ def delete_rows(
 
 
 def _select(
-    index: CommittedIndex, rows: Sequence[int], uri: str | None, where: str | None, *, erase: bool
+    index: CommittedIndex,
+    rows: Sequence[int],
+    uri: str | None,
+    where: str | None,
+    *,
+    erase: bool,
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the ids of the selected rows, and of those that are not deleted yet, ascending."""
+    """Return the ids of the selected rows, and of those that are not deleted yet,
+    ascending.
+    """
     matching: list[int] = []
     if uri is not None:
-        matches = re.compile(fnmatch.translate(uri)).match  # a * also matches slashes
-        lines = (line for table in iter_rows(index, ["row_id", "uri"]) for line in table.to_pylist())
+        # a * also matches slashes
+        matches = re.compile(fnmatch.translate(uri)).match
+        lines = (
+            line
+            for table in iter_rows(index, ["row_id", "uri"])
+            for line in table.to_pylist()
+        )
         matching = [line["row_id"] for line in lines if matches(line["uri"])]
     passing: list[int] = []
     if where is not None:
         from edje_index.search.rows import IndexRows
 
         passing = np.flatnonzero(IndexRows(index).passing(where)).tolist()
-    requested = np.unique(np.array([*check_row_ids(rows, index.manifest.spec.rows), *matching, *passing], np.int64))
-    if erase:  # the first run of an interrupted erasure may have removed rows
+    requested = np.unique(
+        np.array(
+            [*check_row_ids(rows, index.manifest.spec.rows), *matching, *passing],
+            np.int64,
+        )
+    )
+    # the first run of an interrupted erasure may have removed rows
+    if erase:
         requested = requested[rows_in_use(requested, index.manifest.spec)]
     check_rows_in_use(requested, index.manifest.spec)
     if erase and len(requested) and index.manifest.counts.duplicates:
         for table in iter_rows(index, ["row_id", "duplicate_of"]):
-            originals = np.array([-1 if row is None else row for row in table["duplicate_of"].to_pylist()], np.int64)
+            originals = np.array(
+                [
+                    -1 if row is None else row
+                    for row in table["duplicate_of"].to_pylist()
+                ],
+                np.int64,
+            )
             duplicates = table["row_id"].to_numpy()[np.isin(originals, requested)]
             requested = np.union1d(requested, duplicates)
     return requested, requested[~index.deleted.contain(requested)]
@@ -160,7 +203,8 @@ class SnapshotEntry:
     """A snapshot of an index.
 
     Attributes:
-        kind: kind of the change that made the snapshot, for example "build", "append" or "delete".
+        kind: kind of the change that made the snapshot, for example "build", "append"
+            or "delete".
         created: time of the commit in UTC; None for a build.
         change: details of the change by name, for example the number of deleted rows.
     """
@@ -177,39 +221,64 @@ class SnapshotEntry:
     def of(cls, manifest: Manifest) -> SnapshotEntry:
         """Return the entry of the snapshot with `manifest`."""
         snapshot, change = manifest.snapshot, dict(manifest.snapshot.change)
-        kind, created = str(change.pop("kind", "build")), change.pop("created", None)
+        kind = str(change.pop("kind", "build"))
+        created = change.pop("created", None)
         rows = manifest.counts.inputs - snapshot.deleted_rows
-        return cls(snapshot.number, kind, created, rows, snapshot.deleted_rows, manifest.spec.precisions, change)
+        return cls(
+            snapshot.number,
+            kind,
+            created,
+            rows,
+            snapshot.deleted_rows,
+            manifest.spec.precisions,
+            change,
+        )
 
 
 def history(index: IndexLocation) -> list[SnapshotEntry]:
-    """Return the snapshots of the index at `index`, a directory or a URL, oldest first."""
-    return [SnapshotEntry.of(manifest) for manifest in kept_snapshots(open_index(index))]
+    """Return the snapshots of the index at `index`, a directory or a URL, oldest
+    first.
+    """
+    return [
+        SnapshotEntry.of(manifest) for manifest in kept_snapshots(open_index(index))
+    ]
 
 
-def roll_back(index: IndexLocation, snapshot: int, *, trust: bool = False) -> SnapshotEntry:
-    """Commit a new snapshot with the contents of the earlier snapshot `snapshot`, whose files are checked first.
+def roll_back(
+    index: IndexLocation, snapshot: int, *, trust: bool = False
+) -> SnapshotEntry:
+    """Commit a new snapshot with the contents of the earlier snapshot `snapshot`, whose
+    files are checked first.
 
     Args:
-        trust: True to check the lengths of the files only, which takes seconds where checksums take hours.
+        trust: True to check the lengths of the files only, which takes seconds where
+            checksums take hours.
 
     Raises:
-        UsageError: there is no index at `index`, or `snapshot` does not exist or is the current snapshot.
+        UsageError: there is no index at `index`, or `snapshot` does not exist or is the
+            current snapshot.
     """
-    from storage_formats.verify import check_files  # takes a tenth of the time of a deletion to import
+    # takes a tenth of the time of a deletion to import
+    from storage_formats.verify import check_files
 
     with begin_change(index, "rollback") as change:
         assert change.index is not None
         if snapshot == change.index.manifest.snapshot.number:
             raise UsageError(
-                f"snapshot {snapshot} is the current snapshot; choose an earlier snapshot", parameter="snapshot"
+                f"snapshot {snapshot} is the current snapshot; choose an earlier"
+                " snapshot",
+                parameter="snapshot",
             )
         earlier = CommittedIndex.open(change.layout.root, snapshot)
         check_files(earlier, only_lengths=trust)
-        return SnapshotEntry.of(change.commit(earlier.manifest, {"to": snapshot}).manifest)
+        return SnapshotEntry.of(
+            change.commit(earlier.manifest, {"to": snapshot}).manifest
+        )
 
 
-def remove_snapshots(index: IndexLocation, keep: int | None, on_event: OnEvent = ignore) -> Removal:
+def remove_snapshots(
+    index: IndexLocation, keep: int | None, on_event: OnEvent = ignore
+) -> Removal:
     """Remove old snapshots, an unfinished change, and the files that no snapshot needs.
 
     Args:
@@ -220,6 +289,11 @@ def remove_snapshots(index: IndexLocation, keep: int | None, on_event: OnEvent =
         UsageError: there is no index at `index`, or `keep` is less than 1.
     """
     if keep is not None and keep < 1:
-        raise UsageError(f"keep must be at least 1, got {keep}; the current snapshot is always kept", parameter="keep")
-    with begin_change(index, "gc", discards=True, notify=lambda text: on_event(StatusMessage(text))) as change:
+        raise UsageError(
+            f"keep must be at least 1, got {keep}; the current snapshot is always kept",
+            parameter="keep",
+        )
+    with begin_change(
+        index, "gc", discards=True, notify=lambda text: on_event(StatusMessage(text))
+    ) as change:
         return change.remove_files(keep, tables=True)

@@ -1,4 +1,5 @@
-"""Self-contained HTML pages that commands write: the hits of a search, and the explanation of tokens.
+"""Self-contained HTML pages that commands write: the hits of a search, and the
+explanation of tokens.
 
 Every value is HTML-escaped by the templates.
 """
@@ -28,13 +29,24 @@ if TYPE_CHECKING:
     from edje_index.search.token_index import TokenIndex
 
 MAX_SHOWN = 100
-"""Maximum number of hits that a page shows before and after re-ranking. The page contains a thumbnail of each hit."""
-_MAP_SIDE = 160  # pixels of the image under an attention map
-_DARKEST = 230  # opacity, of 255, over a patch without attention
+"""Maximum number of hits that a page shows before and after re-ranking. The page
+contains a thumbnail of each hit.
+"""
+# pixels of the image under an attention map
+_MAP_SIDE = 160
+# opacity, of 255, over a patch without attention
+_DARKEST = 230
 
 
 def search_page(
-    index: TokenIndex, query: str, hits: Hits, k: int, score: str, *, is_filtered: bool, loading: float
+    index: TokenIndex,
+    query: str,
+    hits: Hits,
+    k: int,
+    score: str,
+    *,
+    is_filtered: bool,
+    loading: float,
 ) -> str:
     """Return the HTML page of a search.
 
@@ -47,7 +59,8 @@ def search_page(
         is_filtered: whether only some rows were searched.
         loading: seconds in which the index and the model were opened.
     """
-    shown, ranked = min(k, MAX_SHOWN), rank_hits(hits)
+    shown = min(k, MAX_SHOWN)
+    ranked = rank_hits(hits)
     by_score = ranked[:shown]
     by_embedding = sorted(ranked, key=lambda hit: hit.embedding_rank)[:shown]
     row_ids = sorted({each.hit.row_id for each in [*by_score, *by_embedding]})
@@ -59,7 +72,10 @@ def search_page(
         is_filtered=is_filtered,
         by_embedding=by_embedding,
         by_score=by_score,
-        thumbnails={thumbnail.row_id: thumbnail for thumbnail in read_thumbnails(index.committed, row_ids)},
+        thumbnails={
+            thumbnail.row_id: thumbnail
+            for thumbnail in read_thumbnails(index.committed, row_ids)
+        },
         weights=index.model.weights("t2i", score),
         part_names=PART_NAMES,
         timings={"load index and model": loading, **hits.stages},
@@ -70,7 +86,9 @@ def explain_page(explanation: Explanation) -> str:
     """Return the HTML page of an explanation."""
     from PIL import Image
 
-    thumbnails = read_thumbnails(explanation.root, [row.row_id for row in explanation.rows])
+    thumbnails = read_thumbnails(
+        explanation.root, [row.row_id for row in explanation.rows]
+    )
     photos = []
     for row in explanation.rows:
         photos.append("")
@@ -78,7 +96,10 @@ def explain_page(explanation: Explanation) -> str:
             image = Image.fromarray(row.pixels)
             image.thumbnail((_MAP_SIDE, _MAP_SIDE))
             photos[-1] = _data_uri(image, "JPEG")
-    maps = [[] if row.attention is None else [_mask(weights) for weights in row.attention] for row in explanation.rows]
+    maps = [
+        [] if row.attention is None else [_mask(weights) for weights in row.attention]
+        for row in explanation.rows
+    ]
     return render(
         "explain.html",
         page=explanation,
@@ -87,22 +108,33 @@ def explain_page(explanation: Explanation) -> str:
 
 
 def _mask(weights: NDArray[np.float32]) -> str:
-    """Return an image that darkens the patches of an attention map [rows, columns] that get little attention."""
+    """Return an image that darkens the patches of an attention map [rows, columns]
+    that get little attention.
+    """
     from PIL import Image
 
-    alpha = _DARKEST * (1 - np.sqrt(weights / weights.max()))  # without the root, only the peaks would be visible
-    return _data_uri(Image.fromarray(np.stack([np.zeros_like(alpha), alpha], axis=2).astype(np.uint8)), "PNG")
+    # without the root, only the peaks would be visible
+    alpha = _DARKEST * (1 - np.sqrt(weights / weights.max()))
+    return _data_uri(
+        Image.fromarray(
+            np.stack([np.zeros_like(alpha), alpha], axis=2).astype(np.uint8)
+        ),
+        "PNG",
+    )
 
 
 def _data_uri(image: Image.Image, kind: str) -> str:
     content = io.BytesIO()
     image.save(content, kind)
-    return f"data:image/{kind.lower()};base64,{base64.b64encode(content.getvalue()).decode()}"
+    encoded = base64.b64encode(content.getvalue()).decode()
+    return f"data:image/{kind.lower()};base64,{encoded}"
 
 
 @name_missing_extra("search")
 def render(template: str, **values: Any) -> str:
-    """Render the template `templates/<template>` with `values`. Return the HTML page."""
+    """Render the template `templates/<template>` with `values`. Return the HTML
+    page.
+    """
     return _environment().get_template(template).render(**values)
 
 

@@ -1,7 +1,7 @@
 """Shows the events of a job on standard error, and logs them with `logging`.
 
-The logger is `edje_index.job`. Its records have the name of the event as their message, and the attribute `fields`.
-docs/build.md describes the fields.
+The logger is `edje_index.job`. Its records have the name of the event as their message,
+and the attribute `fields`. docs/build.md describes the fields.
 """
 
 from __future__ import annotations
@@ -18,14 +18,22 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TextIO
 
 from edje_index.images.urls import without_credentials
-from pipelines.progress.events import Event, OnEvent, PlanReady, Progress, StatusMessage, is_stop_request
+from pipelines.progress.events import (
+    Event,
+    OnEvent,
+    PlanReady,
+    Progress,
+    StatusMessage,
+    is_stop_request,
+)
 from pipelines.progress.wording import counted, duration, printable
 from storage_formats.errors import UsageError
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
 
-_RATE_SECONDS = 120.0  # rates are averages over this time; it has to span several batches of a slow model
+# rates are averages over this time; it has to span several batches of a slow model
+_RATE_SECONDS = 120.0
 _LINE_SECONDS = 10.0
 
 _LOGGER = logging.getLogger("edje_index.job")
@@ -33,25 +41,40 @@ _LOGGER.addHandler(logging.NullHandler())
 
 
 @contextlib.contextmanager
-def progress_display(*, quiet: bool = False, stream: TextIO | None = None) -> Iterator[OnEvent]:
-    """Yield a callback that shows events on `stream`, by default standard error, and logs them.
+def progress_display(
+    *, quiet: bool = False, stream: TextIO | None = None
+) -> Iterator[OnEvent]:
+    """Yield a callback that shows events on `stream`, by default standard error, and
+    logs them.
 
     If `quiet` is True, the callback only logs.
     """
     display = Display(stream or sys.stderr, quiet=quiet)
-    with display.bar if display.bar is not None and display.is_live else contextlib.nullcontext():
+    with (
+        display.bar
+        if display.bar is not None and display.is_live
+        else contextlib.nullcontext()
+    ):
         yield display
 
 
 class Display:
-    """Callback that redraws the line of the current activity on a terminal, and prints plain lines elsewhere.
+    """Callback that redraws the line of the current activity on a terminal, and prints
+    plain lines elsewhere.
 
     Attributes:
-        bar: progress bar that shows the line, and measures speeds; None if nothing is shown.
+        bar: progress bar that shows the line, and measures speeds; None if nothing is
+            shown.
         is_live: True if the stream is a terminal.
     """
 
-    def __init__(self, stream: TextIO, *, quiet: bool = False, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        stream: TextIO,
+        *,
+        quiet: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.bar: Bar | None = None
         if not quiet:
             from rich import progress
@@ -69,15 +92,23 @@ class Display:
                 get_time=clock,
             )
         self.is_live = stream.isatty()
-        self._stream, self._clock = stream, clock
-        self._activity, self._shown_at = "", 0.0
+        self._stream = stream
+        self._clock = clock
+        self._activity = ""
+        self._shown_at = 0.0
 
     def __call__(self, event: Event) -> None:
-        """Show and log `event`. Progress is logged every ten seconds, and at the beginning and end of an activity."""
+        """Show and log `event`. Progress is logged every ten seconds, and at the
+        beginning and end of an activity.
+        """
         match event:
             case StatusMessage(text, is_warning):
                 self._print(text)
-                _log("message", logging.WARNING if is_warning else logging.INFO, text=text)
+                _log(
+                    "message",
+                    logging.WARNING if is_warning else logging.INFO,
+                    text=text,
+                )
             case PlanReady():
                 for line in describe_plan(event):
                     self._print(line)
@@ -87,22 +118,36 @@ class Display:
 
     def _show_progress(self, event: Progress) -> None:
         if (shard := event.finished_shard) is not None:
-            seconds = {stage: round(value, 3) for stage, value in shard.stage_seconds.items()}
+            seconds = {
+                stage: round(value, 3) for stage, value in shard.stage_seconds.items()
+            }
             counts = {"shard": shard.shard, "rows": shard.done, "failed": shard.failed}
             _log("shard", activity=event.activity, **counts, stage_seconds=seconds)
         line = ""
         if self.bar is not None:
-            task = next((task for task in self.bar.tasks if task.description == event.activity), None)
-            if task is None:  # the speed is measured from the first event of an activity
+            task = next(
+                (task for task in self.bar.tasks if task.description == event.activity),
+                None,
+            )
+            # the speed is measured from the first event of an activity
+            if task is None:
                 for old in self.bar.task_ids:
                     self.bar.remove_task(old)
-                self.bar.add_task(event.activity, total=event.total, completed=event.done, line="")
+                self.bar.add_task(
+                    event.activity, total=event.total, completed=event.done, line=""
+                )
                 task = self.bar.tasks[0]
             self.bar.update(task.id, total=event.total, completed=event.done)
-            line = describe_progress(event, speed=task.speed, seconds_left=task.time_remaining)
+            line = describe_progress(
+                event, speed=task.speed, seconds_left=task.time_remaining
+            )
             self.bar.update(task.id, line=line)
         is_new = event.activity != self._activity
-        if is_new or event.done == event.total or self._clock() - self._shown_at >= _LINE_SECONDS:
+        if (
+            is_new
+            or event.done == event.total
+            or self._clock() - self._shown_at >= _LINE_SECONDS
+        ):
             self._activity, self._shown_at = event.activity, self._clock()
             if not self.is_live:
                 self._print(f"{event.activity}: {line}")
@@ -114,7 +159,9 @@ class Display:
         if self.bar is None:
             return
         if self.is_live:
-            self.bar.console.print(printable(line), highlight=False, markup=False, soft_wrap=True)
+            self.bar.console.print(
+                printable(line), highlight=False, markup=False, soft_wrap=True
+            )
         else:
             print(printable(line), file=self._stream, flush=True)
 
@@ -122,23 +169,43 @@ class Display:
 def describe_plan(plan: PlanReady) -> list[str]:
     """Return lines of text that describe a plan."""
     workers = "" if plan.workers is None else f", {counted(plan.workers, 'worker')}"
-    lines = [f"{counted(plan.inputs, 'input')} in {counted(plan.shards, 'shard')}{workers}"]
+    lines = [
+        f"{counted(plan.inputs, 'input')} in {counted(plan.shards, 'shard')}{workers}"
+    ]
     if plan.duplicates:
-        lines.append(f"{counted(plan.duplicates, 'duplicate')} of earlier inputs will not be encoded again")
+        lines.append(
+            f"{counted(plan.duplicates, 'duplicate')} of earlier inputs will not be"
+            " encoded again"
+        )
     if plan.ignored:
-        kinds = ", ".join(f"{name} {count:,}" for name, count in sorted(plan.ignored.items()))
-        lines.append(f"ignored {counted(sum(plan.ignored.values()), 'other file')}: {kinds}")
+        kinds = ", ".join(
+            f"{name} {count:,}" for name, count in sorted(plan.ignored.items())
+        )
+        lines.append(
+            f"ignored {counted(sum(plan.ignored.values()), 'other file')}: {kinds}"
+        )
     if plan.finished_shards:
-        lines.append(f"resuming: {plan.finished_shards:,} of {counted(plan.shards, 'shard')} finished")
+        lines.append(
+            f"resuming: {plan.finished_shards:,} of {counted(plan.shards, 'shard')}"
+            " finished"
+        )
     return lines
 
 
-def describe_progress(progress: Progress, *, speed: float | None = None, seconds_left: float | None = None) -> str:
+def describe_progress(
+    progress: Progress, *, speed: float | None = None, seconds_left: float | None = None
+) -> str:
     """Return one line of text on the progress, without the name of the activity.
 
     `speed` is the number of units of work per second.
     """
-    parts = [f"{progress.done:,}" if progress.total is None else f"{progress.done:,}/{progress.total:,}"]
+    parts = [
+        (
+            f"{progress.done:,}"
+            if progress.total is None
+            else f"{progress.done:,}/{progress.total:,}"
+        )
+    ]
     if speed is not None:
         parts.append(f"{speed:,.1f}/s")
     if seconds_left:
@@ -154,17 +221,20 @@ def describe_progress(progress: Progress, *, speed: float | None = None, seconds
 
 @contextlib.contextmanager
 def log_file(path: Path, command: str) -> Iterator[None]:
-    """Context manager that appends what is logged to the file at `path`, one JSON object per line.
+    """Context manager that appends what is logged to the file at `path`, one JSON
+    object per line.
 
-    The first line names the command line `command`, without passwords in its URLs. The last line says how the job
-    ended.
+    The first line names the command line `command`, without passwords in its URLs. The
+    last line says how the job ended.
     """
     try:
-        file = path.open("ab", buffering=0)  # a buffer that cannot be flushed would fail the job at the end
+        # a buffer that cannot be flushed would fail the job at the end
+        file = path.open("ab", buffering=0)
     except OSError as error:
         problem = f"cannot write the log {path}: {error.strerror}; choose another file"
         raise UsageError(problem, parameter="log") from error
-    started, level = time.monotonic(), _LOGGER.level
+    started = time.monotonic()
+    level = _LOGGER.level
     end: dict[str, Any] = {"status": "finished"}
     with file:
         handler = _JsonLines(file)
@@ -178,14 +248,20 @@ def log_file(path: Path, command: str) -> Iterator[None]:
             end = {"status": status, "error": str(error) or type(error).__name__}
             raise
         finally:
-            level_of_end = {"finished": logging.INFO, "stopped": logging.WARNING}.get(end["status"], logging.ERROR)
-            _log("end", level_of_end, **end, seconds=round(time.monotonic() - started, 3))
+            level_of_end = {"finished": logging.INFO, "stopped": logging.WARNING}.get(
+                end["status"], logging.ERROR
+            )
+            _log(
+                "end", level_of_end, **end, seconds=round(time.monotonic() - started, 3)
+            )
             _LOGGER.removeHandler(handler)
             _LOGGER.setLevel(level)
 
 
 class _JsonLines(logging.Handler):
-    """Writes records as JSON objects. If the file cannot be written, the job goes on without the log."""
+    """Writes records as JSON objects. If the file cannot be written, the job goes
+    on without the log.
+    """
 
     def __init__(self, file: IO[bytes]) -> None:
         super().__init__()
@@ -194,12 +270,23 @@ class _JsonLines(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         if self._file is None:
             return
-        when = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
-        line = {"time": when, "level": record.levelname.lower(), "event": record.msg, **vars(record)["fields"]}
+        when = datetime.fromtimestamp(record.created, UTC).isoformat(
+            timespec="milliseconds"
+        )
+        line = {
+            "time": when,
+            "level": record.levelname.lower(),
+            "event": record.msg,
+            **vars(record)["fields"],
+        }
         try:
             self._file.write(json.dumps(line).encode() + b"\n")
         except OSError as error:
-            print(f"cannot write the log {self._file.name}: {error.strerror}; the job goes on", file=sys.stderr)
+            print(
+                f"cannot write the log {self._file.name}: {error.strerror}; the job"
+                " goes on",
+                file=sys.stderr,
+            )
             self._file = None
 
 

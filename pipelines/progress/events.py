@@ -15,8 +15,10 @@ from edje_index.progress import OnProgress, ShardProgress
 from storage_formats.errors import EdjeError
 
 Bottleneck = Literal["decode", "model", "write"]
-_STAGES: dict[str, Bottleneck] = {"wait": "decode", "encode": "model", "write": "write"}  # a worker is in one of them
-INTERRUPTED = 128 + signal.SIGINT  # exit code of a program that Ctrl-C ends
+# a worker is in one of them
+_STAGES: dict[str, Bottleneck] = {"wait": "decode", "encode": "model", "write": "write"}
+# exit code of a program that Ctrl-C ends
+INTERRUPTED = 128 + signal.SIGINT
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -58,9 +60,12 @@ class Progress:
     Attributes:
         activity: name of the activity, for example "indexing".
         shards: number of shards of the job; None if the job does not process shards.
-        finished_shards: number of finished shards, including those that earlier runs finished.
-        bottleneck: stage in which the workers of this run spent the most time; None if no times are known yet.
-        finished_shard: the shard that was just finished; None if the event reports something else.
+        finished_shards: number of finished shards, including those that earlier runs
+            finished.
+        bottleneck: stage in which the workers of this run spent the most time; None if
+            no times are known yet.
+        finished_shard: the shard that was just finished; None if the event reports
+            something else.
     """
 
     activity: str
@@ -77,7 +82,9 @@ Event = StatusMessage | PlanReady | Progress
 OnEvent = Callable[[Event], None]
 """Function that a job calls with each event."""
 ShouldStop = Callable[[], bool]
-"""Function that a job calls often. Once the function returns True, the job stops at the next safe point."""
+"""Function that a job calls often. Once the function returns True, the job stops at
+the next safe point.
+"""
 
 
 def ignore(event: Event) -> None:
@@ -90,7 +97,9 @@ def never() -> bool:
 
 
 def progress_callback(on_event: OnEvent) -> OnProgress:
-    """Return a callback (activity, done, total) that passes `Progress` events to `on_event`."""
+    """Return a callback (activity, done, total) that passes `Progress` events to
+    `on_event`.
+    """
     return lambda activity, done, total: on_event(Progress(activity, done, total))
 
 
@@ -104,7 +113,9 @@ class ShardMeter:
     """Computes the `Progress` of a job from the latest progress of each shard."""
 
     def __init__(self, activity: str, rows: int, shards: int) -> None:
-        self._activity, self._rows, self._shards = activity, rows, shards
+        self._activity = activity
+        self._rows = rows
+        self._shards = shards
         self._running: dict[int, ShardProgress] = {}
         self._finished: set[int] = set()
         self._done = self._failed = 0
@@ -114,8 +125,8 @@ class ShardMeter:
         """Record the progress of a shard, and return the progress of the job.
 
         Args:
-            shard: replaces what was recorded for the shard, except after its final progress: reports of a worker may
-                arrive late.
+            shard: replaces what was recorded for the shard, except after its final
+                progress: reports of a worker may arrive late.
             is_final: True if the shard is finished.
         """
         if shard.shard not in self._finished:
@@ -123,7 +134,9 @@ class ShardMeter:
             self._done += shard.done - before.done
             self._failed += shard.failed - before.failed
             for stage in _STAGES:
-                self._seconds[stage] += shard.stage_seconds.get(stage, 0.0) - before.stage_seconds.get(stage, 0.0)
+                self._seconds[stage] += shard.stage_seconds.get(
+                    stage, 0.0
+                ) - before.stage_seconds.get(stage, 0.0)
             if is_final:
                 self._finished.add(shard.shard)
             else:
@@ -146,7 +159,7 @@ class JobStopped(EdjeError):
     Examples:
         >>> from edje_index import JobStopped, build_index
         >>> try:
-        ...     build_index("photos", "new.edje", "model", engine="inline", should_stop=lambda: True)
+        ...     build_index("photos", "new.edje", "model", should_stop=lambda: True)
         ... except JobStopped:
         ...     print("stopped")
         stopped
@@ -154,14 +167,17 @@ class JobStopped(EdjeError):
 
 
 def is_stop_request(error: BaseException) -> bool:
-    """Return True if a job ended with `error` because its stop was requested, and not because of another error."""
+    """Return True if a job ended with `error` because its stop was requested, and
+    not because of another error.
+    """
     if isinstance(error, JobStopped):
         return error.__cause__ is None or is_stop_request(error.__cause__)
     return isinstance(error, KeyboardInterrupt)
 
 
 def stop_at_events(on_event: OnEvent, should_stop: ShouldStop, message: str) -> OnEvent:
-    """Return a callback that passes each event to `on_event`, for a job that can stop at each of its events.
+    """Return a callback that passes each event to `on_event`, for a job that can stop
+    at each of its events.
 
     Once `should_stop()` returns True, the callback raises JobStopped with `message`.
     """
@@ -176,10 +192,11 @@ def stop_at_events(on_event: OnEvent, should_stop: ShouldStop, message: str) -> 
 
 @contextlib.contextmanager
 def stop_on_signals() -> Iterator[ShouldStop]:
-    """Yield a function that returns True after one of the signals SIGINT, SIGTERM and SIGHUP.
+    """Yield a function that returns True after one of the signals SIGINT, SIGTERM and
+    SIGHUP.
 
-    The second signal raises KeyboardInterrupt. The third signal ends the process at once. After SIGINT, the exit code
-    of the error of a stopped job is `INTERRUPTED`.
+    The second signal raises KeyboardInterrupt. The third signal ends the process at
+    once. After SIGINT, the exit code of the error of a stopped job is `INTERRUPTED`.
     """
     received: list[int] = []
 
@@ -187,16 +204,22 @@ def stop_on_signals() -> Iterator[ShouldStop]:
         received.append(number)
         if len(received) == 1:
             # os.write instead of print: the signal may have interrupted a print.
-            os.write(2, f"{signal.Signals(number).name}: stopping after the current batches\n".encode())
+            name = signal.Signals(number).name
+            os.write(2, f"{name}: stopping after the current batches\n".encode())
         elif len(received) == 2:
             raise KeyboardInterrupt
         else:
             os._exit(1)
 
     previous = {}
-    if threading.current_thread() is threading.main_thread():  # only that thread can set handlers
+    # only that thread can set handlers
+    if threading.current_thread() is threading.main_thread():
         # Signals that were ignored before (by nohup, for example) stay ignored.
-        handled = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+        handled = [
+            number
+            for number in _SIGNALS
+            if signal.getsignal(number) is not signal.SIG_IGN
+        ]
         previous = {number: signal.signal(number, handle) for number in handled}
     try:
         yield lambda: bool(received)

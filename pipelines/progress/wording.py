@@ -23,7 +23,8 @@ def human_bytes(size: float) -> str:
 
 
 def parse_bytes(text: str) -> int:
-    """Parse a size in bytes. The units K, M, G and T are decimal, and Ki, Mi, Gi and Ti are binary. A B may follow.
+    """Parse a size in bytes. The units K, M, G and T are decimal, and Ki, Mi, Gi and Ti
+    are binary. A B may follow.
 
     Examples:
         >>> from pipelines.progress.wording import parse_bytes
@@ -32,7 +33,10 @@ def parse_bytes(text: str) -> int:
     """
     match = _SIZE.fullmatch(text)
     if match is None or not text.isascii():
-        raise ValueError(f"{text!r} is not a size; give a number of bytes with a unit, for example 500M, 8G or 4GiB")
+        raise ValueError(
+            f"{text!r} is not a size; give a number of bytes with a unit, for example"
+            " 500M, 8G or 4GiB"
+        )
     number, unit, binary = match.groups()
     power = 0 if unit is None else "KMGT".index(unit.upper()) + 1
     return int(Decimal(number) * (1024 if binary else 1000) ** power)
@@ -42,9 +46,19 @@ def duration(seconds: float) -> str:
     """Format a duration, given in seconds, with the two largest units: "3m13s"."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"
+    return (
+        f"{hours}h{minutes:02d}m"
+        if hours
+        else f"{minutes}m{rest:02d}s"
+        if minutes
+        else f"{rest}s"
+    )
 
 
 def printable(text: str) -> str:
-    """Return `text` with every non-printable character escaped, so that no file name can control the terminal."""
-    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
+    """Return `text` with every non-printable character escaped, so that no file
+    name can control the terminal.
+    """
+    return "".join(
+        letter if letter.isprintable() else repr(letter)[1:-1] for letter in text
+    )

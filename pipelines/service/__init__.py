@@ -1,1 +1,3 @@
-"""The HTTP service of `edje-index serve`: search, re-ranking, embeddings, tokens and thumbnails of indexes."""
+"""The HTTP service of `edje-index serve`: search, re-ranking, embeddings, tokens
+and thumbnails of indexes.
+"""

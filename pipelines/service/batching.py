@@ -1,7 +1,8 @@
-"""Dynamic batching: requests that arrive while the model is busy are put into the next batch.
+"""Dynamic batching: requests that arrive while the model is busy are put into the next
+batch.
 
-One thread runs the model. A batch contains the first request of the queue and later requests of the same kind, up to a
-maximum number of image tokens.
+One thread runs the model. A batch contains the first request of the queue and later
+requests of the same kind, up to a maximum number of image tokens.
 """
 
 from __future__ import annotations
@@ -15,11 +16,14 @@ from typing import Any, NamedTuple
 
 from pipelines.service.guard import Limits, Metrics, overloaded
 
-_SMOOTHING = 0.3  # weight of the newest batch in the estimated rate
+# weight of the newest batch in the estimated rate
+_SMOOTHING = 0.3
 
 
 class Timing(NamedTuple):
-    """Seconds that a request waited in the queue, seconds and number of requests of its batch."""
+    """Seconds that a request waited in the queue, seconds and number of requests of
+    its batch.
+    """
 
     waited: float
     computed: float
@@ -40,7 +44,8 @@ class Batcher:
     """Runs the work of requests on one thread, in batches of work of the same kind.
 
     Args:
-        limits: limits on the length of the queue, the image tokens per batch, and the duration of a request.
+        limits: limits on the length of the queue, the image tokens per batch, and the
+            duration of a request.
         metrics: metrics that count the batches.
     """
 
@@ -55,7 +60,12 @@ class Batcher:
         self._tokens_per_second: float | None = None
 
     async def submit(
-        self, payload: Any, run: Callable[[Sequence[Any]], Sequence[Any]], *, cost: int, kind: Hashable = None
+        self,
+        payload: Any,
+        run: Callable[[Sequence[Any]], Sequence[Any]],
+        *,
+        cost: int,
+        kind: Hashable = None,
     ) -> tuple[Any, Timing]:
         """Queue work for the model, wait for the result, and return (result, times).
 
@@ -63,28 +73,46 @@ class Batcher:
 
         Args:
             payload: what to compute.
-            run: function that takes the payloads of several requests and returns their results, in order.
+            run: function that takes the payloads of several requests and returns their
+                results, in order.
             cost: number of image tokens that the model reads for this work.
-            kind: work of equal kinds may share a batch. Its `run` must do the same. None is for work that runs alone.
+            kind: work of equal kinds may share a batch. Its `run` must do the same.
+                None is for work that runs alone.
 
         Raises:
-            HTTPException: status 429 if the queue is full, or if the result would come after the deadline.
+            HTTPException: status 429 if the queue is full, or if the result would come
+                after the deadline.
             Exception: the error that `run` raised.
         """
-        seconds = 0.0  # until this work is finished, as far as the batches so far tell
+        # until this work is finished, as far as the batches so far tell
+        seconds = 0.0
         if self._tokens_per_second is not None:
-            seconds = (cost + self._running_cost + sum(job.cost for job in self._jobs)) / self._tokens_per_second
+            seconds = (
+                cost + self._running_cost + sum(job.cost for job in self._jobs)
+            ) / self._tokens_per_second
         if len(self._jobs) >= self._limits.waiting:
-            raise overloaded(f"the queue is full with {len(self._jobs)} requests; try again later", seconds)
+            raise overloaded(
+                f"the queue is full with {len(self._jobs)} requests; try again later",
+                seconds,
+            )
         deadline = self._limits.deadline_seconds
         if self._jobs and seconds > deadline:
-            # Without this check, all requests of an overload would wait until their deadlines, and none be answered.
+            # Without this check, all requests of an overload would wait until their
+            # deadlines, and none be answered.
             raise overloaded(
-                f"this request would take about {seconds:.0f} s because other requests are waiting, longer than the "
-                f"deadline of {deadline:g} s; try again later",
+                f"this request would take about {seconds:.0f} s because other requests"
+                f" are waiting, longer than the deadline of {deadline:g} s; try again"
+                " later",
                 seconds - deadline,
             )
-        job = _Job(kind, cost, payload, run, time.monotonic(), asyncio.get_running_loop().create_future())
+        job = _Job(
+            kind,
+            cost,
+            payload,
+            run,
+            time.monotonic(),
+            asyncio.get_running_loop().create_future(),
+        )
         self._jobs.append(job)
         if self._batches is None:
             self._batches = asyncio.create_task(self._run_batches())
@@ -97,27 +125,41 @@ class Batcher:
     async def _run_batches(self) -> None:
         """Run batches until the queue is empty."""
         while self._jobs:
-            first, batch, cost = self._jobs[0], [self._jobs[0]], self._jobs[0].cost
+            first = self._jobs[0]
+            batch = [self._jobs[0]]
+            cost = self._jobs[0].cost
             for job in self._jobs[1:]:
-                if job.kind is not None and job.kind == first.kind and cost + job.cost <= self._limits.batch_tokens:
+                if (
+                    job.kind is not None
+                    and job.kind == first.kind
+                    and cost + job.cost <= self._limits.batch_tokens
+                ):
                     batch.append(job)
                     cost += job.cost
             self._jobs = [job for job in self._jobs if job not in batch]
             self._running_cost = cost
             started = time.monotonic()
-            results = await asyncio.get_running_loop().run_in_executor(self._thread, _run, batch)
+            results = await asyncio.get_running_loop().run_in_executor(
+                self._thread, _run, batch
+            )
             seconds = time.monotonic() - started
-            rate, known = cost / max(seconds, 1e-6), self._tokens_per_second
-            self._tokens_per_second = rate if known is None else (1 - _SMOOTHING) * known + _SMOOTHING * rate
+            rate = cost / max(seconds, 1e-6)
+            known = self._tokens_per_second
+            self._tokens_per_second = (
+                rate if known is None else (1 - _SMOOTHING) * known + _SMOOTHING * rate
+            )
             self._metrics.batches.observe(len(batch))
             self._metrics.tokens.inc(cost)
             for job, result in zip(batch, results, strict=True):
                 if job.answer.done():
-                    continue  # the client has left, or the deadline has passed
+                    # the client has left, or the deadline has passed
+                    continue
                 if isinstance(result, Exception):
                     job.answer.set_exception(result)
                 else:
-                    job.answer.set_result((result, Timing(started - job.arrived, seconds, len(batch))))
+                    job.answer.set_result(
+                        (result, Timing(started - job.arrived, seconds, len(batch)))
+                    )
         self._running_cost = 0
         self._batches = None
 
@@ -127,6 +169,11 @@ def _run(batch: Sequence[_Job]) -> list[Any]:
     try:
         return list(batch[0].run([job.payload for job in batch]))
     except Exception as error:
-        return [error] if len(batch) == 1 else [result for job in batch for result in _run([job])]
-    except BaseException as error:  # a panic in Rust code; without a result, the queue would stand still
+        return (
+            [error]
+            if len(batch) == 1
+            else [result for job in batch for result in _run([job])]
+        )
+    except BaseException as error:
+        # a panic in Rust code; without a result, the queue would stand still
         return [RuntimeError(f"{type(error).__name__}: {error}") for _ in batch]

@@ -1,4 +1,6 @@
-"""The limits of the service, its errors and metrics, and the outermost layer, which checks each request."""
+"""The limits of the service, its errors and metrics, and the outermost layer, which
+checks each request.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +27,25 @@ from storage_formats.errors import EdjeError, RowIdError, UsageError
 logger = logging.getLogger("edje_index.service")
 
 STATIC = Path(__file__).parent / "static"
-OPEN_PATHS = frozenset({"/", "/docs", "/docs/", "/healthz", *(f"/{path.name}" for path in STATIC.iterdir())})
-"""Paths that need no API key: the files of the page, which hold no data, and the health check."""
+OPEN_PATHS = frozenset(
+    {
+        "/",
+        "/docs",
+        "/docs/",
+        "/healthz",
+        *(f"/{path.name}" for path in STATIC.iterdir()),
+    }
+)
+"""Paths that need no API key: the files of the page, which hold no data, and the
+health check.
+"""
 
 _HEADERS = {
-    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob: data:; "
-    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob:"
+        " data:; connect-src 'self'; base-uri 'none'; form-action 'none';"
+        " frame-ancestors 'none'"
+    ),
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
     "Referrer-Policy": "no-referrer",
@@ -70,7 +85,8 @@ class Limits:
         request_pixels: number of pixels of all images in one request.
         waiting: number of requests that wait for the model.
         batch_tokens: number of image tokens of all requests in one batch.
-        deadline_seconds: seconds from the arrival of the headers of a request to the response.
+        deadline_seconds: seconds from the arrival of the headers of a request to the
+            response.
     """
 
     body_bytes: int = 12 << 20
@@ -87,39 +103,64 @@ class Limits:
 
 
 def overloaded(message: str, retry_after: float) -> HTTPException:
-    """Return an error with status 429 that tells the client to try again after `retry_after` seconds."""
+    """Return an error with status 429 that tells the client to try again after
+    `retry_after` seconds.
+    """
     return HTTPException(429, message, {"Retry-After": str(max(1, round(retry_after)))})
 
 
 async def answer_error(_: Request | None, error: Exception) -> JSONResponse:
-    """Return the response for an exception. Details of internal errors are logged but not sent."""
-    status, headers = 500, dict(getattr(error, "headers", None) or {})
+    """Return the response for an exception. Details of internal errors are logged
+    but not sent.
+    """
+    status = 500
+    headers = dict(getattr(error, "headers", None) or {})
     if isinstance(error, HTTPException):
-        status, message = error.status_code, str(error.detail)
+        status = error.status_code
+        message = str(error.detail)
     elif isinstance(error, RequestValidationError):
         # The values that the client sent are left out.
-        problems = [
-            f"{'.'.join(str(part) for part in problem['loc'][1:]) or 'body'}: {problem['msg']}"[:300]
-            for problem in error.errors()
-        ]
-        more = f" (and {len(problems) - _SHOWN_PROBLEMS} more)" if len(problems) > _SHOWN_PROBLEMS else ""
+        problems = []
+        for problem in error.errors():
+            field = ".".join(str(part) for part in problem["loc"][1:]) or "body"
+            problems.append(f"{field}: {problem['msg']}"[:300])
+        more = (
+            f" (and {len(problems) - _SHOWN_PROBLEMS} more)"
+            if len(problems) > _SHOWN_PROBLEMS
+            else ""
+        )
         message = "; ".join(problems[:_SHOWN_PROBLEMS]) + more
-        status = 400 if any(problem["type"] == "json_invalid" for problem in error.errors()) else 422
+        status = (
+            400
+            if any(problem["type"] == "json_invalid" for problem in error.errors())
+            else 422
+        )
     elif isinstance(error, FilterTimeoutError):
-        status, message = 504, str(error)
+        status = 504
+        message = str(error)
     elif isinstance(error, UsageError | RowIdError | ModelError):
-        status, message = 422, str(error)
+        status = 422
+        message = str(error)
     elif isinstance(error, EdjeError):
         logger.error("request failed: %s", error)
         message = "the index cannot be read; see the log of the service"
     elif isinstance(error, MemoryError):
-        status, message = 503, "not enough memory for this request; try again later, or send a smaller request"
+        status = 503
+        message = (
+            "not enough memory for this request; try again later, or send a smaller"
+            " request"
+        )
         headers = {"Retry-After": "5"}
     else:
         logger.error("request failed", exc_info=error)
         message = "internal error; see the log of the service"
-    message = message.encode("utf-8", "replace").decode()  # a lone surrogate cannot be sent
-    return JSONResponse({"error": {"code": CODES.get(status, "error"), "message": message}}, status, headers)
+    # a lone surrogate cannot be sent
+    message = message.encode("utf-8", "replace").decode()
+    return JSONResponse(
+        {"error": {"code": CODES.get(status, "error"), "message": message}},
+        status,
+        headers,
+    )
 
 
 class Metrics:
@@ -127,7 +168,8 @@ class Metrics:
 
     Attributes:
         registry: registry that holds the metrics.
-        requests: number of answered requests, by route and status. Unknown routes have the label "other".
+        requests: number of answered requests, by route and status. Unknown routes have
+            the label "other".
         seconds: durations of requests, by route.
         batches: number of requests in a batch.
         tokens: number of image tokens that the model read.
@@ -136,7 +178,12 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
-        self.requests = Counter("edje_requests", "Answered requests.", ["route", "status"], registry=registry)
+        self.requests = Counter(
+            "edje_requests",
+            "Answered requests.",
+            ["route", "status"],
+            registry=registry,
+        )
         self.seconds = Histogram(
             "edje_request_seconds",
             "Seconds from the arrival of a request to the end of its response.",
@@ -150,12 +197,19 @@ class Metrics:
             buckets=(1, 2, 4, 8, 16, 32, 64),
             registry=registry,
         )
-        self.tokens = Counter("edje_image_tokens", "Image tokens that the model read.", registry=registry)
-        self.waiting = Gauge("edje_waiting_requests", "Requests that are waiting for the model.", registry=registry)
+        self.tokens = Counter(
+            "edje_image_tokens", "Image tokens that the model read.", registry=registry
+        )
+        self.waiting = Gauge(
+            "edje_waiting_requests",
+            "Requests that are waiting for the model.",
+            registry=registry,
+        )
 
 
 class Guard:
-    """ASGI middleware that checks the API key, limits bodies and durations, and cancels requests of absent clients.
+    """ASGI middleware that checks the API key, limits bodies and durations, and cancels
+    requests of absent clients.
 
     Args:
         app: the application.
@@ -164,29 +218,41 @@ class Guard:
         metrics: metrics that count every request.
     """
 
-    def __init__(self, app: ASGIApp, limits: Limits, api_keys: Sequence[str], metrics: Metrics) -> None:
+    def __init__(
+        self, app: ASGIApp, limits: Limits, api_keys: Sequence[str], metrics: Metrics
+    ) -> None:
         self._app = app
         self._limits = limits
         self._api_keys = api_keys
         self._metrics = metrics
-        self._body_bytes = 0  # of all requests together
+        # of all requests together
+        self._body_bytes = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        limits, headers, started = self._limits, Headers(scope=scope), time.perf_counter()
-        body_bytes, status, is_abandoned, is_answered = 0, 0, False, False
+        limits = self._limits
+        headers = Headers(scope=scope)
+        started = time.perf_counter()
+        body_bytes = 0
+        status = 0
+        is_abandoned = False
+        is_answered = False
         is_received = not {"content-length", "transfer-encoding"} & set(headers.keys())
         too_large = HTTPException(
-            413, f"the body is over the limit of {limits.body_bytes:,} bytes; send a smaller request"
+            413,
+            f"the body is over the limit of {limits.body_bytes:,} bytes; send a smaller"
+            " request",
         )
-        request, watch = asyncio.current_task(), None
+        request = asyncio.current_task()
+        watch = None
         assert request is not None
 
         async def cancel_if_client_leaves() -> None:
             nonlocal is_abandoned
-            await receive()  # after the body, the only message is the end of the connection
+            # after the body, the only message is the end of the connection
+            await receive()
             if not is_answered:
                 is_abandoned = True
                 request.cancel()
@@ -200,9 +266,12 @@ class Guard:
             if body_bytes > limits.body_bytes:
                 raise too_large
             if self._body_bytes > limits.bodies_bytes:
-                raise overloaded("too many large requests are being received; try again later", 1)
+                raise overloaded(
+                    "too many large requests are being received; try again later", 1
+                )
             if not message.get("more_body"):
-                is_received, watch = True, asyncio.create_task(cancel_if_client_leaves())
+                is_received = True
+                watch = asyncio.create_task(cancel_if_client_leaves())
             return message
 
         async def send_with_headers(message: Message) -> None:
@@ -213,7 +282,8 @@ class Guard:
                 for name, value in _HEADERS.items():
                     response_headers.setdefault(name, value)
                 if not is_received:
-                    response_headers["Connection"] = "close"  # the rest of the body is not read
+                    # the rest of the body is not read
+                    response_headers["Connection"] = "close"
             elif not message.get("more_body"):
                 is_answered = True
             await send(message)
@@ -223,31 +293,49 @@ class Guard:
             if self._api_keys and scope["path"] not in OPEN_PATHS:
                 scheme, _, sent = headers.get("authorization", "").partition(" ")
                 # Every key is compared, in constant time.
-                matches = [hmac.compare_digest(sent.strip().encode(), key.encode()) for key in self._api_keys]
+                matches = [
+                    hmac.compare_digest(sent.strip().encode(), key.encode())
+                    for key in self._api_keys
+                ]
                 if scheme.lower() != "bearer" or not any(matches):
                     authenticate = {"WWW-Authenticate": "Bearer"}
-                    raise HTTPException(401, "send a valid API key as 'Authorization: Bearer KEY'", authenticate)
+                    raise HTTPException(
+                        401,
+                        "send a valid API key as 'Authorization: Bearer KEY'",
+                        authenticate,
+                    )
             if int(headers.get("content-length", "0")) > limits.body_bytes:
                 raise too_large
             async with asyncio.timeout(limits.deadline_seconds):
                 await self._app(scope, receive_body, send_with_headers)
         except TimeoutError:
             seconds = f"{limits.deadline_seconds:g} s"
-            error = HTTPException(504, f"no response within the deadline of {seconds}; send less or try again later")
+            error = HTTPException(
+                504,
+                f"no response within the deadline of {seconds}; send less or try again"
+                " later",
+            )
             if not is_received:
-                error = HTTPException(408, f"the body did not arrive within {seconds}; send less, or send it faster")
+                error = HTTPException(
+                    408,
+                    f"the body did not arrive within {seconds}; send less, or send it"
+                    " faster",
+                )
         except asyncio.CancelledError:
             if not is_abandoned:
                 raise
             request.uncancel()
-        except Exception as problem:  # a refusal, or a defect that the application has answered with status 500
+        except Exception as problem:
+            # a refusal, or a defect that the application has answered with status 500
             error = problem
         finally:
             if watch is not None:
                 watch.cancel()
             self._body_bytes -= body_bytes
             if error is not None and not status:
-                await (await answer_error(None, error))(scope, receive, send_with_headers)
+                await (await answer_error(None, error))(
+                    scope, receive, send_with_headers
+                )
             route = getattr(scope.get("route"), "path", "other")
             self._metrics.requests.labels(route, str(status or "none")).inc()
             self._metrics.seconds.labels(route).observe(time.perf_counter() - started)

@@ -22,7 +22,13 @@ from starlette.exceptions import HTTPException
 
 from edje_index import __version__
 from edje_index.images.decode import ImageError, declared_pixels, decode_rgb
-from edje_index.images.thumbnails import PHOTO_COLUMNS, PHOTO_ERRORS, describe_photo_error, read_photo, read_thumbnails
+from edje_index.images.thumbnails import (
+    PHOTO_COLUMNS,
+    PHOTO_ERRORS,
+    describe_photo_error,
+    read_photo,
+    read_thumbnails,
+)
 from edje_index.scoring.final_score import relevance
 from edje_index.scoring.weights import EMBEDDING, IMAGE_TO_TEXT, TEXT_TO_IMAGE
 from edje_index.search.hits import rank_hits
@@ -41,9 +47,13 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 _MAX_ROW_ID = (1 << 53) - 1
 _MAX_DIGITS = 15
-_CACHED = {"Cache-Control": "private, max-age=3600"}  # in the browser; the photo of a row does not change
-_PIECE_BYTES = 1 << 16  # of a photo, sent at once
-_PAIRS_PER_IMAGE = 16  # one pass of the vision tower takes about as long as this many pairs of the joint encoder
+# in the browser; the photo of a row does not change
+_CACHED = {"Cache-Control": "private, max-age=3600"}
+# of a photo, sent at once
+_PIECE_BYTES = 1 << 16
+# one pass of the vision tower takes about as long as this many pairs of the joint
+# encoder
+_PAIRS_PER_IMAGE = 16
 
 
 @dataclass
@@ -51,16 +61,20 @@ class ServiceState:
     """The state that all routes share.
 
     Attributes:
-        index: the open index. After a change of the index, a new object takes its place.
+        index: the open index. After a change of the index, a new object takes its
+            place.
         name: name of the index in requests and responses.
         limits: limits on the size and duration of requests.
         metrics: metrics for Prometheus.
         batcher: queue of requests for the model.
         file_threads: limiter for the number of threads that read files.
-        image_requests: limiter for the number of requests whose images are decoded or encoded. Two requests with images
-            leave the model free for searches most of the time.
-        photos: limiter for the number of photos that are being sent. A photo takes up to 64 MB.
-        decoding: the thread that decodes the images of requests, one after the other. An image takes up to 400 MB.
+        image_requests: limiter for the number of requests whose images are decoded or
+            encoded. Two requests with images leave the model free for searches most of
+            the time.
+        photos: limiter for the number of photos that are being sent. A photo takes up
+            to 64 MB.
+        decoding: the thread that decodes the images of requests, one after the other.
+            An image takes up to 400 MB.
     """
 
     index: TokenIndex
@@ -71,14 +85,24 @@ class ServiceState:
     file_threads: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(4))
     image_requests: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(2))
     photos: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(4))
-    decoding: Executor = field(default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="decoding"))
+    decoding: Executor = field(
+        default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="decoding")
+    )
 
     async def opened(self, precision: str | None) -> TokenIndex:
-        """Return the index, opened with the tokens of `precision`. None means the default precision."""
-        return self.index if precision is None else await self.in_thread(self.index.with_precision, precision)
+        """Return the index, opened with the tokens of `precision`. None means the
+        default precision.
+        """
+        return (
+            self.index
+            if precision is None
+            else await self.in_thread(self.index.with_precision, precision)
+        )
 
     async def in_thread(self, function: Callable[..., _T], *arguments: Any) -> _T:
-        """Call `function`, which reads files, on another thread. The number of threads is limited."""
+        """Call `function`, which reads files, on another thread. The number of
+        threads is limited.
+        """
         return await to_thread.run_sync(function, *arguments, limiter=self.file_threads)
 
     def check_query(self, *texts: str) -> None:
@@ -89,8 +113,8 @@ class ServiceState:
             if len(text) > self.limits.query_letters:
                 raise HTTPException(
                     413,
-                    f"a text has {len(text)} characters, over the limit of {self.limits.query_letters}; send a shorter "
-                    "text",
+                    f"a text has {len(text)} characters, over the limit of"
+                    f" {self.limits.query_letters}; send a shorter text",
                 )
 
     async def on_images(
@@ -100,59 +124,90 @@ class ServiceState:
         run: Callable[[list[Image.Image]], Sequence[Any]],
         pairs: int = 0,
     ) -> tuple[list[Any], Timing]:
-        """Decode encoded images, and return the results of `run` for them, with the times of the last turn.
+        """Decode encoded images, and return the results of `run` for them, with the
+        times of the last turn.
 
         Args:
             index: index whose vision tower encodes the images.
             images: the encoded images of one request.
-            run: function that the model runs: takes images as the vision tower reads them, returns their results.
+            run: function that the model runs: takes images as the vision tower reads
+                them, returns their results.
             pairs: number of pairs that `run` scores besides its images.
         """
-        encoder, limits, small = index.model.image_encoder, self.limits, []
-        pixels = await self.in_thread(lambda: [declared_pixels(data) for data in images])
+        encoder = index.model.image_encoder
+        limits = self.limits
+        small = []
+        pixels = await self.in_thread(
+            lambda: [declared_pixels(data) for data in images]
+        )
         if max(pixels) > limits.image_pixels or sum(pixels) > limits.request_pixels:
             raise HTTPException(
                 413,
-                f"send smaller or fewer images: {max(pixels)} pixels in one and {sum(pixels)} in all are over the "
-                f"limits of {limits.image_pixels} and {limits.request_pixels}",
+                f"send smaller or fewer images: {max(pixels)} pixels in one and"
+                f" {sum(pixels)} in all are over the limits of {limits.image_pixels}"
+                f" and {limits.request_pixels}",
             )
         async with self.image_requests:
             for data in images:
                 try:
                     small.append(
                         await asyncio.get_running_loop().run_in_executor(
-                            self.decoding, _decode, data, limits.image_pixels, encoder.preprocess.resize
+                            self.decoding,
+                            _decode,
+                            data,
+                            limits.image_pixels,
+                            encoder.preprocess.resize,
                         )
                     )
                 except ImageError as error:
                     status = 413 if error.reason == "too-many-pixels" else 422
-                    raise HTTPException(status, f"cannot read an image: {error}") from error
-            # On a CPU, one image takes about 0.3 s. Each image is submitted alone, so that searches run in between.
+                    raise HTTPException(
+                        status, f"cannot read an image: {error}"
+                    ) from error
+            # On a CPU, one image takes about 0.3 s. Each image is submitted alone, so
+            # that searches run in between.
             at_once = 1 if encoder.device.type == "cpu" else len(small)
             results: list[Any] = []
             for start in range(0, len(small), at_once):
                 part = small[start : start + at_once]
-                cost = (pairs + len(part) * _PAIRS_PER_IMAGE) * index.manifest.spec.block_shape[0]
-                values, timing = await self.batcher.submit(part, lambda parts: [run(part) for part in parts], cost=cost)
+                cost = (
+                    pairs + len(part) * _PAIRS_PER_IMAGE
+                ) * index.manifest.spec.block_shape[0]
+                values, timing = await self.batcher.submit(
+                    part, lambda parts: [run(part) for part in parts], cost=cost
+                )
                 results += values
         return results, timing
 
 
-def _decode(data: bytes, max_pixels: int, resize: Callable[[Image.Image], Image.Image]) -> Image.Image:
+def _decode(
+    data: bytes, max_pixels: int, resize: Callable[[Image.Image], Image.Image]
+) -> Image.Image:
     """Return an image as the vision tower reads it."""
     return resize(decode_rgb(data, max_pixels))
 
 
 def _image_bytes(text: str) -> bytes:
-    """Return the bytes of an image file that a client sent as a data URI with base64, or as base64 alone."""
+    """Return the bytes of an image file that a client sent as a data URI with
+    base64, or as base64 alone.
+    """
     header = text[:200].partition(",")[0]
     is_data = header[:5].lower() == "data:" and header[-7:].lower() == ";base64"
     if ":" in header and not is_data:
-        raise HTTPException(422, "send an image as base64 or as a data URI with base64; URLs are not fetched")
+        raise HTTPException(
+            422,
+            "send an image as base64 or as a data URI with base64; URLs are not"
+            " fetched",
+        )
     try:
-        return base64.b64decode(text[len(header) + 1 if is_data else 0 :], validate=True)
+        return base64.b64decode(
+            text[len(header) + 1 if is_data else 0 :], validate=True
+        )
     except (binascii.Error, ValueError) as error:
-        raise HTTPException(422, "an image is not valid base64; send the bytes of the image file as base64") from error
+        raise HTTPException(
+            422,
+            "an image is not valid base64; send the bytes of the image file as base64",
+        ) from error
 
 
 def _state(request: Request) -> ServiceState:
@@ -161,7 +216,9 @@ def _state(request: Request) -> ServiceState:
     return state
 
 
-router = APIRouter(responses={status: {"description": code} for status, code in CODES.items()})
+router = APIRouter(
+    responses={status: {"description": code} for status, code in CODES.items()}
+)
 State = Annotated[ServiceState, Depends(_state)]
 RowId = Annotated[int, Path(ge=0, le=_MAX_ROW_ID)]
 
@@ -175,8 +232,13 @@ async def health() -> dict[str, str]:
 @router.get("/info")
 async def info(state: State) -> dict[str, Any]:
     """Return the index with its precisions and scores, and the limits on requests."""
-    index, limits = state.index, state.limits
-    manifest, model, weights = index.manifest, index.model, index.model.weights(TEXT_TO_IMAGE)
+    index = state.index
+    limits = state.limits
+    manifest, model, weights = (
+        index.manifest,
+        index.model,
+        index.model.weights(TEXT_TO_IMAGE),
+    )
     dtype = str(model.joint.compute_dtype).removeprefix("torch.")
     described = {
         "name": state.name,
@@ -193,7 +255,9 @@ async def info(state: State) -> dict[str, Any]:
         "trained": model.info.trained,
         "dtype": dtype,
         "score": weights.described(),
-        "weights": {part: weight for part, weight in weights.by_part().items() if weight},
+        "weights": {
+            part: weight for part, weight in weights.by_part().items() if weight
+        },
     }
     return {
         "version": __version__,
@@ -205,7 +269,9 @@ async def info(state: State) -> dict[str, Any]:
         "model_id": state.name,
         "model_sha": model.info.fingerprint,
         "model_dtype": dtype,
-        "model_type": {"reranker": {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}},
+        "model_type": {
+            "reranker": {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+        },
         "max_concurrent_requests": limits.waiting,
         "max_input_length": limits.query_letters,
         "max_batch_tokens": limits.batch_tokens,
@@ -224,56 +290,85 @@ async def metrics(state: State) -> Response:
 
 @router.post("/search")
 async def search(state: State, body: schemas.SearchRequest) -> dict[str, Any]:
-    """Search by text, or search for images that are similar to an image or to a row, or by both together."""
+    """Search by text, or search for images that are similar to an image or to a
+    row, or by both together.
+    """
     index = await state.opened(body.precision)
-    where, tokens = body.where, index.manifest.spec.block_shape[0]
+    where = body.where
+    tokens = index.manifest.spec.block_shape[0]
     weights = index.model.weights(TEXT_TO_IMAGE, body.score or "bundle").by_part()
     is_reranked = any(weight for part, weight in weights.items() if part != EMBEDDING)
-    if where is not None:  # the rows are read before the model is busy with the request
-        await state.in_thread(index.rows.passing, where, time.monotonic() + state.limits.deadline_seconds)
-    k, pool = body.skip + (body.pool if body.embedding_order else body.k), body.skip + body.pool
+    # the rows are read before the model is busy with the request
+    if where is not None:
+        await state.in_thread(
+            index.rows.passing, where, time.monotonic() + state.limits.deadline_seconds
+        )
+    k = body.skip + (body.pool if body.embedding_order else body.k)
+    pool = body.skip + body.pool
     cost = tokens * (pool if is_reranked and body.query is not None else 1)
     options: dict[str, Any] = {"score": body.score, "where": where}
     if body.query is not None:
         state.check_query(body.query)
 
     def search_texts(payloads: Sequence[tuple[str, int]]) -> list[Any]:
-        texts, counts = [text for text, _ in payloads], [count for _, count in payloads]
+        texts = [text for text, _ in payloads]
+        counts = [count for _, count in payloads]
         hits_of_each = index.search(texts, max(counts), pool, **options)
-        return [hits.first(count) for hits, count in zip(hits_of_each, counts, strict=True)]
+        return [
+            hits.first(count) for hits, count in zip(hits_of_each, counts, strict=True)
+        ]
 
     def search_images(images: Sequence[Any]) -> list[Any]:
         if body.query is None:
             return [index.search_image(image, k, where=where) for image in images]
-        return [index.search(body.query, k, pool, image=image, **options) for image in images]
+        return [
+            index.search(body.query, k, pool, image=image, **options)
+            for image in images
+        ]
 
     if body.image is not None:
-        (hits,), timing = await state.on_images(index, [_image_bytes(body.image)], search_images, cost // tokens)
+        (hits,), timing = await state.on_images(
+            index, [_image_bytes(body.image)], search_images, cost // tokens
+        )
     elif body.row_id is not None:
         hits, timing = await state.batcher.submit(body.row_id, search_images, cost=cost)
     else:
         kind = ("search", id(index.store), pool, *options.values())
-        hits, timing = await state.batcher.submit((body.query, k), search_texts, cost=cost, kind=kind)
+        hits, timing = await state.batcher.submit(
+            (body.query, k), search_texts, cost=cost, kind=kind
+        )
     del hits[: body.skip]
     if body.columns is not None:
         row_ids = np.array([hit.row_id for hit in hits], dtype=np.int64)
         described = await state.in_thread(index.rows.described, row_ids, body.columns)
-        hits[:] = [replace(hit, columns=columns) for hit, (_, columns) in zip(hits, described, strict=True)]
-    best = [{**vars(hit), "rank": rank, "embedding_rank": None} for rank, hit in enumerate(hits, 1)]
+        hits[:] = [
+            replace(hit, columns=columns)
+            for hit, (_, columns) in zip(hits, described, strict=True)
+        ]
+    best = [
+        {**vars(hit), "rank": rank, "embedding_rank": None}
+        for rank, hit in enumerate(hits, 1)
+    ]
     by_embedding = None
     if body.query is not None and body.embedding_order and is_reranked and hits:
-        best = [{**vars(hit), "rank": rank, "embedding_rank": other} for hit, rank, other in rank_hits(hits)]
+        best = [
+            {**vars(hit), "rank": rank, "embedding_rank": other}
+            for hit, rank, other in rank_hits(hits)
+        ]
         by_embedding = sorted(best, key=lambda hit: hit["embedding_rank"])[: body.k]
     return {
         "precision": index.precision,
         "hits": best[: body.k],
         "by_embedding": by_embedding,
         "weights": {part: weight for part, weight in weights.items() if weight},
-        "timing": {  # milliseconds in the queue, of the batch, and of each stage of the batch
+        # milliseconds in the queue, of the batch, and of each stage of the batch
+        "timing": {
             "waited_ms": 1000 * timing.waited,
             "computed_ms": 1000 * timing.computed,
             "batch": timing.batch,
-            "stages_ms": {stage: 1000 * seconds for stage, seconds in hits.stages.items()},
+            "stages_ms": {
+                stage: 1000 * seconds for stage, seconds in hits.stages.items()
+            },
         },
     }
 
@@ -281,21 +376,31 @@ async def search(state: State, body: schemas.SearchRequest) -> dict[str, Any]:
 @router.post("/search/texts")
 async def search_texts(state: State, body: schemas.TextSearchRequest) -> dict[str, Any]:
     """Search for the texts that describe an image, or the image of a row, best."""
-    texts, limits = body.texts, state.limits
+    texts = body.texts
+    limits = state.limits
     if len(texts) > limits.documents:
-        raise HTTPException(413, f"send fewer texts: {len(texts)} are over the limit of {limits.documents}")
+        raise HTTPException(
+            413,
+            f"send fewer texts: {len(texts)} are over the limit of {limits.documents}",
+        )
     state.check_query(*texts)
     index = await state.opened(body.precision)
 
     def run(queries: Sequence[Any]) -> list[Any]:
-        return [index.search_texts(query, texts, body.k, body.pool, score=body.score) for query in queries]
+        return [
+            index.search_texts(query, texts, body.k, body.pool, score=body.score)
+            for query in queries
+        ]
 
-    pairs = min(body.pool, len(texts)) + len(texts)  # a text takes the text tower about as long as a pair takes
+    # a text takes the text tower about as long as a pair takes
+    pairs = min(body.pool, len(texts)) + len(texts)
     if body.image is None:
         cost = pairs * index.manifest.spec.block_shape[0]
         hits, _ = await state.batcher.submit(body.row_id, run, cost=cost)
     else:
-        (hits,), _ = await state.on_images(index, [_image_bytes(body.image)], run, pairs)
+        (hits,), _ = await state.on_images(
+            index, [_image_bytes(body.image)], run, pairs
+        )
     weights = index.model.weights(IMAGE_TO_TEXT, body.score or "bundle").by_part()
     return {
         "precision": index.precision,
@@ -312,16 +417,20 @@ async def rerank(
 ) -> list[dict[str, Any]] | dict[str, Any]:
     """Score documents for a query, best first.
 
-    Requests and responses have the format of text-embeddings-inference, or the common format of Cohere and Jina.
-    A document is an image, or the row id or uri of a row of the index. The score of the first format and the
-    relevance_score of the second are relevances between 0 and 1. The final score, by which documents are sorted, is the
-    member score of the second format, and the score of the first format with raw_scores.
+    Requests and responses have the format of text-embeddings-inference, or the common
+    format of Cohere and Jina. A document is an image, or the row id or uri of a row of
+    the index. The score of the first format and the relevance_score of the second are
+    relevances between 0 and 1. The final score, by which documents are sorted, is the
+    member score of the second format, and the score of the first format with
+    raw_scores.
     """
     if isinstance(body, schemas.TeiRerankRequest):
         scores = await _rerank(state, body.query, body.texts)
         answers: list[dict[str, Any]] = []
         for position, score, relevant in scores:
-            answers.append({"index": position, "score": score if body.raw_scores else relevant})
+            answers.append(
+                {"index": position, "score": score if body.raw_scores else relevant}
+            )
             if body.return_text and isinstance(text := body.texts[position], str):
                 answers[-1]["text"] = text
         return answers
@@ -332,45 +441,92 @@ async def rerank(
         if body.return_documents and isinstance(text := body.documents[position], str):
             results[-1]["document"] = {"text": text}
     meta = {"api_version": {"version": "2"}}
-    return {"id": str(uuid.uuid4()), "model": state.name, "results": results, "meta": meta, "usage": {}}
+    return {
+        "id": str(uuid.uuid4()),
+        "model": state.name,
+        "results": results,
+        "meta": meta,
+        "usage": {},
+    }
 
 
-async def _rerank(state: ServiceState, query: str, documents: list[schemas.Document]) -> list[tuple[int, float, float]]:
+async def _rerank(
+    state: ServiceState, query: str, documents: list[schemas.Document]
+) -> list[tuple[int, float, float]]:
     """Return (position, score, relevance) of each document, best first."""
-    limits, index = state.limits, state.index
+    limits = state.limits
+    index = state.index
     state.check_query(query)
     if len(documents) > limits.documents:
-        raise HTTPException(413, f"send fewer documents: {len(documents)} are over the limit of {limits.documents}")
-    values = {position: _document(document, position) for position, document in enumerate(documents)}
-    rows = {position: value for position, value in values.items() if not isinstance(value, bytes)}
-    images = {position: value for position, value in values.items() if isinstance(value, bytes)}
+        raise HTTPException(
+            413,
+            f"send fewer documents: {len(documents)} are over the limit of"
+            f" {limits.documents}",
+        )
+    values = {
+        position: _document(document, position)
+        for position, document in enumerate(documents)
+    }
+    rows = {
+        position: value
+        for position, value in values.items()
+        if not isinstance(value, bytes)
+    }
+    images = {
+        position: value
+        for position, value in values.items()
+        if isinstance(value, bytes)
+    }
     if len(images) > limits.images:
-        raise HTTPException(413, f"send fewer images: {len(images)} are over the limit of {limits.images}")
+        raise HTTPException(
+            413,
+            f"send fewer images: {len(images)} are over the limit of {limits.images}",
+        )
     scores: dict[int, float] = {}
     tokens = index.manifest.spec.block_shape[0]
     if rows:
         try:
-            row_ids = (await state.in_thread(requested_rows, index.committed, list(rows.values()))).tolist()
+            row_ids = (
+                await state.in_thread(
+                    requested_rows, index.committed, list(rows.values())
+                )
+            ).tolist()
         except (RowIdError, UsageError) as error:
             hint = "; URLs are not fetched" if "://" in str(error) else ""
             raise HTTPException(422, f"{error}{hint}") from error
 
         def rerank_rows(payloads: Sequence[tuple[str, Sequence[int]]]) -> list[Any]:
-            return index.rerank_each([text for text, _ in payloads], [its_rows for _, its_rows in payloads])
+            return index.rerank_each(
+                [text for text, _ in payloads], [its_rows for _, its_rows in payloads]
+            )
 
         unique = sorted(set(row_ids))
         hits, _ = await state.batcher.submit(
-            (query, unique), rerank_rows, cost=len(unique) * tokens, kind=("rerank", id(index.store))
+            (query, unique),
+            rerank_rows,
+            cost=len(unique) * tokens,
+            kind=("rerank", id(index.store)),
         )
         of_row = {hit.row_id: hit.score for hit in hits}
-        scores |= {position: of_row[row_id] for position, row_id in zip(rows, row_ids, strict=True)}
+        scores |= {
+            position: of_row[row_id]
+            for position, row_id in zip(rows, row_ids, strict=True)
+        }
     if images:
         image_scores, _ = await state.on_images(
-            index, list(images.values()), lambda part: index.score_pairs([(query, each) for each in part]), len(images)
+            index,
+            list(images.values()),
+            lambda part: index.score_pairs([(query, each) for each in part]),
+            len(images),
         )
         scores |= dict(zip(images, image_scores, strict=True))
-    relevances = relevance(np.array([*scores.values()]), index.model.weights(TEXT_TO_IMAGE)).tolist()
-    rated = [(position, score, value) for (position, score), value in zip(scores.items(), relevances, strict=True)]
+    relevances = relevance(
+        np.array([*scores.values()]), index.model.weights(TEXT_TO_IMAGE)
+    ).tolist()
+    rated = [
+        (position, score, value)
+        for (position, score), value in zip(scores.items(), relevances, strict=True)
+    ]
     return sorted(rated, key=lambda item: (-item[1], item[0]))
 
 
@@ -383,14 +539,20 @@ def _document(document: schemas.Document, position: int) -> int | str | bytes:
             return document.uri
         if document.text is None:
             if document.image is None:
-                raise HTTPException(422, f"document {position} is empty: set one of row_id, uri, text and image")
+                raise HTTPException(
+                    422,
+                    f"document {position} is empty: set one of row_id, uri, text and"
+                    " image",
+                )
             return _image_bytes(document.image)
         document = document.text
     if isinstance(document, int):
         return document
     if document[:5].lower() == "data:":
         return _image_bytes(document)
-    is_row_id = document.isascii() and document.isdecimal() and len(document) <= _MAX_DIGITS
+    is_row_id = (
+        document.isascii() and document.isdecimal() and len(document) <= _MAX_DIGITS
+    )
     return int(document) if is_row_id else document
 
 
@@ -400,39 +562,67 @@ async def embed(state: State, body: schemas.EmbedRequest) -> list[list[float]]:
     limits = state.limits
     inputs = body.inputs if isinstance(body.inputs, list) else [body.inputs]
     texts = [value for value in inputs if isinstance(value, str)]
-    images = [_image_bytes(value.image) for value in inputs if isinstance(value, schemas.ImageInput)]
+    images = [
+        _image_bytes(value.image)
+        for value in inputs
+        if isinstance(value, schemas.ImageInput)
+    ]
     if len(inputs) > limits.documents or len(images) > limits.images:
         raise HTTPException(
-            413, f"{len(inputs)} inputs: send at most {limits.documents} texts or {limits.images} images"
+            413,
+            f"{len(inputs)} inputs: send at most {limits.documents} texts or"
+            f" {limits.images} images",
         )
     if texts and images:
-        raise HTTPException(422, "a request cannot mix texts and images; send either texts or images")
+        raise HTTPException(
+            422, "a request cannot mix texts and images; send either texts or images"
+        )
     state.check_query(*texts)
     index = state.index
-    model, tokens = index.model, index.manifest.spec.block_shape[0]
+    model = index.model
+    tokens = index.manifest.spec.block_shape[0]
     embeddings: list[list[float]] = []
     if texts:
 
         def embed_texts(payloads: Sequence[Sequence[str]]) -> list[Any]:
-            every = iter(model.text.encode([text for texts in payloads for text in texts]).tolist())
+            every = iter(
+                model.text.encode(
+                    [text for texts in payloads for text in texts]
+                ).tolist()
+            )
             return [list(islice(every, len(texts))) for texts in payloads]
 
         # A text takes the text tower about as long as one pair takes the joint encoder.
         embeddings, _ = await state.batcher.submit(
-            texts, embed_texts, cost=len(texts) * tokens, kind=("embed", id(index.store))
+            texts,
+            embed_texts,
+            cost=len(texts) * tokens,
+            kind=("embed", id(index.store)),
         )
     elif images:
         embeddings, _ = await state.on_images(
-            index, images, lambda part: encode_images(model.image_encoder, part)[1].tolist()
+            index,
+            images,
+            lambda part: encode_images(model.image_encoder, part)[1].tolist(),
         )
     return embeddings
 
 
-@router.get("/thumbnails/{row_id}", response_class=Response, responses={200: {"content": {"image/jpeg": {}}}})
-async def thumbnail(state: State, row_id: RowId, side: int = Query(256, ge=16, le=2048)) -> Response:
-    """Return a JPEG of the image of a row with at most `side` pixels, or status 404 if there is no image."""
+@router.get(
+    "/thumbnails/{row_id}",
+    response_class=Response,
+    responses={200: {"content": {"image/jpeg": {}}}},
+)
+async def thumbnail(
+    state: State, row_id: RowId, side: int = Query(256, ge=16, le=2048)
+) -> Response:
+    """Return a JPEG of the image of a row with at most `side` pixels, or status 404
+    if there is no image.
+    """
     try:
-        (found,) = await state.in_thread(read_thumbnails, state.index.committed, [row_id], side)
+        (found,) = await state.in_thread(
+            read_thumbnails, state.index.committed, [row_id], side
+        )
     except RowIdError as error:
         raise HTTPException(404, str(error)) from error
     if found.jpeg is None:
@@ -440,13 +630,21 @@ async def thumbnail(state: State, row_id: RowId, side: int = Query(256, ge=16, l
     return Response(found.jpeg, media_type="image/jpeg", headers=_CACHED)
 
 
-@router.get("/photos/{row_id}", response_class=Response, responses={200: {"content": {"application/octet-stream": {}}}})
+@router.get(
+    "/photos/{row_id}",
+    response_class=Response,
+    responses={200: {"content": {"application/octet-stream": {}}}},
+)
 async def photo(state: State, row_id: RowId) -> Response:
-    """Return the file of the image of a row as it was indexed, or status 404 if there is none."""
+    """Return the file of the image of a row as it was indexed, or status 404 if
+    there is none.
+    """
 
     async def content() -> AsyncIterator[bytes]:
         async with state.photos:
-            rows = await state.in_thread(read_index_rows, state.index.committed, [row_id], PHOTO_COLUMNS)
+            rows = await state.in_thread(
+                read_index_rows, state.index.committed, [row_id], PHOTO_COLUMNS
+            )
             data = await state.in_thread(read_photo, rows.to_pylist()[0])
             yield b""
             for start in range(0, len(data), _PIECE_BYTES):
@@ -454,7 +652,12 @@ async def photo(state: State, row_id: RowId) -> Response:
 
     pieces = content()
     try:
-        await anext(pieces)  # reads the photo, before the response begins
+        # reads the photo, before the response begins
+        await anext(pieces)
     except PHOTO_ERRORS as error:
-        raise HTTPException(404, f"row {row_id} cannot be sent: {describe_photo_error(error)}") from error
-    return StreamingResponse(pieces, media_type="application/octet-stream", headers=_CACHED)
+        raise HTTPException(
+            404, f"row {row_id} cannot be sent: {describe_photo_error(error)}"
+        ) from error
+    return StreamingResponse(
+        pieces, media_type="application/octet-stream", headers=_CACHED
+    )

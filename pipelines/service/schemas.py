@@ -6,15 +6,17 @@ from typing import Annotated, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr, model_validator
 
-_MAX_ROW_ID = 1 << 53  # the largest integer that every JSON reader keeps exactly
+# the largest integer that every JSON reader keeps exactly
+_MAX_ROW_ID = 1 << 53
 _Item = TypeVar("_Item")
 
 RowId = Annotated[int, Field(ge=0, lt=_MAX_ROW_ID, strict=True)]
 Text = Annotated[str, Field(min_length=1, max_length=1 << 24)]
 Name = Annotated[str, Field(min_length=1, max_length=255)]
 Count = Annotated[int, Field(ge=1, le=1000, strict=True)]
-# Validation blocks all requests, and each error takes a kilobyte, so it ends at the first error or too many items. The
-# limits of the service on the number of items are lower and have better messages.
+# Validation blocks all requests, and each error takes a kilobyte, so it ends at the
+# first error or too many items. The limits of the service on the number of items are
+# lower and have better messages.
 Items = Annotated[list[_Item], Field(max_length=10_000, fail_fast=True)]
 
 
@@ -30,10 +32,16 @@ class _Search(_Request):
     score: str | None = Field(
         None,
         max_length=200,
-        description="Score to sort by, for example embedding; the default is the score of the bundle.",
+        description=(
+            "Score to sort by, for example embedding; the default is the score of the"
+            " bundle."
+        ),
     )
     precision: Name | None = Field(
-        None, description="Precision of the tokens; the default is the value of precision in /info."
+        None,
+        description=(
+            "Precision of the tokens; the default is the value of precision in /info."
+        ),
     )
 
     def _check(self, query: str | None, needed: str) -> Self:
@@ -41,36 +49,59 @@ class _Search(_Request):
         if not any(given) or all(given[1:]):
             raise ValueError(f"give {needed}")
         if self.pool < self.k:
-            raise ValueError(f"pool must be at least k, got pool = {self.pool} and k = {self.k}")
+            raise ValueError(
+                f"pool must be at least k, got pool = {self.pool} and k = {self.k}"
+            )
         return self
 
 
 class SearchRequest(_Search):
-    """A search by text, for images that are similar to an image or a row, or by text and image together."""
+    """A search by text, for images that are similar to an image or a row, or by
+    text and image together.
+    """
 
     query: Text | None = Field(None, description="The text to search for.")
     where: str | None = Field(
         None,
         min_length=1,
         max_length=4096,
-        description="Filter such as width > 800 and licence = 'cc0'; only rows that pass are searched. /info lists "
-        "the columns.",
+        description=(
+            "Filter such as width > 800 and licence = 'cc0'; only rows that pass are"
+            " searched. /info lists the columns."
+        ),
     )
     columns: list[Name] | None = Field(
-        None, max_length=64, description="Columns of the rows that each hit brings; the default is the captions."
+        None,
+        max_length=64,
+        description=(
+            "Columns of the rows that each hit brings; the default is the captions."
+        ),
     )
-    skip: int = Field(0, ge=0, le=10_000, strict=True, description="Number of the best hits to leave out.")
-    embedding_order: bool = Field(False, description="Also return the first k candidates in the order by embedding.")
+    skip: int = Field(
+        0,
+        ge=0,
+        le=10_000,
+        strict=True,
+        description="Number of the best hits to leave out.",
+    )
+    embedding_order: bool = Field(
+        False,
+        description="Also return the first k candidates in the order by embedding.",
+    )
 
     @model_validator(mode="after")
     def _check_search(self) -> Self:
         if self.skip and self.query is not None and self.score != "embedding":
             raise ValueError("skip with a query needs the score embedding")
-        return self._check(self.query, "query, image or row_id, or query with one of the others")
+        return self._check(
+            self.query, "query, image or row_id, or query with one of the others"
+        )
 
 
 class TextSearchRequest(_Search):
-    """A search for the texts that describe an image best. Exactly one of `image` and `row_id` is set."""
+    """A search for the texts that describe an image best. Exactly one of `image`
+    and `row_id` is set.
+    """
 
     texts: Items[Text] = Field(min_length=1, description="The texts to choose from.")
 
@@ -80,11 +111,16 @@ class TextSearchRequest(_Search):
 
 
 class DocumentObject(BaseModel):
-    """A document as a JSON object. If several members are set, the first of row_id, uri, text and image is used."""
+    """A document as a JSON object. If several members are set, the first of row_id,
+    uri, text and image is used.
+    """
 
     row_id: RowId | None = None
     uri: Text | None = None
-    text: Text | None = Field(None, description="The uri of a row, a row id in digits, or an image as data URI.")
+    text: Text | None = Field(
+        None,
+        description="The uri of a row, a row id in digits, or an image as data URI.",
+    )
     image: Text | None = Field(None, description="An image as base64 or data URI.")
 
 
@@ -95,15 +131,21 @@ class TeiRerankRequest(BaseModel):
     """A re-ranking request in the format of Hugging Face text-embeddings-inference."""
 
     query: Text
-    texts: Items[Document] = Field(description="Row ids, uris of rows, or images as data URIs.")
+    texts: Items[Document] = Field(
+        description="Row ids, uris of rows, or images as data URIs."
+    )
     return_text: bool = False
-    raw_scores: bool = Field(False, description="Return final scores instead of relevances between 0 and 1.")
+    raw_scores: bool = Field(
+        False, description="Return final scores instead of relevances between 0 and 1."
+    )
     truncate: bool | None = None
     truncation_direction: str | None = None
 
 
 class CohereRerankRequest(BaseModel):
-    """A re-ranking request in the common format of Cohere and Jina. `model` has no effect."""
+    """A re-ranking request in the common format of Cohere and Jina. `model` has no
+    effect.
+    """
 
     query: Text
     documents: Items[Document] = Field(description="Row ids, uris of rows, or images.")
@@ -119,8 +161,12 @@ class ImageInput(_Request):
 
 
 class EmbedRequest(BaseModel):
-    """Texts or images to embed, in the format of Hugging Face text-embeddings-inference."""
+    """Texts or images to embed, in the format of Hugging Face
+    text-embeddings-inference.
+    """
 
     inputs: Text | ImageInput | Items[Text | ImageInput]
     truncate: bool | None = None
-    normalize: Literal[True] = Field(True, description="Embeddings always have unit length.")
+    normalize: Literal[True] = Field(
+        True, description="Embeddings always have unit length."
+    )

@@ -39,10 +39,12 @@ def listen(host: str, port: int) -> socket.socket:
         listener = socket.create_server((host, port), family=family)
     except OSError as error:
         raise UsageError(
-            f"cannot listen on {host}:{port}: {error.strerror or error}; choose another host or port"
+            f"cannot listen on {host}:{port}: {error.strerror or error}; choose another"
+            " host or port"
         ) from error
-    # Connections inherit it. asyncio sets it only if the socket names its protocol; the body of a response would wait
-    # 40 ms for the client's acknowledgement of the headers.
+    # Connections inherit it. asyncio sets it only if the socket names its protocol; the
+    # body of a response would wait 40 ms for the client's acknowledgement of the
+    # headers.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener
 
@@ -53,8 +55,11 @@ def address_of(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def open_warm(path: Path, model: Path | None = None, *, device: str = "auto", dtype: str = "auto") -> TokenIndex:
-    """Open the index at `path`, load the whole model and run it once, so that the first request is as fast as others.
+def open_warm(
+    path: Path, model: Path | None = None, *, device: str = "auto", dtype: str = "auto"
+) -> TokenIndex:
+    """Open the index at `path`, load the whole model and run it once, so that the first
+    request is as fast as others.
 
     The arguments and errors are those of `TokenIndex.open`.
     """
@@ -66,7 +71,9 @@ def open_warm(path: Path, model: Path | None = None, *, device: str = "auto", dt
 
 
 async def follow_changes(state: ServiceState) -> None:
-    """Check the index every two seconds, and open it again after a change. Runs until the task is cancelled."""
+    """Check the index every two seconds, and open it again after a change. Runs
+    until the task is cancelled.
+    """
     before = ""
     while True:
         await asyncio.sleep(_WATCH_SECONDS)
@@ -76,7 +83,11 @@ async def follow_changes(state: ServiceState) -> None:
         except (EdjeError, OSError, MemoryError) as error:
             problem = str(error) or type(error).__name__
         if problem and problem != before:
-            logger.warning("the service keeps using the earlier snapshot of %s: %s", state.name, problem)
+            logger.warning(
+                "the service keeps using the earlier snapshot of %s: %s",
+                state.name,
+                problem,
+            )
         before = problem
 
 
@@ -88,55 +99,88 @@ def run_service(
     api_keys: Sequence[str] = (),
     allowed_hosts: Sequence[str] = (),
 ) -> None:
-    """Answer requests until SIGTERM or SIGINT. Then answer the requests that have arrived, and return.
+    """Answer requests until SIGTERM or SIGINT. Then answer the requests that have
+    arrived, and return.
 
-    Every 10 seconds, the connections are closed that have sent no complete headers, or not read an answer, for 10
-    seconds. Uvicorn has no limit on this time: 600 connections that sent nothing, or a part of the headers, kept the
-    service from answering anybody until they ended. With this limit, the service answered again after 15 s. A
-    connection that waits for its next request is closed after 75 seconds.
+    Every 10 seconds, the connections are closed that have sent no complete headers, or
+    not read an answer, for 10 seconds. Uvicorn has no limit on this time: 600
+    connections that sent nothing, or a part of the headers, kept the service from
+    answering anybody until they ended. With this limit, the service answered again
+    after 15 s. A connection that waits for its next request is closed after 75 seconds.
 
     Args:
         index: the open index.
         limits: limits on the size and duration of requests.
         listener: a socket that `listen` returned.
         on_ready: called once, when the service answers.
-        api_keys: valid API keys. Each request must send one of these keys. If empty, requests need no key.
-        allowed_hosts: host names that the Host header may contain; if empty, any host name is accepted. Checking the
-            header protects a service on loopback from DNS rebinding.
+        api_keys: valid API keys. Each request must send one of these keys. If empty,
+            requests need no key.
+        allowed_hosts: host names that the Host header may contain; if empty, any host
+            name is accepted. Checking the header protects a service on loopback from
+            DNS rebinding.
     """
     metrics = Metrics()
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        name = str(index.root).rstrip("/").rpartition("/")[2].removesuffix(".edje") or "index"
-        app.state.service = state = ServiceState(index, name, limits, metrics, Batcher(limits, metrics))
+        name = (
+            str(index.root).rstrip("/").rpartition("/")[2].removesuffix(".edje")
+            or "index"
+        )
+        app.state.service = state = ServiceState(
+            index, name, limits, metrics, Batcher(limits, metrics)
+        )
         watch = asyncio.create_task(follow_changes(state))
         on_ready()
         yield
         watch.cancel()
 
-    # The documentation pages of FastAPI load scripts from a CDN, so they are off; static/docs shows /openapi.json.
-    app = FastAPI(title="edje-index", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
+    # The documentation pages of FastAPI load scripts from a CDN, so they are off;
+    # static/docs shows /openapi.json.
+    app = FastAPI(
+        title="edje-index",
+        version=__version__,
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+    )
     app.include_router(router)
     app.mount("/", StaticFiles(directory=STATIC, html=True))
-    for kind in (HTTPException, RequestValidationError, EdjeError, MemoryError, Exception):
+    for kind in (
+        HTTPException,
+        RequestValidationError,
+        EdjeError,
+        MemoryError,
+        Exception,
+    ):
         app.add_exception_handler(kind, answer_error)
     idle: dict[Any, tuple[Any, int]] = {}
 
     async def close_idle_connections() -> None:
         nonlocal idle
-        before, idle = idle, {}
+        before = idle
+        idle = {}
         connections: set[Any] = server.server_state.connections
         for connection in tuple(connections):
-            cycle, unread = connection.cycle, connection.transport.get_write_buffer_size()
-            is_kept_alive = connection.timeout_keep_alive_task is not None and not unread
+            cycle = connection.cycle
+            unread = connection.transport.get_write_buffer_size()
+            is_kept_alive = (
+                connection.timeout_keep_alive_task is not None and not unread
+            )
             if cycle is None or (cycle.response_complete and not is_kept_alive):
                 idle[connection] = cycle, unread
                 if before.get(connection) == idle[connection]:
                     connection.transport.abort()
 
     config = uvicorn.Config(
-        Guard(TrustedHostMiddleware(app, list(allowed_hosts) or ["*"], www_redirect=False), limits, api_keys, metrics),
+        Guard(
+            TrustedHostMiddleware(
+                app, list(allowed_hosts) or ["*"], www_redirect=False
+            ),
+            limits,
+            api_keys,
+            metrics,
+        ),
         http="h11",
         loop="asyncio",
         lifespan="on",
@@ -147,15 +191,21 @@ def run_service(
         proxy_headers=False,
         limit_concurrency=limits.connections,
         h11_max_incomplete_event_size=64 << 10,
-        timeout_keep_alive=75,  # a reverse proxy reuses a connection for 60 s; its request must not meet the end of it
+        # a reverse proxy reuses a connection for 60 s; its request must not meet the
+        # end of it
+        timeout_keep_alive=75,
         timeout_graceful_shutdown=int(limits.deadline_seconds) + 1,
         timeout_notify=10,
         callback_notify=close_idle_connections,
     )
     server = uvicorn.Server(config)
-    # Uvicorn raises a signal again after it has stopped. With these handlers, a requested stop is no failure, and a
-    # signal is not lost before uvicorn has set its own.
-    handlers = {number: signal.signal(number, server.handle_exit) for number in (signal.SIGTERM, signal.SIGINT)}
+    # Uvicorn raises a signal again after it has stopped. With these handlers, a
+    # requested stop is no failure, and a signal is not lost before uvicorn has set its
+    # own.
+    handlers = {
+        number: signal.signal(number, server.handle_exit)
+        for number in (signal.SIGTERM, signal.SIGINT)
+    }
     try:
         server.run(sockets=[listener])
     finally:

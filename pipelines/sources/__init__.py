@@ -1,6 +1,8 @@
-"""Sources of images: directories, archives, Parquet files, lists of paths, and single image files.
+"""Sources of images: directories, archives, Parquet files, lists of paths, and single
+image files.
 
-Opens sources, lists their inputs, and finds duplicates. Sources that cannot be read or that overlap raise an error.
+Opens sources, lists their inputs, and finds duplicates. Sources that cannot be read or
+that overlap raise an error.
 """
 
 from __future__ import annotations
@@ -22,7 +24,12 @@ from edje_index.images.containers import ARCHIVE_SUFFIXES, PARQUET_SUFFIX
 from edje_index.images.decode import ImageError, content_hash
 from edje_index.images.inputs import InputRef, metadata_text, read_bytes
 from edje_index.images.remote import list_remote_folder, require_libraries
-from edje_index.images.urls import has_credentials, is_remote, scheme_of, without_credentials
+from edje_index.images.urls import (
+    has_credentials,
+    is_remote,
+    scheme_of,
+    without_credentials,
+)
 from pipelines.progress.events import JobStopped, OnEvent, Progress, ShouldStop
 from pipelines.sources.base import (
     STANDARD_INPUT,
@@ -36,7 +43,12 @@ from pipelines.sources.base import (
     read_head,
 )
 from pipelines.sources.folder import FolderSource
-from pipelines.sources.lists import CAPTION_SUFFIX, LINES_SUFFIX, TABLE_SUFFIXES, ListSource
+from pipelines.sources.lists import (
+    CAPTION_SUFFIX,
+    LINES_SUFFIX,
+    TABLE_SUFFIXES,
+    ListSource,
+)
 from pipelines.sources.packed import (
     ArchiveSource,
     ParquetImagesSource,
@@ -51,60 +63,83 @@ from storage_formats.format.object_store import WEB_SCHEMES
 from storage_formats.ordered_results import ordered_map
 
 ACCEPTED = (
-    f"a directory, an archive ({', '.join(ARCHIVE_SUFFIXES)}), a Parquet file of images, a list of paths "
-    f"({', '.join((*TABLE_SUFFIXES, LINES_SUFFIX))}, or - for standard input), a caption file "
-    f"({CAPTION_SUFFIX}, of COCO or Karpathy), an image file, a URL of any of these, or a quoted pattern such as "
-    "'shards-{0000..0127}.tar' or 'shards/*.tar'"
+    f"a directory, an archive ({', '.join(ARCHIVE_SUFFIXES)}), a Parquet file of"
+    f" images, a list of paths ({', '.join((*TABLE_SUFFIXES, LINES_SUFFIX))}, or - for"
+    f" standard input), a caption file ({CAPTION_SUFFIX}, of COCO or Karpathy), an"
+    " image file, a URL of any of these, or a quoted pattern such as"
+    " 'shards-{0000..0127}.tar' or 'shards/*.tar'"
 )
 MAX_EXPANSIONS = 100_000
 _PACKED = (ArchiveSource, ParquetImagesSource)
 _BRACES = re.compile(r"\{(?:(-?\d{1,18})\.\.(-?\d{1,18})|([^{}]*,[^{}]*))\}")
 _MAX_THREADS = 8
-_AHEAD = 4  # inputs per thread that are being hashed or wait for the caller
-_REPORT_SECONDS = 0.5  # at least between two progress events
+# inputs per thread that are being hashed or wait for the caller
+_AHEAD = 4
+# at least between two progress events
+_REPORT_SECONDS = 0.5
 _STOPPED = "stopped while listing the sources"
 
 
-def open_sources(specs: Iterable[str], column: str | None = None, *, clips: bool = False) -> list[Source]:
+def open_sources(
+    specs: Iterable[str], column: str | None = None, *, clips: bool = False
+) -> list[Source]:
     """Open sources in order. A brace pattern opens one source per name.
 
     Args:
         specs: paths or brace patterns; `ACCEPTED` lists the kinds of sources.
-        column: name of the path column in lists of paths; None selects the first column with a name in `PATH_COLUMNS`.
+        column: name of the path column in lists of paths; None selects the first column
+            with a name in `PATH_COLUMNS`.
 
     Raises:
-        UsageError: a source does not exist, is of an unknown kind, or overlaps another source. Also raised if `column`
-            is given but no source is a list of paths.
+        UsageError: a source does not exist, is of an unknown kind, or overlaps another
+            source. Also raised if `column` is given but no source is a list of paths.
     """
     names: list[str] = []
     for spec in specs:
         is_pattern = spec != STANDARD_INPUT and not os.path.exists(spec)
-        names += [name for pattern in expand_braces(spec) for name in _matches(pattern)] if is_pattern else [spec]
+        names += (
+            [name for pattern in expand_braces(spec) for name in _matches(pattern)]
+            if is_pattern
+            else [spec]
+        )
     sources = [open_source(name, column, clips=clips) for name in names]
-    if column is not None and not any(getattr(source, "column", None) for source in sources):
+    if column is not None and not any(
+        getattr(source, "column", None) for source in sources
+    ):
         raise UsageError(
-            f"the column {column} is given, but no source is a table with columns; leave the column out",
+            f"the column {column} is given, but no source is a table with columns;"
+            " leave the column out",
             parameter="column",
         )
     for source, other in _contained(sources):
         if _real_path(source) == _real_path(other):
             raise UsageError(
-                f"{other.spec} and {source.spec} are the same source; name this source once", parameter="sources"
+                f"{other.spec} and {source.spec} are the same source; name this source"
+                " once",
+                parameter="sources",
             )
-        raise UsageError(f"{source.spec} is inside {other.spec}; leave out one of these sources", parameter="sources")
+        raise UsageError(
+            f"{source.spec} is inside {other.spec}; leave out one of these sources",
+            parameter="sources",
+        )
     return sources
 
 
 def without_nested(sources: Sequence[Source]) -> list[Source]:
-    """Return `sources` without repeated sources and without sources that are inside another source."""
+    """Return `sources` without repeated sources and without sources that are inside
+    another source.
+    """
     contained = {id(source) for source, _ in _contained(sources)}
     return [source for source in sources if id(source) not in contained]
 
 
 def iter_all(sources: Sequence[Source]) -> Iterator[InputRef]:
     """Yield the inputs of all sources in row order."""
-    # Consecutive archives are read in parallel, because reading the headers mostly waits for the disk.
-    for are_packed, group in itertools.groupby(sources, lambda source: isinstance(source, _PACKED)):
+    # Consecutive archives are read in parallel, because reading the headers mostly
+    # waits for the disk.
+    for are_packed, group in itertools.groupby(
+        sources, lambda source: isinstance(source, _PACKED)
+    ):
         if are_packed:
             yield from scan_ahead(list(group))
         else:
@@ -113,10 +148,11 @@ def iter_all(sources: Sequence[Source]) -> Iterator[InputRef]:
 
 
 def hash_and_mark_duplicates(refs: Iterable[InputRef]) -> Iterator[InputRef]:
-    """Yield the inputs with their content hashes. Each duplicate gets the attribute `duplicate_of`.
+    """Yield the inputs with their content hashes. Each duplicate gets the attribute
+    `duplicate_of`.
 
-    `duplicate_of` is the position of the first identical input. An input that cannot be read gets a `problem`. Memory
-    use is about 200 bytes per distinct input.
+    `duplicate_of` is the position of the first identical input. An input that cannot be
+    read gets a `problem`. Memory use is about 200 bytes per distinct input.
     """
     first_row: dict[bytes, int] = {}
     for row, ref in enumerate(hashed(refs)):
@@ -128,9 +164,11 @@ def hash_and_mark_duplicates(refs: Iterable[InputRef]) -> Iterator[InputRef]:
 
 
 def hashed(refs: Iterable[InputRef]) -> Iterator[InputRef]:
-    """Yield `refs` in order with their content hashes. Threads read and hash a limited number of inputs ahead.
+    """Yield `refs` in order with their content hashes. Threads read and hash a limited
+    number of inputs ahead.
 
-    An input that cannot be read gets a `problem`. An input that already has a content hash is not read.
+    An input that cannot be read gets a `problem`. An input that already has a content
+    hash is not read.
     """
     threads = min(_MAX_THREADS, 2 * (os.cpu_count() or 1))
 
@@ -146,29 +184,40 @@ def hashed(refs: Iterable[InputRef]) -> Iterator[InputRef]:
     yield from ordered_map(read_and_hash, refs, threads, threads * _AHEAD)
 
 
-def digested(refs: Iterable[InputRef], digest: Any, on_event: OnEvent, should_stop: ShouldStop) -> Iterator[InputRef]:
+def digested(
+    refs: Iterable[InputRef], digest: Any, on_event: OnEvent, should_stop: ShouldStop
+) -> Iterator[InputRef]:
     """Yield `refs` unchanged, add each input to `digest`, and report the progress.
 
     Raises:
-        JobStopped: `should_stop()`, which is called before each input and after the last, returned True.
+        JobStopped: `should_stop()`, which is called before each input and after the
+            last, returned True.
     """
     reported_at = time.monotonic()
     for number, ref in enumerate(refs, 1):
         if should_stop():
             raise JobStopped(_STOPPED)
-        digest.update(b"%d %a %a\0" % (ref.offset, ref.size, ref.container and str(ref.container)) + ref.path + b"\0\n")
+        digest.update(
+            b"%d %a %a\0" % (ref.offset, ref.size, ref.container and str(ref.container))
+            + ref.path
+            + b"\0\n"
+        )
         if ref.metadata is not None:
             digest.update(metadata_text(ref.metadata).encode())
         if time.monotonic() - reported_at >= _REPORT_SECONDS:
             reported_at = time.monotonic()
             on_event(Progress("listing the sources", number))
         yield ref
-    if should_stop():  # Ctrl-C also ends the program that writes a list to standard input, so the list may be cut
+    # Ctrl-C also ends the program that writes a list to standard input, so the list may
+    # be cut
+    if should_stop():
         raise JobStopped(_STOPPED)
 
 
 def count_ignored(sources: Sequence[Source]) -> dict[str, int]:
-    """Return the number of entries of all `sources` that are not inputs, by suffix or reason."""
+    """Return the number of entries of all `sources` that are not inputs, by suffix
+    or reason.
+    """
     total: Counter[str] = Counter()
     for source in sources:
         total.update(source.ignored)
@@ -179,8 +228,9 @@ def open_source(spec: str, column: str | None = None, *, clips: bool = False) ->
     """Open one directory or file as a source. Archives are opened when they are listed.
 
     Args:
-        column: name of the path column, if the file is a list of paths, or of the column of images; None selects the
-            first column with a name in `PATH_COLUMNS`.
+        column: name of the path column, if the file is a list of paths, or of the
+            column of images; None selects the first column with a name in
+            `PATH_COLUMNS`.
 
     Raises:
         UsageError: the path does not exist, cannot be read, or is not a source.
@@ -192,59 +242,89 @@ def open_source(spec: str, column: str | None = None, *, clips: bool = False) ->
         require_libraries(spec)
     elif scheme_of(spec) is not None:
         raise UsageError(
-            f"{spec} is not a local path; mount the storage, or copy the files to this machine", parameter="sources"
+            f"{spec} is not a local path; mount the storage, or copy the files to this"
+            " machine",
+            parameter="sources",
         )
     elif os.path.isdir(spec):
         if not os.access(spec, os.R_OK | os.X_OK):
             raise UsageError(
-                f"cannot list the directory {spec}: permission denied; change its permissions", parameter="sources"
+                f"cannot list the directory {spec}: permission denied; change its"
+                " permissions",
+                parameter="sources",
             )
         return FolderSource(spec, clips=clips)
     elif os.path.exists(spec) and not os.path.isfile(spec):
-        raise UsageError(f"{spec} is neither a directory nor a regular file; give {ACCEPTED}", parameter="sources")
+        raise UsageError(
+            f"{spec} is neither a directory nor a regular file; give {ACCEPTED}",
+            parameter="sources",
+        )
     suffix = os.path.splitext(file_name(spec))[1].lower()
     try:
         head = b"" if is_url(spec) else read_head(os.fsencode(spec))
         if suffix == PARQUET_SUFFIX:
             with open_parquet_images(os.fsencode(spec)) as (_, parquet):
                 images = find_image_column(parquet, spec, column)
-            return ListSource(spec, column) if images is None else ParquetImagesSource(spec, images, clips=clips)
+            return (
+                ListSource(spec, column)
+                if images is None
+                else ParquetImagesSource(spec, images, clips=clips)
+            )
         if is_packed_name(spec):
             return packed_source(spec, clips=clips)
         if suffix in TABLE_SUFFIXES:
             return ListSource(spec, column)
         if suffix == LINES_SUFFIX or (suffix == CAPTION_SUFFIX and not is_url(spec)):
             return ListSource(spec)
-        is_image = has_input_suffix(os.fsencode(file_name(spec)), clips) or is_input(head, clips)
+        is_image = has_input_suffix(os.fsencode(file_name(spec)), clips) or is_input(
+            head, clips
+        )
         if is_image or (is_url(spec) and file_name(spec) != spec):
             return ImageFileSource(spec)
         if is_url(spec):
             listing = list_remote_folder(spec)
             if listing is None:
                 raise UsageError(
-                    f"{spec} is not an image, archive or table, and web servers do not list directories; give the URLs "
-                    "of files, or a file with a list of URLs",
+                    f"{spec} is not an image, archive or table, and web servers do not"
+                    " list directories; give the URLs of files, or a file with a list"
+                    " of URLs",
                     parameter="sources",
                 )
             if not any(listing):
-                raise UsageError(f"{spec} does not exist; check the URL", parameter="sources")
+                raise UsageError(
+                    f"{spec} does not exist; check the URL", parameter="sources"
+                )
             return FolderSource(spec, clips=clips)
     except (OSError, ValueError, EOFError, pa.ArrowException) as error:
         if isinstance(error, FileNotFoundError) and not is_url(spec):
-            raise UsageError(f"{spec} does not exist; check the path", parameter="sources") from error
-        advice = "the URL and the credentials" if is_url(spec) else "the file, its permissions and its format"
+            raise UsageError(
+                f"{spec} does not exist; check the path", parameter="sources"
+            ) from error
+        advice = (
+            "the URL and the credentials"
+            if is_url(spec)
+            else "the file, its permissions and its format"
+        )
         reason = getattr(error, "strerror", None) or error
-        raise UsageError(f"cannot read {spec}: {reason}; check {advice}", parameter="sources") from error
+        raise UsageError(
+            f"cannot read {spec}: {reason}; check {advice}", parameter="sources"
+        ) from error
     if is_input(head, clips=True):
-        raise UsageError(f"{spec} is a video; set the number of frames per clip to index videos", parameter="sources")
-    raise UsageError(f"{spec} is not a source of images; give {ACCEPTED}", parameter="sources")
+        raise UsageError(
+            f"{spec} is a video; set the number of frames per clip to index videos",
+            parameter="sources",
+        )
+    raise UsageError(
+        f"{spec} is not a source of images; give {ACCEPTED}", parameter="sources"
+    )
 
 
 def _refuse_credentials(url: str) -> None:
     if has_credentials(url):
         raise UsageError(
-            f"{without_credentials(url)} contains a user name or a password, which the index would store; "
-            "remove them from the URL, and put the credentials into the environment",
+            f"{without_credentials(url)} contains a user name or a password, which the"
+            " index would store; remove them from the URL, and put the credentials"
+            " into the environment",
             parameter="sources",
         )
 
@@ -262,7 +342,9 @@ def _matches(pattern: str) -> list[str]:
         parent, _, last = pattern.rpartition("/")
         if glob.has_magic(parent):
             raise UsageError(
-                f"{pattern} has a wildcard in a directory; use wildcards only after the last slash", parameter="sources"
+                f"{pattern} has a wildcard in a directory; use wildcards only after the"
+                " last slash",
+                parameter="sources",
             )
         require_libraries(pattern)
         try:
@@ -270,18 +352,23 @@ def _matches(pattern: str) -> list[str]:
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or error
             raise UsageError(
-                f"cannot read {pattern}: {reason}; check the URL and the credentials", parameter="sources"
+                f"cannot read {pattern}: {reason}; check the URL and the credentials",
+                parameter="sources",
             ) from error
         names = [f"{parent}/{name}" for name in fnmatch.filter(files, last)]
     if not names:
-        raise UsageError(f"no file matches {pattern}; check the pattern", parameter="sources")
+        raise UsageError(
+            f"no file matches {pattern}; check the pattern", parameter="sources"
+        )
     return sorted(names, key=os.fsencode)
 
 
 def expand_braces(pattern: str) -> list[str]:
-    """Return all names that `pattern` expands to, in order, as in shells and WebDataset: `{0000..0127}`, `{train,val}`.
+    """Return all names that `pattern` expands to, in order, as in shells and
+    WebDataset: `{0000..0127}`, `{train,val}`.
 
-    A range can count down. If a bound of a range starts with 0, all numbers of the range are padded with zeros.
+    A range can count down. If a bound of a range starts with 0, all numbers of the
+    range are padded with zeros.
     """
     parts: list[list[str]] = []
     end = 0
@@ -289,17 +376,28 @@ def expand_braces(pattern: str) -> list[str]:
         if braces[3] is not None:
             choices = braces[3].split(",")
         else:
-            start, stop = int(braces[1]), int(braces[2])
+            start = int(braces[1])
+            stop = int(braces[2])
             is_padded = any(re.match(r"-?0\d", bound) for bound in braces.groups()[:2])
             width = max(len(braces[1]), len(braces[2])) if is_padded else 0
-            numbers = range(start, stop + 1) if stop >= start else range(start, stop - 1, -1)
-            choices = [f"{number:0{width}d}" for number in numbers[: MAX_EXPANSIONS + 1]]
+            numbers = (
+                range(start, stop + 1) if stop >= start else range(start, stop - 1, -1)
+            )
+            choices = [
+                f"{number:0{width}d}" for number in numbers[: MAX_EXPANSIONS + 1]
+            ]
         parts += [[pattern[end : braces.start()]], choices]
         end = braces.end()
-    names = ["".join(name) for name in itertools.islice(itertools.product(*parts, [pattern[end:]]), MAX_EXPANSIONS + 1)]
+    names = [
+        "".join(name)
+        for name in itertools.islice(
+            itertools.product(*parts, [pattern[end:]]), MAX_EXPANSIONS + 1
+        )
+    ]
     if len(names) > MAX_EXPANSIONS:
         raise UsageError(
-            f"{pattern} expands to more than {MAX_EXPANSIONS:,} names; give several smaller patterns",
+            f"{pattern} expands to more than {MAX_EXPANSIONS:,} names; give several"
+            " smaller patterns",
             parameter="sources",
         )
     return names
@@ -310,25 +408,37 @@ def _real_path(source: Source) -> bytes:
 
 
 def _contained(sources: Sequence[Source]) -> Iterator[tuple[Source, Source]]:
-    """Yield (source, other) of sources that repeat an earlier one, and of sources whose inputs a directory contains."""
+    """Yield (source, other) of sources that repeat an earlier one, and of sources
+    whose inputs a directory contains.
+    """
     source_of_path: dict[bytes, Source] = {}
     for source in sources:
         other = source_of_path.setdefault(_real_path(source), source)
         if other is not source:
             yield source, other
-    folders = {path: source for path, source in source_of_path.items() if isinstance(source, FolderSource)}
-    names_in: dict[bytes, list[bytes]] = {}  # of directories with archives, which can be thousands
+    folders = {
+        path: source
+        for path, source in source_of_path.items()
+        if isinstance(source, FolderSource)
+    }
+    # of directories with archives, which can be thousands
+    names_in: dict[bytes, list[bytes]] = {}
     for path, source in source_of_path.items():
         parents = [os.path.dirname(path)]
         while parents[-1] != os.path.dirname(parents[-1]):
             parents.append(os.path.dirname(parents[-1]))
-        outer = next((folders[parent] for parent in parents if parent in folders), source)
+        outer = next(
+            (folders[parent] for parent in parents if parent in folders), source
+        )
         if outer is source:
             continue
         is_part = isinstance(source, FolderSource | ImageFileSource)
-        if isinstance(source, _PACKED):  # a directory does not read archives beside images or clips
+        # a directory does not read archives beside images or clips
+        if isinstance(source, _PACKED):
             if not is_remote(path) and parents[0] not in names_in:
                 names_in[parents[0]] = os.listdir(parents[0])
-            is_part = not is_remote(path) and not holds_inputs(names_in[parents[0]], source.clips)
+            is_part = not is_remote(path) and not holds_inputs(
+                names_in[parents[0]], source.clips
+            )
         if is_part:
             yield source, outer

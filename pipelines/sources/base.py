@@ -1,4 +1,6 @@
-"""What all kinds of sources share: their interface, the choice of files, and inputs that are whole files."""
+"""What all kinds of sources share: their interface, the choice of files, and inputs
+that are whole files.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +16,23 @@ from typing import Any, TypeVar
 from edje_index.images.clips import clip_format
 from edje_index.images.decode import HEAD_BYTES, ImageError, image_format
 from edje_index.images.inputs import InputRef, display_path
-from edje_index.images.remote import read_remote_range, remote_version, require_libraries
-from edje_index.images.transient import TransientInputError, is_transient, transient_error
-from edje_index.images.urls import ChangedFileError, FileVersion, has_credentials, is_remote, scheme_of
+from edje_index.images.remote import (
+    read_remote_range,
+    remote_version,
+    require_libraries,
+)
+from edje_index.images.transient import (
+    TransientInputError,
+    is_transient,
+    transient_error,
+)
+from edje_index.images.urls import (
+    ChangedFileError,
+    FileVersion,
+    has_credentials,
+    is_remote,
+    scheme_of,
+)
 from storage_formats.errors import UsageError
 from storage_formats.format.object_store import WEB_SCHEMES
 from storage_formats.format.source_columns import Value
@@ -24,10 +40,13 @@ from storage_formats.format.source_columns import Value
 STANDARD_INPUT = "-"
 
 IMAGE_SUFFIXES = frozenset(
-    b".jpg .jpeg .jpe .jfif .jif .png .apng .gif .webp .bmp .dib .tif .tiff .ppm .pgm .pbm .pnm .pfm"
-    b" .avif .avifs .heic .heif .hif .jp2 .j2k .j2c .jpc .jpf .jpx .jxl .mpo .qoi".split()
+    b".jpg .jpeg .jpe .jfif .jif .png .apng .gif .webp .bmp .dib .tif .tiff .ppm .pgm"
+    b" .pbm .pnm .pfm .avif .avifs .heic .heif .hif .jp2 .j2k .j2c .jpc .jpf .jpx .jxl"
+    b" .mpo .qoi".split()
 )
-"""Suffixes of inputs. Formats that cannot be decoded (HEIC, JPEG XL) become failed rows instead of ignored files."""
+"""Suffixes of inputs. Formats that cannot be decoded (HEIC, JPEG XL) become failed
+rows instead of ignored files.
+"""
 
 VIDEO_SUFFIXES = frozenset(b".mp4 .m4v .mov .qt .3gp .3g2 .webm .mkv .avi".split())
 """Suffixes of inputs if clips are indexed."""
@@ -39,7 +58,9 @@ _MAX_KEYS = 100
 
 
 class Ignored(dict[str, int]):
-    """Counts the entries that are not inputs, by suffix or by reason in parentheses. Thread-safe."""
+    """Counts the entries that are not inputs, by suffix or by reason in
+    parentheses. Thread-safe.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +69,9 @@ class Ignored(dict[str, int]):
     def count(self, key: str, entries: int = 1) -> None:
         """Count entries under `key`, or under "(other)" if the key is unusual."""
         with self._lock:
-            if key not in self and ((len(key) > _LONGEST_SUFFIX and key[0] == ".") or len(self) >= _MAX_KEYS):
+            if key not in self and (
+                (len(key) > _LONGEST_SUFFIX and key[0] == ".") or len(self) >= _MAX_KEYS
+            ):
                 key = "(other)"
             self[key] = self.get(key, 0) + entries
 
@@ -59,9 +82,10 @@ class Source(ABC):
 
     Attributes:
         path: absolute path of the directory or file, or its URL.
-        clips: True if video files are inputs, too. Otherwise they are ignored, unless a list names them.
-        ignored: number of entries that are not inputs, in the latest pass over the source. Keys are suffixes (".txt")
-            or reasons ("(hidden)").
+        clips: True if video files are inputs, too. Otherwise they are ignored, unless a
+            list names them.
+        ignored: number of entries that are not inputs, in the latest pass over the
+            source. Keys are suffixes (".txt") or reasons ("(hidden)").
         inputs: number of inputs in the latest pass.
     """
 
@@ -109,37 +133,53 @@ def absolute_path(spec: str) -> bytes:
 
 
 def absolute_spec(spec: str) -> str:
-    """Return a source as the index records it, so that it means the same in every working directory."""
+    """Return a source as the index records it, so that it means the same in every
+    working directory.
+    """
     return spec if spec == STANDARD_INPUT else display_path(absolute_path(spec))
 
 
 def file_name(spec: str) -> str:
-    """Return the path or URL of a file. The query of a web URL is removed, so that the URL ends in the file suffix."""
+    """Return the path or URL of a file. The query of a web URL is removed, so that
+    the URL ends in the file suffix.
+    """
     if scheme_of(spec) not in WEB_SCHEMES:
         return spec
     return urllib.parse.urlsplit(spec)._replace(query="", fragment="").geturl()
 
 
 def has_input_suffix(name: bytes, clips: bool) -> bool:
-    """Return True if the file name has an image suffix, or with `clips` a video suffix."""
+    """Return True if the file name has an image suffix, or with `clips` a video
+    suffix.
+    """
     suffix = os.path.splitext(name)[1].lower()
     return suffix in IMAGE_SUFFIXES or (clips and suffix in VIDEO_SUFFIXES)
 
 
 def holds_inputs(names: Iterable[bytes], clips: bool) -> bool:
-    """Return True if `names` contains the name of an image file, or with `clips` the name of a video clip."""
-    return any(has_input_suffix(name, clips) and not name.startswith(b".") for name in names)
+    """Return True if `names` contains the name of an image file, or with `clips`
+    the name of a video clip.
+    """
+    return any(
+        has_input_suffix(name, clips) and not name.startswith(b".") for name in names
+    )
 
 
 def is_input(head: bytes, clips: bool) -> bool:
-    """Return True if a file begins like an image, or with `clips` like a clip. `head` has `HEAD_BYTES` bytes."""
+    """Return True if a file begins like an image, or with `clips` like a clip.
+    `head` has `HEAD_BYTES` bytes.
+    """
     return image_format(head) is not None or (clips and clip_format(head) is not None)
 
 
-def ignored_as(name: bytes, read_head: Callable[[], bytes], *, clips: bool) -> str | None:
-    """Return the key under which `Ignored` counts a regular file; None if the file is an input.
+def ignored_as(
+    name: bytes, read_head: Callable[[], bytes], *, clips: bool
+) -> str | None:
+    """Return the key under which `Ignored` counts a regular file; None if the file is
+    an input.
 
-    `read_head`, which returns the first bytes of the file or raises OSError, is called only if `name` has no suffix.
+    `read_head`, which returns the first bytes of the file or raises OSError, is called
+    only if `name` has no suffix.
     """
     if name.startswith(b"."):
         return "(hidden)"
@@ -152,14 +192,18 @@ def ignored_as(name: bytes, read_head: Callable[[], bytes], *, clips: bool) -> s
 
 
 def file_input(
-    path: bytes, uri: str | None = None, *, size: int | None = None, metadata: Mapping[str, Value] | None = None
+    path: bytes,
+    uri: str | None = None,
+    *,
+    size: int | None = None,
+    metadata: Mapping[str, Value] | None = None,
 ) -> InputRef:
     """Return an input for the file at `path`.
 
     The input has a `problem` if the file is missing, unreadable or not a regular file.
 
-    No request is sent if `path` is a URL; `size` is its number of bytes, if it is known. Without `uri`, the uri of the
-    input is derived from `path`.
+    No request is sent if `path` is a URL; `size` is its number of bytes, if it is
+    known. Without `uri`, the uri of the input is derived from `path`.
     """
     uri = display_path(path) if uri is None else uri
     if is_remote(path):
@@ -175,26 +219,41 @@ def file_input(
 
 
 def listed_input(value: Any, directory: bytes) -> InputRef | None:
-    """Return the input with the path or URL `value`; None if `value` is neither, or is a URL with credentials.
+    """Return the input with the path or URL `value`; None if `value` is neither, or is
+    a URL with credentials.
 
     Args:
-        directory: directory or URL at which relative paths start. A list on a server cannot name local files.
+        directory: directory or URL at which relative paths start. A list on a server
+            cannot name local files.
     """
     if isinstance(value, str):
         scheme = scheme_of(value)
         if scheme is not None and scheme != "file":
             url = value.strip()
             bucket, _, key = url.partition("://")[2].partition("/")
-            if scheme not in WEB_SCHEMES:  # keys of an object store are no encoded addresses
+            # keys of an object store are no encoded addresses
+            if scheme not in WEB_SCHEMES:
                 key = key.replace(" ", "")
-            is_valid = all(letter.isprintable() and not letter.isspace() for letter in bucket + key)
-            if not is_valid or has_credentials(url):  # the index would store a password in clear text
+            is_valid = all(
+                letter.isprintable() and not letter.isspace() for letter in bucket + key
+            )
+            # the index would store a password in clear text
+            if not is_valid or has_credentials(url):
                 return None
             path = os.fsencode(url)
-            return file_input(path) if is_remote(path) else InputRef(url, path, problem="not-a-local-path")
+            return (
+                file_input(path)
+                if is_remote(path)
+                else InputRef(url, path, problem="not-a-local-path")
+            )
         try:
-            value = urllib.parse.unquote_to_bytes(value[len("file://") :]) if scheme else os.fsencode(value)
-        except UnicodeEncodeError:  # a lone surrogate, from a JSON escape
+            value = (
+                urllib.parse.unquote_to_bytes(value[len("file://") :])
+                if scheme
+                else os.fsencode(value)
+            )
+        except UnicodeEncodeError:
+            # a lone surrogate, from a JSON escape
             return None
         if scheme and is_remote(directory):
             return None
@@ -210,33 +269,49 @@ def problem_of(error: Exception) -> str:
     """Return the `problem` of an input that could not be read because of `error`.
 
     Raises:
-        TransientInputError: the error has a temporary reason, so a later attempt may succeed.
+        TransientInputError: the error has a temporary reason, so a later attempt may
+            succeed.
     """
     if isinstance(error, ImageError):
         return error.reason
     if isinstance(error, ChangedFileError):
-        raise TransientInputError(f"{error.filename} has changed while it was listed; run the command again") from error
+        raise TransientInputError(
+            f"{error.filename} has changed while it was listed; run the command again"
+        ) from error
     if isinstance(error, OSError) and is_transient(error):
-        raise transient_error(display_path(os.fsencode(error.filename or "a source")), error) from error
-    return "missing" if isinstance(error, FileNotFoundError | NotADirectoryError) else "unreadable"
+        raise transient_error(
+            display_path(os.fsencode(error.filename or "a source")), error
+        ) from error
+    return (
+        "missing"
+        if isinstance(error, FileNotFoundError | NotADirectoryError)
+        else "unreadable"
+    )
 
 
 def lost_file(source: Source, error: Exception) -> InputRef:
-    """Return the one input of an archive or Parquet file that cannot be read any further because of `error`.
+    """Return the one input of an archive or Parquet file that cannot be read any
+    further because of `error`.
 
     Raises:
-        UsageError: a server refuses the file or does not have it. All images in the file would be lost.
+        UsageError: a server refuses the file or does not have it. All images in the
+            file would be lost.
     """
-    is_damage = not isinstance(error, OSError | ImageError) or (isinstance(error, OSError) and error.errno is None)
+    is_damage = not isinstance(error, OSError | ImageError) or (
+        isinstance(error, OSError) and error.errno is None
+    )
     problem = "damaged-archive" if is_damage else problem_of(error)
     if is_remote(source.path) and problem in ("missing", "unreadable"):
         reason = getattr(error, "strerror", None) or error
-        raise UsageError(f"cannot read {source.spec}: {reason}; check the URL", parameter="sources") from error
+        raise UsageError(
+            f"cannot read {source.spec}: {reason}; check the URL", parameter="sources"
+        ) from error
     return InputRef(display_path(source.path), source.path, problem=problem)
 
 
 def read_head(path: bytes, size: int | None = None) -> bytes:
-    """Return the first `HEAD_BYTES` bytes of a regular file or a URL. Raises OSError if the file cannot be read.
+    """Return the first `HEAD_BYTES` bytes of a regular file or a URL. Raises OSError if
+    the file cannot be read.
 
     `size` is the number of bytes of a file at a URL, if it is known.
     """

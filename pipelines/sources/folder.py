@@ -21,13 +21,18 @@ from pipelines.sources.base import (
     problem_of,
     read_head,
 )
-from pipelines.sources.metadata import MAX_SIDECAR_BYTES, SIDECAR_SUFFIXES, sidecar_values
+from pipelines.sources.metadata import (
+    MAX_SIDECAR_BYTES,
+    SIDECAR_SUFFIXES,
+    sidecar_values,
+)
 from pipelines.sources.packed import is_packed_name, packed_source, scan_ahead
 from storage_formats.format.layout import Layout
 from storage_formats.ordered_results import ordered_map
 
 _FILES_AT_ONCE = 16
-_FileId = tuple[int, int]  # device and inode: the same for every path to a file or directory
+# device and inode: the same for every path to a file or directory
+_FileId = tuple[int, int]
 
 
 @dataclass
@@ -36,7 +41,8 @@ class _Directory:
 
     Attributes:
         files: sizes of the files by name; None for local files.
-        links: names of the symbolic links to files, and of broken links with the suffix of an input.
+        links: names of the symbolic links to files, and of broken links with the suffix
+            of an input.
         directories: names of the subdirectories and of the links to directories.
     """
 
@@ -50,19 +56,22 @@ class _Directory:
 class FolderSource(Source):
     """The images in a directory and its subdirectories.
 
-    In each directory, the files come first and the subdirectories follow, both sorted by the bytes of their names.
-    Symbolic links are followed. If several paths lead to one file, only the first path is used. Hidden files and
-    directories are ignored. The files NAME.json and NAME.txt contain the metadata of the image NAME.jpg.
+    In each directory, the files come first and the subdirectories follow, both sorted
+    by the bytes of their names. Symbolic links are followed. If several paths lead to
+    one file, only the first path is used. Hidden files and directories are ignored. The
+    files NAME.json and NAME.txt contain the metadata of the image NAME.jpg.
 
-    Archives and Parquet files are read if their directory contains no image files, as in the output of img2dataset.
-    Otherwise they are ignored and counted.
+    Archives and Parquet files are read if their directory contains no image files, as
+    in the output of img2dataset. Otherwise they are ignored and counted.
 
-    Directories of indexes are ignored, because the output of a build may lie in its source.
+    Directories of indexes are ignored, because the output of a build may lie in its
+    source.
     """
 
     def _iter_inputs(self) -> Iterator[InputRef]:
         self._visited: set[_FileId] = set()
-        self._linked: dict[_FileId, set[bytes]] = {}  # files already used through a link, by directory
+        # files already used through a link, by directory
+        self._linked: dict[_FileId, set[bytes]] = {}
         self._packed_seen: set[_FileId] = set()
         pending = [self.path.rstrip(b"/") if is_remote(self.path) else self.path]
         while pending:
@@ -73,15 +82,23 @@ class FolderSource(Source):
                 yield InputRef(display_path(path), path, problem=problem_of(error))
                 continue
             yield from self._inputs(directory)
-            pending += [os.path.join(path, name) for name in sorted(directory.directories, reverse=True)]
+            pending += [
+                os.path.join(path, name)
+                for name in sorted(directory.directories, reverse=True)
+            ]
 
     def _list(self, path: bytes) -> _Directory:
         directory = _Directory(path)
         if is_remote(path):
             contents = list_remote_folder(os.fsdecode(path))
             if contents is None:
-                raise ValueError(f"the server of {self.spec} does not list directories; give the URLs of files")
-            directory.files = {os.fsencode(name): size for name, size in contents[0].items()}
+                raise ValueError(
+                    f"the server of {self.spec} does not list directories; give the"
+                    " URLs of files"
+                )
+            directory.files = {
+                os.fsencode(name): size for name, size in contents[0].items()
+            }
             for name in map(os.fsencode, contents[1]):
                 if name.startswith(b"."):
                     self.ignored.count("(hidden)")
@@ -97,7 +114,8 @@ class FolderSource(Source):
                 if entry.is_file(follow_symlinks=False):
                     directory.files[entry.name] = None
                     continue
-                is_directory, is_link = entry.is_dir(follow_symlinks=False), entry.is_symlink()
+                is_directory = entry.is_dir(follow_symlinks=False)
+                is_link = entry.is_symlink()
                 try:
                     mode = entry.stat().st_mode if is_link else 0
                 except OSError:
@@ -113,25 +131,48 @@ class FolderSource(Source):
                 else:
                     self.ignored.count("(not a file)")
         self._visited.add(identity)
-        is_index = b"index.json" in directory.files and {b"manifest", b"rows", b"tokens"} <= directory.directories
-        if is_index or (b"build" in directory.directories and Layout(Path(os.fsdecode(path))).lock.exists()):
+        is_index = (
+            b"index.json" in directory.files
+            and {b"manifest", b"rows", b"tokens"} <= directory.directories
+        )
+        if is_index or (
+            b"build" in directory.directories
+            and Layout(Path(os.fsdecode(path))).lock.exists()
+        ):
             self.ignored.count("(index)")
             return _Directory(path)
         return directory
 
     def _inputs(self, directory: _Directory) -> Iterator[InputRef]:
-        """Yield the inputs among the files of a directory, and then those in its archives and Parquet files."""
-        sidecars = find_sidecars([*directory.files, *directory.links], self.clips) - directory.links
-        names = [name for name in sorted([*directory.files, *directory.links]) if name not in sidecars]
+        """Yield the inputs among the files of a directory, and then those in its
+        archives and Parquet files.
+        """
+        sidecars = (
+            find_sidecars([*directory.files, *directory.links], self.clips)
+            - directory.links
+        )
+        names = [
+            name
+            for name in sorted([*directory.files, *directory.links])
+            if name not in sidecars
+        ]
         reads_packed = not holds_inputs(names, self.clips)
         files: list[bytes] = []
         packed: list[bytes] = []
         for name in names:
-            is_packed = reads_packed and is_packed_name(os.fsdecode(name)) and not name.startswith(b".")
+            is_packed = (
+                reads_packed
+                and is_packed_name(os.fsdecode(name))
+                and not name.startswith(b".")
+            )
             (packed if is_packed else files).append(name)
         read = functools.partial(self._file, directory, sidecars)
         is_server = is_remote(directory.path)
-        refs = ordered_map(read, files, _FILES_AT_ONCE, 4 * _FILES_AT_ONCE) if is_server else map(read, files)
+        refs = (
+            ordered_map(read, files, _FILES_AT_ONCE, 4 * _FILES_AT_ONCE)
+            if is_server
+            else map(read, files)
+        )
         for name, ref in zip(files, refs, strict=True):
             if ref is not None and self._is_repeated(directory, name, ref):
                 self.ignored.count("(link seen)")
@@ -155,9 +196,14 @@ class FolderSource(Source):
             for key, count in source.ignored.items():
                 self.ignored.count(key, count)
 
-    def _file(self, directory: _Directory, sidecars: frozenset[bytes], name: bytes) -> InputRef | None:
-        """Return the input for a file. Return None if it is no input, and count it as ignored."""
-        path, size = os.path.join(directory.path, name), directory.files.get(name)
+    def _file(
+        self, directory: _Directory, sidecars: frozenset[bytes], name: bytes
+    ) -> InputRef | None:
+        """Return the input for a file. Return None if it is no input, and count it
+        as ignored.
+        """
+        path = os.path.join(directory.path, name)
+        size = directory.files.get(name)
         try:
             key = ignored_as(name, lambda: read_head(path, size), clips=self.clips)
         except (OSError, EOFError) as error:
@@ -175,15 +221,23 @@ class FolderSource(Source):
         return file_input(path, size=size, metadata=metadata)
 
     def _is_repeated(self, directory: _Directory, name: bytes, ref: InputRef) -> bool:
-        """Return True if the file of an input was used before, under another path. Record the target of a link."""
+        """Return True if the file of an input was used before, under another path.
+        Record the target of a link.
+        """
         if name not in directory.links:
-            return bool(self._linked) and name in self._linked.get(_file_id(directory.path), ())
+            return bool(self._linked) and name in self._linked.get(
+                _file_id(directory.path), ()
+            )
         if ref.problem is not None:
             return False
         target_directory, target = os.path.split(os.path.realpath(ref.path))
         try:
             home = _file_id(target_directory)
-            if home in self._visited and ignored_as(target, lambda: read_head(ref.path), clips=self.clips) is None:
+            if (
+                home in self._visited
+                and ignored_as(target, lambda: read_head(ref.path), clips=self.clips)
+                is None
+            ):
                 return True
         except OSError:
             return False
@@ -202,18 +256,28 @@ def _read_sidecar(path: bytes) -> bytes | None:
             is_too_large = os.fstat(file.fileno()).st_size > MAX_SIDECAR_BYTES
             return None if is_too_large else file.read(MAX_SIDECAR_BYTES)
     except OSError as error:
-        problem_of(error)  # raises TransientInputError, for example because the disk fails
+        # raises TransientInputError, for example because the disk fails
+        problem_of(error)
         return None
 
 
 def find_sidecars(names: Iterable[bytes], clips: bool) -> frozenset[bytes]:
-    """Return the names of the metadata files in a directory: NAME.json and NAME.txt, if there is an input NAME.jpg.
+    """Return the names of the metadata files in a directory: NAME.json and NAME.txt, if
+    there is an input NAME.jpg.
 
     With `clips`, NAME can also be the name of a clip such as NAME.mp4.
     """
-    stems = {os.path.splitext(name)[0] for name in names if has_input_suffix(name, clips) and not name.startswith(b".")}
+    stems = {
+        os.path.splitext(name)[0]
+        for name in names
+        if has_input_suffix(name, clips) and not name.startswith(b".")
+    }
     suffixes = tuple(suffix.encode() for suffix in SIDECAR_SUFFIXES)
-    return frozenset(name for name in names if name.endswith(suffixes) and os.path.splitext(name)[0] in stems)
+    return frozenset(
+        name
+        for name in names
+        if name.endswith(suffixes) and os.path.splitext(name)[0] in stems
+    )
 
 
 def _file_id(path: bytes) -> _FileId:

@@ -1,4 +1,6 @@
-"""Sources that are lists: text with one path per line, tables with a path column, and caption files in JSON."""
+"""Sources that are lists: text with one path per line, tables with a path column,
+and caption files in JSON.
+"""
 
 from __future__ import annotations
 
@@ -22,50 +24,79 @@ from edje_index.images.inputs import MAX_INPUT_BYTES, InputRef, display_path
 from edje_index.images.remote import read_remote
 from edje_index.images.urls import is_remote
 from pipelines.sources.base import STANDARD_INPUT, Source, file_name, listed_input
-from pipelines.sources.metadata import BAD_NAME, CAPTIONS, metadata_columns, parquet_rows, source_values
+from pipelines.sources.metadata import (
+    BAD_NAME,
+    CAPTIONS,
+    metadata_columns,
+    parquet_rows,
+    source_values,
+)
 from storage_formats.errors import UsageError
 from storage_formats.format.parquet import open_parquet
 from storage_formats.format.source_columns import PlainText
 
 TABLE_SUFFIXES = (".parquet", ".csv", ".tsv", ".jsonl", ".ndjson")
-LINES_SUFFIX, CAPTION_SUFFIX = ".txt", ".json"
-PATH_COLUMNS = ("path", "image", "image_path", "file", "file_name", "filename", "filepath", "uri", "url")
-"""Names of path columns. Unless the user names a column, the first of these names in the list is the path column."""
+LINES_SUFFIX = ".txt"
+CAPTION_SUFFIX = ".json"
+PATH_COLUMNS = (
+    "path",
+    "image",
+    "image_path",
+    "file",
+    "file_name",
+    "filename",
+    "filepath",
+    "uri",
+    "url",
+)
+"""Names of path columns. Unless the user names a column, the first of these names
+in the list is the path column.
+"""
 
 MORE_FIELDS = "(fields without a column)"
-_PATH = "path"  # the key of the path in text and caption files
+# the key of the path in text and caption files
+_PATH = "path"
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}
 _MAX_LINE = 1 << 16
 _PARQUET_BATCH = 8192
-_LINES_WITH_COLUMNS = 1000  # lines of JSON Lines in which an object with column names is looked for
+# lines of JSON Lines in which an object with column names is looked for
+_LINES_WITH_COLUMNS = 1000
 
 _Entry: TypeAlias = tuple[int, dict[Any, Any]]
-"""The number of an entry and its values by name of the column. The values are empty if the entry cannot be read."""
+"""The number of an entry and its values by name of the column. The values are empty
+if the entry cannot be read.
+"""
 
 _Row: TypeAlias = tuple[int, list[str] | None]
-"""The number of the last line of a row of a table, and the fields of the row; None for an invalid row."""
+"""The number of the last line of a row of a table, and the fields of the row; None
+for an invalid row.
+"""
 
 
 @dataclass
 class ListSource(Source):
-    """The files that a list names, in the order of the list. Other values of an entry are the metadata of its file.
+    """The files that a list names, in the order of the list. Other values of an entry
+    are the metadata of its file.
 
     The suffix determines the format, which is read as a stream:
     - `.parquet`, `.csv`, `.tsv`, `.jsonl` and `.ndjson`: a table with a path column.
     - `.txt` and standard input: one path per line. Blank lines are skipped.
-    - `.json`: a COCO caption file, a Karpathy split, or a list of records. If several records name one image, their
-      captions are joined.
+    - `.json`: a COCO caption file, a Karpathy split, or a list of records. If several
+      records name one image, their captions are joined.
 
-    Relative paths start at the directory of the list, or at the working directory for standard input. A missing file
-    becomes an input with the problem "missing". An entry without a valid path becomes an input with the problem
-    "bad-list-line" and the uri "<list>#<number of the entry>".
+    Relative paths start at the directory of the list, or at the working directory for
+    standard input. A missing file becomes an input with the problem "missing". An entry
+    without a valid path becomes an input with the problem "bad-list-line" and the uri
+    "<list>#<number of the entry>".
 
     Attributes:
-        column: name of the path column of a table. None selects the first column with a name in `PATH_COLUMNS`.
+        column: name of the path column of a table. None selects the first column with a
+            name in `PATH_COLUMNS`.
 
     Raises:
-        UsageError: the list cannot be read or has no path column, or standard input is a terminal. `iter_inputs` also
-            raises this error if the list is damaged, or if standard input has been read already.
+        UsageError: the list cannot be read or has no path column, or standard input is
+            a terminal. `iter_inputs` also raises this error if the list is damaged, or
+            if standard input has been read already.
     """
 
     column: str | None = None
@@ -75,17 +106,24 @@ class ListSource(Source):
         if self.spec == STANDARD_INPUT:
             if sys.stdin is None or (not sys.stdin.closed and sys.stdin.isatty()):
                 raise UsageError(
-                    "standard input is a terminal; pipe a list of paths into the command", parameter="sources"
+                    "standard input is a terminal; pipe a list of paths into the"
+                    " command",
+                    parameter="sources",
                 )
-            self.path, self._directory, self._suffix = b"-", os.fsencode(os.getcwd()), LINES_SUFFIX
+            self.path = b"-"
+            self._directory = os.fsencode(os.getcwd())
+            self._suffix = LINES_SUFFIX
             return
         name = file_name(self.spec)
-        self._directory, self._suffix = os.path.dirname(self.path), os.path.splitext(name)[1].lower()
+        self._directory = os.path.dirname(self.path)
+        self._suffix = os.path.splitext(name)[1].lower()
         self._file: str | bytes = self.path
         try:
             if is_remote(self.path):
                 self._directory = os.path.dirname(os.fsencode(name))
-                self._copy = tempfile.NamedTemporaryFile(prefix="edje-list-")  # noqa: SIM115 (it lives as long as this object)
+                # it lives as long as this object
+                copy = tempfile.NamedTemporaryFile(prefix="edje-list-")  # noqa: SIM115
+                self._copy = copy
                 self._copy.write(read_remote(self.spec, MAX_INPUT_BYTES))
                 self._copy.flush()
                 self._file = self._copy.name
@@ -95,14 +133,17 @@ class ListSource(Source):
         except (OSError, ValueError, csv.Error) as error:
             reason = getattr(error, "strerror", None) or error
             raise UsageError(
-                f"cannot read the list {self.spec}: {reason}; check the path and the format", parameter="sources"
+                f"cannot read the list {self.spec}: {reason}; check the path and the"
+                " format",
+                parameter="sources",
             ) from error
         candidates = PATH_COLUMNS if self.column is None else (self.column,)
         self.column = next((name for name in candidates if name in columns), None)
         if self.column is None:
             raise UsageError(
-                f"{self.spec} has no column {' or '.join(candidates)} with texts; name the column with the paths "
-                f"(columns with texts: {', '.join(columns) or 'none'})",
+                f"{self.spec} has no column {' or '.join(candidates)} with texts; name"
+                " the column with the paths (columns with texts:"
+                f" {', '.join(columns) or 'none'})",
                 parameter="column",
             )
 
@@ -110,12 +151,20 @@ class ListSource(Source):
         for number, values in self._entries():
             ref = listed_input(values.pop(self.column or _PATH, None), self._directory)
             if ref is None:
-                ref = InputRef(f"{display_path(self.path)}#{number}", self.path, problem="bad-list-line")
+                ref = InputRef(
+                    f"{display_path(self.path)}#{number}",
+                    self.path,
+                    problem="bad-list-line",
+                )
             metadata = source_values(values, self.ignored) if values else None
-            yield ref if metadata is None else dataclasses.replace(ref, metadata=metadata)
+            yield (
+                ref if metadata is None else dataclasses.replace(ref, metadata=metadata)
+            )
 
     def _entries(self) -> Iterator[_Entry]:
-        """Yield the entries. Empty fields of CSV are left out. If two columns share a name, the first wins."""
+        """Yield the entries. Empty fields of CSV are left out. If two columns share
+        a name, the first wins.
+        """
         if self._suffix == LINES_SUFFIX:
             yield from self._lines()
         elif self._suffix == CAPTION_SUFFIX:
@@ -123,21 +172,39 @@ class ListSource(Source):
             for record in read_records(Path(os.fsdecode(self._file))):
                 first = record_of_image.setdefault(record.image, record)
                 if first is not record:
-                    joined = dataclasses.replace(first, captions=(*first.captions, *record.captions))
+                    joined = dataclasses.replace(
+                        first, captions=(*first.captions, *record.captions)
+                    )
                     record_of_image[record.image] = joined
             for number, record in enumerate(record_of_image.values(), 1):
                 texts = list(record.captions) or None
-                yield number, {_PATH: record.image, CAPTIONS: texts, SPLIT_KEY: record.split, ID_KEY: record.image_id}
+                yield (
+                    number,
+                    {
+                        _PATH: record.image,
+                        CAPTIONS: texts,
+                        SPLIT_KEY: record.split,
+                        ID_KEY: record.image_id,
+                    },
+                )
         elif self._suffix == ".parquet":
-            position, column = 0, str(self.column)  # columns with binary values are left out, except the path column
+            # columns with binary values are left out, except the path column
+            position = 0
+            column = str(self.column)
             try:
                 with open_parquet(os.fsdecode(self._file)) as file:
-                    columns = [column, *metadata_columns(file.schema_arrow, column, self.ignored)]
-                    for position, fields in enumerate(parquet_rows(file, columns, _PARQUET_BATCH), 1):
+                    columns = [
+                        column,
+                        *metadata_columns(file.schema_arrow, column, self.ignored),
+                    ]
+                    for position, fields in enumerate(
+                        parquet_rows(file, columns, _PARQUET_BATCH), 1
+                    ):
                         yield position, dict(zip(columns, fields, strict=True))
             except (OSError, pa.ArrowException) as error:
                 raise UsageError(
-                    f"the list {self.spec} is damaged after row {position}: {error}; write the list again",
+                    f"the list {self.spec} is damaged after row {position}: {error};"
+                    " write the list again",
                     parameter="sources",
                 ) from error
         elif self._suffix in _DELIMITERS:
@@ -160,22 +227,44 @@ class ListSource(Source):
         if self._suffix in _DELIMITERS:
             return next((row for _, row in self._csv_rows()), None) or []
         if self._suffix != ".parquet":
-            objects = (values for _, values in itertools.islice(self._json_entries(), _LINES_WITH_COLUMNS))
+            objects = (
+                values
+                for _, values in itertools.islice(
+                    self._json_entries(), _LINES_WITH_COLUMNS
+                )
+            )
             return list(next(filter(None, objects), {}))
         with open_parquet(os.fsdecode(self._file)) as file:
             schema = file.schema_arrow
-        is_text = (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary, pa.types.is_large_binary)
+        is_text = (
+            pa.types.is_string,
+            pa.types.is_large_string,
+            pa.types.is_binary,
+            pa.types.is_large_binary,
+        )
         types = [
-            (each.name, each.type.value_type if pa.types.is_dictionary(each.type) else each.type) for each in schema
+            (
+                each.name,
+                (
+                    each.type.value_type
+                    if pa.types.is_dictionary(each.type)
+                    else each.type
+                ),
+            )
+            for each in schema
         ]
-        return [name for name, value_type in types if any(test(value_type) for test in is_text)]
+        return [
+            name
+            for name, value_type in types
+            if any(test(value_type) for test in is_text)
+        ]
 
     def _lines(self) -> Iterator[_Entry]:
         is_standard_input = self.spec == STANDARD_INPUT
         if is_standard_input and sys.stdin.closed:
             raise UsageError(
-                "standard input has been read already, and cannot be read again; write the list to a file that "
-                f"ends in {LINES_SUFFIX}, and give its name",
+                "standard input has been read already, and cannot be read again; write"
+                f" the list to a file that ends in {LINES_SUFFIX}, and give its name",
                 parameter="sources",
             )
         with sys.stdin.buffer if is_standard_input else open(self._file, "rb") as file:
@@ -195,24 +284,36 @@ class ListSource(Source):
 
     def _json_entries(self) -> Iterator[_Entry]:
         # File names need not be UTF-8.
-        for number, value, _ in read_json_lines(self._file, decode_errors="surrogateescape"):
+        for number, value, _ in read_json_lines(
+            self._file, decode_errors="surrogateescape"
+        ):
             yield number, value if isinstance(value, dict) else {}
 
     def _csv_rows(self) -> Iterator[_Row]:
         """Yield the rows of a table, including the header.
 
-        Every line of a table with tabs is a row, because quotation marks have no special meaning in most of these
-        tables. In a table with commas, quoted text can contain line breaks.
+        Every line of a table with tabs is a row, because quotation marks have no
+        special meaning in most of these tables. In a table with commas, quoted text can
+        contain line breaks.
         """
-        with open(self._file, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
+        with open(
+            self._file, encoding="utf-8-sig", errors="surrogateescape", newline=""
+        ) as file:
             if _DELIMITERS[self._suffix] == ",":
                 yield from _comma_rows(file, self.spec)
                 return
             for number, line in enumerate(file, 1):
                 try:
-                    row: list[str] | None = next(csv.reader([line], delimiter="\t", strict=True))
-                except csv.Error:  # quotation marks that quote no field, or a field that is too long
-                    row = None if len(line) > csv.field_size_limit() else line.rstrip("\r\n").split("\t")
+                    row: list[str] | None = next(
+                        csv.reader([line], delimiter="\t", strict=True)
+                    )
+                except csv.Error:
+                    # quotation marks that quote no field, or a field that is too long
+                    row = (
+                        None
+                        if len(line) > csv.field_size_limit()
+                        else line.rstrip("\r\n").split("\t")
+                    )
                 if row != []:
                     yield number, row
 
@@ -236,8 +337,8 @@ def _comma_rows(file: Iterable[str], name: str) -> Iterator[_Row]:
             row = None
         if at_end or (row is None and rows.line_num > first):
             raise UsageError(
-                f"the quoted text that begins in line {first} of {name} has no end or is too long; correct the "
-                "quotation marks of this line",
+                f"the quoted text that begins in line {first} of {name} has no end or"
+                " is too long; correct the quotation marks of this line",
                 parameter="sources",
             )
         if row != []:

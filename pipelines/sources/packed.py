@@ -21,11 +21,22 @@ from edje_index.images.containers import (
     container_kind,
     image_leaf,
 )
-from edje_index.images.decode import HEAD_BYTES, ImageError, image_format, undecoded_format
+from edje_index.images.decode import (
+    HEAD_BYTES,
+    ImageError,
+    image_format,
+    undecoded_format,
+)
 from edje_index.images.inputs import InputRef, display_path
 from edje_index.images.ranges import RangedFile, open_ranged
 from edje_index.images.tars import Member
-from pipelines.sources.base import Source, file_name, ignored_as, listed_input, lost_file
+from pipelines.sources.base import (
+    Source,
+    file_name,
+    ignored_as,
+    listed_input,
+    lost_file,
+)
 from pipelines.sources.metadata import (
     MAX_SIDECAR_BYTES,
     SIDECAR_SUFFIXES,
@@ -42,7 +53,8 @@ from storage_formats.ordered_results import ordered_map
 
 NO_IMAGE = "(row without an image)"
 _FILES_AT_ONCE = 8
-_ROWS = 256  # rows of metadata in a batch
+# rows of metadata in a batch
+_ROWS = 256
 _ROWS_WITH_IMAGES = 8
 _PREFERRED = ("image", "img", "jpg", "jpeg", "png", "webp", "image_bytes", "bytes")
 
@@ -52,10 +64,14 @@ def is_packed_name(name: str) -> bool:
     return container_kind(file_name(name)) is not None
 
 
-def packed_source(spec: str, column: str | None = None, *, clips: bool = False) -> Source:
-    """Return the source for an archive or a Parquet file of images. The file is opened when it is listed.
+def packed_source(
+    spec: str, column: str | None = None, *, clips: bool = False
+) -> Source:
+    """Return the source for an archive or a Parquet file of images. The file is opened
+    when it is listed.
 
-    If `column` is None, the column of a Parquet file that holds the images is looked for.
+    If `column` is None, the column of a Parquet file that holds the images is looked
+    for.
     """
     if container_kind(file_name(spec)) == PARQUET:
         return ParquetImagesSource(spec, column, clips=clips)
@@ -64,30 +80,40 @@ def packed_source(spec: str, column: str | None = None, *, clips: bool = False) 
 
 @dataclass
 class ArchiveSource(Source):
-    """The images in one archive, in the order of the archive, with the metadata beside them.
+    """The images in one archive, in the order of the archive, with the metadata beside
+    them.
 
-    In a tar, consecutive members form a sample if their paths are equal up to the first dot of the file name
-    (WebDataset). The `.json` and `.txt` members of a sample contain the metadata of its images. In other archives,
-    NAME.json and NAME.txt contain the metadata of NAME.jpg. Other members that are not images are ignored.
+    In a tar, consecutive members form a sample if their paths are equal up to the first
+    dot of the file name (WebDataset). The `.json` and `.txt` members of a sample
+    contain the metadata of its images. In other archives, NAME.json and NAME.txt
+    contain the metadata of NAME.jpg. Other members that are not images are ignored.
 
-    Members that cannot be read, for example links, become inputs with a problem such as "unsupported-member". If the
-    archive is damaged, one input with the problem "truncated-archive", "damaged-archive" or "too-expensive" replaces
-    all members after the damage.
+    Members that cannot be read, for example links, become inputs with a problem such as
+    "unsupported-member". If the archive is damaged, one input with the problem
+    "truncated-archive", "damaged-archive" or "too-expensive" replaces all members after
+    the damage.
     """
 
     def _iter_inputs(self) -> Iterator[InputRef]:
         name = file_name(self.spec).lower()
         kind = str(container_kind(name))
         try:
-            with open_ranged(self.path, only_headers=name.endswith((".tar", ".zip"))) as file:
-                archive, container = ARCHIVES[kind][0](file), Container(kind, file.length)
+            with open_ranged(
+                self.path, only_headers=name.endswith((".tar", ".zip"))
+            ) as file:
+                archive = ARCHIVES[kind][0](file)
+                container = Container(kind, file.length)
                 for sample in _samples(archive):
                     yield from self._inputs(archive, container, sample)
         except (ImageError, OSError, ValueError, EOFError) as error:
             yield lost_file(self, error)
 
-    def _inputs(self, archive: Archive, container: Container, sample: list[Member]) -> Iterator[InputRef]:
-        """Yield the images of a sample with their metadata. Count all other members as ignored."""
+    def _inputs(
+        self, archive: Archive, container: Container, sample: list[Member]
+    ) -> Iterator[InputRef]:
+        """Yield the images of a sample with their metadata. Count all other members
+        as ignored.
+        """
         sidecars: dict[bytes, dict[str, Member]] = {}
         inputs: list[tuple[bytes, Member]] = []
         for member in sample:
@@ -101,7 +127,10 @@ class ArchiveSource(Source):
         metadata: dict[bytes, dict[str, Value] | None] = {}
         for stem, members in sidecars.items():
             if stem in stems:
-                contents = {suffix: _read(archive, member, member.size) for suffix, member in members.items()}
+                contents = {
+                    suffix: _read(archive, member, member.size)
+                    for suffix, member in members.items()
+                }
                 metadata[stem] = sidecar_values(contents, self.ignored)
             else:
                 for member in members.values():
@@ -119,22 +148,33 @@ class ArchiveSource(Source):
 
     def _is_input(self, archive: Archive, member: Member) -> bool:
         """Return True if a member is an input. Otherwise count it as ignored."""
-        parts = [part for part in member.name.split(b"/") if part not in (b"", b".", b"..")]
+        parts = [
+            part for part in member.name.split(b"/") if part not in (b"", b".", b"..")
+        ]
         if not parts:
             self.ignored.count("(not a file)")
             return False
         # macOS puts the attributes of files into a directory of its own
-        name = next((part for part in parts if part.startswith(b".") or part == b"__MACOSX"), parts[-1])
+        name = next(
+            (part for part in parts if part.startswith(b".") or part == b"__MACOSX"),
+            parts[-1],
+        )
         name = b"." if name == b"__MACOSX" else name
         size = min(HEAD_BYTES, member.size)
-        key = ignored_as(name, lambda: (_read(archive, member, size) or b"")[:HEAD_BYTES], clips=self.clips)
+        key = ignored_as(
+            name,
+            lambda: (_read(archive, member, size) or b"")[:HEAD_BYTES],
+            clips=self.clips,
+        )
         if key is not None:
             self.ignored.count(key)
         return key is None
 
 
 def _samples(archive: Archive) -> Iterator[list[Member]]:
-    """Yield the members of each sample. If the archive is damaged, first yield the members before the damage."""
+    """Yield the members of each sample. If the archive is damaged, first yield the
+    members before the damage.
+    """
     if not archive.is_stream:
         yield list(archive.members())
         return
@@ -152,7 +192,9 @@ def _samples(archive: Archive) -> Iterator[list[Member]]:
 
 
 def _split(member: Member, archive: Archive) -> tuple[bytes, str]:
-    """Return the path that an image has in common with its metadata, and the suffix in lower case."""
+    """Return the path that an image has in common with its metadata, and the suffix
+    in lower case.
+    """
     folder, slash, base = member.name.rpartition(b"/")
     stem, suffix = os.path.splitext(base)
     if archive.is_stream:
@@ -162,7 +204,9 @@ def _split(member: Member, archive: Archive) -> tuple[bytes, str]:
 
 
 def _read(archive: Archive, member: Member, size: int) -> bytes | None:
-    """Return the content of a member; None if it cannot be read or has more than a megabyte."""
+    """Return the content of a member; None if it cannot be read or has more than a
+    megabyte.
+    """
     try:
         return archive.read(member.offset, size, MAX_SIDECAR_BYTES)
     except ImageError:
@@ -171,13 +215,16 @@ def _read(archive: Archive, member: Member, size: int) -> bytes | None:
 
 @dataclass
 class ParquetImagesSource(Source):
-    """The images in one column of a Parquet file, with the values of the other columns as metadata.
+    """The images in one column of a Parquet file, with the values of the other columns
+    as metadata.
 
-    The column is binary, or a struct with the fields `bytes` and `path` (Hugging Face). If `bytes` is null, `path`
-    names an image file, relative to the directory of the Parquet file. Rows without either are ignored, and counted.
+    The column is binary, or a struct with the fields `bytes` and `path` (Hugging Face).
+    If `bytes` is null, `path` names an image file, relative to the directory of the
+    Parquet file. Rows without either are ignored, and counted.
 
     Attributes:
-        column: name of the column; None looks for it when the file is listed. A file without images is then ignored.
+        column: name of the column; None looks for it when the file is listed. A file
+            without images is then ignored.
     """
 
     column: str | None = None
@@ -186,82 +233,117 @@ class ParquetImagesSource(Source):
         try:
             with open_parquet_images(self.path) as (file, parquet):
                 column = self.column or find_image_column(parquet, self.spec, None)
-                leaf = None if column is None else image_leaf(parquet.schema_arrow, column)
+                leaf = (
+                    None if column is None else image_leaf(parquet.schema_arrow, column)
+                )
                 if column is None or leaf is None:
                     self.ignored.count(PARQUET_SUFFIX)
                     return
                 container = Container(PARQUET, file.length, column)
-                for row, (has_bytes, path, metadata) in enumerate(self._rows(parquet, column, leaf)):
+                for row, (has_bytes, path, metadata) in enumerate(
+                    self._rows(parquet, column, leaf)
+                ):
                     uri = f"{display_path(self.path)}!{column}/{row}"
                     if has_bytes:
                         ref = InputRef(uri, self.path, container, row)
                     elif path:
                         listed = listed_input(path, os.path.dirname(self.path))
-                        ref = listed or InputRef(uri, self.path, problem="bad-list-line")
+                        ref = listed or InputRef(
+                            uri, self.path, problem="bad-list-line"
+                        )
                     else:
                         self.ignored.count(NO_IMAGE)
                         continue
-                    yield dataclasses.replace(ref, metadata=source_values(metadata, self.ignored))
+                    yield dataclasses.replace(
+                        ref, metadata=source_values(metadata, self.ignored)
+                    )
         except (OSError, ValueError, EOFError, pa.ArrowException) as error:
             yield lost_file(self, error)
 
-    def _rows(self, parquet: Any, column: str, leaf: str) -> Iterator[tuple[bool, str | None, dict[str, Any]]]:
-        """Yield (whether it has bytes, path in its struct, metadata) of the image in each row.
+    def _rows(
+        self, parquet: Any, column: str, leaf: str
+    ) -> Iterator[tuple[bool, str | None, dict[str, Any]]]:
+        """Yield (whether it has bytes, path in its struct, metadata) of the image in
+        each row.
 
         The image bytes are read only if the column may contain nulls.
         """
         names = metadata_columns(parquet.schema_arrow, column, self.ignored)
-        index = [parquet.schema.column(index).path for index in range(len(parquet.schema))].index(leaf)
+        index = [
+            parquet.schema.column(index).path for index in range(len(parquet.schema))
+        ].index(leaf)
         groups = map(parquet.metadata.row_group, range(parquet.metadata.num_row_groups))
         statistics = (group.column(index).statistics for group in groups)
-        has_nulls = any(each is None or not each.has_null_count or each.null_count for each in statistics)
+        has_nulls = any(
+            each is None or not each.has_null_count or each.null_count
+            for each in statistics
+        )
         leaves = [leaf] if has_nulls else []
-        if leaf != column and parquet.schema_arrow.field(column).type.get_field_index("path") >= 0:
+        if (
+            leaf != column
+            and parquet.schema_arrow.field(column).type.get_field_index("path") >= 0
+        ):
             leaves.append(f"{column}.path")
         if not names and not leaves:
             yield from itertools.repeat((True, None, {}), parquet.metadata.num_rows)
             return
         read = [*names, column] if leaves else names
-        for values in parquet_rows(parquet, read, _ROWS_WITH_IMAGES if has_nulls else _ROWS, [*names, *leaves]):
+        for values in parquet_rows(
+            parquet, read, _ROWS_WITH_IMAGES if has_nulls else _ROWS, [*names, *leaves]
+        ):
             metadata = dict(zip(names, values, strict=False))
             image = values[-1] if leaves else b""
             path = image.get("path") if isinstance(image, dict) else None
             if path:
                 metadata.setdefault(f"{column}_path", path)
-            yield (image.get("bytes", b"") if isinstance(image, dict) else image) is not None, path, metadata
+            yield (
+                (image.get("bytes", b"") if isinstance(image, dict) else image)
+                is not None,
+                path,
+                metadata,
+            )
 
 
 @contextlib.contextmanager
 def open_parquet_images(path: bytes) -> Iterator[tuple[RangedFile, Any]]:
-    """Open a Parquet file. Raise ValueError if it declares more rows than its bytes can hold."""
+    """Open a Parquet file. Raise ValueError if it declares more rows than its bytes
+    can hold.
+    """
     with open_ranged(path) as file:
         parquet = open_parquet(file, buffer_size=1 << 20)
         if parquet.metadata.num_rows > file.length:
-            raise ValueError(f"the file declares {parquet.metadata.num_rows} rows, but has only {file.length} bytes")
+            raise ValueError(
+                f"the file declares {parquet.metadata.num_rows} rows, but has only"
+                f" {file.length} bytes"
+            )
         yield file, parquet
 
 
 def find_image_column(parquet: Any, path: str, column: str | None) -> str | None:
-    """Return the column of an open Parquet file that holds the bytes of images; None if there is none.
+    """Return the column of an open Parquet file that holds the bytes of images; None if
+    there is none.
 
-    A column holds images if Hugging Face Datasets recorded the type Image for it. Without a recorded type, a binary
-    column holds images if its first value begins like an image file. The same is true of a struct column with a binary
-    field `bytes`.
+    A column holds images if Hugging Face Datasets recorded the type Image for it.
+    Without a recorded type, a binary column holds images if its first value begins like
+    an image file. The same is true of a struct column with a binary field `bytes`.
 
-    Unless `column` is None, it is the only column to consider. If several columns hold images, the column with a usual
-    name is returned.
+    Unless `column` is None, it is the only column to consider. If several columns hold
+    images, the column with a usual name is returned.
 
     Raises:
         UsageError: several columns hold images, and none of them has a usual name.
         OSError, ValueError, pyarrow.ArrowException: the file cannot be read.
     """
     with_images = [
-        name for name in parquet.schema_arrow.names if column in (None, name) and _holds_images(parquet, name)
+        name
+        for name in parquet.schema_arrow.names
+        if column in (None, name) and _holds_images(parquet, name)
     ]
     preferred = [name for name in _PREFERRED if name in with_images]
     if len(with_images) > 1 and not preferred:
         raise UsageError(
-            f"{path} has several columns of images ({', '.join(with_images)}); name the column to index",
+            f"{path} has several columns of images ({', '.join(with_images)}); name the"
+            " column to index",
             parameter="column",
         )
     return next(iter([*preferred, *with_images]), None)
@@ -271,14 +353,19 @@ def _holds_images(parquet: Any, name: str) -> bool:
     leaf = image_leaf(parquet.schema_arrow, name)
     if leaf is None:
         return False
-    if (kind := features_of(parquet.schema_arrow).get(name, {}).get("_type")) is not None:
+    if (
+        kind := features_of(parquet.schema_arrow).get(name, {}).get("_type")
+    ) is not None:
         return bool(kind == "Image")
     for batch in iter_batches(parquet, 1, [leaf]):
         value = batch.column(0)[0].as_py()
         data = value["bytes"] if isinstance(value, dict) else value
         if data is not None:
-            return bool(image_format(data[:HEAD_BYTES]) or undecoded_format(data[:HEAD_BYTES]))
-    return leaf != name  # images in files that the struct names
+            return bool(
+                image_format(data[:HEAD_BYTES]) or undecoded_format(data[:HEAD_BYTES])
+            )
+    # images in files that the struct names
+    return leaf != name
 
 
 def scan_ahead(sources: Sequence[Source]) -> Iterator[InputRef]:
@@ -286,6 +373,11 @@ def scan_ahead(sources: Sequence[Source]) -> Iterator[InputRef]:
     if len(sources) == 1:
         yield from sources[0].iter_inputs()
         return
-    listed = ordered_map(lambda source: list(source.iter_inputs()), sources, _FILES_AT_ONCE, _FILES_AT_ONCE)
+    listed = ordered_map(
+        lambda source: list(source.iter_inputs()),
+        sources,
+        _FILES_AT_ONCE,
+        _FILES_AT_ONCE,
+    )
     for refs in listed:
         yield from refs

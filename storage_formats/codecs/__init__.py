@@ -1,4 +1,6 @@
-"""The precisions of stored tokens. To add one, write a codec class in `codecs.formats` and a decoder for GPUs."""
+"""The precisions of stored tokens. To add one, write a codec class in
+`codecs.formats` and a decoder for GPUs.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,16 @@ from storage_formats.codecs.base import BF16, Blocks, Codec, Records
 from storage_formats.codecs.formats import CODECS
 from storage_formats.errors import UsageError
 
-__all__ = ["BF16", "Blocks", "Codec", "Records", "codec", "fill_record", "finest", "precisions"]
+__all__ = [
+    "BF16",
+    "Blocks",
+    "Codec",
+    "Records",
+    "codec",
+    "fill_record",
+    "finest",
+    "precisions",
+]
 
 DEFAULT_BLOCK_SHAPE = (64, 384)
 
@@ -27,29 +38,37 @@ def precisions() -> tuple[str, ...]:
 
 
 def finest(names: Iterable[str]) -> str:
-    """Return the precision of the highest fidelity among `names`, for example the precisions of an index."""
+    """Return the precision of the highest fidelity among `names`, for example the
+    precisions of an index.
+    """
     order = precisions()
-    return min(names, key=lambda name: order.index(name) if name in order else len(order))
+    return min(
+        names, key=lambda name: order.index(name) if name in order else len(order)
+    )
 
 
 def codec(name: str, block_shape: tuple[int, int] = DEFAULT_BLOCK_SHAPE) -> Codec:
-    """Return the codec of a precision. A codec encodes bfloat16 blocks to records, and decodes records to blocks.
+    """Return the codec of a precision. A codec encodes bfloat16 blocks to records, and
+    decodes records to blocks.
 
     Args:
         name: one of `precisions()`.
         block_shape: (m, d), tokens per block and values per token.
 
     Returns:
-        A `storage_formats.codecs.base.Codec`. Its method `encode` takes ml_dtypes.bfloat16 [k, m, d] and returns uint8
-        [k, record_bytes]. Its method `decode` does the reverse.
+        A `storage_formats.codecs.base.Codec`. Its method `encode` takes
+        ml_dtypes.bfloat16 [k, m, d] and returns uint8 [k, record_bytes]. Its method
+        `decode` does the reverse.
 
     Raises:
-        UsageError: the name is unknown, or d is not a multiple of the group size of the precision.
+        UsageError: the name is unknown, or d is not a multiple of the group size of the
+            precision.
 
     Examples:
         >>> import ml_dtypes, numpy as np
         >>> from storage_formats import codec
-        >>> blocks = np.linspace(-1, 1, 2 * 64 * 384).reshape(2, 64, 384).astype(ml_dtypes.bfloat16)
+        >>> blocks = np.linspace(-1, 1, 2 * 64 * 384).reshape(2, 64, 384)
+        >>> blocks = blocks.astype(ml_dtypes.bfloat16)
         >>> fp8 = codec("fp8")
         >>> records = fp8.encode(blocks)
         >>> records.shape, records.dtype
@@ -60,11 +79,15 @@ def codec(name: str, block_shape: tuple[int, int] = DEFAULT_BLOCK_SHAPE) -> Code
     try:
         return CODECS[name](block_shape)
     except KeyError:
-        raise UsageError(f"unknown precision '{name}'; choose one of: {', '.join(CODECS)}") from None
+        raise UsageError(
+            f"unknown precision '{name}'; choose one of: {', '.join(CODECS)}"
+        ) from None
 
 
 def fill_record(codec: Codec) -> Records:
     """Return the record that a shard stores for a hole, uint8 [1, record_bytes]."""
-    value = np.array(codec.fill_value, dtype=np.dtype(codec.zarr_dtype).newbyteorder("<"))
+    value = np.array(
+        codec.fill_value, dtype=np.dtype(codec.zarr_dtype).newbyteorder("<")
+    )
     count = codec.record_bytes // value.itemsize
     return np.full((1, count), value).view(np.uint8)

@@ -1,4 +1,6 @@
-"""The base class of codecs. It checks the arrays that callers pass and splits the work between threads."""
+"""The base class of codecs. It checks the arrays that callers pass and splits the
+work between threads.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from storage_formats.describe import repr_of
 from storage_formats.errors import UsageError
 from storage_formats.threads import run_chunks
 
-BFloat16: TypeAlias = Any  # ml_dtypes.bfloat16 has no stub that NDArray accepts
+# ml_dtypes.bfloat16 has no stub that NDArray accepts
+BFloat16: TypeAlias = Any
 Blocks: TypeAlias = NDArray[BFloat16]
 """Token blocks, ml_dtypes.bfloat16 [k, m, d]."""
 Records: TypeAlias = NDArray[np.uint8]
@@ -25,7 +28,9 @@ Bits: TypeAlias = NDArray[np.uint16]
 Bytes: TypeAlias = NDArray[np.uint8]
 """Bytes of records, flat."""
 Moves: TypeAlias = tuple[NDArray[np.int64], NDArray[np.int64]]
-"""(offsets, blocks): the record at byte `offsets[i]` is decoded to block `blocks[i]`. Both are int64 [k]."""
+"""(offsets, blocks): the record at byte `offsets[i]` is decoded to block
+`blocks[i]`. Both are int64 [k].
+"""
 Span: TypeAlias = tuple[int, int]
 """(start, stop), a half-open range of items."""
 
@@ -35,19 +40,23 @@ BF16 = np.dtype(ml_dtypes.bfloat16)
 class Codec(ABC):
     """Encodes and decodes blocks of one shape in one precision. Thread-safe.
 
-    Finite values decode to finite values. If a value is NaN or infinite, all values with the same scale are stored as
-    NaN. Only `bf16` is lossless.
+    Finite values decode to finite values. If a value is NaN or infinite, all values
+    with the same scale are stored as NaN. Only `bf16` is lossless.
 
-    The argument `threads` of the methods is the maximum number of threads. It does not change the result. A subclass
-    imports its compiled kernels, and with them Numba, at the first conversion.
+    The argument `threads` of the methods is the maximum number of threads. It does not
+    change the result. A subclass imports its compiled kernels, and with them Numba, at
+    the first conversion.
 
     Attributes:
-        name: name of the precision. The directory of its shards under `tokens/` has the same name.
-        logical_dtype: number format of the stored values, for example `bfloat16` or `int8`.
+        name: name of the precision. The directory of its shards under `tokens/` has the
+            same name.
+        logical_dtype: number format of the stored values, for example `bfloat16` or
+            `int8`.
         width_multiple: the width of a token must be a multiple of this number.
         block_shape: (m, d), tokens per block and values per token.
         record_shape: shape of one record in the Zarr array of the precision.
-        fill_value: fill value of the Zarr array. A record of fill values decodes to NaN.
+        fill_value: fill value of the Zarr array. A record of fill values decodes to
+            NaN.
 
     Examples:
         >>> import ml_dtypes, numpy as np
@@ -68,17 +77,22 @@ class Codec(ABC):
     width_multiple = 1
 
     def __init__(self, block_shape: tuple[int, int], record_bytes: int) -> None:
-        width, multiple = block_shape[1], self.width_multiple
+        width = block_shape[1]
+        multiple = self.width_multiple
         if width % multiple:
             raise UsageError(
-                f"precision '{self.name}' needs tokens whose width is a multiple of {multiple}, but the width is "
-                f"{width}; use fp8 or int8, which accept any width"
+                f"precision '{self.name}' needs tokens whose width is a multiple of"
+                f" {multiple}, but the width is {width}; use fp8 or int8, which accept"
+                " any width"
             )
         self.block_shape = block_shape
         self.values = block_shape[0] * width
         self.record_bytes = record_bytes
-        self.record_shape: tuple[int, ...] = (record_bytes,) if self.zarr_dtype == "uint8" else block_shape
-        self._geometry = (self.values, width, multiple if multiple > 1 else width)  # see `kernels`
+        self.record_shape: tuple[int, ...] = (
+            (record_bytes,) if self.zarr_dtype == "uint8" else block_shape
+        )
+        # see `kernels`
+        self._geometry = (self.values, width, multiple if multiple > 1 else width)
 
     __repr__ = repr_of("name", "block_shape")
 
@@ -97,20 +111,38 @@ class Codec(ABC):
         """
         self._check_blocks(blocks)
         records = np.empty((len(blocks), self.record_bytes), dtype=np.uint8)
-        bits, flat = np.ascontiguousarray(blocks).view(np.uint16).reshape(-1), records.reshape(-1)
-        run_chunks(lambda start, stop: self._encode(bits, flat, (start, stop)), len(blocks), 2 * self.values, threads)
+        bits = np.ascontiguousarray(blocks).view(np.uint16).reshape(-1)
+        flat = records.reshape(-1)
+        run_chunks(
+            lambda start, stop: self._encode(bits, flat, (start, stop)),
+            len(blocks),
+            2 * self.values,
+            threads,
+        )
         return records
 
     def _check_blocks(self, blocks: Blocks) -> None:
         m, d = self.block_shape
         if blocks.dtype != BF16 or blocks.ndim != 3 or blocks.shape[1:] != (m, d):
-            raise UsageError(f"blocks must be bfloat16 [k, {m}, {d}], got {blocks.dtype} {list(blocks.shape)}")
-
-    def decode(self, records: Records, out: Blocks | None = None, threads: int | None = None) -> Blocks:
-        """Decode records, uint8 [k, record_bytes], to blocks, bf16 [k, m, d], in `out` or in a new array."""
-        if records.dtype != np.uint8 or records.ndim != 2 or records.shape[1] != self.record_bytes:
             raise UsageError(
-                f"records must be uint8 [k, {self.record_bytes}], got {records.dtype} {list(records.shape)}"
+                f"blocks must be bfloat16 [k, {m}, {d}], got {blocks.dtype}"
+                f" {list(blocks.shape)}"
+            )
+
+    def decode(
+        self, records: Records, out: Blocks | None = None, threads: int | None = None
+    ) -> Blocks:
+        """Decode records, uint8 [k, record_bytes], to blocks, bf16 [k, m, d], in
+        `out` or in a new array.
+        """
+        if (
+            records.dtype != np.uint8
+            or records.ndim != 2
+            or records.shape[1] != self.record_bytes
+        ):
+            raise UsageError(
+                f"records must be uint8 [k, {self.record_bytes}], got {records.dtype}"
+                f" {list(records.shape)}"
             )
         shape = (len(records), *self.block_shape)
         out = np.empty(shape, dtype=BF16) if out is None else out
@@ -128,16 +160,20 @@ class Codec(ABC):
         threads: int | None = None,
         check: Callable[[int, int], None] | None = None,
     ) -> None:
-        """Decode the record that starts at byte `offsets[i]` of `memory` into `out[blocks[i]]`, for each i.
+        """Decode the record that starts at byte `offsets[i]` of `memory` into
+        `out[blocks[i]]`, for each i.
 
-        The offsets and blocks are not checked: a wrong one reads or writes other memory.
+        The offsets and blocks are not checked: a wrong one reads or writes other
+        memory.
 
         Args:
             memory: uint8 [bytes], contiguous.
-            moves: (offsets, blocks), int64 [k] each, contiguous; the blocks are distinct.
+            moves: (offsets, blocks), int64 [k] each, contiguous; the blocks are
+                distinct.
             out: bf16 [n, m, d], C-contiguous.
-            check: called as `check(start, stop)` just before the same thread decodes records [start, stop). The records
-                are then still in the processor's cache. `check` raises an exception if a record is damaged.
+            check: called as `check(start, stop)` just before the same thread decodes
+                records [start, stop). The records are then still in the processor's
+                cache. `check` raises an exception if a record is damaged.
         """
         bits = out.view(np.uint16).reshape(-1)
 
@@ -149,10 +185,19 @@ class Codec(ABC):
         run_chunks(decode, len(moves[0]), 2 * self.values, threads)
 
 
-def check_out(out: NDArray[Any], shape: tuple[int, ...], dtype: np.dtype[Any] = BF16) -> None:
-    """Raise UsageError unless `out` is a writeable C-contiguous array of `shape` and `dtype`."""
-    if out.dtype != dtype or out.shape != shape or not out.flags.c_contiguous or not out.flags.writeable:
+def check_out(
+    out: NDArray[Any], shape: tuple[int, ...], dtype: np.dtype[Any] = BF16
+) -> None:
+    """Raise UsageError unless `out` is a writeable C-contiguous array of `shape`
+    and `dtype`.
+    """
+    if (
+        out.dtype != dtype
+        or out.shape != shape
+        or not out.flags.c_contiguous
+        or not out.flags.writeable
+    ):
         raise UsageError(
-            f"out must be a writeable C-contiguous {dtype} array of shape {list(shape)}, "
-            f"got {out.dtype} {list(out.shape)}"
+            f"out must be a writeable C-contiguous {dtype} array of shape"
+            f" {list(shape)}, got {out.dtype} {list(out.shape)}"
         )

@@ -1,7 +1,7 @@
 """The record formats: one codec class per precision.
 
-SPEC.md section 6 specifies them too. The compiled loops are in `codecs.kernels`, which imports Numba, so a codec
-imports that module at its first conversion.
+SPEC.md section 6 specifies them too. The compiled loops are in `codecs.kernels`, which
+imports Numba, so a codec imports that module at its first conversion.
 """
 
 from __future__ import annotations
@@ -13,15 +13,36 @@ from types import ModuleType
 import numpy as np
 from numpy.typing import NDArray
 
-from storage_formats.codecs.base import BF16, Bits, Blocks, Bytes, Codec, Moves, Records, Span
-from storage_formats.codecs.minifloat import CANONICAL_NAN, E2M1, E4M3, NAN_CODE, MiniFloat, e8m0_codes, e8m0_values
+from storage_formats.codecs.base import (
+    BF16,
+    Bits,
+    Blocks,
+    Bytes,
+    Codec,
+    Moves,
+    Records,
+    Span,
+)
+from storage_formats.codecs.minifloat import (
+    CANONICAL_NAN,
+    E2M1,
+    E4M3,
+    NAN_CODE,
+    MiniFloat,
+    e8m0_codes,
+    e8m0_values,
+)
 
 NAN_SCALE = 0xFFFF
-"""Bits of the scale of a token that contains NaN or infinity. Both bytes equal the fill value."""
+"""Bits of the scale of a token that contains NaN or infinity. Both bytes equal the
+fill value.
+"""
 SECOND_LEVEL_SCALE = 2.0**-3
 """The constant factor of all scales of `nvfp4`."""
 LARGEST_INPUT = 15 * 2.0**124
-"""Finite magnitudes above this limit are encoded as the limit, because E4M3 would round them to 2**128."""
+"""Finite magnitudes above this limit are encoded as the limit, because E4M3 would
+round them to 2**128.
+"""
 
 
 def _kernels() -> ModuleType:
@@ -33,9 +54,9 @@ def _kernels() -> ModuleType:
 class BF16Codec(Codec):
     """bfloat16 values, stored unchanged.
 
-    A record contains m x d bfloat16 values of two bytes, little endian, tokens in order. A bfloat16 is the upper half
-    of an IEEE 754 binary32: 1 sign bit, 8 exponent bits (bias 127), 7 fraction bits. All values are stored exactly,
-    including NaN.
+    A record contains m x d bfloat16 values of two bytes, little endian, tokens in
+    order. A bfloat16 is the upper half of an IEEE 754 binary32: 1 sign bit, 8 exponent
+    bits (bias 127), 7 fraction bits. All values are stored exactly, including NaN.
     """
 
     name = "bf16"
@@ -48,19 +69,26 @@ class BF16Codec(Codec):
 
     def encode(self, blocks: Blocks, threads: int | None = None) -> Records:
         self._check_blocks(blocks)
-        return np.ascontiguousarray(blocks).view(np.uint8).reshape(len(blocks), self.record_bytes)
+        return (
+            np.ascontiguousarray(blocks)
+            .view(np.uint8)
+            .reshape(len(blocks), self.record_bytes)
+        )
 
     def _decode(self, records: Bytes, moves: Moves, bits: Bits, span: Span) -> None:
         start, stop = span
         copies = bits.view(np.uint8).reshape(-1, self.record_bytes)
-        for offset, index in zip(moves[0][start:stop].tolist(), moves[1][start:stop].tolist(), strict=True):
+        for offset, index in zip(
+            moves[0][start:stop].tolist(), moves[1][start:stop].tolist(), strict=True
+        ):
             copies[index] = records[offset : offset + self.record_bytes]
 
 
 class FP16Codec(Codec):
     """IEEE 754 binary16 values, without a scale.
 
-    A record contains m x d binary16 values of two bytes, little endian, tokens in order.
+    A record contains m x d binary16 values of two bytes, little endian, tokens in
+    order.
 
     - Magnitudes from 2 ** -14 to 65,504 are stored exactly.
     - Smaller magnitudes are rounded to a multiple of 2 ** -24, ties to even.
@@ -82,7 +110,14 @@ class FP16Codec(Codec):
         blocks = np.arange(*span)
         moves = (blocks * self.record_bytes, blocks)
         words = records.view(np.uint16)
-        _kernels().translate(bits.view(np.uint8), moves, _fp16_tables()[0], words, self.values, (0, len(blocks)))
+        _kernels().translate(
+            bits.view(np.uint8),
+            moves,
+            _fp16_tables()[0],
+            words,
+            self.values,
+            (0, len(blocks)),
+        )
 
     def _decode(self, records: Bytes, moves: Moves, bits: Bits, span: Span) -> None:
         _kernels().translate(records, moves, _fp16_tables()[1], bits, self.values, span)
@@ -90,11 +125,14 @@ class FP16Codec(Codec):
 
 @functools.cache
 def _fp16_tables() -> tuple[NDArray[np.uint16], NDArray[np.uint16]]:
-    """Return the binary16 bits of each bfloat16 and the bfloat16 bits of each binary16, uint16 [65536] each."""
+    """Return the binary16 bits of each bfloat16 and the bfloat16 bits of each
+    binary16, uint16 [65536] each.
+    """
     words = np.arange(0x10000, dtype=np.uint16)
     numbers = words.view(BF16).astype(np.float32)
     encoded = np.clip(numbers, -65504, 65504).astype(np.float16).view(np.uint16)
-    with np.errstate(invalid="ignore"):  # signalling NaN
+    # signalling NaN
+    with np.errstate(invalid="ignore"):
         decoded = words.view(np.float16).astype(np.float32).astype(BF16)
     return (
         np.where(np.isfinite(numbers), encoded, np.uint16(FP16Codec.fill_value)),
@@ -110,9 +148,11 @@ class Int8Codec(Codec):
     - m x d two's complement integers of one byte, tokens in order
     - m bfloat16 scales, little endian
 
-    A decoded value is integer x scale, rounded to bfloat16. The scale is the largest magnitude of the token divided by
-    127, rounded to bfloat16 and limited to 2 ** -133 to 2 ** 121. The encoder rounds value / scale to the nearest
-    integer, ties to even, and limits the integer to -127 to 127. This is the symmetric scheme of Jacob et al., 2018.
+    A decoded value is integer x scale, rounded to bfloat16. The scale is the largest
+    magnitude of the token divided by 127, rounded to bfloat16 and limited to 2 ** -133
+    to 2 ** 121. The encoder rounds value / scale to the nearest integer, ties to even,
+    and limits the integer to -127 to 127. This is the symmetric scheme of Jacob et al.,
+    2018.
     """
 
     name = "int8"
@@ -124,7 +164,9 @@ class Int8Codec(Codec):
     @staticmethod
     def scales(largest: NDArray[np.float32]) -> NDArray[np.float32]:
         """Return the scale of each token, float32, with the shape of `largest`."""
-        return np.clip((largest / 127).astype(BF16).astype(np.float32), 2.0**-133, 2.0**121)
+        return np.clip(
+            (largest / 127).astype(BF16).astype(np.float32), 2.0**-133, 2.0**121
+        )
 
     def _encode(self, bits: Bits, records: Bytes, span: Span) -> None:
         _kernels().encode_int8(bits, _int8_scales(), records, self._geometry, span)
@@ -135,7 +177,9 @@ class Int8Codec(Codec):
 
 @functools.cache
 def _int8_scales() -> NDArray[np.uint16]:
-    """Return the bits of the scale, uint16 [32768], indexed by the bits of the largest magnitude of a token."""
+    """Return the bits of the scale, uint16 [32768], indexed by the bits of the
+    largest magnitude of a token.
+    """
     magnitudes = np.arange(0x8000, dtype=np.uint16).view(BF16).astype(np.float32)
     finite = np.isfinite(magnitudes)
     table = np.full(len(magnitudes), NAN_SCALE, dtype=np.uint16)
@@ -144,10 +188,12 @@ def _int8_scales() -> NDArray[np.uint16]:
 
 
 class GroupScaledCodec(Codec):
-    """Stores the codes of all values, then the scales of all groups. One byte stores one E4M3 code or two E2M1 codes.
+    """Stores the codes of all values, then the scales of all groups. One byte stores
+    one E4M3 code or two E2M1 codes.
 
     Attributes:
-        scale_values: value of each scale code, float32 [256]. The value of code 0xFF is NaN.
+        scale_values: value of each scale code, float32 [256]. The value of code 0xFF is
+            NaN.
         group: number of consecutive values of a token that share one scale.
     """
 
@@ -166,22 +212,52 @@ class GroupScaledCodec(Codec):
         """Return the scale code of each group, uint8, with the shape of `largest`."""
 
     def _encode(self, bits: Bits, records: Bytes, span: Span) -> None:
-        if self.element is E4M3:  # with scales that are powers of two, so multiplying by the inverse is exact
-            encode = _kernels().encode_e4m3_tokens if self.group == self.block_shape[1] else _kernels().encode_e4m3
-            encode(bits, self._scale_table(), 1 / self.scale_values, records, self._geometry, span)
+        # with scales that are powers of two, so multiplying by the inverse is exact
+        if self.element is E4M3:
+            encode = (
+                _kernels().encode_e4m3_tokens
+                if self.group == self.block_shape[1]
+                else _kernels().encode_e4m3
+            )
+            encode(
+                bits,
+                self._scale_table(),
+                1 / self.scale_values,
+                records,
+                self._geometry,
+                span,
+            )
         else:
-            _kernels().encode_e2m1(bits, self._scale_table(), self.scale_values, records, self._geometry, span)
+            _kernels().encode_e2m1(
+                bits,
+                self._scale_table(),
+                self.scale_values,
+                records,
+                self._geometry,
+                span,
+            )
 
     def _decode(self, records: Bytes, moves: Moves, bits: Bits, span: Span) -> None:
         if self.element is E4M3:
-            _kernels().decode_e4m3(records, moves, self.products(), bits, self._geometry, span)
+            _kernels().decode_e4m3(
+                records, moves, self.products(), bits, self._geometry, span
+            )
         else:
-            _kernels().decode_e2m1(records, moves, self._pairs(), bits.view(np.uint32), self._geometry, span)
+            _kernels().decode_e2m1(
+                records,
+                moves,
+                self._pairs(),
+                bits.view(np.uint32),
+                self._geometry,
+                span,
+            )
 
     @classmethod
     @functools.cache
     def _scale_table(cls) -> NDArray[np.uint8]:
-        """Return the scale code for each bfloat16 magnitude, uint8 [32768], indexed by the bits of the magnitude."""
+        """Return the scale code for each bfloat16 magnitude, uint8 [32768], indexed
+        by the bits of the magnitude.
+        """
         magnitudes = np.arange(0x8000, dtype=np.uint16).view(BF16).astype(np.float32)
         finite = np.isfinite(magnitudes)
         table = np.full(len(magnitudes), NAN_CODE, dtype=np.uint8)
@@ -191,19 +267,28 @@ class GroupScaledCodec(Codec):
     @classmethod
     @functools.cache
     def products(cls) -> NDArray[np.uint16]:
-        """Return the bfloat16 bits of scale x code for each scale and code, uint16 [256 * number of codes]."""
-        with np.errstate(over="ignore", invalid="ignore"):  # only scales that no encoder writes overflow
+        """Return the bfloat16 bits of scale x code for each scale and code, uint16
+        [256 * number of codes].
+        """
+        # only scales that no encoder writes overflow
+        with np.errstate(over="ignore", invalid="ignore"):
             products = (cls.scale_values[:, None] * cls.element.values).astype(BF16)
-        return np.where(np.isnan(products), np.uint16(CANONICAL_NAN), products.view(np.uint16)).reshape(-1)
+        return np.where(
+            np.isnan(products), np.uint16(CANONICAL_NAN), products.view(np.uint16)
+        ).reshape(-1)
 
     @classmethod
     @functools.cache
     def _pairs(cls) -> NDArray[np.uint32]:
-        """Return the bfloat16 bits of the two values in a byte, for each scale and byte, uint32 [256 * 256]."""
+        """Return the bfloat16 bits of the two values in a byte, for each scale and
+        byte, uint32 [256 * 256].
+        """
         # The value of the low four bits of the byte is in the lower half of a word.
         products = cls.products().reshape(256, -1).astype(np.uint32)
         byte = np.arange(256)
-        return (products[:, byte & 15] | (products[:, byte >> 4] << np.uint32(16))).reshape(-1)
+        return (
+            products[:, byte & 15] | (products[:, byte >> 4] << np.uint32(16))
+        ).reshape(-1)
 
 
 class FP8Codec(GroupScaledCodec):
@@ -214,9 +299,11 @@ class FP8Codec(GroupScaledCodec):
     - m x d E4M3 codes of one byte, tokens in order
     - m E8M0 scales of one byte
 
-    An E4M3 code has the sign in bit 7, the exponent (bias 7) in bits 6-3 and the fraction in bits 2-0. Exponent 0 is
-    subnormal. 0x7F and 0xFF are NaN (Micikevicius et al., "FP8 Formats for Deep Learning", 2022). An E8M0 scale is 2 **
-    (byte - 127), and the byte 0xFF is NaN (OCP MX 1.0, section 5.4.1). A decoded value is code x scale.
+    An E4M3 code has the sign in bit 7, the exponent (bias 7) in bits 6-3 and the
+    fraction in bits 2-0. Exponent 0 is subnormal. 0x7F and 0xFF are NaN (Micikevicius
+    et al., "FP8 Formats for Deep Learning", 2022). An E8M0 scale is 2 ** (byte - 127),
+    and the byte 0xFF is NaN (OCP MX 1.0, section 5.4.1). A decoded value is code x
+    scale.
 
     The encoder takes the smallest scale with which no code exceeds 448.
     """
@@ -228,7 +315,8 @@ class FP8Codec(GroupScaledCodec):
 
     @staticmethod
     def scale_codes(largest: NDArray[np.float32]) -> NDArray[np.uint8]:
-        fraction, exponent = np.frexp(largest.astype(np.float64) / E4M3.largest)  # fraction in [0.5, 1)
+        # fraction in [0.5, 1)
+        fraction, exponent = np.frexp(largest.astype(np.float64) / E4M3.largest)
         return e8m0_codes(largest, exponent - (fraction == 0.5))
 
 
@@ -238,10 +326,12 @@ class MXFP8Codec(GroupScaledCodec):
     A record contains, for m tokens of width d, where d is a multiple of 32:
 
     - m x d E4M3 codes of one byte (see `fp8`), tokens in order
-    - m x d / 32 E8M0 scales of one byte, one per group of 32 consecutive values of a token
+    - m x d / 32 E8M0 scales of one byte, one per group of 32 consecutive values of a
+      token
 
-    A decoded value is code x scale. The scale of a group is the largest power of two that does not exceed the largest
-    magnitude of the group / 256 (section 6.3). Magnitudes above 448 x scale are stored as 448 x scale.
+    A decoded value is code x scale. The scale of a group is the largest power of two
+    that does not exceed the largest magnitude of the group / 256 (section 6.3).
+    Magnitudes above 448 x scale are stored as 448 x scale.
     """
 
     name = "mxfp8"
@@ -260,15 +350,18 @@ class MXFP4Codec(GroupScaledCodec):
 
     A record contains, for m tokens of width d, where d is a multiple of 32:
 
-    - m x d / 2 bytes of E2M1 codes, tokens in order, two codes per byte with the first in the low half
-    - m x d / 32 E8M0 scales of one byte, one per group of 32 consecutive values of a token
+    - m x d / 2 bytes of E2M1 codes, tokens in order, two codes per byte with the first
+      in the low half
+    - m x d / 32 E8M0 scales of one byte, one per group of 32 consecutive values of a
+      token
 
-    An E2M1 code has the sign in bit 3, the exponent (bias 1) in bits 2-1 and the fraction in bit 0. Its magnitudes are
-    0, 0.5, 1, 1.5, 2, 3, 4 and 6. A scale is 2 ** (byte - 127), and the byte 0xFF is NaN. A decoded value is
-    code x scale.
+    An E2M1 code has the sign in bit 3, the exponent (bias 1) in bits 2-1 and the
+    fraction in bit 0. Its magnitudes are 0, 0.5, 1, 1.5, 2, 3, 4 and 6. A scale is 2 **
+    (byte - 127), and the byte 0xFF is NaN. A decoded value is code x scale.
 
-    The scale of a group is the largest power of two that does not exceed the largest magnitude of the group / 4
-    (section 6.3). Magnitudes above 6 x scale are stored as 6 x scale.
+    The scale of a group is the largest power of two that does not exceed the largest
+    magnitude of the group / 4 (section 6.3). Magnitudes above 6 x scale are stored as 6
+    x scale.
     """
 
     name = "mxfp4"
@@ -283,18 +376,23 @@ class MXFP4Codec(GroupScaledCodec):
 
 
 class NVFP4Codec(GroupScaledCodec):
-    """NVFP4 (NVIDIA, "Pretraining Large Language Models with NVFP4", 2025) with a fixed second-level scale.
+    """NVFP4 (NVIDIA, "Pretraining Large Language Models with NVFP4", 2025) with a fixed
+    second-level scale.
 
     A record contains, for m tokens of width d, where d is a multiple of 16:
 
-    - m x d / 2 bytes of E2M1 codes (see `mxfp4`), tokens in order, two codes per byte with the first in the low half
-    - m x d / 16 E4M3 scales of one byte (see `fp8`), one per group of 16 consecutive values of a token
+    - m x d / 2 bytes of E2M1 codes (see `mxfp4`), tokens in order, two codes per byte
+      with the first in the low half
+    - m x d / 16 E4M3 scales of one byte (see `fp8`), one per group of 16 consecutive
+      values of a token
 
-    A decoded value is code x scale / 8, which is an exact bfloat16 value. The factor 1/8 is the second-level scale of
-    NVFP4. This factor is constant, so that a record does not depend on other records.
+    A decoded value is code x scale / 8, which is an exact bfloat16 value. The factor
+    1/8 is the second-level scale of NVFP4. This factor is constant, so that a record
+    does not depend on other records.
 
-    The scale is 8/6 of the largest magnitude of the group, rounded to the nearest E4M3 number, and at least 2 ** -9.
-    Magnitudes above 6 x scale / 8 are stored as 6 x scale / 8.
+    The scale is 8/6 of the largest magnitude of the group, rounded to the nearest E4M3
+    number, and at least 2 ** -9. Magnitudes above 6 x scale / 8 are stored as 6 x scale
+    / 8.
     """
 
     name = "nvfp4"
@@ -314,12 +412,14 @@ class Sign1Codec(Codec):
 
     A record contains, for m tokens of width d, where d is a multiple of 8:
 
-    - m x d / 8 bytes of sign bits, tokens in order; the lowest bit of a byte comes first, and 1 means negative
+    - m x d / 8 bytes of sign bits, tokens in order; the lowest bit of a byte comes
+      first, and 1 means negative
     - m bfloat16 scales, little endian
 
-    A decoded value is +scale or -scale. The scale is the mean magnitude of the token, which minimises the squared error
-    (Rastegari et al., "XNOR-Net", 2016, section 3.1). The encoder sums the magnitudes in float64 from the first value
-    to the last, divides the sum by d, and rounds the quotient to float32 and then to bfloat16.
+    A decoded value is +scale or -scale. The scale is the mean magnitude of the token,
+    which minimises the squared error (Rastegari et al., "XNOR-Net", 2016, section 3.1).
+    The encoder sums the magnitudes in float64 from the first value to the last, divides
+    the sum by d, and rounds the quotient to float32 and then to bfloat16.
     """
 
     name = "sign1"
@@ -333,7 +433,9 @@ class Sign1Codec(Codec):
         _kernels().encode_sign1(bits, records, self._geometry, span)
 
     def _decode(self, records: Bytes, moves: Moves, bits: Bits, span: Span) -> None:
-        _kernels().decode_sign1(records, moves, _sign_words(), bits.view(np.uint64), self._geometry, span)
+        _kernels().decode_sign1(
+            records, moves, _sign_words(), bits.view(np.uint64), self._geometry, span
+        )
 
 
 @functools.cache
@@ -348,6 +450,15 @@ def _sign_words() -> NDArray[np.uint64]:
 
 CODECS = {
     codec_class.name: codec_class
-    for codec_class in (BF16Codec, FP16Codec, Int8Codec, FP8Codec, MXFP8Codec, NVFP4Codec, MXFP4Codec, Sign1Codec)
+    for codec_class in (
+        BF16Codec,
+        FP16Codec,
+        Int8Codec,
+        FP8Codec,
+        MXFP8Codec,
+        NVFP4Codec,
+        MXFP4Codec,
+        Sign1Codec,
+    )
 }
 """The codec class of each precision, most accurate first."""

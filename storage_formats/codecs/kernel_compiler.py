@@ -1,6 +1,8 @@
-"""Compilation of Numba kernels, with a cache on disk. Importing this module imports Numba.
+"""Compilation of Numba kernels, with a cache on disk. Importing this module imports
+Numba.
 
-Each kernel has exactly one signature. Processes that fill Numba's cache at the same time therefore write equal files.
+Each kernel has exactly one signature. Processes that fill Numba's cache at the same
+time therefore write equal files.
 """
 
 from __future__ import annotations
@@ -16,9 +18,11 @@ _njit: Any = functools.partial(numba.njit, nogil=True, error_model="numpy")
 
 
 def kernel(*arguments: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Return a decorator of a function that Numba compiles at its first call. The function runs without the GIL.
+    """Return a decorator of a function that Numba compiles at its first call. The
+    function runs without the GIL.
 
-    The compiled code is cached on disk if the installation or the home directory is writeable.
+    The compiled code is cached on disk if the installation or the home directory is
+    writeable.
 
     Args:
         arguments: Numba types of the arguments. The function must return None.
@@ -30,8 +34,11 @@ def kernel(*arguments: Any) -> Callable[[Callable[..., None]], Callable[..., Non
             compiler = _njit(types.void(*arguments), cache=True)
             try:
                 return cast(Callable[..., None], compiler(function))
-            except (RuntimeError, OSError):  # neither the installation nor the home directory is writeable
-                return cast(Callable[..., None], _njit(types.void(*arguments))(function))
+            except (RuntimeError, OSError):
+                # neither the installation nor the home directory is writeable
+                return cast(
+                    Callable[..., None], _njit(types.void(*arguments))(function)
+                )
 
         return functools.wraps(function)(lambda *values: compiled()(*values))
 
@@ -44,15 +51,23 @@ def inlined(function: Callable[..., Any]) -> Callable[..., Any]:
     return compiled
 
 
-summing: Callable[[Callable[..., Any]], Callable[..., Any]] = functools.partial(_njit, fastmath={"reassoc", "contract"})
-"""Compiles a helper like `inlined`, but with sums in any order, so that LLVM can vectorise them."""
+summing: Callable[[Callable[..., Any]], Callable[..., Any]] = functools.partial(
+    _njit, fastmath={"reassoc", "contract"}
+)
+"""Compiles a helper like `inlined`, but with sums in any order, so that LLVM can
+vectorise them.
+"""
 
 
 def input_array(number: Any) -> Any:
-    """Return the Numba type of a read-only flat array of type `number`, C-contiguous, of any alignment."""
+    """Return the Numba type of a read-only flat array of type `number`,
+    C-contiguous, of any alignment.
+    """
     return types.Array(number, 1, "C", readonly=True, aligned=False)
 
 
 def output_array(number: Any) -> Any:
-    """Return the Numba type of a writeable flat array of type `number`, C-contiguous, of any alignment."""
+    """Return the Numba type of a writeable flat array of type `number`,
+    C-contiguous, of any alignment.
+    """
     return types.Array(number, 1, "C", aligned=False)

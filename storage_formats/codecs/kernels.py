@@ -1,15 +1,19 @@
-"""Compiled kernels of the codecs. A codec imports this module and Numba at the first conversion.
+"""Compiled kernels of the codecs. A codec imports this module and Numba at the first
+conversion.
 
-A kernel runs on the calling thread and releases the GIL, so a caller may run one kernel on several threads at once.
-Each kernel takes flat arrays and some of these arguments:
+A kernel runs on the calling thread and releases the GIL, so a caller may run one kernel
+on several threads at once. Each kernel takes flat arrays and some of these arguments:
 
 - `geometry`: (values per block, values per token, values per scale)
-- `span`: (start, stop), a half-open range of blocks to encode, or of items of `moves` to decode
-- `moves`: (offsets, blocks); the record at byte `offsets[i]` is decoded to block `blocks[i]` of the output
+- `span`: (start, stop), a half-open range of blocks to encode, or of items of `moves`
+  to decode
+- `moves`: (offsets, blocks); the record at byte `offsets[i]` is decoded to block
+  `blocks[i]` of the output
 
-All kernels and their helpers are in this module, because Numba's cache detects changes only in the file of the kernel.
-Indices are unsigned, so that LLVM can vectorise the loops. A helper takes an array and the index of the first element,
-because Numba counts references to slices, which costs time.
+All kernels and their helpers are in this module, because Numba's cache detects changes
+only in the file of the kernel. Indices are unsigned, so that LLVM can vectorise the
+loops. A helper takes an array and the index of the first element, because Numba counts
+references to slices, which costs time.
 """
 
 from __future__ import annotations
@@ -19,7 +23,14 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from storage_formats.codecs.kernel_compiler import inlined, input_array, kernel, output_array, summing, types
+from storage_formats.codecs.kernel_compiler import (
+    inlined,
+    input_array,
+    kernel,
+    output_array,
+    summing,
+    types,
+)
 
 U8: TypeAlias = NDArray[np.uint8]
 U16: TypeAlias = NDArray[np.uint16]
@@ -48,7 +59,9 @@ def _bf16(bits: np.uint16) -> Any:
 
 @inlined
 def _rounded_bf16(number: np.float32) -> np.uint16:
-    """Return the bits of the bfloat16 nearest to `number`, ties to even; 0x7FC0 if `number` is NaN."""
+    """Return the bits of the bfloat16 nearest to `number`, ties to even; 0x7FC0 if
+    `number` is NaN.
+    """
     bits = _bits(number)
     even = np.uint32(bits >> np.uint32(16)) & np.uint32(1)
     rounded = np.uint32(bits + np.uint32(0x7FFF) + even) >> np.uint32(16)
@@ -56,15 +69,20 @@ def _rounded_bf16(number: np.float32) -> np.uint16:
 
 
 @inlined
-def _minifloat_code(number: np.float32, fraction_bits: int, bias: int, largest: float) -> np.uint32:
+def _minifloat_code(
+    number: np.float32, fraction_bits: int, bias: int, largest: float
+) -> np.uint32:
     """Return the minifloat code of |number|, rounded to nearest, ties to even."""
-    # Integer arithmetic on the bits rounds normal results. For subnormal results, adding a power of two whose last bit
-    # has the weight of the smallest subnormal rounds the number, and the low bits of the sum are the code.
+    # Integer arithmetic on the bits rounds normal results. For subnormal results,
+    # adding a power of two whose last bit has the weight of the smallest subnormal
+    # rounds the number, and the low bits of the sum are the code.
     magnitude = min(abs(number), np.float32(largest))
     bits = _bits(magnitude)
     dropped = np.uint32(23 - fraction_bits)
     even = np.uint32(bits >> dropped) & np.uint32(1)
-    rounded = np.uint32(bits + np.uint32((1 << (22 - fraction_bits)) - 1) + even) >> dropped
+    rounded = (
+        np.uint32(bits + np.uint32((1 << (22 - fraction_bits)) - 1) + even) >> dropped
+    )
     normal = np.uint32(rounded - np.uint32((127 - bias) << fraction_bits))
     aligner = np.float32(2.0 ** (24 - fraction_bits - bias))
     subnormal = np.uint32(_bits(magnitude + aligner) - _bits(aligner))
@@ -73,7 +91,9 @@ def _minifloat_code(number: np.float32, fraction_bits: int, bias: int, largest: 
 
 @inlined
 def _largest_magnitude(bits: U16, first: Index, count: Index) -> int:
-    """Return the bits of the largest magnitude in `bits[first:first + count]`. NaN is larger than infinity."""
+    """Return the bits of the largest magnitude in `bits[first:first + count]`. NaN
+    is larger than infinity.
+    """
     largest = np.uint16(0)
     for i in range(count):
         largest = max(largest, np.uint16(bits[first + i] & np.uint16(0x7FFF)))
@@ -82,7 +102,13 @@ def _largest_magnitude(bits: U16, first: Index, count: Index) -> int:
 
 @inlined
 def _choose_scales(
-    bits: U16, first: Index, width: Index, group: Index, scale_codes: U8, records: U8, scales_at: Index
+    bits: U16,
+    first: Index,
+    width: Index,
+    group: Index,
+    scale_codes: U8,
+    records: U8,
+    scales_at: Index,
 ) -> bool:
     """Write the scale code of each group of a token. Return True if a scale is NaN."""
     has_nan = False
@@ -94,7 +120,9 @@ def _choose_scales(
 
 
 @inlined
-def _spread(records: U8, scales_at: Index, group: Index, scale_values: F32, spread: F32) -> None:
+def _spread(
+    records: U8, scales_at: Index, group: Index, scale_values: F32, spread: F32
+) -> None:
     """Write the scale of each value of a token to `spread`, float32 [width]."""
     for index in range(np.uint64(len(spread)) // group):
         value = scale_values[records[scales_at + index]]
@@ -103,8 +131,12 @@ def _spread(records: U8, scales_at: Index, group: Index, scale_values: F32, spre
 
 
 @inlined
-def _scale_exponents(records: U8, scales_at: Index, group: Index, exponents: U16) -> bool:
-    """Write the scale exponent of each value to `exponents`. Return True if a product may exceed the bfloat16 range."""
+def _scale_exponents(
+    records: U8, scales_at: Index, group: Index, exponents: U16
+) -> bool:
+    """Write the scale exponent of each value to `exponents`. Return True if a
+    product may exceed the bfloat16 range.
+    """
     extreme = False
     for index in range(np.uint64(len(exponents)) // group):
         exponent = np.uint16(np.uint16(records[scales_at + index]) - np.uint16(7))
@@ -116,7 +148,9 @@ def _scale_exponents(records: U8, scales_at: Index, group: Index, exponents: U16
 
 @inlined
 def _has_subnormal_codes(bits: U16, first: Index, exponents: U16) -> bool:
-    """Return True if a value needs a subnormal E4M3 code. `exponents` contains the scale exponent of each value."""
+    """Return True if a value needs a subnormal E4M3 code. `exponents` contains the
+    scale exponent of each value.
+    """
     highest = np.uint16(0)
     for i in range(np.uint64(len(exponents))):
         magnitude = np.uint16(bits[first + i] & np.uint16(0x7FFF))
@@ -127,17 +161,26 @@ def _has_subnormal_codes(bits: U16, first: Index, exponents: U16) -> bool:
 
 @inlined
 def _shifted(number: np.uint16, exponent: np.uint16) -> Any:
-    """Return the E4M3 code of a number divided by a power of two. The code must be zero or normal."""
+    """Return the E4M3 code of a number divided by a power of two. The code must be
+    zero or normal.
+    """
     magnitude = np.uint16(number & np.uint16(0x7FFF))
     field = np.uint16(magnitude - exponent) if magnitude else np.uint16(0)
     even = np.uint16(field >> np.uint16(4)) & np.uint16(1)
-    code = min(np.uint16(np.uint16(field + np.uint16(7) + even) >> np.uint16(4)), np.uint16(0x7E))
-    return np.uint8(code | np.uint16(np.uint16(number >> np.uint16(8)) & np.uint16(0x80)))
+    code = min(
+        np.uint16(np.uint16(field + np.uint16(7) + even) >> np.uint16(4)),
+        np.uint16(0x7E),
+    )
+    return np.uint8(
+        code | np.uint16(np.uint16(number >> np.uint16(8)) & np.uint16(0x80))
+    )
 
 
 @inlined
 def _magnitude(number: np.uint16) -> Any:
-    """Return |number|, limited to 15 x 2**124 because E4M3 would round larger numbers to 2**128."""
+    """Return |number|, limited to 15 x 2**124 because E4M3 would round larger
+    numbers to 2**128.
+    """
     return _bf16(min(np.uint16(number & np.uint16(0x7FFF)), np.uint16(0x7F70)))
 
 
@@ -150,8 +193,11 @@ def _rounded_e4m3(number: np.uint16, factor: np.float32) -> Any:
 
 @inlined
 def _extremes(bits: U16, first: Index, count: Index) -> Any:
-    """Return (largest, smallest - 1), the bits of the largest and of the smallest nonzero magnitude as integers."""
-    largest, below_smallest = np.uint16(0), np.uint16(0xFFFF)
+    """Return (largest, smallest - 1), the bits of the largest and of the smallest
+    nonzero magnitude as integers.
+    """
+    largest = np.uint16(0)
+    below_smallest = np.uint16(0xFFFF)
     for i in range(count):
         magnitude = np.uint16(bits[first + i] & np.uint16(0x7FFF))
         largest = max(largest, magnitude)
@@ -160,7 +206,9 @@ def _extremes(bits: U16, first: Index, count: Index) -> Any:
 
 
 @inlined
-def _fill_nan_groups(records: U8, codes_at: Index, scales_at: Index, groups: Index, size: Index) -> None:
+def _fill_nan_groups(
+    records: U8, codes_at: Index, scales_at: Index, groups: Index, size: Index
+) -> None:
     """Set all codes of a group to 0xFF if the scale of the group is NaN."""
     for index in range(groups):
         if records[scales_at + index] == np.uint8(0xFF):
@@ -175,12 +223,20 @@ _GROUP_ENCODER = (
 
 
 @kernel(*_GROUP_ENCODER)
-def encode_e4m3(bits: U16, scale_codes: U8, inverse_scales: F32, records: U8, geometry: Geometry, span: Span) -> None:
+def encode_e4m3(
+    bits: U16,
+    scale_codes: U8,
+    inverse_scales: F32,
+    records: U8,
+    geometry: Geometry,
+    span: Span,
+) -> None:
     """Encode bfloat16 values to E4M3 codes and E8M0 scales.
 
     Args:
         bits: bits of the bfloat16 values.
-        scale_codes: [32768], scale code of a group, indexed by the bits of the largest magnitude in the group.
+        scale_codes: [32768], scale code of a group, indexed by the bits of the largest
+            magnitude in the group.
         inverse_scales: [256], 1 / scale for each scale code.
         geometry: (values per block, values per token, values per scale).
         span: (start, stop), half-open range of blocks to encode.
@@ -193,7 +249,9 @@ def encode_e4m3(bits: U16, scale_codes: U8, inverse_scales: F32, records: U8, ge
         codes_at = block * (values + values // group)
         scales_at = codes_at + values
         for first in range(block * values, (block + np.uint64(1)) * values, width):
-            has_nan = _choose_scales(bits, first, width, group, scale_codes, records, scales_at)
+            has_nan = _choose_scales(
+                bits, first, width, group, scale_codes, records, scales_at
+            )
             extreme = _scale_exponents(records, scales_at, group, exponents)
             if extreme or _has_subnormal_codes(bits, first, exponents):
                 _spread(records, scales_at, group, inverse_scales, factors)
@@ -210,7 +268,12 @@ def encode_e4m3(bits: U16, scale_codes: U8, inverse_scales: F32, records: U8, ge
 
 @kernel(*_GROUP_ENCODER)
 def encode_e4m3_tokens(
-    bits: U16, scale_codes: U8, inverse_scales: F32, records: U8, geometry: Geometry, span: Span
+    bits: U16,
+    scale_codes: U8,
+    inverse_scales: F32,
+    records: U8,
+    geometry: Geometry,
+    span: Span,
 ) -> None:
     """Encode like `encode_e4m3`, but faster. Each group must be a whole token."""
     values, width, group = geometry
@@ -227,9 +290,14 @@ def encode_e4m3_tokens(
             if scale == np.uint8(0xFF):
                 for i in range(width):
                     records[codes_at + i] = np.uint8(0xFF)
-            elif exponent >= np.uint16(240) or np.int64(below_smallest) + 1 < np.int64(shift) + 0x80:
+            elif (
+                exponent >= np.uint16(240)
+                or np.int64(below_smallest) + 1 < np.int64(shift) + 0x80
+            ):
                 for i in range(width):
-                    records[codes_at + i] = _rounded_e4m3(bits[first + i], inverse_scales[scale])
+                    records[codes_at + i] = _rounded_e4m3(
+                        bits[first + i], inverse_scales[scale]
+                    )
             else:
                 for i in range(width):
                     records[codes_at + i] = _shifted(bits[first + i], shift)
@@ -238,10 +306,18 @@ def encode_e4m3_tokens(
 
 
 @kernel(*_GROUP_ENCODER)
-def encode_e2m1(bits: U16, scale_codes: U8, scale_values: F32, records: U8, geometry: Geometry, span: Span) -> None:
+def encode_e2m1(
+    bits: U16,
+    scale_codes: U8,
+    scale_values: F32,
+    records: U8,
+    geometry: Geometry,
+    span: Span,
+) -> None:
     """Encode bfloat16 values to E2M1 codes, two per byte, and one-byte scales.
 
-    `scale_values` [256] contains the value of each scale code. For the other arguments, see `encode_e4m3`.
+    `scale_values` [256] contains the value of each scale code. For the other arguments,
+    see `encode_e4m3`.
     """
     values, width, group = geometry
     half = width >> np.uint64(1)
@@ -253,43 +329,71 @@ def encode_e2m1(bits: U16, scale_codes: U8, scale_values: F32, records: U8, geom
         codes_at = block * ((values >> np.uint64(1)) + values // group)
         scales_at = codes_at + (values >> np.uint64(1))
         for first in range(block * values, (block + np.uint64(1)) * values, width):
-            has_nan = _choose_scales(bits, first, width, group, scale_codes, records, scales_at)
+            has_nan = _choose_scales(
+                bits, first, width, group, scale_codes, records, scales_at
+            )
             _spread(records, scales_at, group, scale_values, divisors)
             for i in range(width):
                 number = bits[first + i]
                 code = _minifloat_code(_magnitude(number) / divisors[i], 1, 1, 6.0)
-                nibbles[i] = np.uint8(code | (np.uint32(number >> np.uint16(12)) & np.uint32(0x08)))
+                nibbles[i] = np.uint8(
+                    code | (np.uint32(number >> np.uint16(12)) & np.uint32(0x08))
+                )
             for i in range(half):
                 records[codes_at + i] = np.uint8(pairs[i] | (pairs[i] >> np.uint16(4)))
             if has_nan:
-                _fill_nan_groups(records, codes_at, scales_at, width // group, group >> np.uint64(1))
+                _fill_nan_groups(
+                    records, codes_at, scales_at, width // group, group >> np.uint64(1)
+                )
             codes_at += half
             scales_at += width // group
 
 
 @inlined
 def _needs_table(records: U8, codes_at: Index, width: Index) -> bool:
-    """Return True if one of the `width` E4M3 codes that begin at `codes_at` is subnormal or NaN."""
+    """Return True if one of the `width` E4M3 codes that begin at `codes_at` is
+    subnormal or NaN.
+    """
     highest = np.uint8(0)
     for i in range(width):
         magnitude = np.uint8(records[codes_at + i] & np.uint8(0x7F))
-        highest = max(highest, np.uint8(magnitude - np.uint8(0x08)) if magnitude else np.uint8(0))
+        highest = max(
+            highest, np.uint8(magnitude - np.uint8(0x08)) if magnitude else np.uint8(0)
+        )
     return bool(highest > np.uint8(0x7E - 0x08))
 
 
 @inlined
 def _rescaled(code: np.uint8, exponent: np.uint16) -> Any:
-    """Return the bfloat16 bits of an E4M3 code times a power of two. The code must be zero or normal."""
+    """Return the bfloat16 bits of an E4M3 code times a power of two. The code must
+    be zero or normal.
+    """
     magnitude = np.uint16(code & np.uint8(0x7F))
-    field = np.uint16(np.uint16(magnitude << np.uint16(4)) + exponent) if magnitude else np.uint16(0)
-    return np.uint16(field | np.uint16(np.uint16(code & np.uint8(0x80)) << np.uint16(8)))
+    field = (
+        np.uint16(np.uint16(magnitude << np.uint16(4)) + exponent)
+        if magnitude
+        else np.uint16(0)
+    )
+    return np.uint16(
+        field | np.uint16(np.uint16(code & np.uint8(0x80)) << np.uint16(8))
+    )
 
 
-@kernel(input_array(types.uint8), _MOVES, input_array(types.uint16), output_array(types.uint16), _GEOMETRY, _SPAN)
-def decode_e4m3(records: U8, moves: Moves, table: U16, bits: U16, geometry: Geometry, span: Span) -> None:
+@kernel(
+    input_array(types.uint8),
+    _MOVES,
+    input_array(types.uint16),
+    output_array(types.uint16),
+    _GEOMETRY,
+    _SPAN,
+)
+def decode_e4m3(
+    records: U8, moves: Moves, table: U16, bits: U16, geometry: Geometry, span: Span
+) -> None:
     """Decode E4M3 codes and E8M0 scales to bfloat16 values.
 
-    `table` [256 scales x 256 codes] contains the bfloat16 bits of each product scale x code.
+    `table` [256 scales x 256 codes] contains the bfloat16 bits of each product scale x
+    code.
     """
     values, width, group = geometry
     exponents = np.empty(width, dtype=np.uint16)
@@ -305,7 +409,9 @@ def decode_e4m3(records: U8, moves: Moves, table: U16, bits: U16, geometry: Geom
                 for index in range(width // group):
                     scale = np.uint64(records[scales_at + index]) << np.uint64(8)
                     for i in range(index * group, (index + np.uint64(1)) * group):
-                        bits[first + i] = table[scale | np.uint64(records[codes_at + i])]
+                        bits[first + i] = table[
+                            scale | np.uint64(records[codes_at + i])
+                        ]
             else:
                 for i in range(width):
                     bits[first + i] = _rescaled(records[codes_at + i], exponents[i])
@@ -313,13 +419,24 @@ def decode_e4m3(records: U8, moves: Moves, table: U16, bits: U16, geometry: Geom
             scales_at += width // group
 
 
-@kernel(input_array(types.uint8), _MOVES, input_array(types.uint32), output_array(types.uint32), _GEOMETRY, _SPAN)
-def decode_e2m1(records: U8, moves: Moves, table: U32, pairs: U32, geometry: Geometry, span: Span) -> None:
+@kernel(
+    input_array(types.uint8),
+    _MOVES,
+    input_array(types.uint32),
+    output_array(types.uint32),
+    _GEOMETRY,
+    _SPAN,
+)
+def decode_e2m1(
+    records: U8, moves: Moves, table: U32, pairs: U32, geometry: Geometry, span: Span
+) -> None:
     """Decode E2M1 codes and one-byte scales to pairs of bfloat16 values.
 
-    `table` [256 scales x 256 bytes] contains the bfloat16 bits of the two values in each byte.
+    `table` [256 scales x 256 bytes] contains the bfloat16 bits of the two values in
+    each byte.
     """
-    codes, group = geometry[0] >> np.uint64(1), geometry[2] >> np.uint64(1)
+    codes = geometry[0] >> np.uint64(1)
+    group = geometry[2] >> np.uint64(1)
     offsets, blocks = moves
     start, stop = span
     for move in range(start, stop):
@@ -330,7 +447,9 @@ def decode_e2m1(records: U8, moves: Moves, table: U32, pairs: U32, geometry: Geo
         for index in range(codes // group):
             scale = np.uint64(records[scales_at + index]) << np.uint64(8)
             for offset in range(group):
-                pairs[pair + offset] = table[scale | np.uint64(records[code_at + offset])]
+                pairs[pair + offset] = table[
+                    scale | np.uint64(records[code_at + offset])
+                ]
             code_at += group
             pair += group
 
@@ -343,28 +462,53 @@ def _write_word(records: U8, at: Index, word: np.uint16) -> None:
 
 @inlined
 def _read_word(records: U8, at: Index) -> Any:
-    return np.uint16(np.uint16(records[at]) | np.uint16(np.uint16(records[at + np.uint64(1)]) << np.uint16(8)))
+    return np.uint16(
+        np.uint16(records[at])
+        | np.uint16(np.uint16(records[at + np.uint64(1)]) << np.uint16(8))
+    )
 
 
-@kernel(input_array(types.uint8), _MOVES, input_array(types.uint16), output_array(types.uint16), types.uint64, _SPAN)
-def translate(records: U8, moves: Moves, table: U16, out: U16, values: Index, span: Span) -> None:
-    """Write `table[w]` to `out` for each 16-bit word w of the records. `table` has 65,536 entries."""
+@kernel(
+    input_array(types.uint8),
+    _MOVES,
+    input_array(types.uint16),
+    output_array(types.uint16),
+    types.uint64,
+    _SPAN,
+)
+def translate(
+    records: U8, moves: Moves, table: U16, out: U16, values: Index, span: Span
+) -> None:
+    """Write `table[w]` to `out` for each 16-bit word w of the records. `table` has
+    65,536 entries.
+    """
     offsets, blocks = moves
     start, stop = span
     for move in range(start, stop):
-        source, target = np.uint64(offsets[move]), np.uint64(blocks[move]) * values
+        source = np.uint64(offsets[move])
+        target = np.uint64(blocks[move]) * values
         for i in range(values):
             out[target + i] = table[_read_word(records, source + (i << np.uint64(1)))]
 
 
-@kernel(input_array(types.uint16), input_array(types.uint16), output_array(types.uint8), _GEOMETRY, _SPAN)
-def encode_int8(bits: U16, scale_bits: U16, records: U8, geometry: Geometry, span: Span) -> None:
+@kernel(
+    input_array(types.uint16),
+    input_array(types.uint16),
+    output_array(types.uint8),
+    _GEOMETRY,
+    _SPAN,
+)
+def encode_int8(
+    bits: U16, scale_bits: U16, records: U8, geometry: Geometry, span: Span
+) -> None:
     """Encode bfloat16 values to integers and bfloat16 scales.
 
-    `scale_bits` [32768] contains the bits of a token's scale, indexed by the bits of the token's largest magnitude.
+    `scale_bits` [32768] contains the bits of a token's scale, indexed by the bits of
+    the token's largest magnitude.
     """
     values, width, _ = geometry
-    shifter = np.float32(1.5 * 2.0**23)  # its last bit has weight 1, so adding it rounds to an integer
+    # its last bit has weight 1, so adding it rounds to an integer
+    shifter = np.float32(1.5 * 2.0**23)
     start, stop = span
     for block in range(start, stop):
         codes_at = block * (values + np.uint64(2) * (values // width))
@@ -374,7 +518,10 @@ def encode_int8(bits: U16, scale_bits: U16, records: U8, geometry: Geometry, spa
             _write_word(records, scale_at, scale)
             divisor = _bf16(scale)
             for i in range(width):
-                quotient = min(max(_bf16(bits[first + i]) / divisor, np.float32(-127)), np.float32(127))
+                quotient = min(
+                    max(_bf16(bits[first + i]) / divisor, np.float32(-127)),
+                    np.float32(127),
+                )
                 records[codes_at + i] = np.uint8(_bits(quotient + shifter))
             if scale == np.uint16(0xFFFF):
                 for i in range(width):
@@ -384,7 +531,9 @@ def encode_int8(bits: U16, scale_bits: U16, records: U8, geometry: Geometry, spa
 
 
 @kernel(input_array(types.uint8), _MOVES, output_array(types.uint16), _GEOMETRY, _SPAN)
-def decode_int8(records: U8, moves: Moves, bits: U16, geometry: Geometry, span: Span) -> None:
+def decode_int8(
+    records: U8, moves: Moves, bits: U16, geometry: Geometry, span: Span
+) -> None:
     """Decode integers and bfloat16 scales to bfloat16 values."""
     values, width, _ = geometry
     offsets, blocks = moves
@@ -396,7 +545,9 @@ def decode_int8(records: U8, moves: Moves, bits: U16, geometry: Geometry, span: 
         for first in range(block * values, (block + np.uint64(1)) * values, width):
             scale = _bf16(_read_word(records, scale_at))
             for i in range(width):
-                bits[first + i] = _rounded_bf16(np.float32(np.int8(records[codes_at + i])) * scale)
+                bits[first + i] = _rounded_bf16(
+                    np.float32(np.int8(records[codes_at + i])) * scale
+                )
             codes_at += width
             scale_at += np.uint64(2)
 
@@ -416,7 +567,9 @@ def encode_sign1(bits: U16, records: U8, geometry: Geometry, span: Span) -> None
                 code = np.uint32(0)
                 for bit in range(np.uint64(8)):
                     number = bits[first + (i << np.uint64(3)) + bit]
-                    code |= np.uint32(np.uint32(number >> np.uint16(15)) << np.uint32(bit))
+                    code |= np.uint32(
+                        np.uint32(number >> np.uint16(15)) << np.uint32(bit)
+                    )
                     total += np.float64(_bf16(np.uint16(number & np.uint16(0x7FFF))))
                 records[codes_at + i] = np.uint8(code)
             scale = _rounded_bf16(np.float32(total / width))
@@ -429,11 +582,21 @@ def encode_sign1(bits: U16, records: U8, geometry: Geometry, span: Span) -> None
             scale_at += np.uint64(2)
 
 
-@kernel(input_array(types.uint8), _MOVES, input_array(types.uint64), output_array(types.uint64), _GEOMETRY, _SPAN)
-def decode_sign1(records: U8, moves: Moves, table: U64, quads: U64, geometry: Geometry, span: Span) -> None:
+@kernel(
+    input_array(types.uint8),
+    _MOVES,
+    input_array(types.uint64),
+    output_array(types.uint64),
+    _GEOMETRY,
+    _SPAN,
+)
+def decode_sign1(
+    records: U8, moves: Moves, table: U64, quads: U64, geometry: Geometry, span: Span
+) -> None:
     """Decode sign bits and bfloat16 scales to words of four bfloat16 values.
 
-    `table` [256 x 2] contains two words for each byte of eight sign bits. A word has the sign bits of four values.
+    `table` [256 x 2] contains two words for each byte of eight sign bits. A word has
+    the sign bits of four values.
     """
     values, width, _ = geometry
     size = width >> np.uint64(3)
@@ -447,12 +610,16 @@ def decode_sign1(records: U8, moves: Moves, table: U64, quads: U64, geometry: Ge
         for _ in range(values // width):
             scale = _read_word(records, scale_at)
             nan = np.uint16(scale & np.uint16(0x7FFF)) > np.uint16(0x7F80)
-            four = np.uint64(np.uint16(0x7FC0) if nan else scale) * np.uint64(0x0001000100010001)
+            four = np.uint64(np.uint16(0x7FC0) if nan else scale) * np.uint64(
+                0x0001000100010001
+            )
             signs = np.uint64(0) if nan else np.uint64(0xFFFFFFFFFFFFFFFF)
             for i in range(size):
                 entry = np.uint64(records[codes_at + i]) << np.uint64(1)
                 quads[quad] = four ^ (table[entry] & signs)
-                quads[quad + np.uint64(1)] = four ^ (table[entry | np.uint64(1)] & signs)
+                quads[quad + np.uint64(1)] = four ^ (
+                    table[entry | np.uint64(1)] & signs
+                )
                 quad += np.uint64(2)
             codes_at += size
             scale_at += np.uint64(2)
@@ -460,26 +627,51 @@ def decode_sign1(records: U8, moves: Moves, table: U64, quads: U64, geometry: Ge
 
 @summing
 def _products(words: U16, tokens: Any, query: F32, first: Index, width: Index) -> Any:
-    """Return the dot products of 4 tokens and each of 4 query vectors. `tokens` and `first` are their positions."""
+    """Return the dot products of 4 tokens and each of 4 query vectors. `tokens` and
+    `first` are their positions.
+    """
     at, bt, ct, dt = tokens
     ap = aq = ar = as_ = bp = bq = br = bs = np.float32(0)
     cp = cq = cr = cs = dp = dq = dr = ds = np.float32(0)
     for i in range(width):
-        a, b, c, d = _bf16(words[at + i]), _bf16(words[bt + i]), _bf16(words[ct + i]), _bf16(words[dt + i])
-        p, q = query[first + i], query[first + width + i]
-        r, s = query[first + np.uint64(2) * width + i], query[first + np.uint64(3) * width + i]
-        ap, aq, ar, as_ = ap + a * p, aq + a * q, ar + a * r, as_ + a * s
-        bp, bq, br, bs = bp + b * p, bq + b * q, br + b * r, bs + b * s
-        cp, cq, cr, cs = cp + c * p, cq + c * q, cr + c * r, cs + c * s
-        dp, dq, dr, ds = dp + d * p, dq + d * q, dr + d * r, ds + d * s
+        a = _bf16(words[at + i])
+        b = _bf16(words[bt + i])
+        c = _bf16(words[ct + i])
+        d = _bf16(words[dt + i])
+        p = query[first + i]
+        q = query[first + width + i]
+        r = query[first + np.uint64(2) * width + i]
+        s = query[first + np.uint64(3) * width + i]
+        ap = ap + a * p
+        aq = aq + a * q
+        ar = ar + a * r
+        as_ = as_ + a * s
+        bp = bp + b * p
+        bq = bq + b * q
+        br = br + b * r
+        bs = bs + b * s
+        cp = cp + c * p
+        cq = cq + c * q
+        cr = cr + c * r
+        cs = cs + c * s
+        dp = dp + d * p
+        dq = dq + d * q
+        dr = dr + d * r
+        ds = ds + d * s
     return (ap, bp, cp, dp), (aq, bq, cq, dq), (ar, br, cr, dr), (as_, bs, cs, ds)
 
 
 @kernel(
-    *(input_array(types.uint16), types.Array(types.int64, 1, "C", readonly=True), input_array(types.float32)),
+    *(
+        input_array(types.uint16),
+        types.Array(types.int64, 1, "C", readonly=True),
+        input_array(types.float32),
+    ),
     *(output_array(types.float32), types.UniTuple(types.uint64, 3)),
 )
-def max_sim(words: U16, offsets: NDArray[np.int64], query: F32, scores: F32, sizes: Geometry) -> None:
+def max_sim(
+    words: U16, offsets: NDArray[np.int64], query: F32, scores: F32, sizes: Geometry
+) -> None:
     """Write the MaxSim of a query and each block to `scores` [k].
 
     Args:
@@ -490,19 +682,34 @@ def max_sim(words: U16, offsets: NDArray[np.int64], query: F32, scores: F32, siz
         sizes: (tokens per block, values per token, number of query vectors)
     """
     tokens, width, vectors = sizes
-    four, last = np.uint64(4), tokens - np.uint64(1)
+    four = np.uint64(4)
+    last = tokens - np.uint64(1)
     best = np.empty(np.uint64(len(query)) // width, dtype=np.float32)
     for block in range(len(offsets)):
         best[:] = -np.inf
         start = np.uint64(offsets[block])
-        for token in range(np.uint64(0), tokens, four):  # the last token may occur several times, which is harmless
-            b, c, d = min(token + np.uint64(1), last), min(token + np.uint64(2), last), min(token + np.uint64(3), last)
-            at = (start + token * width, start + b * width, start + c * width, start + d * width)
+        # the last token may occur several times, which is harmless
+        for token in range(np.uint64(0), tokens, four):
+            b = min(token + np.uint64(1), last)
+            c = min(token + np.uint64(2), last)
+            d = min(token + np.uint64(3), last)
+            at = (
+                start + token * width,
+                start + b * width,
+                start + c * width,
+                start + d * width,
+            )
             for row in range(np.uint64(0), np.uint64(len(best)), four):
-                for vector, products in enumerate(_products(words, at, query, row * width, width)):
+                for vector, products in enumerate(
+                    _products(words, at, query, row * width, width)
+                ):
                     largest = best[row + np.uint64(vector)]
                     for product in products:
-                        largest = largest if product <= largest or largest != largest else product
+                        largest = (
+                            largest
+                            if product <= largest or largest != largest
+                            else product
+                        )
                     best[row + np.uint64(vector)] = largest
         score = np.float32(0)
         for row in range(vectors):

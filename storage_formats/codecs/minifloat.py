@@ -16,12 +16,14 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True)
 class MiniFloat:
-    """A floating-point format with a sign, an exponent and a fraction. It has subnormals and no infinities.
+    """A floating-point format with a sign, an exponent and a fraction. It has
+    subnormals and no infinities.
 
     Attributes:
         exponent_bits, fraction_bits: number of bits of each field.
         bias: bias of the exponent, as in IEEE 754.
-        has_nan: whether the two codes with all exponent and fraction bits set are NaN. Otherwise they are numbers.
+        has_nan: whether the two codes with all exponent and fraction bits set are NaN.
+            Otherwise they are numbers.
     """
 
     exponent_bits: int
@@ -31,21 +33,32 @@ class MiniFloat:
 
     @cached_property
     def values(self) -> NDArray[np.float32]:
-        """The value of each code, float32 [2 ** (1 + exponent_bits + fraction_bits)]."""
+        """The value of each code, float32 [2 ** (1 + exponent_bits +
+        fraction_bits)].
+        """
         magnitude_bits = self.exponent_bits + self.fraction_bits
         code = np.arange(2 << magnitude_bits)
         exponent = (code >> self.fraction_bits) & ((1 << self.exponent_bits) - 1)
         fraction = code & ((1 << self.fraction_bits) - 1)
-        significand = np.where(exponent > 0, fraction + (1 << self.fraction_bits), fraction)
-        value = np.ldexp(significand.astype(np.float32), np.maximum(exponent, 1) - self.bias - self.fraction_bits)
+        significand = np.where(
+            exponent > 0, fraction + (1 << self.fraction_bits), fraction
+        )
+        value = np.ldexp(
+            significand.astype(np.float32),
+            np.maximum(exponent, 1) - self.bias - self.fraction_bits,
+        )
         if self.has_nan:
-            value[(code & ((1 << magnitude_bits) - 1)) == (1 << magnitude_bits) - 1] = np.nan
+            value[(code & ((1 << magnitude_bits) - 1)) == (1 << magnitude_bits) - 1] = (
+                np.nan
+            )
         values: NDArray[np.float32] = np.where(code >> magnitude_bits, -value, value)
         return values
 
     @cached_property
     def magnitudes(self) -> NDArray[np.float32]:
-        """The finite non-negative values, float32, ascending from zero. The index of a value is its code."""
+        """The finite non-negative values, float32, ascending from zero. The index
+        of a value is its code.
+        """
         positive = self.values[: len(self.values) // 2]
         return positive[np.isfinite(positive)]
 
@@ -55,12 +68,18 @@ class MiniFloat:
         return float(self.magnitudes[-1])
 
     def encode(self, numbers: NDArray[np.floating]) -> NDArray[np.uint8]:
-        """Return the codes of finite `numbers`, uint8, rounded to nearest. Magnitudes are limited to `largest`."""
+        """Return the codes of finite `numbers`, uint8, rounded to nearest.
+        Magnitudes are limited to `largest`.
+        """
         middles = (self.magnitudes[1:] + self.magnitudes[:-1]) / 2
-        below = np.searchsorted(middles, np.abs(numbers), side="left")  # a tie goes down
-        above = np.searchsorted(middles, np.abs(numbers), side="right")  # a tie goes up
+        # a tie goes down
+        below = np.searchsorted(middles, np.abs(numbers), side="left")
+        # a tie goes up
+        above = np.searchsorted(middles, np.abs(numbers), side="right")
         nearest = np.where(below % 2 == 0, below, above)
-        sign = np.signbit(numbers).astype(np.intp) << (self.exponent_bits + self.fraction_bits)
+        sign = np.signbit(numbers).astype(np.intp) << (
+            self.exponent_bits + self.fraction_bits
+        )
         codes: NDArray[np.uint8] = (nearest | sign).astype(np.uint8)
         return codes
 
@@ -76,11 +95,21 @@ CANONICAL_NAN = 0x7FC0
 
 
 def e8m0_values() -> NDArray[np.float32]:
-    """Return the value of each E8M0 code, float32 [256]: 2 ** (code - 127) for codes 0 to 254, and NaN for code 255."""
-    return np.append(np.ldexp(np.float32(1), np.arange(NAN_CODE) - 127), np.float32(np.nan)).astype(np.float32)
+    """Return the value of each E8M0 code, float32 [256]: 2 ** (code - 127) for
+    codes 0 to 254, and NaN for code 255.
+    """
+    return np.append(
+        np.ldexp(np.float32(1), np.arange(NAN_CODE) - 127), np.float32(np.nan)
+    ).astype(np.float32)
 
 
-def e8m0_codes(largest: NDArray[np.float32], exponents: NDArray[np.integer]) -> NDArray[np.uint8]:
-    """Return the E8M0 code of 2 ** e for each e of `exponents`, limited to -127 to 127; 0 where `largest` is 0."""
-    codes: NDArray[np.uint8] = np.where(largest > 0, np.clip(exponents, -127, 127) + 127, 0).astype(np.uint8)
+def e8m0_codes(
+    largest: NDArray[np.float32], exponents: NDArray[np.integer]
+) -> NDArray[np.uint8]:
+    """Return the E8M0 code of 2 ** e for each e of `exponents`, limited to -127 to
+    127; 0 where `largest` is 0.
+    """
+    codes: NDArray[np.uint8] = np.where(
+        largest > 0, np.clip(exponents, -127, 127) + 127, 0
+    ).astype(np.uint8)
     return codes

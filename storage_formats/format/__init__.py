@@ -1,1 +1,3 @@
-"""The files of an index: layout, manifest, rows table, receipts, tombstones, Zarr metadata and checksums."""
+"""The files of an index: layout, manifest, rows table, receipts, tombstones, Zarr
+metadata and checksums.
+"""

@@ -1,4 +1,6 @@
-"""CRC-32C checksums (Castagnoli, RFC 3720 appendix B.4), computed with google-crc32c."""
+"""CRC-32C checksums (Castagnoli, RFC 3720 appendix B.4), computed with
+google-crc32c.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +23,17 @@ _CHUNK_BYTES = 8 << 20
 
 
 def crc32c(data: bytes | NDArray[np.uint8], seed: int = 0) -> int:
-    """Return the CRC-32C of `data`. To continue a checksum, pass the CRC-32C of the preceding bytes as `seed`."""
+    """Return the CRC-32C of `data`. To continue a checksum, pass the CRC-32C of the
+    preceding bytes as `seed`.
+    """
     return int(google_crc32c.extend(seed, data))
 
 
 def crc32c_rows(records: NDArray[np.uint8]) -> NDArray[np.uint32]:
     """Return the CRC-32C of each row of `records` [k, record_bytes], uint32 [k]."""
-    return np.fromiter((google_crc32c.value(row) for row in records), dtype="<u4", count=len(records))
+    return np.fromiter(
+        (google_crc32c.value(row) for row in records), dtype="<u4", count=len(records)
+    )
 
 
 def crc32c_file(path: Path) -> tuple[int, int]:
@@ -38,33 +44,45 @@ def crc32c_file(path: Path) -> tuple[int, int]:
 
 
 def crc32c_stream(file: BinaryIO | FileIO) -> int:
-    """Return the CRC-32C of the bytes from the current position of `file` to the end of `file`."""
+    """Return the CRC-32C of the bytes from the current position of `file` to the
+    end of `file`.
+    """
     crc = 0
     while piece := file.read(_CHUNK_BYTES):
         crc = crc32c(piece, crc)
     return crc
 
 
-def read_checksums(layout: Layout, precision: str, shard: int, rows: int) -> NDArray[np.uint32]:
+def read_checksums(
+    layout: Layout, precision: str, shard: int, rows: int
+) -> NDArray[np.uint32]:
     """Read the stored CRC-32C of each record of a shard, uint32 [rows]."""
     path = layout.checksums(precision, shard)
     with open_index_file(layout.root, path) as file:
         length = os.fstat(file.fileno()).st_size
-        data = file.read(4 * rows) if length == 4 * rows else b""  # `read` raises device errors; np.fromfile does not
+        # `read` raises device errors; np.fromfile does not
+        data = file.read(4 * rows) if length == 4 * rows else b""
     if len(data) != 4 * rows:
         raise CorruptIndexError(
-            f"the checksum file {path} has {length} bytes instead of {4 * rows}; run 'edje-index verify'"
+            f"the checksum file {path} has {length} bytes instead of {4 * rows}; run"
+            " 'edje-index verify'"
         )
     return np.frombuffer(data, dtype="<u4")
 
 
 def to_hex(crc: int) -> str:
-    """Return a checksum as eight lower-case hexadecimal digits, the notation in JSON files."""
+    """Return a checksum as eight lower-case hexadecimal digits, the notation in
+    JSON files.
+    """
     return f"{crc:08x}"
 
 
 def json_checksum(value: dict[str, Any]) -> str:
-    """Return the hexadecimal CRC-32C of all members of `value` except `crc32c` (SPEC.md section 4)."""
+    """Return the hexadecimal CRC-32C of all members of `value` except `crc32c`
+    (SPEC.md section 4).
+    """
     members = {name: member for name, member in value.items() if name != "crc32c"}
-    text = json.dumps(members, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+    text = json.dumps(
+        members, sort_keys=True, ensure_ascii=False, separators=(",", ":")
+    )
     return to_hex(crc32c(text.encode()))

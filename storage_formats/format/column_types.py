@@ -1,4 +1,6 @@
-"""The Arrow types of source columns, and the conversion of stored columns to these types."""
+"""The Arrow types of source columns, and the conversion of stored columns to these
+types.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,15 @@ from collections.abc import Collection
 
 import pyarrow as pa
 
-from storage_formats.format.source_columns import BOOL, FLOAT64, INT64, STRING, STRINGS, TIMESTAMP, as_type
+from storage_formats.format.source_columns import (
+    BOOL,
+    FLOAT64,
+    INT64,
+    STRING,
+    STRINGS,
+    TIMESTAMP,
+    as_type,
+)
 
 ARROW_TYPES = {
     BOOL: pa.bool_(),
@@ -19,12 +29,15 @@ ARROW_TYPES = {
 """The Arrow type of each type of source column."""
 
 
-def cast_columns(table: pa.Table, schema: pa.Schema, source_names: Collection[str]) -> pa.Table:
+def cast_columns(
+    table: pa.Table, schema: pa.Schema, source_names: Collection[str]
+) -> pa.Table:
     """Return the columns of `table` with the types of `schema`.
 
     Args:
-        source_names: names of the source columns. A source column may have a narrower type in `table`, or may be
-            missing from `table`. A missing column is null in the result.
+        source_names: names of the source columns. A source column may have a narrower
+            type in `table`, or may be missing from `table`. A missing column is null in
+            the result.
 
     Raises:
         ValueError, TypeError, pyarrow.ArrowException: a column cannot be converted.
@@ -34,14 +47,24 @@ def cast_columns(table: pa.Table, schema: pa.Schema, source_names: Collection[st
         if field.name not in source_names:
             arrays.append(table[field.name].cast(field.type))
         elif field.name in table.schema.names:
-            column, arrow_type = table[field.name], field.type
+            column = table[field.name]
+            arrow_type = field.type
             if column.type not in ARROW_TYPES.values():
-                raise ValueError(f"a source column has the type {column.type}, which source columns cannot have")
+                raise ValueError(
+                    f"a source column has the type {column.type}, which source columns"
+                    " cannot have"
+                )
             if column.type != arrow_type:
-                wide = next(name for name, each in ARROW_TYPES.items() if each == arrow_type)
-                values = [None if value is None else as_type(value, wide) for value in column.to_pylist()]
+                wide = next(
+                    name for name, each in ARROW_TYPES.items() if each == arrow_type
+                )
+                values = [
+                    None if value is None else as_type(value, wide)
+                    for value in column.to_pylist()
+                ]
                 column = pa.chunked_array([pa.array(values, arrow_type)])
             arrays.append(column)
         else:
             arrays.append(pa.nulls(len(table), field.type))
-    return pa.Table.from_arrays(arrays, names=schema.names).cast(schema)  # fails if a non-nullable column has nulls
+    # fails if a non-nullable column has nulls
+    return pa.Table.from_arrays(arrays, names=schema.names).cast(schema)

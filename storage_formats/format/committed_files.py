@@ -1,4 +1,6 @@
-"""Lookup of file entries in the shard tables, without reading whole tables (SPEC.md section 5)."""
+"""Lookup of file entries in the shard tables, without reading whole tables (SPEC.md
+section 5).
+"""
 
 from __future__ import annotations
 
@@ -21,17 +23,21 @@ from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.parquet import ParquetRowGroups
 from storage_formats.format.shard_table import EXCHANGED, SHARD_TABLE_SCHEMA, FileEntry
 
-_KEPT_ENTRIES = 1 << 16  # about 20 MB
-_SHARDS_PER_READ = 1024  # their lines are in one or a few row groups
+# about 20 MB
+_KEPT_ENTRIES = 1 << 16
+# their lines are in one or a few row groups
+_SHARDS_PER_READ = 1024
 
 
 class CommittedFiles:
-    """Looks up file entries in the shard tables for one kind of file, for example the rows files. Thread-safe.
+    """Looks up file entries in the shard tables for one kind of file, for example the
+    rows files. Thread-safe.
 
     A lookup reads only the row groups that can contain the requested shards.
 
     Args:
-        path: function that takes a shard number and returns the path of the file, for example `layout.rows_file`.
+        path: function that takes a shard number and returns the path of the file, for
+            example `layout.rows_file`.
     """
 
     def __init__(self, index: CommittedIndex, path: Callable[[int], Path]) -> None:
@@ -43,11 +49,15 @@ class CommittedFiles:
         self._lock = threading.Lock()
 
     def files(self, shards: Iterable[int]) -> dict[int, FileEntry]:
-        """Return the file entry of each of `shards`, keyed by shard number. Each shard must belong to a segment."""
+        """Return the file entry of each of `shards`, keyed by shard number. Each
+        shard must belong to a segment.
+        """
         requested = list(shards)
         with self._lock:
             missing = [shard for shard in requested if shard not in self._files]
-            for segment, table in zip(self._spec.used_segments, self._tables, strict=True):
+            for segment, table in zip(
+                self._spec.used_segments, self._tables, strict=True
+            ):
                 of_segment = self._spec.segment_shards(segment)
                 if here := [shard for shard in missing if shard in of_segment]:
                     self._load(table, here)
@@ -59,31 +69,46 @@ class CommittedFiles:
     def _load(self, table: _Table, shards: list[int]) -> None:
         for line in table.lines(shards):
             if line["path"] == self._layout.relative(self._path(line["shard"])):
-                self._files[line["shard"]] = FileEntry(line["path"], line["bytes"], line["crc32c"])
+                self._files[line["shard"]] = FileEntry(
+                    line["path"], line["bytes"], line["crc32c"]
+                )
         for shard in shards:
             if shard not in self._files:
                 raise CorruptIndexError(
-                    f"the shard table {table.path} does not list {self._path(shard)}; run 'edje-index verify'"
+                    f"the shard table {table.path} does not list {self._path(shard)};"
+                    " run 'edje-index verify'"
                 )
 
 
-def iter_shard_files(index: CommittedIndex, shards: Sequence[int]) -> Iterator[tuple[int, dict[str, FileEntry]]]:
-    """Yield each of `shards` with the entries of its files in the shard tables, keyed by path.
+def iter_shard_files(
+    index: CommittedIndex, shards: Sequence[int]
+) -> Iterator[tuple[int, dict[str, FileEntry]]]:
+    """Yield each of `shards` with the entries of its files in the shard tables, keyed
+    by path.
 
-    A shard that no table lists has no entries. Memory use does not depend on the number of shards.
+    A shard that no table lists has no entries. Memory use does not depend on the number
+    of shards.
 
     Args:
         shards: shard numbers, ascending. Each shard must belong to a segment.
     """
     spec = index.manifest.spec
-    for segment, entry in zip(spec.used_segments, index.manifest.shard_tables, strict=True):
-        table, of_segment = _Table(index, entry), spec.segment_shards(segment)
-        start, stop = (bisect.bisect_left(shards, shard) for shard in (of_segment.start, of_segment.stop))
+    for segment, entry in zip(
+        spec.used_segments, index.manifest.shard_tables, strict=True
+    ):
+        table = _Table(index, entry)
+        of_segment = spec.segment_shards(segment)
+        start, stop = (
+            bisect.bisect_left(shards, shard)
+            for shard in (of_segment.start, of_segment.stop)
+        )
         for first in range(start, stop, _SHARDS_PER_READ):
             group = list(shards[first : min(first + _SHARDS_PER_READ, stop)])
             files: dict[int, dict[str, FileEntry]] = {shard: {} for shard in group}
             for line in table.lines(group):
-                files[line["shard"]][line["path"]] = FileEntry(line["path"], line["bytes"], line["crc32c"])
+                files[line["shard"]][line["path"]] = FileEntry(
+                    line["path"], line["bytes"], line["crc32c"]
+                )
             yield from files.items()
 
 
@@ -98,7 +123,9 @@ class _Table:
         self._identity: tuple[int, ...] = ()
 
     def lines(self, shards: list[int]) -> list[dict[str, Any]]:
-        """Return the lines of the table for `shards`. Each line is a dictionary from column name to value."""
+        """Return the lines of the table for `shards`. Each line is a dictionary
+        from column name to value.
+        """
         # `pa.array` would import pandas, which takes 0.25 s.
         wanted = pa.py_buffer(np.array(shards, dtype=np.int32))
         requested = pa.Array.from_buffers(pa.int32(), len(shards), [None, wanted])
@@ -109,19 +136,29 @@ class _Table:
                 assert self._groups is not None
                 lines = []
                 for group in self._groups.read(file, shards):
-                    group = group.select(SHARD_TABLE_SCHEMA.names).cast(SHARD_TABLE_SCHEMA)
-                    lines += group.filter(pc.is_in(group["shard"], requested)).to_pylist()
+                    group = group.select(SHARD_TABLE_SCHEMA.names).cast(
+                        SHARD_TABLE_SCHEMA
+                    )
+                    lines += group.filter(
+                        pc.is_in(group["shard"], requested)
+                    ).to_pylist()
                 return lines
         except (OSError, KeyError, ValueError, pa.ArrowException) as error:
-            raise cannot_read(f"the shard table {self.path}", error, EXCHANGED) from error
+            raise cannot_read(
+                f"the shard table {self.path}", error, EXCHANGED
+            ) from error
 
     def _open(self, file: BinaryIO) -> None:
         status = os.fstat(file.fileno())
         identity = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
         if identity == self._identity:
             return
-        has_length = status.st_size == self._entry.bytes  # else the file may be of any length
+        # else the file may be of any length
+        has_length = status.st_size == self._entry.bytes
         if not has_length or crc32c_stream(file) != self._entry.crc32c:
-            raise CorruptIndexError(f"the shard table {self.path} does not match index.json: {EXCHANGED}")
+            raise CorruptIndexError(
+                f"the shard table {self.path} does not match index.json: {EXCHANGED}"
+            )
         file.seek(0)
-        self._groups, self._identity = ParquetRowGroups(file, status.st_size, "shard"), identity
+        self._groups = ParquetRowGroups(file, status.st_size, "shard")
+        self._identity = identity

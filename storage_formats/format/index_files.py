@@ -1,4 +1,6 @@
-"""Safe access to the files of an index from an untrusted source: only regular files inside the index are opened."""
+"""Safe access to the files of an index from an untrusted source: only regular files
+inside the index are opened.
+"""
 
 from __future__ import annotations
 
@@ -29,18 +31,25 @@ def open_regular(path: str | Path, flags: int = 0) -> int:
 
 
 def check_inside(root: str | Path, path: Path) -> Path:
-    """Return `path`. Symbolic links are followed to check that `path` lies inside the index at `root`.
+    """Return `path`. Symbolic links are followed to check that `path` lies inside the
+    index at `root`.
 
     Raises:
         OSError: `path` lies outside the index.
     """
     if not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(root)):
-        raise OSError(errno.ENOTSUP, "leads outside the index; replace the link with a copy of its target", str(path))
+        raise OSError(
+            errno.ENOTSUP,
+            "leads outside the index; replace the link with a copy of its target",
+            str(path),
+        )
     return path
 
 
 class _IndexFile(io.BufferedReader):
-    """A file whose errors name its path. A read that would wait (EAGAIN) raises an error instead of returning None."""
+    """A file whose errors name its path. A read that would wait (EAGAIN) raises an
+    error instead of returning None.
+    """
 
     def __init__(self, path: Path) -> None:
         super().__init__(io.FileIO(open_regular(path)))
@@ -62,10 +71,16 @@ def open_index_file(root: str | Path, path: Path) -> BinaryIO:
     return _IndexFile(check_inside(root, path))
 
 
-def read_index_file(root: str | Path, path: Path, *, max_bytes: int | None = None) -> bytes:
+def read_index_file(
+    root: str | Path, path: Path, *, max_bytes: int | None = None
+) -> bytes:
     """Return the contents of a regular file inside the index at `root`."""
     with open_index_file(root, path) as file:
         length = os.fstat(file.fileno()).st_size
         if max_bytes is not None and length > max_bytes:
-            raise OSError(errno.EFBIG, f"the file has {length} bytes, but at most {max_bytes} are expected", str(path))
+            raise OSError(
+                errno.EFBIG,
+                f"the file has {length} bytes, but at most {max_bytes} are expected",
+                str(path),
+            )
         return file.read(length)

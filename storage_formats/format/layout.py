@@ -1,4 +1,6 @@
-"""The paths, names and offsets of an index (SPEC.md sections 3 and 6). This module does not access the disk."""
+"""The paths, names and offsets of an index (SPEC.md sections 3 and 6). This module
+does not access the disk.
+"""
 
 from __future__ import annotations
 
@@ -12,18 +14,24 @@ from storage_formats.errors import UsageError
 
 FORMAT = "edje-index"
 FORMAT_VERSION = "1.0"
-SNAPSHOT_VERSION = "1.1"  # format version of every snapshot except the snapshot that a build writes
-EXTENDED_VERSION = "1.2"  # format version of an index with source columns or row maps
-PARTIAL_VERSION = "1.3"  # format version of an index with a row map of some of its shards
-SHARD_SIZE = 1024  # rows per shard by default
+# format version of every snapshot except the snapshot that a build writes
+SNAPSHOT_VERSION = "1.1"
+# format version of an index with source columns or row maps
+EXTENDED_VERSION = "1.2"
+# format version of an index with a row map of some of its shards
+PARTIAL_VERSION = "1.3"
+# rows per shard by default
+SHARD_SIZE = 1024
 PAGE_BYTES = 4096
-INDEX_ENTRY_BYTES = 16  # offset and length of the Zarr sharding codec, two uint64
+# offset and length of the Zarr sharding codec, two uint64
+INDEX_ENTRY_BYTES = 16
 CRC_BYTES = 4
 
 
 @dataclass(frozen=True)
 class Segment:
-    """A range of consecutive rows, written by one build, append or compaction (SPEC.md section 12).
+    """A range of consecutive rows, written by one build, append or compaction (SPEC.md
+    section 12).
 
     Attributes:
         first_row: first row id of the segment, a multiple of the shard size.
@@ -48,15 +56,22 @@ class IndexSpec:
         block_shape: (m, d), tokens per block and values per token.
         embed_dim: width of the embeddings.
         precisions: names of the precisions, see `storage_formats.precisions`.
-        segments: the segments in ascending order. An empty tuple means one segment with all rows; see `used_segments`.
+        segments: the segments in ascending order. An empty tuple means one segment with
+            all rows; see `used_segments`.
 
     Raises:
-        UsageError: a number is not positive; or the segments overlap, do not ascend, or do not match `rows` and
-            `shard_size`.
+        UsageError: a number is not positive; or the segments overlap, do not ascend, or
+            do not match `rows` and `shard_size`.
 
     Examples:
         >>> from storage_formats import IndexSpec
-        >>> spec = IndexSpec(rows=2500, shard_size=1024, block_shape=(64, 384), embed_dim=512, precisions=("fp8",))
+        >>> spec = IndexSpec(
+        ...     rows=2500,
+        ...     shard_size=1024,
+        ...     block_shape=(64, 384),
+        ...     embed_dim=512,
+        ...     precisions=("fp8",),
+        ... )
         >>> spec.shards, spec.shard_rows(2)
         (3, range(2048, 2500))
     """
@@ -71,32 +86,43 @@ class IndexSpec:
     def __post_init__(self) -> None:
         numbers = (self.rows, self.shard_size, *self.block_shape, self.embed_dim)
         if min(numbers) < 1:
-            raise UsageError(f"rows, shard_size, block_shape and embed_dim must be positive, got {self}")
+            raise UsageError(
+                "rows, shard_size, block_shape and embed_dim must be positive, got"
+                f" {self}"
+            )
         used = self.used_segments
-        apart = all(left.stop <= right.first_row for left, right in itertools.pairwise(used))
+        apart = all(
+            left.stop <= right.first_row for left, right in itertools.pairwise(used)
+        )
         aligned = not any(segment.first_row % self.shard_size for segment in used)
         positive = used[0].first_row >= 0 and min(each.rows for each in used) > 0
         spans = positive and used[-1].stop == self.rows
         if not (apart and aligned and spans):
             raise UsageError(
-                f"the segments {used} do not fit {self.rows} rows in shards of {self.shard_size}: every "
-                f"segment must start at a multiple of {self.shard_size}, and the last segment must end at row "
-                f"{self.rows}"
+                f"the segments {used} do not fit {self.rows} rows in shards of"
+                f" {self.shard_size}: every segment must start at a multiple of"
+                f" {self.shard_size}, and the last segment must end at row {self.rows}"
             )
 
     @property
     def used_segments(self) -> tuple[Segment, ...]:
-        """The segments of the index. One segment with all rows if `segments` is empty."""
+        """The segments of the index. One segment with all rows if `segments` is
+        empty.
+        """
         return self.segments or (Segment(0, self.rows),)
 
     @property
     def shards(self) -> int:
-        """Number of shards, including shards outside all segments, which have no files."""
+        """Number of shards, including shards outside all segments, which have no
+        files.
+        """
         return -(-self.rows // self.shard_size)
 
     def shard_numbers(self) -> Iterator[int]:
         """Yield the number of each shard that has files, in ascending order."""
-        return itertools.chain.from_iterable(map(self.segment_shards, self.used_segments))
+        return itertools.chain.from_iterable(
+            map(self.segment_shards, self.used_segments)
+        )
 
     @property
     def used_rows(self) -> int:
@@ -110,10 +136,13 @@ class IndexSpec:
 
     def segment_shards(self, segment: Segment) -> range:
         """Return the shard numbers of `segment`."""
-        return range(segment.first_row // self.shard_size, -(-segment.stop // self.shard_size))
+        return range(
+            segment.first_row // self.shard_size, -(-segment.stop // self.shard_size)
+        )
 
     def shard_rows(self, shard: int) -> range:
-        """Return the row ids of `shard`. The range is empty if the shard belongs to no segment.
+        """Return the row ids of `shard`. The range is empty if the shard belongs to no
+        segment.
 
         Raises:
             UsageError: `shard` is out of range.
@@ -127,8 +156,12 @@ class IndexSpec:
         return range(first, max(first, min(first + self.shard_size, stop)))
 
 
-def padded_shard_bytes(rows: int, shard_size: int, record_bytes: int) -> tuple[int, int]:
-    """Return (offset of the shard index, length of the file) in bytes, for a token shard with `rows` records."""
+def padded_shard_bytes(
+    rows: int, shard_size: int, record_bytes: int
+) -> tuple[int, int]:
+    """Return (offset of the shard index, length of the file) in bytes, for a token
+    shard with `rows` records.
+    """
     index_bytes = shard_size * INDEX_ENTRY_BYTES + CRC_BYTES
     total = rows * record_bytes + index_bytes
     total = -(-total // PAGE_BYTES) * PAGE_BYTES
@@ -196,15 +229,35 @@ class Layout:
         return self.tokens / precision
 
     def data_folders(self) -> list[Path]:
-        """Return all directories that contain committed files, except the root and `snapshots/`."""
-        return [self.rows, self.embeddings, self.tokens, self.root / "checksums", self.root / "manifest", self.ann]
+        """Return all directories that contain committed files, except the root and
+        `snapshots/`.
+        """
+        return [
+            self.rows,
+            self.embeddings,
+            self.tokens,
+            self.root / "checksums",
+            self.root / "manifest",
+            self.ann,
+        ]
 
     def zarr_files(self, precisions: Iterable[str]) -> list[Path]:
-        """Return the path of each `zarr.json`: of the token group, of the embeddings, and of each of `precisions`."""
-        return [folder / "zarr.json" for folder in (self.tokens, self.embeddings, *map(self.token_array, precisions))]
+        """Return the path of each `zarr.json`: of the token group, of the
+        embeddings, and of each of `precisions`.
+        """
+        return [
+            folder / "zarr.json"
+            for folder in (
+                self.tokens,
+                self.embeddings,
+                *map(self.token_array, precisions),
+            )
+        ]
 
     def token_shard(self, precision: str, shard: int, record_ndim: int = 2) -> Path:
-        return self.token_array(precision) / ".".join(["c", str(shard), *["0"] * record_ndim])
+        return self.token_array(precision) / ".".join(
+            ["c", str(shard), *["0"] * record_ndim]
+        )
 
     def embedding_shard(self, shard: int) -> Path:
         return self.embeddings / f"c.{shard}.0"

@@ -1,6 +1,8 @@
-"""Reads and writes the objects below a URL of an object store, through the library obstore.
+"""Reads and writes the objects below a URL of an object store, through the library
+obstore.
 
-Repositories of the Hugging Face Hub, `hf://[datasets/]OWNER/NAME[@REVISION]`, are read as folders of its web server.
+Repositories of the Hugging Face Hub, `hf://[datasets/]OWNER/NAME[@REVISION]`, are read
+as folders of its web server.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ WEB_SCHEMES = ("http", "https")
 HUB_SCHEME = "hf"
 INDEX_SCHEMES = (*STORE_SCHEMES, *WEB_SCHEMES, HUB_SCHEME)
 HUB_CREDENTIALS = "set HF_TOKEN to a token that may do this, or run 'hf auth login'"
-CHUNK_BYTES = 8 << 20  # longer requests would not fit into the time-out on a slow line
+# longer requests would not fit into the time-out on a slow line
+CHUNK_BYTES = 8 << 20
 
 _HUB_KINDS = ("datasets", "spaces")
 _REQUEST_TIMEOUT = timedelta(seconds=60)
@@ -54,10 +57,14 @@ _ACCOUNTS = {
 _READ_TIMEOUT = timedelta(seconds=20)
 _RETRY_TIMEOUT = timedelta(seconds=60)
 _RETRIES = 6
-_ATTEMPTS = 4  # obstore repeats no conditional writes, and not every request whose response ends early
-_FIRST_WAIT = 0.1  # seconds
-_MAX_PARTS = 9_000  # S3 accepts 10,000
-_PARTS_AT_ONCE = 4  # each takes memory
+# obstore repeats no conditional writes, and not every request whose response ends early
+_ATTEMPTS = 4
+# seconds
+_FIRST_WAIT = 0.1
+# S3 accepts 10,000
+_MAX_PARTS = 9_000
+# each takes memory
+_PARTS_AT_ONCE = 4
 _KEYS_PER_DELETION = 1_000
 _PARALLEL_DOWNLOADS = 16
 
@@ -65,7 +72,9 @@ _Result = TypeVar("_Result")
 Chunk = bytes | memoryview
 
 IndexLocation = str | Path
-"""Location of an index: the path of a directory, or a URL such as `s3://bucket/photos.edje`."""
+"""Location of an index: the path of a directory, or a URL such as
+`s3://bucket/photos.edje`.
+"""
 
 
 class ObjectStoreError(EdjeError):
@@ -77,18 +86,28 @@ class ObjectChangedError(EdjeError):
 
 
 class UncertainWriteError(ObjectStoreError):
-    """A conditional write got no response, and the object cannot be read to find out whether it was written."""
+    """A conditional write got no response, and the object cannot be read to find
+    out whether it was written.
+    """
 
 
 def is_url(location: IndexLocation) -> bool:
     """Return True if `location` is a URL of an object store and not a path."""
-    return isinstance(location, str) and location.partition("://")[0].lower() in INDEX_SCHEMES and "://" in location
+    return (
+        isinstance(location, str)
+        and location.partition("://")[0].lower() in INDEX_SCHEMES
+        and "://" in location
+    )
 
 
 def local_path(location: IndexLocation, *, advice: str = "") -> Path:
-    """Return the path of a file or directory on this machine. A URL raises a UsageError that ends in `advice`."""
+    """Return the path of a file or directory on this machine. A URL raises a
+    UsageError that ends in `advice`.
+    """
     if _looks_like_url(location):
-        raise UsageError(f"{location} is a URL, but a path on this machine is needed{advice}")
+        raise UsageError(
+            f"{location} is a URL, but a path on this machine is needed{advice}"
+        )
     return as_path(location, "location")
 
 
@@ -102,14 +121,16 @@ def index_location(location: IndexLocation) -> IndexLocation:
         return location
     if _looks_like_url(location):
         raise UsageError(
-            f"an index cannot be at {location}; give a directory, or a URL that begins with "
-            + ", ".join(f"{scheme}://" for scheme in INDEX_SCHEMES)
+            f"an index cannot be at {location}; give a directory, or a URL that begins"
+            " with " + ", ".join(f"{scheme}://" for scheme in INDEX_SCHEMES)
         )
     return as_path(location, "location")
 
 
 def hub_kind(location: IndexLocation) -> str | None:
-    """Return what a URL of the Hub names: "models", "datasets" or "spaces". Return None for other locations."""
+    """Return what a URL of the Hub names: "models", "datasets" or "spaces". Return
+    None for other locations.
+    """
     scheme, _, rest = str(location).partition("://")
     if not is_url(location) or scheme.lower() != HUB_SCHEME:
         return None
@@ -117,37 +138,49 @@ def hub_kind(location: IndexLocation) -> str | None:
 
 
 def hub_address(url: str) -> tuple[str, str, str, str, dict[str, str]]:
-    """Take a URL of the Hub apart: (server, repository such as "datasets/OWNER/NAME", revision, path, headers).
+    """Take a URL of the Hub apart: (server, repository such as "datasets/OWNER/NAME",
+    revision, path, headers).
 
-    The headers have the token of `HF_TOKEN`, or that of `hf auth login`. Raises ValueError without a repository.
+    The headers have the token of `HF_TOKEN`, or that of `hf auth login`. Raises
+    ValueError without a repository.
     """
     parts = url.partition("://")[2].strip("/").split("/")
     length = 3 if parts[0] in _HUB_KINDS else 2
     if len(parts) < length or not all(parts):
-        raise ValueError(f"{url} names no repository; give a URL such as hf://datasets/OWNER/NAME")
+        raise ValueError(
+            f"{url} names no repository; give a URL such as hf://datasets/OWNER/NAME"
+        )
     repository, _, revision = "/".join(parts[:length]).partition("@")
     token = os.environ.get("HF_TOKEN", "")
     if not token:
         cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
         with contextlib.suppress(OSError):
-            token = Path(os.environ.get("HF_HOME") or f"{cache}/huggingface", "token").expanduser().read_text().strip()
+            token = (
+                Path(os.environ.get("HF_HOME") or f"{cache}/huggingface", "token")
+                .expanduser()
+                .read_text()
+                .strip()
+            )
     endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     return endpoint, repository, revision or "main", "/".join(parts[length:]), headers
 
 
 def _looks_like_url(location: IndexLocation) -> bool:
-    scheme, colon, _ = str(location).partition(":/")  # a `Path` of a URL has one slash after the colon
+    # a `Path` of a URL has one slash after the colon
+    scheme, colon, _ = str(location).partition(":/")
     return bool(colon) and "/" not in scheme
 
 
 @dataclass(frozen=True)
 class ObjectVersion:
-    """One version of an object: the contents, and the identifiers that conditional writes need.
+    """One version of an object: the contents, and the identifiers that conditional
+    writes need.
 
     Attributes:
         etag: ETag of this version, for conditional writes to S3 and Azure.
-        version: on Google Cloud Storage, the generation number. Elsewhere, the version id if the bucket keeps versions.
+        version: on Google Cloud Storage, the generation number. Elsewhere, the version
+            id if the bucket keeps versions.
     """
 
     data: bytes
@@ -156,14 +189,18 @@ class ObjectVersion:
 
     @property
     def marks(self) -> dict[str, str]:
-        """The argument `mode` for `obstore.put`, so that the write fails unless this version is still current."""
+        """The argument `mode` for `obstore.put`, so that the write fails unless
+        this version is still current.
+        """
         marks = {"e_tag": self.etag, "version": self.version}
         return {name: value for name, value in marks.items() if value is not None}
 
 
 @dataclass(frozen=True)
 class ObjectInfo:
-    """Length in bytes and metadata of an object, and the identifiers of its version, see `ObjectVersion`."""
+    """Length in bytes and metadata of an object, and the identifiers of its
+    version, see `ObjectVersion`.
+    """
 
     size: int
     metadata: Mapping[str, str]
@@ -175,8 +212,9 @@ class ObjectInfo:
 class ObjectFolder:
     """The objects below a URL. Keys are relative to the URL. Thread-safe.
 
-    Requests that fail are repeated for up to a minute. Methods that read raise `FileNotFoundError` if the object does
-    not exist. All methods raise `ObjectStoreError` if the store refuses a request or cannot be reached.
+    Requests that fail are repeated for up to a minute. Methods that read raise
+    `FileNotFoundError` if the object does not exist. All methods raise
+    `ObjectStoreError` if the store refuses a request or cannot be reached.
 
     Attributes:
         url: the URL, without a slash at its end.
@@ -190,7 +228,8 @@ class ObjectFolder:
         """Return the folder at `url`. Sends no request.
 
         Raises:
-            UsageError: the URL is not valid, or the environment lacks a setting that the store needs.
+            UsageError: the URL is not valid, or the environment lacks a setting that
+                the store needs.
         """
         url = url.rstrip("/")
         return cls(url, _open_store(url))
@@ -203,7 +242,9 @@ class ObjectFolder:
     def url_of(self, key: str) -> str:
         return f"{self.url}/{key}"
 
-    def read_range(self, key: str, start: int, stop: int, *, etag: str | None = None) -> memoryview:
+    def read_range(
+        self, key: str, start: int, stop: int, *, etag: str | None = None
+    ) -> memoryview:
         """Return bytes [start, stop) of an object.
 
         Args:
@@ -224,14 +265,18 @@ class ObjectFolder:
             raise EOFError(f"{self.url_of(key)} ends before byte {stop}")
         return view
 
-    def _get_range(self, key: str, start: int, stop: int, etag: str | None) -> memoryview:
+    def _get_range(
+        self, key: str, start: int, stop: int, etag: str | None
+    ) -> memoryview:
         import obstore
         from obstore.exceptions import PreconditionError
 
         if etag is None:
             return memoryview(obstore.get_range(self.store, key, start=start, end=stop))
         try:
-            result = obstore.get(self.store, key, options={"range": (start, stop), "if_match": etag})
+            result = obstore.get(
+                self.store, key, options={"range": (start, stop), "if_match": etag}
+            )
         except PreconditionError as error:
             raise ObjectChangedError(f"{self.url_of(key)} has changed") from error
         if result.meta["e_tag"] not in (None, etag):
@@ -239,20 +284,29 @@ class ObjectFolder:
         return memoryview(result.bytes())
 
     def read(self, key: str, max_bytes: int) -> ObjectVersion:
-        """Return a small object. Raises OSError if the object is longer than `max_bytes`."""
+        """Return a small object. Raises OSError if the object is longer than
+        `max_bytes`.
+        """
         import obstore
 
         def get() -> ObjectVersion:
             result = obstore.get(self.store, key)
             if result.meta["size"] > max_bytes:
-                reason = f"the object has {result.meta['size']} bytes, but at most {max_bytes} are expected"
+                reason = (
+                    f"the object has {result.meta['size']} bytes, but at most"
+                    f" {max_bytes} are expected"
+                )
                 raise OSError(errno.EFBIG, reason, self.url_of(key))
-            return ObjectVersion(bytes(result.bytes()), result.meta["e_tag"], result.meta["version"])
+            return ObjectVersion(
+                bytes(result.bytes()), result.meta["e_tag"], result.meta["version"]
+            )
 
         return self._repeated(key, get)
 
     def chunks(self, key: str, length: int) -> Iterator[memoryview]:
-        """Yield the contents of an object of `length` bytes in pieces. Raises EOFError if the object is shorter."""
+        """Yield the contents of an object of `length` bytes in pieces. Raises
+        EOFError if the object is shorter.
+        """
         for start in range(0, length, CHUNK_BYTES):
             yield self.read_range(key, start, min(length, start + CHUNK_BYTES))
 
@@ -260,10 +314,12 @@ class ObjectFolder:
         """Yield the contents of a committed file in pieces.
 
         Raises:
-            CorruptIndexError: the object is missing, or its length or CRC-32C differs from `entry`. A wrong CRC-32C
-                raises the error only after the last piece.
+            CorruptIndexError: the object is missing, or its length or CRC-32C differs
+                from `entry`. A wrong CRC-32C raises the error only after the last
+                piece.
         """
-        from storage_formats.format.checksum import crc32c  # the help text of the command line loads without NumPy
+        # the help text of the command line loads without NumPy
+        from storage_formats.format.checksum import crc32c
 
         crc = 0
         try:
@@ -272,13 +328,14 @@ class ObjectFolder:
                 yield chunk
         except (FileNotFoundError, EOFError) as error:
             raise CorruptIndexError(
-                f"{self.url_of(entry.path)} is missing or too short; open the index again. If the error remains, copy "
-                "the index again from a sound copy"
+                f"{self.url_of(entry.path)} is missing or too short; open the index"
+                " again. If the error remains, copy the index again from a sound copy"
             ) from error
         if crc != entry.crc32c:
             raise CorruptIndexError(
-                f"{self.url_of(entry.path)} is not the file that was committed; open the index again. If the error "
-                "remains, delete this object, and copy the index again from a sound copy"
+                f"{self.url_of(entry.path)} is not the file that was committed; open"
+                " the index again. If the error remains, delete this object, and copy"
+                " the index again from a sound copy"
             )
 
     def download(self, root: Path, entries: Iterable[FileEntry]) -> None:
@@ -302,7 +359,12 @@ class ObjectFolder:
         def get() -> ObjectInfo:
             result = obstore.get(self.store, key, options={"head": True})
             metadata = {str(name): value for name, value in result.attributes.items()}
-            return ObjectInfo(result.meta["size"], metadata, result.meta["e_tag"], result.meta["version"])
+            return ObjectInfo(
+                result.meta["size"],
+                metadata,
+                result.meta["e_tag"],
+                result.meta["version"],
+            )
 
         try:
             return self._repeated(key, get)
@@ -310,12 +372,18 @@ class ObjectFolder:
             return None
 
     def list_sizes(self, below: str | None = None) -> dict[str, int]:
-        """Return the length in bytes of each object by its key. Only keys in the folder `below`, unless it is None."""
+        """Return the length in bytes of each object by its key. Only keys in the
+        folder `below`, unless it is None.
+        """
         import obstore
 
         return self._repeated(
             below or "",
-            lambda: {each["path"]: each["size"] for page in obstore.list(self.store, below) for each in page},
+            lambda: {
+                each["path"]: each["size"]
+                for page in obstore.list(self.store, below)
+                for each in page
+            },
         )
 
     def put(
@@ -328,12 +396,14 @@ class ObjectFolder:
     ) -> None:
         """Write an object.
 
-        If `contents` raises an exception, nothing is written, and an existing object does not change.
+        If `contents` raises an exception, nothing is written, and an existing object
+        does not change.
 
         Args:
-            contents: function that yields the contents in pieces. If the request is repeated, the function is called
-                again.
-            length: length of the contents in bytes. The length determines how large the parts of an upload are.
+            contents: function that yields the contents in pieces. If the request is
+                repeated, the function is called again.
+            length: length of the contents in bytes. The length determines how large the
+                parts of an upload are.
         """
         import obstore
 
@@ -342,7 +412,13 @@ class ObjectFolder:
             first = list(itertools.islice(chunks, 2))
             if len(first) < 2:
                 data = bytes(first[0]) if first else b""
-                obstore.put(self.store, key, data, attributes=dict(metadata), use_multipart=False)
+                obstore.put(
+                    self.store,
+                    key,
+                    data,
+                    attributes=dict(metadata),
+                    use_multipart=False,
+                )
             else:
                 parts = map(bytes, itertools.chain(first, chunks))
                 obstore.put(
@@ -356,8 +432,11 @@ class ObjectFolder:
 
         self._repeated(key, put)
 
-    def replace(self, key: str, data: bytes, expected: ObjectVersion | None) -> ObjectVersion:
-        """Write a small object if `expected` is still its current version. Return the new version.
+    def replace(
+        self, key: str, data: bytes, expected: ObjectVersion | None
+    ) -> ObjectVersion:
+        """Write a small object if `expected` is still its current version. Return the
+        new version.
 
         If `expected` is None, the object is written only if no such object exists.
 
@@ -366,20 +445,40 @@ class ObjectFolder:
             UncertainWriteError: it is not known whether the object was written.
         """
         import obstore
-        from obstore.exceptions import AlreadyExistsError, NotFoundError, PreconditionError
+        from obstore.exceptions import (
+            AlreadyExistsError,
+            NotFoundError,
+            PreconditionError,
+        )
 
         mode: Any = "create" if expected is None else expected.marks
         try:
-            result = self._repeated(key, lambda: obstore.put(self.store, key, data, mode=mode, use_multipart=False))
-        except (AlreadyExistsError, PreconditionError, NotFoundError, FileNotFoundError, ObjectStoreError) as error:
-            # If the response to an earlier attempt was lost, the object may hold `data` all the same.
+            result = self._repeated(
+                key,
+                lambda: obstore.put(
+                    self.store, key, data, mode=mode, use_multipart=False
+                ),
+            )
+        except (
+            AlreadyExistsError,
+            PreconditionError,
+            NotFoundError,
+            FileNotFoundError,
+            ObjectStoreError,
+        ) as error:
+            # If the response to an earlier attempt was lost, the object may hold `data`
+            # all the same.
             longest = max(len(data), len(expected.data) if expected else 0)
             current = self._read_after(error, key, longest)
             if current is not None and current.data == data:
                 return current
-            if isinstance(error, ObjectStoreError) and (current and current.data) == (expected and expected.data):
+            if isinstance(error, ObjectStoreError) and (current and current.data) == (
+                expected and expected.data
+            ):
                 raise
-            raise ObjectChangedError(f"another writer changed {self.url_of(key)}") from error
+            raise ObjectChangedError(
+                f"another writer changed {self.url_of(key)}"
+            ) from error
         return ObjectVersion(data, result["e_tag"], result["version"])
 
     def delete(self, keys: list[str]) -> None:
@@ -389,14 +488,22 @@ class ObjectFolder:
         for start in range(0, len(keys), _KEYS_PER_DELETION):
             batch = keys[start : start + _KEYS_PER_DELETION]
             try:
-                self._repeated(batch[0], functools.partial(obstore.delete, self.store, batch))
-            except FileNotFoundError:  # some stores then do not delete the rest of the batch
+                self._repeated(
+                    batch[0], functools.partial(obstore.delete, self.store, batch)
+                )
+            except FileNotFoundError:
+                # some stores then do not delete the rest of the batch
                 for key in batch:
                     with contextlib.suppress(FileNotFoundError):
-                        self._repeated(key, functools.partial(obstore.delete, self.store, key))
+                        self._repeated(
+                            key, functools.partial(obstore.delete, self.store, key)
+                        )
 
-    def _read_after(self, error: Exception, key: str, max_bytes: int) -> ObjectVersion | None:
-        """Read an object whose conditional write ended with `error`; None if there is no such object.
+    def _read_after(
+        self, error: Exception, key: str, max_bytes: int
+    ) -> ObjectVersion | None:
+        """Read an object whose conditional write ended with `error`; None if there is
+        no such object.
 
         Of an object that is longer than `max_bytes`, nothing is read.
         """
@@ -408,12 +515,14 @@ class ObjectFolder:
             return ObjectVersion(b"", None)
         except ObjectStoreError as unreadable:
             raise UncertainWriteError(
-                f"it is not known whether {self.url_of(key)} was written, because its store stopped responding "
-                f"({unreadable})"
+                f"it is not known whether {self.url_of(key)} was written, because its"
+                f" store stopped responding ({unreadable})"
             ) from error
 
     def _repeated(self, key: str, request: Callable[[], _Result]) -> _Result:
-        """Call `request` and return the result. Call `request` again if no complete response arrives."""
+        """Call `request` and return the result. Call `request` again if no complete
+        response arrives.
+        """
         from obstore.exceptions import GenericError
 
         started = time.monotonic()
@@ -429,7 +538,8 @@ class ObjectFolder:
 
     @contextlib.contextmanager
     def _translated(self, key: str) -> Iterator[None]:
-        """Context manager that converts exceptions of obstore to FileNotFoundError or ObjectStoreError.
+        """Context manager that converts exceptions of obstore to FileNotFoundError or
+        ObjectStoreError.
 
         The exceptions of a refused conditional write are not converted.
         """
@@ -438,20 +548,32 @@ class ObjectFolder:
         try:
             yield
         except (refused.NotFoundError, FileNotFoundError) as error:
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self.url_of(key)) from error
+            raise FileNotFoundError(
+                errno.ENOENT, os.strerror(errno.ENOENT), self.url_of(key)
+            ) from error
         except (refused.AlreadyExistsError, refused.PreconditionError):
             raise
         except refused.BaseError as error:
-            reason, advice = _reason(error), "check the URL, the network, and the credentials in the environment"
-            if "169.254.169.254" in reason:  # the last place that S3 clients look at, which answers only on EC2
-                reason, advice = "there are no credentials", "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
-                advice += ", AWS_PROFILE for a profile of ~/.aws, or AWS_SKIP_SIGNATURE=true for a public bucket"
+            reason = _reason(error)
+            advice = (
+                "check the URL, the network, and the credentials in the environment"
+            )
+            # the last place that S3 clients look at, which answers only on EC2
+            if "169.254.169.254" in reason:
+                reason = "there are no credentials"
+                advice = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+                advice += (
+                    ", AWS_PROFILE for a profile of ~/.aws, or AWS_SKIP_SIGNATURE=true"
+                    " for a public bucket"
+                )
             if self.scheme == HUB_SCHEME and isinstance(
                 error, (refused.PermissionDeniedError, refused.UnauthenticatedError)
             ):
-                reason, advice = "there is no such repository, or it is private", f"check the URL; {HUB_CREDENTIALS}"
+                reason = "there is no such repository, or it is private"
+                advice = f"check the URL; {HUB_CREDENTIALS}"
             raise ObjectStoreError(
-                f"a request for {self.url_of(key)} failed: {reason}; {advice}, then try again"
+                f"a request for {self.url_of(key)} failed: {reason}; {advice}, then try"
+                " again"
             ) from error
 
 
@@ -467,12 +589,21 @@ def _open_store(url: str) -> ObjectStore:
         from obstore.exceptions import BaseError
     scheme, host, *_ = urlsplit(url)
     if not host:
-        raise UsageError(f"the URL {url} names no bucket; give a URL such as s3://bucket/photos.edje")
-    if "@" in host:  # messages and results contain the URL and must not show credentials
+        raise UsageError(
+            f"the URL {url} names no bucket; give a URL such as s3://bucket/photos.edje"
+        )
+    # messages and results contain the URL and must not show credentials
+    if "@" in host:
         place = f"{scheme}://{host.rpartition('@')[2]}"
-        raise UsageError(f"the URL at {place} contains a user name or a password; put credentials in the environment")
+        raise UsageError(
+            f"the URL at {place} contains a user name or a password; put credentials in"
+            " the environment"
+        )
     profile: Any = _aws_profile() if scheme == "s3" else {}
-    endpoint = next(filter(None, map(os.environ.get, _ENDPOINTS.get(scheme, ()))), profile.get("endpoint", ""))
+    endpoint = next(
+        filter(None, map(os.environ.get, _ENDPOINTS.get(scheme, ()))),
+        profile.get("endpoint", ""),
+    )
     client: Any = {
         "timeout": _REQUEST_TIMEOUT,
         "read_timeout": _READ_TIMEOUT,
@@ -481,24 +612,35 @@ def _open_store(url: str) -> ObjectStore:
     retry: Any = {
         "max_retries": _RETRIES,
         "retry_timeout": _RETRY_TIMEOUT,
-        "backoff": {"init_backoff": timedelta(seconds=_FIRST_WAIT), "max_backoff": timedelta(seconds=5), "base": 2},
+        "backoff": {
+            "init_backoff": timedelta(seconds=_FIRST_WAIT),
+            "max_backoff": timedelta(seconds=5),
+            "base": 2,
+        },
     }
     try:
         address = url
         if scheme == HUB_SCHEME:
-            server, repository, revision, path, client["default_headers"] = hub_address(url)
-            address = f"{server}/{repository}/resolve/{quote(revision, safe='')}/{quote(path)}".rstrip("/")
+            server, repository, revision, path, client["default_headers"] = hub_address(
+                url
+            )
+            address = f"{server}/{repository}/resolve/{quote(revision, safe='')}"
+            address = f"{address}/{quote(path)}".rstrip("/")
             client["allow_http"] = server.startswith("http://")
-        return obstore.store.from_url(address, config=profile, client_options=client, retry_config=retry)
+        return obstore.store.from_url(
+            address, config=profile, client_options=client, retry_config=retry
+        )
     except (BaseError, ValueError) as error:
         raise UsageError(
-            f"cannot use the URL {url}: {_reason(error)}; check the URL, and the variables of the environment, such as "
-            f"{_ACCOUNTS.get(scheme, 'HTTPS_PROXY')}"
+            f"cannot use the URL {url}: {_reason(error)}; check the URL, and the"
+            " variables of the environment, such as"
+            f" {_ACCOUNTS.get(scheme, 'HTTPS_PROXY')}"
         ) from error
 
 
 def _aws_profile() -> dict[str, str]:
-    """Return keys, region and endpoint of the profile in `~/.aws` that `AWS_PROFILE` names, as settings of obstore.
+    """Return keys, region and endpoint of the profile in `~/.aws` that `AWS_PROFILE`
+    names, as settings of obstore.
 
     Variables of the environment have priority: with keys there, no profile is read.
     """
@@ -506,23 +648,41 @@ def _aws_profile() -> dict[str, str]:
         return {}
     name = os.environ.get("AWS_PROFILE", "default")
     values: dict[str, str] = {}
-    for variable, file in (("AWS_CONFIG_FILE", "config"), ("AWS_SHARED_CREDENTIALS_FILE", "credentials")):
+    for variable, file in (
+        ("AWS_CONFIG_FILE", "config"),
+        ("AWS_SHARED_CREDENTIALS_FILE", "credentials"),
+    ):
         path = Path(os.environ.get(variable) or f"~/.aws/{file}").expanduser()
         parser = configparser.ConfigParser(interpolation=None, strict=False)
         try:
             parser.read(path)
         except (OSError, ValueError, configparser.Error) as error:
             raise UsageError(
-                f"cannot read {path}: {_reason(error)}; correct the file, or set AWS_ACCESS_KEY_ID"
+                f"cannot read {path}: {_reason(error)}; correct the file, or set"
+                " AWS_ACCESS_KEY_ID"
             ) from error
         for section in (name, f"profile {name}"):
             values |= dict(parser[section]) if section in parser else {}
     if not values and "AWS_PROFILE" in os.environ:
-        raise UsageError(f"there is no profile {name} in ~/.aws; correct AWS_PROFILE, or set AWS_ACCESS_KEY_ID")
-    names = ("access_key_id", "secret_access_key", "session_token", "region", "endpoint_url")
+        raise UsageError(
+            f"there is no profile {name} in ~/.aws; correct AWS_PROFILE, or set"
+            " AWS_ACCESS_KEY_ID"
+        )
+    names = (
+        "access_key_id",
+        "secret_access_key",
+        "session_token",
+        "region",
+        "endpoint_url",
+    )
     settings = {each: values.get(f"aws_{each}", values.get(each)) for each in names}
     settings["endpoint"] = settings.pop("endpoint_url")
-    variables = {"region": ("AWS_REGION", "AWS_DEFAULT_REGION"), "endpoint": _ENDPOINTS["s3"]}
+    variables = {
+        "region": ("AWS_REGION", "AWS_DEFAULT_REGION"),
+        "endpoint": _ENDPOINTS["s3"],
+    }
     return {
-        key: value for key, value in settings.items() if value and not any(map(os.environ.get, variables.get(key, ())))
+        key: value
+        for key, value in settings.items()
+        if value and not any(map(os.environ.get, variables.get(key, ())))
     }

@@ -21,22 +21,30 @@ _MAX_TEXT_EXPANSION = 100
 _MIN_TEXT_BYTES = 64 << 20
 
 
-def open_parquet(source: str | Path | pa.Buffer | RawIOBase, *, buffer_size: int = 0) -> pq.ParquetFile:
-    """Open a Parquet file. The returned object is a context manager that closes the file.
+def open_parquet(
+    source: str | Path | pa.Buffer | RawIOBase, *, buffer_size: int = 0
+) -> pq.ParquetFile:
+    """Open a Parquet file. The returned object is a context manager that closes the
+    file.
 
     Args:
         source: path, contents, or a seekable file.
-        buffer_size: bytes of a column that are read at once. 0 reads each column of a row group as a whole.
+        buffer_size: bytes of a column that are read at once. 0 reads each column of a
+            row group as a whole.
 
     Raises:
-        OSError, pyarrow.ArrowException: the file cannot be read or is not a Parquet file.
+        OSError, pyarrow.ArrowException: the file cannot be read or is not a Parquet
+        file.
     """
     data = pa.BufferReader(source) if isinstance(source, pa.Buffer) else source
     return pq.ParquetFile(data, pre_buffer=False, buffer_size=buffer_size)
 
 
 def iter_batches(
-    file: pq.ParquetFile, rows: int, columns: list[str], row_groups: list[int] | None = None
+    file: pq.ParquetFile,
+    rows: int,
+    columns: list[str],
+    row_groups: list[int] | None = None,
 ) -> Iterator[pa.RecordBatch]:
     """Yield `columns` of an open file in batches of at most `rows` rows.
 
@@ -46,10 +54,14 @@ def iter_batches(
     Raises:
         OSError, pyarrow.ArrowException: the file is damaged.
     """
-    yield from file.iter_batches(rows, row_groups=row_groups, columns=columns, use_threads=False)
+    yield from file.iter_batches(
+        rows, row_groups=row_groups, columns=columns, use_threads=False
+    )
 
 
-def read_table(data: bytes, columns: list[str] | None = None, *, optional: Collection[str] = ()) -> pa.Table:
+def read_table(
+    data: bytes, columns: list[str] | None = None, *, optional: Collection[str] = ()
+) -> pa.Table:
     """Read a table of distinct rows from the contents of a Parquet file.
 
     Args:
@@ -57,38 +69,49 @@ def read_table(data: bytes, columns: list[str] | None = None, *, optional: Colle
         optional: names in `columns` that are skipped if the table does not have them.
 
     Raises:
-        OSError, ValueError, pyarrow.ArrowException: `data` is damaged, a column is missing, or the table would be too
+        OSError, ValueError, pyarrow.ArrowException: `data` is damaged, a column is
+        missing, or the table would be too
             large for the length of `data`.
     """
     with open_parquet(pa.py_buffer(data)) as file:
         _check_size(file.metadata, len(data))
-        schema, leaves = file.schema_arrow, [file.schema.column(index) for index in range(len(file.schema))]
+        schema, leaves = (
+            file.schema_arrow,
+            [file.schema.column(index) for index in range(len(file.schema))],
+        )
     names = schema.names if columns is None else columns
     names = [name for name in names if name in schema.names or name not in optional]
     if missing := sorted(set(names) - set(schema.names)):
         raise ValueError(f"the Parquet file has no column {missing[0]!r}")
-    # Text is read as a dictionary, so that one long value of many rows is in memory once until its size is checked.
+    # Text is read as a dictionary, so that one long value of many rows is in memory
+    # once until its size is checked.
     texts = [
         leaf.path
         for leaf in leaves
-        if leaf.logical_type.type in ("STRING", "NONE") and leaf.physical_type == "BYTE_ARRAY"
+        if leaf.logical_type.type in ("STRING", "NONE")
+        and leaf.physical_type == "BYTE_ARRAY"
     ]
-    with pq.ParquetFile(pa.py_buffer(data), read_dictionary=texts, pre_buffer=False) as file:
+    with pq.ParquetFile(
+        pa.py_buffer(data), read_dictionary=texts, pre_buffer=False
+    ) as file:
         table = file.read(columns=names, use_threads=False).select(names)
     _check_texts(table, len(data))
     return table.cast(pa.schema([schema.field(name) for name in names]))
 
 
 class ParquetRowGroups:
-    """Reads only the row groups of a Parquet file that can contain given values in an integer column.
+    """Reads only the row groups of a Parquet file that can contain given values in an
+    integer column.
 
     Args:
         file: the open file, at position 0.
         length: length of the file in bytes.
-        column: name of the integer column. Row groups without statistics for this column are always read.
+        column: name of the integer column. Row groups without statistics for this
+            column are always read.
 
     Raises:
-        OSError, ValueError, pyarrow.ArrowException: the file is damaged, or is not a Parquet file.
+        OSError, ValueError, pyarrow.ArrowException: the file is damaged, or is not a
+        Parquet file.
     """
 
     def __init__(self, file: BinaryIO, length: int, column: str) -> None:
@@ -100,18 +123,24 @@ class ParquetRowGroups:
             raise ValueError(f"the Parquet file has no integer column {column!r}")
         _check_size(self._metadata, length)
         self._length = length
-        groups = [self._metadata.row_group(group).column(index) for group in range(self._metadata.num_row_groups)]
+        groups = [
+            self._metadata.row_group(group).column(index)
+            for group in range(self._metadata.num_row_groups)
+        ]
         limits = np.iinfo(np.int64)
         spans = [
-            (group.statistics.min, group.statistics.max)
-            if group.statistics is not None and group.statistics.has_min_max
-            else (limits.min, limits.max)
+            (
+                (group.statistics.min, group.statistics.max)
+                if group.statistics is not None and group.statistics.has_min_max
+                else (limits.min, limits.max)
+            )
             for group in groups
         ]
         self._spans = np.array(spans, dtype=np.int64).reshape(-1, 2)
 
     def read(self, file: BinaryIO, values: Sequence[int]) -> Iterator[pa.Table]:
-        """Yield each row group of `file` that can contain one of `values` in the integer column.
+        """Yield each row group of `file` that can contain one of `values` in the
+        integer column.
 
         Raises:
             OSError, ValueError, pyarrow.ArrowException: the file is damaged.
@@ -120,7 +149,9 @@ class ParquetRowGroups:
         after_min = np.searchsorted(ascending, self._spans[:, 0])
         after_max = np.searchsorted(ascending, self._spans[:, 1], side="right")
         texts = [field.name for field in self._schema if field.type == pa.string()]
-        opened = pq.ParquetFile(file, metadata=self._metadata, read_dictionary=texts, pre_buffer=False)
+        opened = pq.ParquetFile(
+            file, metadata=self._metadata, read_dictionary=texts, pre_buffer=False
+        )
         for group in np.flatnonzero(after_max > after_min).tolist():
             table = opened.read_row_group(group, use_threads=False)
             _check_texts(table, self._length)
@@ -128,27 +159,55 @@ class ParquetRowGroups:
 
 
 def _check_texts(table: pa.Table, length: int) -> None:
-    """Raise ValueError if the texts of `table` would take far more memory than the file of `length` bytes."""
-    values = (pc.list_flatten(column) if pa.types.is_list(column.type) else column for column in table.columns)
-    chunks = [chunk for column in values for chunk in column.chunks if pa.types.is_dictionary(chunk.type)]
-    lengths = [pc.binary_length(chunk.dictionary).take(chunk.indices) for chunk in chunks]
+    """Raise ValueError if the texts of `table` would take far more memory than the
+    file of `length` bytes.
+    """
+    values = (
+        pc.list_flatten(column) if pa.types.is_list(column.type) else column
+        for column in table.columns
+    )
+    chunks = [
+        chunk
+        for column in values
+        for chunk in column.chunks
+        if pa.types.is_dictionary(chunk.type)
+    ]
+    lengths = [
+        pc.binary_length(chunk.dictionary).take(chunk.indices) for chunk in chunks
+    ]
     total = sum(pc.sum(each).as_py() or 0 for each in lengths)
     if total > max(_MIN_TEXT_BYTES, _MAX_TEXT_EXPANSION * length):
         raise ValueError(
-            f"the Parquet file is damaged: the texts would take {total} bytes in memory, but the file has only "
-            f"{length} bytes"
+            f"the Parquet file is damaged: the texts would take {total} bytes in"
+            f" memory, but the file has only {length} bytes"
         )
 
 
 def _check_size(metadata: pq.FileMetaData, length: int) -> None:
-    """Raise ValueError if the table would take far more memory than the file of `length` bytes."""
+    """Raise ValueError if the table would take far more memory than the file of
+    `length` bytes.
+    """
     # A small Parquet file can hold a huge table if few values are repeated.
     groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
     rows = max(metadata.num_rows, sum(group.num_rows for group in groups))
-    decoded = sum(group.column(index).total_uncompressed_size for group in groups for index in range(group.num_columns))
-    values = max((group.column(index).num_values for group in groups for index in range(group.num_columns)), default=0)
-    if max(rows, values) > _MAX_ROWS_PER_BYTE * length or decoded > _MAX_EXPANSION * length:
+    decoded = sum(
+        group.column(index).total_uncompressed_size
+        for group in groups
+        for index in range(group.num_columns)
+    )
+    values = max(
+        (
+            group.column(index).num_values
+            for group in groups
+            for index in range(group.num_columns)
+        ),
+        default=0,
+    )
+    if (
+        max(rows, values) > _MAX_ROWS_PER_BYTE * length
+        or decoded > _MAX_EXPANSION * length
+    ):
         raise ValueError(
-            f"the Parquet file is damaged: it declares {rows} rows with {decoded} bytes of values, "
-            f"but a file of {length} bytes cannot contain that many"
+            f"the Parquet file is damaged: it declares {rows} rows with {decoded} bytes"
+            f" of values, but a file of {length} bytes cannot contain that many"
         )

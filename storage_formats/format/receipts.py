@@ -1,4 +1,6 @@
-"""Receipts, the files that record committed shards during a build (SPEC.md section 11)."""
+"""Receipts, the files that record committed shards during a build (SPEC.md section
+11).
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,10 @@ class ShardReceipt:
     """The counts and files of a committed shard.
 
     Attributes:
-        seconds: time spent in each stage (read, decode, wait, encode, write), summed over threads.
-        truncated: number of indexed rows whose images are truncated. The column `detail` of these rows has a text.
+        seconds: time spent in each stage (read, decode, wait, encode, write), summed
+            over threads.
+        truncated: number of indexed rows whose images are truncated. The column
+            `detail` of these rows has a text.
     """
 
     shard: int
@@ -33,7 +37,9 @@ class ShardReceipt:
     truncated: int = 0
 
     def to_json(self) -> dict[str, Any]:
-        """Return the receipt as a JSON object. The member `crc32c` is the checksum of the other members."""
+        """Return the receipt as a JSON object. The member `crc32c` is the checksum
+        of the other members.
+        """
         value = {**self.__dict__, "files": [file.to_json() for file in self.files]}
         return {**value, "crc32c": json_checksum(value)}
 
@@ -51,25 +57,35 @@ class ShardReceipt:
         return cls(**{**members, "files": files})
 
 
-def read_receipts(layout: Layout, shards: Iterable[int], plan: str) -> dict[int, ShardReceipt]:
-    """Return the valid receipts of `shards`, keyed by shard number. See `read_receipt`."""
+def read_receipts(
+    layout: Layout, shards: Iterable[int], plan: str
+) -> dict[int, ShardReceipt]:
+    """Return the valid receipts of `shards`, keyed by shard number. See
+    `read_receipt`.
+    """
     receipts = ((shard, read_receipt(layout, shard, plan)) for shard in shards)
     return {shard: receipt for shard, receipt in receipts if receipt is not None}
 
 
 def read_receipt(layout: Layout, shard: int, plan: str) -> ShardReceipt | None:
-    """Read the receipt of a shard. Return None if there is no valid receipt for the plan with fingerprint `plan`.
+    """Read the receipt of a shard. Return None if there is no valid receipt for the
+    plan with fingerprint `plan`.
 
     A receipt is also invalid if a file in the receipt is missing or has a wrong length.
     """
     try:
-        receipt = ShardReceipt.from_json(json.loads(read_index_file(layout.root, layout.receipt(shard))))
+        receipt = ShardReceipt.from_json(
+            json.loads(read_index_file(layout.root, layout.receipt(shard)))
+        )
     except (OSError, KeyError, TypeError, ValueError, RecursionError):
         return None
     if receipt.plan != plan or receipt.shard != shard:
         return None
     try:
-        lengths_match = all((layout.root / file.path).stat().st_size == file.bytes for file in receipt.files)
+        lengths_match = all(
+            (layout.root / file.path).stat().st_size == file.bytes
+            for file in receipt.files
+        )
     except OSError:
         return None
     return receipt if lengths_match else None

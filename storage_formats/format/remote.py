@@ -1,4 +1,6 @@
-"""Opens an index at a URL. A local directory caches the files of one snapshot, except the token files."""
+"""Opens an index at a URL. A local directory caches the files of one snapshot,
+except the token files.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,17 @@ from storage_formats.atomic import write_bytes_atomic
 from storage_formats.errors import CorruptIndexError, IncompleteIndexError, UsageError
 from storage_formats.format.layout import Layout
 from storage_formats.format.manifest import MAX_MANIFEST_BYTES, CommittedIndex, Manifest
-from storage_formats.format.object_store import IndexLocation, ObjectFolder, ObjectVersion, is_url
+from storage_formats.format.object_store import (
+    IndexLocation,
+    ObjectFolder,
+    ObjectVersion,
+    is_url,
+)
 
 CLAIM = Layout(Path()).claim.as_posix()
-"""Key of the object that keeps other writers away from an index on an object store (SPEC.md section 12.4)."""
+"""Key of the object that keeps other writers away from an index on an object store
+(SPEC.md section 12.4).
+"""
 ROOT = "index.json"
 REPLACED = b"{}"
 """The contents of `index.json` while a copy replaces the index."""
@@ -26,14 +35,20 @@ _KEPT_SECONDS = 7 * 86400.0
 
 
 def cache_directory() -> Path:
-    """Return the directory for cached files: `$EDJE_CACHE` if set, else `edje-index` in the user's cache directory."""
+    """Return the directory for cached files: `$EDJE_CACHE` if set, else
+    `edje-index` in the user's cache directory.
+    """
     if configured := os.environ.get("EDJE_CACHE"):
         return Path(configured).absolute()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute() / "edje-index"
+    return (
+        Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute()
+        / "edje-index"
+    )
 
 
 def open_index(location: IndexLocation, snapshot: int | None = None) -> CommittedIndex:
-    """Open the index at `location`, a directory or a URL, to read it. For the arguments, see `Manifest.load`.
+    """Open the index at `location`, a directory or a URL, to read it. For the
+    arguments, see `Manifest.load`.
 
     Raises:
         UsageError, IncompleteIndexError, CorruptIndexError: as for `Manifest.load`.
@@ -45,12 +60,15 @@ def open_index(location: IndexLocation, snapshot: int | None = None) -> Committe
     if version is None or manifest is None:
         raise absent(folder)
     if snapshot is not None and snapshot != manifest.snapshot.number:
-        key = Layout(Path()).snapshot(as_count(snapshot, "snapshot", least=0)).as_posix()
+        key = (
+            Layout(Path()).snapshot(as_count(snapshot, "snapshot", least=0)).as_posix()
+        )
         try:
             version = folder.read(key, MAX_MANIFEST_BYTES)
         except FileNotFoundError:
             raise UsageError(
-                f"{folder.url} has no snapshot {snapshot}; its current snapshot is {manifest.snapshot.number}",
+                f"{folder.url} has no snapshot {snapshot}; its current snapshot is"
+                f" {manifest.snapshot.number}",
                 parameter="snapshot",
             ) from None
         manifest = Manifest.parse(version.data, folder.url_of(key))
@@ -58,7 +76,8 @@ def open_index(location: IndexLocation, snapshot: int | None = None) -> Committe
 
 
 def read_root(folder: ObjectFolder) -> tuple[ObjectVersion | None, Manifest | None]:
-    """Read `index.json` of a remote index. Return (None, None) if `folder` contains no `index.json`.
+    """Read `index.json` of a remote index. Return (None, None) if `folder` contains no
+    `index.json`.
 
     The manifest is also None while a copy replaces the index.
     """
@@ -68,21 +87,32 @@ def read_root(folder: ObjectFolder) -> tuple[ObjectVersion | None, Manifest | No
         return None, None
     except OSError as error:
         raise CorruptIndexError(
-            f"cannot read {folder.url_of(ROOT)}: {error.strerror}; give the URL of an EDJE index"
+            f"cannot read {folder.url_of(ROOT)}: {error.strerror}; give the URL of an"
+            " EDJE index"
         ) from error
-    return version, None if version.data == REPLACED else Manifest.parse(version.data, folder.url_of(ROOT))
+    return version, (
+        None
+        if version.data == REPLACED
+        else Manifest.parse(version.data, folder.url_of(ROOT))
+    )
 
 
 def absent(folder: ObjectFolder) -> Exception:
     """Return the exception for a URL without an index."""
     if folder.info(CLAIM) is not None:
-        return IncompleteIndexError(f"the copy of an index to {folder.url} has not finished; run the copy again")
+        return IncompleteIndexError(
+            f"the copy of an index to {folder.url} has not finished; run the copy again"
+        )
     return UsageError(f"there is no index at {folder.url}")
 
 
 def _cached_snapshot(url: str, manifest: bytes) -> Path:
-    """Return the cache directory of one snapshot. Delete cached snapshots that were not used for a week."""
-    of_index = cache_directory() / "indexes" / hashlib.sha256(url.encode()).hexdigest()[:32]
+    """Return the cache directory of one snapshot. Delete cached snapshots that were
+    not used for a week.
+    """
+    of_index = (
+        cache_directory() / "indexes" / hashlib.sha256(url.encode()).hexdigest()[:32]
+    )
     root = of_index / hashlib.sha256(manifest).hexdigest()[:32]
     if not (root / ROOT).exists():
         root.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -1,4 +1,6 @@
-"""Row maps: files with the old and new row ids of the rows that a compaction kept (SPEC.md section 12.1)."""
+"""Row maps: files with the old and new row ids of the rows that a compaction kept
+(SPEC.md section 12.1).
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,10 @@ from storage_formats.row_ids import RowIds, check_row_ids
 Ints = NDArray[np.int64]
 
 ROW_MAP_SCHEMA = pa.schema(
-    [pa.field("old_row_id", pa.int64(), nullable=False), pa.field("new_row_id", pa.int64(), nullable=False)]
+    [
+        pa.field("old_row_id", pa.int64(), nullable=False),
+        pa.field("new_row_id", pa.int64(), nullable=False),
+    ]
 )
 _GROUP_LINES = 65_536
 
@@ -34,12 +39,15 @@ def write_row_map(layout: Layout, parts: Iterable[tuple[Ints, Ints]]) -> FileEnt
     """Write a row map and return the file entry.
 
     Args:
-        parts: pairs (old row ids, new row ids), int64 [k] each. The row ids ascend within a part and from part to part.
+        parts: pairs (old row ids, new row ids), int64 [k] each. The row ids ascend
+            within a part and from part to part.
     """
     sink = pa.BufferOutputStream()
     with pq.ParquetWriter(sink, ROW_MAP_SCHEMA, compression="zstd") as writer:
         for old, new in parts:
-            writer.write_table(pa.table([old, new], schema=ROW_MAP_SCHEMA), row_group_size=_GROUP_LINES)
+            writer.write_table(
+                pa.table([old, new], schema=ROW_MAP_SCHEMA), row_group_size=_GROUP_LINES
+            )
     data = sink.getvalue().to_pybytes()
     path = layout.row_map(crc32c(data))
     write_bytes_atomic(path, data)
@@ -47,7 +55,9 @@ def write_row_map(layout: Layout, parts: Iterable[tuple[Ints, Ints]]) -> FileEnt
 
 
 def translate_row_ids(index: CommittedIndex, row_ids: RowIds) -> Ints:
-    """Return the current row id of each of `row_ids`, int64 [k]. See `storage_formats.TokenStore.translate`."""
+    """Return the current row id of each of `row_ids`, int64 [k]. See
+    `storage_formats.TokenStore.translate`.
+    """
     ids = check_row_ids(row_ids, index.manifest.spec.rows)
     for row_map in index.manifest.row_maps:
         ids = _translate(index, row_map, ids)
@@ -55,9 +65,12 @@ def translate_row_ids(index: CommittedIndex, row_ids: RowIds) -> Ints:
 
 
 def check_row_map(index: CommittedIndex, row_map: RowMap) -> None:
-    """Raise CorruptIndexError if a row map is missing or damaged. Reads the whole file."""
+    """Raise CorruptIndexError if a row map is missing or damaged. Reads the whole
+    file.
+    """
     with _opened(index, row_map) as data:
-        ParquetRowGroups(io.BytesIO(data), len(data), "old_row_id")  # checks the number of lines that the file claims
+        # checks the number of lines that the file claims
+        ParquetRowGroups(io.BytesIO(data), len(data), "old_row_id")
         with open_parquet(pa.py_buffer(data)) as file:
             for batch in iter_batches(file, _GROUP_LINES, ROW_MAP_SCHEMA.names):
                 _columns(index, row_map, pa.Table.from_batches([batch]))
@@ -69,7 +82,9 @@ def _translate(index: CommittedIndex, row_map: RowMap, ids: Ints) -> Ints:
     result = ids.copy() if row_map.is_partial else np.where(renumbered, -1, ids)
     with _opened(index, row_map) as data:
         file = io.BytesIO(data)
-        for group in ParquetRowGroups(file, len(data), "old_row_id").read(file, ids[renumbered].tolist()):
+        for group in ParquetRowGroups(file, len(data), "old_row_id").read(
+            file, ids[renumbered].tolist()
+        ):
             old, new = _columns(index, row_map, group)
             if len(old):
                 lines = np.minimum(np.searchsorted(old, ids), len(old) - 1)
@@ -80,7 +95,9 @@ def _translate(index: CommittedIndex, row_map: RowMap, ids: Ints) -> Ints:
 
 @contextlib.contextmanager
 def _opened(index: CommittedIndex, row_map: RowMap) -> Iterator[bytes]:
-    """Yield the contents of a row map. Errors inside the `with` block become a CorruptIndexError."""
+    """Yield the contents of a row map. Errors inside the `with` block become a
+    CorruptIndexError.
+    """
     path = index.root / row_map.file.path
     try:
         index.fetch([row_map.file])
@@ -88,14 +105,22 @@ def _opened(index: CommittedIndex, row_map: RowMap) -> Iterator[bytes]:
         check_content(path, row_map.file, data)
         yield data
     except (OSError, KeyError, ValueError, pa.ArrowException) as error:
-        raise CorruptIndexError(f"cannot read the row map {path}: {error}; restore the file from a backup") from error
+        raise CorruptIndexError(
+            f"cannot read the row map {path}: {error}; restore the file from a backup"
+        ) from error
 
 
-def _columns(index: CommittedIndex, row_map: RowMap, lines: pa.Table) -> tuple[Ints, Ints]:
+def _columns(
+    index: CommittedIndex, row_map: RowMap, lines: pa.Table
+) -> tuple[Ints, Ints]:
     """Return the old and the new row ids of `lines`, int64 [k] each."""
     columns = lines.select(ROW_MAP_SCHEMA.names).cast(ROW_MAP_SCHEMA).columns
     old, new = (column.to_numpy() for column in columns)
     ascending = (np.diff(old) > 0).all() and (np.diff(new) > 0).all()
-    if len(old) and not (ascending and old[-1] < row_map.first_row <= new[0] and new[-1] < index.manifest.spec.rows):
+    if len(old) and not (
+        ascending
+        and old[-1] < row_map.first_row <= new[0]
+        and new[-1] < index.manifest.spec.rows
+    ):
         raise ValueError("the row ids do not ascend, or are out of range")
     return old, new

@@ -1,4 +1,6 @@
-"""The rows table, with one line per input. One Parquet file stores the rows of one shard (SPEC.md section 9)."""
+"""The rows table, with one line per input. One Parquet file stores the rows of one
+shard (SPEC.md section 9).
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,8 @@ ROW_SCHEMA = pa.schema(
     ]
 )
 TIMING_COLUMNS = ("read_seconds", "decode_seconds", "encode_seconds")
-_FILES_AT_ONCE = 16  # that are downloaded
+# that are downloaded
+_FILES_AT_ONCE = 16
 
 
 @dataclass
@@ -73,40 +76,69 @@ class RowEntry:
 
     def fail(self, reason: str, detail: str) -> None:
         """Mark the row as failed, with a reason code and a readable detail."""
-        self.status, self.reason, self.detail = FAILED, reason, detail
+        self.status = FAILED
+        self.reason = reason
+        self.detail = detail
 
 
 def rows_table(entries: Sequence[RowEntry]) -> pa.Table:
-    """Return `entries` as a table with the columns of `ROW_SCHEMA`, in the given order."""
-    columns = [pa.array([getattr(entry, field.name) for entry in entries], field.type) for field in ROW_SCHEMA]
+    """Return `entries` as a table with the columns of `ROW_SCHEMA`, in the given
+    order.
+    """
+    columns = [
+        pa.array([getattr(entry, field.name) for entry in entries], field.type)
+        for field in ROW_SCHEMA
+    ]
     return pa.Table.from_arrays(columns, schema=ROW_SCHEMA)
 
 
 def type_name(arrow_type: pa.DataType) -> str:
-    """Return the name of a column type for messages. Types of source columns have the names in SPEC.md."""
-    return next((name for name, each in ARROW_TYPES.items() if each == arrow_type), str(arrow_type))
+    """Return the name of a column type for messages. Types of source columns have
+    the names in SPEC.md.
+    """
+    return next(
+        (name for name, each in ARROW_TYPES.items() if each == arrow_type),
+        str(arrow_type),
+    )
 
 
 def row_schema(source_columns: Iterable[SourceColumn]) -> pa.Schema:
-    """Return the schema of a rows table: the columns of `ROW_SCHEMA`, then `source_columns`."""
-    return pa.schema([*ROW_SCHEMA, *(pa.field(column.name, ARROW_TYPES[column.type]) for column in source_columns)])
+    """Return the schema of a rows table: the columns of `ROW_SCHEMA`, then
+    `source_columns`.
+    """
+    return pa.schema(
+        [
+            *ROW_SCHEMA,
+            *(
+                pa.field(column.name, ARROW_TYPES[column.type])
+                for column in source_columns
+            ),
+        ]
+    )
 
 
 def with_source_values(
-    table: pa.Table, source_columns: Iterable[SourceColumn], rows: Sequence[Mapping[str, Value] | None]
+    table: pa.Table,
+    source_columns: Iterable[SourceColumn],
+    rows: Sequence[Mapping[str, Value] | None],
 ) -> pa.Table:
     """Add source columns to a rows table.
 
     Args:
-        rows: for each of the k rows, a mapping from column name to value. None for a row without values.
+        rows: for each of the k rows, a mapping from column name to value. None for a
+            row without values.
 
     Raises:
         ValueError, TypeError: a value does not match the type of its column.
     """
     for column in source_columns:
         values = [(row or {}).get(column.name) for row in rows]
-        typed = [None if value is None else as_type(value, column.type) for value in values]
-        table = table.append_column(column.name, pa.array(typed, ARROW_TYPES[column.type]))
+        typed = [
+            None if value is None else as_type(value, column.type) for value in values
+        ]
+        table = table.append_column(
+            column.name, pa.array(typed, ARROW_TYPES[column.type])
+        )
     return table
 
 
@@ -126,11 +158,13 @@ def read_shard_rows(
     """Read the rows of one shard, in row order.
 
     Args:
-        columns: names of the columns to read. None reads all standard columns and all `source_columns`.
-        committed: file entry in the shard table, which the file must match. None skips this check, for example during a
-            build.
-        source_columns: source columns of the index. A column that is missing from the file is null in the result. A
-            column with a narrower type in the file is converted.
+        columns: names of the columns to read. None reads all standard columns and all
+            `source_columns`.
+        committed: file entry in the shard table, which the file must match. None skips
+            this check, for example during a build.
+        source_columns: source columns of the index. A column that is missing from the
+            file is null in the result. A column with a narrower type in the file is
+            converted.
     """
     path = layout.rows_file(shard)
     schema = row_schema(source_columns)
@@ -142,20 +176,31 @@ def read_shard_rows(
         if committed is not None:
             check_content(path, committed, data)
         source_names = set(schema.names) - set(ROW_SCHEMA.names)
-        return cast_columns(read_table(data, schema.names, optional=source_names), schema, source_names)
-    except (OSError, ValueError, TypeError, pa.ArrowException) as error:  # damaged names and text raise ValueError
+        return cast_columns(
+            read_table(data, schema.names, optional=source_names), schema, source_names
+        )
+    except (OSError, ValueError, TypeError, pa.ArrowException) as error:
+        # damaged names and text raise ValueError
         raise CorruptIndexError(
-            f"cannot read the rows of shard {shard} in {path}: {error}; run 'edje-index verify'"
+            f"cannot read the rows of shard {shard} in {path}: {error}; run 'edje-index"
+            " verify'"
         ) from error
 
 
 def check_names(columns: Iterable[str], names: Sequence[str]) -> None:
-    """Raise UsageError if one of `columns` is not in `names`, the column names of a rows table."""
+    """Raise UsageError if one of `columns` is not in `names`, the column names of a
+    rows table.
+    """
     if unknown := sorted(set(columns) - set(names)):
-        raise UsageError(f"the rows have no column {unknown[0]}; choose from: {', '.join(names)}", parameter="columns")
+        raise UsageError(
+            f"the rows have no column {unknown[0]}; choose from: {', '.join(names)}",
+            parameter="columns",
+        )
 
 
-def iter_rows(index: CommittedIndex, columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
+def iter_rows(
+    index: CommittedIndex, columns: Sequence[str] | None = None
+) -> Iterator[pa.Table]:
     """Yield one table per shard, with all rows that are not deleted, in row order.
 
     Args:
@@ -163,12 +208,16 @@ def iter_rows(index: CommittedIndex, columns: Sequence[str] | None = None) -> It
     """
     tables = iter_stored_rows(index, columns)
     for shard, table in zip(index.manifest.spec.shard_numbers(), tables, strict=True):
-        is_deleted = index.deleted.contain(np.array(index.manifest.spec.shard_rows(shard)))
+        is_deleted = index.deleted.contain(
+            np.array(index.manifest.spec.shard_rows(shard))
+        )
         yield table.filter(pa.array(~is_deleted)) if is_deleted.any() else table
 
 
 def iter_stored_rows(
-    index: CommittedIndex, columns: Sequence[str] | None = None, shards: Iterable[int] | None = None
+    index: CommittedIndex,
+    columns: Sequence[str] | None = None,
+    shards: Iterable[int] | None = None,
 ) -> Iterator[pa.Table]:
     """Yield one table per shard, with all rows, including deleted rows, in row order.
 
@@ -177,32 +226,47 @@ def iter_stored_rows(
         shards: numbers of the shards to read. None reads all shards.
     """
     names = None if columns is None else list(columns)
-    files = list(_rows_files(index, shards or index.manifest.spec.shard_numbers()).items())
+    files = list(
+        _rows_files(index, shards or index.manifest.spec.shard_numbers()).items()
+    )
     for at, (shard, committed) in enumerate(files):
         if at % _FILES_AT_ONCE == 0:
             index.fetch([each for _, each in files[at : at + _FILES_AT_ONCE]])
-        yield read_shard_rows(Layout(index.root), shard, names, committed, index.manifest.columns)
+        yield read_shard_rows(
+            Layout(index.root), shard, names, committed, index.manifest.columns
+        )
 
 
-def read_all_rows(index: CommittedIndex, columns: Sequence[str] | None = None) -> pa.Table:
-    """Return all rows that are not deleted, in row order. For the arguments and errors, see `iter_rows`."""
+def read_all_rows(
+    index: CommittedIndex, columns: Sequence[str] | None = None
+) -> pa.Table:
+    """Return all rows that are not deleted, in row order. For the arguments and
+    errors, see `iter_rows`.
+    """
     return pa.concat_tables(iter_rows(index, columns))
 
 
-def read_rows(root: IndexLocation, row_ids: RowIds | None = None, columns: list[str] | None = None) -> pa.Table:
+def read_rows(
+    root: IndexLocation, row_ids: RowIds | None = None, columns: list[str] | None = None
+) -> pa.Table:
     """Read rows of the rows table as a `pyarrow.Table`.
 
     Args:
         root: directory of the index, or its URL on an object store.
-        row_ids: [k], row ids in any order. Duplicates are allowed. None reads all rows that are not deleted.
-        columns: names of the columns to read, see SPEC.md section 9. None reads all columns.
+        row_ids: [k], row ids in any order. Duplicates are allowed. None reads all rows
+            that are not deleted.
+        columns: names of the columns to read, see SPEC.md section 9. None reads all
+            columns.
 
     Returns:
-        A table with k lines in the order of `row_ids`, or in row order if `row_ids` is None.
+        A table with k lines in the order of `row_ids`, or in row order if `row_ids` is
+        None.
 
     Raises:
-        RowIdError: a row id is out of range, belongs to no input, or was deleted (`DeletedRowError`).
-        UsageError: there is no index at `root`, or a column in `columns` does not exist.
+        RowIdError: a row id is out of range, belongs to no input, or was deleted
+            (`DeletedRowError`).
+        UsageError: there is no index at `root`, or a column in `columns` does not
+            exist.
         IncompleteIndexError: the build of the index has not finished.
         CorruptIndexError: `index.json` or a file with requested rows is damaged.
 
@@ -214,7 +278,11 @@ def read_rows(root: IndexLocation, row_ids: RowIds | None = None, columns: list[
     return read_index_rows(open_index(root), row_ids, columns)
 
 
-def read_index_rows(index: CommittedIndex, row_ids: RowIds | None = None, columns: list[str] | None = None) -> pa.Table:
+def read_index_rows(
+    index: CommittedIndex,
+    row_ids: RowIds | None = None,
+    columns: list[str] | None = None,
+) -> pa.Table:
     """Read rows like `read_rows`, but from an open index."""
     if row_ids is None:
         return read_all_rows(index, columns)
@@ -228,13 +296,22 @@ def read_index_rows(index: CommittedIndex, row_ids: RowIds | None = None, column
         return schema.empty_table().select(columns or schema.names)
     shards, shard_indices = np.unique(ids // spec.shard_size, return_inverse=True)
     files = _rows_files(index, shards.tolist())
-    layout, source_columns = Layout(index.root), index.manifest.columns
+    layout = Layout(index.root)
+    source_columns = index.manifest.columns
     index.fetch(files.values())
-    tables = [read_shard_rows(layout, shard, columns, entry, source_columns) for shard, entry in files.items()]
+    tables = [
+        read_shard_rows(layout, shard, columns, entry, source_columns)
+        for shard, entry in files.items()
+    ]
     starts = np.concatenate([[0], np.cumsum([len(table) for table in tables])])
     line_indices = starts[shard_indices] + ids % spec.shard_size
-    # pa.array would import pandas, if that is installed, which takes longer than reading the rows.
-    taken = pa.Array.from_buffers(pa.int64(), len(line_indices), [None, pa.py_buffer(line_indices.astype(np.int64))])
+    # pa.array would import pandas, if that is installed, which takes longer than
+    # reading the rows.
+    taken = pa.Array.from_buffers(
+        pa.int64(),
+        len(line_indices),
+        [None, pa.py_buffer(line_indices.astype(np.int64))],
+    )
     return pa.concat_tables(tables).take(taken)
 
 
@@ -245,5 +322,8 @@ def _rows_files(index: CommittedIndex, shards: Iterable[int]) -> dict[int, FileE
 def failures_by_reason(table: pa.Table) -> dict[str, int]:
     """Return the number of failed rows in `table` for each reason, sorted by reason."""
     reasons = table.filter(pc.equal(table["status"], FAILED))["reason"]
-    counts = {str(item["values"]): int(item["counts"]) for item in pc.value_counts(reasons).to_pylist()}
+    counts = {
+        str(item["values"]): int(item["counts"])
+        for item in pc.value_counts(reasons).to_pylist()
+    }
     return dict(sorted(counts.items()))

@@ -1,4 +1,6 @@
-"""A selection of rows of an index. The memory of a selection depends only on the number of shards."""
+"""A selection of rows of an index. The memory of a selection depends only on the
+number of shards.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,13 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Selection:
-    """All rows of some shards except `left_out`, in row order. The rank of a row is its position in the selection.
+    """All rows of some shards except `left_out`, in row order. The rank of a row is its
+    position in the selection.
 
     Attributes:
         shards: int64 [n], numbers of the shards, ascending.
-        ranks: int64 [n + 1], number of selected rows before each shard, followed by the number of all selected rows.
+        ranks: int64 [n + 1], number of selected rows before each shard, followed by the
+            number of all selected rows.
     """
 
     spec: IndexSpec
@@ -31,14 +35,28 @@ class Selection:
 
     @classmethod
     def of(
-        cls, index: CommittedIndex, left_out: Tombstones | None = None, shards: Iterable[int] | None = None
+        cls,
+        index: CommittedIndex,
+        left_out: Tombstones | None = None,
+        shards: Iterable[int] | None = None,
     ) -> Selection:
-        """Select the rows of `shards` except `left_out`. By default, select all rows that are not deleted."""
-        spec, left_out = index.manifest.spec, index.deleted if left_out is None else left_out
-        shards = np.fromiter(spec.shard_numbers() if shards is None else shards, dtype=np.int64)
-        counts = np.fromiter((len(spec.shard_rows(shard)) for shard in shards.tolist()), dtype=np.int64)
-        _, lines, left_out_lines = np.intersect1d(shards, left_out.shards, return_indices=True)
-        counts[lines] -= np.bitwise_count(left_out.bits[left_out_lines]).sum(axis=1, dtype=np.int64)
+        """Select the rows of `shards` except `left_out`. By default, select all
+        rows that are not deleted.
+        """
+        spec = index.manifest.spec
+        left_out = index.deleted if left_out is None else left_out
+        shards = np.fromiter(
+            spec.shard_numbers() if shards is None else shards, dtype=np.int64
+        )
+        counts = np.fromiter(
+            (len(spec.shard_rows(shard)) for shard in shards.tolist()), dtype=np.int64
+        )
+        _, lines, left_out_lines = np.intersect1d(
+            shards, left_out.shards, return_indices=True
+        )
+        counts[lines] -= np.bitwise_count(left_out.bits[left_out_lines]).sum(
+            axis=1, dtype=np.int64
+        )
         return cls(spec, left_out, shards, np.concatenate([[0], np.cumsum(counts)]))
 
     def __len__(self) -> int:
@@ -46,19 +64,31 @@ class Selection:
         return int(self.ranks[-1])
 
     def row_ids(self, ranks: range) -> Ints:
-        """Return the row ids of the rows with the given `ranks`, int64 [len(ranks)], ascending."""
-        first, last = np.searchsorted(self.ranks, [ranks.start, ranks.stop - 1], side="right") - 1
-        row_ids = np.concatenate([self._of_shard(int(shard)) for shard in self.shards[first : last + 1]])
+        """Return the row ids of the rows with the given `ranks`, int64
+        [len(ranks)], ascending.
+        """
+        first, last = (
+            np.searchsorted(self.ranks, [ranks.start, ranks.stop - 1], side="right") - 1
+        )
+        row_ids = np.concatenate(
+            [self._of_shard(int(shard)) for shard in self.shards[first : last + 1]]
+        )
         start = ranks.start - int(self.ranks[first])
         return row_ids[start : start + len(ranks)]
 
     def by_shard(self) -> Iterator[tuple[Ints, Ints]]:
-        """Yield (row ids, ranks) for each shard: int64 [k] each, for the k selected rows of the shard."""
-        for shard, first, stop in zip(self.shards.tolist(), self.ranks[:-1], self.ranks[1:], strict=True):
+        """Yield (row ids, ranks) for each shard: int64 [k] each, for the k selected
+        rows of the shard.
+        """
+        for shard, first, stop in zip(
+            self.shards.tolist(), self.ranks[:-1], self.ranks[1:], strict=True
+        ):
             yield self._of_shard(shard), np.arange(first, stop)
 
     def ranks_of(self, row_ids: Ints | list[int]) -> Ints:
-        """Return the rank of each of `row_ids`, int64 [k]. The rank is -1 if the row is not selected."""
+        """Return the rank of each of `row_ids`, int64 [k]. The rank is -1 if the
+        row is not selected.
+        """
         requested = np.asarray(row_ids, dtype=np.int64)
         ranks = np.full(len(requested), -1, dtype=np.int64)
         shard_of_row = requested // self.spec.shard_size
@@ -68,7 +98,9 @@ class Selection:
             positions = np.searchsorted(selected, requested[of_shard])
             listed = positions < len(selected)
             listed[listed] = selected[positions[listed]] == requested[of_shard][listed]
-            ranks[of_shard[listed]] = self.ranks[np.searchsorted(self.shards, shard)] + positions[listed]
+            ranks[of_shard[listed]] = (
+                self.ranks[np.searchsorted(self.shards, shard)] + positions[listed]
+            )
         return ranks
 
     def _of_shard(self, shard: int) -> Ints:

@@ -1,4 +1,6 @@
-"""Shard tables. Each table lists the data files of one segment of an index (SPEC.md section 5)."""
+"""Shard tables. Each table lists the data files of one segment of an index (SPEC.md
+section 5).
+"""
 
 from __future__ import annotations
 
@@ -18,12 +20,15 @@ from storage_formats.format.layout import Layout
 from storage_formats.format.parquet import read_table
 
 EXCHANGED = (
-    "the file was damaged or replaced, or the whole index was replaced while the index was open. Open the index again; "
-    "if the error remains, run 'edje-index verify'"
+    "the file was damaged or replaced, or the whole index was replaced while the index"
+    " was open. Open the index again; if the error remains, run 'edje-index verify'"
 )
-"""Part of an error message: why a file may differ from the committed file, and what to do."""
+"""Part of an error message: why a file may differ from the committed file, and what
+to do.
+"""
 
-_TABLE_GROUP_LINES = 4096  # reading a group of this size takes about 1 ms
+# reading a group of this size takes about 1 ms
+_TABLE_GROUP_LINES = 4096
 
 SHARD_TABLE_SCHEMA = pa.schema(
     [
@@ -49,7 +54,9 @@ class FileEntry:
 
     @classmethod
     def of(cls, layout: Layout, path: Path) -> FileEntry:
-        """Return the file entry of the file at `path`. Reads the whole file to compute the checksum."""
+        """Return the file entry of the file at `path`. Reads the whole file to
+        compute the checksum.
+        """
         length, crc = crc32c_file(path)
         return cls(layout.relative(path), length, crc)
 
@@ -70,38 +77,53 @@ class FileEntry:
         return cls(path, int(value["bytes"]), int(value["crc32c"], 16))
 
 
-def check_content(path: Path, entry: FileEntry, content: bytes, *, row_ids: tuple[int, ...] = ()) -> None:
+def check_content(
+    path: Path, entry: FileEntry, content: bytes, *, row_ids: tuple[int, ...] = ()
+) -> None:
     """Compare `content`, read from the file at `path`, with the file entry `entry`.
 
     Raises:
-        CorruptIndexError: the length or CRC-32C of `content` differs from `entry`. The error has the attribute
-            `row_ids` with the value of the argument.
+        CorruptIndexError: the length or CRC-32C of `content` differs from `entry`. The
+            error has the attribute `row_ids` with the value of the argument.
     """
     if (len(content), crc32c(content)) != (entry.bytes, entry.crc32c):
-        raise CorruptIndexError(f"{path} is not the file that was committed: {EXCHANGED}", row_ids=row_ids)
+        raise CorruptIndexError(
+            f"{path} is not the file that was committed: {EXCHANGED}", row_ids=row_ids
+        )
 
 
 def read_shard_table(root: str | Path, table: FileEntry) -> list[tuple[int, FileEntry]]:
-    """Read the shard table with the file entry `table`. Return a pair (shard number, file entry) for each line."""
+    """Read the shard table with the file entry `table`. Return a pair (shard
+    number, file entry) for each line.
+    """
     path = Path(root) / table.path
     try:
         data = read_index_file(root, path, max_bytes=table.bytes)
     except OSError as error:
-        raise cannot_read(f"the shard table {path}", error, "restore the file from a backup") from error
+        raise cannot_read(
+            f"the shard table {path}", error, "restore the file from a backup"
+        ) from error
     if len(data) != table.bytes or crc32c(data) != table.crc32c:
         raise CorruptIndexError(
-            f"the shard table {path} does not match its checksum in index.json; restore the file from a backup"
+            f"the shard table {path} does not match its checksum in index.json; restore"
+            " the file from a backup"
         )
     try:
         lines = read_table(data, SHARD_TABLE_SCHEMA.names).cast(SHARD_TABLE_SCHEMA)
     except (OSError, ValueError, pa.ArrowException) as error:
-        raise cannot_read(f"the shard table {path}", error, "restore the file from a backup") from error
+        raise cannot_read(
+            f"the shard table {path}", error, "restore the file from a backup"
+        ) from error
     shards, *columns = (column.to_pylist() for column in lines.columns)
     return list(zip(shards, map(FileEntry, *columns), strict=True))
 
 
-def write_shard_table(layout: Layout, files: Iterable[tuple[int, FileEntry]]) -> FileEntry:
-    """Write a sorted shard table from pairs (shard number, file entry). Return the file entry of the table."""
+def write_shard_table(
+    layout: Layout, files: Iterable[tuple[int, FileEntry]]
+) -> FileEntry:
+    """Write a sorted shard table from pairs (shard number, file entry). Return the
+    file entry of the table.
+    """
     ordered = sorted(files, key=lambda item: (item[0], item[1].path))
     table = pa.table(
         {

@@ -1,6 +1,7 @@
 """The names and types of source columns (SPEC.md section 9).
 
-A source column is an additional column of the rows table. Its values come with the images, for example captions.
+A source column is an additional column of the rows table. Its values come with the
+images, for example captions.
 """
 
 from __future__ import annotations
@@ -15,7 +16,12 @@ from typing import Any, TypeAlias
 Value: TypeAlias = bool | int | float | str | datetime.datetime | list[str]
 """A value of a source column. A `datetime` has a time zone."""
 
-BOOL, INT64, FLOAT64, STRING, TIMESTAMP, STRINGS = "bool", "int64", "float64", "string", "timestamp", "list<string>"
+BOOL = "bool"
+INT64 = "int64"
+FLOAT64 = "float64"
+STRING = "string"
+TIMESTAMP = "timestamp"
+STRINGS = "list<string>"
 
 MAX_COLUMNS = 256
 MAX_NAME_BYTES = 128
@@ -40,7 +46,9 @@ _UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")
 
 
 class PlainText(str):
-    """A text from a format without types, for example CSV. The text determines the kind: "1.5" is a "float"."""
+    """A text from a format without types, for example CSV. The text determines the
+    kind: "1.5" is a "float".
+    """
 
 
 @dataclass(frozen=True)
@@ -48,7 +56,8 @@ class SourceColumn:
     """A source column of an index.
 
     Attributes:
-        kinds: kinds of the values in the column, sorted; see `kind_of`. The kinds determine the type of the column.
+        kinds: kinds of the values in the column, sorted; see `kind_of`. The kinds
+            determine the type of the column.
         values: number of rows with a value, including deleted rows.
     """
 
@@ -58,14 +67,21 @@ class SourceColumn:
 
     @property
     def type(self) -> str:
-        """The type of the column, a name above. Conversion to this type loses no information."""
+        """The type of the column, a name above. Conversion to this type loses no
+        information.
+        """
         kinds = set(self.kinds)
         exact = (name for accepted, name in _TYPES_OF_KINDS if kinds <= accepted)
         return STRINGS if "texts" in kinds else next(exact, STRING)
 
     def to_json(self) -> dict[str, Any]:
         """Return the entry of the column in `index.json`, as a JSON object."""
-        return {"name": self.name, "type": self.type, "kinds": list(self.kinds), "values": self.values}
+        return {
+            "name": self.name,
+            "type": self.type,
+            "kinds": list(self.kinds),
+            "values": self.values,
+        }
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> SourceColumn:
@@ -74,8 +90,16 @@ class SourceColumn:
         Raises:
             KeyError, TypeError, ValueError: a member is missing or not valid.
         """
-        column = cls(str(value["name"]), tuple(str(kind) for kind in value["kinds"]), int(value["values"]))
-        is_known = bool(column.kinds) and set(column.kinds) <= set(_KINDS) and column.type == value["type"]
+        column = cls(
+            str(value["name"]),
+            tuple(str(kind) for kind in value["kinds"]),
+            int(value["values"]),
+        )
+        is_known = (
+            bool(column.kinds)
+            and set(column.kinds) <= set(_KINDS)
+            and column.type == value["type"]
+        )
         if not is_known or not is_allowed(column.name) or column.values < 0:
             raise ValueError(f"{dict(value)} does not describe a source column")
         return column
@@ -88,32 +112,45 @@ def columns_from_json(values: Iterable[Mapping[str, Any]]) -> tuple[SourceColumn
         KeyError, TypeError, ValueError: the objects do not describe source columns.
     """
     columns = tuple(map(SourceColumn.from_json, values))
-    if len(columns) > MAX_COLUMNS or len({column.name for column in columns}) < len(columns):
-        raise ValueError(f"got {len(columns)} source columns; at most {MAX_COLUMNS} with distinct names are allowed")
+    if len(columns) > MAX_COLUMNS or len({column.name for column in columns}) < len(
+        columns
+    ):
+        raise ValueError(
+            f"got {len(columns)} source columns; at most {MAX_COLUMNS} with distinct"
+            " names are allowed"
+        )
     return columns
 
 
 def merge_columns(*tables: Iterable[SourceColumn]) -> tuple[SourceColumn, ...]:
-    """Merge columns of the same name. A merged column has all kinds, and the sum of all `values`."""
+    """Merge columns of the same name. A merged column has all kinds, and the sum of
+    all `values`.
+    """
     merged: dict[str, SourceColumn] = {}
     for column in (column for table in tables for column in table):
         other = merged.get(column.name, SourceColumn(column.name, (), 0))
         kinds = tuple(sorted({*other.kinds, *column.kinds}))
-        merged[column.name] = SourceColumn(column.name, kinds, other.values + column.values)
+        merged[column.name] = SourceColumn(
+            column.name, kinds, other.values + column.values
+        )
     return tuple(merged.values())
 
 
 def is_allowed(name: str) -> bool:
-    """Return True if a source column may have this name: not blank, printable, and at most `MAX_NAME_BYTES` long."""
+    """Return True if a source column may have this name: not blank, printable, and
+    at most `MAX_NAME_BYTES` long.
+    """
     if not name.strip() or _UNPRINTABLE.search(name):
         return False
     return len(name.encode()) <= MAX_NAME_BYTES
 
 
 def stored_name(name: str, standard_names: Iterable[str]) -> str:
-    """Return the name under which the index stores a source column. Different names give different results.
+    """Return the name under which the index stores a source column. Different names
+    give different results.
 
-    The function adds the prefix "source_" to a name that the rows table uses or reserves.
+    The function adds the prefix "source_" to a name that the rows table uses or
+    reserves.
     """
     unprefixed = name
     while unprefixed.startswith(_RENAMED_PREFIX):
@@ -123,7 +160,8 @@ def stored_name(name: str, standard_names: Iterable[str]) -> str:
 
 
 def kind_of(value: Value) -> str:
-    """Return the kind of a value: "bool", "int", "big-int", "float", "text", "timestamp" or "texts".
+    """Return the kind of a value: "bool", "int", "big-int", "float", "text",
+    "timestamp" or "texts".
 
     A "big-int" is an integer that float64 cannot represent exactly.
     """
@@ -145,7 +183,9 @@ def kind_of(value: Value) -> str:
 
 
 def text_of(value: Value) -> str:
-    """Return a value as text: a string unchanged, a timestamp in ISO 8601 format, any other value as JSON."""
+    """Return a value as text: a string unchanged, a timestamp in ISO 8601 format,
+    any other value as JSON.
+    """
     if isinstance(value, str):
         return value
     if isinstance(value, datetime.datetime):
@@ -154,7 +194,8 @@ def text_of(value: Value) -> str:
 
 
 def as_type(value: Value, column_type: str) -> Value:
-    """Convert a value to the column type `column_type`. The value may be text, for example "1.5" for a float.
+    """Convert a value to the column type `column_type`. The value may be text, for
+    example "1.5" for a float.
 
     Raises:
         ValueError, TypeError: the value cannot be converted.
@@ -166,7 +207,11 @@ def as_type(value: Value, column_type: str) -> Value:
     if isinstance(value, list):
         raise TypeError(f"a column of type {column_type} cannot store a list")
     if column_type == TIMESTAMP:
-        return value if isinstance(value, datetime.datetime) else datetime.datetime.fromisoformat(str(value))
+        return (
+            value
+            if isinstance(value, datetime.datetime)
+            else datetime.datetime.fromisoformat(str(value))
+        )
     if column_type == BOOL:
         return value.lower() == "true" if isinstance(value, str) else bool(value)
     assert not isinstance(value, datetime.datetime)

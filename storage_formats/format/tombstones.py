@@ -27,8 +27,8 @@ class Tombstones:
 
     Attributes:
         shards: int64 [n], numbers of the shards with deleted rows, ascending.
-        bits: uint8 [n, ceil(shard_size / 8)], one bitmap per shard in `shards`. Bit i % 8 of byte i // 8 is 1 if the
-            row at position i of the shard is deleted.
+        bits: uint8 [n, ceil(shard_size / 8)], one bitmap per shard in `shards`. Bit i %
+            8 of byte i // 8 is 1 if the row at position i of the shard is deleted.
     """
 
     shard_size: int
@@ -38,7 +38,11 @@ class Tombstones:
     @classmethod
     def none(cls, shard_size: int) -> Tombstones:
         """Return the tombstones of an index without deleted rows."""
-        return cls(shard_size, np.empty(0, np.int64), np.empty((0, _bitmap_bytes(shard_size)), np.uint8))
+        return cls(
+            shard_size,
+            np.empty(0, np.int64),
+            np.empty((0, _bitmap_bytes(shard_size)), np.uint8),
+        )
 
     def __len__(self) -> int:
         """Return the number of deleted rows."""
@@ -46,11 +50,15 @@ class Tombstones:
 
     def contain(self, row_ids: Ints | list[int]) -> Bools:
         """Return which of `row_ids` [k] are deleted, bool [k]."""
-        shards, positions = np.divmod(np.asarray(row_ids, dtype=np.int64), self.shard_size)
+        shards, positions = np.divmod(
+            np.asarray(row_ids, dtype=np.int64), self.shard_size
+        )
         if not len(self.shards):
             return np.zeros(len(shards), dtype=np.bool_)
         lines = np.minimum(np.searchsorted(self.shards, shards), len(self.shards) - 1)
-        is_set = (self.bits[lines, positions // 8] >> (positions % 8).astype(np.uint8)) & 1
+        is_set = (
+            self.bits[lines, positions // 8] >> (positions % 8).astype(np.uint8)
+        ) & 1
         return np.asarray((self.shards[lines] == shards) & (is_set == 1))
 
     def refuse(self, row_ids: Ints) -> None:
@@ -62,7 +70,9 @@ class Tombstones:
         """Return the row ids of the deleted rows, int64 [n], ascending."""
         positions = np.unpackbits(self.bits, axis=1, bitorder="little")
         lines, offsets = np.nonzero(positions)
-        return np.asarray(self.shards[lines] * self.shard_size + offsets, dtype=np.int64)
+        return np.asarray(
+            self.shards[lines] * self.shard_size + offsets, dtype=np.int64
+        )
 
     def with_rows(self, row_ids: Ints | list[int]) -> Tombstones:
         """Return new tombstones that contain the rows of this object and `row_ids`."""
@@ -70,12 +80,19 @@ class Tombstones:
         shards = np.union1d(self.shards, added // self.shard_size)
         bits = np.zeros((len(shards), self.bits.shape[1]), dtype=np.uint8)
         bits[np.searchsorted(shards, self.shards)] = self.bits
-        lines, positions = np.searchsorted(shards, added // self.shard_size), added % self.shard_size
-        np.bitwise_or.at(bits, (lines, positions // 8), np.left_shift(1, positions % 8).astype(np.uint8))
+        lines = np.searchsorted(shards, added // self.shard_size)
+        positions = added % self.shard_size
+        np.bitwise_or.at(
+            bits,
+            (lines, positions // 8),
+            np.left_shift(1, positions % 8).astype(np.uint8),
+        )
         return Tombstones(self.shard_size, shards, bits)
 
     def to_bytes(self) -> bytes:
-        """Return the contents of the tombstones file: all shard numbers, then all bitmaps."""
+        """Return the contents of the tombstones file: all shard numbers, then all
+        bitmaps.
+        """
         return self.shards.astype("<i8").tobytes() + self.bits.tobytes()
 
     @classmethod
@@ -88,12 +105,22 @@ class Tombstones:
         width = _bitmap_bytes(spec.shard_size)
         count, rest = divmod(len(data), 8 + width)
         if rest:
-            raise ValueError(f"the file of deleted rows has {len(data)} bytes, which is not a multiple of {8 + width}")
-        shards = np.frombuffer(data, dtype="<i8", count=count).astype(np.int64)
-        bits = np.frombuffer(data, dtype=np.uint8, offset=8 * count).reshape(count, width)
-        if count and (shards[0] < 0 or shards[-1] >= spec.shards or not (np.diff(shards) > 0).all()):
             raise ValueError(
-                f"the shard numbers in the file of deleted rows are not ascending, or not in 0..{spec.shards - 1}"
+                f"the file of deleted rows has {len(data)} bytes, which is not a"
+                f" multiple of {8 + width}"
+            )
+        shards = np.frombuffer(data, dtype="<i8", count=count).astype(np.int64)
+        bits = np.frombuffer(data, dtype=np.uint8, offset=8 * count).reshape(
+            count, width
+        )
+        if count and (
+            shards[0] < 0
+            or shards[-1] >= spec.shards
+            or not (np.diff(shards) > 0).all()
+        ):
+            raise ValueError(
+                "the shard numbers in the file of deleted rows are not ascending, or"
+                f" not in 0..{spec.shards - 1}"
             )
         tombstones = cls(spec.shard_size, shards, bits)
         if not rows_in_use(tombstones.row_ids(), spec).all():
@@ -102,29 +129,41 @@ class Tombstones:
 
 
 def rows_in_use(row_ids: Ints, spec: IndexSpec) -> Bools:
-    """Return which of `row_ids` [k] belong to a segment, bool [k]. All ids must be in 0..rows - 1."""
-    starts = np.array([segment.first_row for segment in spec.used_segments], dtype=np.int64)
+    """Return which of `row_ids` [k] belong to a segment, bool [k]. All ids must be
+    in 0..rows - 1.
+    """
+    starts = np.array(
+        [segment.first_row for segment in spec.used_segments], dtype=np.int64
+    )
     stops = np.array([segment.stop for segment in spec.used_segments], dtype=np.int64)
-    stops_before = np.concatenate([[0], stops])  # no row id before the first segment is in use
+    # no row id before the first segment is in use
+    stops_before = np.concatenate([[0], stops])
     used: Bools = row_ids < stops_before[np.searchsorted(starts, row_ids, side="right")]
     return used
 
 
 def check_rows_in_use(row_ids: Ints, spec: IndexSpec) -> None:
-    """Raise RowIdError if one of `row_ids` [k] belongs to no segment. All ids must be in 0..rows - 1."""
+    """Raise RowIdError if one of `row_ids` [k] belongs to no segment. All ids must
+    be in 0..rows - 1.
+    """
     refuse_before_first(row_ids, spec)
     unused = row_ids[~rows_in_use(row_ids, spec)]
     if len(unused):
-        raise RowIdError(f"row id {unused[0]} belongs to no input; leave this row id out")
+        raise RowIdError(
+            f"row id {unused[0]} belongs to no input; leave this row id out"
+        )
 
 
 def refuse_before_first(row_ids: Ints, spec: IndexSpec) -> None:
-    """Raise RowIdError if a row id lies before the first segment: a compaction renumbered it."""
+    """Raise RowIdError if a row id lies before the first segment: a compaction
+    renumbered it.
+    """
     first = spec.used_segments[0].first_row
     if first and len(row_ids) and (lowest := int(row_ids.min())) < first:
         raise RowIdError(
-            f"row id {lowest} is below {first}, the first row id of the index: a compaction renumbered the "
-            "row; translate row ids with TokenStore.translate"
+            f"row id {lowest} is below {first}, the first row id of the index: a"
+            " compaction renumbered the row; translate row ids with"
+            " TokenStore.translate"
         )
 
 
@@ -140,7 +179,8 @@ def read_tombstones(root: Path, spec: IndexSpec, snapshot: Snapshot) -> Tombston
         tombstones = Tombstones.from_bytes(data, spec)
     except (OSError, ValueError) as error:
         raise CorruptIndexError(
-            f"cannot read the file of deleted rows {path}: {error}; restore the file from a backup"
+            f"cannot read the file of deleted rows {path}: {error}; restore the file"
+            " from a backup"
         ) from error
     if len(tombstones) != snapshot.deleted_rows:
         raise CorruptIndexError(
@@ -151,9 +191,14 @@ def read_tombstones(root: Path, spec: IndexSpec, snapshot: Snapshot) -> Tombston
 
 
 def live_rows(index: CommittedIndex) -> Ints:
-    """Return the row ids of all rows that are not deleted, int64 [n], ascending. Some of the rows may be holes."""
+    """Return the row ids of all rows that are not deleted, int64 [n], ascending.
+    Some of the rows may be holes.
+    """
     spec = index.manifest.spec
-    parts = [np.arange(segment.first_row, segment.stop, dtype=np.int64) for segment in spec.used_segments]
+    parts = [
+        np.arange(segment.first_row, segment.stop, dtype=np.int64)
+        for segment in spec.used_segments
+    ]
     row_ids = np.concatenate(parts)
     return row_ids[~index.deleted.contain(row_ids)]
 

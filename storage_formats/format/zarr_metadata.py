@@ -1,6 +1,8 @@
-"""The `zarr.json` documents and shard indexes of an index, in the format of Zarr v3 and its sharding codec (ZEP 2).
+"""The `zarr.json` documents and shard indexes of an index, in the format of Zarr v3 and
+its sharding codec (ZEP 2).
 
-This module uses no Zarr library, because SPEC.md prescribes the exact contents of the documents.
+This module uses no Zarr library, because SPEC.md prescribes the exact contents of the
+documents.
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ from storage_formats.format.checksum import crc32c
 from storage_formats.format.layout import FORMAT_VERSION, IndexSpec, Layout
 
 ABSENT = np.uint64(2**64 - 1)
-"""Offset and length of a missing inner chunk (Zarr sharding codec, "Binary shard format")."""
+"""Offset and length of a missing inner chunk (Zarr sharding codec, "Binary shard
+format").
+"""
 _LITTLE_ENDIAN = {"name": "bytes", "configuration": {"endian": "little"}}
 _ARRAY = {
     "zarr_format": 3,
@@ -27,24 +31,39 @@ _ARRAY = {
 
 def zarr_documents(layout: Layout, spec: IndexSpec) -> dict[Path, dict[str, Any]]:
     """Return the contents of each `zarr.json` of an index, keyed by path."""
-    group = {"zarr_format": 3, "node_type": "group", "attributes": {"edje": {"format_version": FORMAT_VERSION}}}
+    group = {
+        "zarr_format": 3,
+        "node_type": "group",
+        "attributes": {"edje": {"format_version": FORMAT_VERSION}},
+    }
     embeddings = {
         **_ARRAY,
         "shape": [spec.rows, spec.embed_dim],
         "data_type": "float32",
-        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [spec.shard_size, spec.embed_dim]}},
+        "chunk_grid": {
+            "name": "regular",
+            "configuration": {"chunk_shape": [spec.shard_size, spec.embed_dim]},
+        },
         "fill_value": "NaN",
         "codecs": [_LITTLE_ENDIAN],
         "dimension_names": ["row", "dimension"],
         "attributes": {"edje": {"format_version": FORMAT_VERSION, "normalised": "l2"}},
     }
     tokens = [_token_array(spec, name) for name in spec.precisions]
-    return dict(zip(layout.zarr_files(spec.precisions), (group, embeddings, *tokens), strict=True))
+    return dict(
+        zip(
+            layout.zarr_files(spec.precisions),
+            (group, embeddings, *tokens),
+            strict=True,
+        )
+    )
 
 
 def _token_array(spec: IndexSpec, precision: str) -> dict[str, Any]:
     token_codec = codec(precision, spec.block_shape)
-    bytes_codec = _LITTLE_ENDIAN if token_codec.zarr_dtype != "uint8" else {"name": "bytes"}
+    bytes_codec = (
+        _LITTLE_ENDIAN if token_codec.zarr_dtype != "uint8" else {"name": "bytes"}
+    )
     sharding = {
         "name": "sharding_indexed",
         "configuration": {
@@ -62,12 +81,19 @@ def _token_array(spec: IndexSpec, precision: str) -> dict[str, Any]:
         "record_bytes": token_codec.record_bytes,
     }
     chunk_shape = [spec.shard_size, *token_codec.record_shape]
-    names = ["row", "token", "channel"] if len(token_codec.record_shape) == 2 else ["row", "byte"]
+    names = (
+        ["row", "token", "channel"]
+        if len(token_codec.record_shape) == 2
+        else ["row", "byte"]
+    )
     return {
         **_ARRAY,
         "shape": [spec.rows, *token_codec.record_shape],
         "data_type": token_codec.zarr_dtype,
-        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunk_shape}},
+        "chunk_grid": {
+            "name": "regular",
+            "configuration": {"chunk_shape": chunk_shape},
+        },
         "fill_value": token_codec.fill_value,
         "codecs": [sharding],
         "dimension_names": names,
@@ -76,7 +102,8 @@ def _token_array(spec: IndexSpec, precision: str) -> dict[str, Any]:
 
 
 def shard_index_bytes(present: NDArray[np.bool_], record_bytes: int) -> bytes:
-    """Return the Zarr shard index: (offset, length) of each record as uint64, then the CRC-32C of these pairs.
+    """Return the Zarr shard index: (offset, length) of each record as uint64, then the
+    CRC-32C of these pairs.
 
     Args:
         present: bool [shard_size], which positions have a record.

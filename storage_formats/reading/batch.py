@@ -13,7 +13,8 @@ Ints = NDArray[np.int64]
 Part = slice | Ints
 """Some records of a batch, as a slice or as ascending indices."""
 
-PIECE_RECORDS = 128  # a few milliseconds of a disk's time; several such pieces are in flight
+# a few milliseconds of a disk's time; several such pieces are in flight
+PIECE_RECORDS = 128
 RUN_BYTES = 1 << 20
 
 
@@ -23,7 +24,8 @@ class Batch:
 
     Attributes:
         shards: int64 [n], shard number of each record, ascending.
-        positions: int64 [n], position of each record in its shard, ascending within a shard.
+        positions: int64 [n], position of each record in its shard, ascending within a
+            shard.
         out_indices: int64 [n], index of each record in the output array.
     """
 
@@ -35,40 +37,63 @@ class Batch:
         return len(self.shards)
 
     def __getitem__(self, selection: Part | NDArray[np.bool_]) -> Batch:
-        return Batch(self.shards[selection], self.positions[selection], self.out_indices[selection])
+        return Batch(
+            self.shards[selection],
+            self.positions[selection],
+            self.out_indices[selection],
+        )
 
     @functools.cached_property
     def shard_spans(self) -> list[tuple[int, int, int]]:
-        """Return (shard, start, stop) for each shard. The records of the shard are [start, stop) of the batch.
+        """Return (shard, start, stop) for each shard. The records of the shard are
+        [start, stop) of the batch.
 
         The batch must not be empty.
         """
         if self.shards[0] == self.shards[-1]:
             return [(int(self.shards[0]), 0, len(self))]
         edges = [0, *(np.flatnonzero(np.diff(self.shards)) + 1).tolist(), len(self)]
-        return list(zip(self.shards[edges[:-1]].tolist(), edges, edges[1:], strict=False))
+        return list(
+            zip(self.shards[edges[:-1]].tolist(), edges, edges[1:], strict=False)
+        )
 
     def per_record(self, values: list[int]) -> Ints:
-        """Return an array with one value per record, int64 [n]. `values` contains one value per shard of the batch."""
+        """Return an array with one value per record, int64 [n]. `values` contains
+        one value per shard of the batch.
+        """
         counts = [stop - start for _, start, stop in self.shard_spans]
         return np.repeat(np.array(values, dtype=np.int64), counts)
 
     def pieces(self, length: int) -> list[slice]:
-        """Return consecutive parts of `length` records; the last part may be shorter."""
-        return [slice(start, min(start + length, len(self))) for start in range(0, len(self), length)]
+        """Return consecutive parts of `length` records; the last part may be
+        shorter.
+        """
+        return [
+            slice(start, min(start + length, len(self)))
+            for start in range(0, len(self), length)
+        ]
 
     def runs(
-        self, record_bytes: int, *, gap: int = 0, contiguous_output: bool = False, longest_bytes: int = RUN_BYTES
+        self,
+        record_bytes: int,
+        *,
+        gap: int = 0,
+        contiguous_output: bool = False,
+        longest_bytes: int = RUN_BYTES,
     ) -> tuple[Ints, Ints]:
-        """Return the runs of the batch. A run is a range of neighbouring records that one request reads.
+        """Return the runs of the batch. A run is a range of neighbouring records that
+        one request reads.
 
         Args:
-            gap: maximum number of records outside the batch between two neighbouring records of a run.
-            contiguous_output: whether the records of a run must be neighbours in the output array too.
+            gap: maximum number of records outside the batch between two neighbouring
+                records of a run.
+            contiguous_output: whether the records of a run must be neighbours in the
+                output array too.
             longest_bytes: maximum length of a run in bytes, without gaps.
 
         Returns:
-            int64 [r], index in the batch of the first record of each run; and int64 [r], number of records in each run.
+            int64 [r], index in the batch of the first record of each run; and int64
+            [r], number of records in each run.
         """
         is_apart = (np.diff(self.shards) != 0) | (np.diff(self.positions) > 1 + gap)
         if contiguous_output:
@@ -76,6 +101,9 @@ class Batch:
         longest = max(1, longest_bytes // record_bytes)
         edges = np.concatenate([[0], np.flatnonzero(is_apart) + 1, [len(self)]])
         if (np.diff(edges) > longest).any():
-            parts = [np.arange(start, stop, longest) for start, stop in itertools.pairwise(edges.tolist())]
+            parts = [
+                np.arange(start, stop, longest)
+                for start, stop in itertools.pairwise(edges.tolist())
+            ]
             edges = np.concatenate([*parts, [len(self)]])
         return edges[:-1], np.diff(edges)

@@ -1,8 +1,8 @@
 """The engine `direct`, which reads with direct I/O through a queue of requests.
 
-Direct I/O bypasses the page cache. All offsets, lengths and memory addresses must be multiples of the sector size. If a
-record does not start and end at a sector boundary, or must be decoded, the engine reads the sectors into a buffer
-first.
+Direct I/O bypasses the page cache. All offsets, lengths and memory addresses must be
+multiples of the sector size. If a record does not start and end at a sector boundary,
+or must be decoded, the engine reads the sectors into a buffer first.
 """
 
 from __future__ import annotations
@@ -20,23 +20,34 @@ from storage_formats.reading.memory import BufferPool, Bytes
 from storage_formats.reading.queues import QueuePool
 from storage_formats.threads import settle, unsettled
 
-_GAP_BYTES = 32 << 10  # reading a gap of this length costs the device less than another request
-_PIECE_BYTES = 8 << 20  # limit for pieces of large records
+# reading a gap of this length costs the device less than another request
+_GAP_BYTES = 32 << 10
+# limit for pieces of large records
+_PIECE_BYTES = 8 << 20
 _BYTES_IN_FLIGHT = 32 << 20
-_BUFFERED_IN_FLIGHT = 16 << 20  # less, so that the buffers stay in the processor's cache
-_FEWER_REQUESTS = 4  # reading into a buffer is faster if it saves this factor of requests
-_PART_REQUESTS = 32  # few, so that little is left to do when the last requests of a batch are complete
-_PART_SHARE = 4  # with many requests in flight, a part is a fourth of these requests
+# less, so that the buffers stay in the processor's cache
+_BUFFERED_IN_FLIGHT = 16 << 20
+# reading into a buffer is faster if it saves this factor of requests
+_FEWER_REQUESTS = 4
+# few, so that little is left to do when the last requests of a batch are complete
+_PART_REQUESTS = 32
+# with many requests in flight, a part is a fourth of these requests
+_PART_SHARE = 4
 _NO_RESULT = np.iinfo(np.int64).min
 
 
-def read_direct(destination: Destination, files: ShardFiles, queues: QueuePool, buffers: BufferPool) -> None:
-    """Read all records of `destination.batch` with direct I/O, with several pieces in flight.
+def read_direct(
+    destination: Destination, files: ShardFiles, queues: QueuePool, buffers: BufferPool
+) -> None:
+    """Read all records of `destination.batch` with direct I/O, with several pieces in
+    flight.
 
-    After this function returns or raises an exception, no read writes to the destination.
+    After this function returns or raises an exception, no read writes to the
+    destination.
 
     Args:
-        buffers: pool of buffers for records that cannot be read directly into the destination.
+        buffers: pool of buffers for records that cannot be read directly into the
+            destination.
     """
     pending = unsettled()
     settle(pending)
@@ -55,14 +66,19 @@ class _Flight:
 
     Attributes:
         start: index in the whole batch of the first record of the piece.
-        first, count: [r], index in the piece of the first record of each request, and number of its records.
+        first, count: [r], index in the piece of the first record of each request, and
+        number of its records.
         offsets: [r], byte offset in the file of each request.
-        needed: [r], number of bytes that each request must read, up to the end of its last record.
-        memory: memory that the requests write to, from the byte offsets `memory_offsets` [r].
+        needed: [r], number of bytes that each request must read, up to the end of its
+            last record.
+        memory: memory that the requests write to, from the byte offsets
+            `memory_offsets` [r].
         results: [r], number of bytes read, a negative errno, or `_NO_RESULT`.
-        processed: bool [r], whether the destination has processed the records of each request.
+        processed: bool [r], whether the destination has processed the records of each
+            request.
         missing: number of requests without a result.
-        buffer: buffer from the pool that contains `memory`. None if `memory` belongs to the destination.
+        buffer: buffer from the pool that contains `memory`. None if `memory` belongs to
+            the destination.
     """
 
     batch: Batch
@@ -83,7 +99,13 @@ class _Flight:
 class _Reader:
     """Reads the records of one destination."""
 
-    def __init__(self, destination: Destination, files: ShardFiles, queues: QueuePool, buffers: BufferPool) -> None:
+    def __init__(
+        self,
+        destination: Destination,
+        files: ShardFiles,
+        queues: QueuePool,
+        buffers: BufferPool,
+    ) -> None:
         self._destination = destination
         self._files = files
         self._size = files.record_bytes
@@ -102,61 +124,96 @@ class _Reader:
                 in_flight = sum(int(flight.needed.sum()) for flight in flights)
                 is_buffered = any(flight.buffer is not None for flight in flights)
                 limit = _BUFFERED_IN_FLIGHT if is_buffered else _BYTES_IN_FLIGHT
-                if requests + PIECE_RECORDS <= self._queue.entries and in_flight < limit:
+                if (
+                    requests + PIECE_RECORDS <= self._queue.entries
+                    and in_flight < limit
+                ):
                     break
                 self._finish()
             self._launch(number, piece)
         while self._flights:
             self._finish()
-        self._holds_queue = False  # first, so that `abandon` never closes a queue that another reader may have
+        # first, so that `abandon` never closes a queue that another reader may have
+        self._holds_queue = False
         self._queues.give_back(self._queue)
 
     def abandon(self) -> None:
-        """Wait until the kernel has completed all requests of this reader, and release the files."""
-        # An exception may have come before the state of the queue and the buffers was recorded.
+        """Wait until the kernel has completed all requests of this reader, and
+        release the files.
+        """
+        # An exception may have come before the state of the queue and the buffers was
+        # recorded.
         if self._holds_queue:
             self._queue.close()
         while self._flights:
             self._files.release(self._flights.popitem()[1].files)
 
     def _launch(self, number: int, piece: slice) -> None:
-        batch, records, size = self._destination.batch[piece], self._destination.records, self._size
-        files, sector = self._files.acquire(batch), self._files.sector
+        batch = self._destination.batch[piece]
+        records = self._destination.records
+        size = self._size
+        files = self._files.acquire(batch)
+        sector = self._files.sector
         first, count = batch.runs(size, gap=_GAP_BYTES // size)
         is_direct = records is not None and not (size | records.ctypes.data) % sector
         if is_direct:
             direct_first, direct_count = batch.runs(size, contiguous_output=True)
             is_direct = len(direct_first) < _FEWER_REQUESTS * len(first)
         if records is not None and is_direct:
-            first, count = direct_first, direct_count
-            offsets, lengths = batch.positions[first] * size, count * size
-            needed, memory, memory_offsets = lengths, records.reshape(-1), batch.out_indices[first] * size
+            first = direct_first
+            count = direct_count
+            offsets = batch.positions[first] * size
+            lengths = count * size
+            needed = lengths
+            memory = records.reshape(-1)
+            memory_offsets = batch.out_indices[first] * size
             buffer = None
         else:
             starts = batch.positions[first] * size
             stops = (batch.positions[first + count - 1] + 1) * size
             offsets = starts - starts % sector
-            lengths, needed = stops + -stops % sector - offsets, stops - offsets
+            lengths = stops + -stops % sector - offsets
+            needed = stops - offsets
             memory = buffer = self._buffers.borrow(int(lengths.sum()))
             memory_offsets = np.cumsum(lengths) - lengths
-        results, processed = np.full_like(lengths, _NO_RESULT), np.zeros(len(lengths), dtype=bool)
+        results = np.full_like(lengths, _NO_RESULT)
+        processed = np.zeros(len(lengths), dtype=bool)
         self._flights[number] = _Flight(
-            *(batch, piece.start, files, first, count, offsets, needed, memory, memory_offsets),
+            *(
+                batch,
+                piece.start,
+                files,
+                first,
+                count,
+                offsets,
+                needed,
+                memory,
+                memory_offsets,
+            ),
             *(results, processed, len(lengths), buffer),
         )
-        fds = batch.per_record([files[shard].fd for shard, _, _ in batch.shard_spans])[first]
+        fds = batch.per_record([files[shard].fd for shard, _, _ in batch.shard_spans])[
+            first
+        ]
         tags = number * PIECE_RECORDS + np.arange(len(lengths))
-        self._queue.put(fds, offsets, memory.ctypes.data + memory_offsets, lengths, tags)
+        self._queue.put(
+            fds, offsets, memory.ctypes.data + memory_offsets, lengths, tags
+        )
 
     def _finish(self) -> None:
-        """Wait for the requests of the oldest piece. Meanwhile, process the records of every piece as they arrive."""
+        """Wait for the requests of the oldest piece. Meanwhile, process the records
+        of every piece as they arrive.
+        """
         number = next(iter(self._flights))
         while self._flights[number].missing:
             in_flight = self._queue.in_flight
-            tags, results = self._queue.wait(min(in_flight, max(_PART_REQUESTS, in_flight // _PART_SHARE)))
+            tags, results = self._queue.wait(
+                min(in_flight, max(_PART_REQUESTS, in_flight // _PART_SHARE))
+            )
             numbers = tags // PIECE_RECORDS
             for each in np.unique(numbers).tolist():
-                of_flight, flight = numbers == each, self._flights[each]
+                of_flight = numbers == each
+                flight = self._flights[each]
                 flight.results[tags[of_flight] % PIECE_RECORDS] = results[of_flight]
                 flight.missing -= int(of_flight.sum())
             for flight in self._flights.values():
@@ -171,25 +228,37 @@ class _Reader:
         is_ready = (flight.results != _NO_RESULT) & ~flight.processed
         if not is_ready.any():
             return
-        for request in np.flatnonzero(is_ready & (flight.results < flight.needed)).tolist():
-            # Read the records of the failed request again, with blocking reads through the page cache.
-            first, last = int(flight.first[request]), int(flight.first[request] + flight.count[request]) - 1
+        for request in np.flatnonzero(
+            is_ready & (flight.results < flight.needed)
+        ).tolist():
+            # Read the records of the failed request again, with blocking reads through
+            # the page cache.
+            first, last = (
+                int(flight.first[request]),
+                int(flight.first[request] + flight.count[request]) - 1,
+            )
             file = flight.files[int(flight.batch.shards[first])]
-            start, stop = int(flight.batch.positions[first]), int(flight.batch.positions[last]) + 1
+            start = int(flight.batch.positions[first])
+            stop = int(flight.batch.positions[last]) + 1
             shift = int(flight.memory_offsets[request]) - int(flight.offsets[request])
-            target = flight.memory[shift + start * self._size : shift + stop * self._size].data
+            target = flight.memory[
+                shift + start * self._size : shift + stop * self._size
+            ].data
             try:
                 with open(file.path, "rb", buffering=0) as plain_file:
                     file.read_fully(plain_file.fileno(), start, target, self._size)
             except OSError as error:
                 raise cannot_read(file.path, error) from error
         indices = np.flatnonzero(np.repeat(is_ready, flight.count))
-        # While reads are in flight the device is the bottleneck: more threads would only cost processor time.
+        # While reads are in flight the device is the bottleneck: more threads would
+        # only cost processor time.
         threads = 1 if self._queue.in_flight else None
         if flight.buffer is None:
             self._destination.check(flight.start + indices, threads)
         else:
             shifts = np.repeat(flight.memory_offsets - flight.offsets, flight.count)
             record_offsets = (shifts + flight.batch.positions * self._size)[indices]
-            self._destination.take(flight.buffer, record_offsets, flight.start + indices, threads)
+            self._destination.take(
+                flight.buffer, record_offsets, flight.start + indices, threads
+            )
         flight.processed |= is_ready

@@ -1,4 +1,6 @@
-"""A cache of open shard files, which limits the number of open files, and the state of the page cache."""
+"""A cache of open shard files, which limits the number of open files, and the state
+of the page cache.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +28,13 @@ from storage_formats.reading.batch import Batch
 from storage_formats.reading.queues import system_call
 
 _MAX_OPEN = 256
-_SHARE_OF_LIMIT = 8  # an evaluation has six `ShardFiles`: three precisions, each cached and direct
+# an evaluation has six `ShardFiles`: three precisions, each cached and direct
+_SHARE_OF_LIMIT = 8
 _CACHED_SHARE = 0.95
-TRUSTED_SECONDS = 2.0  # asking for a cached shard of 50 MB takes 0.1 ms, as much as copying 20 records
-_CACHESTAT = 451  # Linux 6.5, the same number on every architecture
+# asking for a cached shard of 50 MB takes 0.1 ms, as much as copying 20 records
+TRUSTED_SECONDS = 2.0
+# Linux 6.5, the same number on every architecture
+_CACHESTAT = 451
 _SAMPLED_PAGES = 16
 _AT_FDCWD = -100
 _STATX_DIOALIGN = 0x2000
@@ -41,7 +46,8 @@ class ShardFile:
 
     Attributes:
         readers: number of readers that use the file now.
-        is_cached: whether the page cache had the file when the kernel was asked. None if the kernel does not tell.
+        is_cached: whether the page cache had the file when the kernel was asked. None
+            if the kernel does not tell.
         trusted_until: `time.monotonic()` until which `is_cached` is trusted.
     """
 
@@ -56,19 +62,23 @@ class ShardFile:
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def mapped_at(self) -> int:
-        """Return the memory address at which the file is mapped. The first call maps the file.
+        """Return the memory address at which the file is mapped. The first call maps
+        the file.
 
-        Call this method right before each read. A read beyond the end of a shortened file kills the process (SIGBUS).
+        Call this method right before each read. A read beyond the end of a shortened
+        file kills the process (SIGBUS).
         """
         size = os.fstat(self.fd).st_size
         if size < self.size:
             raise CorruptIndexError(
-                f"the token file {self.path} was shortened from {self.size} to {size} bytes while the file was "
-                "open; run 'edje-index verify'"
+                f"the token file {self.path} was shortened from {self.size} to {size}"
+                " bytes while the file was open; run 'edje-index verify'"
             )
         with self._lock:
             if self._map is None:
-                self._map = np.frombuffer(mmap.mmap(self.fd, self.size, prot=mmap.PROT_READ), dtype=np.uint8)
+                self._map = np.frombuffer(
+                    mmap.mmap(self.fd, self.size, prot=mmap.PROT_READ), dtype=np.uint8
+                )
                 self._address = self._map.ctypes.data
             return self._address
 
@@ -79,7 +89,8 @@ class ShardFile:
         self.trusted_until = now + TRUSTED_SECONDS
 
     def cached_share(self, start: int, stop: int) -> float | None:
-        """Return the share of the bytes [start, stop) in the page cache, 0 to 1; None if the kernel does not tell.
+        """Return the share of the bytes [start, stop) in the page cache, 0 to 1; None
+        if the kernel does not tell.
 
         Kernels before 6.5 are asked for a sample of the pages.
         """
@@ -87,24 +98,42 @@ class ShardFile:
             return None
         first = start // mmap.PAGESIZE
         pages = -(-stop // mmap.PAGESIZE) - first
-        extent, counts = (ctypes.c_uint64 * 2)(start, stop - start), (ctypes.c_uint64 * 5)()
+        extent = (ctypes.c_uint64 * 2)(start, stop - start)
+        counts = (ctypes.c_uint64 * 5)()
         try:
-            system_call(_CACHESTAT, self.fd, ctypes.addressof(extent), ctypes.addressof(counts), 0)
+            system_call(
+                _CACHESTAT,
+                self.fd,
+                ctypes.addressof(extent),
+                ctypes.addressof(counts),
+                0,
+            )
             return counts[0] / pages
         except OSError as error:
             if error.errno != errno.ENOSYS or not os.access(self.path, os.W_OK):
-                return None  # mincore(2) reports the pages of other users' files as cached
-        sample = np.unique(np.linspace(first, first + pages - 1, _SAMPLED_PAGES, dtype=np.int64)).tolist()
-        state, address, cached = ctypes.c_ubyte(), self.mapped_at(), 0
+                # mincore(2) reports the pages of other users' files as cached
+                return None
+        sample = np.unique(
+            np.linspace(first, first + pages - 1, _SAMPLED_PAGES, dtype=np.int64)
+        ).tolist()
+        state = ctypes.c_ubyte()
+        address = self.mapped_at()
+        cached = 0
         for page in sample:
             at = ctypes.c_void_p(address + page * mmap.PAGESIZE)
-            if ctypes.CDLL(None).mincore(at, ctypes.c_size_t(mmap.PAGESIZE), ctypes.byref(state)):
+            if ctypes.CDLL(None).mincore(
+                at, ctypes.c_size_t(mmap.PAGESIZE), ctypes.byref(state)
+            ):
                 return None
             cached += state.value & 1
         return cached / len(sample)
 
-    def read_fully(self, fd: int, position: int, target: memoryview, record_bytes: int) -> None:
-        """Read the records from `position` on with blocking reads of the descriptor `fd` until `target` is full."""
+    def read_fully(
+        self, fd: int, position: int, target: memoryview, record_bytes: int
+    ) -> None:
+        """Read the records from `position` on with blocking reads of the descriptor
+        `fd` until `target` is full.
+        """
         done = 0
         while done < len(target):
             try:
@@ -117,7 +146,10 @@ class ShardFile:
 
     def ends_early(self, position: int) -> CorruptIndexError:
         """Return the error for a file that ends before the record at `position`."""
-        return CorruptIndexError(f"{self.path} ends before the record at position {position}; run 'edje-index verify'")
+        return CorruptIndexError(
+            f"{self.path} ends before the record at position {position}; run"
+            " 'edje-index verify'"
+        )
 
     def close(self) -> None:
         self._map = None
@@ -129,29 +161,38 @@ def open_files() -> int:
     """Return the maximum number of files that a `ShardFiles` object keeps open."""
     try:
         import resource
-    except ImportError:  # not on Windows
+    except ImportError:
+        # not on Windows
         return _MAX_OPEN
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return _MAX_OPEN if limit == resource.RLIM_INFINITY else max(8, min(_MAX_OPEN, limit // _SHARE_OF_LIMIT))
+    return (
+        _MAX_OPEN
+        if limit == resource.RLIM_INFINITY
+        else max(8, min(_MAX_OPEN, limit // _SHARE_OF_LIMIT))
+    )
 
 
 class ShardFiles:
     """A cache of the open shard files of one precision. Thread-safe.
 
-    If too many files are open, the cache closes the least recently used file. It never closes a file that a reader
-    uses.
+    If too many files are open, the cache closes the least recently used file. It never
+    closes a file that a reader uses.
 
     Args:
-        path: function that takes a shard number and returns the path of the file. It may raise OSError.
-        direct: whether to open files for direct I/O, which bypasses the page cache, if the file system supports it.
+        path: function that takes a shard number and returns the path of the file. It
+            may raise OSError.
+        direct: whether to open files for direct I/O, which bypasses the page cache, if
+            the file system supports it.
 
     Attributes:
         is_direct: whether reads bypass the page cache.
-        sector: sector size in bytes; 1 before a file is open. Offsets, lengths and memory addresses of direct reads
-            must be multiples of the sector size.
+        sector: sector size in bytes; 1 before a file is open. Offsets, lengths and
+            memory addresses of direct reads must be multiples of the sector size.
     """
 
-    def __init__(self, path: Callable[[int], Path], record_bytes: int, *, direct: bool = False) -> None:
+    def __init__(
+        self, path: Callable[[int], Path], record_bytes: int, *, direct: bool = False
+    ) -> None:
         self.record_bytes = record_bytes
         self.is_direct = direct and hasattr(os, "O_DIRECT")
         self.sector = 1
@@ -161,7 +202,9 @@ class ShardFiles:
         weakref.finalize(self, _close_all, self._open).atexit = False
 
     def get(self, shard: int) -> ShardFile:
-        """Return the open file of a shard. The caller must pass it to `release` later."""
+        """Return the open file of a shard. The caller must pass it to `release`
+        later.
+        """
         with self._lock:
             file = self._open.get(shard)
             if file is None:
@@ -172,19 +215,24 @@ class ShardFiles:
                     except OSError as error:
                         if error.errno != errno.EINVAL or not self.is_direct:
                             raise
-                        self.is_direct = False  # this file system has no direct I/O
+                        # this file system has no direct I/O
+                        self.is_direct = False
                         fd = open_regular(path)
                     if self.is_direct and self.sector == 1:
                         self.sector = sector_bytes(path)
                     file = self._open[shard] = ShardFile(fd, os.fstat(fd).st_size, path)
                 except OSError as error:
-                    raise cannot_read(error.filename or f"the token file of shard {shard}", error) from error
+                    raise cannot_read(
+                        error.filename or f"the token file of shard {shard}", error
+                    ) from error
             self._open.move_to_end(shard)
             file.readers += 1
         return file
 
     def acquire(self, batch: Batch) -> dict[int, ShardFile]:
-        """Return the open files of a batch by shard number. The caller must pass the result to `release` later."""
+        """Return the open files of a batch by shard number. The caller must pass
+        the result to `release` later.
+        """
         files: dict[int, ShardFile] = {}
         try:
             for shard, _, stop in batch.shard_spans:
@@ -198,7 +246,9 @@ class ShardFiles:
         return files
 
     def peek(self, shard: int) -> ShardFile | None:
-        """Return the file of a shard, or None if it is not open. Another thread may close the file at any time."""
+        """Return the file of a shard, or None if it is not open. Another thread may
+        close the file at any time.
+        """
         return self._open.get(shard)
 
     def release(self, files: dict[int, ShardFile]) -> None:
@@ -227,8 +277,10 @@ def _close_all(files: OrderedDict[int, ShardFile]) -> None:
 def sector_bytes(path: Path) -> int:
     """Return the alignment in bytes that direct reads of the file at `path` need."""
     status = ctypes.create_string_buffer(256)
-    statx = getattr(ctypes.CDLL(None), "statx", None)  # glibc 2.28
+    # glibc 2.28
+    statx = getattr(ctypes.CDLL(None), "statx", None)
     if statx is None or statx(_AT_FDCWD, os.fsencode(path), 0, _STATX_DIOALIGN, status):
         return PAGE_BYTES
-    alignments: tuple[int, int] = struct.unpack_from("=II", status, 0x98)  # of memory, of offsets; 0 if unknown
+    # of memory, of offsets; 0 if unknown
+    alignments: tuple[int, int] = struct.unpack_from("=II", status, 0x98)
     return max(alignments) if min(alignments) else PAGE_BYTES

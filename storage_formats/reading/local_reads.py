@@ -1,9 +1,13 @@
-"""Reads records of an index on a file system: the engines, and the choice of an engine for each shard.
+"""Reads records of an index on a file system: the engines, and the choice of an engine
+for each shard.
 
-- `direct` reads past the page cache, with many requests in flight (`reading.direct`). It is fastest for cold records.
-- `mapped` copies records from memory maps, without a system call per record. A record that is not in the page cache
-  costs one page fault per page, one after the other, which reaches a tenth of the speed of the disk.
-- `portable` reads through the page cache with several threads, on any file system and any POSIX system.
+- `direct` reads past the page cache, with many requests in flight (`reading.direct`).
+  It is fastest for cold records.
+- `mapped` copies records from memory maps, without a system call per record. A record
+  that is not in the page cache costs one page fault per page, one after the other,
+  which reaches a tenth of the speed of the disk.
+- `portable` reads through the page cache with several threads, on any file system and
+  any POSIX system.
 """
 
 from __future__ import annotations
@@ -31,11 +35,13 @@ from storage_formats.reading.memory import BufferPool, memory_at
 from storage_formats.reading.queues import QueuePool, can_queue
 from storage_formats.threads import run_threads, settle, unsettled
 
-_MAPPED_SHARDS = 64  # files that are mapped at the same time
+# files that are mapped at the same time
+_MAPPED_SHARDS = 64
 _THREADS = 16
 _CACHED_SHARE = 0.5
 _SEARCH_RECORDS = 512
-_MADV_POPULATE_READ = 22  # Linux 5.14
+# Linux 5.14
+_MADV_POPULATE_READ = 22
 
 
 def engines() -> tuple[str, ...]:
@@ -46,9 +52,11 @@ def engines() -> tuple[str, ...]:
 class LocalReads:
     """Reads the records of one precision. Thread-safe.
 
-    The choice of `auto`: shards in the page cache are read by `mapped`, others by `direct`, which does not fill the
-    page cache. If all records fit in half of the free memory, at most 512 records, for example the candidates of a
-    search, are read into the page cache instead: the kernel starts all reads, then `mapped` copies the records.
+    The choice of `auto`: shards in the page cache are read by `mapped`, others by
+    `direct`, which does not fill the page cache. If all records fit in half of the free
+    memory, at most 512 records, for example the candidates of a search, are read into
+    the page cache instead: the kernel starts all reads, then `mapped` copies the
+    records.
 
     Args:
         path: function that takes a shard number and returns the path of the token file.
@@ -58,11 +66,14 @@ class LocalReads:
         UsageError: the engine `name` is unknown or does not work on this machine.
     """
 
-    def __init__(self, path: Callable[[int], Path], record_bytes: int, spec: IndexSpec, name: str) -> None:
+    def __init__(
+        self, path: Callable[[int], Path], record_bytes: int, spec: IndexSpec, name: str
+    ) -> None:
         if name not in ("auto", *engines()):
             choices = ", ".join(("auto", *engines()))
             raise UsageError(
-                f"the read engine '{name}' is unknown or does not work on this machine; choose one of: {choices}"
+                f"the read engine '{name}' is unknown or does not work on this machine;"
+                f" choose one of: {choices}"
             )
         self._path = path
         self._record_bytes = record_bytes
@@ -72,18 +83,24 @@ class LocalReads:
         self._cached_files = ShardFiles(path, record_bytes)
         self._direct_files = ShardFiles(path, record_bytes, direct=can_queue())
         self._queues = QueuePool()
-        self._loaded: set[tuple[int, int]] = set()  # shard and position of records that `_load` has read
+        # shard and position of records that `_load` has read
+        self._loaded: set[tuple[int, int]] = set()
         self._loaded_until = 0.0
 
     def length(self, shard: int) -> int:
-        """Return the length of the token file of a shard in bytes. Raise CorruptIndexError if it does not exist."""
+        """Return the length of the token file of a shard in bytes. Raise
+        CorruptIndexError if it does not exist.
+        """
         try:
             return self._path(shard).stat().st_size
         except OSError as error:
             raise cannot_read(error.filename, error) from error
 
-    def read(self, batch: Batch, destination_of: Callable[[Batch], Destination]) -> None:
-        """Read the records of `batch`. `destination_of` returns the destination of a part of the batch.
+    def read(
+        self, batch: Batch, destination_of: Callable[[Batch], Destination]
+    ) -> None:
+        """Read the records of `batch`. `destination_of` returns the destination of a
+        part of the batch.
 
         Afterwards, nothing writes to the destination any more.
         """
@@ -91,14 +108,18 @@ class LocalReads:
         for engine, part in self.split(batch):
             destination = destination_of(part)
             if engine == "direct":
-                read_direct(destination, self._direct_files, self._queues, self._buffers)
+                read_direct(
+                    destination, self._direct_files, self._queues, self._buffers
+                )
             elif engine == "mapped":
                 self._read_mapped(destination)
             else:
                 self._read_portable(destination)
 
     def _read_mapped(self, destination: Destination) -> None:
-        spans, size, files_of_store = destination.batch.shard_spans, self._record_bytes, self._direct_files
+        spans = destination.batch.shard_spans
+        size = self._record_bytes
+        files_of_store = self._direct_files
         for first in range(0, len(spans), _MAPPED_SHARDS):
             group = spans[first : first + _MAPPED_SHARDS]
             part = slice(group[0][1], group[-1][2])
@@ -107,7 +128,10 @@ class LocalReads:
             try:
                 addresses = [file.mapped_at() for file in files.values()]
                 start = min(addresses)
-                stop = max(address + file.size for address, file in zip(addresses, files.values(), strict=True))
+                stop = max(
+                    address + file.size
+                    for address, file in zip(addresses, files.values(), strict=True)
+                )
                 offsets = batch.per_record(addresses) + batch.positions * size - start
                 destination.take(memory_at(start, stop - start), offsets, part)
             finally:
@@ -122,18 +146,33 @@ class LocalReads:
 
         for piece in destination.batch.pieces(4 * PIECE_RECORDS):
             batch = destination.batch[piece]
-            files, buffer = self._cached_files.acquire(batch), self._buffers.borrow(len(batch) * size)
+            files = self._cached_files.acquire(batch)
+            buffer = self._buffers.borrow(len(batch) * size)
             try:
-                memory = memoryview(buffer)  # type: ignore[arg-type]  # a contiguous array is a buffer
+                # a contiguous array is a buffer
+                memory = memoryview(buffer)  # type: ignore[arg-type]
                 first, count = batch.runs(size)
-                columns = (batch.shards[first], batch.positions[first], first * size, (first + count) * size)
+                columns = (
+                    batch.shards[first],
+                    batch.positions[first],
+                    first * size,
+                    (first + count) * size,
+                )
                 requests = [
                     (files[shard], position, memory[start:stop])
-                    for shard, position, start, stop in zip(*(column.tolist() for column in columns), strict=True)
+                    for shard, position, start, stop in zip(
+                        *(column.tolist() for column in columns), strict=True
+                    )
                 ]
                 for file, position, target in requests:
-                    if hasattr(os, "posix_fadvise"):  # not on macOS
-                        os.posix_fadvise(file.fd, position * size, len(target), os.POSIX_FADV_WILLNEED)
+                    # not on macOS
+                    if hasattr(os, "posix_fadvise"):
+                        os.posix_fadvise(
+                            file.fd,
+                            position * size,
+                            len(target),
+                            os.POSIX_FADV_WILLNEED,
+                        )
                 run_threads(read_run, requests, min(_THREADS, len(requests)))
                 destination.take(buffer, np.arange(len(batch)) * size, piece)
             finally:
@@ -141,15 +180,20 @@ class LocalReads:
             self._buffers.give_back(buffer)
 
     def split(self, batch: Batch) -> list[tuple[str, Batch]]:
-        """Choose an engine for each shard of `batch`. Return each engine with the part of `batch` to read with it."""
+        """Choose an engine for each shard of `batch`. Return each engine with the
+        part of `batch` to read with it.
+        """
         if self._name != "auto":
             return [(self._name, batch)]
         is_cached = self._cached_records(batch)
-        if is_cached.any():  # one of the records tells whether the kernel has dropped them since
+        # one of the records tells whether the kernel has dropped them since
+        if is_cached.any():
             probe = batch[is_cached][-1:]
             start = int(probe.positions[0]) * self._record_bytes
             with self._held(int(probe.shards[0])) as file:
-                share = file.cached_share(start, min(file.size, start + self._record_bytes))
+                share = file.cached_share(
+                    start, min(file.size, start + self._record_bytes)
+                )
             if share is not None and share < _CACHED_SHARE:
                 is_cached = self._cached_records(batch, trusted=False)
         if is_cached.all():
@@ -157,26 +201,33 @@ class LocalReads:
         if len(batch) <= _SEARCH_RECORDS and self._fits_in_cache:
             if self._load(batch[~is_cached]):
                 return [("mapped", batch)]
-            self._fits_in_cache = False  # a kernel before 5.14, or a disk error, which the other engines report
+            # a kernel before 5.14, or a disk error, which the other engines report
+            self._fits_in_cache = False
         uncached = "direct" if self._direct_files.is_direct else "portable"
         parts = ("mapped", batch[is_cached]), (uncached, batch[~is_cached])
         return [(engine, part) for engine, part in parts if len(part)]
 
     def close(self) -> None:
-        """Close all files, and free idle queues and buffers. The store can still be used."""
+        """Close all files, and free idle queues and buffers. The store can still be
+        used.
+        """
         self._queues.close()
         self._cached_files.close()
         self._direct_files.close()
         self._buffers.close()
 
-    def _cached_records(self, batch: Batch, *, trusted: bool = True) -> NDArray[np.bool_]:
+    def _cached_records(
+        self, batch: Batch, *, trusted: bool = True
+    ) -> NDArray[np.bool_]:
         """Return whether the page cache has each record, bool [n].
 
-        Shards that the kernel was asked about in the last two seconds, and candidates read since then, are trusted.
+        Shards that the kernel was asked about in the last two seconds, and candidates
+        read since then, are trusted.
         """
         now = time.monotonic()
         if not trusted or now >= self._loaded_until:
-            self._loaded, self._loaded_until = set(), now + TRUSTED_SECONDS
+            self._loaded = set()
+            self._loaded_until = now + TRUSTED_SECONDS
         states: list[int] = []
         for shard, _, _ in batch.shard_spans:
             file = self._direct_files.peek(shard)
@@ -194,22 +245,34 @@ class LocalReads:
         return self._index_bytes <= cache_room()
 
     def _load(self, batch: Batch) -> bool:
-        """Read the records of `batch` into the page cache, and map them. Return False if the kernel cannot do that.
+        """Read the records of `batch` into the page cache, and map them. Return False
+        if the kernel cannot do that.
 
-        Afterwards, `mapped` needs no page faults, which would kill the process (SIGBUS) if the disk failed.
+        Afterwards, `mapped` needs no page faults, which would kill the process (SIGBUS)
+        if the disk failed.
         """
-        size, files = self._record_bytes, self._direct_files.acquire(batch)
+        size = self._record_bytes
+        files = self._direct_files.acquire(batch)
         try:
             addresses = batch.per_record([file.mapped_at() for file in files.values()])
             fds = batch.per_record([file.fd for file in files.values()])
             first, count = batch.runs(size)
-            starts, lengths = batch.positions[first] * size, count * size
-            lengths, starts = lengths + starts % mmap.PAGESIZE, starts - starts % mmap.PAGESIZE
-            runs = [column.tolist() for column in (fds[first], starts, lengths, addresses[first] + starts)]
-            for fd, start, length, _ in zip(*runs, strict=True):  # all reads start before this thread waits for one
+            starts = batch.positions[first] * size
+            lengths = count * size
+            lengths = lengths + starts % mmap.PAGESIZE
+            starts = starts - starts % mmap.PAGESIZE
+            runs = [
+                column.tolist()
+                for column in (fds[first], starts, lengths, addresses[first] + starts)
+            ]
+            # all reads start before this thread waits for one
+            for fd, start, length, _ in zip(*runs, strict=True):
                 os.posix_fadvise(fd, start, length, os.POSIX_FADV_WILLNEED)
             madvise = _madvise()
-            if any(madvise(at, length, _MADV_POPULATE_READ) for _, _, length, at in zip(*runs, strict=True)):
+            if any(
+                madvise(at, length, _MADV_POPULATE_READ)
+                for _, _, length, at in zip(*runs, strict=True)
+            ):
                 return False
             self._loaded.update(_records(batch))
             return True
@@ -237,23 +300,37 @@ def _madvise() -> Any:
 
 
 def cache_room() -> int:
-    """Return how many bytes of shards the page cache may take without displacing other data.
+    """Return how many bytes of shards the page cache may take without displacing other
+    data.
 
-    The result is half of the available memory, and at most half of the memory limit of the control group. It is 0 if
-    the operating system does not report the available memory.
+    The result is half of the available memory, and at most half of the memory limit of
+    the control group. It is 0 if the operating system does not report the available
+    memory.
     """
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
-        limits = [next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))]
-        groups = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
+        limits = [
+            next(
+                int(line.split()[1]) << 10
+                for line in lines
+                if line.startswith("MemAvailable:")
+            )
+        ]
+        groups = [
+            line.split(":", 2)
+            for line in Path("/proc/self/cgroup").read_text().splitlines()
+        ]
     except (OSError, StopIteration):
         return 0
-    for _, controllers, path in groups:  # version 2 has one group without controllers
+    # version 2 has one group without controllers
+    for _, controllers, path in groups:
         if controllers in ("", "memory"):
             root = Path("/sys/fs/cgroup", controllers)
-            folder, name = root / path.lstrip("/"), "memory.limit_in_bytes" if controllers else "memory.max"
+            folder = root / path.lstrip("/")
+            name = "memory.limit_in_bytes" if controllers else "memory.max"
             while folder.is_relative_to(root):
-                with contextlib.suppress(OSError, ValueError):  # the root group has no such file; it may contain "max"
+                # the root group has no such file; it may contain "max"
+                with contextlib.suppress(OSError, ValueError):
                     limits.append(int((folder / name).read_text()))
                 folder = folder.parent
     return min(limits) // 2

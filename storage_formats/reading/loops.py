@@ -1,9 +1,10 @@
 """A compiled loop that computes the CRC-32C of records, and may also copy the records.
 
-Copying and checking in one loop takes 2.0 us per BF16 record, where separate loops take 2.6 us (docs/lab).
+Copying and checking in one loop takes 2.0 us per BF16 record, where separate loops take
+2.6 us (docs/lab).
 
-The loop processes three records at a time, because the CRC-32C instruction of the processor (SSE 4.2) has a latency of
-three cycles. Importing this module imports Numba.
+The loop processes three records at a time, because the CRC-32C instruction of the
+processor (SSE 4.2) has a latency of three cycles. Importing this module imports Numba.
 """
 
 from __future__ import annotations
@@ -23,16 +24,19 @@ intrinsic: Callable[[Callable[..., Any]], Callable[..., Any]] = extending.intrin
 Addresses: TypeAlias = NDArray[np.int64]
 Checksums: TypeAlias = NDArray[np.uint32]
 
-_WORD, _BYTE = ir.IntType(64), ir.IntType(8)
+_WORD = ir.IntType(64)
+_BYTE = ir.IntType(8)
 _LINE = ir.VectorType(_WORD, 8)
 _ONES = np.uint64(0xFFFFFFFF)
 NO_COPY, COPY, COPY_NONTEMPORAL = range(3)
-_AHEAD_BYTES = 2048  # measured with records that are not in the processor's cache (docs/lab)
+# measured with records that are not in the processor's cache (docs/lab)
+_AHEAD_BYTES = 2048
 
 
 def has_crc_instruction() -> bool:
     """Return True if the processor has a CRC-32C instruction that Numba may use."""
-    if config.CPU_NAME or config.CPU_FEATURES:  # type: ignore[attr-defined]  # compiled for another processor
+    # compiled for another processor
+    if config.CPU_NAME or config.CPU_FEATURES:  # type: ignore[attr-defined]
         return False
     return bool(binding.get_host_cpu_features().get("sse4.2"))
 
@@ -42,8 +46,18 @@ def _crc_instruction(name: str, value: ir.IntType) -> Any:
         def generate(context: Any, builder: Any, _: Any, arguments: Any) -> Any:
             crc, address = arguments
             function_type = ir.FunctionType(_WORD, [_WORD, value])
-            function = builder.module.globals.get(name) or ir.Function(builder.module, function_type, name)
-            return builder.call(function, [crc, builder.load(builder.inttoptr(address, value.as_pointer()), align=1)])
+            function = builder.module.globals.get(name) or ir.Function(
+                builder.module, function_type, name
+            )
+            return builder.call(
+                function,
+                [
+                    crc,
+                    builder.load(
+                        builder.inttoptr(address, value.as_pointer()), align=1
+                    ),
+                ],
+            )
 
         return types.uint64(types.uint64, types.int64), generate
 
@@ -58,16 +72,24 @@ def _line_copier(nontemporal: bool) -> Any:
     def copy_lines(_: Any, targets: Any, sources: Any) -> Any:
         def generate(context: Any, builder: Any, _: Any, arguments: Any) -> Any:
             targets, sources = (
-                [builder.inttoptr(builder.extract_value(each, lane), _LINE.as_pointer()) for lane in range(3)]
+                [
+                    builder.inttoptr(
+                        builder.extract_value(each, lane), _LINE.as_pointer()
+                    )
+                    for lane in range(3)
+                ]
                 for each in arguments
             )
-            # All loads come first: a load waits for an earlier store to an address with the same lowest 12 bits, and
-            # sources and targets are pages. Copies of single lines took twice as long.
+            # All loads come first: a load waits for an earlier store to an address with
+            # the same lowest 12 bits, and sources and targets are pages. Copies of
+            # single lines took twice as long.
             lines = [builder.load(source, align=1) for source in sources]
             for line, target in zip(lines, targets, strict=True):
                 stored = builder.store(line, target, 64 if nontemporal else 1)
                 if nontemporal:
-                    stored.set_metadata("nontemporal", builder.module.add_metadata([ir.IntType(32)(1)]))
+                    stored.set_metadata(
+                        "nontemporal", builder.module.add_metadata([ir.IntType(32)(1)])
+                    )
             return context.get_dummy_value()
 
         addresses = types.UniTuple(types.int64, 3)
@@ -79,7 +101,9 @@ def _line_copier(nontemporal: bool) -> Any:
 @intrinsic
 def _copy_byte(_: Any, target: Any, source: Any) -> Any:
     def generate(context: Any, builder: Any, _: Any, arguments: Any) -> Any:
-        target, source = (builder.inttoptr(address, _BYTE.as_pointer()) for address in arguments)
+        target, source = (
+            builder.inttoptr(address, _BYTE.as_pointer()) for address in arguments
+        )
         builder.store(builder.load(source), target)
         return context.get_dummy_value()
 
@@ -88,7 +112,9 @@ def _copy_byte(_: Any, target: Any, source: Any) -> Any:
 
 @intrinsic
 def _fence(_: Any) -> Any:
-    """Make the earlier non-temporal stores of this thread visible before the later stores of this thread."""
+    """Make the earlier non-temporal stores of this thread visible before the later
+    stores of this thread.
+    """
 
     def generate(context: Any, builder: Any, _: Any, __: Any) -> Any:
         builder.fence("seq_cst")
@@ -99,20 +125,31 @@ def _fence(_: Any) -> Any:
 
 @intrinsic
 def _prefetch(_: Any, address: Any) -> Any:
-    """Start to load the line at `address` into the processor's cache. Any address is safe."""
+    """Start to load the line at `address` into the processor's cache. Any address
+    is safe.
+    """
 
     def generate(context: Any, builder: Any, _: Any, arguments: Any) -> Any:
-        name, pointer, flag = "llvm.prefetch.p0i8", _BYTE.as_pointer(), ir.IntType(32)
+        name = "llvm.prefetch.p0i8"
+        pointer = _BYTE.as_pointer()
+        flag = ir.IntType(32)
         function_type = ir.FunctionType(ir.VoidType(), [pointer, flag, flag, flag])
-        function = builder.module.globals.get(name) or ir.Function(builder.module, function_type, name)
-        read, keep, data = flag(0), flag(3), flag(1)
-        builder.call(function, [builder.inttoptr(arguments[0], pointer), read, keep, data])
+        function = builder.module.globals.get(name) or ir.Function(
+            builder.module, function_type, name
+        )
+        read = flag(0)
+        keep = flag(3)
+        data = flag(1)
+        builder.call(
+            function, [builder.inttoptr(arguments[0], pointer), read, keep, data]
+        )
         return context.get_dummy_value()
 
     return types.void(types.int64), generate
 
 
-_copy_lines, _copy_lines_nontemporal = _line_copier(nontemporal=False), _line_copier(nontemporal=True)
+_copy_lines = _line_copier(nontemporal=False)
+_copy_lines_nontemporal = _line_copier(nontemporal=True)
 
 
 @inlined
@@ -137,30 +174,60 @@ _ADDRESS_ARRAY = types.Array(types.int64, 1, "C", readonly=True)
 _CHECKSUM_ARRAY = types.Array(types.uint32, 1, "C")
 
 
-@kernel(_ADDRESS_ARRAY, _ADDRESS_ARRAY, types.int64, _CHECKSUM_ARRAY, types.int64, types.int64, types.int64)
+@kernel(
+    _ADDRESS_ARRAY,
+    _ADDRESS_ARRAY,
+    types.int64,
+    _CHECKSUM_ARRAY,
+    types.int64,
+    types.int64,
+    types.int64,
+)
 def check_records(
-    sources: Addresses, targets: Addresses, size: int, checksums: Checksums, copies: int, start: int, stop: int
+    sources: Addresses,
+    targets: Addresses,
+    size: int,
+    checksums: Checksums,
+    copies: int,
+    start: int,
+    stop: int,
 ) -> None:
-    """Write the CRC-32C of the `size` bytes at each address sources[i] to checksums[i], for i in [start, stop).
+    """Write the CRC-32C of the `size` bytes at each address sources[i] to checksums[i],
+    for i in [start, stop).
 
-    Also copy the bytes to targets[i], unless `copies` is `NO_COPY`. `COPY_NONTEMPORAL` bypasses the processor's cache,
-    and needs a `size` and targets that are multiples of 64.
+    Also copy the bytes to targets[i], unless `copies` is `NO_COPY`. `COPY_NONTEMPORAL`
+    bypasses the processor's cache, and needs a `size` and targets that are multiples of
+    64.
     """
     whole = size - size % 64
     for first in range(start, stop, 3):
-        i, j, k = first, min(first + 1, stop - 1), min(first + 2, stop - 1)
-        a, b, c = sources[i], sources[j], sources[k]
-        p, q, r = targets[i], targets[j], targets[k]
+        i = first
+        j = min(first + 1, stop - 1)
+        k = min(first + 2, stop - 1)
+        a = sources[i]
+        b = sources[j]
+        c = sources[k]
+        p = targets[i]
+        q = targets[j]
+        r = targets[k]
         x = y = z = _ONES
         for offset in range(0, whole, 64):
             if copies == NO_COPY:
                 for address in (a, b, c):
                     _prefetch(address + offset + _AHEAD_BYTES)
-            x, y, z = _crc_line(x, a + offset), _crc_line(y, b + offset), _crc_line(z, c + offset)
+            x = _crc_line(x, a + offset)
+            y = _crc_line(y, b + offset)
+            z = _crc_line(z, c + offset)
             if copies == COPY:
-                _copy_lines((p + offset, q + offset, r + offset), (a + offset, b + offset, c + offset))
+                _copy_lines(
+                    (p + offset, q + offset, r + offset),
+                    (a + offset, b + offset, c + offset),
+                )
             elif copies == COPY_NONTEMPORAL:
-                _copy_lines_nontemporal((p + offset, q + offset, r + offset), (a + offset, b + offset, c + offset))
+                _copy_lines_nontemporal(
+                    (p + offset, q + offset, r + offset),
+                    (a + offset, b + offset, c + offset),
+                )
         if copies == COPY:
             for offset in range(whole, size):
                 _copy_byte(p + offset, a + offset)

@@ -1,7 +1,7 @@
 """Allocation of memory for blocks.
 
-The memory is page-aligned, because direct I/O requires aligned memory. Large allocations use huge pages, which cause
-only one page fault per 2 MiB.
+The memory is page-aligned, because direct I/O requires aligned memory. Large
+allocations use huge pages, which cause only one page fault per 2 MiB.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ Bytes = NDArray[np.uint8]
 def aligned_bytes(size: int) -> Bytes:
     """Allocate an array that starts at a page boundary, uint8 [size]."""
     mapped = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if size >= _HUGE_PAGES_FROM and hasattr(mmap, "MADV_HUGEPAGE"):  # Linux
-        with contextlib.suppress(OSError):  # the kernel has no huge pages
+    # Linux
+    if size >= _HUGE_PAGES_FROM and hasattr(mmap, "MADV_HUGEPAGE"):
+        # the kernel has no huge pages
+        with contextlib.suppress(OSError):
             mapped.madvise(mmap.MADV_HUGEPAGE)
     memory: Bytes = np.frombuffer(mapped, dtype=np.uint8, count=size)
     return memory
@@ -41,8 +43,15 @@ def aligned_blocks(count: int, block_shape: tuple[int, int]) -> Blocks:
 
 
 def memory_at(address: int, size: int) -> Bytes:
-    """Return a read-only view of the memory at `address`, uint8 [size]. The memory must be mapped when it is read."""
-    interface = {"version": 3, "data": (address, True), "shape": (size,), "typestr": "|u1"}
+    """Return a read-only view of the memory at `address`, uint8 [size]. The memory
+    must be mapped when it is read.
+    """
+    interface = {
+        "version": 3,
+        "data": (address, True),
+        "shape": (size,),
+        "typestr": "|u1",
+    }
     memory: Bytes = np.asarray(SimpleNamespace(__array_interface__=interface))
     return memory
 
@@ -56,7 +65,9 @@ class BufferPool:
         self._kept_bytes = 0
 
     def borrow(self, size: int) -> Bytes:
-        """Return a page-aligned buffer of at least `size` bytes. The contents are arbitrary."""
+        """Return a page-aligned buffer of at least `size` bytes. The contents are
+        arbitrary.
+        """
         size = max(_SMALLEST_BUFFER, 1 << (size - 1).bit_length())
         with self._lock:
             if self._free.get(size):

@@ -1,4 +1,5 @@
-"""The engine `object-store`, which reads byte ranges of objects with many requests in flight.
+"""The engine `object-store`, which reads byte ranges of objects with many requests in
+flight.
 
 Blocks that are cached on the local disk are read from there.
 """
@@ -24,23 +25,28 @@ OBJECT_STORE = "object-store"
 
 _PIECE_RECORDS = 512
 _PIECES_IN_FLIGHT = 2
-_REQUESTS = 32  # in flight for each piece
+# in flight for each piece
+_REQUESTS = 32
 _RUN_BYTES = 4 << 20
 _GAP_BYTES = 64 << 10
 
 
 _Request: TypeAlias = tuple[int, int, int, Bytes, str | None]
-"""(shard, start, stop, target, cached file): a request for the records at the positions [start, stop) of a shard. The
-records are written to `target`, and to a file of the block cache if there is one."""
+"""(shard, start, stop, target, cached file): a request for the records at the positions
+[start, stop) of a shard. The records are written to `target`, and to a file of the
+block cache if there is one.
+"""
 
 
 @dataclass(frozen=True)
 class ObjectReads:
-    """Reads the token objects of one precision. Thread-safe. Has the methods of `local_reads.LocalReads`.
+    """Reads the token objects of one precision. Thread-safe. Has the methods of
+    `local_reads.LocalReads`.
 
     Attributes:
         key: function that takes a shard number and returns the key of the token object.
-        cache: cached blocks on the local disk; None reads all blocks from the object store.
+        cache: cached blocks on the local disk; None reads all blocks from the object
+            store.
     """
 
     folder: ObjectFolder
@@ -50,13 +56,18 @@ class ObjectReads:
     buffers: BufferPool
 
     def length(self, shard: int) -> int:
-        """Return the length of the token object of a shard in bytes; 0 if it does not exist."""
+        """Return the length of the token object of a shard in bytes; 0 if it does
+        not exist.
+        """
         info = self.folder.info(self.key(shard))
         return info.size if info else 0
 
-    def read(self, batch: Batch, destination_of: Callable[[Batch], Destination]) -> None:
+    def read(
+        self, batch: Batch, destination_of: Callable[[Batch], Destination]
+    ) -> None:
         """Read the records of `batch`, see `local_reads.LocalReads.read`."""
-        destination, size = destination_of(batch), self.record_bytes
+        destination = destination_of(batch)
+        size = self.record_bytes
         crews: deque[tuple[Crew[_Request], Bytes, Ints, Part]] = deque()
 
         def abandon() -> None:
@@ -67,7 +78,8 @@ class ObjectReads:
             crew, buffer, offsets, part = crews[0]
             crew.finish()
             crews.popleft()
-            # With requests of the next piece in flight, which need the processor too, one thread decodes.
+            # With requests of the next piece in flight, which need the processor too,
+            # one thread decodes.
             destination.take(buffer, offsets, part, threads=1 if crews else None)
             self.buffers.give_back(buffer)
 
@@ -81,17 +93,31 @@ class ObjectReads:
                 names = {}
                 if self.cache:
                     names = self.cache.names(batch[piece])
-                    part = part[~self.cache.read(batch[piece], names, destination, piece.start)]
+                    part = part[
+                        ~self.cache.read(batch[piece], names, destination, piece.start)
+                    ]
                 if not len(part):
                     continue
                 missing = batch[part]
-                first, count = missing.runs(size, gap=_GAP_BYTES // size, longest_bytes=_RUN_BYTES)
-                starts, stops = missing.positions[first], missing.positions[first + count - 1] + 1
+                first, count = missing.runs(
+                    size, gap=_GAP_BYTES // size, longest_bytes=_RUN_BYTES
+                )
+                starts = missing.positions[first]
+                stops = missing.positions[first + count - 1] + 1
                 at = np.cumsum(stops - starts) - (stops - starts)
                 buffer = self.buffers.borrow(int((stops - starts).sum()) * size)
-                columns = (column.tolist() for column in (missing.shards[first], starts, stops, at))
+                columns = (
+                    column.tolist()
+                    for column in (missing.shards[first], starts, stops, at)
+                )
                 requests = [
-                    (shard, start, stop, buffer[offset * size : (offset + stop - start) * size], names.get(shard))
+                    (
+                        shard,
+                        start,
+                        stop,
+                        buffer[offset * size : (offset + stop - start) * size],
+                        names.get(shard),
+                    )
                     for shard, start, stop, offset in zip(*columns, strict=True)
                 ]
                 offsets = (np.repeat(at - starts, count) + missing.positions) * size
@@ -111,12 +137,15 @@ class ObjectReads:
     def _read(self, request: _Request) -> None:
         shard, start, stop, target, cached_file = request
         try:
-            data = self.folder.read_range(self.key(shard), start * self.record_bytes, stop * self.record_bytes)
+            data = self.folder.read_range(
+                self.key(shard), start * self.record_bytes, stop * self.record_bytes
+            )
         except (FileNotFoundError, EOFError) as error:
             raise CorruptIndexError(
-                f"{self.folder.url_of(self.key(shard))} is missing, or ends before the record at position "
-                f"{stop - 1}; a later change of the index may have removed it. Call refresh(), or open "
-                "the index again. If the error remains, copy the index again from a sound copy"
+                f"{self.folder.url_of(self.key(shard))} is missing, or ends before the"
+                f" record at position {stop - 1}; a later change of the index may have"
+                " removed it. Call refresh(), or open the index again. If the error"
+                " remains, copy the index again from a sound copy"
             ) from error
         target[:] = np.frombuffer(data, dtype=np.uint8)
         if self.cache and cached_file:

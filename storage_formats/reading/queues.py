@@ -1,8 +1,9 @@
 """Queues of asynchronous read requests. The kernel reads while the caller continues.
 
-The queues use Linux AIO (`linux/aio_abi.h`). io_uring takes as much processor time, and many containers forbid it
-(docs/lab/storage-io.md). Requests are written as rows of a structured array, and one system call starts many of them;
-one call of a library per request would be slower.
+The queues use Linux AIO (`linux/aio_abi.h`). io_uring takes as much processor time, and
+many containers forbid it (docs/lab/storage-io.md). Requests are written as rows of a
+structured array, and one system call starts many of them; one call of a library per
+request would be slower.
 """
 
 from __future__ import annotations
@@ -23,19 +24,36 @@ import numpy as np
 from storage_formats.errors import cannot_read
 from storage_formats.reading.batch import PIECE_RECORDS, Ints
 
-ENTRIES = 512  # enough to keep a disk busy (docs/lab/storage-io.md); room for four pieces of single records
-_FEWEST_ENTRIES = PIECE_RECORDS  # the kernel limits the entries of all processes together (fs.aio-max-nr)
+# enough to keep a disk busy (docs/lab/storage-io.md); room for four pieces of single
+# records
+ENTRIES = 512
+# the kernel limits the entries of all processes together (fs.aio-max-nr)
+_FEWEST_ENTRIES = PIECE_RECORDS
 
 _GENERIC = (0, 1, 2, 4)
-_CALLS = {"x86_64": (206, 207, 209, 208), "aarch64": _GENERIC, "riscv64": _GENERIC, "loongarch64": _GENERIC}
+_CALLS = {
+    "x86_64": (206, 207, 209, 208),
+    "aarch64": _GENERIC,
+    "riscv64": _GENERIC,
+    "loongarch64": _GENERIC,
+}
 """(io_setup, io_destroy, io_submit, io_getevents)"""
+# little endian, like all architectures above; opcode 0 is a read
 _REQUEST = np.dtype(
     [
-        *(("tag", "u8"), ("key_and_flags", "u8"), ("opcode", "u2"), ("priority", "i2"), ("fd", "u4")),
+        *(
+            ("tag", "u8"),
+            ("key_and_flags", "u8"),
+            ("opcode", "u2"),
+            ("priority", "i2"),
+            ("fd", "u4"),
+        ),
         *(("address", "u8"), ("length", "u8"), ("offset", "i8"), ("unused", "u8", 2)),
     ]
-)  # little endian, like all architectures above; opcode 0 is a read
-_COMPLETION = np.dtype([("tag", "u8"), ("request", "u8"), ("result", "i8"), ("result2", "i8")])
+)
+_COMPLETION = np.dtype(
+    [("tag", "u8"), ("request", "u8"), ("result", "i8"), ("result2", "i8")]
+)
 
 
 @functools.cache
@@ -47,7 +65,9 @@ def _syscall() -> Any:
 
 
 def system_call(number: int, *arguments: int) -> int:
-    """Make a system call without the GIL, and return the result. Raise OSError if the call fails."""
+    """Make a system call without the GIL, and return the result. Raise OSError if
+    the call fails.
+    """
     result = _syscall()(number, *(ctypes.c_long(argument) for argument in arguments))
     if result < 0:
         code = ctypes.get_errno()
@@ -56,7 +76,8 @@ def system_call(number: int, *arguments: int) -> int:
 
 
 class Queue:
-    """A queue of reads. The files must be open for direct I/O, else the kernel reads while it starts a request.
+    """A queue of reads. The files must be open for direct I/O, else the kernel reads
+    while it starts a request.
 
     Queues are not thread-safe.
 
@@ -71,66 +92,103 @@ class Queue:
     """
 
     def __init__(self, entries: int) -> None:
-        self._setup, self._destroy, self._submit, self._getevents = _CALLS[platform.machine()]
+        self._setup, self._destroy, self._submit, self._getevents = _CALLS[
+            platform.machine()
+        ]
         context = np.zeros(1, dtype=np.int64)
         system_call(self._setup, entries, context.ctypes.data)
         self._context = int(context[0])
         self._owner = os.getpid()
-        self._at_end = weakref.finalize(self, _destroy, self._destroy, self._context, self._owner)
+        self._at_end = weakref.finalize(
+            self, _destroy, self._destroy, self._context, self._owner
+        )
         self._completions = np.zeros(entries, dtype=_COMPLETION)
         self.entries = entries
         self.in_flight = 0
         self._refused: list[tuple[int, int]] = []
 
-    def put(self, fds: Ints, offsets: Ints, addresses: Ints, lengths: Ints, tags: Ints) -> None:
-        """Start one read for each element of the arrays. There must be at most `entries - in_flight` elements.
+    def put(
+        self, fds: Ints, offsets: Ints, addresses: Ints, lengths: Ints, tags: Ints
+    ) -> None:
+        """Start one read for each element of the arrays. There must be at most `entries
+        - in_flight` elements.
 
-        Read i transfers `lengths[i]` bytes from byte `offsets[i]` of file descriptor `fds[i]` to the memory at
-        `addresses[i]`. This memory must remain allocated until `wait` returns `tags[i]`.
+        Read i transfers `lengths[i]` bytes from byte `offsets[i]` of file descriptor
+        `fds[i]` to the memory at `addresses[i]`. This memory must remain allocated
+        until `wait` returns `tags[i]`.
         """
-        requests = np.zeros(len(fds), dtype=_REQUEST)  # the kernel copies them
-        columns = (("fd", fds), ("offset", offsets), ("address", addresses), ("length", lengths), ("tag", tags))
+        # the kernel copies them
+        requests = np.zeros(len(fds), dtype=_REQUEST)
+        columns = (
+            ("fd", fds),
+            ("offset", offsets),
+            ("address", addresses),
+            ("length", lengths),
+            ("tag", tags),
+        )
         for name, column in columns:
             requests[name] = column
         pointers = requests.ctypes.data + np.arange(len(fds)) * _REQUEST.itemsize
         done = 0
         while done < len(fds):
             try:
-                done += system_call(self._submit, self._context, len(fds) - done, int(pointers[done:].ctypes.data))
-            except OSError as error:  # the error of the first request that is not submitted yet
+                done += system_call(
+                    self._submit,
+                    self._context,
+                    len(fds) - done,
+                    int(pointers[done:].ctypes.data),
+                )
+            except OSError as error:
+                # the error of the first request that is not submitted yet
                 self._refused.append((int(tags[done]), -(error.errno or errno.EIO)))
                 done += 1
         self.in_flight += len(fds)
 
     def wait(self, minimum: int) -> tuple[Ints, Ints]:
-        """Wait until at least `minimum` requests are complete. Return (tags, results) of all completed requests.
+        """Wait until at least `minimum` requests are complete. Return (tags, results)
+        of all completed requests.
 
         A result is the number of bytes read or a negative errno.
         """
-        refused, self._refused = np.array(self._refused, dtype=np.int64).reshape(-1, 2), []
+        refused = np.array(self._refused, dtype=np.int64).reshape(-1, 2)
+        self._refused = []
         self.in_flight -= len(refused)
-        minimum, count = min(minimum - len(refused), self.in_flight, self.entries), 0
+        minimum = min(minimum - len(refused), self.in_flight, self.entries)
+        count = 0
         while count < minimum:
             free = self._completions[count:]
-            with contextlib.suppress(InterruptedError):  # a signal came, and its handler has run
+            # a signal came, and its handler has run
+            with contextlib.suppress(InterruptedError):
                 count += system_call(
-                    self._getevents, self._context, minimum - count, len(free), int(free.ctypes.data), 0
+                    self._getevents,
+                    self._context,
+                    minimum - count,
+                    len(free),
+                    int(free.ctypes.data),
+                    0,
                 )
         self.in_flight -= count
         done = self._completions[:count]
-        tags, results = done["tag"].astype(np.int64), done["result"].astype(np.int64)
-        return np.concatenate([refused[:, 0], tags]), np.concatenate([refused[:, 1], results])
+        tags = done["tag"].astype(np.int64)
+        results = done["result"].astype(np.int64)
+        return np.concatenate([refused[:, 0], tags]), np.concatenate(
+            [refused[:, 1], results]
+        )
 
     def close(self) -> None:
-        """Wait until all requests of the queue are complete, and free the queue. May be called repeatedly."""
+        """Wait until all requests of the queue are complete, and free the queue.
+        May be called repeatedly.
+        """
         if self._at_end.alive:
-            with contextlib.suppress(OSError):  # an earlier call that was interrupted has destroyed the context
+            # an earlier call that was interrupted has destroyed the context
+            with contextlib.suppress(OSError):
                 _destroy(self._destroy, self._context, self._owner)
             self._at_end.detach()
 
 
 def _destroy(number: int, context: int, owner: int) -> None:
-    if os.getpid() == owner:  # the context does not belong to a forked child
+    # the context does not belong to a forked child
+    if os.getpid() == owner:
         system_call(number, context)
 
 
@@ -158,14 +216,16 @@ class QueuePool:
         self._owner = os.getpid()
 
     def borrow(self) -> Queue:
-        """Return an idle queue or a new queue. The caller must return the queue with `give_back`.
+        """Return an idle queue or a new queue. The caller must return the queue with
+        `give_back`.
 
         Raises:
             MachineError: the kernel refuses to create a queue.
         """
         with self._lock:
             if self._owner != os.getpid():
-                self._free, self._owner = [], os.getpid()
+                self._free = []
+                self._owner = os.getpid()
             if self._free:
                 return self._free.pop()
         try:

@@ -1,6 +1,8 @@
-"""Conversion of an index to other precisions, shard by shard and without the model (SPEC.md section 11).
+"""Conversion of an index to other precisions, shard by shard and without the model
+(SPEC.md section 11).
 
-Readers can use the index during the conversion. They see a new precision after `index.json` lists it.
+Readers can use the index during the conversion. They see a new precision after
+`index.json` lists it.
 """
 
 from __future__ import annotations
@@ -64,42 +66,65 @@ def convert_shard(
             files[name] = staged.open_tokens(task.spec, name)
             stack.callback(files[name].close)
         holes = done = 0
-        for first, blocks in stack.enter_context(contextlib.closing(_read_ahead(_blocks(task)))):
+        for first, blocks in stack.enter_context(
+            contextlib.closing(_read_ahead(_blocks(task)))
+        ):
             if should_stop():
                 raise TaskInterrupted
             kept = np.flatnonzero(~np.isnan(blocks[:, 0, 0].astype(np.float32)))
             for file in files.values():
-                file.put(kept + first, file.codec.encode(blocks if len(kept) == len(blocks) else blocks[kept]))
-            done, holes = first + len(blocks), holes + len(blocks) - len(kept)
+                file.put(
+                    kept + first,
+                    file.codec.encode(
+                        blocks if len(kept) == len(blocks) else blocks[kept]
+                    ),
+                )
+            done = first + len(blocks)
+            holes = holes + len(blocks) - len(kept)
             on_progress(done)
         for file in files.values():
             staged.add_tokens(file)
         committed = staged.commit()
         failed = {"hole": holes} if holes else {}
-        receipt = ShardReceipt(task.shard, task.plan, done, done - holes, 0, failed, committed, {})
+        receipt = ShardReceipt(
+            task.shard, task.plan, done, done - holes, 0, failed, committed, {}
+        )
         staged.commit_receipt(receipt)
     return receipt
 
 
 def _blocks(task: ConversionTask) -> Iterator[tuple[int, Blocks]]:
-    """Yield (first position, blocks) of the shard, in bfloat16. Only the last two yielded pieces are valid."""
+    """Yield (first position, blocks) of the shard, in bfloat16. Only the last two
+    yielded pieces are valid.
+    """
     # Two buffers take turns, because new memory would cost a page fault per 4 KiB.
     source = codec(task.source, task.spec.block_shape)
     step = max(1, _PIECE_BYTES // source.record_bytes)
     rows = task.spec.shard_rows(task.shard)
-    buffers = [np.empty((min(step, len(rows)), *task.spec.block_shape), dtype=BF16) for _ in range(2)]
+    buffers = [
+        np.empty((min(step, len(rows)), *task.spec.block_shape), dtype=BF16)
+        for _ in range(2)
+    ]
     index = CommittedIndex.open(task.root)
-    whole = replace(index.manifest, snapshot=replace(index.manifest.snapshot, deleted=None, deleted_rows=0))
-    with TokenStore(replace(index, manifest=whole), task.source) as store:  # a rollback can bring deleted rows back
+    whole = replace(
+        index.manifest,
+        snapshot=replace(index.manifest.snapshot, deleted=None, deleted_rows=0),
+    )
+    # a rollback can bring deleted rows back
+    with TokenStore(replace(index, manifest=whole), task.source) as store:
         for first in range(0, len(rows), step):
             buffers.reverse()
-            row_ids = np.arange(rows.start + first, min(rows.start + first + step, rows.stop))
+            row_ids = np.arange(
+                rows.start + first, min(rows.start + first + step, rows.stop)
+            )
             records = store.fetch_records(row_ids)
             yield first, source.decode(records, buffers[0][: len(records)])
 
 
 def _read_ahead(pieces: Iterator[tuple[int, Blocks]]) -> Generator[tuple[int, Blocks]]:
-    """Yield the items of `pieces`. A thread computes the next piece while the caller processes the current piece."""
+    """Yield the items of `pieces`. A thread computes the next piece while the
+    caller processes the current piece.
+    """
     with ThreadPoolExecutor(1, "edje-read") as thread:
         next_piece = thread.submit(next, pieces, None)
         while (piece := next_piece.result()) is not None:
@@ -108,9 +133,14 @@ def _read_ahead(pieces: Iterator[tuple[int, Blocks]]) -> Generator[tuple[int, Bl
 
 
 def with_precisions(
-    index: CommittedIndex, targets: Sequence[str], receipts: Sequence[ShardReceipt], *, source: str
+    index: CommittedIndex,
+    targets: Sequence[str],
+    receipts: Sequence[ShardReceipt],
+    *,
+    source: str,
 ) -> Manifest:
-    """Write the shard tables with converted precisions. Return the manifest with them, which is not written.
+    """Write the shard tables with converted precisions. Return the manifest with them,
+    which is not written.
 
     Args:
         targets: converted precisions, which the index does not have yet.
@@ -118,7 +148,8 @@ def with_precisions(
     Raises:
         CorruptIndexError: a shard has no receipt.
     """
-    layout, manifest = Layout(index.root), index.manifest
+    layout = Layout(index.root)
+    manifest = index.manifest
     check_receipts(receipts, list(manifest.spec.shard_numbers()))
     spec = replace(manifest.spec, precisions=(*manifest.spec.precisions, *targets))
     origins = dict.fromkeys(targets, (*manifest.encoded_from.get(source, ()), source))
@@ -130,12 +161,34 @@ def with_precisions(
     )
 
 
-def without_precisions(layout: Layout, manifest: Manifest, names: Sequence[str]) -> Manifest:
-    """Write the shard tables without the precisions `names`. Return the manifest without them, which is not written."""
-    spec = replace(manifest.spec, precisions=tuple(held for held in manifest.spec.precisions if held not in names))
-    folders = [folder for name in names for folder in (layout.token_array(name), layout.checksums(name, 0).parent)]
+def without_precisions(
+    layout: Layout, manifest: Manifest, names: Sequence[str]
+) -> Manifest:
+    """Write the shard tables without the precisions `names`. Return the manifest
+    without them, which is not written.
+    """
+    spec = replace(
+        manifest.spec,
+        precisions=tuple(
+            held for held in manifest.spec.precisions if held not in names
+        ),
+    )
+    folders = [
+        folder
+        for name in names
+        for folder in (layout.token_array(name), layout.checksums(name, 0).parent)
+    ]
     dropped = tuple(f"{layout.relative(folder)}/" for folder in folders)
     lines = CommittedIndex(layout.root, manifest).shard_files()
-    tables = write_shard_tables(layout, spec, (), [line for line in lines if not line[1].path.startswith(dropped)])
-    origins = {held: sources for held, sources in manifest.encoded_from.items() if held not in names}
+    tables = write_shard_tables(
+        layout,
+        spec,
+        (),
+        [line for line in lines if not line[1].path.startswith(dropped)],
+    )
+    origins = {
+        held: sources
+        for held, sources in manifest.encoded_from.items()
+        if held not in names
+    }
     return replace(manifest, spec=spec, encoded_from=origins, **tables)

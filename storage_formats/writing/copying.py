@@ -1,4 +1,6 @@
-"""Copies of rows and of whole shards, for compactions, merges and copies of a part. No block is decoded."""
+"""Copies of rows and of whole shards, for compactions, merges and copies of a part.
+No block is decoded.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,13 @@ from storage_formats.format.index_files import open_index_file, read_index_file
 from storage_formats.format.layout import IndexSpec, Layout
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.receipts import ShardReceipt
-from storage_formats.format.rows import DUPLICATE, FAILED, INDEXED, read_index_rows, read_shard_rows
+from storage_formats.format.rows import (
+    DUPLICATE,
+    FAILED,
+    INDEXED,
+    read_index_rows,
+    read_shard_rows,
+)
 from storage_formats.format.selection import Selection
 from storage_formats.format.shard_table import EXCHANGED, FileEntry, check_content
 from storage_formats.format.source_columns import SourceColumn
@@ -33,14 +41,24 @@ from storage_formats.token_store import TokenStore
 from storage_formats.writing.staging import StagedFiles
 
 PIECE_BYTES = 8 << 20
-_LOST_ORIGINAL = ("original-deleted", "the original of this duplicate was deleted or left out")
-_NO_COPY_IN_KERNEL = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM)
+_LOST_ORIGINAL = (
+    "original-deleted",
+    "the original of this duplicate was deleted or left out",
+)
+_NO_COPY_IN_KERNEL = (
+    errno.EXDEV,
+    errno.EINVAL,
+    errno.ENOSYS,
+    errno.EOPNOTSUPP,
+    errno.EPERM,
+)
 Ints = NDArray[np.int64]
 Stop = Callable[[], bool]
 
 
 class RowCopier:
-    """Writes selected rows to new shards, with new row ids. All data is compared with the stored checksums.
+    """Writes selected rows to new shards, with new row ids. All data is compared with
+    the stored checksums.
 
     Args:
         target: layout of the index to write to. It may be that of `source`.
@@ -48,33 +66,57 @@ class RowCopier:
     """
 
     def __init__(
-        self, source: CommittedIndex, selection: Selection, target: Layout, spec: IndexSpec, plan: str
+        self,
+        source: CommittedIndex,
+        selection: Selection,
+        target: Layout,
+        spec: IndexSpec,
+        plan: str,
     ) -> None:
-        self._source, self._selection, self._target, self._spec, self._plan = source, selection, target, spec, plan
+        self._source = source
+        self._selection = selection
+        self._target = target
+        self._spec = spec
+        self._plan = plan
         self._stores = {name: TokenStore(source, name) for name in spec.precisions}
-        self._embedding_files = CommittedFiles(source, Layout(source.root).embedding_shard)
+        self._embedding_files = CommittedFiles(
+            source, Layout(source.root).embedding_shard
+        )
 
     def close(self) -> None:
         """Close the token files of the source."""
         for store in self._stores.values():
             store.close()
 
-    def copy_shard(self, shard: int, on_progress: Callable[[int], None], should_stop: Stop) -> ShardReceipt:
+    def copy_shard(
+        self, shard: int, on_progress: Callable[[int], None], should_stop: Stop
+    ) -> ShardReceipt:
         """Write and commit the files of one shard of the target, and write the receipt.
 
         Args:
             should_stop: called between pieces; True stops the copy.
 
         Raises:
-            TaskInterrupted: `should_stop` returned True. The unfinished files were removed.
+            TaskInterrupted: `should_stop` returned True. The unfinished files were
+                removed.
         """
-        new_ids, first = self._spec.shard_rows(shard), self._spec.used_segments[-1].first_row
-        old_ids = self._selection.row_ids(range(new_ids.start - first, new_ids.stop - first))
+        new_ids = self._spec.shard_rows(shard)
+        first = self._spec.used_segments[-1].first_row
+        old_ids = self._selection.row_ids(
+            range(new_ids.start - first, new_ids.stop - first)
+        )
         table = read_index_rows(self._source, old_ids)
-        originals = [-1 if original is None else original for original in table["duplicate_of"].to_pylist()]
+        originals = [
+            -1 if original is None else original
+            for original in table["duplicate_of"].to_pylist()
+        ]
         ranks = self._selection.ranks_of(originals).tolist()
-        rows = with_row_ids(table, new_ids, [-1 if rank < 0 else first + rank for rank in ranks])
-        indexed = np.flatnonzero(np.array([status == INDEXED for status in rows["status"].to_pylist()]))
+        rows = with_row_ids(
+            table, new_ids, [-1 if rank < 0 else first + rank for rank in ranks]
+        )
+        indexed = np.flatnonzero(
+            np.array([status == INDEXED for status in rows["status"].to_pylist()])
+        )
         staged = StagedFiles(self._target, shard)
         with contextlib.ExitStack() as stack:
             stack.callback(staged.remove)
@@ -90,25 +132,34 @@ class RowCopier:
                 on_progress(len(new_ids) * (number + 1) // len(self._stores))
                 staged.add_tokens(file)
             embeddings = self._embeddings(old_ids, indexed)
-            staged.add_bytes("embeddings", self._target.embedding_shard(shard), embeddings.tobytes())
+            staged.add_bytes(
+                "embeddings", self._target.embedding_shard(shard), embeddings.tobytes()
+            )
             return staged.commit_rows(rows, self._plan)
 
     def _embeddings(self, old_ids: Ints, indexed: Ints) -> NDArray[np.float32]:
-        """Return the embeddings of a new shard, float32 [shard_size, embed_dim]. Positions not in `indexed` are NaN."""
-        values = np.full((self._spec.shard_size, self._spec.embed_dim), np.nan, dtype="<f4")
+        """Return the embeddings of a new shard, float32 [shard_size, embed_dim].
+        Positions not in `indexed` are NaN.
+        """
+        values = np.full(
+            (self._spec.shard_size, self._spec.embed_dim), np.nan, dtype="<f4"
+        )
         shards, positions = np.divmod(old_ids[indexed], self._spec.shard_size)
         entries = self._embedding_files.files(np.unique(shards).tolist())
         self._source.fetch(entries.values())
         for shard, committed in entries.items():
             path = self._source.root / committed.path
             try:
-                data = read_index_file(self._source.root, path, max_bytes=committed.bytes)
+                data = read_index_file(
+                    self._source.root, path, max_bytes=committed.bytes
+                )
             except OSError as error:
                 raise cannot_read(path, error) from error
             check_content(path, committed, data)
             if len(data) != values.nbytes:
                 raise CorruptIndexError(
-                    f"{path} has {len(data)} bytes instead of {values.nbytes}; run 'edje-index verify'"
+                    f"{path} has {len(data)} bytes instead of {values.nbytes}; run"
+                    " 'edje-index verify'"
                 )
             stored = np.frombuffer(data, dtype="<f4").reshape(values.shape)
             of_shard = shards == shard
@@ -123,13 +174,21 @@ class ShardCopier:
         offset: number to add to the row ids, a multiple of the shard size.
     """
 
-    def __init__(self, source: CommittedIndex, offset: int, target: Layout, plan: str) -> None:
-        self._source, self._offset, self._target, self._plan = source, offset, target, plan
+    def __init__(
+        self, source: CommittedIndex, offset: int, target: Layout, plan: str
+    ) -> None:
+        self._source = source
+        self._offset = offset
+        self._target = target
+        self._plan = plan
         self._entries = {file.path: file for _, file in source.shard_files()}
 
     def copy_shard(self, shard: int) -> ShardReceipt:
-        """Copy and commit the files of shard `shard` of the source, and write the receipt."""
-        spec, source = self._source.manifest.spec, Layout(self._source.root)
+        """Copy and commit the files of shard `shard` of the source, and write the
+        receipt.
+        """
+        spec = self._source.manifest.spec
+        source = Layout(self._source.root)
         moved = shard + self._offset // spec.shard_size
         staged = StagedFiles(self._target, moved)
         try:
@@ -138,11 +197,26 @@ class ShardCopier:
             for number, (old, new) in enumerate(zip(old_paths, paths, strict=True)):
                 entry = self._entry(old)
                 copy_file(source.root, entry, staged.path(str(number)))
-                staged.add(str(number), self._target.root / new, entry.bytes, entry.crc32c)
-            table = read_shard_rows(source, shard, None, self._entry(old_rows), self._source.manifest.columns)
-            originals = [-1 if row is None else row + self._offset for row in table["duplicate_of"].to_pylist()]
+                staged.add(
+                    str(number), self._target.root / new, entry.bytes, entry.crc32c
+                )
+            table = read_shard_rows(
+                source,
+                shard,
+                None,
+                self._entry(old_rows),
+                self._source.manifest.columns,
+            )
+            originals = [
+                -1 if row is None else row + self._offset
+                for row in table["duplicate_of"].to_pylist()
+            ]
             rows = spec.shard_rows(shard)
-            table = with_row_ids(table, range(rows.start + self._offset, rows.stop + self._offset), originals)
+            table = with_row_ids(
+                table,
+                range(rows.start + self._offset, rows.stop + self._offset),
+                originals,
+            )
             return staged.commit_rows(table, self._plan)
         finally:
             staged.remove()
@@ -150,7 +224,10 @@ class ShardCopier:
     def _entry(self, path: str) -> FileEntry:
         if path not in self._entries:
             root = self._source.root
-            raise CorruptIndexError(f"the shard table of {root} does not list {path}; run 'edje-index verify'")
+            raise CorruptIndexError(
+                f"the shard table of {root} does not list {path}; run 'edje-index"
+                " verify'"
+            )
         return self._entries[path]
 
 
@@ -158,19 +235,28 @@ def with_row_ids(table: pa.Table, row_ids: range, originals: Sequence[int]) -> p
     """Return k rows with new row ids.
 
     Args:
-        originals: for each row, the new row id of its original. Values of rows that are no duplicates are ignored. A
-            duplicate with the value -1 becomes a failed row with the reason "original-deleted".
+        originals: for each row, the new row id of its original. Values of rows that are
+            no duplicates are ignored. A duplicate with the value -1 becomes a failed
+            row with the reason "original-deleted".
     """
     lines = table.select(["status", "reason", "detail", "duplicate_of"]).to_pylist()
     for line, original in zip(lines, originals, strict=True):
         if line["status"] == DUPLICATE and original < 0:
             reason, detail = _LOST_ORIGINAL
-            line |= {"status": FAILED, "reason": reason, "detail": detail, "duplicate_of": None}
+            line |= {
+                "status": FAILED,
+                "reason": reason,
+                "detail": detail,
+                "duplicate_of": None,
+            }
         elif line["status"] == DUPLICATE:
             line["duplicate_of"] = original
     columns: Mapping[str, Sequence[Any]] = {
         "row_id": list(row_ids),
-        **{name: [line[name] for line in lines] for name in ("status", "reason", "detail", "duplicate_of")},
+        **{
+            name: [line[name] for line in lines]
+            for name in ("status", "reason", "detail", "duplicate_of")
+        },
     }
     for name, values in columns.items():
         position = table.schema.get_field_index(name)
@@ -179,22 +265,33 @@ def with_row_ids(table: pa.Table, row_ids: range, originals: Sequence[int]) -> p
     return table
 
 
-def count_values(layout: Layout, shards: Iterable[int], columns: Sequence[SourceColumn]) -> Counter[str]:
+def count_values(
+    layout: Layout, shards: Iterable[int], columns: Sequence[SourceColumn]
+) -> Counter[str]:
     """Return the number of values of each source column in `shards`."""
     counts = Counter[str]()
     for shard in shards if columns else ():
-        table = read_shard_rows(layout, shard, [column.name for column in columns], source_columns=columns)
-        counts.update({name: len(table) - table[name].null_count for name in table.column_names})
+        table = read_shard_rows(
+            layout, shard, [column.name for column in columns], source_columns=columns
+        )
+        counts.update(
+            {name: len(table) - table[name].null_count for name in table.column_names}
+        )
     return counts
 
 
-def with_values(columns: Sequence[SourceColumn], counts: Mapping[str, int]) -> tuple[SourceColumn, ...]:
+def with_values(
+    columns: Sequence[SourceColumn], counts: Mapping[str, int]
+) -> tuple[SourceColumn, ...]:
     """Return `columns` with the numbers of values in `counts`."""
-    return tuple(replace(column, values=counts.get(column.name, 0)) for column in columns)
+    return tuple(
+        replace(column, values=counts.get(column.name, 0)) for column in columns
+    )
 
 
 def copy_file(root: Path, source: FileEntry, target: Path) -> None:
-    """Copy a file of the index at `root` to the new file `target`, and compare the copy with the file entry `source`.
+    """Copy a file of the index at `root` to the new file `target`, and compare the copy
+    with the file entry `source`.
 
     The file system shares the disk blocks if it can (reflink).
     """
@@ -205,22 +302,30 @@ def copy_file(root: Path, source: FileEntry, target: Path) -> None:
         raise cannot_read(path, error) from error
     with opened, naming(target), open(target, "xb", buffering=0) as copy:
         length = os.fstat(opened.fileno()).st_size
-        if length == source.bytes and not _copy_in_kernel(opened.fileno(), copy.fileno(), length):
+        if length == source.bytes and not _copy_in_kernel(
+            opened.fileno(), copy.fileno(), length
+        ):
             shutil.copyfileobj(opened, copy)
     if crc32c_file(target) != (source.bytes, source.crc32c):
-        raise CorruptIndexError(f"{path} is not the file that was committed: {EXCHANGED}")
+        raise CorruptIndexError(
+            f"{path} is not the file that was committed: {EXCHANGED}"
+        )
 
 
 def _copy_in_kernel(source: int, target: int, length: int) -> bool:
-    """Copy `length` bytes between two file descriptors in the kernel. Return False if this is not supported."""
-    if not hasattr(os, "copy_file_range"):  # not Linux
+    """Copy `length` bytes between two file descriptors in the kernel. Return False
+    if this is not supported.
+    """
+    # not Linux
+    if not hasattr(os, "copy_file_range"):
         return False
     done = 0
     try:
         while done < length:
             count = os.copy_file_range(source, target, length - done)
             if not count:
-                break  # the file became shorter; its checksum will differ
+                # the file became shorter; its checksum will differ
+                break
             done += count
     except OSError as error:
         if done or error.errno not in _NO_COPY_IN_KERNEL:

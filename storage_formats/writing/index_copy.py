@@ -1,4 +1,6 @@
-"""Copies of one snapshot of an index between directories and object stores, without decoding (SPEC.md section 12.4)."""
+"""Copies of one snapshot of an index between directories and object stores, without
+decoding (SPEC.md section 12.4).
+"""
 
 from __future__ import annotations
 
@@ -12,13 +14,23 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from storage_formats.atomic import fsync_parent, fsync_path, json_bytes, make_directories
+from storage_formats.atomic import (
+    fsync_parent,
+    fsync_path,
+    json_bytes,
+    make_directories,
+)
 from storage_formats.change import DATA_FILE
 from storage_formats.errors import CorruptIndexError, EdjeError, UsageError, cannot_read
 from storage_formats.format.checksum import crc32c, to_hex
 from storage_formats.format.index_files import open_index_file, read_index_file
 from storage_formats.format.layout import Layout
-from storage_formats.format.manifest import SNAPSHOT_FILE, CommittedIndex, Manifest, kept_snapshots
+from storage_formats.format.manifest import (
+    SNAPSHOT_FILE,
+    CommittedIndex,
+    Manifest,
+    kept_snapshots,
+)
 from storage_formats.format.object_store import (
     CHUNK_BYTES,
     STORE_SCHEMES,
@@ -34,7 +46,8 @@ from storage_formats.format.shard_table import EXCHANGED, FileEntry
 from storage_formats.format.zarr_metadata import zarr_documents
 from storage_formats.writing.copying import copy_file
 
-_CHECKSUM = "crc32c"  # name of the object metadata
+# name of the object metadata
+_CHECKSUM = "crc32c"
 _MAX_CLAIM_BYTES = 1 << 20
 
 
@@ -44,9 +57,16 @@ def files_to_copy(index: CommittedIndex) -> list[FileEntry]:
     for entry in named:
         if not DATA_FILE.fullmatch(entry.path) or entry.path.endswith("zarr.json"):
             raise CorruptIndexError(
-                f"{index.location} lists the file {entry.path}, which is not a data file; do not trust this index"
+                f"{index.location} lists the file {entry.path}, which is not a data"
+                " file; do not trust this index"
             )
-    return [*(FileEntry(path, len(data), crc32c(data)) for path, data in _zarr_files(index).items()), *named]
+    return [
+        *(
+            FileEntry(path, len(data), crc32c(data))
+            for path, data in _zarr_files(index).items()
+        ),
+        *named,
+    ]
 
 
 def manifest_bytes(index: CommittedIndex) -> bytes:
@@ -55,7 +75,8 @@ def manifest_bytes(index: CommittedIndex) -> bytes:
     Raises:
         EdjeError: the index has changed since it was opened.
     """
-    number, layout = index.manifest.snapshot.number, Layout(index.root)
+    number = index.manifest.snapshot.number
+    layout = Layout(index.root)
     for path in (layout.manifest, layout.snapshot(number)):
         try:
             data = read_index_file(index.root, path)
@@ -63,19 +84,24 @@ def manifest_bytes(index: CommittedIndex) -> bytes:
             continue
         if Manifest.parse(data, path) == index.manifest:
             return data
-    raise EdjeError(f"{index.location} changed while it was being copied; run the copy again")
+    raise EdjeError(
+        f"{index.location} changed while it was being copied; run the copy again"
+    )
 
 
 def copy_to_directory(index: CommittedIndex, entry: FileEntry, root: Path) -> bool:
-    """Copy a file into the new index at `root`, and compare it with `entry`. Return False if it is there already.
+    """Copy a file into the new index at `root`, and compare it with `entry`. Return
+    False if it is there already.
 
-    The file is flushed to the device before it appears at its path. `begin_index` has created the directories.
+    The file is flushed to the device before it appears at its path. `begin_index` has
+    created the directories.
     """
     path = root / entry.path
     if path.is_file() and path.stat().st_size == entry.bytes:
         return False
     make_directories(path.parent)
-    temporary = Layout(root).staging / uuid.uuid4().hex  # removed with build/ if the process is killed
+    # removed with build/ if the process is killed
+    temporary = Layout(root).staging / uuid.uuid4().hex
     try:
         if index.remote is None:
             copy_file(index.root, entry, temporary)
@@ -95,7 +121,8 @@ class RemoteCopy:
     """A running copy to an object store. `begin_remote_copy` makes it.
 
     Attributes:
-        replaced: the `index.json` that the copy will replace. None if the destination has no `index.json`.
+        replaced: the `index.json` that the copy will replace. None if the destination
+            has no `index.json`.
     """
 
     index: CommittedIndex
@@ -104,12 +131,22 @@ class RemoteCopy:
     writer: str
 
     def put(self, entry: FileEntry) -> bool:
-        """Write a file, and compare it with `entry`. Return False if the same object was there already."""
-        info, checksum = self.folder.info(entry.path), to_hex(entry.crc32c)
-        if info is not None and info.size == entry.bytes and info.metadata.get(_CHECKSUM) == checksum:
+        """Write a file, and compare it with `entry`. Return False if the same
+        object was there already.
+        """
+        info = self.folder.info(entry.path)
+        checksum = to_hex(entry.crc32c)
+        if (
+            info is not None
+            and info.size == entry.bytes
+            and info.metadata.get(_CHECKSUM) == checksum
+        ):
             return False
         self.folder.put(
-            entry.path, lambda: file_contents(self.index, entry), length=entry.bytes, metadata={_CHECKSUM: checksum}
+            entry.path,
+            lambda: file_contents(self.index, entry),
+            length=entry.bytes,
+            metadata={_CHECKSUM: checksum},
         )
         return True
 
@@ -119,55 +156,79 @@ class RemoteCopy:
         Raises:
             EdjeError: another writer has changed the destination.
         """
-        data, replaced, folder = manifest_bytes(self.index), self.replaced, self.folder
+        data = manifest_bytes(self.index)
+        replaced = self.replaced
+        folder = self.folder
         try:
-            if _claimed_by(folder) != self.writer:  # a copy of the same snapshot may have ended, and removed the claim
+            # a copy of the same snapshot may have ended, and removed the claim
+            if _claimed_by(folder) != self.writer:
                 version, _ = read_root(folder)
                 if version is None or version.data != data:
-                    raise ObjectChangedError(f"another writer removed {folder.url_of(CLAIM)}")
+                    raise ObjectChangedError(
+                        f"another writer removed {folder.url_of(CLAIM)}"
+                    )
             if replaced is not None and replaced.data not in (data, REPLACED):
-                number = Manifest.parse(replaced.data, folder.url_of(ROOT)).snapshot.number
+                number = Manifest.parse(
+                    replaced.data, folder.url_of(ROOT)
+                ).snapshot.number
                 if number != self.index.manifest.snapshot.number:
-                    kept, key = replaced.data, Layout(Path()).snapshot(number).as_posix()
-                    folder.put(key, lambda: [kept], length=len(kept), metadata={_CHECKSUM: to_hex(crc32c(kept))})
+                    kept = replaced.data
+                    key = Layout(Path()).snapshot(number).as_posix()
+                    folder.put(
+                        key,
+                        lambda: [kept],
+                        length=len(kept),
+                        metadata={_CHECKSUM: to_hex(crc32c(kept))},
+                    )
             folder.replace(ROOT, data, replaced)
         except UncertainWriteError as error:
             raise EdjeError(
-                f"the copy may be complete: {error}. Once the store responds, run the copy again, which then copies "
-                "only what is missing"
+                f"the copy may be complete: {error}. Once the store responds, run the"
+                " copy again, which then copies only what is missing"
             ) from error
         except ObjectChangedError as error:
             raise EdjeError(
-                f"{error} during the copy, so the copy did not write index.json. Run the copy again once no other "
-                "process writes to the destination"
+                f"{error} during the copy, so the copy did not write index.json. Run"
+                " the copy again once no other process writes to the destination"
             ) from error
 
     def remove_others(self, entries: Collection[FileEntry]) -> None:
-        """Delete the data files and snapshots that are not in `entries`, unless another writer may need them."""
+        """Delete the data files and snapshots that are not in `entries`, unless
+        another writer may need them.
+        """
         named = {entry.path for entry in entries}
-        unnamed = [key for key in self.folder.list_sizes() if is_data(key) and key not in named]
+        unnamed = [
+            key for key in self.folder.list_sizes() if is_data(key) and key not in named
+        ]
         if _claimed_by(self.folder) == self.writer:
-            unnamed.sort(key=lambda key: SNAPSHOT_FILE.fullmatch(key) is None)  # so that no kept snapshot lacks files
+            # so that no kept snapshot lacks files
+            unnamed.sort(key=lambda key: SNAPSHOT_FILE.fullmatch(key) is None)
             self.folder.delete(unnamed)
 
 
 @contextlib.contextmanager
-def begin_remote_copy(index: CommittedIndex, folder: ObjectFolder, *, replace: bool = False) -> Iterator[RemoteCopy]:
-    """Begin to copy `index` to an object store, or resume an earlier copy of the same snapshot.
+def begin_remote_copy(
+    index: CommittedIndex, folder: ObjectFolder, *, replace: bool = False
+) -> Iterator[RemoteCopy]:
+    """Begin to copy `index` to an object store, or resume an earlier copy of the same
+    snapshot.
 
     In the `with` block, the object `build/claim.json` keeps other writers away.
 
     Args:
-        replace: whether the copy may discard what the index at the destination has and `index` has not. Readers then
-            find no index at the destination until the copy ends.
+        replace: whether the copy may discard what the index at the destination has and
+            `index` has not. Readers then find no index at the destination until the
+            copy ends.
 
     Raises:
-        UsageError: the destination is read-only, or has an index that the copy would discard.
+        UsageError: the destination is read-only, or has an index that the copy would
+            discard.
         EdjeError: another copy to the destination is running or was killed.
     """
     if folder.scheme not in STORE_SCHEMES:
         raise UsageError(
-            f"{folder.url} can only be read; write to a URL that begins with s3://, gs://, az:// or hf://datasets/",
+            f"{folder.url} can only be read; write to a URL that begins with s3://,"
+            " gs://, az:// or hf://datasets/",
             parameter="out",
         )
     writer = f"copy {to_hex(crc32c(manifest_bytes(index)))}"
@@ -178,42 +239,61 @@ def begin_remote_copy(index: CommittedIndex, folder: ObjectFolder, *, replace: b
             if not replace:
                 raise UsageError(lost, parameter="out")
             manifest = None
-        if manifest is None and version is not None:  # a deletion has no condition, so a late one could remove the copy
+        # a deletion has no condition, so a late one could remove the copy
+        if manifest is None and version is not None:
             version = folder.replace(ROOT, REPLACED, version)
         yield RemoteCopy(index, folder, version, writer)
     finally:
-        with contextlib.suppress(ObjectStoreError):  # then the claim stays
+        # then the claim stays
+        with contextlib.suppress(ObjectStoreError):
             if _claimed_by(folder) == writer:
                 folder.delete([CLAIM])
 
 
 def is_data(key: str) -> bool:
-    """Return True if `key` is the name of a data file, or of the manifest of an earlier snapshot."""
-    return DATA_FILE.fullmatch(key) is not None or SNAPSHOT_FILE.fullmatch(key) is not None
+    """Return True if `key` is the name of a data file, or of the manifest of an
+    earlier snapshot.
+    """
+    return (
+        DATA_FILE.fullmatch(key) is not None or SNAPSHOT_FILE.fullmatch(key) is not None
+    )
 
 
-def _readable_root(folder: ObjectFolder) -> tuple[ObjectVersion | None, Manifest | None]:
-    """Read `index.json` like `read_root`. The contents of a damaged one are not read, since it is to be replaced."""
+def _readable_root(
+    folder: ObjectFolder,
+) -> tuple[ObjectVersion | None, Manifest | None]:
+    """Read `index.json` like `read_root`. The contents of a damaged one are not
+    read, since it is to be replaced.
+    """
     try:
         return read_root(folder)
     except (CorruptIndexError, UsageError):
         info = folder.info(ROOT)
-        return None if info is None else ObjectVersion(b"", info.etag, info.version), None
+        return (
+            None if info is None else ObjectVersion(b"", info.etag, info.version)
+        ), None
 
 
 def _claim(folder: ObjectFolder, writer: str) -> None:
-    """Create the claim of `writer`, or take over the one that a killed process of the same writer has left."""
+    """Create the claim of `writer`, or take over the one that a killed process of
+    the same writer has left.
+    """
     owner = f"process {os.getpid()} on {socket.gethostname()}"
-    claim = {"writer": writer, "owner": owner, "created": datetime.datetime.now(datetime.UTC).isoformat()}
+    claim = {
+        "writer": writer,
+        "owner": owner,
+        "created": datetime.datetime.now(datetime.UTC).isoformat(),
+    }
     try:
         folder.replace(CLAIM, json.dumps(claim).encode(), None)
     except ObjectChangedError:
         other = _read_claim(folder)
         if other.get("writer") != writer:
             raise EdjeError(
-                f"another copy to {folder.url} is running or was killed ({other.get('owner', 'unknown owner')}, since "
-                f"{other.get('created')}); wait until it ends. If its process does not run any more, delete the object "
-                f"{folder.url_of(CLAIM)}"
+                f"another copy to {folder.url} is running or was killed"
+                f" ({other.get('owner', 'unknown owner')}, since"
+                f" {other.get('created')}); wait until it ends. If its process does not"
+                f" run any more, delete the object {folder.url_of(CLAIM)}"
             ) from None
 
 
@@ -231,7 +311,8 @@ def _read_claim(folder: ObjectFolder) -> dict[str, str]:
 
 
 def what_is_lost(index: CommittedIndex, url: str, manifest: Manifest) -> str | None:
-    """Return the message of an error if the index at `url` has what `index` has not; None if a copy loses nothing.
+    """Return the message of an error if the index at `url` has what `index` has not;
+    None if a copy loses nothing.
 
     `manifest` is the current manifest of the index at `url`.
     """
@@ -239,7 +320,11 @@ def what_is_lost(index: CommittedIndex, url: str, manifest: Manifest) -> str | N
     if manifest.snapshot not in [each.snapshot for each in kept]:
         lost = f"is at snapshot {manifest.snapshot.number}"
     else:
-        known = {entry for each in kept for entry in _entries(CommittedIndex(index.root, each, index.remote))}
+        known = {
+            entry
+            for each in kept
+            for entry in _entries(CommittedIndex(index.root, each, index.remote))
+        }
         opened = open_index(url)
         if opened.manifest != manifest:
             raise EdjeError(f"another writer changed {url}; run the copy again")
@@ -248,41 +333,56 @@ def what_is_lost(index: CommittedIndex, url: str, manifest: Manifest) -> str | N
             return None
         lost = f"has the file {unknown[0]}"
     return (
-        f"{url} {lost}, which {index.location} does not have; choose another destination. To discard that index, copy "
-        "with replace=True"
+        f"{url} {lost}, which {index.location} does not have; choose another"
+        " destination. To discard that index, copy with replace=True"
     )
 
 
 def _entries(index: CommittedIndex) -> set[FileEntry]:
-    """Return the entries of all data files of a snapshot, apart from the shard tables."""
-    return {entry for _, entry in index.shard_files()} | {*index.manifest.own_files} - {*index.manifest.shard_tables}
+    """Return the entries of all data files of a snapshot, apart from the shard
+    tables.
+    """
+    return {entry for _, entry in index.shard_files()} | {*index.manifest.own_files} - {
+        *index.manifest.shard_tables
+    }
 
 
 def _zarr_files(index: CommittedIndex) -> dict[str, bytes]:
     """Return the contents of each `zarr.json` of a snapshot, keyed by path.
 
-    The files on disk are not read, because they describe the number of rows of the current snapshot.
+    The files on disk are not read, because they describe the number of rows of the
+    current snapshot.
     """
     layout = Layout(index.root)
     documents = zarr_documents(layout, index.manifest.spec)
-    return {layout.relative(path): json_bytes(document) for path, document in documents.items()}
+    return {
+        layout.relative(path): json_bytes(document)
+        for path, document in documents.items()
+    }
 
 
 def file_contents(index: CommittedIndex, entry: FileEntry) -> Iterator[Chunk]:
-    """Yield the contents of a file of `index` in pieces, and compare them with `entry`."""
+    """Yield the contents of a file of `index` in pieces, and compare them with
+    `entry`.
+    """
     if entry.path.endswith("zarr.json"):
         yield _zarr_files(index)[entry.path]
         return
     if index.remote is not None:
         yield from index.remote.committed_chunks(entry)
         return
-    path, crc, length = index.root / entry.path, 0, 0
+    path = index.root / entry.path
+    crc = 0
+    length = 0
     try:
         with open_index_file(index.root, path) as file:
             while piece := file.read(CHUNK_BYTES):
-                crc, length = crc32c(piece, crc), length + len(piece)
+                crc = crc32c(piece, crc)
+                length = length + len(piece)
                 yield piece
     except OSError as error:
         raise cannot_read(path, error) from error
     if (length, crc) != (entry.bytes, entry.crc32c):
-        raise CorruptIndexError(f"{path} is not the file that was committed: {EXCHANGED}")
+        raise CorruptIndexError(
+            f"{path} is not the file that was committed: {EXCHANGED}"
+        )

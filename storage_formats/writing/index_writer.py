@@ -1,7 +1,9 @@
-"""Writing of a whole index from arrays, for callers that compute embeddings and tokens themselves.
+"""Writing of a whole index from arrays, for callers that compute embeddings and tokens
+themselves.
 
-The writer commits each full shard, and writes `index.json` last, so that a reader sees the whole index or no index. If
-the writer dies, the next writer removes the unfinished index and starts again.
+The writer commits each full shard, and writes `index.json` last, so that a reader sees
+the whole index or no index. If the writer dies, the next writer removes the unfinished
+index and starts again.
 """
 
 from __future__ import annotations
@@ -35,25 +37,31 @@ ROW_COLUMNS = ("uri", "uri_raw", "size", "content_hash", "width", "height")
 """Columns of the rows table that a caller of `IndexWriter.append` may give."""
 _BLOCK_TYPES = (np.dtype(np.float32), np.dtype(np.float16), np.dtype(BF16))
 _EMBEDDING_TYPES = (*_BLOCK_TYPES, np.dtype(np.float64))
-_EXPONENT = np.uint16(0x7F80)  # bfloat16: all ones in NaN and in infinity
+# bfloat16: all ones in NaN and in infinity
+_EXPONENT = np.uint16(0x7F80)
 
 
 class IndexWriter:
-    """Writes an index of token blocks and embeddings that the caller computed. Not thread-safe.
+    """Writes an index of token blocks and embeddings that the caller computed. Not
+    thread-safe.
 
-    Use the writer in a `with` statement. The end of the block commits the index. An exception in the block removes all
-    written files. The writer buffers at most one shard in memory. To add a nearest-neighbour index, call
-    `edje_index.add_ann`.
+    Use the writer in a `with` statement. The end of the block commits the index. An
+    exception in the block removes all written files. The writer buffers at most one
+    shard in memory. To add a nearest-neighbour index, call `edje_index.add_ann`.
 
     Examples:
         >>> import numpy as np
         >>> from storage_formats import IndexWriter, TokenStore
         >>> rng = np.random.default_rng(0)
-        >>> with IndexWriter.create("arrays.edje", block_shape=(4, 16), embed_dim=8, precisions=["fp8"]) as writer:
+        >>> writer = IndexWriter.create(
+        ...     "arrays.edje", block_shape=(4, 16), embed_dim=8, precisions=["fp8"]
+        ... )
+        >>> with writer:
         ...     for part in range(3):
         ...         blocks = rng.standard_normal((10, 4, 16), dtype=np.float32)
         ...         embeddings = rng.standard_normal((10, 8), dtype=np.float32)
-        ...         row_ids = writer.append(blocks, embeddings, [f"page-{part}-{row}" for row in range(10)])
+        ...         uris = [f"page-{part}-{row}" for row in range(10)]
+        ...         row_ids = writer.append(blocks, embeddings, uris)
         >>> row_ids
         range(20, 30)
         >>> TokenStore.open("arrays.edje", "fp8").fetch([29, 0]).shape
@@ -63,7 +71,8 @@ class IndexWriter:
     def __init__(self, root: Path, spec: IndexSpec, encoder: str) -> None:
         """Do not call this: use `IndexWriter.create`."""
         self._layout = Layout(root)
-        self._spec = spec  # its number of rows is that of one shard
+        # its number of rows is that of one shard
+        self._spec = spec
         self._encoder = encoder
         self._held_change = contextlib.ExitStack()
         self._change: Change
@@ -89,22 +98,27 @@ class IndexWriter:
     ) -> IndexWriter:
         """Start an index in a new or empty directory.
 
-        If an earlier writer died and left an unfinished index at `path`, this index is removed first.
+        If an earlier writer died and left an unfinished index at `path`, this index is
+        removed first.
 
         Args:
             path: directory of the index.
             block_shape: (m, d), tokens per block and values per token.
             embed_dim: width of the embeddings.
-            precisions: names of the precisions to store, from `storage_formats.precisions()`.
+            precisions: names of the precisions to store, from
+                `storage_formats.precisions()`.
             shard_size: rows per shard. The writer buffers one shard in memory.
-            encoder: name and version of the model that computed the arrays, stored in `index.json`.
+            encoder: name and version of the model that computed the arrays, stored in
+                `index.json`.
 
         Raises:
             UsageError: `path` is not empty, or an argument is not valid.
             OSError: the directory cannot be written.
         """
         m, d = block_shape
-        spec = IndexSpec(shard_size, shard_size, (m, d), embed_dim, tuple(dict.fromkeys(precisions)))
+        spec = IndexSpec(
+            shard_size, shard_size, (m, d), embed_dim, tuple(dict.fromkeys(precisions))
+        )
         if not spec.precisions:
             raise UsageError("precisions is empty; name at least one precision")
         for name in spec.precisions:
@@ -121,65 +135,91 @@ class IndexWriter:
         """Return the number of rows that were appended."""
         return len(self._receipts) * self._spec.shard_size + self._held
 
-    def append(self, blocks: NDArray[Any] | Sequence[Any], embeddings: NDArray[Any], rows: Rows | None = None) -> range:
+    def append(
+        self,
+        blocks: NDArray[Any] | Sequence[Any],
+        embeddings: NDArray[Any],
+        rows: Rows | None = None,
+    ) -> range:
         """Append k rows and return the row ids of the new rows.
 
-        The arrays may be memory maps larger than the memory. After an error, the writer can still be used, and
-        `len(writer)` is the number of rows appended so far.
+        The arrays may be memory maps larger than the memory. After an error, the writer
+        can still be used, and `len(writer)` is the number of rows appended so far.
 
         Args:
-            blocks: [k, m, d], float32, float16 or bfloat16, finite. Stored as the nearest bfloat16. Or a list of k
-                arrays [t, d] of 1 to m vectors each: the last vector is repeated until there are m, which leaves MaxSim
+            blocks: [k, m, d], float32, float16 or bfloat16, finite. Stored as the
+                nearest bfloat16. Or a list of k arrays [t, d] of 1 to m vectors each:
+                the last vector is repeated until there are m, which leaves MaxSim
                 unchanged.
-            embeddings: [k, embed_dim], floating point, finite, not zero. Stored as float32, scaled to unit length.
-            rows: a list of k URIs; or a pyarrow table, a record batch or a dictionary with columns from `ROW_COLUMNS`.
-                If no URIs are given, the row ids become the URIs.
+            embeddings: [k, embed_dim], floating point, finite, not zero. Stored as
+                float32, scaled to unit length.
+            rows: a list of k URIs; or a pyarrow table, a record batch or a dictionary
+                with columns from `ROW_COLUMNS`. If no URIs are given, the row ids
+                become the URIs.
 
         Raises:
-            UsageError: an argument has a wrong shape or type, a value is not finite, or the writer is closed.
-            OSError: a shard cannot be written. The next call tries to write this shard again.
+            UsageError: an argument has a wrong shape or type, a value is not finite, or
+                the writer is closed.
+            OSError: a shard cannot be written. The next call tries to write this shard
+                again.
         """
         self._check_open()
         if isinstance(blocks, list | tuple) and len(blocks):
-            (m, d), vectors = self._spec.block_shape, [np.asarray(each) for each in blocks]
+            m, d = self._spec.block_shape
+            vectors = [np.asarray(each) for each in blocks]
             for position, each in enumerate(vectors):
                 if each.ndim != 2 or each.shape[1] != d or not 1 <= len(each) <= m:
                     shape = list(each.shape)
                     raise UsageError(
-                        f"blocks[{position}] must have the shape [1 to {m}, {d}], got {shape}; pool vectors"
+                        f"blocks[{position}] must have the shape [1 to {m}, {d}], got"
+                        f" {shape}; pool vectors"
                     )
-            blocks = np.stack([each[np.minimum(np.arange(m), len(each) - 1)] for each in vectors])
-        blocks, embeddings = np.asarray(blocks), np.asarray(embeddings)
+            blocks = np.stack(
+                [each[np.minimum(np.arange(m), len(each) - 1)] for each in vectors]
+            )
+        blocks = np.asarray(blocks)
+        embeddings = np.asarray(embeddings)
         self._check_shapes(blocks, embeddings)
         given = _given_columns(rows, len(blocks))
         first = len(self)
         done = 0
         while done < len(blocks):
-            if self._held == self._spec.shard_size:  # an error has kept it from being committed
+            # an error has kept it from being committed
+            if self._held == self._spec.shard_size:
                 self._commit_shard()
             stop = min(len(blocks), done + self._spec.shard_size - self._held)
-            row, held = len(self), self._held + stop - done
+            row = len(self)
+            held = self._held + stop - done
             self._blocks[self._held : held] = _as_bf16(blocks[done:stop], row)
-            self._embeddings[self._held : held] = _as_unit_vectors(embeddings[done:stop], row)
-            row_ids, columns = range(row, row + stop - done), {name: each[done:stop] for name, each in given.items()}
+            self._embeddings[self._held : held] = _as_unit_vectors(
+                embeddings[done:stop], row
+            )
+            row_ids = range(row, row + stop - done)
+            columns = {name: each[done:stop] for name, each in given.items()}
             defaults = {
                 "row_id": list(row_ids),
                 "uri": [str(row_id) for row_id in row_ids],
                 "status": [INDEXED] * len(row_ids),
             }
-            nulls = {field.name: pa.nulls(len(row_ids), field.type) for field in ROW_SCHEMA}
-            self._tables.append(pa.table({**nulls, **defaults, **columns}, schema=ROW_SCHEMA))
-            self._held, done = held, stop
+            nulls = {
+                field.name: pa.nulls(len(row_ids), field.type) for field in ROW_SCHEMA
+            }
+            self._tables.append(
+                pa.table({**nulls, **defaults, **columns}, schema=ROW_SCHEMA)
+            )
+            self._held = held
+            done = stop
             if self._held == self._spec.shard_size:
                 self._commit_shard()
         return range(first, first + len(blocks))
 
     def finish(self, build_ann: BuildAnn | None = None) -> Manifest:
-        """Commit the index and close the writer. The end of a `with` block calls this method.
+        """Commit the index and close the writer. The end of a `with` block calls this
+        method.
 
         Args:
-            build_ann: function that writes the nearest-neighbour index and returns the value of `ann` in `index.json`.
-                None writes no nearest-neighbour index.
+            build_ann: function that writes the nearest-neighbour index and returns the
+                value of `ann` in `index.json`. None writes no nearest-neighbour index.
 
         Raises:
             UsageError: no row was appended, or the writer is closed.
@@ -189,7 +229,10 @@ class IndexWriter:
         try:
             root = self._layout.root
             if not len(self):
-                raise UsageError(f"no row was appended to {root}; append at least one row before you finish the index")
+                raise UsageError(
+                    f"no row was appended to {root}; append at least one row before you"
+                    " finish the index"
+                )
             if self._held:
                 self._commit_shard()
             spec = self._spec_of(sum(receipt.rows for receipt in self._receipts))
@@ -198,7 +241,13 @@ class IndexWriter:
             model = {"encoder": self._encoder, "fingerprint": fingerprint}
             ann = {"kind": "none"} if build_ann is None else build_ann(root, spec)
             manifest = new_manifest(
-                self._layout, spec, self._receipts, model=model, settings={}, plan=self._plan, ann=ann
+                self._layout,
+                spec,
+                self._receipts,
+                model=model,
+                settings={},
+                plan=self._plan,
+                ann=ann,
             )
             self._change.commit(manifest)
         except BaseException as error:
@@ -208,22 +257,31 @@ class IndexWriter:
         return manifest
 
     def abort(self) -> None:
-        """Remove all written files and close the writer. Does nothing if the writer is closed."""
+        """Remove all written files and close the writer. Does nothing if the writer
+        is closed.
+        """
         self._end(None)
 
     def _end(self, error: BaseException | None) -> None:
         if self._open:
             self._open = False
-            self._blocks, self._embeddings = self._blocks[:0], self._embeddings[:0]
+            self._blocks = self._blocks[:0]
+            self._embeddings = self._embeddings[:0]
             self._tables.clear()
-            self._change.abandon()  # a committed change stays
-            self._held_change.__exit__(None if error is None else type(error), error, None)
+            # a committed change stays
+            self._change.abandon()
+            self._held_change.__exit__(
+                None if error is None else type(error), error, None
+            )
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         try:
             if kind is None and self._open:
@@ -233,13 +291,19 @@ class IndexWriter:
 
     def _spec_of(self, rows: int) -> IndexSpec:
         spec = self._spec
-        return IndexSpec(rows, spec.shard_size, spec.block_shape, spec.embed_dim, spec.precisions)
+        return IndexSpec(
+            rows, spec.shard_size, spec.block_shape, spec.embed_dim, spec.precisions
+        )
 
     def _commit_shard(self) -> None:
         first = len(self._receipts) * self._spec.shard_size
         positions = np.arange(self._held, dtype=np.int64)
-        with ShardWriter(self._layout.root, self._spec_of(first + self._held), len(self._receipts)) as writer:
-            writer.put(positions, self._blocks[: self._held], self._embeddings[: self._held])
+        with ShardWriter(
+            self._layout.root, self._spec_of(first + self._held), len(self._receipts)
+        ) as writer:
+            writer.put(
+                positions, self._blocks[: self._held], self._embeddings[: self._held]
+            )
             receipt = writer.commit(pa.concat_tables(self._tables), self._plan, {})
         self._receipts.append(receipt)
         self._tables.clear()
@@ -247,49 +311,62 @@ class IndexWriter:
 
     def _check_open(self) -> None:
         if not self._open:
-            raise UsageError(f"the writer of {self._layout.root} is closed; create a new writer")
+            raise UsageError(
+                f"the writer of {self._layout.root} is closed; create a new writer"
+            )
 
     def _check_shapes(self, blocks: NDArray[Any], embeddings: NDArray[Any]) -> None:
         m, d = self._spec.block_shape
         if blocks.ndim != 3 or blocks.shape[1:] != (m, d):
-            raise UsageError(f"blocks must have the shape [k, {m}, {d}], got {list(blocks.shape)}")
+            raise UsageError(
+                f"blocks must have the shape [k, {m}, {d}], got {list(blocks.shape)}"
+            )
         if embeddings.shape != (len(blocks), self._spec.embed_dim):
             expected = [len(blocks), self._spec.embed_dim]
             raise UsageError(
-                f"embeddings of {len(blocks)} blocks must have the shape {expected}, got {list(embeddings.shape)}"
+                f"embeddings of {len(blocks)} blocks must have the shape {expected},"
+                f" got {list(embeddings.shape)}"
             )
         if blocks.dtype not in _BLOCK_TYPES:
             raise UsageError(
-                f"blocks must be float32, float16 or bfloat16, got {blocks.dtype}; convert the blocks first"
+                f"blocks must be float32, float16 or bfloat16, got {blocks.dtype};"
+                " convert the blocks first"
             )
         if embeddings.dtype not in _EMBEDDING_TYPES:
             raise UsageError(
-                f"embeddings must be floating-point numbers, got {embeddings.dtype}; convert the embeddings first"
+                f"embeddings must be floating-point numbers, got {embeddings.dtype};"
+                " convert the embeddings first"
             )
 
 
 def _as_bf16(blocks: NDArray[Any], first: int) -> Blocks:
-    """Convert blocks to bfloat16. Raise UsageError if a value is not finite or too large for bfloat16."""
+    """Convert blocks to bfloat16. Raise UsageError if a value is not finite or too
+    large for bfloat16.
+    """
     with np.errstate(over="ignore", invalid="ignore"):
         converted = np.ascontiguousarray(blocks.astype(BF16, copy=False))
     finite = ((converted.view(np.uint16) & _EXPONENT) != _EXPONENT).all(axis=(1, 2))
     if not finite.all():
         row = first + int(np.argmin(finite))
         raise UsageError(
-            f"the block of row {row} has a value that is NaN, infinite or too large for bfloat16; correct the value"
+            f"the block of row {row} has a value that is NaN, infinite or too large for"
+            " bfloat16; correct the value"
         )
     return converted
 
 
 def _as_unit_vectors(embeddings: NDArray[Any], first: int) -> NDArray[np.float32]:
-    """Scale embeddings to unit length. Raise UsageError if an embedding is zero or not finite."""
+    """Scale embeddings to unit length. Raise UsageError if an embedding is zero or
+    not finite.
+    """
     vectors = embeddings.astype(np.float64)
     norms = np.linalg.norm(vectors, axis=1, keepdims=True)
     directed = np.isfinite(norms[:, 0]) & (norms[:, 0] > 0)
     if not directed.all():
         row = first + int(np.argmin(directed))
         raise UsageError(
-            f"the embedding of row {row} is zero, or has a value that is NaN or infinite; correct the embedding"
+            f"the embedding of row {row} is zero, or has a value that is NaN or"
+            " infinite; correct the embedding"
         )
     unit: NDArray[np.float32] = (vectors / norms).astype(np.float32)
     return unit
@@ -299,25 +376,46 @@ def _given_columns(rows: Rows | None, count: int) -> dict[str, Any]:
     if rows is None:
         return {}
     if isinstance(rows, str):
-        raise UsageError(f"rows must be a list of URIs, a table or a mapping of columns, got the string {rows!r}")
+        raise UsageError(
+            "rows must be a list of URIs, a table or a mapping of columns, got the"
+            f" string {rows!r}"
+        )
     if isinstance(rows, pa.Table | pa.RecordBatch):
         columns: dict[str, Any] = {name: rows[name] for name in rows.schema.names}
     else:
         columns = dict(rows) if isinstance(rows, Mapping) else {"uri": list(rows)}
     if unknown := sorted(set(columns) - set(ROW_COLUMNS)):
-        raise UsageError(f"rows has the unknown columns {', '.join(unknown)}; choose from: {', '.join(ROW_COLUMNS)}")
+        raise UsageError(
+            f"rows has the unknown columns {', '.join(unknown)}; choose from:"
+            f" {', '.join(ROW_COLUMNS)}"
+        )
     for name, values in columns.items():
         if len(values) != count:
-            raise UsageError(f"{count} blocks need {count} rows, but column {name} of rows has {len(values)} values")
-    return {name: _column(ROW_SCHEMA.field(name), values) for name, values in columns.items()}
+            raise UsageError(
+                f"{count} blocks need {count} rows, but column {name} of rows has"
+                f" {len(values)} values"
+            )
+    return {
+        name: _column(ROW_SCHEMA.field(name), values)
+        for name, values in columns.items()
+    }
 
 
 def _column(field: pa.Field, values: Any) -> Any:
     try:
-        column = values if isinstance(values, pa.ChunkedArray | pa.Array) else pa.array(values)
+        column = (
+            values
+            if isinstance(values, pa.ChunkedArray | pa.Array)
+            else pa.array(values)
+        )
         column = column.cast(field.type)
     except (pa.ArrowException, ValueError, TypeError) as error:
-        raise UsageError(f"column {field.name} of rows cannot be converted to {field.type}: {error}") from error
+        raise UsageError(
+            f"column {field.name} of rows cannot be converted to {field.type}: {error}"
+        ) from error
     if not field.nullable and column.null_count:
-        raise UsageError(f"column {field.name} of rows has {column.null_count} nulls; give every row a value")
+        raise UsageError(
+            f"column {field.name} of rows has {column.null_count} nulls; give every row"
+            " a value"
+        )
     return column

@@ -8,7 +8,13 @@ from typing import Any
 from storage_formats.atomic import write_bytes_atomic
 from storage_formats.errors import CorruptIndexError
 from storage_formats.format.checksum import crc32c
-from storage_formats.format.layout import EXTENDED_VERSION, FORMAT_VERSION, SNAPSHOT_VERSION, IndexSpec, Layout
+from storage_formats.format.layout import (
+    EXTENDED_VERSION,
+    FORMAT_VERSION,
+    SNAPSHOT_VERSION,
+    IndexSpec,
+    Layout,
+)
 from storage_formats.format.manifest import Counts, Manifest, Snapshot, created_by
 from storage_formats.format.receipts import ShardReceipt
 from storage_formats.format.shard_table import FileEntry, write_shard_table
@@ -30,24 +36,35 @@ def new_manifest(
     change: dict[str, Any] | None = None,
     deleted: Tombstones | None = None,
 ) -> Manifest:
-    """Write the shard tables and the tombstones of a new index. Return its manifest, which is not written.
+    """Write the shard tables and the tombstones of a new index. Return its manifest,
+    which is not written.
 
     Args:
-        model: description of the model. The required member `fingerprint` is a hash of everything that determines the
-            stored bytes.
-        ann: value of `ann` in `index.json`, which describes the nearest-neighbour index (SPEC.md section 10).
-        change: value of `change` in `index.json`, for an index that is copied from another; None for a build.
+        model: description of the model. The required member `fingerprint` is a hash of
+            everything that determines the stored bytes.
+        ann: value of `ann` in `index.json`, which describes the nearest-neighbour index
+            (SPEC.md section 10).
+        change: value of `change` in `index.json`, for an index that is copied from
+            another; None for a build.
         deleted: deleted rows of the index; None if there are none.
 
     Raises:
-        CorruptIndexError: a shard has no receipt, or the counts of the receipts do not add up.
+        CorruptIndexError: a shard has no receipt, or the counts of the receipts do not
+            add up.
     """
     check_receipts(receipts, list(spec.shard_numbers()))
-    snapshot, version = Snapshot(), FORMAT_VERSION
+    snapshot = Snapshot()
+    version = FORMAT_VERSION
     if change is not None:
-        entry = write_tombstones(layout, deleted) if deleted is not None and len(deleted) else None
+        entry = (
+            write_tombstones(layout, deleted)
+            if deleted is not None and len(deleted)
+            else None
+        )
         rows = 0 if deleted is None else len(deleted)
-        snapshot = Snapshot(change=change, next_shard=spec.shards, deleted=entry, deleted_rows=rows)
+        snapshot = Snapshot(
+            change=change, next_shard=spec.shards, deleted=entry, deleted_rows=rows
+        )
         version = SNAPSHOT_VERSION
     if columns or spec.used_segments[0].first_row:
         version = EXTENDED_VERSION
@@ -68,15 +85,25 @@ def new_manifest(
 
 
 def write_shard_tables(
-    layout: Layout, spec: IndexSpec, receipts: Iterable[ShardReceipt], lines: Iterable[tuple[int, FileEntry]] = ()
+    layout: Layout,
+    spec: IndexSpec,
+    receipts: Iterable[ShardReceipt],
+    lines: Iterable[tuple[int, FileEntry]] = (),
 ) -> dict[str, Any]:
-    """Write one shard table per segment of `spec`, with `lines` and the files of `receipts`.
+    """Write one shard table per segment of `spec`, with `lines` and the files of
+    `receipts`.
 
     Return the attributes `shard_table` and `further_tables` of a manifest.
     """
-    files = [*lines, *((receipt.shard, file) for receipt in receipts for file in receipt.files)]
+    files = [
+        *lines,
+        *((receipt.shard, file) for receipt in receipts for file in receipt.files),
+    ]
     shards = map(spec.segment_shards, spec.used_segments)
-    first, *further = [write_shard_table(layout, [line for line in files if line[0] in each]) for each in shards]
+    first, *further = [
+        write_shard_table(layout, [line for line in files if line[0] in each])
+        for each in shards
+    ]
     return {"shard_table": first, "further_tables": tuple(further)}
 
 
@@ -96,10 +123,14 @@ def total_counts(receipts: Iterable[ShardReceipt]) -> Counts:
     """
     counts = Counts(0, 0, 0)
     for receipt in receipts:
-        counts = add_counts(counts, Counts(receipt.rows, receipt.indexed, receipt.duplicates, receipt.failed))
+        counts = add_counts(
+            counts,
+            Counts(receipt.rows, receipt.indexed, receipt.duplicates, receipt.failed),
+        )
     if problem := counts.problem():
         raise CorruptIndexError(
-            f"the receipts in build/receipts are damaged: {problem}; remove this directory, and run the command again"
+            f"the receipts in build/receipts are damaged: {problem}; remove this"
+            " directory, and run the command again"
         )
     return counts
 
@@ -107,15 +138,26 @@ def total_counts(receipts: Iterable[ShardReceipt]) -> Counts:
 def add_counts(left: Counts, right: Counts) -> Counts:
     """Return the sum of two counts."""
     reasons = sorted({*left.failed, *right.failed})
-    failed = {reason: left.failed.get(reason, 0) + right.failed.get(reason, 0) for reason in reasons}
-    return Counts(left.inputs + right.inputs, left.indexed + right.indexed, left.duplicates + right.duplicates, failed)
+    failed = {
+        reason: left.failed.get(reason, 0) + right.failed.get(reason, 0)
+        for reason in reasons
+    }
+    return Counts(
+        left.inputs + right.inputs,
+        left.indexed + right.indexed,
+        left.duplicates + right.duplicates,
+        failed,
+    )
 
 
 def check_receipts(receipts: Sequence[ShardReceipt], shards: Sequence[int]) -> None:
-    """Raise CorruptIndexError unless there is exactly one receipt for each of `shards`."""
+    """Raise CorruptIndexError unless there is exactly one receipt for each of
+    `shards`.
+    """
     receipt_shards = sorted(receipt.shard for receipt in receipts)
     if receipt_shards != list(shards):
         raise CorruptIndexError(
-            f"{len(shards)} shards need one receipt each, but there are receipts for {len(set(receipt_shards))} shards"
-            "; run the same command again to write the missing shards"
+            f"{len(shards)} shards need one receipt each, but there are receipts for"
+            f" {len(set(receipt_shards))} shards; run the same command again to write"
+            " the missing shards"
         )

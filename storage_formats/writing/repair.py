@@ -1,6 +1,7 @@
 """Repair of damaged token files and checksum files (SPEC.md section 12.3).
 
-The bytes come from other files of the index or from the sources. A repaired file has exactly the committed bytes.
+The bytes come from other files of the index or from the sources. A repaired file has
+exactly the committed bytes.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from storage_formats.shard_check import check_file
 from storage_formats.writing.staging import StagedFiles
 
 EncodeAgain = Callable[[NDArray[np.int64]], Mapping[int, Blocks]]
-"""Takes positions of rows in a shard. Returns blocks [m, d] that were encoded again, by position.
+"""Takes positions of rows in a shard. Returns blocks [m, d] that were encoded again, by
+position.
 
 Rows may be missing from the result, and further rows may be in it.
 """
@@ -34,7 +36,8 @@ class RepairedFile:
 
     Attributes:
         path: path of the file, relative to the index.
-        source: description of the data from which the file was rebuilt, for example `precision bf16`.
+        source: description of the data from which the file was rebuilt, for example
+            `precision bf16`.
     """
 
     path: str
@@ -46,11 +49,12 @@ class ShardRepair:
 
     Args:
         files: file entries of the shard in the shard table, keyed by path.
-        encode_again: function that encodes rows of the shard from their sources; None repairs without the sources.
+        encode_again: function that encodes rows of the shard from their sources; None
+            repairs without the sources.
 
     Attributes:
-        settled: paths of the token file and the checksum file of each repaired precision, even if only one of the two
-            was damaged.
+        settled: paths of the token file and the checksum file of each repaired
+            precision, even if only one of the two was damaged.
     """
 
     def __init__(
@@ -67,12 +71,18 @@ class ShardRepair:
         self._files = files
         self._encode_again = encode_again
         self.settled: set[str] = set()
-        self._codecs = {name: codec(name, self._spec.block_shape) for name in self._spec.precisions}
+        self._codecs = {
+            name: codec(name, self._spec.block_shape) for name in self._spec.precisions
+        }
 
     def run(self) -> Iterator[RepairedFile]:
-        """Repair all files that can be repaired, and yield a `RepairedFile` for each."""
+        """Repair all files that can be repaired, and yield a `RepairedFile` for
+        each.
+        """
         for token_codec in self._codecs.values():
-            damaged = {path for path in self._paths(token_codec) if not self._is_sound(path)}
+            damaged = {
+                path for path in self._paths(token_codec) if not self._is_sound(path)
+            }
             for source, records in self._candidates(token_codec) if damaged else ():
                 if self._restore(token_codec, records, damaged):
                     self.settled.update(self._paths(token_codec))
@@ -80,8 +90,12 @@ class ShardRepair:
                     break
 
     def _paths(self, token_codec: Codec) -> tuple[str, str]:
-        """Return the relative paths of the token file and of the checksum file of a precision."""
-        tokens = self._layout.token_shard(token_codec.name, self._shard, len(token_codec.record_shape))
+        """Return the relative paths of the token file and of the checksum file of a
+        precision.
+        """
+        tokens = self._layout.token_shard(
+            token_codec.name, self._shard, len(token_codec.record_shape)
+        )
         return self._layout.relative(tokens), self._layout.relative(
             self._layout.checksums(token_codec.name, self._shard)
         )
@@ -91,43 +105,58 @@ class ShardRepair:
         return entry is not None and check_file(self._layout.root, entry) is None
 
     def _candidates(self, token_codec: Codec) -> Iterator[tuple[str, Records]]:
-        """Yield candidates (description of the source, records) for the original records of the shard.
+        """Yield candidates (description of the source, records) for the original
+        records of the shard.
 
-        If the checksum file is undamaged, there is one candidate: the undamaged stored records, and records from other
-        precisions and from the sources that match the checksums. If the checksum file is damaged, there is one
-        candidate per origin.
+        If the checksum file is undamaged, there is one candidate: the undamaged stored
+        records, and records from other precisions and from the sources that match the
+        checksums. If the checksum file is damaged, there is one candidate per origin.
         """
         stored = self._stored(token_codec)
         expected = self._committed_checksums(token_codec)
         if expected is None:
             yield "the tokens", stored
-            yield from self._alternatives(token_codec, np.ones(self._rows, dtype=np.bool_))
+            yield from self._alternatives(
+                token_codec, np.ones(self._rows, dtype=np.bool_)
+            )
             return
-        is_damaged, origins = crc32c_rows(stored) != expected, []
+        is_damaged = crc32c_rows(stored) != expected
+        origins = []
         for origin, records in self._alternatives(token_codec, is_damaged):
             replaced = is_damaged & (crc32c_rows(records) == expected)
             if replaced.any():
                 stored[replaced] = records[replaced]
-                is_damaged &= ~replaced  # in place: the next alternative replaces the remaining records
+                # in place: the next alternative replaces the remaining records
+                is_damaged &= ~replaced
                 origins.append(origin)
         yield ", ".join(origins) if origins else "the tokens", stored
 
-    def _alternatives(self, token_codec: Codec, is_damaged: NDArray[np.bool_]) -> Iterator[tuple[str, Records]]:
-        """Yield (description of the origin, records) for the `is_damaged` records of the shard."""
+    def _alternatives(
+        self, token_codec: Codec, is_damaged: NDArray[np.bool_]
+    ) -> Iterator[tuple[str, Records]]:
+        """Yield (description of the origin, records) for the `is_damaged` records
+        of the shard.
+        """
         for name, other in self._codecs.items():
             if other != token_codec:
                 yield f"precision {name}", self._converted(other, token_codec)
         if self._encode_again is not None and is_damaged.any():
             records = np.repeat(fill_record(token_codec), self._rows, axis=0)
-            for position, block in self._encode_again(np.flatnonzero(is_damaged)).items():
+            for position, block in self._encode_again(
+                np.flatnonzero(is_damaged)
+            ).items():
                 records[position] = token_codec.encode(block[None])
             yield "the sources", records
 
     def _stored(self, token_codec: Codec) -> Records:
-        """Return the records in the token file, uint8 [rows, record_bytes]. Missing bytes at the end are 0."""
+        """Return the records in the token file, uint8 [rows, record_bytes]. Missing
+        bytes at the end are 0.
+        """
         records = np.zeros((self._rows, token_codec.record_bytes), dtype=np.uint8)
         try:
-            with open_index_file(self._layout.root, self._layout.root / self._paths(token_codec)[0]) as file:
+            with open_index_file(
+                self._layout.root, self._layout.root / self._paths(token_codec)[0]
+            ) as file:
                 data = np.frombuffer(file.read(records.nbytes), dtype=np.uint8)
         except OSError:
             return records
@@ -143,16 +172,22 @@ class ShardRepair:
         return records
 
     def _committed_checksums(self, token_codec: Codec) -> NDArray[np.uint32] | None:
-        """Return the stored checksums of the records; None if the checksum file is damaged."""
+        """Return the stored checksums of the records; None if the checksum file is
+        damaged.
+        """
         if not self._is_sound(self._paths(token_codec)[1]):
             return None
         try:
-            return read_checksums(self._layout, token_codec.name, self._shard, self._rows)
+            return read_checksums(
+                self._layout, token_codec.name, self._shard, self._rows
+            )
         except (OSError, CorruptIndexError):
             return None
 
     def _restore(self, token_codec: Codec, records: Records, damaged: set[str]) -> bool:
-        """Write the `damaged` files from `records`. Return False if the result differs from the committed files."""
+        """Write the `damaged` files from `records`. Return False if the result
+        differs from the committed files.
+        """
         staged = StagedFiles(self._layout, self._shard)
         file = staged.open_tokens(self._spec, token_codec.name)
         try:
@@ -160,14 +195,22 @@ class ShardRepair:
             file.put(present, records[present])
             crc, checksums = file.finish()
             tokens, sums = (self._files.get(path) for path in self._paths(token_codec))
-            if tokens is None or sums is None or (file.length, crc) != (tokens.bytes, tokens.crc32c):
+            if (
+                tokens is None
+                or sums is None
+                or (file.length, crc) != (tokens.bytes, tokens.crc32c)
+            ):
                 return False
             if crc32c(checksums.tobytes()) != sums.crc32c:
                 return False
             if tokens.path in damaged:
-                staged.add(file.path.name, self._layout.root / tokens.path, file.length, crc)
+                staged.add(
+                    file.path.name, self._layout.root / tokens.path, file.length, crc
+                )
             if sums.path in damaged:
-                staged.add_bytes("checksums", self._layout.root / sums.path, checksums.tobytes())
+                staged.add_bytes(
+                    "checksums", self._layout.root / sums.path, checksums.tobytes()
+                )
             staged.commit()
             return True
         finally:

@@ -17,10 +17,11 @@ from storage_formats.writing.staging import StagedFiles
 
 
 class ShardWriter:
-    """Writes all files of one shard under private names. `commit` moves the files into the index. Not thread-safe.
+    """Writes all files of one shard under private names. `commit` moves the files into
+    the index. Not thread-safe.
 
-    Use the writer in a `with` statement, which removes uncommitted files at the end. Call `begin_index` before the
-    first shard.
+    Use the writer in a `with` statement, which removes uncommitted files at the end.
+    Call `begin_index` before the first shard.
     """
 
     def __init__(self, root: str | Path, spec: IndexSpec, shard: int) -> None:
@@ -28,14 +29,22 @@ class ShardWriter:
         self._spec = spec
         self._shard = shard
         self._staged = StagedFiles(self._layout, shard)
-        self._embeddings = np.full((spec.shard_size, spec.embed_dim), np.nan, dtype="<f4")
+        self._embeddings = np.full(
+            (spec.shard_size, spec.embed_dim), np.nan, dtype="<f4"
+        )
         self._files = [self._staged.open_tokens(spec, name) for name in spec.precisions]
 
-    def put(self, positions: NDArray[np.int64], tokens: Blocks, embeddings: NDArray[np.float32]) -> None:
+    def put(
+        self,
+        positions: NDArray[np.int64],
+        tokens: Blocks,
+        embeddings: NDArray[np.float32],
+    ) -> None:
         """Add blocks and embeddings to the shard. Skipped positions become holes.
 
         Args:
-            positions: int64 [k], positions in the shard. They must ascend, within a call and across calls.
+            positions: int64 [k], positions in the shard. They must ascend, within a
+                call and across calls.
             tokens: ml_dtypes.bfloat16 [k, m, d], finite.
             embeddings: float32 [k, embed_dim], finite.
         """
@@ -43,8 +52,11 @@ class ShardWriter:
         for file in self._files:
             file.put(positions, file.codec.encode(tokens))
 
-    def commit(self, rows: pa.Table, plan: str, seconds: dict[str, float]) -> ShardReceipt:
-        """Move the files into the index, and write the receipt. The files survive a power failure.
+    def commit(
+        self, rows: pa.Table, plan: str, seconds: dict[str, float]
+    ) -> ShardReceipt:
+        """Move the files into the index, and write the receipt. The files survive a
+        power failure.
 
         Args:
             rows: rows table with one line per row of the shard, with the schema
@@ -52,7 +64,11 @@ class ShardWriter:
         """
         for file in self._files:
             self._staged.add_tokens(file)
-        self._staged.add_bytes("embeddings", self._layout.embedding_shard(self._shard), self._embeddings.tobytes())
+        self._staged.add_bytes(
+            "embeddings",
+            self._layout.embedding_shard(self._shard),
+            self._embeddings.tobytes(),
+        )
         receipt = self._staged.commit_rows(rows, plan, seconds)
         self.abort()
         return receipt
@@ -67,6 +83,9 @@ class ShardWriter:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.abort()

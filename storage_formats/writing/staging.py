@@ -1,4 +1,6 @@
-"""Private files of one attempt to write a shard, and the commit of these files (SPEC.md section 11, steps 1 and 2)."""
+"""Private files of one attempt to write a shard, and the commit of these files
+(SPEC.md section 11, steps 1 and 2).
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,12 @@ from storage_formats.codecs import codec
 from storage_formats.format.checksum import crc32c, crc32c_file
 from storage_formats.format.layout import IndexSpec, Layout
 from storage_formats.format.receipts import ShardReceipt
-from storage_formats.format.rows import DUPLICATE, INDEXED, failures_by_reason, write_rows
+from storage_formats.format.rows import (
+    DUPLICATE,
+    INDEXED,
+    failures_by_reason,
+    write_rows,
+)
 from storage_formats.format.shard_table import FileEntry
 from storage_formats.writing.token_shard import TokenShardFile
 
@@ -22,34 +29,45 @@ from storage_formats.writing.token_shard import TokenShardFile
 class StagedFiles:
     """A directory with the private files of one attempt to write a shard.
 
-    The private files of earlier attempts at the shard are removed. An earlier attempt therefore cannot commit any more,
-    even if its worker was thought dead and goes on.
+    The private files of earlier attempts at the shard are removed. An earlier attempt
+    therefore cannot commit any more, even if its worker was thought dead and goes on.
     """
 
     def __init__(self, layout: Layout, shard: int) -> None:
         self._layout = layout
         for earlier in layout.staging.glob(f"{shard:08d}-*"):
-            removed = layout.staging / f"removed-{uuid.uuid4().hex}"  # at once, also if the attempt adds a file now
+            # at once, also if the attempt adds a file now
+            removed = layout.staging / f"removed-{uuid.uuid4().hex}"
             with contextlib.suppress(FileNotFoundError):
                 earlier.replace(removed)
                 shutil.rmtree(removed, ignore_errors=True)
         self._folder = layout.staging / f"{shard:08d}-{uuid.uuid4().hex}"
         self._folder.mkdir(parents=True)
-        self._files: list[tuple[Path, Path, FileEntry]] = []  # private path, final path, entry
+        # private path, final path, entry
+        self._files: list[tuple[Path, Path, FileEntry]] = []
         self._shard = shard
 
     def path(self, name: str) -> Path:
         """Return the path of the private file `name`."""
         return self._folder / name
 
-    def add(self, name: str, final: Path, length: int | None = None, crc: int | None = None) -> None:
-        """Stage the complete private file `name`, so that `commit` renames the file to `final`.
+    def add(
+        self, name: str, final: Path, length: int | None = None, crc: int | None = None
+    ) -> None:
+        """Stage the complete private file `name`, so that `commit` renames the file to
+        `final`.
 
         A length or CRC-32C of None is computed from the file.
         """
         if length is None or crc is None:
             length, crc = crc32c_file(self.path(name))
-        self._files.append((self.path(name), final, FileEntry(self._layout.relative(final), length, crc)))
+        self._files.append(
+            (
+                self.path(name),
+                final,
+                FileEntry(self._layout.relative(final), length, crc),
+            )
+        )
 
     def add_bytes(self, name: str, final: Path, data: bytes) -> None:
         """Write `data` to the private file `name`, and stage the file, see `add`."""
@@ -61,19 +79,34 @@ class StagedFiles:
         """Create the private token file of the shard for one precision."""
         rows = len(spec.shard_rows(self._shard))
         return TokenShardFile(
-            self.path(f"tokens-{precision}"), codec(precision, spec.block_shape), rows, spec.shard_size
+            self.path(f"tokens-{precision}"),
+            codec(precision, spec.block_shape),
+            rows,
+            spec.shard_size,
         )
 
     def add_tokens(self, file: TokenShardFile) -> None:
         """Finish a token file, write its checksum file, and stage both files."""
         crc, checksums = file.finish()
         file.close()
-        name, ndim = file.codec.name, len(file.codec.record_shape)
-        self.add(file.path.name, self._layout.token_shard(name, self._shard, ndim), file.length, crc)
-        self.add_bytes(f"checksums-{name}", self._layout.checksums(name, self._shard), checksums.tobytes())
+        name = file.codec.name
+        ndim = len(file.codec.record_shape)
+        self.add(
+            file.path.name,
+            self._layout.token_shard(name, self._shard, ndim),
+            file.length,
+            crc,
+        )
+        self.add_bytes(
+            f"checksums-{name}",
+            self._layout.checksums(name, self._shard),
+            checksums.tobytes(),
+        )
 
     def commit(self) -> tuple[FileEntry, ...]:
-        """Flush all staged files and rename each file to its final path. Return the file entries."""
+        """Flush all staged files and rename each file to its final path. Return the
+        file entries.
+        """
         fsync_paths(path for path, _, _ in self._files)
         for path, final, _ in self._files:
             make_directories(final.parent)
@@ -81,8 +114,11 @@ class StagedFiles:
         fsync_paths(final.parent for _, final, _ in self._files)
         return tuple(entry for _, _, entry in self._files)
 
-    def commit_rows(self, rows: pa.Table, plan: str, seconds: dict[str, float] | None = None) -> ShardReceipt:
-        """Write the rows table of the shard, and commit all staged files and the receipt. Return the receipt.
+    def commit_rows(
+        self, rows: pa.Table, plan: str, seconds: dict[str, float] | None = None
+    ) -> ShardReceipt:
+        """Write the rows table of the shard, and commit all staged files and the
+        receipt. Return the receipt.
 
         Raises:
             FileNotFoundError: a later attempt at the shard has begun.
@@ -100,7 +136,9 @@ class StagedFiles:
             failed=failures_by_reason(rows),
             files=self.commit(),
             seconds=seconds or {},
-            truncated=sum(status == INDEXED and detail is not None for status, detail in notes),
+            truncated=sum(
+                status == INDEXED and detail is not None for status, detail in notes
+            ),
         )
         self.commit_receipt(receipt)
         return receipt
@@ -111,7 +149,8 @@ class StagedFiles:
         Raises:
             FileNotFoundError: a later attempt at the shard has begun.
         """
-        path, final = self.path("receipt.json"), self._layout.receipt(receipt.shard)
+        path = self.path("receipt.json")
+        final = self._layout.receipt(receipt.shard)
         path.write_bytes(json_bytes(receipt.to_json()))
         fsync_paths([path])
         make_directories(final.parent)

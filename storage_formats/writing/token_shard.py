@@ -1,4 +1,6 @@
-"""Writing of one token file: records, padding, and the Zarr shard index (SPEC.md section 6)."""
+"""Writing of one token file: records, padding, and the Zarr shard index (SPEC.md
+section 6).
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ from storage_formats.format.zarr_metadata import shard_index_bytes
 
 
 class TokenShardFile:
-    """Writes a token file from front to back, and computes the checksums. Not thread-safe.
+    """Writes a token file from front to back, and computes the checksums. Not
+    thread-safe.
 
     Args:
         path: path of the file, which must not exist.
@@ -32,27 +35,37 @@ class TokenShardFile:
         self._fill = fill_record(codec)
         self._next = 0
         self._crc = 0
-        self._index_offset, self.length = padded_shard_bytes(rows, shard_size, codec.record_bytes)
+        self._index_offset, self.length = padded_shard_bytes(
+            rows, shard_size, codec.record_bytes
+        )
         with naming(path):
-            self._file = open(path, "xb")  # noqa: SIM115 (it lives as long as this object)
+            # it lives as long as this object
+            self._file = open(path, "xb")  # noqa: SIM115
 
     def put(self, positions: NDArray[np.int64], records: Records) -> None:
-        """Write `records` [k, record_bytes] at ascending `positions` [k]. Skipped positions become holes."""
-        for run in np.split(np.arange(len(positions)), np.flatnonzero(np.diff(positions) > 1) + 1):
+        """Write `records` [k, record_bytes] at ascending `positions` [k]. Skipped
+        positions become holes.
+        """
+        for run in np.split(
+            np.arange(len(positions)), np.flatnonzero(np.diff(positions) > 1) + 1
+        ):
             if len(run):
                 self._fill_to(int(positions[run[0]]))
                 self._present[positions[run]] = True
                 self._write(records[run[0] : run[-1] + 1])
 
     def finish(self) -> tuple[int, NDArray[np.uint32]]:
-        """Fill the remaining positions with holes, and write the padding and the shard index.
+        """Fill the remaining positions with holes, and write the padding and the shard
+        index.
 
         Returns:
             (CRC-32C of the file, CRC-32C of each record as uint32 [rows]).
         """
         self._fill_to(self._rows)
         end = self._rows * self.codec.record_bytes
-        tail = bytes(self._index_offset - end) + shard_index_bytes(self._present, self.codec.record_bytes)
+        tail = bytes(self._index_offset - end) + shard_index_bytes(
+            self._present, self.codec.record_bytes
+        )
         with naming(self.path):
             self._file.write(tail)
             self._file.flush()
@@ -61,7 +74,8 @@ class TokenShardFile:
 
     def close(self) -> None:
         """Close the file. May be called repeatedly."""
-        with contextlib.suppress(OSError):  # `finish` reports what cannot be written
+        # `finish` reports what cannot be written
+        with contextlib.suppress(OSError):
             self._file.close()
 
     def _fill_to(self, position: int) -> None:

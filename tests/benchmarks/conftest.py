@@ -8,14 +8,24 @@ from benchmarks.disk import describe_disk
 from benchmarks.synthetic import make_synthetic
 from storage_formats.format.layout import IndexSpec
 
-SPEC = IndexSpec(rows=300, shard_size=128, block_shape=(32, 64), embed_dim=8, precisions=("bf16", "fp8"))
+SPEC = IndexSpec(
+    rows=300,
+    shard_size=128,
+    block_shape=(32, 64),
+    embed_dim=8,
+    precisions=("bf16", "fp8"),
+)
 
 
 @pytest.fixture(scope="session")
 def index(tmp_path_factory):
-    """300 rows of 4,096 bytes (bf16) in three shards. The page cache can be emptied of its files."""
+    """300 rows of 4,096 bytes (bf16) in three shards. The page cache can be emptied
+    of its files.
+    """
     root = tmp_path_factory.mktemp("fetch") / "random.edje"
     if describe_disk(root.parent)["file_system"] in ("tmpfs", "ramfs", None):
-        pytest.skip("temporary files are in memory here, so nothing is ever read from a disk")
+        pytest.skip(
+            "temporary files are in memory here, so nothing is ever read from a disk"
+        )
     make_synthetic(root, SPEC)
     return root

@@ -7,7 +7,13 @@ import json
 import numpy as np
 import pytest
 
-from benchmarks.end_to_end import SYSTEMS, Collection, bench_end_to_end, report_lines, write_collection
+from benchmarks.end_to_end import (
+    SYSTEMS,
+    Collection,
+    bench_end_to_end,
+    report_lines,
+    write_collection,
+)
 from benchmarks.report import write_report
 from edje_index.search.token_index import TokenIndex
 from storage_formats import UsageError
@@ -31,18 +37,24 @@ def collection(index, tmp_path_factory) -> Collection:
 
 
 def test_the_vectors_rank_as_late_interaction(index, collection):
-    assert [query.text for query in collection.queries] == [TEXTS[0], TEXTS[2]], "no content word, no query"
+    assert [query.text for query in collection.queries] == [
+        TEXTS[0],
+        TEXTS[2],
+    ], "no content word, no query"
     count = len(collection.tokens)
     for query, exact in zip(collection.queries, collection.exact(count), strict=True):
         hits = index.search(query.text, count, count, score="late")
         scores = {hit.row_id: hit.score for hit in hits}
         ranked = [scores[int(collection.row_ids[position])] for position in exact]
-        np.testing.assert_allclose(ranked, sorted(ranked, reverse=True), atol=5e-3)  # tokens are rounded to bfloat16
+        # tokens are rounded to bfloat16
+        np.testing.assert_allclose(ranked, sorted(ranked, reverse=True), atol=5e-3)
 
 
 def test_repeated_images_have_noise(index, collection, tmp_path):
     count = len(collection.tokens)
-    write_collection(tmp_path, index, [(TEXTS[0], int(collection.row_ids[0]))], rows=2 * count)
+    write_collection(
+        tmp_path, index, [(TEXTS[0], int(collection.row_ids[0]))], rows=2 * count
+    )
     repeated = Collection.open(tmp_path)
     for values in (repeated.tokens.astype(np.float32), repeated.embeddings):
         cosines = (values[:count] * values[count:]).sum(axis=-1)
@@ -52,7 +64,14 @@ def test_repeated_images_have_noise(index, collection, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["edje-index bf16", "FAISS and np.memmap", "FAISS and TensorStore", "Qdrant Edge", "Lance exact"]
+    "name",
+    [
+        "edje-index bf16",
+        "FAISS and np.memmap",
+        "FAISS and TensorStore",
+        "Qdrant Edge",
+        "Lance exact",
+    ],
 )
 def test_a_whole_pool_gives_the_exact_order(collection, tmp_path, name):
     pytest.importorskip(SYSTEMS[name].package)
@@ -65,17 +84,38 @@ def test_a_whole_pool_gives_the_exact_order(collection, tmp_path, name):
         assert len(system.search(query, 3, 3)) == 3
 
 
-@pytest.mark.slow  # starts six processes
+# starts six processes
+@pytest.mark.slow
 def test_the_report_has_a_row_for_each_effort(tmp_path, monkeypatch):
     systems = ("edje-index bf16", "edje-index bf16, joint encoder")
     for name in systems:
         monkeypatch.setattr(SYSTEMS[name], "efforts", (4, 8))
-    options = {"images": "/photos", "model": GOLDEN / "model", "systems": systems, "queries": 4, "limit": 300}
-    report = bench_end_to_end(GOLDEN / "index", GOLDEN / "captions.jsonl", tmp_path / "systems", print, **options)
-    assert [[run["effort"] for run in system["runs"]] for system in report["systems"]] == [[4, 8], [4, 8]]
-    assert all(run["memory_bytes"] > 0 for system in report["systems"] for run in system["runs"])
+    options = {
+        "images": "/photos",
+        "model": GOLDEN / "model",
+        "systems": systems,
+        "queries": 4,
+        "limit": 300,
+    }
+    report = bench_end_to_end(
+        GOLDEN / "index",
+        GOLDEN / "captions.jsonl",
+        tmp_path / "systems",
+        print,
+        **options,
+    )
+    assert [
+        [run["effort"] for run in system["runs"]] for system in report["systems"]
+    ] == [[4, 8], [4, 8]]
+    assert all(
+        run["memory_bytes"] > 0
+        for system in report["systems"]
+        for run in system["runs"]
+    )
     assert not (tmp_path / "systems").exists()
-    text, data = write_report(report, tmp_path / "report", "end-to-end", list(report_lines(report)))
+    text, data = write_report(
+        report, tmp_path / "report", "end-to-end", list(report_lines(report))
+    )
     assert "| edje-index bf16 | pool 4 |" in text.read_text()
     assert json.loads(data.read_text())["collection"]["images"] > 0
 
@@ -84,4 +124,10 @@ def test_senseless_requests_are_refused(tmp_path):
     (tmp_path / "file").write_text("")
     for systems, message in ((("Solr",), "no system 'Solr'"), ((), "is not empty")):
         with pytest.raises(UsageError, match=message):
-            bench_end_to_end(GOLDEN / "index", GOLDEN / "captions.jsonl", tmp_path, print, systems=systems)
+            bench_end_to_end(
+                GOLDEN / "index",
+                GOLDEN / "captions.jsonl",
+                tmp_path,
+                print,
+                systems=systems,
+            )

@@ -13,25 +13,52 @@ from benchmarks.fetch.bench import FIO
 from tests.conftest import REPO
 
 EMPTY_RUN = {"repeat", "discarded"}
-FULL_RUN = EMPTY_RUN | {"blocks", "seconds", "cpu_seconds", "read_bytes", "requested_bytes", "latencies"}
+FULL_RUN = EMPTY_RUN | {
+    "blocks",
+    "seconds",
+    "cpu_seconds",
+    "read_bytes",
+    "requested_bytes",
+    "latencies",
+}
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_everything_on_an_index(index, run, tmp_path):
-    options = ["--precision", "bf16", "--precision", "fp8", "--peers", "--repeats", 1, "--scratch", tmp_path / "s"]
-    code, out, err = run("bench", "fetch", index, *options, "--report", tmp_path / "r", "--json")
+    options = [
+        "--precision",
+        "bf16",
+        "--precision",
+        "fp8",
+        "--peers",
+        "--repeats",
+        1,
+        "--scratch",
+        tmp_path / "s",
+    ]
+    code, out, err = run(
+        "bench", "fetch", index, *options, "--report", tmp_path / "r", "--json"
+    )
     assert code == 0, err
     report = json.loads(out)
     for entry in report["precisions"].values():
         assert entry["rows"] == 300
         sections = entry["sections"]
-        assert list(sections) == ["cold random", "cold contiguous", "cold queries", "warm random", "warm queries"]
+        assert list(sections) == [
+            "cold random",
+            "cold contiguous",
+            "cold queries",
+            "warm random",
+            "warm queries",
+        ]
         assert set(sections["cold random"]["entries"]) >= {FIO, "edje", "np.memmap"}
         for section in sections.values():
             for found in section["entries"].values():
                 (measured,) = found["runs"]
-                assert set(measured) >= (EMPTY_RUN if measured["discarded"] else FULL_RUN)
+                assert set(measured) >= (
+                    EMPTY_RUN if measured["discarded"] else FULL_RUN
+                )
     assert "cold random fp8 1/1" in err
     assert "warning: bf16 holds 1.2 MB" in err
     assert list((tmp_path / "s").iterdir()) == []
@@ -44,12 +71,19 @@ def test_everything_on_an_index(index, run, tmp_path):
     ("options", "words"),
     [
         (["nowhere"], "no index at nowhere"),
-        (["INDEX", "--precision", "nvfp4"], "does not have precision 'nvfp4'; choose one of: bf16, fp8"),
+        (
+            ["INDEX", "--precision", "nvfp4"],
+            "does not have precision 'nvfp4'; choose one of: bf16, fp8",
+        ),
     ],
 )
-def test_wrong_usage_is_refused_before_anything_is_written(run, index, tmp_path, monkeypatch, options, words):
+def test_wrong_usage_is_refused_before_anything_is_written(
+    run, index, tmp_path, monkeypatch, options, words
+):
     monkeypatch.chdir(tmp_path)
-    code, out, err = run("bench", "fetch", *(index if each == "INDEX" else each for each in options))
+    code, out, err = run(
+        "bench", "fetch", *(index if each == "INDEX" else each for each in options)
+    )
     assert (code, out) == (2, "")
     assert words in err
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
@@ -59,7 +93,9 @@ def test_wrong_usage_is_refused_before_anything_is_written(run, index, tmp_path,
 def test_nothing_is_left_behind_when_it_is_stopped(index, tmp_path):
     options = [str(index), "--cold", "--peers", "--scratch", str(tmp_path)]
     command = [sys.executable, "-m", "pipelines.cli", "bench", "fetch", *options]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=REPO) as process:
+    with subprocess.Popen(
+        command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=REPO
+    ) as process:
         while not process.stderr.readline().startswith("cold random bf16 1/5"):
             assert process.poll() is None
         assert len(list(tmp_path.iterdir())) == 1

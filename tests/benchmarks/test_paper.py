@@ -1,4 +1,6 @@
-"""The paper's experiments: every listed command exists, every experiment runs on small data, and no step runs twice."""
+"""The paper's experiments: every listed command exists, every experiment runs on
+small data, and no step runs twice.
+"""
 
 from __future__ import annotations
 
@@ -23,17 +25,31 @@ from tests.test_docs import check_command
 
 
 def write_data(folder: Path, photos: int, towers: Path, language: Path) -> Path:
-    """Write a folder with the layout of the paper's data: noise for photos, and one bundle and language model."""
+    """Write a folder with the layout of the paper's data: noise for photos, and one
+    bundle and language model.
+    """
     rng = np.random.default_rng(0)
-    for part in ("pretrain", "flickr30k/flickr30k-images", "coco/val2014", "towers", "languages"):
+    for part in (
+        "pretrain",
+        "flickr30k/flickr30k-images",
+        "coco/val2014",
+        "towers",
+        "languages",
+    ):
         (folder / part).mkdir(parents=True)
 
     def photo(path: str) -> list[str]:
         Image.fromarray(rng.integers(0, 256, (24, 24, 3), np.uint8)).save(folder / path)
-        return [f"the {rng.choice(['red', 'old'])} dog in {path} {word}" for word in ("runs", "sits")]
+        return [
+            f"the {rng.choice(['red', 'old'])} dog in {path} {word}"
+            for word in ("runs", "sits")
+        ]
 
     lines = [
-        json.dumps({"image": f"{number}.png", "captions": photo(f"pretrain/{number}.png")}) for number in range(photos)
+        json.dumps(
+            {"image": f"{number}.png", "captions": photo(f"pretrain/{number}.png")}
+        )
+        for number in range(photos)
     ]
     (folder / "pretrain" / "cc3m.jsonl").write_text("\n".join(lines))
     for dataset, path, file in (
@@ -44,7 +60,9 @@ def write_data(folder: Path, photos: int, towers: Path, language: Path) -> Path:
         for split in ("train", "test"):
             for number in range(photos):
                 name = f"{split}-{number}.png"
-                sentences = [{"raw": caption} for caption in photo(f"{dataset}/{path}/{name}")]
+                sentences = [
+                    {"raw": caption} for caption in photo(f"{dataset}/{path}/{name}")
+                ]
                 entry = {"filename": name, "split": split, "sentences": sentences}
                 images.append(entry | ({"filepath": path} if dataset == "coco" else {}))
         (folder / dataset / file).write_text(json.dumps({"images": images}))
@@ -55,7 +73,9 @@ def write_data(folder: Path, photos: int, towers: Path, language: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def full_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the layout of the paper's data, one photo per data set, and empty models."""
+    """A folder with the layout of the paper's data, one photo per data set, and
+    empty models.
+    """
     empty = tmp_path_factory.mktemp("empty")
     folder = write_data(tmp_path_factory.mktemp("full") / "data", 1, empty, empty)
     for kind, names in (("towers", TOWERS), ("languages", LANGUAGES)):
@@ -67,19 +87,26 @@ def full_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_every_listed_command_is_a_command_of_this_version(name, full_data, tmp_path):
     lines: list[str] = []
-    table = measured(EXPERIMENTS[name], Study(full_data, tmp_path, lines.append, listing=True))
+    table = measured(
+        EXPERIMENTS[name], Study(full_data, tmp_path, lines.append, listing=True)
+    )
     for line in lines:
         check_command(line)
     assert lines
     trainings = [line for line in lines if "--preset paper " in line]
-    assert all("loop.epochs=45" in line and "loop.batch_size=256" in line for line in trainings)
+    assert all(
+        "loop.epochs=45" in line and "loop.batch_size=256" in line for line in trainings
+    )
     assert len(lines) == len(set(lines))
     assert not any(row["missing"] for row in table["rows"])
-    assert table["state"] == "needs data"  # nothing ran
+    # nothing ran
+    assert table["state"] == "needs data"
 
 
 def test_embeddings_need_towers_and_other_models_need_nothing(full_data, tmp_path):
-    """Without a language model and photos to train on, rows of embeddings alone lack nothing."""
+    """Without a language model and photos to train on, rows of embeddings alone
+    lack nothing.
+    """
     for name in ("flickr30k", "towers"):
         (tmp_path / name).symlink_to(full_data / name)
     study = Study(tmp_path, tmp_path / "out", lambda line: None, listing=True)
@@ -92,15 +119,23 @@ def test_embeddings_need_towers_and_other_models_need_nothing(full_data, tmp_pat
 
 def test_the_figure_shows_published_and_measured_points():
     rows = [
-        {"label": "a", "paper": {"ms": 100.0, "R@1": 80.0}, "own": {"ms": 10.0, "R@1": 90.0}},
+        {
+            "label": "a",
+            "paper": {"ms": 100.0, "R@1": 80.0},
+            "own": {"ms": 10.0, "R@1": 90.0},
+        },
         {"label": "b", "paper": {"ms": 1.0}, "own": {}},
     ]
-    circles = ElementTree.fromstring(experiments.scatter_plot(rows, "ms", "R@1")).findall("{*}circle")
+    circles = ElementTree.fromstring(
+        experiments.scatter_plot(rows, "ms", "R@1")
+    ).findall("{*}circle")
     places = [(float(c.get("cx")), float(c.get("cy")), c.get("fill")) for c in circles]
     assert places == [(480, 360, "none"), (40, 60, "black")]
 
 
-def test_missing_data_are_named_with_their_remedy_and_what_is_no_experiment_is_refused(run, tmp_path):
+def test_missing_data_are_named_with_their_remedy_and_what_is_no_experiment_is_refused(
+    run, tmp_path
+):
     options = ["--data", tmp_path, "--out", tmp_path / "o"]
     code, out, _ = run("bench", "paper", "prior-art", "io-test", *options, "--commands")
     assert code == 0
@@ -113,10 +148,15 @@ def test_missing_data_are_named_with_their_remedy_and_what_is_no_experiment_is_r
     assert (code, out) == (2, "")
     assert "there is no experiment 'tabel': choose from prior-art, zero-shot" in err
     code, out, _ = run("bench", "paper", *options)
-    assert (code, [line.split()[0] for line in out.splitlines()]) == (0, list(EXPERIMENTS))
+    assert (code, [line.split()[0] for line in out.splitlines()]) == (
+        0,
+        list(EXPERIMENTS),
+    )
 
 
-def test_a_step_runs_once_also_in_a_moved_folder_and_a_failed_step_runs_again(tmp_path, monkeypatch):
+def test_a_step_runs_once_also_in_a_moved_folder_and_a_failed_step_runs_again(
+    tmp_path, monkeypatch
+):
     lines: list[str] = []
     answers = iter([(0, '{"x": 1}'), (2, "")])
 
@@ -125,8 +165,13 @@ def test_a_step_runs_once_also_in_a_moved_folder_and_a_failed_step_runs_again(tm
 
     monkeypatch.setattr(subprocess, "run", run)
     study = Study(tmp_path, tmp_path / "a", lines.append)
-    assert [study.command("count", "info", study.folder / "model")[1] for _ in range(2)] == [{"x": 1}] * 2
-    with pytest.raises(EdjeError, match=r"edje-index info ended with exit code 2.*the command was: .*none.edje"):
+    assert [
+        study.command("count", "info", study.folder / "model")[1] for _ in range(2)
+    ] == [{"x": 1}] * 2
+    with pytest.raises(
+        EdjeError,
+        match=r"edje-index info ended with exit code 2.*the command was: .*none.edje",
+    ):
         study.command("info", "info", tmp_path / "none.edje")
     assert not list(study.folder.glob("info-*/report.json"))
     (tmp_path / "a").rename(tmp_path / "b")
@@ -137,40 +182,68 @@ def test_a_step_runs_once_also_in_a_moved_folder_and_a_failed_step_runs_again(tm
 
 @pytest.mark.slow
 def test_every_experiment_runs_on_small_data(tiny_bundle, run, tmp_path, monkeypatch):
-    """Of the towers and language models only the main ones are there, so that some rows are not measured."""
+    """Of the towers and language models only the main ones are there, so that some
+    rows are not measured.
+    """
     monkeypatch.setattr(experiments, "FETCH_ROWS", 100)
     started = subprocess.run
 
-    def run_command(words: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+    def run_command(
+        words: list[str], **options: Any
+    ) -> subprocess.CompletedProcess[str]:
         if words[1:3] != ["-m", "pipelines.cli"]:
             return started(words, **options)
         engine = ["--engine", "inline"] if words[3] == "build" else []
-        return subprocess.CompletedProcess(words, 0, json.dumps(run_here(*words[3:-1], *engine)))  # adds --json again
+        # adds --json again
+        return subprocess.CompletedProcess(
+            words, 0, json.dumps(run_here(*words[3:-1], *engine))
+        )
 
-    monkeypatch.setattr(subprocess, "run", run_command)  # a process per command would import torch 150 times
+    # a process per command would import torch 150 times
+    monkeypatch.setattr(subprocess, "run", run_command)
     # 64 patches, so that every adapter can make 64 tokens of them
-    create_untrained_bundle(tmp_path / "towers", sizes=replace(TINY, image_size=8 * TINY.patch_size))
+    create_untrained_bundle(
+        tmp_path / "towers", sizes=replace(TINY, image_size=8 * TINY.patch_size)
+    )
     data = write_data(tmp_path / "data", 4, tmp_path / "towers", tiny_bundle)
     settings = {
         "loop": ["batch_size = 4", "epochs = 5"],
         "architecture": ["language_layers = 1", "adapter_hidden = 64"],
     }
-    text = "\n".join(f"[{group}]\n" + "\n".join(lines) for group, lines in settings.items())
+    text = "\n".join(
+        f"[{group}]\n" + "\n".join(lines) for group, lines in settings.items()
+    )
     (tmp_path / "small.toml").write_text(text)
-    command = ["bench", "paper", "all", "--data", data, "--config", tmp_path / "small.toml", "--out", tmp_path / "o"]
+    command = [
+        "bench",
+        "paper",
+        "all",
+        "--data",
+        data,
+        "--config",
+        tmp_path / "small.toml",
+        "--out",
+        tmp_path / "o",
+    ]
     code, out, err = run(*command, "--json")
     assert code == 0, err
     tables = json.loads(out)
     states = {name: table["state"] for name, table in tables.items()}
-    partial = {"prior-art": "partial", "zero-shot": "partial", "mining": "partial", "language-model": "needs data"}
+    partial = {
+        "prior-art": "partial",
+        "zero-shot": "partial",
+        "mining": "partial",
+        "language-model": "needs data",
+    }
     assert states == {name: partial.get(name, "complete") for name in EXPERIMENTS}
     for name in EXPERIMENTS:
         assert (tmp_path / "o" / f"{name}.md").read_text().startswith("## ")
     assert "<circle" in (tmp_path / "o" / "prior-art.svg").read_text()
     tokens = [row["own"]["tokens"] for row in tables["alignment"]["rows"]]
+    # the tiny tower has 64 patches
     assert (
         tokens == [row["own"]["tokens"] for row in tables["words"]["rows"]] == [64, 64]
-    )  # the tiny tower has 64 patches
+    )
     code, again, err = run(*command, "--json")
     assert (code, again) == (0, out)
     assert "edje-index" not in err, "a finished step ran again"

@@ -16,7 +16,18 @@ def model(tmp_path_factory):
 
 
 def test_the_command_prints_one_object(model, capsys):
-    arguments = ["--model", model, "--batch-size", 2, "--threads", 1, "--repeats", 1, "--device", "cpu"]
+    arguments = [
+        "--model",
+        model,
+        "--batch-size",
+        2,
+        "--threads",
+        1,
+        "--repeats",
+        1,
+        "--device",
+        "cpu",
+    ]
     arguments += ["--dtype", "bfloat16", "--json"]
     assert main(["bench", "rerank", *map(str, arguments)]) == 0
     out, err = capsys.readouterr()
@@ -27,7 +38,18 @@ def test_the_command_prints_one_object(model, capsys):
 
 
 def test_senseless_requests_are_refused(model, index, capsys):
-    arguments = ["--model", model, "--index", index, "--batch-size", 1, "--threads", 1, "--repeats", 1]
+    arguments = [
+        "--model",
+        model,
+        "--index",
+        index,
+        "--batch-size",
+        1,
+        "--threads",
+        1,
+        "--repeats",
+        1,
+    ]
     assert main(["bench", "rerank", *map(str, arguments)]) == 2
     assert "no nearest-neighbour index" in capsys.readouterr().err
     assert main(["bench", "rerank", "--model", str(model), "--score", "logit"]) == 2

@@ -33,27 +33,39 @@ def test_the_knee_is_before_the_first_load_that_is_not_kept_up_with(loads, expec
 
 
 def test_latency_counts_from_the_planned_time():
-    """A server that takes one request at a time, 50 ms each: requests planned at once wait for each other."""
+    """A server that takes one request at a time, 50 ms each: requests planned at
+    once wait for each other.
+    """
 
     async def run() -> list[Exchange]:
         turn = asyncio.Lock()
 
-        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        async def answer(
+            reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        ) -> None:
             head = await reader.readuntil(b"\r\n\r\n")
-            length = int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0])
+            length = int(
+                head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0]
+            )
             query = json.loads(await reader.readexactly(length))["query"]
             async with turn:
                 await asyncio.sleep(0.05)
             timing = {"batch": 1, "stages_ms": {"total": 50.0}}
             body = json.dumps({"hits": [], "timing": timing, "query": query}).encode()
             status = b"429 Too Many Requests" if query == "b" else b"200 OK"
-            writer.write(b"HTTP/1.1 %s\r\nContent-Length: %d\r\nConnection: close\r\n\r\n" % (status, len(body)) + body)
+            writer.write(
+                b"HTTP/1.1 %s\r\nContent-Length: %d\r\nConnection: close\r\n\r\n"
+                % (status, len(body))
+                + body
+            )
             writer.close()
 
         server = await asyncio.start_server(answer, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
         async with server:
-            return await open_loop(f"http://127.0.0.1:{port}", BODIES, [0.0, 0.0, 0.0, 0.0])
+            return await open_loop(
+                f"http://127.0.0.1:{port}", BODIES, [0.0, 0.0, 0.0, 0.0]
+            )
 
     exchanges = asyncio.run(run())
     assert [each.status for each in exchanges] == ["200", "429", "200", "429"]
@@ -64,16 +76,40 @@ def test_latency_counts_from_the_planned_time():
     assert told["p99_ms"] >= told["p50_ms"] >= 50
 
 
-@pytest.mark.slow  # starts the service
+# starts the service
+@pytest.mark.slow
 def test_the_command_measures_every_load(tmp_path, capsys):
-    (tmp_path / "queries.txt").write_text("\n".join(f"{number} red canoes" for number in range(8)))
-    command = ["bench", "serve", GOLDEN / "index", "--model", GOLDEN / "model", "--queries", tmp_path / "queries.txt"]
-    command += ["--pool", "11", "--clients", "1", "--clients", "4", "--seconds", "1", "--report", tmp_path / "out"]
+    (tmp_path / "queries.txt").write_text(
+        "\n".join(f"{number} red canoes" for number in range(8))
+    )
+    command = [
+        "bench",
+        "serve",
+        GOLDEN / "index",
+        "--model",
+        GOLDEN / "model",
+        "--queries",
+        tmp_path / "queries.txt",
+    ]
+    command += [
+        "--pool",
+        "11",
+        "--clients",
+        "1",
+        "--clients",
+        "4",
+        "--seconds",
+        "1",
+        "--report",
+        tmp_path / "out",
+    ]
     assert main([*map(str, command), "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     (workload,) = report["workloads"]
     assert [load["answered_per_s"] > 0 for load in workload["loads"]] == [True] * 7
-    assert [result["statuses"].keys() for result in workload["clients"].values()] == [{"200"}] * 2
+    assert [result["statuses"].keys() for result in workload["clients"].values()] == [
+        {"200"}
+    ] * 2
     assert min(workload["cold_ms"], workload["knee_per_s"]) > 0
     assert report["memory_peak"] >= report["memory_at_start"] > 0
     (text,) = (tmp_path / "out").glob("*.md")

@@ -15,25 +15,43 @@ from tests.integration.builds import make_photos
 
 
 def test_a_synthetic_index_is_sound_and_repeatable(tmp_path, run):
-    options = ("--rows", 300, "--shard-size", 128, "--tokens", 4, "--width", 16, "--precision", "fp8", "--json")
+    options = (
+        "--rows",
+        300,
+        "--shard-size",
+        128,
+        "--tokens",
+        4,
+        "--width",
+        16,
+        "--precision",
+        "fp8",
+        "--json",
+    )
     for name in "ab":
         code, out, _ = run("bench", "make-synthetic", tmp_path / name, *options)
         assert (code, json.loads(out)["shards"]) == (0, 3)
         assert verify_index(tmp_path / name) == []
-    a, b = (TokenStore.open(tmp_path / name, "fp8").fetch(range(300)).view(np.uint16) for name in "ab")
+    a, b = (
+        TokenStore.open(tmp_path / name, "fp8").fetch(range(300)).view(np.uint16)
+        for name in "ab"
+    )
     assert (a == b).all()
     code, _, err = run("bench", "make-synthetic", tmp_path, *options)
     assert (code, "not empty" in err) == (2, True)
 
 
 def test_every_precision_is_measured_beside_its_peers(monkeypatch):
-    monkeypatch.setattr(quantize, "precisions", lambda: ("bf16", "fp8"))  # compiling all kernels takes seconds
+    # compiling all kernels takes seconds
+    monkeypatch.setattr(quantize, "precisions", lambda: ("bf16", "fp8"))
     report = quantize.bench_quantize(blocks=2, repeats=2)
     assert set(report["median"]) == {"encode fp8", "decode fp8", "gather"}
     assert set(report["median"]["gather"]) == {"bf16", "fp8"}
     for task, rates in report["gb_per_s"].items():
         assert all(len(each) == 2 and min(each) > 0 for each in rates.values()), task
-    assert {"edje / torch cast", "edje / torch scaled", "edje / ml_dtypes cast"} <= set(report["ratios"]["decode fp8"])
+    assert {"edje / torch cast", "edje / torch scaled", "edje / ml_dtypes cast"} <= set(
+        report["ratios"]["decode fp8"]
+    )
     assert report["ratios"]["gather"]["fp8 / bf16"] > 0
 
 
@@ -42,27 +60,58 @@ def test_a_build_is_compared_with_a_bare_loop(tmp_path, monkeypatch):
     make_photos(tmp_path / "photos", 4)
     create_untrained_bundle(tmp_path / "model", sizes=TINY)
     monkeypatch.chdir(tmp_path)
-    options = ["--model", "model", "--folder", "bench", "--images", 8, "--repeats", 1, "--engine", "inline"]
+    options = [
+        "--model",
+        "model",
+        "--folder",
+        "bench",
+        "--images",
+        8,
+        "--repeats",
+        1,
+        "--engine",
+        "inline",
+    ]
     report = run_process("bench", "build", "photos", *map(str, options))
     assert report["runs"]["inline"][0]["stdout"]["indexed"] == 8
     assert report["runs"]["bare loop"][0]["stdout"]["images"] == 8
     assert set(report["summary"]) == {"bare loop", "inline"}
     assert set(report["summary"]["bare loop"]["stage_seconds"]) == {"decode", "encode"}
     for row in report["summary"].values():
-        assert min(row["wall"], row["cpu"], row["peak_pss"], row["model_images_per_second"]) > 0
+        assert (
+            min(
+                row["wall"], row["cpu"], row["peak_pss"], row["model_images_per_second"]
+            )
+            > 0
+        )
 
 
 @pytest.mark.slow
 def test_results_of_a_device_are_compared_with_those_of_the_cpu(tmp_path, monkeypatch):
     make_photos(tmp_path / "photos", 5)
     create_untrained_bundle(tmp_path / "model", sizes=TINY)
-    report = gpu_check.gpu_check(tmp_path / "photos", tmp_path / "model", device="cpu", repeats=1)
+    report = gpu_check.gpu_check(
+        tmp_path / "photos", tmp_path / "model", device="cpu", repeats=1
+    )
     rates = {part: rate for part, _, _, rate, *_ in report["lines"]}
-    parts = ("decode", "DeviceFetcher", "DataLoader", "encode", "build", "re-rank", "train step", "FAISS")
+    parts = (
+        "decode",
+        "DeviceFetcher",
+        "DataLoader",
+        "encode",
+        "build",
+        "re-rank",
+        "train step",
+        "FAISS",
+    )
     assert all(any(name.startswith(part) for name in rates) for part in parts)
     assert min(rates.values()) > 0
     assert "nothing was measured on a GPU" in gpu_check.report_lines(report)[0]
     decode = gpu_check.decode_records_torch
-    monkeypatch.setattr(gpu_check, "decode_records_torch", lambda *given: decode(*given) + 1)
+    monkeypatch.setattr(
+        gpu_check, "decode_records_torch", lambda *given: decode(*given) + 1
+    )
     with pytest.raises(EdjeError, match="decoding fp8 on cpu gives other bits"):
-        gpu_check.gpu_check(tmp_path / "photos", tmp_path / "model", device="cpu", repeats=1)
+        gpu_check.gpu_check(
+            tmp_path / "photos", tmp_path / "model", device="cpu", repeats=1
+        )

@@ -20,7 +20,8 @@ from tests.docs.guide_files import write_guide_files
 from tests.hub_server import TOKEN, hub_server
 from tests.object_store import s3_server, use_endpoint
 
-sys.path.insert(0, str(REPO / "docs/hooks"))  # as MkDocs does when it loads hooks
+# as MkDocs does when it loads hooks
+sys.path.insert(0, str(REPO / "docs/hooks"))
 
 
 @pytest.fixture(scope="session")
@@ -28,14 +29,18 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The site, built as `make docs` builds it: any warning is an error."""
     folder = tmp_path_factory.mktemp("docs") / "site"
     words = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", folder]
-    done = subprocess.run(words, cwd=REPO, env=environment(), capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        words, cwd=REPO, env=environment(), capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     return folder
 
 
 @pytest.fixture(scope="session")
 def template(tmp_path_factory: pytest.TempPathFactory, tiny_bundle: Path) -> Path:
-    """A directory with the files that the guides take for granted, see `write_guide_files`."""
+    """A directory with the files that the guides take for granted, see
+    `write_guide_files`.
+    """
     folder = tmp_path_factory.mktemp("guides") / "home"
     write_guide_files(folder, tiny_bundle)
     return folder
@@ -43,7 +48,9 @@ def template(tmp_path_factory: pytest.TempPathFactory, tiny_bundle: Path) -> Pat
 
 @pytest.fixture
 def home(template: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of the files of `template` as the working directory. Rows of the index name the photos of `template`."""
+    """A copy of the files of `template` as the working directory. Rows of the index
+    name the photos of `template`.
+    """
     folder = tmp_path / "home"
     shutil.copytree(template, folder)
     for name in ("2024", "2025", "m64", "m32", "art"):
@@ -54,8 +61,11 @@ def home(template: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
 
 @pytest.fixture
 def servers(home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Servers for the URLs of the guides: `s3://` leads to an S3-compatible server, `hf://` to one with a data set."""
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)  # the server has no Xet storage
+    """Servers for the URLs of the guides: `s3://` leads to an S3-compatible server,
+    `hf://` to one with a data set.
+    """
+    # the server has no Xet storage
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     with s3_server() as endpoint, hub_server() as hub:
         use_endpoint(monkeypatch, endpoint)

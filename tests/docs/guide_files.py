@@ -1,4 +1,6 @@
-"""Files that the guides take for granted: photos, captions, lists, arrays, and an index of them by a tiny model."""
+"""Files that the guides take for granted: photos, captions, lists, arrays, and an
+index of them by a tiny model.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ from pipelines import build_index, delete_rows, quantize_index
 from tests.conftest import REPO
 from tests.edje_index.clip_cases import clip, panned
 
-ROWS = 1100  # guides fetch row 1023
+# guides fetch row 1023
+ROWS = 1100
 
 
 def write_guide_files(folder: Path, bundle: Path) -> None:
@@ -24,8 +27,15 @@ def write_guide_files(folder: Path, bundle: Path) -> None:
     rng = np.random.default_rng(0)
     for name in ("photos/2019", "photos/2026", "shards"):
         (folder / name).mkdir(parents=True)
-    paths = [folder / "photos" / ("2019" if row < 3 else "") / f"{row:05}.png" for row in range(ROWS)]
-    for path in [*paths, folder / "photos/2026/new.png", folder / "photos/2026/lake.jpg"]:
+    paths = [
+        folder / "photos" / ("2019" if row < 3 else "") / f"{row:05}.png"
+        for row in range(ROWS)
+    ]
+    for path in [
+        *paths,
+        folder / "photos/2026/new.png",
+        folder / "photos/2026/lake.jpg",
+    ]:
         Image.fromarray(rng.integers(0, 255, (8, 8, 3), dtype=np.uint8)).save(path)
     paths[9].write_bytes(b"no image")
     for name in ("canoe.jpg", "new.jpg"):
@@ -36,25 +46,45 @@ def write_guide_files(folder: Path, bundle: Path) -> None:
     write_packed(folder)
     shutil.copytree(bundle, folder / "model")
     index = folder / "photos.edje"
-    build_index(folder / "list.parquet", index, folder / "model", engine="inline", threads=1, column="image_path")
+    build_index(
+        folder / "list.parquet",
+        index,
+        folder / "model",
+        engine="inline",
+        threads=1,
+        column="image_path",
+    )
     quantize_index(index, ["fp8", "nvfp4"])
     for row in (1001, 1002, 1003):
         delete_rows(index, rows=[row])
     shutil.copytree(index, folder / "local.edje")
-    quantize_index(folder / "local.edje", drop=["bf16", "fp8"])  # other tokens than those of the other indexes
+    # other tokens than those of the other indexes
+    quantize_index(folder / "local.edje", drop=["bf16", "fp8"])
 
 
 def write_texts(folder: Path, captioned: list[Path]) -> None:
     records = [
-        {"image": str(path), "captions": [f"photo {path.stem} of a canoe"], "split": ["dev", "test"][number % 2]}
+        {
+            "image": str(path),
+            "captions": [f"photo {path.stem} of a canoe"],
+            "split": ["dev", "test"][number % 2],
+        }
         for number, path in enumerate(captioned)
     ]
-    (folder / "captions.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    (folder / "captions.jsonl").write_text(
+        "".join(json.dumps(record) + "\n" for record in records)
+    )
     images = [
-        {"filename": record["image"], "split": record["split"], "sentences": [{"raw": record["captions"][0]}]}
+        {
+            "filename": record["image"],
+            "split": record["split"],
+            "sentences": [{"raw": record["captions"][0]}],
+        }
         for record in records
     ]
-    (folder / "dataset_coco.json").write_text(json.dumps({"images": images, "dataset": "coco"}))
+    (folder / "dataset_coco.json").write_text(
+        json.dumps({"images": images, "dataset": "coco"})
+    )
     (folder / "queries.txt").write_text("a red canoe\ntwo dogs\n")
 
 
@@ -81,7 +111,9 @@ def write_tables(folder: Path, paths: list[Path]) -> None:
     rng = np.random.default_rng(1)
     np.save(folder / "tokens.npy", rng.standard_normal((8, 64, 384), np.float32))
     np.save(folder / "embeddings.npy", rng.standard_normal((8, 512), np.float32))
-    pq.write_table(pa.table({"uri": [f"page-{row}" for row in range(8)]}), folder / "rows.parquet")
+    pq.write_table(
+        pa.table({"uri": [f"page-{row}" for row in range(8)]}), folder / "rows.parquet"
+    )
 
 
 def write_packed(folder: Path) -> None:

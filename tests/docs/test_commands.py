@@ -1,4 +1,6 @@
-"""The commands and the Python code of README, tutorial and guides run, in order, on a tiny model and small photos."""
+"""The commands and the Python code of README, tutorial and guides run, in order, on
+a tiny model and small photos.
+"""
 
 from __future__ import annotations
 
@@ -24,24 +26,38 @@ from tests.edje_index.test_multi_vector import tiny_multi_vector_encoder
 
 pytestmark = pytest.mark.slow
 GUIDES = (
-    "tutorial install build video change quantize search fetch evaluate own-encoder train serve sources object-store"
-    " integrations"
+    "tutorial install build video change quantize search fetch evaluate own-encoder"
+    " train serve sources object-store integrations"
 )
 PAGES = [REPO / "README.md", *(REPO / "docs" / f"{name}.md" for name in GUIDES.split())]
-# The beginning of a command that the tests leave out here -> where it runs, or why it cannot.
+# The beginning of a command that the tests leave out here -> where it runs, or why it
+# cannot.
 NOT_RUN = {
     "model get": "tests/smoke.py runs it; it downloads 174 MB",
     "serve": "test_services.py runs it; it does not end",
     "show": "tests/pipelines/service run it; it does not end",
-    "bench": "tests/benchmarks run the benchmarks; those of fetching run below, with fewer blocks",
-    "model import checkpoint.pth": "tests/edje_index import checkpoints; the tower comes from a model hub",
+    "bench": (
+        "tests/benchmarks run the benchmarks; those of fetching run below, with fewer"
+        " blocks"
+    ),
+    "model import checkpoint.pth": (
+        "tests/edje_index import checkpoints; the tower comes from a model hub"
+    ),
     "model from-open-clip": "needs a model hub",
-    "train captions.jsonl": "tests/pipelines train tiny models; the commands of the guides take hours",
-    "train more.jsonl": "tests/pipelines train tiny models; the commands of the guides take hours",
+    "train captions.jsonl": (
+        "tests/pipelines train tiny models; the commands of the guides take hours"
+    ),
+    "train more.jsonl": (
+        "tests/pipelines train tiny models; the commands of the guides take hours"
+    ),
     "build photos --out siglip2.edje": "its model comes from a model hub",
     "eval siglip2.edje": "its model comes from a model hub",
-    "ann build photos.edje --ann IVF4096,PQ96x4fs": "the embeddings of the tiny model have 24 values",
-    "build ~/photos --out photos.edje --model model --address": "needs a Ray cluster; tests/integration start one",
+    "ann build photos.edje --ann IVF4096,PQ96x4fs": (
+        "the embeddings of the tiny model have 24 values"
+    ),
+    "build ~/photos --out photos.edje --model model --address": (
+        "needs a Ray cluster; tests/integration start one"
+    ),
     "build /shared/photos": "needs a Ray cluster",
 }
 
@@ -54,15 +70,29 @@ def blocks(page: Path) -> Iterator[str]:
 
 
 def commands(page: Path) -> list[str]:
-    """Lines `edje-index ...` of the code blocks of a page, and lines that pass the output of another program to it."""
+    """Lines `edje-index ...` of the code blocks of a page, and lines that pass the
+    output of another program to it.
+    """
     text = "\n".join(blocks(page)).replace("\\\n", " ")
-    return [line for line in text.splitlines() if line.startswith("edje-index ") or " | edje-index " in line]
+    return [
+        line
+        for line in text.splitlines()
+        if line.startswith("edje-index ") or " | edje-index " in line
+    ]
 
 
 def python_code(page: Path) -> list[str]:
     """Code blocks of a page that are Python, as far as they import what they use."""
-    texts = [text for text in blocks(page) if re.search(r"^(from|import) \w", text, re.MULTILINE)]
-    return [text for text in texts if not re.search(r"^(edje-index|pip|make) ", text, re.MULTILINE)]
+    texts = [
+        text
+        for text in blocks(page)
+        if re.search(r"^(from|import) \w", text, re.MULTILINE)
+    ]
+    return [
+        text
+        for text in texts
+        if not re.search(r"^(edje-index|pip|make) ", text, re.MULTILINE)
+    ]
 
 
 def left_out(line: str) -> bool:
@@ -72,16 +102,35 @@ def left_out(line: str) -> bool:
 
 def words_of(line: str, home: Path) -> list[str]:
     """Arguments of a command, as the shell gives them, without Ray."""
-    words = [re.sub(r"^(~|/mnt)/", f"{home}/", word) for word in shlex.split(line, comments=True)[1:]]
+    words = [
+        re.sub(r"^(~|/mnt)/", f"{home}/", word)
+        for word in shlex.split(line, comments=True)[1:]
+    ]
     command = cli.get_command(click.Context(cli), words[0])
-    options = [name for parameter in command.params for name in parameter.opts] if command else []
-    return [*words, "--engine", "inline"] if "--engine" in options and "--engine" not in words else words
+    options = (
+        [name for parameter in command.params for name in parameter.opts]
+        if command
+        else []
+    )
+    return (
+        [*words, "--engine", "inline"]
+        if "--engine" in options and "--engine" not in words
+        else words
+    )
 
 
 def run_pipe(line: str, home: Path) -> None:
     """Run a line with a pipe as a shell does, without Ray."""
-    own = f'edje-index() {{ {shlex.quote(sys.executable)} -m pipelines.cli "$@" --engine inline; }}\n'
-    subprocess.run(["bash", "-c", f"set -o pipefail\n{own}{line}"], cwd=home, env=environment(), check=True)
+    own = (
+        f'edje-index() {{ {shlex.quote(sys.executable)} -m pipelines.cli "$@" --engine'
+        " inline; }\n"
+    )
+    subprocess.run(
+        ["bash", "-c", f"set -o pipefail\n{own}{line}"],
+        cwd=home,
+        env=environment(),
+        check=True,
+    )
 
 
 def run_line(line: str, home: Path, run) -> None:
@@ -110,21 +159,30 @@ def test_the_commands_of_a_page_run(page, home, run, request):
 NAMES = {
     "fetch": {"pools": [[1, 2], [3, 17]]},
     "own-encoder": {
-        "batches": [(np.ones((2, 64, 384), np.float32), np.eye(2, 512, dtype=np.float32), ["a", "b"])],
+        "batches": [
+            (
+                np.ones((2, 64, 384), np.float32),
+                np.eye(2, 512, dtype=np.float32),
+                ["a", "b"],
+            )
+        ],
         "query_vectors": np.ones((3, 384), np.float32),
         "query_embedding": np.ones(512, np.float32),
     },
 }
-LIBRARIES = [  # those that the tests do without: what a block of code contains, and the module that it needs
+# those that the tests do without: what a block of code contains, and the module that it
+# needs
+LIBRARIES = [
     ("import sentence_transformers", "sentence_transformers"),
     ("import Dataset", "datasets"),
     ("to_pandas()", "pandas"),
     ("integrations.langchain", "langchain_core"),
     ("integrations.llama_index", "llama_index"),
 ]
+# that of train trains for an hour, and test_services.py runs that of serve
 WITH_PYTHON = [
     page for page in PAGES if python_code(page) and page.stem not in ("train", "serve")
-]  # that of train trains for an hour, and test_services.py runs that of serve
+]
 
 
 @pytest.mark.parametrize("page", WITH_PYTHON, ids=lambda page: page.stem)
@@ -138,7 +196,9 @@ def test_the_python_code_of_a_page_runs(page, template, home, run, request):
             continue
         shutil.rmtree(home / "photos.edje", ignore_errors=True)
         if '"multi-vector-model"' in code:
-            tiny_multi_vector_encoder(home, ["two dogs play in the snow", "a red canoe"]).save("multi-vector-model")
+            tiny_multi_vector_encoder(
+                home, ["two dogs play in the snow", "a red canoe"]
+            ).save("multi-vector-model")
         if "build_index(" not in code:
             shutil.copytree(template / "photos.edje", home / "photos.edje")
         code = code.replace("/photos/12.jpg", str(template / "photos/00012.png"))
@@ -168,14 +228,21 @@ FETCH_BENCHMARKS = sorted(
 
 @pytest.mark.parametrize("line", FETCH_BENCHMARKS)
 def test_the_fetch_benchmarks_of_the_guides_run(line, home, run):
-    words = ["photos.edje" if word == "random.edje" else word for word in words_of(line, home)]
+    words = [
+        "photos.edje" if word == "random.edje" else word
+        for word in words_of(line, home)
+    ]
     code, out, err = run(*words, "--warm", "--repeats", "1", "--pool", "50")
     assert code == 0, err
     assert "random blocks in one call" in out
 
 
 def test_every_exception_is_needed():
-    rest = [line.removeprefix("edje-index ").strip() + "\n" for page in PAGES for line in commands(page)]
+    rest = [
+        line.removeprefix("edje-index ").strip() + "\n"
+        for page in PAGES
+        for line in commands(page)
+    ]
     for beginning in NOT_RUN:
         assert any(line.startswith(beginning) for line in rest), beginning
     assert sum(not left_out(line) for page in PAGES for line in commands(page)) > 60

@@ -8,7 +8,9 @@ import pytest
 
 from pipelines.cli.main import SECTIONS
 
-COMMAND = re.compile(r"^## (edje-index [^\n]+)\n\n~~~text\n(.*?)\n~~~$", re.MULTILINE | re.DOTALL)
+COMMAND = re.compile(
+    r"^## (edje-index [^\n]+)\n\n~~~text\n(.*?)\n~~~$", re.MULTILINE | re.DOTALL
+)
 
 
 @pytest.fixture(scope="module")
@@ -30,6 +32,8 @@ def test_every_listed_command_has_a_place(reference, run):
     _, listed, _ = run("--help")
     names = set(re.findall(r"^  ([a-z][a-z-]*)  ", listed, re.MULTILINE))
     documented = {
-        command.split()[1] for heading in SECTIONS for command, _ in COMMAND.findall(reference.section_page(heading))
+        command.split()[1]
+        for heading in SECTIONS
+        for command, _ in COMMAND.findall(reference.section_page(heading))
     }
     assert names == documented

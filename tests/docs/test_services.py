@@ -1,4 +1,6 @@
-"""The services that the guides start answer, and so does the code of the guides that uses them."""
+"""The services that the guides start answer, and so does the code of the guides
+that uses them.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +11,26 @@ import httpx
 import pytest
 
 from tests.command_line import command
-from tests.docs.test_commands import PAGES, REPO, blocks, commands, python_code, words_of
+from tests.docs.test_commands import (
+    PAGES,
+    REPO,
+    blocks,
+    commands,
+    python_code,
+    words_of,
+)
 from tests.pipelines.service.server import serving
 
 pytestmark = pytest.mark.slow
 GUIDE = REPO / "docs/serve.md"
-LINES = sorted({line for page in PAGES for line in commands(page) if line.startswith("edje-index serve ")})
+LINES = sorted(
+    {
+        line
+        for page in PAGES
+        for line in commands(page)
+        if line.startswith("edje-index serve ")
+    }
+)
 ADDRESS = "http://127.0.0.1:8000"
 
 
@@ -22,22 +38,40 @@ ADDRESS = "http://127.0.0.1:8000"
 def test_a_service_of_the_guides_answers(line, home):
     with serving(home, command(*words_of(line, home), "--port", "0")) as service:
         body = {"query": "a red canoe", "k": 3}
-        assert len(httpx.post(f"{service.url}/search", json=body, timeout=60).json()["hits"]) == 3
+        assert (
+            len(
+                httpx.post(f"{service.url}/search", json=body, timeout=60).json()[
+                    "hits"
+                ]
+            )
+            == 3
+        )
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # that of Cohere leaves connections open
+# that of Cohere leaves connections open
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_the_requests_of_the_guide_are_answered(template, home):
-    codes = [code for code in python_code(GUIDE) if "cohere" not in code or pytest.importorskip("cohere")]
+    codes = [
+        code
+        for code in python_code(GUIDE)
+        if "cohere" not in code or pytest.importorskip("cohere")
+    ]
     requests = [block for block in blocks(GUIDE) if block.startswith("curl ")]
     assert (len(codes), len(requests)) == (2, 1)
     with serving(home, command("serve", "photos.edje", "--port", "0")) as service:
         for code in codes:
-            code = code.replace(ADDRESS, service.url).replace("/photos/lake.jpg", str(template / "photos/00012.png"))
+            code = code.replace(ADDRESS, service.url).replace(
+                "/photos/lake.jpg", str(template / "photos/00012.png")
+            )
             exec(compile(code, str(GUIDE), "exec"), {})
-        gc.collect()  # of the connections, while their warnings are ignored
+        # of the connections, while their warnings are ignored
+        gc.collect()
         for request in requests:
             words = request.replace(ADDRESS, service.url)
             done = subprocess.run(
-                ["bash", "-c", f"{words} --fail --silent"], capture_output=True, text=True, check=True
+                ["bash", "-c", f"{words} --fail --silent"],
+                capture_output=True,
+                text=True,
+                check=True,
             )
             assert done.stdout.count('"row_id"') == 5

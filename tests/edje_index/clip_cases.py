@@ -32,11 +32,19 @@ def photo(width: int = 96, height: int = 64) -> np.ndarray:
 
 def panned(frames: int, width: int = 96, height: int = 64) -> list[np.ndarray]:
     """Frames in which a photo moves to the right."""
-    return [np.roll(photo(width, height), 4 * number, axis=1) for number in range(frames)]
+    return [
+        np.roll(photo(width, height), 4 * number, axis=1) for number in range(frames)
+    ]
 
 
-def clip(frames: Iterable[np.ndarray], kind: tuple[str, str, str] = KINDS["mp4"], **options: str) -> bytes:
-    """Encode `frames` at 10 frames per second with a key frame every 6 frames. `kind` is (container, codec, pixels)."""
+def clip(
+    frames: Iterable[np.ndarray],
+    kind: tuple[str, str, str] = KINDS["mp4"],
+    **options: str,
+) -> bytes:
+    """Encode `frames` at 10 frames per second with a key frame every 6 frames.
+    `kind` is (container, codec, pixels).
+    """
     container, codec, pixel_format = kind
     buffer = io.BytesIO()
     with av.open(buffer, "w", format=container) as output:
@@ -45,7 +53,9 @@ def clip(frames: Iterable[np.ndarray], kind: tuple[str, str, str] = KINDS["mp4"]
         for number, pixels in enumerate(frames):
             if number == 0:
                 stream.height, stream.width = pixels.shape[:2]
-            output.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
+            output.mux(
+                stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24"))
+            )
         output.mux(stream.encode(None))
     return buffer.getvalue()
 

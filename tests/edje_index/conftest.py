@@ -1,4 +1,6 @@
-"""Prepares torchvision before any test module imports open_clip, timm or transformers, which import it."""
+"""Prepares torchvision before any test module imports open_clip, timm or
+transformers, which import it.
+"""
 
 from __future__ import annotations
 

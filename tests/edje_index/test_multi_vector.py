@@ -1,4 +1,6 @@
-"""Multi-vector models: items of unequal numbers of vectors in a store of equal blocks."""
+"""Multi-vector models: items of unequal numbers of vectors in a store of equal
+blocks.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +16,24 @@ slow = pytest.mark.slow
 
 def test_vectors_of_unequal_numbers_fill_their_blocks(tmp_path):
     rng = np.random.default_rng(0)
-    vectors = [rng.standard_normal((count, 8)).astype(np.float16) for count in (4, 1, 3)]
+    vectors = [
+        rng.standard_normal((count, 8)).astype(np.float16) for count in (4, 1, 3)
+    ]
     with IndexWriter.create(tmp_path / "i", block_shape=(4, 8), embed_dim=8) as writer:
-        for wrong in ([np.zeros((0, 8))], [np.zeros((5, 8))], [np.zeros((2, 7))], [np.zeros(8)]):
-            with pytest.raises(UsageError, match=r"blocks\[0\] must have the shape \[1 to 4, 8\]"):
+        for wrong in (
+            [np.zeros((0, 8))],
+            [np.zeros((5, 8))],
+            [np.zeros((2, 7))],
+            [np.zeros(8)],
+        ):
+            with pytest.raises(
+                UsageError, match=r"blocks\[0\] must have the shape \[1 to 4, 8\]"
+            ):
                 writer.append(wrong, np.ones((1, 8)))
         writer.append(vectors[:2], np.ones((2, 8)), ["a", "b"])
         writer.append([torch.from_numpy(vectors[2])], np.ones((1, 8)))
-    search, query = LateInteractionSearch.open(tmp_path / "i"), rng.standard_normal((5, 8)).astype(np.float32)
+    search = LateInteractionSearch.open(tmp_path / "i")
+    query = rng.standard_normal((5, 8)).astype(np.float32)
     stored = [torch.from_numpy(each).bfloat16().float().numpy() for each in vectors]
     expected = [float((query @ each.T).max(axis=1).sum()) for each in stored]
     assert search.scores(query, [0, 1, 2]) == pytest.approx(expected, abs=1e-4)
@@ -30,20 +42,37 @@ def test_vectors_of_unequal_numbers_fill_their_blocks(tmp_path):
 @slow
 def test_a_multi_vector_encoder_of_sentence_transformers(tmp_path):
     pytest.importorskip("sentence_transformers", minversion="6")
-    from sentence_transformers.multi_vector_encoder.modules import HierarchicalTokenPooling
+    from sentence_transformers.multi_vector_encoder.modules import (
+        HierarchicalTokenPooling,
+    )
 
-    texts = ["a dog runs", "two dogs play in the deep snow of a park while a man looks on", "a canoe", "red", "water"]
+    texts = [
+        "a dog runs",
+        "two dogs play in the deep snow of a park while a man looks on",
+        "a canoe",
+        "red",
+        "water",
+    ]
     model = tiny_multi_vector_encoder(tmp_path, texts)
-    documents, (query,), m = model.encode_document(texts), model.encode_query(["a dog in the snow"]), 6
-    pooled = [HierarchicalTokenPooling(max(1, (len(each) - 1) / (m - 1))).pool_one(each.cpu()) for each in documents]
-    with IndexWriter.create(tmp_path / "i", block_shape=(m, query.shape[1]), embed_dim=query.shape[1]) as writer:
+    documents = model.encode_document(texts)
+    (query,) = model.encode_query(["a dog in the snow"])
+    m = 6
+    pooled = [
+        HierarchicalTokenPooling(max(1, (len(each) - 1) / (m - 1))).pool_one(each.cpu())
+        for each in documents
+    ]
+    with IndexWriter.create(
+        tmp_path / "i", block_shape=(m, query.shape[1]), embed_dim=query.shape[1]
+    ) as writer:
         writer.append(pooled, np.stack([each.mean(dim=0) for each in pooled]), texts)
     search = LateInteractionSearch.open(tmp_path / "i")
     hits = search.search(query.cpu(), k=5, row_ids=search.store.row_ids())
     stored = [each.bfloat16().float() for each in pooled]
     expected = model.similarity([query.cpu()], stored)[0].tolist()
     assert min(map(len, pooled)) < m
-    assert {hit.row_id: hit.score for hit in hits} == pytest.approx(dict(enumerate(expected)), abs=1e-4)
+    assert {hit.row_id: hit.score for hit in hits} == pytest.approx(
+        dict(enumerate(expected)), abs=1e-4
+    )
 
 
 def tiny_multi_vector_encoder(folder, texts):
@@ -54,8 +83,19 @@ def tiny_multi_vector_encoder(folder, texts):
 
     torch.manual_seed(0)
     words = sorted({word for text in texts for word in text.split()})
-    (folder / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *words]))
+    (folder / "vocab.txt").write_text(
+        "\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *words])
+    )
     BertTokenizer(str(folder / "vocab.txt")).save_pretrained(folder / "bert")
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
-    BertModel(BertConfig(vocab_size=len(words) + 5, **sizes)).save_pretrained(folder / "bert")
-    return MultiVectorEncoder(modules=[Transformer(str(folder / "bert")), MultiVectorMask(), Normalize()])
+    sizes = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 64,
+    }
+    BertModel(BertConfig(vocab_size=len(words) + 5, **sizes)).save_pretrained(
+        folder / "bert"
+    )
+    return MultiVectorEncoder(
+        modules=[Transformer(str(folder / "bert")), MultiVectorMask(), Normalize()]
+    )

@@ -10,18 +10,35 @@ import torch
 from edje_index.models.clip_config import ClipConfig
 from edje_index.models.clip_model import build_clip
 
-SMALL_TEXT = {"context_length": 16, "vocab_size": 49408, "width": 16, "heads": 2, "layers": 1}
+SMALL_TEXT = {
+    "context_length": 16,
+    "vocab_size": 49408,
+    "width": 16,
+    "heads": 2,
+    "layers": 1,
+}
 PREPROCESS = {"mean": [0.5, 0.5, 0.5], "std": [0.5, 0.5, 0.5], "resize_mode": "squash"}
 
 
 def clip_config(**vision: Any) -> ClipConfig:
-    """open_clip's own transformer: class token, 16 patches of 32 pixels, width 32, 2 heads."""
-    settings = {"image_size": 32, "patch_size": 8, "width": 32, "layers": 3, "head_width": 16, **vision}
+    """open_clip's own transformer: class token, 16 patches of 32 pixels, width 32,
+    2 heads.
+    """
+    settings = {
+        "image_size": 32,
+        "patch_size": 8,
+        "width": 32,
+        "layers": 3,
+        "head_width": 16,
+        **vision,
+    }
     model = {"embed_dim": 24, "vision_cfg": settings, "text_cfg": SMALL_TEXT}
     return ClipConfig("small-clip", model, {"size": [32, 32]})
 
 
-def timm_config(name: str, size: int, pool: str = "map", embed_dim: int = 192) -> ClipConfig:
+def timm_config(
+    name: str, size: int, pool: str = "map", embed_dim: int = 192
+) -> ClipConfig:
     """A timm trunk with a small text tower, set up as open_clip does SigLIP."""
     vision = {
         "image_size": size,
@@ -30,11 +47,18 @@ def timm_config(name: str, size: int, pool: str = "map", embed_dim: int = 192) -
         "timm_pool": pool,
         "timm_proj": "none",
     }
-    model = {"embed_dim": embed_dim, "vision_cfg": vision, "text_cfg": SMALL_TEXT, "custom_text": True}
+    model = {
+        "embed_dim": embed_dim,
+        "vision_cfg": vision,
+        "text_cfg": SMALL_TEXT,
+        "custom_text": True,
+    }
     return ClipConfig(name, model, {"size": [size, size], **PREPROCESS})
 
 
-def random_clip(config: ClipConfig, seed: int = 0, hf_text: Path | None = None) -> torch.nn.Module:
+def random_clip(
+    config: ClipConfig, seed: int = 0, hf_text: Path | None = None
+) -> torch.nn.Module:
     """The model of a configuration with random weights drawn with ``seed``."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -43,4 +67,6 @@ def random_clip(config: ClipConfig, seed: int = 0, hf_text: Path | None = None) 
 
 def random_pixels(config: ClipConfig, count: int = 2) -> torch.Tensor:
     """Float32 [count, 3, height, width]."""
-    return torch.randn(count, 3, *config.preprocess["size"], generator=torch.Generator().manual_seed(1))
+    return torch.randn(
+        count, 3, *config.preprocess["size"], generator=torch.Generator().manual_seed(1)
+    )

@@ -1,8 +1,10 @@
-"""Runs commands of `edje-index` in this process with recorded operations or faults, and checks what they leave.
+"""Runs commands of `edje-index` in this process with recorded operations or faults, and
+checks what they leave.
 
     LD_PRELOAD=shim.so python -m tests.faults.bench SHIM FOLDER
 
-Reads a JSON object per line, the arguments of `Bench.crashes` or `Bench.errors`, and answers with counts and problems.
+Reads a JSON object per line, the arguments of `Bench.crashes` or `Bench.errors`, and
+answers with counts and problems.
 """
 
 from __future__ import annotations
@@ -30,12 +32,26 @@ import numpy as np
 from edje_index.bundles.random_bundle import TINY, create_untrained_bundle
 from pipelines.cli import main
 from pipelines.jobs.snapshots import history
-from storage_formats import CorruptIndexError, EdjeError, TokenStore, change, read_rows, verify_index
+from storage_formats import (
+    CorruptIndexError,
+    EdjeError,
+    TokenStore,
+    change,
+    read_rows,
+    verify_index,
+)
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.rows import TIMING_COLUMNS
 from storage_formats.format.tombstones import live_rows
 from storage_formats.shard_check import Problem
-from tests.faults.crash_states import Disk, Operation, Tree, read_log, read_tree, write_tree
+from tests.faults.crash_states import (
+    Disk,
+    Operation,
+    Tree,
+    read_log,
+    read_tree,
+    write_tree,
+)
 from tests.integration.builds import make_photos
 
 COUNT, ERROR, SHORT, RECORD = range(4)
@@ -46,7 +62,11 @@ FAULTS = {
     "ENOSPC": (ERROR, _CHANGES, errno.ENOSPC),
     "EMFILE": (ERROR, ("open", "create", "list"), errno.EMFILE),
     "ENOMEM": (ERROR, ("mmap",), errno.ENOMEM),
-    "EINTR": (ERROR, ("open", "create", "read", "write", "fsync", "truncate"), errno.EINTR),
+    "EINTR": (
+        ERROR,
+        ("open", "create", "read", "write", "fsync", "truncate"),
+        errno.EINTR,
+    ),
     "short": (SHORT, ("read", "write"), 0),
 }
 """Kind, the operations of shim.c that can meet it, and errno of each fault."""
@@ -76,19 +96,31 @@ CASES = {
     "ann": ("deleted", "ann build INDEX"),
     "rollback": ("deleted", "rollback INDEX 0"),
     "gc": ("deleted", "gc INDEX --keep 1"),
-    "import-arrays": ("", "import-arrays tokens.npy embeddings.npy --out INDEX --shard-size 4"),
+    "import-arrays": (
+        "",
+        "import-arrays tokens.npy embeddings.npy --out INDEX --shard-size 4",
+    ),
     "repair": ("damaged", "repair INDEX"),
 }
-"""For each command, the index before it and its words. INDEX is the index that it writes or changes."""
-_CHANGES_AGAIN = ("rollback", "merge", "copy", "copy-rows", "import-arrays")  # once done, the same command does not do
-_SEVERAL_CHANGES = ("erase", "gc", "repair")  # each file or snapshot counts
+"""For each command, the index before it and its words. INDEX is the index that it
+writes or changes.
+"""
+# once done, the same command does not do
+_CHANGES_AGAIN = ("rollback", "merge", "copy", "copy-rows", "import-arrays")
+# each file or snapshot counts
+_SEVERAL_CHANGES = ("erase", "gc", "repair")
 
 
 def call(*words: object) -> tuple[int, str]:
     """Exit code and output of `edje-index WORDS` in this process."""
     output = io.StringIO()
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
-        code = main([*map(str, words), *([] if words[0] in ("delete", "rollback", "gc") else ["--quiet"])])
+        code = main(
+            [
+                *map(str, words),
+                *([] if words[0] in ("delete", "rollback", "gc") else ["--quiet"]),
+            ]
+        )
     return code, output.getvalue()
 
 
@@ -122,7 +154,9 @@ def make_indexes(folder: Path, names: Iterable[str]) -> None:
 
 
 def view(root: Path) -> str | None:
-    """What readers of the index see: kinds of the snapshots, and a digest of the last. None if there is no index."""
+    """What readers of the index see: kinds of the snapshots, and a digest of the
+    last. None if there is no index.
+    """
     if not (root / "index.json").exists():
         return None
     opened = CommittedIndex.open(root)
@@ -139,7 +173,9 @@ def view(root: Path) -> str | None:
 
 
 def names(root: Path) -> set[str]:
-    """The files of the index, without the checksums in names. Shard tables may stay for readers."""
+    """The files of the index, without the checksums in names. Shard tables may stay
+    for readers.
+    """
     files = (str(path.relative_to(root)) for path in root.rglob("*") if path.is_file())
     return {re.sub(r"-[0-9a-f]{8}\.", "-*.", name) for name in files}
 
@@ -155,20 +191,27 @@ class Bench:
     def __post_init__(self) -> None:
         before, words = CASES[self.name]
         make_indexes(self.folder, [before, *words.split()])
-        self.disk, self.log = self.folder / "disk", self.folder / "log"
+        self.disk = self.folder / "disk"
+        self.log = self.folder / "log"
         self.index = self.disk / "index"
-        self.words = [str(self.index) if word == "INDEX" else word for word in words.split()]
+        self.words = [
+            str(self.index) if word == "INDEX" else word for word in words.split()
+        ]
         self.start: Tree = {}
         if before:
             tree = read_tree(self.folder / before)
-            self.start = {"index": None, **{f"index/{name}": data for name, data in tree.items()}}
+            self.start = {
+                "index": None,
+                **{f"index/{name}": data for name, data in tree.items()},
+            }
         self.place(self.start)
         self.known = set(verify_index(self.index)) if before else set()
         self.views = [view(self.index)]
         code, output = self.run(self.words, RECORD)
         assert code == 0, output
         self.operations = read_log(self.log.read_bytes(), self.disk)
-        self.after, self.names = view(self.index), names(self.index)
+        self.after = view(self.index)
+        self.names = names(self.index)
         assert verify_index(self.index) == []
         disk = Disk(self.start)
         for operation in self.operations:
@@ -182,12 +225,21 @@ class Bench:
         write_tree(tree, self.disk)
 
     def run(
-        self, words: list[str], kind: int, operations: tuple[str, ...] = (), error: int = 0, at: int = 0
+        self,
+        words: list[str],
+        kind: int,
+        operations: tuple[str, ...] = (),
+        error: int = 0,
+        at: int = 0,
     ) -> tuple[int, str]:
-        """Exit code and output of a command. Its operations are logged, and one of them may fail."""
+        """Exit code and output of a command. Its operations are logged, and one of
+        them may fail.
+        """
         log = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
         listed = f",{','.join(operations)},".encode()
-        self.shim.faults_arm(os.fsencode(self.disk), kind, error, ctypes.c_long(at), listed, log)
+        self.shim.faults_arm(
+            os.fsencode(self.disk), kind, error, ctypes.c_long(at), listed, log
+        )
         try:
             return call(*words)
         finally:
@@ -195,16 +247,21 @@ class Bench:
             os.close(log)
 
     def crashes(self, most: int | None = None, only: str = "") -> dict[str, Any]:
-        """Check what a power cut may leave after each operation, or those whose line has the pattern `only`.
+        """Check what a power cut may leave after each operation, or those whose line
+        has the pattern `only`.
 
         `most` limits the number of states, by chance.
         """
         return self.check_states(self.start, self.operations, most, only)
 
-    def recoveries(self, starts: int, most: int | None = None, only: str = "") -> dict[str, Any]:
-        """Check what a second power cut may leave, while the command runs again in `starts` of the states of `crashes`.
+    def recoveries(
+        self, starts: int, most: int | None = None, only: str = ""
+    ) -> dict[str, Any]:
+        """Check what a second power cut may leave, while the command runs again in
+        `starts` of the states of `crashes`.
 
-        `most` limits the number of states of each start. `only` selects operations of the first run.
+        `most` limits the number of states of each start. `only` selects operations of
+        the first run.
         """
         chosen = [*self.states(self.start, self.operations, only).values()]
         counts: Counter[str] = Counter()
@@ -213,22 +270,35 @@ class Bench:
             self.place(tree)
             code, output = self.run(self.words_again(view(self.index)), RECORD)
             assert code == 0, output
-            answer = self.check_states(tree, read_log(self.log.read_bytes(), self.disk), most)
+            answer = self.check_states(
+                tree, read_log(self.log.read_bytes(), self.disk), most
+            )
             problems += [
-                f"cut after {number} {self.operations[number]}, then {each}" for each in answer.pop("problems")
+                f"cut after {number} {self.operations[number]}, then {each}"
+                for each in answer.pop("problems")
             ]
             counts += Counter(answer)
         return {**counts, "problems": problems}
 
-    def states(self, start: Tree, operations: list[Operation], only: str) -> dict[Any, tuple[int, Tree]]:
-        """The different states of the disk after each of `operations`, and what readers may see: `self.views`."""
-        disk, states = Disk(start), dict[Any, tuple[int, Tree]]()
+    def states(
+        self, start: Tree, operations: list[Operation], only: str
+    ) -> dict[Any, tuple[int, Tree]]:
+        """The different states of the disk after each of `operations`, and what
+        readers may see: `self.views`.
+        """
+        disk = Disk(start)
+        states = dict[Any, tuple[int, Tree]]()
         for number, operation in enumerate(operations):
             disk.apply(operation)
             matches = re.search(only, f"{operation.name} {operation.path}")
             for tree in disk.states() if matches else ():
-                states[tuple(sorted(tree.items(), key=lambda item: item[0]))] = (number, tree)
-            if operation.other == "index/index.json" or operation.path.startswith("index/snapshots/0"):
+                states[tuple(sorted(tree.items(), key=lambda item: item[0]))] = (
+                    number,
+                    tree,
+                )
+            if operation.other == "index/index.json" or operation.path.startswith(
+                "index/snapshots/0"
+            ):
                 self.place(disk.tree())
                 self.views.append(view(self.index))
         return states
@@ -236,60 +306,119 @@ class Bench:
     def check_states(
         self, start: Tree, operations: list[Operation], most: int | None, only: str = ""
     ) -> dict[str, Any]:
-        """Two states are equal to a run that opens none of the staged files whose contents differ."""
+        """Two states are equal to a run that opens none of the staged files whose
+        contents differ.
+        """
         states = self.states(start, operations, only)
         chosen = [*states.values()]
         if most is not None and most < len(chosen):
             chosen = random.Random(0).sample(chosen, most)
-        problems, runs = [], 0
+        problems = []
+        runs = 0
         known: dict[Any, list[tuple[Tree, str | None]]] = {}
         for number, tree in chosen:
             is_last = number == len(operations) - 1
-            staged = {name: data for name, data in tree.items() if data is not None and "/staging/" in name}
-            key = frozenset(item for item in tree.items() if item[0] not in staged), frozenset(staged), is_last
-            fits = (problem for needed, problem in known.setdefault(key, []) if needed.items() <= staged.items())
+            staged = {
+                name: data
+                for name, data in tree.items()
+                if data is not None and "/staging/" in name
+            }
+            key = (
+                frozenset(item for item in tree.items() if item[0] not in staged),
+                frozenset(staged),
+                is_last,
+            )
+            fits = (
+                problem
+                for needed, problem in known.setdefault(key, [])
+                if needed.items() <= staged.items()
+            )
             if (problem := next(fits, "new")) == "new":
                 self.place(tree)
-                problem, runs = self.problem(self.views[-1:] if is_last else self.views), runs + 1
-                opened = set(re.findall(rf"^(?:open|create) {self.disk}/(.*)", self.log.read_text(), re.MULTILINE))
-                known[key].append(({name: staged[name] for name in opened & staged.keys()}, problem))
+                problem = self.problem(self.views[-1:] if is_last else self.views)
+                runs = runs + 1
+                opened = set(
+                    re.findall(
+                        rf"^(?:open|create) {self.disk}/(.*)",
+                        self.log.read_text(),
+                        re.MULTILINE,
+                    )
+                )
+                known[key].append(
+                    ({name: staged[name] for name in opened & staged.keys()}, problem)
+                )
             if problem:
-                problems.append(f"{self.name} cut after {number} {operations[number]}: {problem}")
-        return {"all": len(states), "count": len(chosen), "runs": runs, "problems": problems}
+                problems.append(
+                    f"{self.name} cut after {number} {operations[number]}: {problem}"
+                )
+        return {
+            "all": len(states),
+            "count": len(chosen),
+            "runs": runs,
+            "problems": problems,
+        }
 
-    def errors(self, fault: str, most: int | None = None, only: str = "") -> dict[str, Any]:
-        """Let operations meet a fault, one in each run. For `most` and `only`, see `crashes`."""
+    def errors(
+        self, fault: str, most: int | None = None, only: str = ""
+    ) -> dict[str, Any]:
+        """Let operations meet a fault, one in each run. For `most` and `only`, see
+        `crashes`.
+        """
         kind, operations, error = FAULTS[fault]
         self.place(self.start)
         self.run(self.words, COUNT)
         lines = self.log.read_text().splitlines()
-        places = [at for at, line in enumerate(lines, 1) if line.split()[0] in operations and re.search(only, line)]
+        places = [
+            at
+            for at, line in enumerate(lines, 1)
+            if line.split()[0] in operations and re.search(only, line)
+        ]
         if most is not None and most < len(places):
             places = sorted(random.Random(0).sample(places, most))
-        problems, count = [], 0
+        problems = []
+        count = 0
         for at in places:
             self.place(self.start)
             code, output = self.run(self.words, kind, operations, error, at)
             lines = self.log.read_text(errors="replace").splitlines()
-            struck = [line for line, following in pairwise(lines) if following.startswith("FAULT")]
+            struck = [
+                line
+                for line, following in pairwise(lines)
+                if following.startswith("FAULT")
+            ]
             count += bool(struck)
             problem = self.wrong_end(code, output)
             if not problem and (code or (self.index / "build").exists()):
                 problem = self.problem(None)
             if problem:
-                problems.append(f"{self.name}, {fault} at {at} {struck}: {problem}\n{output}")
+                problems.append(
+                    f"{self.name}, {fault} at {at} {struck}: {problem}\n{output}"
+                )
         return {"count": count, "problems": problems}
 
     def wrong_end(self, code: int, output: str) -> str | None:
         errors = [line for line in output.splitlines() if line.startswith("error:")]
-        found_damage = self.name == "repair" and re.search(r"\d problems? left", output) is not None
-        if code not in (0, 1) or len(errors) != code - found_damage or "Traceback" in output or "unexpected" in output:
+        found_damage = (
+            self.name == "repair"
+            and re.search(r"\d problems? left", output) is not None
+        )
+        if (
+            code not in (0, 1)
+            or len(errors) != code - found_damage
+            or "Traceback" in output
+            or "unexpected" in output
+        ):
             return f"exit code {code} with {len(errors)} errors"
         try:
             has_changed = view(self.index) == self.after != self.views[0]
         except EdjeError as error:
             return f"view: {error!r}"
-        if code and has_changed and "committed" not in output and self.name not in _SEVERAL_CHANGES:
+        if (
+            code
+            and has_changed
+            and "committed" not in output
+            and self.name not in _SEVERAL_CHANGES
+        ):
             return "the change took effect, but the error does not say so"
         return None
 
@@ -297,7 +426,8 @@ class Bench:
         """What is wrong with the index, or with it after the command ran again."""
         try:
             seen, damage = self.read()
-            of_snapshot = [(each or "").rpartition(" ")[2] for each in views or [seen]]  # earlier ones may be removed
+            # earlier ones may be removed
+            of_snapshot = [(each or "").rpartition(" ")[2] for each in views or [seen]]
             if damage or (seen or "").rpartition(" ")[2] not in of_snapshot:
                 return f"damage {damage}, sees {seen} instead of one of {views}"
             words = self.words_again(seen)
@@ -307,36 +437,64 @@ class Bench:
             seen, damage = self.read(strictly=True)
             if seen != self.after or damage or names(self.index) != self.names:
                 files = sorted(names(self.index) ^ self.names)
-                return f"at the end: files {files}, damage {damage}, sees {seen} instead of {self.after}"
+                return (
+                    f"at the end: files {files}, damage {damage}, sees {seen} instead"
+                    f" of {self.after}"
+                )
             return None
         except (EdjeError, OSError) as error:
             return repr(error)
 
     def words_again(self, seen: str | None) -> list[str]:
         """The command that finishes what a crash left, if readers see `seen`."""
-        return ["gc", str(self.index)] if seen == self.after and self.name in _CHANGES_AGAIN else self.words
+        return (
+            ["gc", str(self.index)]
+            if seen == self.after and self.name in _CHANGES_AGAIN
+            else self.words
+        )
 
     def read(self, *, strictly: bool = False) -> tuple[str | None, list[Problem]]:
-        """What readers see, and damage. Leftovers are no damage, unless `strictly`. Equal indexes are read once."""
+        """What readers see, and damage. Leftovers are no damage, unless `strictly`.
+        Equal indexes are read once.
+        """
         files = read_tree(self.disk)
-        key = hash((frozenset(item for item in files.items() if not item[0].startswith("index/build/")), strictly))
+        key = hash(
+            (
+                frozenset(
+                    item
+                    for item in files.items()
+                    if not item[0].startswith("index/build/")
+                ),
+                strictly,
+            )
+        )
         if key not in self.read_before:
-            seen, problems = view(self.index), list[Problem]()
+            seen = view(self.index)
+            problems = list[Problem]()
             if seen is not None:
-                problems = [each for each in verify_index(self.index) if each.code != "stray-file" or strictly]
-            self.read_before[key] = seen, [each for each in problems if strictly or each not in self.known]
+                problems = [
+                    each
+                    for each in verify_index(self.index)
+                    if each.code != "stray-file" or strictly
+                ]
+            self.read_before[key] = (
+                seen,
+                [each for each in problems if strictly or each not in self.known],
+            )
         return self.read_before[key]
 
 
 def serve(shim: ctypes.CDLL, folder: Path) -> None:
     """Answer requests until standard input ends."""
     os.chdir(folder)
-    change.now = lambda: "2026-01-01T00:00:00+00:00"  # equal changes then write equal files
+    # equal changes then write equal files
+    change.now = lambda: "2026-01-01T00:00:00+00:00"
     make_inputs(folder)
     benches: dict[str, Bench] = {}
     for line in sys.stdin:
         request = json.loads(line)
-        name, kind = request.pop("name"), request.pop("kind")
+        name = request.pop("name")
+        kind = request.pop("kind")
         if name not in benches:
             benches[name] = Bench(shim, folder, name)
         print(json.dumps(getattr(benches[name], kind)(**request)), flush=True)
@@ -344,4 +502,5 @@ def serve(shim: ctypes.CDLL, folder: Path) -> None:
 
 if __name__ == "__main__":
     serve(ctypes.CDLL(sys.argv[1]), Path(sys.argv[2]))
-    os._exit(0)  # to free torch's objects would take longer
+    # to free torch's objects would take longer
+    os._exit(0)

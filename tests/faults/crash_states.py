@@ -1,7 +1,9 @@
-"""What a disk may hold after a power cut: a model of a file system that replays recorded operations.
+"""What a disk may hold after a power cut: a model of a file system that replays
+recorded operations.
 
-The contents of a file are durable after fsync of the file, and its name after fsync of the directory. Until then, an
-operation on names may be lost, also if a later one on other names is not. A rename is one operation.
+The contents of a file are durable after fsync of the file, and its name after fsync of
+the directory. Until then, an operation on names may be lost, also if a later one on
+other names is not. A rename is one operation.
 """
 
 from __future__ import annotations
@@ -13,19 +15,26 @@ from dataclasses import dataclass
 from pathlib import Path
 
 Tree = dict[str, bytes | None]
-"""Contents of a folder: bytes of each file, None for each directory, by relative path. Parents come first."""
+"""Contents of a folder: bytes of each file, None for each directory, by relative
+path. Parents come first.
+"""
 Slot = tuple[int, str]
 """A name in a directory, which is a node."""
 
-SECTOR, PAGE = 512, 4096
-_EVERY_SUBSET = 5  # up to this number of pending operations, every subset of them may survive
+SECTOR = 512
+PAGE = 4096
+# up to this number of pending operations, every subset of them may survive
+_EVERY_SUBSET = 5
 _DRAWS = 8
 
 
 def read_tree(folder: Path) -> Tree:
     """Contents of `folder`."""
     paths = sorted(folder.rglob("*"))
-    return {str(path.relative_to(folder)): None if path.is_dir() else path.read_bytes() for path in paths}
+    return {
+        str(path.relative_to(folder)): None if path.is_dir() else path.read_bytes()
+        for path in paths
+    }
 
 
 def write_tree(tree: Tree, folder: Path) -> None:
@@ -50,14 +59,22 @@ class Operation:
 
 def read_log(log: bytes, folder: Path) -> list[Operation]:
     """The operations that shim.c recorded below `folder`."""
-    operations, at, prefix = [], 0, f"{folder}/"
+    operations = []
+    at = 0
+    prefix = f"{folder}/"
     while at < len(log):
         stop = log.index(b"\n", at)
         name, path, other, offset, length = log[at:stop].decode().rsplit(" ", 4)
         at = stop + 1 + int(length)
         data = log[stop + 1 : at]
         operations.append(
-            Operation(name, f"{path}/".removeprefix(prefix).rstrip("/"), other.removeprefix(prefix), int(offset), data)
+            Operation(
+                name,
+                f"{path}/".removeprefix(prefix).rstrip("/"),
+                other.removeprefix(prefix),
+                int(offset),
+                data,
+            )
         )
     return operations
 
@@ -74,19 +91,28 @@ class Disk:
         self._synced: dict[int, bytes] = {}
         self._nodes = 0
         for name, data in tree.items():
-            self.apply(Operation("mkdir" if data is None else "create", name, "-", 0, b""))
+            self.apply(
+                Operation("mkdir" if data is None else "create", name, "-", 0, b"")
+            )
             if data:
                 self.apply(Operation("write", name, "-", 0, data))
-        self._durable, self._synced, self._pending = dict(self._now), dict(self._contents), []
+        self._durable = dict(self._now)
+        self._synced = dict(self._contents)
+        self._pending = []
 
     def apply(self, operation: Operation) -> None:
-        """Carry out an operation that succeeded. Raises KeyError if it cannot have succeeded in this state."""
-        name, offset = operation.name, operation.offset
+        """Carry out an operation that succeeded. Raises KeyError if it cannot have
+        succeeded in this state.
+        """
+        name = operation.name
+        offset = operation.offset
         if name == "fsync" and not operation.path:
             return self._flush_directory(0)
         slot = self._slot(operation.path)
         if name == "rename":
-            return self._change({slot: None, self._slot(operation.other): self._now[slot]})
+            return self._change(
+                {slot: None, self._slot(operation.other): self._now[slot]}
+            )
         if name in ("create", "empty", "mkdir") and slot not in self._now:
             self._nodes += 1
             if name == "mkdir":
@@ -103,9 +129,14 @@ class Disk:
             self._synced[node] = self._contents[node]
         elif name != "create":
             data = self._contents[node]
-            end = {"write": max(offset + len(operation.data), len(data)), "allocate": max(offset, len(data))}
+            end = {
+                "write": max(offset + len(operation.data), len(data)),
+                "allocate": max(offset, len(data)),
+            }
             data = data[: end.get(name, offset)].ljust(end.get(name, offset), b"\0")
-            self._contents[node] = data[:offset] + operation.data + data[offset + len(operation.data) :]
+            self._contents[node] = (
+                data[:offset] + operation.data + data[offset + len(operation.data) :]
+            )
 
     def tree(self) -> Tree:
         """What processes see now."""
@@ -114,11 +145,15 @@ class Disk:
     def states(self) -> Iterator[Tree]:
         """What the disk may hold if the power is cut now. States may come repeatedly.
 
-        Every subset of up to five pending operations on names survives; of more, none, all, each prefix, each alone,
-        all but each, and some at random. Unsynced contents are all there or all lost. Or, with all names,
-        those of one file are lost, zeros, shorter, or torn at a border: what lies before it or after it was written.
+        Every subset of up to five pending operations on names survives; of more, none,
+        all, each prefix, each alone, all but each, and some at random. Unsynced
+        contents are all there or all lost. Or, with all names, those of one file are
+        lost, zeros, shorter, or torn at a border: what lies before it or after it was
+        written.
         """
-        unsynced = [node for node, data in self._contents.items() if data != self._synced[node]]
+        unsynced = [
+            node for node, data in self._contents.items() if data != self._synced[node]
+        ]
         for chosen in self._subsets():
             entries = dict(self._durable)
             for number in sorted(chosen):
@@ -132,20 +167,41 @@ class Disk:
                 yield self._tree(self._now, {**self._contents, node: data})
 
     def _subsets(self) -> set[frozenset[int]]:
-        """Sets of pending operations that may survive. One survives only with all earlier ones on the same names."""
+        """Sets of pending operations that may survive. One survives only with all
+        earlier ones on the same names.
+        """
         needs: list[frozenset[int]] = []
         for number, operation in enumerate(self._pending):
-            earlier = (needs[each] for each in range(number) if operation.keys() & self._pending[each].keys())
+            earlier = (
+                needs[each]
+                for each in range(number)
+                if operation.keys() & self._pending[each].keys()
+            )
             needs.append(frozenset({number}).union(*earlier))
         every = range(len(needs))
         if len(needs) <= _EVERY_SUBSET:
-            chosen = [each for count in range(len(needs) + 1) for each in itertools.combinations(every, count)]
+            chosen = [
+                each
+                for count in range(len(needs) + 1)
+                for each in itertools.combinations(every, count)
+            ]
         else:
             rng = random.Random(len(needs))
-            chosen = [tuple(range(count)) for count in range(len(needs) + 1)] + [(each,) for each in every]
-            chosen += [tuple(other for other in every if each not in needs[other]) for each in every]
-            chosen += [tuple(each for each in every if rng.random() < 0.5) for _ in range(_DRAWS)]
-        return {frozenset[int]().union(*(needs[each] for each in numbers)) for numbers in chosen}
+            chosen = [tuple(range(count)) for count in range(len(needs) + 1)] + [
+                (each,) for each in every
+            ]
+            chosen += [
+                tuple(other for other in every if each not in needs[other])
+                for each in every
+            ]
+            chosen += [
+                tuple(each for each in every if rng.random() < 0.5)
+                for _ in range(_DRAWS)
+            ]
+        return {
+            frozenset[int]().union(*(needs[each] for each in numbers))
+            for numbers in chosen
+        }
 
     def _slot(self, path: str) -> Slot:
         *folders, name = path.split("/")
@@ -159,8 +215,11 @@ class Disk:
         _enter(self._now, entries)
 
     def _flush_directory(self, node: int) -> None:
-        """Make the pending operations on entries of a directory durable, and earlier ones on the same names."""
-        slots, kept = {slot for each in self._pending for slot in each if slot[0] == node}, []
+        """Make the pending operations on entries of a directory durable, and
+        earlier ones on the same names.
+        """
+        slots = {slot for each in self._pending for slot in each if slot[0] == node}
+        kept = []
         flushed = []
         for operation in reversed(self._pending):
             if operation.keys() & slots:
@@ -202,7 +261,10 @@ def _torn(old: bytes, new: bytes) -> Iterable[bytes]:
     """What a file may hold whose contents change from `old` to `new`."""
     old = old[: len(new)]
     under = old.ljust(len(new), b"\0")
-    borders = {*range(SECTOR, min(len(new), PAGE), SECTOR), *range(PAGE, len(new), PAGE)}
+    borders = {
+        *range(SECTOR, min(len(new), PAGE), SECTOR),
+        *range(PAGE, len(new), PAGE),
+    }
     yield old
     yield under
     for border in sorted(borders):

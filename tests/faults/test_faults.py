@@ -1,7 +1,8 @@
-"""Power cuts and faults of the operating system at every operation on a file of every command that changes an index.
+"""Power cuts and faults of the operating system at every operation on a file of every
+command that changes an index.
 
-After each of them, readers see the index before or after the change, `verify` finds no damage, and the same command
-brings the index to the state of an undisturbed run.
+After each of them, readers see the index before or after the change, `verify` finds no
+damage, and the same command brings the index to the state of an undisturbed run.
 """
 
 from __future__ import annotations
@@ -22,33 +23,69 @@ from tests.faults.crash_states import Disk, Operation
 
 Request = Callable[..., dict[str, Any]]
 
-ERRORS = {"EIO": 250, "ENOSPC": 60, "EMFILE": 60, "ENOMEM": 10, "EINTR": 30, "short": 20}
+ERRORS = {
+    "EIO": 250,
+    "ENOSPC": 60,
+    "EMFILE": 60,
+    "ENOMEM": 10,
+    "EINTR": 30,
+    "short": 20,
+}
 """Operations per command that meet each fault, if there are more."""
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="LD_PRELOAD and /proc are used as on Linux")
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux", reason="LD_PRELOAD and /proc are used as on Linux"
+)
 
 
 @pytest.fixture(scope="module")
 def request_bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Request]:
-    """A function that sends a request to `tests.faults.bench` and returns its answer."""
-    library, source = tmp_path_factory.mktemp("shim") / "shim.so", Path(__file__).with_name("shim.c")
-    subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-Wall", "-Werror", "-o", library, source, "-ldl"], check=True)
+    """A function that sends a request to `tests.faults.bench` and returns its
+    answer.
+    """
+    library = tmp_path_factory.mktemp("shim") / "shim.so"
+    source = Path(__file__).with_name("shim.c")
+    subprocess.run(
+        [
+            "cc",
+            "-shared",
+            "-fPIC",
+            "-O1",
+            "-Wall",
+            "-Werror",
+            "-o",
+            library,
+            source,
+            "-ldl",
+        ],
+        check=True,
+    )
     with TemporaryDirectory(dir="/dev/shm") as folder:
         process = subprocess.Popen(
             [sys.executable, "-m", "tests.faults.bench", str(library), folder],
             env={**environment(), "OMP_NUM_THREADS": "1", "LD_PRELOAD": str(library)},
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
-        with process:  # waits for its end, which the end of its input brings
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        # waits for its end, which the end of its input brings
+        with process:
             assert process.stdin is not None
             assert process.stdout is not None
-            to, answers = process.stdin, process.stdout
+            to = process.stdin
+            answers = process.stdout
 
             def send(name: str, kind: str, **arguments: Any) -> dict[str, Any]:
-                print(json.dumps({"name": name, "kind": kind, **arguments}), file=to, flush=True)
+                print(
+                    json.dumps({"name": name, "kind": kind, **arguments}),
+                    file=to,
+                    flush=True,
+                )
                 answer: dict[str, Any] = json.loads(answers.readline())
                 problems = answer["problems"]
-                assert not problems, f"{len(problems)} problems, the first: {problems[0]}"
+                assert not problems, (
+                    f"{len(problems)} problems, the first: {problems[0]}"
+                )
                 return answer
 
             yield send
@@ -58,11 +95,18 @@ def request_bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Request]
     ("name", "kind", "arguments"),
     [
         ("copy-rows", "crashes", {"most": 10}),
-        ("delete", "errors", {"fault": "EIO", "only": "fsync .*/index$"}),  # removed what the new snapshot names
-        ("import-arrays", "crashes", {"only": "rename .*journal"}),  # the next run refused the directory
-        ("copy-rows", "crashes", {"only": r"rename index/\.index\.json"}),  # the folder of shard tables was missing
-        ("quantize-drop", "crashes", {"only": "unlink index/build"}),  # files stayed for ever
-        pytest.param("build", "crashes", {"only": "rename .*journal"}, marks=pytest.mark.slow),  # no list of inputs
+        # removed what the new snapshot names
+        ("delete", "errors", {"fault": "EIO", "only": "fsync .*/index$"}),
+        # the next run refused the directory
+        ("import-arrays", "crashes", {"only": "rename .*journal"}),
+        # the folder of shard tables was missing
+        ("copy-rows", "crashes", {"only": r"rename index/\.index\.json"}),
+        # files stayed for ever
+        ("quantize-drop", "crashes", {"only": "unlink index/build"}),
+        # no list of inputs
+        pytest.param(
+            "build", "crashes", {"only": "rename .*journal"}, marks=pytest.mark.slow
+        ),
     ],
 )
 def test_a_sample_and_what_has_failed_before(request_bench, name, kind, arguments):
@@ -72,30 +116,45 @@ def test_a_sample_and_what_has_failed_before(request_bench, name, kind, argument
 @pytest.mark.slow
 def test_every_crash_state(request_bench):
     counts = {name: request_bench(name, "crashes") for name in CASES}
-    states, runs = (sum(each[of] for each in counts.values()) for of in ("count", "runs"))
+    states, runs = (
+        sum(each[of] for each in counts.values()) for of in ("count", "runs")
+    )
     print(f"{states:,} crash states; the program ran in {runs:,} of them:", counts)
     assert states >= 20_000
 
 
 @pytest.mark.slow
 def test_a_second_cut_during_the_recovery(request_bench):
-    counts = {name: request_bench(name, "recoveries", starts=8, most=20) for name in CASES}
-    print("crash states of recoveries:", sum(each["count"] for each in counts.values()), counts)
+    counts = {
+        name: request_bench(name, "recoveries", starts=8, most=20) for name in CASES
+    }
+    print(
+        "crash states of recoveries:",
+        sum(each["count"] for each in counts.values()),
+        counts,
+    )
     assert all(each["count"] > 0 for each in counts.values())
 
 
 @pytest.mark.slow
 def test_a_fault_at_every_operation(request_bench):
     counts = {
-        (name, fault): request_bench(name, "errors", fault=fault, most=ERRORS[fault])["count"]
+        (name, fault): request_bench(name, "errors", fault=fault, most=ERRORS[fault])[
+            "count"
+        ]
         for name in CASES
         for fault in FAULTS
     }
-    print("injected faults:", {fault: sum(counts[name, fault] for name in CASES) for fault in FAULTS})
+    print(
+        "injected faults:",
+        {fault: sum(counts[name, fault] for name in CASES) for fault in FAULTS},
+    )
     assert sum(counts.values()) >= 5_000
 
 
-def states_after(*operations: tuple[str, str, str, bytes]) -> list[dict[str, bytes | None]]:
+def states_after(
+    *operations: tuple[str, str, str, bytes],
+) -> list[dict[str, bytes | None]]:
     disk = Disk({"a": b"old"})
     for name, path, other, data in operations:
         disk.apply(Operation(name, path, other, 0, data))
@@ -105,12 +164,21 @@ def states_after(*operations: tuple[str, str, str, bytes]) -> list[dict[str, byt
 def test_the_model_loses_what_was_not_flushed():
     new = [("create", "b", "-", b""), ("write", "b", "-", b"new")]
     replaced = [*new, ("rename", "b", "a", b"")]
-    assert {"a": b""} in states_after(*replaced), "renamed before its contents were flushed"
+    assert {"a": b""} in states_after(*replaced), (
+        "renamed before its contents were flushed"
+    )
     flushed = states_after(*new, ("fsync", "b", "-", b""), ("rename", "b", "a", b""))
     assert all(state["a"] in (b"old", b"new") for state in flushed)
     assert {"a": b"old"} in flushed, "the directory was not flushed"
-    durable = states_after(*new, ("fsync", "b", "-", b""), ("rename", "b", "a", b""), ("fsync", "", "-", b""))
+    durable = states_after(
+        *new,
+        ("fsync", "b", "-", b""),
+        ("rename", "b", "a", b""),
+        ("fsync", "", "-", b""),
+    )
     assert durable == [{"a": b"new"}]
     apart = states_after(("mkdir", "c", "-", b""), ("unlink", "a", "-", b""))
-    assert [*map(sorted, apart)].count(["a", "c"]) == 1, "the later operation alone may be lost"
+    assert [*map(sorted, apart)].count(["a", "c"]) == 1, (
+        "the later operation alone may be lost"
+    )
     assert {} in apart, "the earlier one too"

@@ -1,7 +1,8 @@
-"""Copies to an object store whose requests are lost, repeated, late, or end for ever, one after another.
+"""Copies to an object store whose requests are lost, repeated, late, or end for ever,
+one after another.
 
-After each fault, readers see the index before or after the copy, `verify` finds no damage, and the same copy ends as an
-undisturbed one.
+After each fault, readers see the index before or after the copy, `verify` finds no
+damage, and the same copy ends as an undisturbed one.
 """
 
 from __future__ import annotations
@@ -15,18 +16,34 @@ import pytest
 
 from pipelines import copy_index, delete_rows
 from pipelines.jobs import copy
-from storage_formats import EdjeError, IncompleteIndexError, IndexSpec, TokenStore, UsageError, verify_index
+from storage_formats import (
+    EdjeError,
+    IncompleteIndexError,
+    IndexSpec,
+    TokenStore,
+    UsageError,
+    verify_index,
+)
 from storage_formats.format import object_store
 from storage_formats.format.object_store import ObjectFolder
 from tests.conftest import write_random_index
 from tests.object_store import FaultyProxy, s3_server, use_endpoint
 
-pytestmark = pytest.mark.slow  # they start a server
+# they start a server
+pytestmark = pytest.mark.slow
 SPEC = IndexSpec(rows=2, shard_size=2, block_shape=(1, 16), embed_dim=4)
-CASES = {"new": ("", "first", False), "next": ("first", "second", False), "replace": ("other", "first", True)}
-"""The index at the URL before the copy, the index that is copied, and whether it may replace the one before."""
+CASES = {
+    "new": ("", "first", False),
+    "next": ("first", "second", False),
+    "replace": ("other", "first", True),
+}
+"""The index at the URL before the copy, the index that is copied, and whether it
+may replace the one before.
+"""
 FAULTS = ("reset", "503", "truncate", "lost", "twice", "late", "cut", "lost and cut")
-"""What happens to one request, see `tests.object_store.Fault`. After a cut, no request arrives: the process is gone."""
+"""What happens to one request, see `tests.object_store.Fault`. After a cut, no
+request arrives: the process is gone.
+"""
 
 
 @pytest.fixture(scope="module")
@@ -49,30 +66,40 @@ def view(location: str | Path) -> tuple[list[int], bytes] | None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_every_request_of_a_copy_meets_every_fault(indexes, tmp_path, monkeypatch, case):
+def test_every_request_of_a_copy_meets_every_fault(
+    indexes, tmp_path, monkeypatch, case
+):
     before, source, replaces = CASES[case]
     monkeypatch.setenv("EDJE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(copy, "_FILES_AT_ONCE", 1)  # so that the requests have an order
+    # so that the requests have an order
+    monkeypatch.setattr(copy, "_FILES_AT_ONCE", 1)
     monkeypatch.setattr(object_store, "_FIRST_WAIT", 0.01)
     monkeypatch.setattr(object_store, "_RETRIES", 1)
     counts: Counter[str] = Counter()
     with s3_server() as server, FaultyProxy(server).running() as proxy:
 
         def copy_with(fault: str, at: int, name: str) -> tuple[int, str | None]:
-            """Copy to a new URL. Return the number of requests of the copy, and its error."""
+            """Copy to a new URL. Return the number of requests of the copy, and its
+            error.
+            """
             proxy.fault = lambda method, path: None
             use_endpoint(monkeypatch, server)
             url = f"s3://bucket/{name}"
             if before:
                 copy_index(indexes / before, url)
             use_endpoint(monkeypatch, proxy.url)
-            first, error = len(proxy.requests), None
+            first = len(proxy.requests)
+            error = None
 
             def decide(method: str, path: str) -> str | None:
                 number = len(proxy.requests) - first
                 if number > at and "cut" in fault:
                     return "reset"
-                return fault.removesuffix(" and cut").replace("cut", "reset") if number == at else None
+                return (
+                    fault.removesuffix(" and cut").replace("cut", "reset")
+                    if number == at
+                    else None
+                )
 
             proxy.fault = decide
             try:
@@ -87,7 +114,11 @@ def test_every_request_of_a_copy_meets_every_fault(indexes, tmp_path, monkeypatc
         requests, error = copy_with("none", 0, f"{case}-reference")
         assert error is None
         reference = ObjectFolder.open(f"s3://bucket/{case}-reference").list_sizes()
-        views = [view(indexes / before) if before else None, view(indexes / source), *([None] if replaces else [])]
+        views = [
+            view(indexes / before) if before else None,
+            view(indexes / source),
+            *([None] if replaces else []),
+        ]
         problems = []
         for fault, at in itertools.product(FAULTS, range(1, requests + 1)):
             url = f"s3://bucket/{case}-{fault.replace(' ', '-')}-{at}"
@@ -96,14 +127,29 @@ def test_every_request_of_a_copy_meets_every_fault(indexes, tmp_path, monkeypatc
             counts[f"{fault}: errors"] += error is not None
             try:
                 seen = view(url)
-                damage = [] if seen is None else [each for each in verify_index(url) if each.code != "stray-file"]
+                damage = (
+                    []
+                    if seen is None
+                    else [
+                        each for each in verify_index(url) if each.code != "stray-file"
+                    ]
+                )
                 if damage or seen not in (views if error else views[1:2]):
-                    problems.append(f"{fault} at {at}: {damage}, sees {seen}, error {error}")
+                    problems.append(
+                        f"{fault} at {at}: {damage}, sees {seen}, error {error}"
+                    )
                 if error and "cut" not in fault:
                     problems.append(f"{fault} at {at}: {error}")
                 copy_index(indexes / source, url, replace=replaces)
-                if view(url) != views[1] or verify_index(url) or ObjectFolder.open(url).list_sizes() != reference:
-                    problems.append(f"{fault} at {at}: copied again, {ObjectFolder.open(url).list_sizes()}")
+                if (
+                    view(url) != views[1]
+                    or verify_index(url)
+                    or ObjectFolder.open(url).list_sizes() != reference
+                ):
+                    problems.append(
+                        f"{fault} at {at}: copied again,"
+                        f" {ObjectFolder.open(url).list_sizes()}"
+                    )
             except EdjeError as raised:
                 problems.append(f"{fault} at {at}: {raised}; the copy: {error}")
     print(f"{case}: {requests} requests, faults: {dict(counts)}")

@@ -1,4 +1,6 @@
-"""Runs a function in a child process, so that a crash, a hang or the use of too much memory ends only the child."""
+"""Runs a function in a child process, so that a crash, a hang or the use of too
+much memory ends only the child.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ def in_child(load: Callable[[Path], dict[str, Any]], path: Path) -> dict[str, An
     pid = os.fork()
     if not pid:
         try:
-            signal.alarm(SECONDS)  # ends the process
+            # ends the process
+            signal.alarm(SECONDS)
             os.write(writing, json.dumps(load(path)).encode())
             os._exit(0)
         except BaseException as error:
@@ -28,4 +31,6 @@ def in_child(load: Callable[[Path], dict[str, Any]], path: Path) -> dict[str, An
     with os.fdopen(reading, "rb") as pipe:
         answer = pipe.read()
     _, status = os.waitpid(pid, 0)
-    return json.loads(answer) if answer else {"ended": os.waitstatus_to_exitcode(status)}
+    return (
+        json.loads(answer) if answer else {"ended": os.waitstatus_to_exitcode(status)}
+    )

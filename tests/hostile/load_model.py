@@ -1,8 +1,10 @@
-"""Loads models in every way, within limited memory: `python -m tests.hostile.load_model bundle|checkpoint PATH ...`.
+"""Loads models in every way, within limited memory: `python -m tests.hostile.load_model
+bundle|checkpoint PATH ...`.
 
-Importing torch and its companions takes more than 1 GB of address space by itself. Each path is therefore loaded in a
-child of a process that has imported them, and the child may take 1 GB more. Prints a line of JSON for each path: the
-outcome of each way to load it, or the signal that ended the child.
+Importing torch and its companions takes more than 1 GB of address space by itself. Each
+path is therefore loaded in a child of a process that has imported them, and the child
+may take 1 GB more. Prints a line of JSON for each path: the outcome of each way to load
+it, or the signal that ended the child.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ from edje_index import load_published_checkpoint, read_bundle_info
 from edje_index.bundles.bundle import ModelBundle
 from edje_index.errors import ModelError
 from edje_index.indexing.image_encoder import ImageEncoder
-from edje_index.models import joint_encoder, text_tower  # noqa: F401  # the parent imports open_clip and transformers
+
+# the parent imports open_clip and transformers
+from edje_index.models import joint_encoder, text_tower  # noqa: F401
 from edje_index.search.search_model import SearchModel
 from tests.hostile.child import in_child
 
@@ -44,11 +48,19 @@ def load_bundle(path: Path) -> dict[str, str]:
 
 
 def load_checkpoint(path: Path) -> dict[str, str]:
-    return {"checkpoint": outcome(lambda: load_published_checkpoint(path, path.parent / "tokenizer", vision_heads=3))}
+    return {
+        "checkpoint": outcome(
+            lambda: load_published_checkpoint(
+                path, path.parent / "tokenizer", vision_heads=3
+            )
+        )
+    }
 
 
 def limited(load: Callable[[Path], dict[str, str]], path: Path) -> dict[str, str]:
-    """Call `load` with at most `MORE_ADDRESS_SPACE` beside the memory that this process has."""
+    """Call `load` with at most `MORE_ADDRESS_SPACE` beside the memory that this
+    process has.
+    """
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     limit = pages * resource.getpagesize() + MORE_ADDRESS_SPACE
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
@@ -58,4 +70,6 @@ def limited(load: Callable[[Path], dict[str, str]], path: Path) -> dict[str, str
 if __name__ == "__main__":
     for kind, argument in zip(sys.argv[1::2], sys.argv[2::2], strict=True):
         loader = {"bundle": load_bundle, "checkpoint": load_checkpoint}[kind]
-        print(json.dumps(in_child(partial(limited, loader), Path(argument))), flush=True)
+        print(
+            json.dumps(in_child(partial(limited, loader), Path(argument))), flush=True
+        )

@@ -1,7 +1,9 @@
-"""Opens indexes in every way, within limited memory: `python -m tests.hostile.open_index`.
+"""Opens indexes in every way, within limited memory: `python -m
+tests.hostile.open_index`.
 
-Reads the path of one index per line. Opens the index in a child of this process, which has imported everything, and
-prints a line of JSON: the outcome of each way to open the index, or how the child ended.
+Reads the path of one index per line. Opens the index in a child of this process, which
+has imported everything, and prints a line of JSON: the outcome of each way to open the
+index, or how the child ended.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import faiss  # noqa: F401  # imported before the fork, so that no child has to
+# imported before the fork, so that no child has to
+import faiss  # noqa: F401
 import zarr  # noqa: F401
 
 from edje_index.indexing.faiss_index import AnnIndex
@@ -27,7 +30,9 @@ ADDRESS_SPACE = 1 << 30
 
 
 def outcome(action: Callable[[], Any]) -> Any:
-    """The result of `action`, or the name and message of the expected error that it raised."""
+    """The result of `action`, or the name and message of the expected error that it
+    raised.
+    """
     try:
         return action()
     except EdjeError as error:
@@ -41,7 +46,9 @@ def open_index(root: Path) -> dict[str, Any]:
         return list(read_embeddings(CommittedIndex.open(root), [0]).shape)
 
     return {
-        "verify": outcome(lambda: [[problem.path, problem.message] for problem in verify_index(root)]),
+        "verify": outcome(
+            lambda: [[problem.path, problem.message] for problem in verify_index(root)]
+        ),
         "fetch": outcome(lambda: list(TokenStore.open(root).fetch([0, 1]).shape)),
         "rows": outcome(lambda: len(read_rows(root, [0, 1]))),
         "embeddings": outcome(embeddings),

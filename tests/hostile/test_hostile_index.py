@@ -1,4 +1,6 @@
-"""Indexes that a stranger made: each is one clear error in bounded memory and time, whatever opens it."""
+"""Indexes that a stranger made: each is one clear error in bounded memory and time,
+whatever opens it.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,11 @@ from pipelines import delete_rows
 from storage_formats.format.layout import IndexSpec, Layout
 from storage_formats.format.manifest import Manifest
 from storage_formats.format.rows import ROW_SCHEMA
-from storage_formats.format.shard_table import FileEntry, read_shard_table, write_shard_table
+from storage_formats.format.shard_table import (
+    FileEntry,
+    read_shard_table,
+    write_shard_table,
+)
 from tests.conftest import REPO, write_random_index
 
 SPEC = IndexSpec(rows=40, shard_size=32, block_shape=(2, 4), embed_dim=12)
@@ -36,8 +42,14 @@ def layout(tmp_path):
 
 @pytest.fixture(scope="module")
 def opened() -> Iterator[Callable[[Layout], dict[str, Any]]]:
-    """What each way to open an index gives, in a process of its own with little memory."""
-    one_thread = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
+    """What each way to open an index gives, in a process of its own with little
+    memory.
+    """
+    one_thread = {
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+        "MALLOC_ARENA_MAX": "1",
+    }
     with subprocess.Popen(
         [sys.executable, "-m", "tests.hostile.open_index"],
         stdin=subprocess.PIPE,
@@ -52,25 +64,45 @@ def opened() -> Iterator[Callable[[Layout], dict[str, Any]]]:
             assert process.stdout is not None
             print(layout.root, file=process.stdin, flush=True)
             outcomes: dict[str, Any] = json.loads(process.stdout.readline())
-            assert set(outcomes) == {"verify", "fetch", "rows", "embeddings", "ann"}, outcomes
+            assert set(outcomes) == {
+                "verify",
+                "fetch",
+                "rows",
+                "embeddings",
+                "ann",
+            }, outcomes
             return outcomes
 
         yield call
 
 
 def commit(layout: Layout, *changed: Path, **spec: Any) -> None:
-    """Write `index.json` with other sizes, and with the true checksums of the changed files."""
+    """Write `index.json` with other sizes, and with the true checksums of the
+    changed files.
+    """
     manifest = Manifest.load(layout.root)
     entries = {layout.relative(path): FileEntry.of(layout, path) for path in changed}
     lines = read_shard_table(layout.root, manifest.shard_table)
     files = [(shard, entries.get(file.path, file)) for shard, file in lines]
-    counts = replace(manifest.counts, inputs=spec.get("rows", SPEC.rows), indexed=spec.get("rows", SPEC.rows))
+    counts = replace(
+        manifest.counts,
+        inputs=spec.get("rows", SPEC.rows),
+        indexed=spec.get("rows", SPEC.rows),
+    )
     table = write_shard_table(layout, files)
-    replace(manifest, spec=replace(SPEC, **spec), counts=counts, shard_table=table).write(layout)
+    replace(
+        manifest, spec=replace(SPEC, **spec), counts=counts, shard_table=table
+    ).write(layout)
 
 
 def test_a_sound_index_opens(opened, layout):
-    assert opened(layout) == {"verify": [], "fetch": [2, 2, 4], "rows": 2, "embeddings": [1, 12], "ann": 40}
+    assert opened(layout) == {
+        "verify": [],
+        "fetch": [2, 2, 4],
+        "rows": 2,
+        "embeddings": [1, 12],
+        "ann": 40,
+    }
 
 
 FILES: dict[str, tuple[Callable[[Layout], Path], str]] = {
@@ -83,7 +115,9 @@ FILES: dict[str, tuple[Callable[[Layout], Path], str]] = {
 
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("kind", ["fifo", "device", "outside"])
-def test_only_regular_files_inside_the_index_are_opened(opened, layout, tmp_path, name, kind):
+def test_only_regular_files_inside_the_index_are_opened(
+    opened, layout, tmp_path, name, kind
+):
     path_of, reader = FILES[name]
     path = path_of(layout)
     path.rename(tmp_path / "original")
@@ -94,16 +128,24 @@ def test_only_regular_files_inside_the_index_are_opened(opened, layout, tmp_path
     outcomes = opened(layout)
     assert outcomes[reader].startswith("CorruptIndexError"), outcomes[reader]
     expected = "not a regular file" if kind == "fifo" else "leads outside the index"
-    if name != "tokens" or kind != "fifo":  # a FIFO has length 0, which is found first
+    # a FIFO has length 0, which is found first
+    if name != "tokens" or kind != "fifo":
         assert expected in outcomes[reader]
     assert [layout.relative(path), f"cannot be read: {expected}"] in [
         [where, message.partition(";")[0]] for where, message in outcomes["verify"]
     ]
 
 
-@pytest.mark.parametrize("name", ["index.json", "manifest", "tokens/zarr.json", "checksums/bf16/00000000.crc32c"])
+@pytest.mark.parametrize(
+    "name",
+    ["index.json", "manifest", "tokens/zarr.json", "checksums/bf16/00000000.crc32c"],
+)
 def test_a_fifo_for_any_other_file_is_reported(opened, layout, name):
-    path = next((layout.root / "manifest").iterdir()) if name == "manifest" else layout.root / name
+    path = (
+        next((layout.root / "manifest").iterdir())
+        if name == "manifest"
+        else layout.root / name
+    )
     path.unlink()
     os.mkfifo(path)
     assert "not a regular file" in str(opened(layout)["verify"])
@@ -111,7 +153,9 @@ def test_a_fifo_for_any_other_file_is_reported(opened, layout, name):
 
 def test_a_stray_link_is_reported(opened, layout):
     (layout.rows / "99999999.parquet").symlink_to("/dev/zero")
-    assert opened(layout)["verify"] == [["rows/99999999.parquet", "does not belong to this index; delete it"]]
+    assert opened(layout)["verify"] == [
+        ["rows/99999999.parquet", "does not belong to this index; delete it"]
+    ]
 
 
 @pytest.mark.slow
@@ -130,7 +174,9 @@ def test_a_hostile_list_of_deleted_rows_is_reported(opened, layout, kind):
     outcomes = opened(layout)
     assert layout.relative(path) in [where for where, _ in outcomes["verify"]]
     for reader in ("fetch", "rows", "ann"):
-        assert outcomes[reader].startswith("CorruptIndexError: cannot read the file of deleted rows"), outcomes[reader]
+        assert outcomes[reader].startswith(
+            "CorruptIndexError: cannot read the file of deleted rows"
+        ), outcomes[reader]
 
 
 @pytest.mark.parametrize(
@@ -170,13 +216,28 @@ def test_a_file_of_many_gigabytes_takes_no_memory(opened, layout, name):
     ids=["many rows", "long text"],
 )
 def test_a_small_rows_table_takes_no_memory(opened, layout, rows, text_bytes):
-    """Parquet stores a value that repeats once, however long it is and however often it repeats."""
+    """Parquet stores a value that repeats once, however long it is and however
+    often it repeats.
+    """
     path = layout.rows_file(0)
-    numbers = pa.nulls(rows, pa.int64()).fill_null(0) if rows > SPEC.rows else pa.array(range(rows), pa.int64())
-    text = pa.DictionaryArray.from_arrays(pa.nulls(rows, pa.int8()).fill_null(0), ["x" * text_bytes])
+    numbers = (
+        pa.nulls(rows, pa.int64()).fill_null(0)
+        if rows > SPEC.rows
+        else pa.array(range(rows), pa.int64())
+    )
+    text = pa.DictionaryArray.from_arrays(
+        pa.nulls(rows, pa.int8()).fill_null(0), ["x" * text_bytes]
+    )
     filled = {"row_id": numbers, "uri": text, "status": text}
-    columns = [filled.get(field.name, pa.nulls(rows, field.type)) for field in ROW_SCHEMA]
-    pq.write_table(pa.table(columns, names=ROW_SCHEMA.names), path, compression="zstd", store_schema=False)
+    columns = [
+        filled.get(field.name, pa.nulls(rows, field.type)) for field in ROW_SCHEMA
+    ]
+    pq.write_table(
+        pa.table(columns, names=ROW_SCHEMA.names),
+        path,
+        compression="zstd",
+        store_schema=False,
+    )
     assert path.stat().st_size < 1 << 20
     commit(layout, path)
     outcomes = opened(layout)

@@ -1,4 +1,5 @@
-"""Bundles and checkpoints from strangers: loading one is one clear error in bounded memory and time.
+"""Bundles and checkpoints from strangers: loading one is one clear error in bounded
+memory and time.
 
 It runs no code of theirs and asks no hub.
 """
@@ -34,15 +35,23 @@ class EvilConfig(BertConfig): pass
 
 
 Edit = Callable[[Path], object]
-VISION, JOINT = "vision/open_clip_config.json", "joint/config.json"
-AUTO_MAP = {"auto_map": {"AutoTokenizer": ["evil.Evil", None], "AutoConfig": "evil.EvilConfig"}}
-TRUSTING = {"hf_tokenizer_name": "evil", "tokenizer_kwargs": {"trust_remote_code": True}}
+VISION = "vision/open_clip_config.json"
+JOINT = "joint/config.json"
+AUTO_MAP = {
+    "auto_map": {"AutoTokenizer": ["evil.Evil", None], "AutoConfig": "evil.EvilConfig"}
+}
+TRUSTING = {
+    "hf_tokenizer_name": "evil",
+    "tokenizer_kwargs": {"trust_remote_code": True},
+}
 TEXT_TOWER = {"hf_model_name": "evil/text"}
 WRAPPED = {"model_type": "timm_wrapper", "architecture": "hf-hub:evil/tower"}
 
 
 def change(file: Path, *keys: str, **values: object) -> None:
-    """Set entries of the JSON object below `keys` in a file, which is created if it is missing."""
+    """Set entries of the JSON object below `keys` in a file, which is created if it
+    is missing.
+    """
     content = json.loads(file.read_text()) if file.exists() else {}
     part = content
     for key in keys:
@@ -57,11 +66,15 @@ def sized(name: str, *keys: str, **values: object) -> Edit:
 
 
 def add_code(folder: Path) -> None:
-    (folder / "evil.py").write_text(EVIL.format(marker=str(folder.parents[1] / "marker")))
+    (folder / "evil.py").write_text(
+        EVIL.format(marker=str(folder.parents[1] / "marker"))
+    )
 
 
 def remote_tokenizer(bundle: Path) -> None:
-    """The text tower's tokenizer is a Python file of the bundle, and the bundle says to trust it."""
+    """The text tower's tokenizer is a Python file of the bundle, and the bundle
+    says to trust it.
+    """
     change(bundle / VISION, "model_cfg", "text_cfg", **TRUSTING)
     change(bundle / "vision/config.json", model_type="evil", **AUTO_MAP)
     change(bundle / "vision/tokenizer_config.json", tokenizer_class="Evil", **AUTO_MAP)
@@ -75,7 +88,10 @@ def text_tower_that_wraps_a_hub_model(bundle: Path) -> None:
 
 CODE: dict[str, tuple[Edit, str]] = {
     "remote tokenizer": (remote_tokenizer, "names code ('auto_map'"),
-    "trusting options": (sized(VISION, "model_cfg", "text_cfg", **TRUSTING), "names code ('trust_remote_code'"),
+    "trusting options": (
+        sized(VISION, "model_cfg", "text_cfg", **TRUSTING),
+        "names code ('trust_remote_code'",
+    ),
     "no options": (
         sized(VISION, "model_cfg", "text_cfg", tokenizer_kwargs=["clean"]),
         "not an open_clip configuration",
@@ -85,24 +101,49 @@ CODE: dict[str, tuple[Edit, str]] = {
         "names code ('auto_map'",
     ),
     "Python file": (lambda bundle: add_code(bundle / "joint"), "evil.py is code"),
-    "kernel from the hub": (sized(JOINT, attn_implementation="evil/kernel"), "names code ('attn_implementation'"),
+    "kernel from the hub": (
+        sized(JOINT, attn_implementation="evil/kernel"),
+        "names code ('attn_implementation'",
+    ),
     "tower from the hub": (
         sized(VISION, "model_cfg", "vision_cfg", timm_model_name="hf-hub:evil/tower"),
         "names the timm model 'hf-hub:evil/tower'",
     ),
-    "text tower that wraps a hub model": (text_tower_that_wraps_a_hub_model, "of type 'timm_wrapper'"),
+    "text tower that wraps a hub model": (
+        text_tower_that_wraps_a_hub_model,
+        "of type 'timm_wrapper'",
+    ),
 }
 """An edit of a bundle, and a part of the message that refuses it."""
 
 TOO_LARGE = "the configuration describes a larger model than"
-ALL, BUNDLE, ENCODER = ("bundle", "encoder", "search"), ("bundle",), ("bundle", "encoder")
-INFO, VISION_CFG = info.INFO_FILE, ("model_cfg", "vision_cfg")
+ALL = ("bundle", "encoder", "search")
+BUNDLE = ("bundle",)
+ENCODER = ("bundle", "encoder")
+INFO = info.INFO_FILE
+VISION_CFG = ("model_cfg", "vision_cfg")
 SIZES: dict[str, tuple[Edit, tuple[str, ...], str]] = {
     "wide adapter": (sized(INFO, "adapter", hidden_dim=10**9), ENCODER, TOO_LARGE),
-    "adapter of many tokens": (sized(INFO, "adapter", num_tokens=10**12), ENCODER, TOO_LARGE),
-    "text as a size": (sized(INFO, "adapter", hidden_dim="wide"), ENCODER, "cannot build the model for the weights"),
-    "wide vision tower": (sized(VISION, *VISION_CFG, width=10**8, head_width=10**8), ENCODER, TOO_LARGE),
-    "enormous images": (sized(VISION, *VISION_CFG, image_size=10**7), ENCODER, TOO_LARGE),
+    "adapter of many tokens": (
+        sized(INFO, "adapter", num_tokens=10**12),
+        ENCODER,
+        TOO_LARGE,
+    ),
+    "text as a size": (
+        sized(INFO, "adapter", hidden_dim="wide"),
+        ENCODER,
+        "cannot build the model for the weights",
+    ),
+    "wide vision tower": (
+        sized(VISION, *VISION_CFG, width=10**8, head_width=10**8),
+        ENCODER,
+        TOO_LARGE,
+    ),
+    "enormous images": (
+        sized(VISION, *VISION_CFG, image_size=10**7),
+        ENCODER,
+        TOO_LARGE,
+    ),
     "deep joint encoder": (sized(JOINT, num_hidden_layers=10**9), BUNDLE, TOO_LARGE),
     "wide head": (sized(INFO, "joint", text_embed_dim=10**12), BUNDLE, TOO_LARGE),
     "wide pooled similarity": (
@@ -111,7 +152,9 @@ SIZES: dict[str, tuple[Edit, tuple[str, ...], str]] = {
         TOO_LARGE,
     ),
 }
-"""An edit, the ways to load that must refuse the bundle, and a part of their messages."""
+"""An edit, the ways to load that must refuse the bundle, and a part of their
+messages.
+"""
 
 
 def replaced(name: str, make: Edit) -> Edit:
@@ -120,37 +163,69 @@ def replaced(name: str, make: Edit) -> Edit:
 
 
 def weights(header: bytes, length: int | None = None) -> Edit:
-    """Replace the weights of the adapter by a header, which claims to have `length` bytes."""
+    """Replace the weights of the adapter by a header, which claims to have `length`
+    bytes.
+    """
     content = (len(header) if length is None else length).to_bytes(8, "little") + header
-    return lambda bundle: ((bundle / "adapter.safetensors").write_bytes(content), sign(bundle))
+    return lambda bundle: (
+        (bundle / "adapter.safetensors").write_bytes(content),
+        sign(bundle),
+    )
 
 
 LARGE_TENSOR = {"query": {"dtype": "F32", "shape": [2**40], "data_offsets": [0, 2**42]}}
 FILES: dict[str, tuple[Edit, tuple[str, ...], str]] = {
-    "FIFO for weights": (replaced("adapter.safetensors", os.mkfifo), ALL, "not a regular file"),
+    "FIFO for weights": (
+        replaced("adapter.safetensors", os.mkfifo),
+        ALL,
+        "not a regular file",
+    ),
     "device for a tokenizer": (
-        replaced("joint/tokenizer.json", lambda path: path.symlink_to("/dev/zero")), ALL, "not a regular file",
+        replaced("joint/tokenizer.json", lambda path: path.symlink_to("/dev/zero")),
+        ALL,
+        "not a regular file",
     ),
     "link out of the bundle": (
-        replaced("joint/tokenizer.json", lambda path: path.symlink_to(__file__)), ALL, "is a link out of the bundle",
+        replaced("joint/tokenizer.json", lambda path: path.symlink_to(__file__)),
+        ALL,
+        "is a link out of the bundle",
     ),
     "list of files": (sized(INFO, files=[]), ALL, "is damaged"),
     "enormous tokenizer": (
-        lambda bundle: os.truncate(bundle / "joint/tokenizer.json", 64 << 30), ALL, "too many for a file without",
+        lambda bundle: os.truncate(bundle / "joint/tokenizer.json", 64 << 30),
+        ALL,
+        "too many for a file without",
     ),
-    "deep description": (lambda bundle: (bundle / INFO).write_text("[" * 10**6), ALL, "cannot read"),
+    "deep description": (
+        lambda bundle: (bundle / INFO).write_text("[" * 10**6),
+        ALL,
+        "cannot read",
+    ),
     "deep tokenizer": (
-        lambda bundle: ((bundle / "joint/tokenizer.json").write_text('{"model":' + "[" * 10**6), sign(bundle)),
+        lambda bundle: (
+            (bundle / "joint/tokenizer.json").write_text('{"model":' + "[" * 10**6),
+            sign(bundle),
+        ),
         ("bundle", "search"),
         "",
     ),
-    "weights with a long header": (weights(b"{}", 2**60), ENCODER, "cannot read the weights"),
-    "weights with a large tensor": (weights(json.dumps(LARGE_TENSOR).encode()), ENCODER, "cannot read the weights"),
-}  # fmt: skip
+    "weights with a long header": (
+        weights(b"{}", 2**60),
+        ENCODER,
+        "cannot read the weights",
+    ),
+    "weights with a large tensor": (
+        weights(json.dumps(LARGE_TENSOR).encode()),
+        ENCODER,
+        "cannot read the weights",
+    ),
+}
 
 
 def sign(bundle: Path) -> None:
-    """Write the hashes of the files as they are now: the author of a bundle does so too."""
+    """Write the hashes of the files as they are now: the author of a bundle does so
+    too.
+    """
     file = bundle / info.INFO_FILE
     content = json.loads(file.read_text())
     for name, entry in content["files"].items():
@@ -158,7 +233,9 @@ def sign(bundle: Path) -> None:
         if path.is_file() and path.stat().st_size < 1 << 20:
             entry.update(bytes=path.stat().st_size, sha256=info._sha256(path))
     content["fingerprint"] = info._stored_fingerprint(content)
-    content["encoder_fingerprint"] = info.encoder_fingerprint(content["adapter"], content["files"])
+    content["encoder_fingerprint"] = info.encoder_fingerprint(
+        content["adapter"], content["files"]
+    )
     file.write_text(json.dumps(content))
 
 
@@ -176,7 +253,9 @@ class Code:
 
 
 def with_tensor(name: str, *shape: int) -> Edit:
-    """Replace a tensor by one of `shape`. The file stores a single element of the new tensor."""
+    """Replace a tensor by one of `shape`. The file stores a single element of the
+    new tensor.
+    """
 
     def edit(path: Path) -> None:
         content = torch.load(path, weights_only=True)
@@ -200,18 +279,32 @@ REFUSED = "refused to read"
 DEEP_LISTS = b"\x80\x02" + b"]" * 10**5 + b"a" * (10**5 - 1) + b"."
 CHECKPOINTS: dict[str, tuple[Edit, str]] = {
     "code": (lambda path: torch.save(with_code(path), path), REFUSED),
-    "code in a plain pickle": (lambda path: path.write_bytes(pickle.dumps(with_code(path))), REFUSED),
+    "code in a plain pickle": (
+        lambda path: path.write_bytes(pickle.dumps(with_code(path))),
+        REFUSED,
+    ),
     "code of the tokenizer": (
-        lambda path: change(path.parent / "tokenizer/tokenizer_config.json", auto_map={"AutoTokenizer": "evil.Evil"}),
+        lambda path: change(
+            path.parent / "tokenizer/tokenizer_config.json",
+            auto_map={"AutoTokenizer": "evil.Evil"},
+        ),
         "names code ('auto_map'",
     ),
     "many words": (with_tensor(WORDS, 10**12, 16), TOO_LARGE),
-    "wide adapter of a checkpoint": (with_tensor("vision_projection.mlp.fc1.weight", 10**12, 24), TOO_LARGE),
-    "deep language model": (
-        lambda path: change(path.parent / "tokenizer/config.json", num_hidden_layers=10**9),
+    "wide adapter of a checkpoint": (
+        with_tensor("vision_projection.mlp.fc1.weight", 10**12, 24),
         TOO_LARGE,
     ),
-    "not finite": (not_finite, "the tensor text_projection.bias of the joint encoder of"),
+    "deep language model": (
+        lambda path: change(
+            path.parent / "tokenizer/config.json", num_hidden_layers=10**9
+        ),
+        TOO_LARGE,
+    ),
+    "not finite": (
+        not_finite,
+        "the tensor text_projection.bias of the joint encoder of",
+    ),
     "enormous": (lambda path: os.truncate(path, 64 << 30), ""),
     "FIFO": (lambda path: (path.unlink(), os.mkfifo(path)), "no checkpoint file"),
     "deep lists": (lambda path: path.write_bytes(DEEP_LISTS), ""),
@@ -224,8 +317,12 @@ def test_hostile_bundles_and_checkpoints_are_refused_in_one_line(tiny_bundle, tm
     folder = tmp_path
     bundles = {name: edit for name, (edit, *_) in {**CODE, **SIZES, **FILES}.items()}
     arguments = []
-    for number, (name, edit) in enumerate({**bundles, "sound": lambda bundle: None}.items()):
-        bundle = Path(shutil.copytree(tiny_bundle, folder / f"bundle-{number}" / "bundle"))
+    for number, (name, edit) in enumerate(
+        {**bundles, "sound": lambda bundle: None}.items()
+    ):
+        bundle = Path(
+            shutil.copytree(tiny_bundle, folder / f"bundle-{number}" / "bundle")
+        )
         edit(bundle)
         if name not in FILES:
             sign(bundle)
@@ -236,7 +333,8 @@ def test_hostile_bundles_and_checkpoints_are_refused_in_one_line(tiny_bundle, tm
         write_case(path.parent, Case())
         edit(path)
         arguments += ["checkpoint", str(path)]
-    # Nothing listens on the discard port: a request to the hub would be named in the message.
+    # Nothing listens on the discard port: a request to the hub would be named in the
+    # message.
     hub = {"HF_ENDPOINT": "https://localhost:9", "HF_HOME": str(folder / "hub")}
     done = subprocess.run(
         [sys.executable, "-m", "tests.hostile.load_model", *arguments],
@@ -252,16 +350,25 @@ def test_hostile_bundles_and_checkpoints_are_refused_in_one_line(tiny_bundle, tm
     assert not list(folder.rglob("marker")), "code of a stranger ran"
     outcomes = [json.loads(line) for line in done.stdout.splitlines()]
     assert outcomes.pop() == {"checkpoint": "loaded"}, "the last is unchanged"
-    assert outcomes[len(bundles)] == {"bundle": "loaded", "encoder": "loaded", "search": "loaded"}
+    assert outcomes[len(bundles)] == {
+        "bundle": "loaded",
+        "encoder": "loaded",
+        "search": "loaded",
+    }
     by_case = dict(zip([*bundles, "sound", *checkpoints], outcomes, strict=True))
     for case, (_, expected) in CODE.items():
         assert by_case[case]["bundle"].startswith("ModelError: "), case
         assert expected in by_case[case]["bundle"]
-        assert all(message == "loaded" or message.startswith("ModelError: ") for message in by_case[case].values())
+        assert all(
+            message == "loaded" or message.startswith("ModelError: ")
+            for message in by_case[case].values()
+        )
     for case, (_, ways, expected) in {**SIZES, **FILES}.items():
         assert set(by_case[case]) == {"bundle", "encoder", "search"}, case
         for way, message in by_case[case].items():
-            assert message.startswith("ModelError: ") or (message == "loaded" and way not in ways), (case, message)
+            assert message.startswith("ModelError: ") or (
+                message == "loaded" and way not in ways
+            ), (case, message)
             assert "\n" not in message
             assert expected in message or way not in ways, (case, message)
     for case, (_, expected) in CHECKPOINTS.items():
@@ -278,7 +385,9 @@ def test_a_bundle_lists_files_of_its_own_folder(tmp_path):
 
 
 def test_tokenizers_with_code_are_refused_outside_of_bundles(tmp_path):
-    """Without a bundle's check of its whole folder: a folder of a Hugging Face model."""
+    """Without a bundle's check of its whole folder: a folder of a Hugging Face
+    model.
+    """
     change(tmp_path / "tokenizer_config.json", auto_map={"AutoTokenizer": "evil.Evil"})
     with pytest.raises(ModelError, match="names code"):
         load_joint_tokenizer(tmp_path)

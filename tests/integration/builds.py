@@ -1,4 +1,6 @@
-"""Photos on disk to build an index from, and the contents that two builds of them must share."""
+"""Photos on disk to build an index from, and the contents that two builds of them
+must share.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from storage_formats.format.rows import TIMING_COLUMNS, read_rows
 
 
 def make_photos(folder: Path, count: int) -> None:
-    """Write `count` small JPEGs: every seventh is truncated, every eleventh repeats the one before."""
+    """Write `count` small JPEGs: every seventh is truncated, every eleventh repeats
+    the one before.
+    """
     folder.mkdir(parents=True)
     for at in range(count):
         path = folder / f"{at:04d}.jpg"
@@ -29,8 +33,14 @@ def make_photos(folder: Path, count: int) -> None:
 def contents(root: Path) -> dict[str, Any]:
     """The parts of a finished index that two builds of one plan must share."""
     folders = [root / name for name in ("tokens", "embeddings", "checksums", "ann")]
-    files = sorted(path for folder in folders for path in folder.rglob("*") if path.is_file())
-    found: dict[str, Any] = {str(path.relative_to(root)): path.read_bytes() for path in files}
+    files = sorted(
+        path for folder in folders for path in folder.rglob("*") if path.is_file()
+    )
+    found: dict[str, Any] = {
+        str(path.relative_to(root)): path.read_bytes() for path in files
+    }
     found["rows"] = read_rows(root).drop_columns(list(TIMING_COLUMNS)).to_pylist()
     manifest = json.loads((root / "index.json").read_text())
-    return found | {name: manifest[name] for name in ("plan", "counts", "rows", "shards", "ann")}
+    return found | {
+        name: manifest[name] for name in ("plan", "counts", "rows", "shards", "ann")
+    }

@@ -1,4 +1,6 @@
-"""A Ray cluster of several raylets on this machine, whose nodes start, leave and die as separate processes."""
+"""A Ray cluster of several raylets on this machine, whose nodes start, leave and
+die as separate processes.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ START_SECONDS = 240
 
 
 class RayNodes:
-    """Each node has a loopback address and a process group of its own. The head runs no workers.
+    """Each node has a loopback address and a process group of its own. The head runs no
+    workers.
 
     Attributes:
         address: address of the head, "host:port".
@@ -45,14 +48,25 @@ class RayNodes:
             "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
         }
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
-        self._view: list[str] = []  # command that starts a node with another view of the file system
+        # command that starts a node with another view of the file system
+        self._view: list[str] = []
 
     def start_head(self) -> None:
         """Start the head, and wait until it is ready."""
-        self._start(1, ["--head", f"--port={self.address.rpartition(':')[2]}", "--include-dashboard=false"], cpus=0)
+        self._start(
+            1,
+            [
+                "--head",
+                f"--port={self.address.rpartition(':')[2]}",
+                "--include-dashboard=false",
+            ],
+            cpus=0,
+        )
 
     def add(self, number: int, cpus: int = 1, hidden: Path | None = None) -> None:
-        """Start the node with the address 127.0.0.`number`. The node sees an empty directory in place of `hidden`."""
+        """Start the node with the address 127.0.0.`number`. The node sees an empty
+        directory in place of `hidden`.
+        """
         if hidden is not None:
             mount = f'mount -t tmpfs none {shlex.quote(str(hidden))} && exec "$@"'
             self._view = ["unshare", "--mount", "sh", "-c", mount, "sh"]
@@ -60,12 +74,29 @@ class RayNodes:
         self._view = []
 
     def _start(self, number: int, options: list[str], *, cpus: int) -> None:
-        options = [*options, f"--node-ip-address=127.0.0.{number}", f"--num-cpus={cpus}", "--num-gpus=0"]
-        options += [f"--object-store-memory={80 * 2**20}", "--min-worker-port=0", "--max-worker-port=0"]
+        options = [
+            *options,
+            f"--node-ip-address=127.0.0.{number}",
+            f"--num-cpus={cpus}",
+            "--num-gpus=0",
+        ]
+        options += [
+            f"--object-store-memory={80 * 2**20}",
+            "--min-worker-port=0",
+            "--max-worker-port=0",
+        ]
         log = self._folder / f"node-{number}.log"
         with log.open("w") as output:
             process = subprocess.Popen(
-                [*self._view, sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *options],
+                [
+                    *self._view,
+                    sys.executable,
+                    "-m",
+                    "ray.scripts.scripts",
+                    "start",
+                    "--block",
+                    *options,
+                ],
                 env=self.environment,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -90,7 +121,9 @@ class RayNodes:
     def workers(self, number: int) -> list[psutil.Process]:
         """Return the processes of this project's workers on a node."""
         workers = []
-        for child in psutil.Process(self._processes[number].pid).children(recursive=True):
+        for child in psutil.Process(self._processes[number].pid).children(
+            recursive=True
+        ):
             with contextlib.suppress(psutil.Error):
                 if "ray::_WorkerActor" in " ".join(child.cmdline()[:1]):
                     workers.append(child)
@@ -105,7 +138,9 @@ class RayNodes:
         self.kill(number)
 
     def kill(self, number: int) -> None:
-        """Kill the raylet of a node and all processes around it, as if the machine were gone."""
+        """Kill the raylet of a node and all processes around it, as if the machine
+        were gone.
+        """
         starter = self._processes.pop(number)
         with contextlib.suppress(psutil.NoSuchProcess):
             for process in psutil.Process(starter.pid).children(recursive=True):
@@ -122,7 +157,8 @@ class RayNodes:
     def kill_all(self) -> None:
         for number in [*self._processes]:
             self.kill(number)
-        for process in psutil.process_iter():  # children of a node that failed while it started
+        # children of a node that failed while it started
+        for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
                 if process.environ().get("RAY_TMPDIR") == str(self._folder):
                     process.kill()

@@ -1,4 +1,6 @@
-"""Real processes killed with SIGKILL at random moments; what is resumed ends in the same bytes."""
+"""Real processes killed with SIGKILL at random moments; what is resumed ends in the
+same bytes.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,15 @@ from storage_formats import verify_index
 from tests.command_line import command, environment, run_here
 from tests.integration.builds import contents, make_photos
 
-PHOTOS, SHARD_SIZE = 120, 8
+PHOTOS = 120
+SHARD_SIZE = 8
 
 
 @pytest.fixture(scope="module")
 def case(tmp_path_factory):
-    """Folder with photos, a tiny model, and an index that was built without any crash."""
+    """Folder with photos, a tiny model, and an index that was built without any
+    crash.
+    """
     folder = tmp_path_factory.mktemp("crashes")
     make_photos(folder / "photos", PHOTOS)
     create_untrained_bundle(folder / "model", sizes=TINY)
@@ -33,20 +38,43 @@ def case(tmp_path_factory):
 
 
 def build(folder: Path, out: Path, engine: str, workers: int = 1) -> list[str | Path]:
-    options = ["--engine", engine, "--shard-size", SHARD_SIZE, "--batch-size", 4, "--threads", 1, "--dedupe"]
+    options = [
+        "--engine",
+        engine,
+        "--shard-size",
+        SHARD_SIZE,
+        "--batch-size",
+        4,
+        "--threads",
+        1,
+        "--dedupe",
+    ]
     if engine == "ray":
         options += ["--workers", workers]
-    return ["build", folder / "photos", "--out", out, "--model", folder / "model", *map(str, options)]
+    return [
+        "build",
+        folder / "photos",
+        "--out",
+        out,
+        "--model",
+        folder / "model",
+        *map(str, options),
+    ]
 
 
 def start(arguments: list[str | Path]) -> subprocess.Popen:
     return subprocess.Popen(
-        command(*arguments, "--json"), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment()
+        command(*arguments, "--json"),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env=environment(),
     )
 
 
 def victims(process: subprocess.Popen, kind: str) -> list[psutil.Process]:
-    """Living processes of a job: the driver itself, our workers (none of Ray's agents), or Ray's raylet."""
+    """Living processes of a job: the driver itself, our workers (none of Ray's
+    agents), or Ray's raylet.
+    """
     driver = psutil.Process(process.pid)
     if kind == "driver":
         return [driver]
@@ -62,7 +90,9 @@ def victims(process: subprocess.Popen, kind: str) -> list[psutil.Process]:
 
 
 def kill_once(process: subprocess.Popen, kind: str, delay: float) -> bool:
-    """SIGKILL a process of `kind`, `delay` seconds after one came to life; False where the build ended before."""
+    """SIGKILL a process of `kind`, `delay` seconds after one came to life; False
+    where the build ended before.
+    """
     while process.poll() is None:
         with contextlib.suppress(psutil.Error, ProcessLookupError):
             if found := victims(process, kind):
@@ -76,12 +106,14 @@ def kill_once(process: subprocess.Popen, kind: str, delay: float) -> bool:
 
 def ray_leftovers(before: set[int]) -> list[tuple[int, list[str]]]:
     """Ray's processes that were not there before and do not go away."""
-    deadline = time.monotonic() + 120  # a raylet whose driver died while it started gives up after a minute
+    # a raylet whose driver died while it started gives up after a minute
+    deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         found = [
             (process.pid, process.info["cmdline"][:3])
             for process in psutil.process_iter(["cmdline"])
-            if process.pid not in before and any("raylet" in part for part in process.info["cmdline"] or [])
+            if process.pid not in before
+            and any("raylet" in part for part in process.info["cmdline"] or [])
         ]
         if not found:
             return []
@@ -93,15 +125,21 @@ def ray_leftovers(before: set[int]) -> list[tuple[int, list[str]]]:
 LIFETIME = {"driver": 6.0, "inline": 3.0, "worker": 3.0, "raylet": 4.0}
 
 
-def crash_and_resume(case: Path, out: Path, kind: str, chance: random.Random, *, workers: int = 2) -> None:
-    """Kill a process of `kind` in a new build at a random moment, resume, and compare with the calm build.
+def crash_and_resume(
+    case: Path, out: Path, kind: str, chance: random.Random, *, workers: int = 2
+) -> None:
+    """Kill a process of `kind` in a new build at a random moment, resume, and compare
+    with the calm build.
 
-    A build whose worker is killed ends by itself: another worker indexes the shard.
-    A kill that comes too late, when the build is done, does not count: the build is begun anew with an earlier one.
+    A build whose worker is killed ends by itself: another worker indexes the shard. A
+    kill that comes too late, when the build is done, does not count: the build is begun
+    anew with an earlier one.
     """
     delay = chance.uniform(0, LIFETIME[kind])
     for _ in range(5):
-        process = start(build(case, out, "inline" if kind == "inline" else "ray", workers))
+        process = start(
+            build(case, out, "inline" if kind == "inline" else "ray", workers)
+        )
         hit = kill_once(process, "driver" if kind == "inline" else kind, delay)
         code = process.wait(timeout=180)
         if hit:
@@ -111,7 +149,11 @@ def crash_and_resume(case: Path, out: Path, kind: str, chance: random.Random, *,
         delay /= 2
     assert hit, f"no process of kind {kind} could be killed in five builds"
     result = run_here(*build(case, out, "inline"))
-    assert result["inputs"] == result["indexed"] + result["duplicates"] + result["failed"] == PHOTOS
+    assert (
+        result["inputs"]
+        == result["indexed"] + result["duplicates"] + result["failed"]
+        == PHOTOS
+    )
     assert verify_index(out) == []
     assert contents(out) == contents(case / "calm")
 
@@ -125,7 +167,15 @@ def crash_and_resume(case: Path, out: Path, kind: str, chance: random.Random, *,
         for seed in range(1, 6)
     ],
 )
-def test_a_killed_build_resumes_to_the_same_bytes_and_leaves_no_ray_behind(case, tmp_path, kind, seed):
+def test_a_killed_build_resumes_to_the_same_bytes_and_leaves_no_ray_behind(
+    case, tmp_path, kind, seed
+):
     before = {process.pid for process in psutil.process_iter()}
-    crash_and_resume(case, tmp_path / "index", kind, random.Random(f"{kind} {seed}"), workers=1 + seed % 2)
+    crash_and_resume(
+        case,
+        tmp_path / "index",
+        kind,
+        random.Random(f"{kind} {seed}"),
+        workers=1 + seed % 2,
+    )
     assert kind != "driver" or ray_leftovers(before) == []

@@ -1,4 +1,6 @@
-"""An index and a bundle that release 0.1 wrote: today's code reads them and answers as it did."""
+"""An index and a bundle that release 0.1 wrote: today's code reads them and answers
+as it did.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from tests.command_line import run_here
 from tests.conftest import REPO
 
 GOLDEN = REPO / "tests" / "golden" / "release_0_1"
-INDEX, MODEL = GOLDEN / "index", GOLDEN / "model"
+INDEX = GOLDEN / "index"
+MODEL = GOLDEN / "model"
 
 
 def expected(name: str) -> dict[str, Any]:
@@ -30,20 +33,45 @@ def test_index_is_sound():
 def test_blocks_have_the_same_bits(precision):
     blocks = TokenStore.open(INDEX, precision).fetch(range(12))
     assert blocks.dtype == ml_dtypes.bfloat16
-    np.testing.assert_array_equal(blocks.view(np.uint16), np.load(GOLDEN / "blocks.npz")[precision])
+    np.testing.assert_array_equal(
+        blocks.view(np.uint16), np.load(GOLDEN / "blocks.npz")[precision]
+    )
 
 
 @pytest.mark.parametrize("pool", [4, 20])
 def test_search_gives_the_same_hits_and_scores(pool):
-    found = run_here("search", INDEX, "a dog plays in the snow", "-k", str(pool), "--pool", str(pool), "--model", MODEL)
+    found = run_here(
+        "search",
+        INDEX,
+        "a dog plays in the snow",
+        "-k",
+        str(pool),
+        "--pool",
+        str(pool),
+        "--model",
+        MODEL,
+    )
     wanted = expected(f"search-{pool}.json")["hits"]
     assert [hit["uri"] for hit in found["hits"]] == [hit["uri"] for hit in wanted]
     for name in ("score", "embedding_score", "joint_score"):
-        assert [hit[name] for hit in found["hits"]] == pytest.approx([hit[name] for hit in wanted], abs=1e-5)
+        assert [hit[name] for hit in found["hits"]] == pytest.approx(
+            [hit[name] for hit in wanted], abs=1e-5
+        )
 
 
 def test_evaluation_gives_the_same_recall():
-    options = ["--images", "/photos", "--pool", "4", "--pool", "10", "--bootstrap", "0", "--model", MODEL]
+    options = [
+        "--images",
+        "/photos",
+        "--pool",
+        "4",
+        "--pool",
+        "10",
+        "--bootstrap",
+        "0",
+        "--model",
+        MODEL,
+    ]
     found = run_here("eval", INDEX, GOLDEN / "captions.jsonl", *map(str, options))
     wanted = expected("eval.json")
     assert found["inputs"] == wanted["inputs"]

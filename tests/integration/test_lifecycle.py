@@ -29,7 +29,8 @@ from tests.conftest import same_bits
 
 SHARD = 4
 PHOTOS = 40
-BROKEN = 13  # this photo is not an image
+# this photo is not an image
+BROKEN = 13
 
 
 def run(*arguments: object, expect: tuple[int, ...] = (0,)) -> None:
@@ -39,7 +40,9 @@ def run(*arguments: object, expect: tuple[int, ...] = (0,)) -> None:
 
 @dataclass(frozen=True)
 class State:
-    """What a snapshot holds: the photo of each row that is not deleted, the row ids in use, deletions, precisions."""
+    """What a snapshot holds: the photo of each row that is not deleted, the row ids
+    in use, deletions, precisions.
+    """
 
     photos: dict[int, int]
     rows: int
@@ -50,7 +53,9 @@ class State:
 
 @dataclass
 class Model:
-    """The index in plain Python. `snapshots` are the kept states by number; the last is the current one."""
+    """The index in plain Python. `snapshots` are the kept states by number; the
+    last is the current one.
+    """
 
     snapshots: dict[int, State]
     next_shard: int
@@ -70,34 +75,61 @@ class Model:
             return None
         first = self.next_shard * SHARD
         rows = dict(zip(range(first, first + len(new)), new, strict=True))
-        return replace(self.now, photos={**self.now.photos, **rows}, rows=first + len(new))
+        return replace(
+            self.now, photos={**self.now.photos, **rows}, rows=first + len(new)
+        )
 
     def updated(self, kept: set[int], photos: list[int]) -> State | None:
-        """The state with only the rows `kept`, and with rows for the other `photos`; None if nothing changes."""
+        """The state with only the rows `kept`, and with rows for the other
+        `photos`; None if nothing changes.
+        """
         left = {row: photo for row, photo in self.now.photos.items() if row in kept}
         new = [photo for photo in photos if photo not in left.values()]
         deleted = len(self.now.photos) - len(left)
         if not new:
-            return replace(self.now, photos=left, deleted=self.now.deleted + deleted) if deleted else None
+            return (
+                replace(self.now, photos=left, deleted=self.now.deleted + deleted)
+                if deleted
+                else None
+            )
         first = self.next_shard * SHARD
         rows = dict(zip(range(first, first + len(new)), new, strict=True))
-        return replace(self.now, photos={**left, **rows}, rows=first + len(new), deleted=self.now.deleted + deleted)
+        return replace(
+            self.now,
+            photos={**left, **rows},
+            rows=first + len(new),
+            deleted=self.now.deleted + deleted,
+        )
 
     def compacted(self) -> State | None:
         if not self.now.deleted:
             return None
         first = self.next_shard * SHARD
         photos = dict(enumerate(self.now.photos.values(), first))
-        return replace(self.now, photos=photos, rows=first + len(photos), first=first, deleted=0)
+        return replace(
+            self.now, photos=photos, rows=first + len(photos), first=first, deleted=0
+        )
 
     def merged(self, photos: list[int]) -> State:
-        """The state of a new index of this one and of an index of `photos`, in which rows are numbered from 0."""
+        """The state of a new index of this one and of an index of `photos`, in
+        which rows are numbered from 0.
+        """
         offset = -(-(self.now.rows - self.now.first) // SHARD) * SHARD
         rows = {row - self.now.first: photo for row, photo in self.now.photos.items()}
         held = set(rows.values()) - {BROKEN}
-        new = {offset + position: photo for position, photo in enumerate(photos) if photo not in held}
+        new = {
+            offset + position: photo
+            for position, photo in enumerate(photos)
+            if photo not in held
+        }
         deleted = self.now.deleted + len(photos) - len(new)
-        return replace(self.now, photos={**rows, **new}, rows=offset + len(photos), first=0, deleted=deleted)
+        return replace(
+            self.now,
+            photos={**rows, **new},
+            rows=offset + len(photos),
+            first=0,
+            deleted=deleted,
+        )
 
     def commit(self, state: State) -> None:
         self.next_shard = max(self.next_shard, -(-state.rows // SHARD))
@@ -124,24 +156,35 @@ class Reference:
         assert set(manifest.spec.precisions) == state.precisions
         assert manifest.spec.rows == state.rows
         rows = read_rows(root, columns=["row_id", "uri"]).to_pydict()
-        stored = {row: int(Path(uri).stem) for row, uri in zip(rows["row_id"], rows["uri"], strict=True)}
+        stored = {
+            row: int(Path(uri).stem)
+            for row, uri in zip(rows["row_id"], rows["uri"], strict=True)
+        }
         assert stored == state.photos
         for precision in state.precisions:
             with TokenStore.open(root, precision) as store:
                 self.check_blocks(store, state, precision)
         self._check_search(root, manifest, state)
 
-    def check_blocks(self, store: TokenStore, state: State, precision: str = "bf16") -> None:
-        row_ids, photos = list(state.photos), list(state.photos.values())
+    def check_blocks(
+        self, store: TokenStore, state: State, precision: str = "bf16"
+    ) -> None:
+        row_ids = list(state.photos)
+        photos = list(state.photos.values())
         entry = codec(precision, store.block_shape)
         expected = self.blocks[photos]
-        expected = np.where(np.isnan(expected), expected, entry.decode(entry.encode(np.nan_to_num(expected))))
+        expected = np.where(
+            np.isnan(expected),
+            expected,
+            entry.decode(entry.encode(np.nan_to_num(expected))),
+        )
         assert store.row_ids().tolist() == row_ids
         assert same_bits(store.fetch(row_ids), expected)
         deleted = set(range(store._view.index.manifest.spec.rows)) - set(row_ids)
         for row in sorted(deleted)[:3]:
             with contextlib.suppress(RowIdError):
-                assert np.isnan(store.fetch([row])).all()  # no input has this row id
+                # no input has this row id
+                assert np.isnan(store.fetch([row])).all()
 
     def _check_search(self, root: Path, manifest: Manifest, state: State) -> None:
         indexed = {row: photo for row, photo in state.photos.items() if photo != BROKEN}
@@ -171,16 +214,41 @@ def write_photos(folder: Path, photos: list[int]) -> Path:
     return folder
 
 
-def build(sources: Path, out: Path, bundle: Path, precisions: frozenset[str] = frozenset({"bf16"})) -> None:
-    options = [option for name in sorted(precisions) for option in ("--precision", name)]
-    options += ["--engine", "inline", "--shard-size", SHARD, "--batch-size", 1, "--threads", 1, "--max-failed", 1]
+def build(
+    sources: Path,
+    out: Path,
+    bundle: Path,
+    precisions: frozenset[str] = frozenset({"bf16"}),
+) -> None:
+    options = [
+        option for name in sorted(precisions) for option in ("--precision", name)
+    ]
+    options += [
+        "--engine",
+        "inline",
+        "--shard-size",
+        SHARD,
+        "--batch-size",
+        1,
+        "--threads",
+        1,
+        "--max-failed",
+        1,
+    ]
     run("build", sources, "--out", out, "--model", bundle, *options)
 
 
 def reference_of(folder: Path, bundle: Path) -> Reference:
-    build(write_photos(folder / "every", list(range(PHOTOS))), folder / "every.edje", bundle)
+    build(
+        write_photos(folder / "every", list(range(PHOTOS))),
+        folder / "every.edje",
+        bundle,
+    )
     blocks = TokenStore.open(folder / "every.edje").fetch(range(PHOTOS))
-    return Reference(blocks, read_embeddings(CommittedIndex.open(folder / "every.edje"), range(PHOTOS)))
+    return Reference(
+        blocks,
+        read_embeddings(CommittedIndex.open(folder / "every.edje"), range(PHOTOS)),
+    )
 
 
 @dataclass
@@ -195,13 +263,22 @@ class Trial:
     rng: random.Random
     merges: int = 0
     kinds: ClassVar[dict[str, int]] = {
-        "append": 28, "update": 14, "delete": 20, "erase": 8, "retry_failed": 4, "rollback": 12, "gc": 7, "quantize": 9,
-        "compact": 10, "merge": 6,
-    }  # fmt: skip
+        "append": 28,
+        "update": 14,
+        "delete": 20,
+        "erase": 8,
+        "retry_failed": 4,
+        "rollback": 12,
+        "gc": 7,
+        "quantize": 9,
+        "compact": 10,
+        "merge": 6,
+    }
 
     def change(self, step: int) -> None:
         kind = self.rng.choices(list(self.kinds), list(self.kinds.values()))[0]
-        before, store = self.model.now, TokenStore.open(self.root)
+        before = self.model.now
+        store = TokenStore.open(self.root)
         getattr(self, kind)(step)
         if kind not in ("gc", "erase"):
             self.reference.check_blocks(store, before)
@@ -212,7 +289,15 @@ class Trial:
         photos = sorted(self.rng.sample(range(PHOTOS), self.rng.randint(1, 9)))
         sources = write_photos(self.folder / f"sources-{step}", photos)
         after = self.model.appended(photos)
-        arguments = ("append", self.root, sources, "--engine", "inline", "--quiet", "--json")
+        arguments = (
+            "append",
+            self.root,
+            sources,
+            "--engine",
+            "inline",
+            "--quiet",
+            "--json",
+        )
         self._run(after, *arguments)
 
     def update(self, step: int) -> None:
@@ -223,7 +308,9 @@ class Trial:
         write_photos(living, photos)
         names = {str(living / f"{photo:03d}.jpg") for photo in photos}
         rows = read_rows(self.root, columns=["row_id", "uri"]).to_pylist()
-        after = self.model.updated({row["row_id"] for row in rows if row["uri"] in names}, photos)
+        after = self.model.updated(
+            {row["row_id"] for row in rows if row["uri"] in names}, photos
+        )
         options = ("--max-vanished", 1, "--engine", "inline", "--quiet", "--json")
         arguments = ("update", self.root, living, *options)
         self._run(after, *arguments)
@@ -234,32 +321,51 @@ class Trial:
             self._run(after, "delete", self.root, *options)
 
     def _without_some_rows(self) -> tuple[State | None, list[object]]:
-        """A state without some rows, and the options that name these rows; None if too few rows would be left."""
-        rows = self.rng.sample(list(self.model.now.photos), min(len(self.model.now.photos) - 2, self.rng.randint(1, 4)))
-        left = {row: photo for row, photo in self.model.now.photos.items() if row not in rows}
+        """A state without some rows, and the options that name these rows; None if
+        too few rows would be left.
+        """
+        rows = self.rng.sample(
+            list(self.model.now.photos),
+            min(len(self.model.now.photos) - 2, self.rng.randint(1, 4)),
+        )
+        left = {
+            row: photo
+            for row, photo in self.model.now.photos.items()
+            if row not in rows
+        }
         if not rows or all(photo == BROKEN for photo in left.values()):
             return None, []
-        after = replace(self.model.now, photos=left, deleted=self.model.now.deleted + len(rows))
+        after = replace(
+            self.model.now, photos=left, deleted=self.model.now.deleted + len(rows)
+        )
         return after, [option for row in rows for option in ("--rows", row)]
 
     def erase(self, step: int) -> None:
-        """Rows are deleted; then the other rows of their shards move, where the row map says, and get new ids."""
+        """Rows are deleted; then the other rows of their shards move, where the row
+        map says, and get new ids.
+        """
         after, options = self._without_some_rows()
         if after is None:
             return
         before = self.model.number
         self._run(after, "delete", self.root, *options, "--erase")
-        rows, spec = np.array(list(after.photos)), Manifest.load(self.root).spec
+        rows = np.array(list(after.photos))
+        spec = Manifest.load(self.root).spec
         erased = [row for row in options if isinstance(row, int)]
         with TokenStore.open(self.root) as store:
-            moved, gone = store.translate(rows), store.translate(erased)
+            moved = store.translate(rows)
+            gone = store.translate(erased)
         moves = np.isin(rows // SHARD, [row // SHARD for row in erased])
-        assert (moved[moves] >= self.model.next_shard * SHARD).all(), "new ids, so that no old id names another photo"
+        assert (moved[moves] >= self.model.next_shard * SHARD).all(), (
+            "new ids, so that no old id names another photo"
+        )
         assert (moved >= 0).all()
         assert (gone == -1).all()
         photos = dict(sorted(zip(moved.tolist(), after.photos.values(), strict=True)))
         first = spec.used_segments[0].first_row
-        self.model.commit(replace(after, photos=photos, rows=spec.rows, first=first, deleted=0))
+        self.model.commit(
+            replace(after, photos=photos, rows=spec.rows, first=first, deleted=0)
+        )
         self.model.keep(1)
         run("rollback", self.root, before, expect=(2,))
 
@@ -289,29 +395,42 @@ class Trial:
         self.model.snapshots[self.model.number] = after
 
     def merge(self, step: int) -> None:
-        """Merge the index with a new one. The later changes are changes of the merged index."""
+        """Merge the index with a new one. The later changes are changes of the
+        merged index.
+        """
         photos = sorted({1, *self.rng.sample(range(PHOTOS), self.rng.randint(1, 6))})
-        other, out = self.folder / f"other-{step}.edje", self.folder / f"merged-{step}.edje"
+        other = self.folder / f"other-{step}.edje"
+        out = self.folder / f"merged-{step}.edje"
         sources = write_photos(self.folder / f"sources-{step}", photos)
         build(sources, other, self.bundle, self.model.now.precisions)
         run("merge", self.root, other, "--out", out, "--quiet")
         after = self.model.merged(photos)
-        self.root, self.model.snapshots, self.model.next_shard = out, {0: after}, -(-after.rows // SHARD)
+        self.root = out
+        self.model.snapshots = {0: after}
+        self.model.next_shard = -(-after.rows // SHARD)
         self.merges += 1
 
     def _run(self, after: State | None, *arguments: object) -> None:
-        """Run a command that brings the index to the state `after`; None if it changes nothing."""
+        """Run a command that brings the index to the state `after`; None if it
+        changes nothing.
+        """
         run(*arguments, expect=(0, 1) if after is None else (0,))
         if after is not None:
             self.model.commit(after)
 
 
-@pytest.mark.parametrize(("seed", "changes"), [(1, 4), pytest.param(2, 200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("seed", "changes"), [(1, 4), pytest.param(2, 200, marks=pytest.mark.slow)]
+)
 def test_changes_equal_those_of_a_model(tmp_path, tiny_bundle, seed, changes):
-    reference, first = reference_of(tmp_path, tiny_bundle), list(range(0, PHOTOS, 4))
+    reference = reference_of(tmp_path, tiny_bundle)
+    first = list(range(0, PHOTOS, 4))
     root = tmp_path / "index.edje"
     build(write_photos(tmp_path / "first", first), root, tiny_bundle)
-    model = Model({0: State(dict(enumerate(first)), len(first))}, next_shard=-(-len(first) // SHARD))
+    model = Model(
+        {0: State(dict(enumerate(first)), len(first))},
+        next_shard=-(-len(first) // SHARD),
+    )
     trial = Trial(tmp_path, tiny_bundle, root, model, reference, random.Random(seed))
     reference.check(root, model)
     for step in range(changes):

@@ -9,7 +9,12 @@ from pathlib import Path
 import pytest
 from safetensors.numpy import load_file
 
-from edje_index.bundles.shipped_model import IMAGE_TOWER, SHIPPED_MODEL, TEXT_TOWER, unpack_model
+from edje_index.bundles.shipped_model import (
+    IMAGE_TOWER,
+    SHIPPED_MODEL,
+    TEXT_TOWER,
+    unpack_model,
+)
 from edje_index.search.token_index import TokenIndex
 from pipelines import build_index
 from tests.conftest import REPO
@@ -17,23 +22,34 @@ from tests.integration.plain_loop import PlainLoop
 
 GOLDEN = REPO / "tests" / "golden" / "release_0_1"
 DATA = Path(os.environ.get("EDJE_SHARED", REPO.parent / "shared")) / "data"
-PHOTOS, QUERIES, POOL = 40, 20, 20
+PHOTOS = 40
+QUERIES = 20
+POOL = 20
 TOLERANCE = 1e-4
 
 
 def check_same(root: Path, model: Path, texts: list[str], pool: int) -> None:
-    """Every query has the same order of rows, and parts of scores that are equal to 1e-4.
+    """Every query has the same order of rows, and parts of scores that are equal to
+    1e-4.
 
-    A final score is a sum of weighted parts in float32, so its error grows with the size of the terms.
+    A final score is a sum of weighted parts in float32, so its error grows with the
+    size of the terms.
     """
-    loop, index = PlainLoop(root, model), TokenIndex.open(root, model)
+    loop = PlainLoop(root, model)
+    index = TokenIndex.open(root, model)
     for text, hits in zip(texts, index.search(texts, pool, pool), strict=True):
         expected = loop.search(text, pool)
         assert [hit.row_id for hit in hits] == [row for row, _, _ in expected], text
         for hit, (_, score, parts) in zip(hits, expected, strict=True):
-            assert hit.parts == pytest.approx({part: parts[part] for part in hit.parts}, abs=TOLERANCE, rel=0)
-            terms = sum(abs(weight * parts[part]) for part, weight in loop.weights.items())
-            assert hit.score == pytest.approx(score, abs=max(TOLERANCE, 1e-6 * terms), rel=0)
+            assert hit.parts == pytest.approx(
+                {part: parts[part] for part in hit.parts}, abs=TOLERANCE, rel=0
+            )
+            terms = sum(
+                abs(weight * parts[part]) for part, weight in loop.weights.items()
+            )
+            assert hit.score == pytest.approx(
+                score, abs=max(TOLERANCE, 1e-6 * terms), rel=0
+            )
 
 
 def captions_of(path: Path) -> list[dict]:
@@ -42,18 +58,29 @@ def captions_of(path: Path) -> list[dict]:
 
 @pytest.mark.slow
 def test_golden_queries():
-    texts = [caption for line in captions_of(GOLDEN / "captions.jsonl") for caption in line["captions"]]
+    texts = [
+        caption
+        for line in captions_of(GOLDEN / "captions.jsonl")
+        for caption in line["captions"]
+    ]
     check_same(GOLDEN / "index", GOLDEN / "model", texts, 12)
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not DATA.is_dir(), reason="needs the photos and base towers of EDJE_SHARED")
+@pytest.mark.skipif(
+    not DATA.is_dir(), reason="needs the photos and base towers of EDJE_SHARED"
+)
 def test_real_queries(tmp_path):
-    towers = {name: load_file(DATA / "weights" / name / "model.safetensors") for name in (IMAGE_TOWER, TEXT_TOWER)}
+    towers = {
+        name: load_file(DATA / "weights" / name / "model.safetensors")
+        for name in (IMAGE_TOWER, TEXT_TOWER)
+    }
     unpack_model(SHIPPED_MODEL, towers, tmp_path / "model")
     items = captions_of(DATA / "flickr8k" / "captions_dev.jsonl")[:PHOTOS]
     paths = tmp_path / "photos.csv"
-    paths.write_text("path\n" + "".join(f"{DATA / 'flickr8k' / item['image']}\n" for item in items))
+    paths.write_text(
+        "path\n" + "".join(f"{DATA / 'flickr8k' / item['image']}\n" for item in items)
+    )
     build_index(paths, tmp_path / "photos.edje", tmp_path / "model", engine="inline")
     texts = [item["captions"][0] for item in items[:QUERIES]]
     check_same(tmp_path / "photos.edje", tmp_path / "model", texts, POOL)

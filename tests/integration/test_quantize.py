@@ -29,7 +29,16 @@ def case(tmp_path_factory):
 
 
 def build(case, out, *options):
-    common = ["--model", case / "model", "--engine", "inline", "--shard-size", 8, "--threads", 1]
+    common = [
+        "--model",
+        case / "model",
+        "--engine",
+        "inline",
+        "--shard-size",
+        8,
+        "--threads",
+        1,
+    ]
     return run_here("build", case / "photos", "--out", out, *common, *options)
 
 
@@ -56,8 +65,13 @@ def test_quantize_resumes_repeats_and_drops(case, tmp_path):
         (["--to", "int8", "--from", "bf16"], "does not have precision 'bf16'"),
         (["--to", "int8", "--address", "head:1"], "--address needs --workers"),
     ]:
-        assert words in run_here("quantize", tmp_path / "a", *options, expect=2)["error"]
-    assert "there is no index" in run_here("quantize", tmp_path / "b", "--to", "fp8", expect=2)["error"]
+        assert (
+            words in run_here("quantize", tmp_path / "a", *options, expect=2)["error"]
+        )
+    assert (
+        "there is no index"
+        in run_here("quantize", tmp_path / "b", "--to", "fp8", expect=2)["error"]
+    )
 
 
 def test_the_order_of_precisions_does_not_matter_to_a_resumed_conversion(tmp_path):
@@ -74,9 +88,13 @@ def test_resuming_needs_disk_for_what_is_left_alone(case, tmp_path, monkeypatch)
     stop_after_one_shard(quantize_index, tmp_path / "a", ["fp8"])
     left = 4 - len(list(Layout(tmp_path / "a").receipt(0).parent.iterdir()))
     assert 0 < left < 4
-    size = padded_shard_bytes(8, 8, codec("fp8", Manifest.load(tmp_path / "a").spec.block_shape).record_bytes)[1]
+    size = padded_shard_bytes(
+        8, 8, codec("fp8", Manifest.load(tmp_path / "a").spec.block_shape).record_bytes
+    )[1]
     monkeypatch.setattr("pipelines.jobs.resources.free_disk", lambda _: left * size - 1)
-    with pytest.raises(UsageError, match=rf"shards? to fp8 needs {human_bytes(left * size)} "):
+    with pytest.raises(
+        UsageError, match=rf"shards? to fp8 needs {human_bytes(left * size)} "
+    ):
         quantize_index(tmp_path / "a", ["fp8"])
     monkeypatch.setattr("pipelines.jobs.resources.free_disk", lambda _: left * size)
     assert quantize_index(tmp_path / "a", ["fp8"]).added == ("fp8",)
@@ -89,7 +107,8 @@ def test_every_precision_holds_the_records_of_its_codec(tmp_path):
     assert verify_index(tmp_path) == []
     kept = [row for row in range(SPEC.rows) if row != 3]
     for name in targets:
-        entry, store = codec(name, SPEC.block_shape), TokenStore.open(tmp_path, name)
+        entry = codec(name, SPEC.block_shape)
+        store = TokenStore.open(tmp_path, name)
         blocks = store.fetch(range(SPEC.rows))
         assert same_bits(blocks[kept], entry.decode(entry.encode(expected[kept])))
         assert np.flatnonzero(store.holes(blocks)).tolist() == [3]
@@ -99,7 +118,9 @@ def test_a_lossy_precision_does_not_pass_for_the_original(tmp_path):
     write_random_index(tmp_path, SPEC)
     quantize_index(tmp_path, ["int8"], drop=("bf16",))
     assert Manifest.load(tmp_path).encoded_from == {"int8": ("bf16",)}
-    with pytest.raises(UsageError, match="'bf16' would be larger but not more accurate") as caught:
+    with pytest.raises(
+        UsageError, match="'bf16' would be larger but not more accurate"
+    ) as caught:
         quantize_index(tmp_path, ["bf16"])
     assert caught.value.parameter == "source"
     quantize_index(tmp_path, ["bf16"], source="int8")
@@ -108,20 +129,29 @@ def test_a_lossy_precision_does_not_pass_for_the_original(tmp_path):
     assert precision_to_read(tmp_path, manifest, None) == "int8"
     assert verify_index(tmp_path) == []
     quantize_index(tmp_path, ["fp8"], source="bf16", drop=("int8",))
-    assert Manifest.load(tmp_path).encoded_from == {"bf16": ("bf16", "int8"), "fp8": ("bf16", "int8", "bf16")}
-    with pytest.raises(UsageError, match="'fp16' would be larger but not more accurate"):
+    assert Manifest.load(tmp_path).encoded_from == {
+        "bf16": ("bf16", "int8"),
+        "fp8": ("bf16", "int8", "bf16"),
+    }
+    with pytest.raises(
+        UsageError, match="'fp16' would be larger but not more accurate"
+    ):
         quantize_index(tmp_path, ["fp16"])
 
 
 @pytest.mark.parametrize(
     ("run", "options"),
-    [(run_here, ()), pytest.param(run_process, ("--workers", 2), marks=pytest.mark.slow)],
+    [
+        (run_here, ()),
+        pytest.param(run_process, ("--workers", 2), marks=pytest.mark.slow),
+    ],
     ids=["inline", "ray"],
 )
 def test_engines_and_build_give_the_same_bytes(case, tmp_path, run, options):
     build(case, tmp_path / "a", "--precision", "bf16", "--precision", "fp8")
     build(case, tmp_path / "b")
     run("quantize", tmp_path / "b", "--to", "fp8", *options)
-    expected, found = contents(tmp_path / "a"), contents(tmp_path / "b")
+    expected = contents(tmp_path / "a")
+    found = contents(tmp_path / "b")
     del expected["plan"], found["plan"]
     assert found == expected

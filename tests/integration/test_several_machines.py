@@ -1,4 +1,6 @@
-"""Builds on a Ray cluster of several raylets whose nodes join, leave and die in mid-run."""
+"""Builds on a Ray cluster of several raylets whose nodes join, leave and die in
+mid-run.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ from tests.integration.ray_nodes import RayNodes
 
 pytestmark = pytest.mark.slow
 
-PHOTOS, SHARD_SIZE = 160, 4
+PHOTOS = 160
+SHARD_SIZE = 4
 BUILD_SECONDS = 300
 
 
@@ -35,17 +38,44 @@ def case(tmp_path_factory):
 
 
 def build(folder: Path, out: Path) -> list[str | Path]:
-    sizes = ["--shard-size", str(SHARD_SIZE), "--batch-size", "4", "--threads", "1", "--dedupe"]
-    return ["build", folder / "photos", "--out", out, "--model", folder / "model", *sizes]
+    sizes = [
+        "--shard-size",
+        str(SHARD_SIZE),
+        "--batch-size",
+        "4",
+        "--threads",
+        "1",
+        "--dedupe",
+    ]
+    return [
+        "build",
+        folder / "photos",
+        "--out",
+        out,
+        "--model",
+        folder / "model",
+        *sizes,
+    ]
 
 
 class Build:
-    """A build on the cluster, in a process of its own, which ends with the `with` block."""
+    """A build on the cluster, in a process of its own, which ends with the `with`
+    block.
+    """
 
     def __init__(self, case: Path, out: Path, nodes: RayNodes) -> None:
-        self.out, self.log, self.nodes = out, out.with_suffix(".jsonl"), nodes
+        self.out = out
+        self.log = out.with_suffix(".jsonl")
+        self.nodes = nodes
         self.process = subprocess.Popen(
-            command("--log", self.log, *build(case, out), "--address", nodes.address, "--json"),
+            command(
+                "--log",
+                self.log,
+                *build(case, out),
+                "--address",
+                nodes.address,
+                "--json",
+            ),
             env=nodes.environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -76,15 +106,21 @@ class Build:
     def freeze(self, number: int) -> list[psutil.Process]:
         """Suspend the worker of a node while it encodes a shard."""
         while True:
-            self.wait_until(lambda: bool(self.nodes.workers(number) and self.attempts()))
+            self.wait_until(
+                lambda: bool(self.nodes.workers(number) and self.attempts())
+            )
             workers = self.nodes.workers(number)
             for worker in workers:
                 worker.suspend()
             begun = self.attempts()
             finished = len(self.events("shard"))
-            if len(self.nodes.numbers) > 1:  # a shard that another worker encodes does not stay
-                enough = min(finished + 3, PHOTOS // SHARD_SIZE - 1)  # the suspended worker may have the last shard
-                self.wait_until(lambda: len(self.events("shard")) >= enough)  # noqa: B023
+            # a shard that another worker encodes does not stay
+            if len(self.nodes.numbers) > 1:
+                # the suspended worker may have the last shard
+                enough = min(finished + 3, PHOTOS // SHARD_SIZE - 1)
+                self.wait_until(
+                    lambda enough=enough: len(self.events("shard")) >= enough
+                )
             if set(begun) & set(self.attempts()):
                 return workers
             for worker in workers:
@@ -101,7 +137,11 @@ class Build:
 
 
 def check(result: dict[str, Any], case: Path, out: Path) -> None:
-    assert result["inputs"] == result["indexed"] + result["duplicates"] + result["failed"] == PHOTOS
+    assert (
+        result["inputs"]
+        == result["indexed"] + result["duplicates"] + result["failed"]
+        == PHOTOS
+    )
     assert verify_index(out) == []
     assert contents(out) == contents(case / "calm")
 
@@ -114,7 +154,8 @@ def test_the_shard_of_a_lost_node_runs_again(case, nodes, tmp_path, how):
         run.freeze(3)
         getattr(nodes, how)(3)
         check(run.result(), case, run.out)
-        # The build may end before Ray notices the loss; tests/pipelines/test_ray_nodes.py waits for this message.
+        # The build may end before Ray notices the loss;
+        # tests/pipelines/test_ray_nodes.py waits for this message.
 
 
 def test_a_node_without_the_index_directory_is_named(case, nodes, tmp_path):
@@ -123,5 +164,8 @@ def test_a_node_without_the_index_directory_is_named(case, nodes, tmp_path):
     with Build(case, tmp_path / "shared" / "index", nodes) as run:
         _, err = run.process.communicate(timeout=BUILD_SECONDS)
         assert run.process.returncode == 1
-        assert f"does not see the index directory {tmp_path}/shared/index of this job; put the index into" in err
+        assert (
+            f"does not see the index directory {tmp_path}/shared/index of this job; put"
+            " the index into" in err
+        )
         assert "Traceback" not in err

@@ -20,7 +20,9 @@ STEPS = 60
 
 @pytest.fixture(scope="module")
 def case(tmp_path_factory):
-    """Folder with captions, a tiny model, and a training run on two workers of this machine."""
+    """Folder with captions, a tiny model, and a training run on two workers of this
+    machine.
+    """
     folder = tmp_path_factory.mktemp("training")
     write_captions(folder)
     create_untrained_bundle(folder / "model", sizes=TINY)
@@ -38,11 +40,24 @@ def nodes(cluster):
 
 
 def arguments(folder: Path, out: Path) -> list[str | Path]:
-    return [*training(folder, out), "--set", "alignment.steps=0", "--steps", str(STEPS), "--workers", "2"]
+    return [
+        *training(folder, out),
+        "--set",
+        "alignment.steps=0",
+        "--steps",
+        str(STEPS),
+        "--workers",
+        "2",
+    ]
 
 
 def start(case: Path, out: Path, nodes: RayNodes) -> subprocess.Popen:
-    arguments_on_nodes = [*arguments(case, out), "--set", f"run.address={nodes.address}", "--json"]
+    arguments_on_nodes = [
+        *arguments(case, out),
+        "--set",
+        f"run.address={nodes.address}",
+        "--json",
+    ]
     return subprocess.Popen(
         command(*arguments_on_nodes),
         env=nodes.environment,
@@ -53,7 +68,9 @@ def start(case: Path, out: Path, nodes: RayNodes) -> subprocess.Popen:
 
 
 def check_losses(case: Path, out: Path) -> None:
-    local, several = (read_log(folder.with_suffix(".run")) for folder in (case / "local", out))
+    local, several = (
+        read_log(folder.with_suffix(".run")) for folder in (case / "local", out)
+    )
     assert [record["step"] for record in several] == list(range(1, STEPS + 1))
     for one, other in zip(local, several, strict=True):
         assert other["itm"] == pytest.approx(one["itm"], abs=1e-4)

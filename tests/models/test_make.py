@@ -7,6 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
+# isort: skip
+import timm
 import torch
 from PIL import Image
 from safetensors.numpy import load_file as load_arrays
@@ -14,7 +17,13 @@ from safetensors.torch import save_file
 from torch import nn
 
 from edje_index.bundles.bundle import ModelBundle
-from edje_index.bundles.info import ADAPTER_WEIGHTS, BANK_WEIGHTS, JOINT_WEIGHTS, VISION_WEIGHTS, read_bundle_info
+from edje_index.bundles.info import (
+    ADAPTER_WEIGHTS,
+    BANK_WEIGHTS,
+    JOINT_WEIGHTS,
+    VISION_WEIGHTS,
+    read_bundle_info,
+)
 from edje_index.bundles.random_bundle import untrained_tokenizer
 from edje_index.bundles.shipped_model import (
     BUNDLE_FOLDER,
@@ -33,12 +42,22 @@ from edje_index.models.vision_tower import vision_tower
 from edje_index.scoring.parts import HubnessBank
 from edje_index.scoring.weights import DirectionWeights, HubnessSimilarity, ScoreWeights
 from edje_index.training.start import load_language_model
-from models.embedding import TOWER_WEIGHTS, EmbeddingModel, contrastive_loss, pair_features, start_model, train_heads
+from models.embedding import (
+    TOWER_WEIGHTS,
+    EmbeddingModel,
+    contrastive_loss,
+    pair_features,
+    start_model,
+    train_heads,
+)
 from models.make import pack_model
 
-import timm  # isort: skip
-
-COLOURS = {"red": (200, 30, 30), "green": (30, 180, 40), "blue": (20, 40, 220), "white": (240, 240, 240)}
+COLOURS = {
+    "red": (200, 30, 30),
+    "green": (30, 180, 40),
+    "blue": (20, 40, 220),
+    "white": (240, 240, 240),
+}
 
 
 def tiny_model(towers: Path) -> EmbeddingModel:
@@ -49,11 +68,14 @@ def tiny_model(towers: Path) -> EmbeddingModel:
 def towers(tmp_path_factory):
     """A folder like that of the base towers."""
     folder = tmp_path_factory.mktemp("towers")
-    image, text = folder / IMAGE_TOWER, folder / TEXT_TOWER
+    image = folder / IMAGE_TOWER
+    text = folder / TEXT_TOWER
     image.mkdir()
     text.mkdir()
     torch.manual_seed(0)
-    save_file(timm.create_model("test_vit", num_classes=0).state_dict(), image / TOWER_WEIGHTS)
+    save_file(
+        timm.create_model("test_vit", num_classes=0).state_dict(), image / TOWER_WEIGHTS
+    )
     tokenizer = untrained_tokenizer(500)
     config = {
         "model_type": "bert",
@@ -68,7 +90,10 @@ def towers(tmp_path_factory):
     tokenizer.save(text)
     (text / "config.json").write_text(json.dumps(config))
     bert = JointEncoder(bert_config(config), tokenizer, 8).language_model.bert
-    save_file({name: tensor.clone() for name, tensor in bert.state_dict().items()}, text / TOWER_WEIGHTS)
+    save_file(
+        {name: tensor.clone() for name, tensor in bert.state_dict().items()},
+        text / TOWER_WEIGHTS,
+    )
     return folder
 
 
@@ -92,20 +117,33 @@ def test_loss_is_the_formula():
     """Pair by pair, in float64."""
     vectors = np.random.default_rng(0).normal(size=(2, 7, 5))
     ids = np.array([0, 1, 1, 2, 0, 3, 4])
-    ours = contrastive_loss(*torch.from_numpy(vectors), torch.tensor(np.log(9.0)), torch.from_numpy(ids))
+    ours = contrastive_loss(
+        *torch.from_numpy(vectors), torch.tensor(np.log(9.0)), torch.from_numpy(ids)
+    )
     unit = vectors / np.linalg.norm(vectors, axis=2, keepdims=True)
     losses = []
     for left, right in (unit, unit[::-1]):
         for i in range(len(ids)):
-            logits = np.array([9 * left[i] @ right[j] for j in range(len(ids)) if j == i or ids[j] != ids[i]])
+            logits = np.array(
+                [
+                    9 * left[i] @ right[j]
+                    for j in range(len(ids))
+                    if j == i or ids[j] != ids[i]
+                ]
+            )
             losses.append(np.log(np.exp(logits).sum()) - 9 * left[i] @ right[i])
     assert float(ours) == pytest.approx(np.mean(losses), abs=1e-9)
 
 
-def test_the_trained_model_is_the_one_that_open_clip_and_the_bundle_use(towers, items, tmp_path):
-    model, start = tiny_model(towers), tiny_model(towers).clip.state_dict()
+def test_the_trained_model_is_the_one_that_open_clip_and_the_bundle_use(
+    towers, items, tmp_path
+):
+    model = tiny_model(towers)
+    start = tiny_model(towers).clip.state_dict()
     data = pair_features(model, items)
-    recalls = train_heads(model.clip, data, data, epochs=30, batch_size=16, lr=3e-2, dropout=0)
+    recalls = train_heads(
+        model.clip, data, data, epochs=30, batch_size=16, lr=3e-2, dropout=0
+    )
     model.save(tmp_path / "model")
     trained = model.clip.state_dict()
     heads = ("visual.head.", "text.proj.")
@@ -116,43 +154,76 @@ def test_the_trained_model_is_the_one_that_open_clip_and_the_bundle_use(towers, 
     clip, config = load_clip(f"local-dir:{tmp_path / 'model'}")
     tower = vision_tower(clip.visual)
     assert tower.image_size == (64, 64)
-    texts = TextTower(clip, text_tokenizer(config, tmp_path / "model")).encode([c for i in items for c in i.captions])
+    texts = TextTower(clip, text_tokenizer(config, tmp_path / "model")).encode(
+        [c for i in items for c in i.captions]
+    )
     with torch.inference_mode():
         images = nn.functional.normalize(clip.visual.head(data.images), dim=-1).numpy()
     similarities = texts @ images.T
-    ranks = (similarities > similarities[np.arange(32), np.arange(32) // 2][:, None]).sum(1)
-    assert recalls["t2i"]["R@5"] == pytest.approx(100 * (ranks < 5).mean(), abs=100 / 32)
-    assert recalls["t2i"]["R@5"] > 60  # 31 by chance
+    ranks = (
+        similarities > similarities[np.arange(32), np.arange(32) // 2][:, None]
+    ).sum(1)
+    assert recalls["t2i"]["R@5"] == pytest.approx(
+        100 * (ranks < 5).mean(), abs=100 / 32
+    )
+    # 31 by chance
+    assert recalls["t2i"]["R@5"] > 60
 
 
 def test_a_packed_bundle_is_restored(towers, tmp_path):
-    """Up to the rounding of new weights; the bank and the score weights are unchanged."""
+    """Up to the rounding of new weights; the bank and the score weights are
+    unchanged.
+    """
     model = tiny_model(towers)
-    joint = load_language_model(towers / TEXT_TOWER, 12)  # its vocabulary has one more row, <image>
+    # its vocabulary has one more row, <image>
+    joint = load_language_model(towers / TEXT_TOWER, 12)
     with torch.no_grad():
-        joint.language_model.bert.encoder.layer[1].output.dense.weight.add_(0.01 * torch.randn(16, 32))
+        joint.language_model.bert.encoder.layer[1].output.dense.weight.add_(
+            0.01 * torch.randn(16, 32)
+        )
     bundle = ModelBundle(
         clip=model.clip,
         clip_config=model.config,
         text_tokenizer=model.tokenizer,
-        adapter=build_adapter(AdapterConfig("compressed", 4, 64, 16, hidden_dim=32, num_heads=2)),
+        adapter=build_adapter(
+            AdapterConfig("compressed", 4, 64, 16, hidden_dim=32, num_heads=2)
+        ),
         joint=joint,
         trained=True,
-        score=DirectionWeights(t2i=ScoreWeights(hubness=0.75, hubness_similarity=HubnessSimilarity(1.0, 0.0, 4.0))),
-        hubness_bank=HubnessBank.of((torch.randn(5, 12), torch.zeros(5, 0)), (torch.randn(3, 12), torch.zeros(3, 0))),
+        score=DirectionWeights(
+            t2i=ScoreWeights(
+                hubness=0.75, hubness_similarity=HubnessSimilarity(1.0, 0.0, 4.0)
+            )
+        ),
+        hubness_bank=HubnessBank.of(
+            (torch.randn(5, 12), torch.zeros(5, 0)),
+            (torch.randn(3, 12), torch.zeros(3, 0)),
+        ),
     )
     before = bundle.save(tmp_path / "trained")
     packed = pack_model(tmp_path / "trained", towers, tmp_path / "packed")
-    bases = {name: load_arrays(towers / name / TOWER_WEIGHTS) for name in (IMAGE_TOWER, TEXT_TOWER)}
+    bases = {
+        name: load_arrays(towers / name / TOWER_WEIGHTS)
+        for name in (IMAGE_TOWER, TEXT_TOWER)
+    }
     unpack_model(tmp_path / "packed", bases, tmp_path / "made")
     made = read_bundle_info(tmp_path / "made")
     assert made.fingerprint == packed.fingerprint
     assert made.files[BANK_WEIGHTS] == before.files[BANK_WEIGHTS]
-    assert (made.hubness_bank, made.score, made.trained) == (before.hubness_bank, before.score, True)
+    assert (made.hubness_bank, made.score, made.trained) == (
+        before.hubness_bank,
+        before.score,
+        True,
+    )
     weights = (VISION_WEIGHTS, ADAPTER_WEIGHTS, JOINT_WEIGHTS)
-    assert not any((tmp_path / "packed" / BUNDLE_FOLDER / name).exists() for name in weights)
+    assert not any(
+        (tmp_path / "packed" / BUNDLE_FOLDER / name).exists() for name in weights
+    )
     blocks = torch.randn(2, 4, 16)
-    scores = [ModelBundle.load(tmp_path / name).joint.score("a dog", blocks) for name in ("trained", "made")]
+    scores = [
+        ModelBundle.load(tmp_path / name).joint.score("a dog", blocks)
+        for name in ("trained", "made")
+    ]
     torch.testing.assert_close(*scores, atol=1e-3, rtol=0)
 
     tensors = bytearray((tmp_path / "packed" / TENSORS_FILE).read_bytes())

@@ -13,7 +13,15 @@ import pytest
 from PIL import Image
 
 from pipelines.jobs.build import BuildResult, build_index
-from pipelines.progress.events import Event, JobStopped, OnEvent, Progress, ShouldStop, ignore, never
+from pipelines.progress.events import (
+    Event,
+    JobStopped,
+    OnEvent,
+    Progress,
+    ShouldStop,
+    ignore,
+    never,
+)
 from storage_formats.format.layout import IndexSpec
 from tests.conftest import write_random_index
 
@@ -21,9 +29,11 @@ _PARAMETERS = inspect.signature(build_index).parameters.values()
 Request = dataclasses.make_dataclass(
     "Request",
     [
-        (each.name, Any, dataclasses.field(default=each.default))
-        if each.default is not inspect.Parameter.empty
-        else (each.name, Any)
+        (
+            (each.name, Any, dataclasses.field(default=each.default))
+            if each.default is not inspect.Parameter.empty
+            else (each.name, Any)
+        )
         for each in _PARAMETERS
         if each.name not in ("on_event", "should_stop")
     ],
@@ -31,20 +41,28 @@ Request = dataclasses.make_dataclass(
 )
 """The arguments of `build_index`."""
 
-SMALL = IndexSpec(rows=21, shard_size=8, block_shape=(2, 8), embed_dim=4, precisions=("bf16", "fp8"))
+SMALL = IndexSpec(
+    rows=21, shard_size=8, block_shape=(2, 8), embed_dim=4, precisions=("bf16", "fp8")
+)
 
 
-def run_build(request: Any, on_event: OnEvent = ignore, should_stop: ShouldStop = never) -> BuildResult:
+def run_build(
+    request: Any, on_event: OnEvent = ignore, should_stop: ShouldStop = never
+) -> BuildResult:
     """Build the index that `request` describes."""
     return build_index(**vars(request), on_event=on_event, should_stop=should_stop)
 
 
-def stop_after_one_shard(job: Callable[..., object], *arguments: object, **options: object) -> None:
+def stop_after_one_shard(
+    job: Callable[..., object], *arguments: object, **options: object
+) -> None:
     """Call `job`, and stop it once a shard is finished."""
     finished: list[Event] = []
 
     def note(event: Event) -> None:
-        finished.extend([event] if isinstance(event, Progress) and event.finished_shards else [])
+        finished.extend(
+            [event] if isinstance(event, Progress) and event.finished_shards else []
+        )
 
     with pytest.raises(JobStopped):
         job(*arguments, **options, on_event=note, should_stop=lambda: bool(finished))
@@ -85,8 +103,20 @@ def config(tmp_path: Path, photos: Path, tiny_bundle: Path) -> Callable[..., Any
     """Makes a request to build `photos` in shards of four rows, with changes."""
 
     def make(**changes: object) -> Any:
-        settings = {"shard_size": 4, "batch_size": 2, "threads": 1, "device": "cpu", "engine": "inline"}
-        arguments = {"sources": (str(photos),), "out": tmp_path / "index", "model": tiny_bundle, **settings, **changes}
+        settings = {
+            "shard_size": 4,
+            "batch_size": 2,
+            "threads": 1,
+            "device": "cpu",
+            "engine": "inline",
+        }
+        arguments = {
+            "sources": (str(photos),),
+            "out": tmp_path / "index",
+            "model": tiny_bundle,
+            **settings,
+            **changes,
+        }
         return Request(**arguments)
 
     return make

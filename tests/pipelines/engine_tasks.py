@@ -1,4 +1,6 @@
-"""Small real workers for the engine tests: what they do is seen in the file system and in their results."""
+"""Small real workers for the engine tests: what they do is seen in the file system
+and in their results.
+"""
 
 from __future__ import annotations
 
@@ -89,7 +91,8 @@ class FileWorker:
         os.kill(os.getpid(), signal.SIGKILL)
 
     def stop(self, job, on_progress, should_stop):
-        while True:  # the kernel continues stopped processes if their process group is orphaned
+        # the kernel continues stopped processes if their process group is orphaned
+        while True:
             os.kill(os.getpid(), signal.SIGSTOP)
 
     def report_for_long(self, job, on_progress, should_stop):
@@ -103,7 +106,21 @@ def broken_worker():
     raise RuntimeError("no such weights")
 
 
-def run_jobs(engine, folder, jobs, *, on_progress=lambda _: None, on_event=lambda _: None, should_stop=lambda: False):
+def run_jobs(
+    engine,
+    folder,
+    jobs,
+    *,
+    on_progress=lambda _: None,
+    on_event=lambda _: None,
+    should_stop=lambda: False,
+):
     """Results of `jobs` on workers that leave their traces in `folder`."""
     make_worker = functools.partial(FileWorker, str(folder))
-    return engine(make_worker, jobs, on_progress=on_progress, on_event=on_event, should_stop=should_stop)
+    return engine(
+        make_worker,
+        jobs,
+        on_progress=on_progress,
+        on_event=on_event,
+        should_stop=should_stop,
+    )

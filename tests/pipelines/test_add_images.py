@@ -13,19 +13,42 @@ from tests.edje_index.search.indexes import build_photos, photo
 
 
 def test_images_are_added_and_replaced_by_name(tmp_path):
-    root, other = build_photos(tmp_path)[0], Image.linear_gradient("L")
+    root = build_photos(tmp_path)[0]
+    other = Image.linear_gradient("L")
     other.save(tmp_path / "new.png")
     append_index(root, tmp_path / "new.png", engine="inline")
-    images, columns = [other, photo(root, 3).read_bytes()], [{"captions": ["a red canoe"], "rating": 5}, {}]
-    added, index = add_images(root, images, ["one", "two"], columns), TokenIndex.open(root)
-    assert (added.new, added.changed, added.deleted, added.first_row, added.snapshot) == (2, 0, 0, 24, 2)
-    assert same_bits(index.store.fetch([16, 3]), index.store.fetch([24, 25]))  # an equal image gets a row of its own
-    assert [hit.described() for hit in index.rerank("a dog", ["one"])] == ["a red canoe"]
-    assert read_rows(root, [24], ["rating", "uri"]).to_pylist() == [{"rating": 5, "uri": "one"}]
-    replaced = add_images(root, [photo(root, 7), other], ["one", "three"], [{"captions": ["a lake"]}, {}])
-    assert (replaced.new, replaced.changed, replaced.deleted, replaced.first_row) == (1, 1, 1, 32)
+    images = [other, photo(root, 3).read_bytes()]
+    columns = [{"captions": ["a red canoe"], "rating": 5}, {}]
+    added = add_images(root, images, ["one", "two"], columns)
+    index = TokenIndex.open(root)
+    assert (
+        added.new,
+        added.changed,
+        added.deleted,
+        added.first_row,
+        added.snapshot,
+    ) == (2, 0, 0, 24, 2)
+    # an equal image gets a row of its own
+    assert same_bits(index.store.fetch([16, 3]), index.store.fetch([24, 25]))
+    assert [hit.described() for hit in index.rerank("a dog", ["one"])] == [
+        "a red canoe"
+    ]
+    assert read_rows(root, [24], ["rating", "uri"]).to_pylist() == [
+        {"rating": 5, "uri": "one"}
+    ]
+    replaced = add_images(
+        root, [photo(root, 7), other], ["one", "three"], [{"captions": ["a lake"]}, {}]
+    )
+    assert (replaced.new, replaced.changed, replaced.deleted, replaced.first_row) == (
+        1,
+        1,
+        1,
+        32,
+    )
     assert index.refresh() == 3
-    assert [(hit.row_id, hit.described()) for hit in index.rerank("a dog", ["one"])] == [(32, "a lake")]
+    assert [
+        (hit.row_id, hit.described()) for hit in index.rerank("a dog", ["one"])
+    ] == [(32, "a lake")]
     with pytest.raises(UsageError, match="does not record the sources of all its rows"):
         update_index(root, engine="inline")
     assert delete_rows(root, where="uri = 'two'").deleted == (25,)
@@ -39,22 +62,43 @@ def test_a_compaction_joins_single_images_and_moves_no_other_row(tmp_path):
         add_images(root, [photo(root, row)], [f"own-{row}"])
     before = TokenIndex.open(root)
     result = compact_index(root)
-    assert (result.rows, result.shards, result.first_row, result.removed) == (16, 2, 40, 0)
+    assert (result.rows, result.shards, result.first_row, result.removed) == (
+        16,
+        2,
+        40,
+        0,
+    )
     index = TokenIndex.open(root)
     moved = index.store.translate([0, 7, 8, 12, 16, 24, 32])
     assert moved.tolist() == [0, 7, 40, 44, 45, 46, 47]
-    assert same_bits(index.store.fetch(moved), before.store.fetch([0, 7, 8, 12, 16, 24, 32]))
-    hits = [[(hit.uri, hit.score) for hit in each.search("a dog", k=16)] for each in (index, before)]
+    assert same_bits(
+        index.store.fetch(moved), before.store.fetch([0, 7, 8, 12, 16, 24, 32])
+    )
+    hits = [
+        [(hit.uri, hit.score) for hit in each.search("a dog", k=16)]
+        for each in (index, before)
+    ]
     assert hits[0] == hits[1]
     assert verify_index(root) == []
     assert compact_index(root).row_map is None
 
 
 def test_if_an_image_fails_nothing_changes(tmp_path):
-    root, image = build_photos(tmp_path)[0], Image.new("RGB", (32, 32))
+    root = build_photos(tmp_path)[0]
+    image = Image.new("RGB", (32, 32))
     for images, uris, columns, message in [
-        ([image, b"no image"], ["one", "two"], None, "the image of two cannot be indexed: not-an-image"),
-        ([image, root / "none.jpg"], ["one", "two"], None, "the image of two cannot be read: .*No such file"),
+        (
+            [image, b"no image"],
+            ["one", "two"],
+            None,
+            "the image of two cannot be indexed: not-an-image",
+        ),
+        (
+            [image, root / "none.jpg"],
+            ["one", "two"],
+            None,
+            "the image of two cannot be read: .*No such file",
+        ),
         ([image, image], ["one", "one"], None, r"2 images, 2 uris \(1 different\)"),
     ]:
         with pytest.raises(UsageError, match=message):

@@ -29,10 +29,16 @@ def packed(tmp_path: Path, photos: Path) -> Path:
 
 def _pack(photos: Path, folder: Path) -> None:
     names = sorted(path.name for path in photos.glob("*.jpg"))
-    subprocess.run(["tar", "-C", photos, "-czf", folder / "a.tar.gz", *names], check=True)
+    subprocess.run(
+        ["tar", "-C", photos, "-czf", folder / "a.tar.gz", *names], check=True
+    )
     subprocess.run(["zip", "-q", folder / "b.zip", *names], check=True, cwd=photos)
     rows = [{"bytes": (photos / name).read_bytes(), "path": name} for name in names]
-    pq.write_table(pa.table({"image": rows, "label": range(len(rows))}), folder / "c.parquet", row_group_size=3)
+    pq.write_table(
+        pa.table({"image": rows, "label": range(len(rows))}),
+        folder / "c.parquet",
+        row_group_size=3,
+    )
 
 
 def test_packed_photos_give_the_tokens_of_files(
@@ -43,21 +49,29 @@ def test_packed_photos_give_the_tokens_of_files(
     result = run_build(request, lambda event: None)
     assert (result.inputs, result.indexed, result.failed) == (30, 27, 3)
     assert verify_index(request.out) == []
-    files, rows = TokenStore.open(config().out), TokenStore.open(request.out)
+    files = TokenStore.open(config().out)
+    rows = TokenStore.open(request.out)
     ids = [row for row in range(10) if row != 7]
     for start in (0, 10, 20):
         assert (rows.fetch([start + row for row in ids]) == files.fetch(ids)).all()
     table = read_rows(request.out)
     assert table["uri"].to_pylist()[22] == f"{packed}/c.parquet!image/2"
     assert table["label"].to_pylist()[20:] == list(range(10))
-    assert run_build(request, lambda event: None).rows == 30  # finished, and the sources are unchanged
+    # finished, and the sources are unchanged
+    assert run_build(request, lambda event: None).rows == 30
 
 
-def test_failed_members_are_retried(tmp_path: Path, photos: Path, packed: Path, config: Callable[..., Any]) -> None:
+def test_failed_members_are_retried(
+    tmp_path: Path, photos: Path, packed: Path, config: Callable[..., Any]
+) -> None:
     request = replace(config(), sources=(str(packed),), out=tmp_path / "packed.edje")
     run_build(request, lambda event: None)
     names = {row["uri"] for row in failed_rows(request.out)}
-    assert names == {f"{packed}/a.tar.gz!07.jpg", f"{packed}/b.zip!07.jpg", f"{packed}/c.parquet!image/7"}
+    assert names == {
+        f"{packed}/a.tar.gz!07.jpg",
+        f"{packed}/b.zip!07.jpg",
+        f"{packed}/c.parquet!image/7",
+    }
     write_photo(photos / "07.jpg", 7)
     _pack(photos, packed)
     result = update_index(request.out, retry_failed=True, engine="inline")

@@ -25,19 +25,31 @@ def finished_before(config):
     events = []
     run_build(config, events.append)
     assert verify_index(config.out) == []
-    return next(event.finished_shards for event in events if isinstance(event, PlanReady))
+    return next(
+        event.finished_shards for event in events if isinstance(event, PlanReady)
+    )
 
 
 def test_lists_of_inputs_that_were_swapped_or_lost_are_one_clear_error(config):
     stop_after_one_shard(run_build, config())
     layout = Layout(config().out)
     plan = Plan.from_json(read_journal(config().out).plan)
-    refs = [ref for shard in plan.shards for ref in read_shard_inputs(layout, plan.spec, shard)]
+    refs = [
+        ref
+        for shard in plan.shards
+        for ref in read_shard_inputs(layout, plan.spec, shard)
+    ]
     write_input_lists(layout, refs[::-1], plan.spec.shard_size)
-    with pytest.raises(CorruptIndexError, match=r"inputs/00000000\.parquet was damaged after the change began"):
+    with pytest.raises(
+        CorruptIndexError,
+        match=r"inputs/00000000\.parquet was damaged after the change began",
+    ):
         run_build(config())
     layout.input_list(0).unlink()
-    with pytest.raises(CorruptIndexError, match=r"\(No such file or directory\); restore it, or remove "):
+    with pytest.raises(
+        CorruptIndexError,
+        match=r"\(No such file or directory\); restore it, or remove ",
+    ):
         run_build(config())
 
 
@@ -47,7 +59,8 @@ def test_a_shard_with_a_damaged_receipt_is_encoded_again(config, damage):
     path = Layout(config().out).receipt(0)
     receipt = json.loads(path.read_text())
     if damage == "indexed":
-        receipt["indexed"], receipt["duplicates"] = 3, 1
+        receipt["indexed"] = 3
+        receipt["duplicates"] = 1
     else:
         receipt["files"][0]["crc32c"] = "00000000"
     path.write_text(json.dumps(receipt))
@@ -62,18 +75,24 @@ def test_a_stop_during_the_last_shard_comes_before_the_search_index(config):
 def test_too_little_memory_for_the_search_index_is_refused_before_a_resumed_job_encodes(
     config, monkeypatch, photos, tmp_path
 ):
-    new, root = tmp_path / "new", config().out
+    new = tmp_path / "new"
+    root = config().out
     for seed in range(10, 18):
         write_photo(new / f"{seed}.jpg", seed)
     for request, job in (
         (config(memory=10**9), run_build),
-        (root, lambda root, **events: append_index(root, new, engine="inline", **events)),
+        (
+            root,
+            lambda root, **events: append_index(root, new, engine="inline", **events),
+        ),
     ):
         stop_after_one_shard(job, request)
         with monkeypatch.context() as patch:
             patch.setattr(ann_kind, "_PEAK", 10.0**10)
             patch.setattr(shard_encoding, "encode_shard", None)
-            with pytest.raises(UsageError, match=r"nearest-neighbour index .* of memory, but only"):
+            with pytest.raises(
+                UsageError, match=r"nearest-neighbour index .* of memory, but only"
+            ):
                 job(request)
         job(request)
     photos.joinpath("07.jpg").write_bytes(new.joinpath("10.jpg").read_bytes() + b" ")
@@ -86,8 +105,12 @@ def test_a_full_disk_while_faiss_writes_is_one_clear_error(config, monkeypatch):
     from edje_index.indexing import faiss_index
 
     write = faiss_index.write_part
-    monkeypatch.setattr(faiss_index, "write_part", lambda index, _: write(index, Path("/dev/full")))
-    with pytest.raises(JobStopped, match=r"No space left on device.*; what is finished is kept"):
+    monkeypatch.setattr(
+        faiss_index, "write_part", lambda index, _: write(index, Path("/dev/full"))
+    )
+    with pytest.raises(
+        JobStopped, match=r"No space left on device.*; what is finished is kept"
+    ):
         run_build(config())
     monkeypatch.undo()
     assert finished_before(config()) == 3

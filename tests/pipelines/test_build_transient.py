@@ -1,4 +1,6 @@
-"""A build that meets trouble outside its images stops and can be resumed; it does not lose rows."""
+"""A build that meets trouble outside its images stops and can be resumed; it does
+not lose rows.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,27 @@ from storage_formats.format.layout import Layout
 @pytest.fixture
 def build(photos, tiny_bundle, tmp_path):
     """Arguments of a build of `photos` in shards of four."""
-    fixed = ["--engine", "inline", "--shard-size", 4, "--batch-size", 2, "--threads", 1, "--device", "cpu"]
-    return ["build", photos, "--out", tmp_path / "photos.edje", "--model", tiny_bundle, *fixed]
+    fixed = [
+        "--engine",
+        "inline",
+        "--shard-size",
+        4,
+        "--batch-size",
+        2,
+        "--threads",
+        1,
+        "--device",
+        "cpu",
+    ]
+    return [
+        "build",
+        photos,
+        "--out",
+        tmp_path / "photos.edje",
+        "--model",
+        tiny_bundle,
+        *fixed,
+    ]
 
 
 def break_reads(monkeypatch, photo, number):
@@ -31,8 +52,12 @@ def break_reads(monkeypatch, photo, number):
     monkeypatch.setattr("time.sleep", lambda _: None)
 
 
-@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENOMEM, errno.ETIMEDOUT])
-def test_a_build_stops_at_lasting_trouble_and_resumes(number, run, build, photos, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "number", [errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENOMEM, errno.ETIMEDOUT]
+)
+def test_a_build_stops_at_lasting_trouble_and_resumes(
+    number, run, build, photos, tmp_path, monkeypatch
+):
     with monkeypatch.context() as patched:
         break_reads(patched, photos / "05.jpg", number)
         code, _, err = run(*build)
@@ -54,7 +79,10 @@ def test_photos_that_vanish_after_the_plan(run, build, photos, tmp_path, monkeyp
     photos.mkdir()
     code, _, err = run(*build)
     assert code == 1
-    assert "04.jpg: the directory is gone or empty; check that the file system of the input is mounted" in err
+    assert (
+        "04.jpg: the directory is gone or empty; check that the file system of the"
+        " input is mounted" in err
+    )
     photos.rmdir()
     (tmp_path / "elsewhere").rename(photos)
     code, out, _ = run(*build, "--json")

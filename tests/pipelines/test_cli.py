@@ -20,7 +20,11 @@ from tests.conftest import REPO
 TOP = [name for section in SECTIONS.values() for name in section]
 GROUPS = {"model": model, "ann": ann}
 PATHS = [[name] for name in TOP if name not in (*GROUPS, "bench")]
-PATHS += [[name, command] for name, group in GROUPS.items() for command in group.list_commands(None)]
+PATHS += [
+    [name, command]
+    for name, group in GROUPS.items()
+    for command in group.list_commands(None)
+]
 
 
 @pytest.mark.parametrize("path", PATHS, ids=" ".join)
@@ -31,8 +35,10 @@ def test_every_command_explains_itself_with_examples(run, path):
     assert "Example" in out
     group = GROUPS[path[0]] if len(path) > 1 else cli
     command = group.get_command(None, path[-1])
-    assert command.help.splitlines()[0].endswith(".")
-    assert all(option.help for option in command.params if isinstance(option, click.Option))
+    assert command.help.split("\n\n")[0].endswith(".")
+    assert all(
+        option.help for option in command.params if isinstance(option, click.Option)
+    )
 
 
 @pytest.mark.parametrize(
@@ -42,8 +48,14 @@ def test_every_command_explains_itself_with_examples(run, path):
         (["build", "--out", "index"], "SOURCE"),
         (["build", "photos", "--out", "index", "--batch-size", "0"], "batch-size"),
         (["build", "photos", "--out", "index", "--engine", "spark"], "engine"),
-        (["search", "index", "text", "-k", "20", "--pool", "10"], "--pool 10 is smaller"),
-        (["build", "photos", "--out", "s3://b/n"], "s3://b/n is a URL, but a path on this machine is needed"),
+        (
+            ["search", "index", "text", "-k", "20", "--pool", "10"],
+            "--pool 10 is smaller",
+        ),
+        (
+            ["build", "photos", "--out", "s3://b/n"],
+            "s3://b/n is a URL, but a path on this machine is needed",
+        ),
         (["info", "nowhere"], "no index at nowhere"),
         (["verify", "nowhere"], "no index at nowhere"),
         (["search", "nowhere", "text"], "no index at nowhere"),
@@ -51,7 +63,9 @@ def test_every_command_explains_itself_with_examples(run, path):
         (["--frobnicate"], "frobnicate"),
     ],
 )
-def test_wrong_usage_is_one_line_and_exit_code_2(run, tmp_path, monkeypatch, arguments, words):
+def test_wrong_usage_is_one_line_and_exit_code_2(
+    run, tmp_path, monkeypatch, arguments, words
+):
     monkeypatch.chdir(tmp_path)
     code, out, err = run(*arguments)
     assert (code, out) == (2, "")
@@ -62,7 +76,10 @@ def test_wrong_usage_is_one_line_and_exit_code_2(run, tmp_path, monkeypatch, arg
 
 def test_an_error_with_json_is_an_object_too(run, tmp_path):
     code, out, err = run("info", tmp_path / "nowhere", "--json")
-    assert (code, json.loads(out)) == (2, {"error": f"there is no index at {tmp_path}/nowhere", "exit_code": 2})
+    assert (code, json.loads(out)) == (
+        2,
+        {"error": f"there is no index at {tmp_path}/nowhere", "exit_code": 2},
+    )
     assert err.startswith("error: there is no index")
 
 
@@ -70,7 +87,11 @@ def test_an_unexpected_error_is_one_line_and_says_how_to_see_more(run, monkeypat
     monkeypatch.setitem(cli._listed, "info", "tests.pipelines.test_cli:broken")
     code, out, err = run("info", "--help")
     assert (code, out) == (1, "")
-    assert err == "error: unexpected AssertionError; run again with EDJE_DEBUG=1 to see the traceback\n"
+    assert (
+        err
+        == "error: unexpected AssertionError; run again with EDJE_DEBUG=1 to see the"
+        " traceback\n"
+    )
     monkeypatch.setenv("EDJE_DEBUG", "1")
     assert "Traceback" in run("info", "--help")[2]
 
@@ -78,11 +99,16 @@ def test_an_unexpected_error_is_one_line_and_says_how_to_see_more(run, monkeypat
 broken = "not a command"
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["info", "--help"], ["verify", "INDEX", "--json"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["info", "--help"], ["verify", "INDEX", "--json"]]
+)
 def test_a_closed_pipe_ends_the_program_quietly(arguments):
     errors = b"" if "INDEX" not in arguments else b"error: there is no index at INDEX\n"
     with subprocess.Popen(
-        command(*arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment()
+        command(*arguments),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment(),
     ) as process:
         process.stdout.close()
         assert process.stderr.read() == errors
@@ -100,15 +126,26 @@ def test_version_as_json_describes_the_environment(run):
     assert (code, err) == (0, "")
     assert told["version"] == importlib.metadata.version("edje-index")
     assert told["python"] == platform.python_version()
-    for name in ("numpy", "torch", "ray"):  # one of the base installation, two of extras
+    # one of the base installation, two of extras
+    for name in ("numpy", "torch", "ray"):
         assert told["versions"][name] == importlib.metadata.version(name)
     assert run("--json", "--version") == (code, out, err)
 
 
 def test_completion_offers_commands_and_options():
     def completed(words, position):
-        variables = {"_EDJE_INDEX_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": str(position)}
-        done = subprocess.run(command(), capture_output=True, text=True, check=True, env={**environment(), **variables})
+        variables = {
+            "_EDJE_INDEX_COMPLETE": "bash_complete",
+            "COMP_WORDS": words,
+            "COMP_CWORD": str(position),
+        }
+        done = subprocess.run(
+            command(),
+            capture_output=True,
+            text=True,
+            check=True,
+            env={**environment(), **variables},
+        )
         return [line.partition(",")[2] for line in done.stdout.splitlines()]
 
     assert completed("edje-index qu", 1) == ["quantize"]
@@ -134,7 +171,10 @@ def test_show_explains_a_bundle(capsys):
     assert record["fingerprint"] != record["encoder_fingerprint"]
     assert "1.5 x" in record["score"]["t2i"]
     assert "2 x" in record["score"]["i2t"]
-    assert all(record[name] in shown for name in ("fingerprint", "encoder_fingerprint", "notes"))
+    assert all(
+        record[name] in shown
+        for name in ("fingerprint", "encoder_fingerprint", "notes")
+    )
 
 
 def test_show_refuses_another_directory(tmp_path, capsys):

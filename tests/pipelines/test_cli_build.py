@@ -1,4 +1,6 @@
-"""build, info, verify and search from the command line, on real files and a tiny model."""
+"""build, info, verify and search from the command line, on real files and a tiny
+model.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,18 @@ def index(tmp_path):
 @pytest.fixture
 def build(photos, tiny_bundle, index):
     """Arguments of a build of `photos` in shards of four."""
-    fixed = ["--engine", "inline", "--shard-size", 4, "--batch-size", 2, "--threads", 1, "--device", "cpu"]
+    fixed = [
+        "--engine",
+        "inline",
+        "--shard-size",
+        4,
+        "--batch-size",
+        2,
+        "--threads",
+        1,
+        "--device",
+        "cpu",
+    ]
     return ["build", photos, "--out", index, "--model", tiny_bundle, *fixed]
 
 
@@ -36,8 +49,18 @@ def test_a_build_accounts_for_every_input(run, build, index):
     code, out, err = run(*build, "--dedupe", "--json")
     assert code == 0
     result = json.loads(out)
-    counts = {name: result[name] for name in ("inputs", "indexed", "duplicates", "failed", "rows", "shards")}
-    assert counts == {"inputs": 10, "indexed": 8, "duplicates": 1, "failed": 1, "rows": 10, "shards": 3}
+    counts = {
+        name: result[name]
+        for name in ("inputs", "indexed", "duplicates", "failed", "rows", "shards")
+    }
+    assert counts == {
+        "inputs": 10,
+        "indexed": 8,
+        "duplicates": 1,
+        "failed": 1,
+        "rows": 10,
+        "shards": 3,
+    }
     assert result["failed_by_reason"] == {"not-an-image": 1}
     assert result["images_per_second"] > 0
     assert result["bottleneck"] in ("decode", "model", "write")
@@ -56,7 +79,11 @@ def test_an_output_in_its_source_is_no_input(run, build, photos):
     assert (code, json.loads(out)["inputs"]) == (0, 10), err
     assert "(index) 1" in err
     code, out, err = run("update", photos / "own.edje", "--engine", "inline", "--json")
-    assert (code, json.loads(out)["unchanged"], json.loads(out)["failed"]) == (0, 10, 0), err
+    assert (code, json.loads(out)["unchanged"], json.loads(out)["failed"]) == (
+        0,
+        10,
+        0,
+    ), err
 
 
 def test_failures_lists_each_failed_input_with_its_reason(run, build, index, photos):
@@ -77,13 +104,19 @@ def test_truncated_images_are_loaded_on_request_and_counted(run, build, index, p
     code, out, err = run(*build, "--truncated", "load", "--json")
     assert code == 0
     result = json.loads(out)
-    assert (result["indexed"], result["truncated"], result["failed_by_reason"]) == (9, 1, {"not-an-image": 1})
+    assert (result["indexed"], result["truncated"], result["failed_by_reason"]) == (
+        9,
+        1,
+        {"not-an-image": 1},
+    )
     assert "1 truncated image indexed, but decoded only in part" in err
     row = read_rows(index, [8]).to_pylist()[0]
     assert (row["status"], row["reason"], row["width"] > 0) == ("indexed", None, True)
     assert "truncated" in row["detail"]
     assert run("verify", index)[0] == 0
-    assert json.loads(run(*build, "--truncated", "load", "--json")[1])["truncated"] is None
+    assert (
+        json.loads(run(*build, "--truncated", "load", "--json")[1])["truncated"] is None
+    )
     assert "truncated load in the index, fail requested" in run(*build)[2]
 
 
@@ -102,8 +135,15 @@ def test_a_missing_or_shortened_file_of_a_finished_index_is_reported(run, build,
     with open(index / "rows/00000001.parquet", "ab") as file:
         file.truncate(100)
     code, _, err = run(*build)
-    assert (code, "rows/00000001.parquet has 100 bytes instead of the " in err) == (1, True), err
-    for name in ("checksums/bf16/00000000.crc32c", "ann/index.faiss", "tokens/bf16/zarr.json"):
+    assert (code, "rows/00000001.parquet has 100 bytes instead of the " in err) == (
+        1,
+        True,
+    ), err
+    for name in (
+        "checksums/bf16/00000000.crc32c",
+        "ann/index.faiss",
+        "tokens/bf16/zarr.json",
+    ):
         (index / name).rename(index / "kept")
         code, out, err = run(*build)
         (index / "kept").rename(index / name)
@@ -113,7 +153,9 @@ def test_a_missing_or_shortened_file_of_a_finished_index_is_reported(run, build,
         assert f"Run 'edje-index verify {index}' to list all damage" in err
 
 
-def test_a_finished_index_is_not_rebuilt_for_other_inputs_or_settings(run, build, photos):
+def test_a_finished_index_is_not_rebuilt_for_other_inputs_or_settings(
+    run, build, photos
+):
     run(*build)
     code, _, err = run(*build, "--max-pixels", 5)
     assert code == 2
@@ -125,7 +167,9 @@ def test_a_finished_index_is_not_rebuilt_for_other_inputs_or_settings(run, build
         file.write(b"longer")
     code, _, err = run(*build)
     assert code == 2
-    assert "they had 10 inputs and now have 10, with other names, sizes or metadata" in err
+    assert (
+        "they had 10 inputs and now have 10, with other names, sizes or metadata" in err
+    )
 
 
 def test_a_build_where_everything_fails_writes_no_index(run, build, photos, index):
@@ -134,19 +178,30 @@ def test_a_build_where_everything_fails_writes_no_index(run, build, photos, inde
     code, _, err = run(*build)
     assert code == 1
     assert "none of the 10 inputs could be indexed (empty 10)" in err
-    names = ", ".join(f"{photos / name} (empty)" for name in ("00.jpg", "01.jpg", "02.jpg"))
+    names = ", ".join(
+        f"{photos / name} (empty)" for name in ("00.jpg", "01.jpg", "02.jpg")
+    )
     assert f"The first are {names}; " in err
     assert not Layout(index).manifest.exists()
 
 
-def test_a_build_with_too_many_failures_stops_and_goes_on_with_a_larger_limit(run, build, photos, index):
+def test_a_build_with_too_many_failures_stops_and_goes_on_with_a_larger_limit(
+    run, build, photos, index
+):
     (photos / "02.jpg").write_bytes(b"")
-    for _ in range(2):  # the second time, before it encodes anything
+    # the second time, before it encodes anything
+    for _ in range(2):
         code, out, err = run(*build, "--max-failed", 0.19)
         assert (code, out) == (1, "")
-        assert "2 of 8 inputs failed so far, more than the share of 0.19 that may fail (empty 1, not-an-image 1)" in err
+        assert (
+            "2 of 8 inputs failed so far, more than the share of 0.19 that may fail"
+            " (empty 1, not-an-image 1)" in err
+        )
         assert f"{photos / '02.jpg'} (empty), {photos / '07.jpg'} (not-an-image)" in err
-        assert "2 of 3 shards are finished and kept; raise the share to index the others" in err
+        assert (
+            "2 of 3 shards are finished and kept; raise the share to index the others"
+            in err
+        )
         assert "error: --max-failed: " in err
         assert not Layout(index).manifest.exists()
     assert len(run("failures", index)[1].splitlines()) == 2
@@ -154,17 +209,25 @@ def test_a_build_with_too_many_failures_stops_and_goes_on_with_a_larger_limit(ru
     code, out, _ = run(*build, "--max-failed", 0.2, "--json")
     assert code == 0
     assert json.loads(out)["failed"] == 2
-    assert json.loads(out)["ignored"] == {".txt": 1}, "a resumed build knows what its plan ignored"
+    assert json.loads(out)["ignored"] == {".txt": 1}, (
+        "a resumed build knows what its plan ignored"
+    )
     assert json.loads(run(*build, "--max-failed", 0.2, "--json")[1])["ignored"] is None
-    assert Layout(index).rows_file(0).stat().st_mtime_ns == kept, "finished shards are not encoded again"
+    assert Layout(index).rows_file(0).stat().st_mtime_ns == kept, (
+        "finished shards are not encoded again"
+    )
 
 
 def test_twenty_inputs_may_fail_by_default_and_no_more(run, build, photos, index):
     for number in range(20):
-        (photos / f"bad-{number:02}.jpg").write_bytes(b"")  # 07.jpg is bad as well
+        # 07.jpg is bad as well
+        (photos / f"bad-{number:02}.jpg").write_bytes(b"")
     code, _, err = run(*build)
     assert code == 1
-    assert "21 of 30 inputs failed, more than the 20 that may fail by default (empty 20, not-an-image 1)" in err
+    assert (
+        "21 of 30 inputs failed, more than the 20 that may fail by default (empty 20,"
+        " not-an-image 1)" in err
+    )
     assert "8 of 8 shards are finished and kept" in err
     shutil.rmtree(index)
     (photos / "bad-19.jpg").unlink()
@@ -174,21 +237,34 @@ def test_twenty_inputs_may_fail_by_default_and_no_more(run, build, photos, index
 def test_info_of_a_begun_and_of_a_finished_index(run, build, index, config):
     stop_after_one_shard(run_build, config())
     begun = json.loads(run("info", config().out, "--json")[1])
-    assert (begun["state"], begun["finished_shards"], begun["shards"]) == ("begun", 1, 3)
+    assert (begun["state"], begun["finished_shards"], begun["shards"]) == (
+        "begun",
+        1,
+        3,
+    )
     assert begun["unfinished"] == {"kind": "build", "finished_shards": 1}
     assert "1 of 3 finished" in run("info", config().out)[1]
     run(*build)
     assert json.loads(run("info", index, "--json")[1])["unfinished"] is None
     stop_after_one_shard(quantize_index, index, ["fp8"])
-    assert "run 'quantize' again to finish it, or 'gc' to discard it" in run("info", index)[1]
+    assert (
+        "run 'quantize' again to finish it, or 'gc' to discard it"
+        in run("info", index)[1]
+    )
     finished = json.loads(run("info", index, "--json")[1])
-    assert (finished["state"], finished["counts"]["indexed"], finished["block_shape"]) == ("finished", 9, [4, 16])
+    assert (
+        finished["state"],
+        finished["counts"]["indexed"],
+        finished["block_shape"],
+    ) == ("finished", 9, [4, 16])
     assert finished["model"]["trained"] is False
     assert "not-an-image 1" in run("info", index)[1]
 
 
 def start_build(arguments, folder, log):
-    """Start a build in a new process group, outside the directory of the sources; standard error goes to `log`."""
+    """Start a build in a new process group, outside the directory of the sources;
+    standard error goes to `log`.
+    """
     return subprocess.Popen(
         [sys.executable, "-m", "pipelines.cli", *map(str, arguments)],
         stdout=subprocess.DEVNULL,

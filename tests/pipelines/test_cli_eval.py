@@ -1,4 +1,6 @@
-"""`edje-index eval` on an index that a tiny model built, against every score counted by hand."""
+"""`edje-index eval` on an index that a tiny model built, against every score
+counted by hand.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +21,18 @@ from tests.edje_index.scoring.bundles import WEIGHTS, bundle_with_all_parts
 from tests.pipelines.conftest import write_photo
 
 WORDS = ["dog", "cat", "red", "blue", "tree", "house", "water", "boy", "girl", "ball"]
-DEV = (0, 1, 2, 3, 4, 7, 8)  # 3 repeats 1, 7 is no image
-TRAIN = (5, 6)  # 9 is in the index and in no file
+# 3 repeats 1, 7 is no image
+DEV = (0, 1, 2, 3, 4, 7, 8)
+# 9 is in the index and in no file
+TRAIN = (5, 6)
 PER_IMAGE = 3
 
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory, tiny_bundle):
-    """Ten photos, an index of them, and captions of nine and of one that is not there."""
+    """Ten photos, an index of them, and captions of nine and of one that is not
+    there.
+    """
     folder = tmp_path_factory.mktemp("world")
     for name in range(10):
         write_photo(folder / "photos" / f"{name:02d} 猫.jpg", 1 if name == 3 else name)
@@ -34,60 +40,118 @@ def world(tmp_path_factory, tiny_bundle):
     rng = np.random.default_rng(0)
     with (folder / "captions.jsonl").open("w", encoding="utf-8") as file:
         for name in (*DEV, *TRAIN, 99):
-            captions = [" ".join(rng.choice(WORDS, rng.integers(2, 9))) for _ in range(PER_IMAGE)]
+            captions = [
+                " ".join(rng.choice(WORDS, rng.integers(2, 9)))
+                for _ in range(PER_IMAGE)
+            ]
             split = "train" if name in TRAIN else "dev"
-            line = {"image": f"photos/{name:02d} 猫.jpg", "split": split, "captions": captions}
+            line = {
+                "image": f"photos/{name:02d} 猫.jpg",
+                "split": split,
+                "captions": captions,
+            }
             file.write(json.dumps(line) + "\n")
-    fixed = ["--engine", "inline", "--shard-size", "4", "--batch-size", "2", "--threads", "1", "--device", "cpu"]
-    sources = [str(folder / "photos"), "--out", str(folder / "index"), "--model", str(tiny_bundle), "--dedupe"]
+    fixed = [
+        "--engine",
+        "inline",
+        "--shard-size",
+        "4",
+        "--batch-size",
+        "2",
+        "--threads",
+        "1",
+        "--device",
+        "cpu",
+    ]
+    sources = [
+        str(folder / "photos"),
+        "--out",
+        str(folder / "index"),
+        "--model",
+        str(tiny_bundle),
+        "--dedupe",
+    ]
     assert main(["build", *sources, *fixed, "--quiet"]) == 0
     return folder
 
 
 def arguments(world, *options):
-    return ["eval", world / "index", world / "captions.jsonl", "--device", "cpu", *options]
+    return [
+        "eval",
+        world / "index",
+        world / "captions.jsonl",
+        "--device",
+        "cpu",
+        *options,
+    ]
 
 
 def captions_of(world, splits) -> list[tuple[int, str]]:
-    """(row that the caption is about, caption) of the indexed images; names are row ids here."""
+    """(row that the caption is about, caption) of the indexed images; names are row
+    ids here.
+    """
     pairs = []
     for line in (world / "captions.jsonl").read_text().splitlines():
         value = json.loads(line)
         name = int(value["image"].split("/")[1][:2])
         if name not in (7, 99) and value["split"] in splits:
-            pairs += [(1 if name == 3 else name, caption) for caption in value["captions"]]
+            pairs += [
+                (1 if name == 3 else name, caption) for caption in value["captions"]
+            ]
     return pairs
 
 
-def by_hand(world, bundle, *, candidates, queries, captions, pool, precision="bf16", rerank=True):
+def by_hand(
+    world, bundle, *, candidates, queries, captions, pool, precision="bf16", rerank=True
+):
     """R@k of both directions in percent, one query and one pair at a time."""
     model = ModelBundle.load(bundle)
     embeddings = read_embeddings(CommittedIndex.open(world / "index"), np.arange(10))
     blocks = TokenStore.open(world / "index").fetch(range(10))
     tokens = codec(precision, blocks.shape[1:])
     text = {caption: model.text.encode([caption])[0] for _, caption in captions}
-    weights = {direction: parse_score("bundle", model.score.of(direction)) for direction in ("t2i", "i2t")}
+    weights = {
+        direction: parse_score("bundle", model.score.of(direction))
+        for direction in ("t2i", "i2t")
+    }
     models = model.score_models
 
     def final(caption, row, direction):
         block = tokens.decode(tokens.encode(blocks[row : row + 1]))
         similarity = np.array([text[caption] @ embeddings[row]])
-        candidate = embeddings[row : row + 1] if direction == "t2i" else text[caption][None]
+        candidate = (
+            embeddings[row : row + 1] if direction == "t2i" else text[caption][None]
+        )
         pair = Pairs([caption], block, similarity, candidate)
         used = {part: w for part, w in weights[direction].by_part().items() if w}
-        return sum(w * float(models.part(part, pair, direction, weights[direction])[0]) for part, w in used.items())
+        return sum(
+            w * float(models.part(part, pair, direction, weights[direction])[0])
+            for part, w in used.items()
+        )
 
     def ranks(pairs, right):
-        order = sorted(pairs, key=lambda pair: -float(text[pair[0]] @ embeddings[pair[1]]))
+        order = sorted(
+            pairs, key=lambda pair: -float(text[pair[0]] @ embeddings[pair[1]])
+        )
         if rerank:
             direction = "t2i" if len({caption for caption, _ in pairs}) == 1 else "i2t"
-            order[:pool] = sorted(order[:pool], key=lambda pair: -final(*pair, direction))
+            order[:pool] = sorted(
+                order[:pool], key=lambda pair: -final(*pair, direction)
+            )
         return next(at for at, pair in enumerate(order) if pair in right)
 
-    asked = [ranks([(caption, row) for row in candidates], [(caption, right)]) for right, caption in queries]
+    asked = [
+        ranks([(caption, row) for row in candidates], [(caption, right)])
+        for right, caption in queries
+    ]
     images = sorted({row for row, _ in queries})
-    own = {row: [(caption, row) for about, caption in captions if about == row] for row in images}
-    told = [ranks([(caption, row) for _, caption in captions], own[row]) for row in images]
+    own = {
+        row: [(caption, row) for about, caption in captions if about == row]
+        for row in images
+    }
+    told = [
+        ranks([(caption, row) for _, caption in captions], own[row]) for row in images
+    ]
     return [np.array(found) for found in (asked, told)]
 
 
@@ -95,7 +159,8 @@ def recall_of(report, direction, **fields):
     (found,) = [
         result
         for result in report["results"]
-        if result["direction"] == direction and all(result.get(name) == value for name, value in fields.items())
+        if result["direction"] == direction
+        and all(result.get(name) == value for name, value in fields.items())
     ]
     return {int(k): estimate["value"] for k, estimate in found["recall"].items()}
 
@@ -105,15 +170,36 @@ def percent(ranks, cutoffs):
 
 
 def test_recall_equals_brute_force(run, world, tiny_bundle):
-    code, out, _ = run(*arguments(world, "--split", "dev", "--pool", 3, "--pool", 1000, "--bootstrap", 50, "--json"))
+    code, out, _ = run(
+        *arguments(
+            world,
+            "--split",
+            "dev",
+            "--pool",
+            3,
+            "--pool",
+            1000,
+            "--bootstrap",
+            50,
+            "--json",
+        )
+    )
     assert code == 0
     report = json.loads(out)
     dev = captions_of(world, ["dev"])
-    known = {"candidates": sorted({row for row, _ in dev}), "queries": dev, "captions": dev}
+    known = {
+        "candidates": sorted({row for row, _ in dev}),
+        "queries": dev,
+        "captions": dev,
+    }
     for precision, pool in ((None, None), ("bf16", 3), ("bf16", 1000)):
-        ranks_by_hand = by_hand(world, tiny_bundle, **known, pool=pool, rerank=pool is not None)
+        ranks_by_hand = by_hand(
+            world, tiny_bundle, **known, pool=pool, rerank=pool is not None
+        )
         for direction, ranks in zip(("t2i", "i2t"), ranks_by_hand, strict=True):
-            assert recall_of(report, direction, precision=precision, pool=pool) == percent(ranks, (1, 5, 10))
+            assert recall_of(
+                report, direction, precision=precision, pool=pool
+            ) == percent(ranks, (1, 5, 10))
     assert report["inputs"] == {
         "images": 8,
         "used": 6,
@@ -121,30 +207,51 @@ def test_recall_equals_brute_force(run, world, tiny_bundle):
         "captions": 24,
         "captions_used": 18,
     }
-    assert report["systems"][0]["candidates"] == {"t2i": 5, "i2t": 18}, "the duplicate is its original"
+    assert report["systems"][0]["candidates"] == {
+        "t2i": 5,
+        "i2t": 18,
+    }, "the duplicate is its original"
     assert report["systems"][0]["queries"] == {"t2i": 18, "i2t": 5}
     assert report["unit"] == "percent"
 
 
 def test_every_score_of_a_bundle_with_all_parts(run, world, tiny_bundle, tmp_path):
     bundle_with_all_parts(tiny_bundle).save(tmp_path / "model")
-    options = ("--split", "dev", "--model", tmp_path / "model", "--pool", 6, "--bootstrap", 0)
+    options = (
+        "--split",
+        "dev",
+        "--model",
+        tmp_path / "model",
+        "--pool",
+        6,
+        "--bootstrap",
+        0,
+    )
     options += ("--precision", "sign1", "--precision", "bf16", "--json")
     report = json.loads(run(*arguments(world, *options))[1])
     assert report["systems"][0]["weights"] == WEIGHTS.to_json()
     dev = captions_of(world, ["dev"])
-    known = {"candidates": sorted({row for row, _ in dev}), "queries": dev, "captions": dev, "pool": 6}
+    known = {
+        "candidates": sorted({row for row, _ in dev}),
+        "queries": dev,
+        "captions": dev,
+        "pool": 6,
+    }
     for precision in ("bf16", "sign1"):
         ranks_by_hand = by_hand(world, tmp_path / "model", **known, precision=precision)
         for direction, ranks in zip(("t2i", "i2t"), ranks_by_hand, strict=True):
-            assert recall_of(report, direction, precision=precision) == percent(ranks, (1, 5, 10))
+            assert recall_of(report, direction, precision=precision) == percent(
+                ranks, (1, 5, 10)
+            )
     sign1 = next(each for each in report["results"] if each.get("precision") == "sign1")
     assert (sign1["simulated_from"], sign1["change_from"]) == ("bf16", "bf16")
     assert sign1["bytes_per_image"] == codec("sign1", (4, 16)).record_bytes
 
 
 def test_the_full_protocol(run, world, tiny_bundle):
-    code, out, _ = run(*arguments(world, "--split", "dev", "--full", "--bootstrap", 0, "--json"))
+    code, out, _ = run(
+        *arguments(world, "--split", "dev", "--full", "--bootstrap", 0, "--json")
+    )
     assert code == 0
     report = json.loads(out)
     rows = read_rows(world / "index").to_pylist()
@@ -154,15 +261,29 @@ def test_the_full_protocol(run, world, tiny_bundle):
         "captions": captions_of(world, ["train", "dev"]),
         "pool": 100,
     }
-    for direction, ranks in zip(("t2i", "i2t"), by_hand(world, tiny_bundle, **known), strict=True):
-        assert recall_of(report, direction, precision="bf16") == percent(ranks, (5, 10, 20))
-    # Nine indexed rows less a duplicate; six images of both splits that are there, 7 and 99 have captions too.
+    for direction, ranks in zip(
+        ("t2i", "i2t"), by_hand(world, tiny_bundle, **known), strict=True
+    ):
+        assert recall_of(report, direction, precision="bf16") == percent(
+            ranks, (5, 10, 20)
+        )
+    # Nine indexed rows less a duplicate; six images of both splits that are there, 7
+    # and 99 have captions too.
     assert report["systems"][0]["candidates"] == {"t2i": 8, "i2t": 10 * PER_IMAGE}
     assert report["systems"][0]["queries"] == {"t2i": 18, "i2t": 5}
 
 
 def test_a_sample_of_queries_without_reranking(run, world, tmp_path):
-    options = ("--split", "dev", "--queries", 4, "--score", "embedding", "--report", tmp_path / "out")
+    options = (
+        "--split",
+        "dev",
+        "--queries",
+        4,
+        "--score",
+        "embedding",
+        "--report",
+        tmp_path / "out",
+    )
     code, out, err = run(*arguments(world, *options, "--json"))
     report = json.loads(out)
     assert code == 0
@@ -172,7 +293,9 @@ def test_a_sample_of_queries_without_reranking(run, world, tmp_path):
     assert report["pools"] == []
     assert {result.get("precision") for result in report["results"]} == {None}
     assert json.loads((tmp_path / "out/report.json").read_text()) == report
-    assert (tmp_path / "out/report.md").read_text() == run(*arguments(world, *options))[1]
+    assert (tmp_path / "out/report.md").read_text() == run(*arguments(world, *options))[
+        1
+    ]
 
 
 def test_senseless_requests_are_refused(run, world, tmp_path, monkeypatch):
@@ -181,7 +304,10 @@ def test_senseless_requests_are_refused(run, world, tmp_path, monkeypatch):
         (["--images", tmp_path], "none of the 10 captioned images"),
         (["--split", "test"], "no captions of the split 'test'"),
         (["--precision", "fp3"], "unknown precision"),
-        (["--score", "joint"], "unknown part 'joint' of the score: give 'bundle', or PART=WEIGHT"),
+        (
+            ["--score", "joint"],
+            "unknown part 'joint' of the score: give 'bundle', or PART=WEIGHT",
+        ),
     ):
         code, out, err = run(*arguments(world, *options))
         assert (code, out) == (2, "")

@@ -25,8 +25,13 @@ def hits_of(run, *arguments):
 
 
 def test_queries_of_a_file_give_one_object_each(run, root, tmp_path):
-    name, plain = "queries.jsonl", tmp_path / "queries.txt"
-    lines = [json.dumps({"captions": QUERIES[:1]}), json.dumps(QUERIES[1]), json.dumps({"query": QUERIES[2], "id": 1})]
+    name = "queries.jsonl"
+    plain = tmp_path / "queries.txt"
+    lines = [
+        json.dumps({"captions": QUERIES[:1]}),
+        json.dumps(QUERIES[1]),
+        json.dumps({"query": QUERIES[2], "id": 1}),
+    ]
     (tmp_path / name).write_text("\n" + "\n\n".join(lines) + "\n")
     plain.write_text("\n" + "\n\n".join(QUERIES) + "\n")
     assert read_queries(plain) == read_queries(tmp_path / name) == QUERIES
@@ -34,16 +39,25 @@ def test_queries_of_a_file_give_one_object_each(run, root, tmp_path):
     assert [answer["query"] for answer in together] == QUERIES
     for answer in together:
         (alone,) = hits_of(run, "search", root, answer["query"], "-k", 3)
-        assert [hit["row_id"] for hit in answer["hits"]] == [hit["row_id"] for hit in alone["hits"]]
+        assert [hit["row_id"] for hit in answer["hits"]] == [
+            hit["row_id"] for hit in alone["hits"]
+        ]
     _, out, _ = run("search", root, "--queries", tmp_path / name, "-k", 3)
-    assert [line for line in out.splitlines() if line.startswith("query: ")] == [f"query: {q}" for q in QUERIES]
+    assert [line for line in out.splitlines() if line.startswith("query: ")] == [
+        f"query: {q}" for q in QUERIES
+    ]
     assert len(out.splitlines()) == len(QUERIES) * (1 + 1 + 3)
 
 
-def test_bad_files_of_queries_are_refused_before_anything_is_loaded(run, tmp_path, monkeypatch):
+def test_bad_files_of_queries_are_refused_before_anything_is_loaded(
+    run, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     for content, message in (
-        (b'{"query": "a"}\n{"key": "b"}\n', "q.jsonl, line 2: a query must be a JSON string, or an object with"),
+        (
+            b'{"query": "a"}\n{"key": "b"}\n',
+            "q.jsonl, line 2: a query must be a JSON string, or an object with",
+        ),
         (b'{"query": [3]}', "q.jsonl, line 1: a query must be a JSON string"),
         (b"[" * 100_000, "q.jsonl, line 1: a query must be a JSON string"),
         (b"\n \n", "q.jsonl is empty"),
@@ -62,46 +76,85 @@ def test_a_photo_finds_itself(run, root):
     code, out, err = run("search", root, "--image", photo(root, HOLE))
     assert (code, out) == (2, "")
     assert "--image: cannot read the query image" in err
-    assert f"did you mean --image {photo(root, 4)}?" in run("search", root, photo(root, 4), "-k", 1)[2]
+    assert (
+        f"did you mean --image {photo(root, 4)}?"
+        in run("search", root, photo(root, 4), "-k", 1)[2]
+    )
     assert "did you mean" not in run("search", root, "a dog.png", "-k", 1)[2]
 
 
 def test_texts_are_ranked_for_a_photo(run, root, tmp_path):
     texts = [*dict.fromkeys(QUERIES), "snow", "a man on a bicycle"]
     (tmp_path / "texts.txt").write_text("\n".join(["", *texts, " "]))
-    command = ["search", root, "--image", photo(root, 4), "--texts", tmp_path / "texts.txt"]
+    command = [
+        "search",
+        root,
+        "--image",
+        photo(root, 4),
+        "--texts",
+        tmp_path / "texts.txt",
+    ]
     index = TokenIndex.open(root)
     (answer,) = hits_of(run, *command, "-k", 2, "--pool", 2)
     expected = index.search_texts(photo(root, 4), texts, 2, 2)
-    assert [(hit["text"], hit["position"]) for hit in answer["hits"]] == [(hit.text, hit.position) for hit in expected]
-    assert [hit["score"] for hit in answer["hits"]] == pytest.approx([hit.score for hit in expected], abs=1e-5)
+    assert [(hit["text"], hit["position"]) for hit in answer["hits"]] == [
+        (hit.text, hit.position) for hit in expected
+    ]
+    assert [hit["score"] for hit in answer["hits"]] == pytest.approx(
+        [hit.score for hit in expected], abs=1e-5
+    )
     _, out, _ = run(*command)
     assert {line.split(maxsplit=1)[1] for line in out.splitlines()[1:]} == set(texts)
 
 
 def test_options_of_a_text_search(run, root):
-    command = ["search", root, "a red canoe", "--score", "logit=1,embedding=20", "-k", 4]
+    command = [
+        "search",
+        root,
+        "a red canoe",
+        "--score",
+        "logit=1,embedding=20",
+        "-k",
+        4,
+    ]
     (exact,) = hits_of(run, *command)
-    plain, verbose = run(*command), run(*command, "--verbose")
+    plain = run(*command)
+    verbose = run(*command, "--verbose")
     assert plain[1].splitlines()[0].split() == ["relevance", "row", "image"]
     assert "score =" not in plain[2]
-    assert verbose[1].splitlines()[0].split() == ["relevance", "score", "joint", "embedding", "row", "image"]
+    assert verbose[1].splitlines()[0].split() == [
+        "relevance",
+        "score",
+        "joint",
+        "embedding",
+        "row",
+        "image",
+    ]
     assert "score = logit + 20 x embedding similarity" in verbose[2]
     assert exact["hits"] == hits_of(run, *command, "--precision", "bf16")[0]["hits"]
     (rounded,) = hits_of(run, *command, "--dtype", "bfloat16")
-    assert [hit["score"] for hit in rounded["hits"]] != [hit["score"] for hit in exact["hits"]]
+    assert [hit["score"] for hit in rounded["hits"]] != [
+        hit["score"] for hit in exact["hits"]
+    ]
     assert exact["stages_ms"]["total"] >= exact["stages_ms"]["joint_encoder"] > 0
     (filtered,) = hits_of(run, *command, "--where", "row_id = 7")
     assert [hit["row_id"] for hit in filtered["hits"]] == [7]
-    (chosen,) = hits_of(run, *command, "--where", "row_id = 7", "--columns", "row_id, width")
-    assert chosen["hits"] == [{**filtered["hits"][0], "columns": {"row_id": 7, "width": 32}}]
+    (chosen,) = hits_of(
+        run, *command, "--where", "row_id = 7", "--columns", "row_id, width"
+    )
+    assert chosen["hits"] == [
+        {**filtered["hits"][0], "columns": {"row_id": 7, "width": 32}}
+    ]
     assert run(*command, "--columns", "x")[2].startswith(
         "error: --columns: the rows have no column x; choose from: row_id"
     )
     assert "no photo passes the filter" in run(*command, "--where", "row_id > 99")[2]
     code, _, err = run("search", root, "a dog", "--where", "size > 'a'")
     assert code == 2
-    assert "the column size (int64) cannot be compared with the constant 'a'; give a whole number" in err
+    assert (
+        "the column size (int64) cannot be compared with the constant 'a'; give a whole"
+        " number" in err
+    )
     code, _, err = run("search", root, "a dog", "--precision", "fp8")
     assert code == 2
     assert "does not have precision 'fp8'; choose one of: bf16" in err
@@ -110,14 +163,35 @@ def test_options_of_a_text_search(run, root):
 def test_senseless_combinations_are_refused(run, root):
     for arguments, message in (
         ([], "give one of TEXT, --queries FILE and --image FILE"),
-        (["text", "--image", "x.jpg"], "give one of TEXT, --queries FILE and --image FILE"),
-        (["--queries", "q.txt", "--html", "x.html"], "--html has no effect with --queries"),
+        (
+            ["text", "--image", "x.jpg"],
+            "give one of TEXT, --queries FILE and --image FILE",
+        ),
+        (
+            ["--queries", "q.txt", "--html", "x.html"],
+            "--html has no effect with --queries",
+        ),
         (["text", "--pool", "3"], "--pool 3 is smaller than -k 10"),
-        (["--image", "x.jpg", "--score", "logit"], "--score has no effect with --image"),
-        (["--image", "x.jpg", "--precision", "bf16"], "--precision has no effect with --image"),
-        (["text", "--texts", "x.txt"], "--texts are ranked for an image: add --image FILE"),
-        (["--image", "x.jpg", "--texts", "x.txt", "--where", "width > 3"], "--where has no effect with --texts"),
-        (["--image", "x.jpg", "--texts", "none.txt"], "cannot read none.txt: No such file"),
+        (
+            ["--image", "x.jpg", "--score", "logit"],
+            "--score has no effect with --image",
+        ),
+        (
+            ["--image", "x.jpg", "--precision", "bf16"],
+            "--precision has no effect with --image",
+        ),
+        (
+            ["text", "--texts", "x.txt"],
+            "--texts are ranked for an image: add --image FILE",
+        ),
+        (
+            ["--image", "x.jpg", "--texts", "x.txt", "--where", "width > 3"],
+            "--where has no effect with --texts",
+        ),
+        (
+            ["--image", "x.jpg", "--texts", "none.txt"],
+            "cannot read none.txt: No such file",
+        ),
     ):
         code, out, err = run("search", root, *arguments)
         assert (code, out) == (2, "")

@@ -26,8 +26,12 @@ from storage_formats.format.manifest import CommittedIndex
 from storage_formats.reading.embeddings import read_embeddings
 from tests.conftest import same_bits, write_random_index
 
-SPEC = IndexSpec(rows=37, shard_size=8, block_shape=(2, 8), embed_dim=4, precisions=("bf16", "fp8"))
-FAILED, DUPLICATES = frozenset({5, 20}), frozenset({9, 30})  # duplicates of row 0
+SPEC = IndexSpec(
+    rows=37, shard_size=8, block_shape=(2, 8), embed_dim=4, precisions=("bf16", "fp8")
+)
+# duplicates of row 0
+FAILED = frozenset({5, 20})
+DUPLICATES = frozenset({9, 30})
 
 
 @pytest.fixture
@@ -37,7 +41,9 @@ def index(tmp_path):
 
 
 def check_rows(root: Path, blocks: np.ndarray, kept: list[int]) -> None:
-    """The index holds the rows `kept` of the original index, whose blocks are `blocks`, and translates their ids."""
+    """The index holds the rows `kept` of the original index, whose blocks are
+    `blocks`, and translates their ids.
+    """
     assert verify_index(root) == []
     for precision in SPEC.precisions:
         with TokenStore.open(root, precision) as store:
@@ -48,9 +54,14 @@ def check_rows(root: Path, blocks: np.ndarray, kept: list[int]) -> None:
                 assert same_bits(store.fetch(new[kept]), blocks[kept])
             else:
                 with TokenStore.open(root, precision, snapshot=0) as before:
-                    assert (store.fetch_records(new[kept]) == before.fetch_records(kept)).all()
-    now, before = CommittedIndex.open(root), CommittedIndex.open(root, snapshot=0)
-    np.testing.assert_array_equal(read_embeddings(now, new[kept]), read_embeddings(before, kept))
+                    assert (
+                        store.fetch_records(new[kept]) == before.fetch_records(kept)
+                    ).all()
+    now = CommittedIndex.open(root)
+    before = CommittedIndex.open(root, snapshot=0)
+    np.testing.assert_array_equal(
+        read_embeddings(now, new[kept]), read_embeddings(before, kept)
+    )
     lines = read_rows(root).to_pylist()
     assert [line["uri"] for line in lines] == [f"/photos/{row}.jpg" for row in kept]
     assert [line["size"] for line in lines] == kept
@@ -58,17 +69,37 @@ def check_rows(root: Path, blocks: np.ndarray, kept: list[int]) -> None:
 
 def test_the_other_rows_are_copied(index):
     root, blocks = index
-    files = {path: path.read_bytes() for path in root.rglob("*") if path.is_file() and path.suffix != ".json"}
+    files = {
+        path: path.read_bytes()
+        for path in root.rglob("*")
+        if path.is_file() and path.suffix != ".json"
+    }
     delete_rows(root, rows=[1, 8, 20, 36])
     result = compact_index(root)
     kept = [row for row in range(SPEC.rows) if row not in (1, 8, 20, 36)]
-    assert (result.rows, result.removed, result.first_row, result.shards, result.snapshot) == (33, 4, 40, 5, 2)
+    assert (
+        result.rows,
+        result.removed,
+        result.first_row,
+        result.shards,
+        result.snapshot,
+    ) == (33, 4, 40, 5, 2)
     check_rows(root, blocks, kept)
     assert {path: path.read_bytes() for path in files} == files
     manifest = Manifest.load(root)
-    assert (manifest.counts.indexed, manifest.counts.duplicates, manifest.counts.failed) == (30, 2, {"truncated": 1})
-    assert [row["duplicate_of"] for row in read_rows(root).to_pylist() if row["status"] == "duplicate"] == [40, 40]
-    with pytest.raises(RowIdError, match=r"39 is below 40.*a compaction renumbered the row.*translate"):
+    assert (
+        manifest.counts.indexed,
+        manifest.counts.duplicates,
+        manifest.counts.failed,
+    ) == (30, 2, {"truncated": 1})
+    assert [
+        row["duplicate_of"]
+        for row in read_rows(root).to_pylist()
+        if row["status"] == "duplicate"
+    ] == [40, 40]
+    with pytest.raises(
+        RowIdError, match=r"39 is below 40.*a compaction renumbered the row.*translate"
+    ):
         TokenStore.open(root).fetch([50, 39])
     for call in (lambda: read_rows(root, [3]), lambda: delete_rows(root, rows=[3])):
         with pytest.raises(RowIdError, match="3 is below 40"):
@@ -79,7 +110,9 @@ def test_the_other_rows_are_copied(index):
         assert same_bits(store.fetch([1, 8]), blocks[[1, 8]])
     remove_snapshots(root, 1)
     assert verify_index(root) == []
-    assert sorted(path.name for path in (root / "rows").iterdir()) == [f"{shard:08d}.parquet" for shard in range(5, 10)]
+    assert sorted(path.name for path in (root / "rows").iterdir()) == [
+        f"{shard:08d}.parquet" for shard in range(5, 10)
+    ]
 
 
 def test_maps_of_several_compactions_follow_one_another(index):
@@ -94,7 +127,9 @@ def test_maps_of_several_compactions_follow_one_another(index):
         left = [row for row in left if row not in chosen]
         check_rows(root, blocks, left)
     roll_back(root, 2)
-    assert (TokenStore.open(root).translate(range(SPEC.rows)) >= 0).sum() == SPEC.rows - 6
+    assert (
+        TokenStore.open(root).translate(range(SPEC.rows)) >= 0
+    ).sum() == SPEC.rows - 6
     assert verify_index(root) == []
 
 
@@ -103,9 +138,20 @@ def test_a_duplicate_without_its_original_is_a_failed_row(index):
     delete_rows(root, rows=[0, 9])
     compact_index(root)
     manifest = Manifest.load(root)
-    assert (manifest.counts.duplicates, manifest.counts.failed) == (0, {"original-deleted": 1, "truncated": 2})
-    (line,) = [row for row in read_rows(root).to_pylist() if row["reason"] == "original-deleted"]
-    assert (line["uri"], line["status"], line["duplicate_of"]) == ("/photos/30.jpg", "failed", None)
+    assert (manifest.counts.duplicates, manifest.counts.failed) == (
+        0,
+        {"original-deleted": 1, "truncated": 2},
+    )
+    (line,) = [
+        row
+        for row in read_rows(root).to_pylist()
+        if row["reason"] == "original-deleted"
+    ]
+    assert (line["uri"], line["status"], line["duplicate_of"]) == (
+        "/photos/30.jpg",
+        "failed",
+        None,
+    )
     assert verify_index(root) == []
 
 
@@ -115,13 +161,17 @@ def flip(path: Path, offset: int) -> None:
     path.write_bytes(data)
 
 
-@pytest.mark.parametrize("file", ["tokens/bf16/c.1.0.0", "rows/00000001.parquet", "embeddings/c.1.0"])
+@pytest.mark.parametrize(
+    "file", ["tokens/bf16/c.1.0.0", "rows/00000001.parquet", "embeddings/c.1.0"]
+)
 def test_damage_is_never_copied(index, file):
     root, _ = index
     delete_rows(root, rows=[8])
     manifest = (root / "index.json").read_bytes()
     flip(root / file, 100)
-    with pytest.raises(JobStopped, match=Path(file).name if "bf16" not in file else "row 11 is damaged"):
+    with pytest.raises(
+        JobStopped, match=Path(file).name if "bf16" not in file else "row 11 is damaged"
+    ):
         compact_index(root)
     assert (root / "index.json").read_bytes() == manifest
     flip(root / file, 100)
@@ -146,7 +196,9 @@ def test_a_damaged_row_map_is_one_clear_error(index, harm):
     else:
         value = json.loads((root / "index.json").read_text())
         value["row_maps"][0] = {**value["shard_table"], "first_row": 40}
-        (root / "index.json").write_text(json.dumps({**value, "crc32c": json_checksum(value)}))
+        (root / "index.json").write_text(
+            json.dumps({**value, "crc32c": json_checksum(value)})
+        )
     with pytest.raises(CorruptIndexError, match=r"row.map"):
         TokenStore.open(root).translate([1])
     assert "row-map" in [problem.code for problem in verify_index(root)]

@@ -13,11 +13,21 @@ from pathlib import Path
 import pytest
 
 from pipelines import JobStopped, copy_index, delete_rows
-from storage_formats import CorruptIndexError, IncompleteIndexError, TokenStore, UsageError, verify_index
+from storage_formats import (
+    CorruptIndexError,
+    IncompleteIndexError,
+    TokenStore,
+    UsageError,
+    verify_index,
+)
 from storage_formats.change import write_array_shapes
 from storage_formats.format.layout import Layout
 from storage_formats.format.manifest import Manifest
-from storage_formats.format.shard_table import FileEntry, read_shard_table, write_shard_table
+from storage_formats.format.shard_table import (
+    FileEntry,
+    read_shard_table,
+    write_shard_table,
+)
 from tests.command_line import environment
 from tests.conftest import write_random_index
 from tests.pipelines.conftest import SMALL
@@ -30,17 +40,25 @@ def index(tmp_path):
     return tmp_path / "photos.edje"
 
 
-@pytest.mark.parametrize("out", ["gcs://bucket/index", "s3:/bucket/index", Path("s3://bucket/index")])
+@pytest.mark.parametrize(
+    "out", ["gcs://bucket/index", "s3:/bucket/index", Path("s3://bucket/index")]
+)
 def test_urls_of_unknown_kinds_are_refused(index, tmp_path, monkeypatch, out):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UsageError, match=r"an index cannot be at .*; give a directory, or a URL that"):
+    with pytest.raises(
+        UsageError, match=r"an index cannot be at .*; give a directory, or a URL that"
+    ):
         copy_index(index, out)
     assert [path.name for path in tmp_path.iterdir()] == [index.name]
 
 
 def contents(root: Path) -> dict[str, bytes]:
     """The bytes of every file of an index, without earlier snapshots."""
-    files = (path for path in root.rglob("*") if path.is_file() and "snapshots" not in path.parts)
+    files = (
+        path
+        for path in root.rglob("*")
+        if path.is_file() and "snapshots" not in path.parts
+    )
     return {path.relative_to(root).as_posix(): path.read_bytes() for path in files}
 
 
@@ -56,13 +74,20 @@ def test_a_copy_has_the_same_files(index, tmp_path):
     result = copy_index(index, tmp_path / "copy")
     assert contents(tmp_path / "copy") == contents(index)
     assert verify_index(tmp_path / "copy") == []
-    assert (result.snapshot, result.copied_bytes) == (1, sum(map(len, contents(index).values())) - _size(index))
-    assert (index / "rows/00000000.parquet").stat().st_nlink == 1  # erasure overwrites files in place
+    assert (result.snapshot, result.copied_bytes) == (
+        1,
+        sum(map(len, contents(index).values())) - _size(index),
+    )
+    # erasure overwrites files in place
+    assert (index / "rows/00000000.parquet").stat().st_nlink == 1
 
 
 def _size(index: Path) -> int:
     """Bytes of the files that begin_index writes, and of index.json."""
-    return sum(path.stat().st_size for path in (*index.rglob("zarr.json"), index / "index.json"))
+    return sum(
+        path.stat().st_size
+        for path in (*index.rglob("zarr.json"), index / "index.json")
+    )
 
 
 def test_an_earlier_snapshot_can_be_copied(index, tmp_path):
@@ -85,7 +110,8 @@ def test_a_stopped_copy_is_resumed(index, tmp_path):
 
 def test_a_copy_during_an_append_describes_its_own_rows(index, tmp_path):
     expected = contents(index)
-    write_array_shapes(Layout(index), replace(SMALL, rows=1000))  # an append does so before it writes index.json
+    # an append does so before it writes index.json
+    write_array_shapes(Layout(index), replace(SMALL, rows=1000))
     copy_index(index, tmp_path / "copy")
     assert contents(tmp_path / "copy") == expected
     assert verify_index(tmp_path / "copy") == []
@@ -94,24 +120,34 @@ def test_a_copy_during_an_append_describes_its_own_rows(index, tmp_path):
 def test_a_killed_copy_leaves_no_stray_files(index, tmp_path):
     """The process ends between writing a file and renaming it."""
     script = (
-        "import os, signal, sys; from pipelines import copy_index; from storage_formats.writing import index_copy; "
-        "index_copy.fsync_path = lambda path: os.kill(os.getpid(), signal.SIGKILL); copy_index(*sys.argv[1:])"
+        "import os, signal, sys; from pipelines import copy_index; from"
+        " storage_formats.writing import index_copy; index_copy.fsync_path = lambda"
+        " path: os.kill(os.getpid(), signal.SIGKILL); copy_index(*sys.argv[1:])"
     )
-    killed = subprocess.run([sys.executable, "-c", script, index, tmp_path / "copy"], env=environment(), check=False)
+    killed = subprocess.run(
+        [sys.executable, "-c", script, index, tmp_path / "copy"],
+        env=environment(),
+        check=False,
+    )
     assert killed.returncode == -signal.SIGKILL
     copy_index(index, tmp_path / "copy")
     assert contents(tmp_path / "copy") == contents(index)
     assert verify_index(tmp_path / "copy") == []
 
 
-@pytest.mark.parametrize("path", ["index.json", "build/copy.json", "../stolen", "tokens/bf16/zarr.json"])
+@pytest.mark.parametrize(
+    "path", ["index.json", "build/copy.json", "../stolen", "tokens/bf16/zarr.json"]
+)
 def test_a_table_cannot_name_other_files_than_data_files(index, tmp_path, path):
     manifest = Manifest.load(index)
     [table] = manifest.shard_tables
     files = read_shard_table(index, table)
     named = write_shard_table(Layout(index), [*files, (0, FileEntry(path, 5, 0))])
     replace(manifest, shard_table=named).write(Layout(index))
-    with pytest.raises(CorruptIndexError, match=f"lists the file {re.escape(path)}, which is not a data file"):
+    with pytest.raises(
+        CorruptIndexError,
+        match=f"lists the file {re.escape(path)}, which is not a data file",
+    ):
         copy_index(index, tmp_path / "copy")
 
 
@@ -120,7 +156,9 @@ def test_damage_is_not_copied(index, tmp_path):
     data = bytearray(path.read_bytes())
     data[40] ^= 1
     path.write_bytes(bytes(data))
-    with pytest.raises(CorruptIndexError, match=r"c\.1\.0\.0 is not the file that was committed"):
+    with pytest.raises(
+        CorruptIndexError, match=r"c\.1\.0\.0 is not the file that was committed"
+    ):
         copy_index(index, tmp_path / "copy")
     with pytest.raises(IncompleteIndexError):
         verify_index(tmp_path / "copy")
@@ -133,7 +171,10 @@ def test_what_cannot_be_copied_is_refused(index, tmp_path, run):
         copy_index(index, index)
     code, _, err = run("copy", index, "https://example.com/photos.edje")
     assert code == 2
-    assert "can only be read; write to a URL that begins with s3://, gs://, az:// or hf://datasets/" in err
+    assert (
+        "can only be read; write to a URL that begins with s3://, gs://, az:// or"
+        " hf://datasets/" in err
+    )
     code, _, err = run("copy", index, tmp_path / "copy", "--replace")
     assert code == 2
     assert "--replace: only an index at a URL can be replaced" in err

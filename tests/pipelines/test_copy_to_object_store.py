@@ -1,4 +1,6 @@
-"""Copies to an S3-compatible server: whole or absent, also with two writers, kills, and disturbed requests."""
+"""Copies to an S3-compatible server: whole or absent, also with two writers, kills,
+and disturbed requests.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,10 @@ from tests.conftest import write_random_index
 from tests.object_store import every, use_endpoint
 from tests.pipelines.test_copy import check_equal
 
-pytestmark = pytest.mark.slow  # they start a server
-LARGE = IndexSpec(rows=200, shard_size=180, block_shape=(64, 384), embed_dim=4)  # a shard of several parts
+# they start a server
+pytestmark = pytest.mark.slow
+# a shard of several parts
+LARGE = IndexSpec(rows=200, shard_size=180, block_shape=(64, 384), embed_dim=4)
 
 
 @pytest.fixture(autouse=True)
@@ -49,27 +53,36 @@ def test_of_two_writers_one_wins(index, other, tmp_path):
         url = f"s3://bucket/race-{next(numbers)}.edje"
         errors: list[Exception] = []
 
-        def copy(source: Path, url: str = url, errors: list[Exception] = errors) -> None:
+        def copy(
+            source: Path, url: str = url, errors: list[Exception] = errors
+        ) -> None:
             try:
                 copy_index(source, url)
             except EdjeError as error:
                 errors.append(error)
 
-        threads = [threading.Thread(target=copy, args=(source,)) for source in (index, other)]
+        threads = [
+            threading.Thread(target=copy, args=(source,)) for source in (index, other)
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
         assert len(errors) == 1, errors
         winner = TokenStore.open(url).fetch([0]).tobytes()
-        check_equal(index if winner == TokenStore.open(index).fetch([0]).tobytes() else other, url)
+        check_equal(
+            index if winner == TokenStore.open(index).fetch([0]).tobytes() else other,
+            url,
+        )
 
 
 def test_a_killed_copy_leaves_no_index_and_is_resumed(index, url, tmp_path, proxy):
     proxy.fault = every(1, "slow")
     for requests in (3, 9):
         stop = proxy.count("PUT", "") + requests
-        process = subprocess.Popen(command("copy", index, url), env=environment(), stderr=subprocess.DEVNULL)
+        process = subprocess.Popen(
+            command("copy", index, url), env=environment(), stderr=subprocess.DEVNULL
+        )
         while proxy.count("PUT", "") < stop:
             assert process.poll() is None
             time.sleep(0.01)

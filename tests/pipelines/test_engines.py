@@ -19,7 +19,9 @@ WORKERS = {"inline": 1, "ray": 2}
 
 @pytest.fixture(scope="module")
 def local_ray():
-    with ray_engine.connected_ray(None, workers=WORKERS["ray"], cpus=1, gpus=0, wait_seconds=60) as cluster:
+    with ray_engine.connected_ray(
+        None, workers=WORKERS["ray"], cpus=1, gpus=0, wait_seconds=60
+    ) as cluster:
         yield cluster
 
 
@@ -28,10 +30,14 @@ def engine(request, monkeypatch):
     if request.param == "inline":
         yield run_inline
         return
-    cluster = request.getfixturevalue("local_ray")  # test_ray_engine.py tests how an engine starts and ends a Ray
-    monkeypatch.setattr(ray_engine, "connected_ray", lambda *_, **__: contextlib.nullcontext(cluster))
+    # test_ray_engine.py tests how an engine starts and ends a Ray
+    cluster = request.getfixturevalue("local_ray")
+    monkeypatch.setattr(
+        ray_engine, "connected_ray", lambda *_, **__: contextlib.nullcontext(cluster)
+    )
     yield functools.partial(ray_engine.run_on_ray, workers=WORKERS["ray"])
-    gc.collect()  # errors of the run refer to its actors, which occupy the CPUs of the cluster
+    # errors of the run refer to its actors, which occupy the CPUs of the cluster
+    gc.collect()
 
 
 @pytest.fixture
@@ -42,11 +48,15 @@ def workers(request):
 def test_every_task_is_done_once_and_reports_its_progress(engine, workers, tmp_path):
     reports = []
     jobs = [Job(1, "report_slowly"), Job(2, "report_slowly"), *map(Job, range(3, 9))]
-    assert sorted(run_jobs(engine, tmp_path, iter(jobs), on_progress=reports.append)) == list(range(10, 90, 10))
+    assert sorted(
+        run_jobs(engine, tmp_path, iter(jobs), on_progress=reports.append)
+    ) == list(range(10, 90, 10))
     assert all((tmp_path / str(job.name)).read_text() == "attempt\n" for job in jobs)
     assert 1 <= len(list(tmp_path.glob("worker-*"))) <= workers
     assert all(isinstance(report, Report) for report in reports)
-    assert reports, "a busy machine may ask one of the two workers too late, but not both"
+    assert reports, (
+        "a busy machine may ask one of the two workers too late, but not both"
+    )
     for name in (1, 2):
         steps = [report.step for report in reports if report.name == name]
         assert steps == sorted(steps)
@@ -59,7 +69,9 @@ def test_every_task_is_done_once_and_reports_its_progress(engine, workers, tmp_p
         ("fill_disk", "No space left on device: /photos.edje/tokens"),
     ],
 )
-def test_a_failing_task_is_one_clear_error_with_the_trace_of_the_worker(engine, tmp_path, action, message):
+def test_a_failing_task_is_one_clear_error_with_the_trace_of_the_worker(
+    engine, tmp_path, action, message
+):
     with pytest.raises(TaskFailedError) as caught:
         list(run_jobs(engine, tmp_path, [Job(3, action)]))
     assert (str(caught.value), caught.value.task) == (message, Job(3, action))
@@ -67,17 +79,36 @@ def test_a_failing_task_is_one_clear_error_with_the_trace_of_the_worker(engine, 
 
 
 def test_a_worker_that_cannot_be_built_is_one_clear_error(engine):
-    ignore = {"on_progress": lambda _: None, "on_event": lambda _: None, "should_stop": lambda: False}
-    with pytest.raises(EdjeError, match=r"^a worker could not start: RuntimeError: no such weights$"):
+    ignore = {
+        "on_progress": lambda _: None,
+        "on_event": lambda _: None,
+        "should_stop": lambda: False,
+    }
+    with pytest.raises(
+        EdjeError, match=r"^a worker could not start: RuntimeError: no such weights$"
+    ):
         list(engine(broken_worker, [Job(1)], **ignore))
-    assert list(run_inline(broken_worker, [Job(1)], **{**ignore, "should_stop": lambda: True})) == [], "not even built"
+    assert (
+        list(
+            run_inline(
+                broken_worker, [Job(1)], **{**ignore, "should_stop": lambda: True}
+            )
+        )
+        == []
+    ), "not even built"
     assert gc.isenabled()
 
 
 def test_a_stop_reaches_running_tasks_and_begins_no_others(engine, workers, tmp_path):
     reports = []
     jobs = [Job(name, "until_stopped") for name in range(6)]
-    results = run_jobs(engine, tmp_path, jobs, on_progress=reports.append, should_stop=lambda: len(reports) > 2)
+    results = run_jobs(
+        engine,
+        tmp_path,
+        jobs,
+        on_progress=reports.append,
+        should_stop=lambda: len(reports) > 2,
+    )
     started = time.monotonic()
     assert list(results) == []
     assert time.monotonic() - started < 20

@@ -1,4 +1,6 @@
-"""`edje-index import-arrays`: files to an index, and an index that the other commands take."""
+"""`edje-index import-arrays`: files to an index, and an index that the other
+commands take.
+"""
 
 from __future__ import annotations
 
@@ -27,15 +29,30 @@ def files(tmp_path_factory):
     rng = np.random.default_rng(0)
     np.save(folder / "tokens.npy", rng.standard_normal((ROWS, 4, 16), dtype=np.float32))
     np.save(folder / "embeddings.npy", rng.standard_normal((ROWS, 8), dtype=np.float32))
-    columns = {"uri": [f"page {row}" for row in range(ROWS)], "width": list(range(ROWS)), "note": ["x"] * ROWS}
+    columns = {
+        "uri": [f"page {row}" for row in range(ROWS)],
+        "width": list(range(ROWS)),
+        "note": ["x"] * ROWS,
+    }
     pq.write_table(pa.table(columns), folder / "rows.parquet", row_group_size=999)
     return folder / "tokens.npy", folder / "embeddings.npy", folder / "rows.parquet"
 
 
 def test_round_trip(run, files, tmp_path):
     out = tmp_path / "pages.edje"
-    options = ["--precision", "fp8", "--precision", "bf16", "--shard-size", "700", "--encoder", "mine-1"]
-    code, output, progress = run("import-arrays", *files, "--out", out, *options, "--json")
+    options = [
+        "--precision",
+        "fp8",
+        "--precision",
+        "bf16",
+        "--shard-size",
+        "700",
+        "--encoder",
+        "mine-1",
+    ]
+    code, output, progress = run(
+        "import-arrays", *files, "--out", out, *options, "--json"
+    )
     assert code == 0
     result = json.loads(output)
     assert result.pop("seconds") > 0
@@ -49,7 +66,10 @@ def test_round_trip(run, files, tmp_path):
     }
     assert "importing" in progress
     assert verify_index(out) == []
-    assert same_bits(TokenStore.open(out).fetch(range(ROWS)), np.load(files[0]).astype(ml_dtypes.bfloat16))
+    assert same_bits(
+        TokenStore.open(out).fetch(range(ROWS)),
+        np.load(files[0]).astype(ml_dtypes.bfloat16),
+    )
     table = read_rows(out)
     assert table["uri"].to_pylist() == [f"page {row}" for row in range(ROWS)]
     assert table["width"].to_pylist() == list(range(ROWS))
@@ -57,7 +77,12 @@ def test_round_trip(run, files, tmp_path):
 
 def test_other_commands_take_the_index(run, files, tmp_path, tiny_bundle):
     out = tmp_path / "pages.edje"
-    assert run("import-arrays", *files[:2], "--out", out, "--encoder", "mine-1", "--quiet")[0] == 0
+    assert (
+        run(
+            "import-arrays", *files[:2], "--out", out, "--encoder", "mine-1", "--quiet"
+        )[0]
+        == 0
+    )
     code, output, _ = run("info", out)
     assert code == 0
     assert "mine-1" in output
@@ -67,26 +92,49 @@ def test_other_commands_take_the_index(run, files, tmp_path, tiny_bundle):
     code, _, message = run("search", out, "a page about boats")
     assert code == 1
     assert message.endswith("has no text tower: use edje_index.LateInteractionSearch\n")
-    code, _, message = run("build", files[0].parent, "--out", out, "--model", tiny_bundle)
+    code, _, message = run(
+        "build", files[0].parent, "--out", out, "--model", tiny_bundle
+    )
     assert (code, message.count("\n")) == (2, 1)
     query = np.load(files[0])[7, :2]
-    assert LateInteractionSearch.open(out).search(query, k=1, embedding=np.load(files[1])[7])[0].row_id == 7
+    assert (
+        LateInteractionSearch.open(out)
+        .search(query, k=1, embedding=np.load(files[1])[7])[0]
+        .row_id
+        == 7
+    )
 
 
 @pytest.mark.parametrize("dtype", ["float16", "uint16", "raw"])
 def test_token_types(run, files, tmp_path, dtype):
-    blocks = np.asfortranarray(np.load(files[0])[:5]).astype(np.float16 if dtype == "float16" else ml_dtypes.bfloat16)
-    np.save(tmp_path / "tokens.npy", blocks.view(np.uint16) if dtype == "uint16" else blocks)
+    blocks = np.asfortranarray(np.load(files[0])[:5]).astype(
+        np.float16 if dtype == "float16" else ml_dtypes.bfloat16
+    )
+    np.save(
+        tmp_path / "tokens.npy", blocks.view(np.uint16) if dtype == "uint16" else blocks
+    )
     np.save(tmp_path / "embeddings.npy", np.load(files[1])[:5])
-    arguments = [tmp_path / "tokens.npy", tmp_path / "embeddings.npy", "--out", tmp_path / "out", "--no-ann", "--quiet"]
+    arguments = [
+        tmp_path / "tokens.npy",
+        tmp_path / "embeddings.npy",
+        "--out",
+        tmp_path / "out",
+        "--no-ann",
+        "--quiet",
+    ]
     assert run("import-arrays", *arguments)[0] == 0
-    assert same_bits(TokenStore.open(tmp_path / "out").fetch(range(5)), blocks.astype(ml_dtypes.bfloat16))
+    assert same_bits(
+        TokenStore.open(tmp_path / "out").fetch(range(5)),
+        blocks.astype(ml_dtypes.bfloat16),
+    )
     assert not (tmp_path / "out" / "ann" / "index.faiss").exists()
 
 
 def refused(run, tmp_path, *files):
     """The message of an import that exits with code 2 and leaves nothing."""
-    code, _, message = run("import-arrays", *files, "--out", tmp_path / "out", "--quiet")
+    code, _, message = run(
+        "import-arrays", *files, "--out", tmp_path / "out", "--quiet"
+    )
     assert code == 2, message
     assert message.count("\n") == 1
     assert not (tmp_path / "out").exists()
@@ -128,7 +176,9 @@ def test_rows_that_are_refused(run, files, tmp_path):
     pq.write_table(pa.table({"url": ["a"] * ROWS}), bad)
     assert "has no column 'uri', only url" in refused(run, tmp_path, *files[:2], bad)
     pq.write_table(pa.table({"uri": ["a"]}), bad)
-    assert f"has 1 rows, but the arrays have {ROWS}" in refused(run, tmp_path, *files[:2], bad)
+    assert f"has 1 rows, but the arrays have {ROWS}" in refused(
+        run, tmp_path, *files[:2], bad
+    )
     bad.write_bytes(b"no table")
     assert "as a Parquet file" in refused(run, tmp_path, *files[:2], bad)
 
@@ -137,5 +187,10 @@ def test_a_stopped_import_leaves_nothing(files, tmp_path, monkeypatch):
     out = tmp_path / "out"
     monkeypatch.setattr(importing, "_CHUNK_ROWS", 32)
     with pytest.raises(JobStopped, match="the import stopped before"):
-        importing.import_arrays(*files[:2], out, shard_size=32, should_stop=lambda: Layout(out).receipt(2).exists())
+        importing.import_arrays(
+            *files[:2],
+            out,
+            shard_size=32,
+            should_stop=lambda: Layout(out).receipt(2).exists(),
+        )
     assert not out.exists()

@@ -1,4 +1,6 @@
-"""Indexes at URLs, on an object store in memory: copies, verification, readers, and what is refused."""
+"""Indexes at URLs, on an object store in memory: copies, verification, readers, and
+what is refused.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +13,22 @@ import pytest
 
 from edje_index import TokenIndex, add_ann
 from edje_index.indexing.faiss_index import AnnIndex, AnnRequest
-from pipelines import compact_index, copy_index, delete_rows, quantize_index, repair_index
+from pipelines import (
+    compact_index,
+    copy_index,
+    delete_rows,
+    quantize_index,
+    repair_index,
+)
 from pipelines.jobs.snapshots import history, remove_snapshots
-from storage_formats import CorruptIndexError, EdjeError, TokenStore, UsageError, read_rows, verify_index
+from storage_formats import (
+    CorruptIndexError,
+    EdjeError,
+    TokenStore,
+    UsageError,
+    read_rows,
+    verify_index,
+)
 from storage_formats.format import object_store
 from storage_formats.format.checksum import json_checksum
 from storage_formats.format.layout import Layout
@@ -21,7 +36,11 @@ from storage_formats.format.manifest import CommittedIndex, Manifest
 from storage_formats.format.object_store import ObjectFolder
 from storage_formats.format.remote import open_index
 from storage_formats.format.rows import read_index_rows
-from storage_formats.format.shard_table import FileEntry, read_shard_table, write_shard_table
+from storage_formats.format.shard_table import (
+    FileEntry,
+    read_shard_table,
+    write_shard_table,
+)
 from storage_formats.writing.index_copy import begin_remote_copy
 from tests.edje_index.search.indexes import build_photos
 from tests.pipelines.test_copy import check_equal, contents
@@ -36,7 +55,11 @@ def stores(tmp_path, monkeypatch):
     """Every URL has an object store in memory."""
     made = {}
     monkeypatch.setenv("EDJE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(object_store, "_open_store", lambda url: made.setdefault(url, obstore_store.MemoryStore()))
+    monkeypatch.setattr(
+        object_store,
+        "_open_store",
+        lambda url: made.setdefault(url, obstore_store.MemoryStore()),
+    )
 
 
 @pytest.fixture
@@ -52,13 +75,16 @@ def flipped(data: bytes, offset: int) -> bytes:
     return data[:offset] + bytes([data[offset] ^ 1]) + data[offset + 1 :]
 
 
-def test_an_index_returns_unchanged_and_only_changes_are_copied(index, tmp_path, folder):
+def test_an_index_returns_unchanged_and_only_changes_are_copied(
+    index, tmp_path, folder
+):
     result = copy_index(index, URL)
     assert result.copied_files == result.files
     assert copy_index(index, URL).copied_files == 0
     assert set(folder.list_sizes()) == set(contents(index))
     delete_rows(index, rows=[3])
-    assert copy_index(index, URL).copied_files == 1  # the tombstones
+    # the tombstones
+    assert copy_index(index, URL).copied_files == 1
     check_equal(index, URL)
     assert len(TokenStore.open(URL, snapshot=0).fetch([3])) == 1
     assert [entry.kind for entry in history(URL)] == ["build", "delete"]
@@ -66,9 +92,14 @@ def test_an_index_returns_unchanged_and_only_changes_are_copied(index, tmp_path,
     check_equal(index, f"{URL}-2")
 
 
-def test_another_index_is_refused_or_replaced_on_request(index, other, tmp_path, folder):
+def test_another_index_is_refused_or_replaced_on_request(
+    index, other, tmp_path, folder
+):
     copy_index(other, URL)
-    with pytest.raises(UsageError, match=r"has the file .*, which .*photos\.edje does not have; choose another"):
+    with pytest.raises(
+        UsageError,
+        match=r"has the file .*, which .*photos\.edje does not have; choose another",
+    ):
         copy_index(index, URL)
     assert CLAIM not in folder.list_sizes()
     delete_rows(other, rows=[1])
@@ -86,12 +117,15 @@ def test_a_copy_loses_no_precision_and_no_nearest_neighbour_index(index, tmp_pat
     quantize_index(tmp_path / "changed", ["int8"])
     copy_index(tmp_path / "changed", URL)
     delete_rows(index, rows=[3])
-    with pytest.raises(UsageError, match=r"is at snapshot 0|has the file checksums/int8"):
+    with pytest.raises(
+        UsageError, match=r"is at snapshot 0|has the file checksums/int8"
+    ):
         copy_index(index, URL)
     quantize_index(index, ["int8"])
     copy_index(index, URL)
     quantize_index(index, drop=["fp8"])
-    copy_index(index, URL)  # snapshot 0 of the source still has it
+    # snapshot 0 of the source still has it
+    copy_index(index, URL)
     add_ann(index)
     copy_index(index, URL)
     add_ann(index, AnnRequest("IVF2,Flat"))
@@ -102,9 +136,14 @@ def test_a_copy_loses_no_precision_and_no_nearest_neighbour_index(index, tmp_pat
 
 
 def test_one_writer_at_a_time(index, other, folder):
-    """A killed copy leaves its claim, which the same copy takes over and another one respects."""
+    """A killed copy leaves its claim, which the same copy takes over and another
+    one respects.
+    """
     with begin_remote_copy(CommittedIndex.open(index), folder):
-        with pytest.raises(EdjeError, match=rf"running or was killed \(process {os.getpid()} on .*{CLAIM}"):
+        with pytest.raises(
+            EdjeError,
+            match=rf"running or was killed \(process {os.getpid()} on .*{CLAIM}",
+        ):
             copy_index(other, URL)
         claim = folder.read(CLAIM, 1 << 20).data
     put(CLAIM, claim)
@@ -123,7 +162,12 @@ def test_a_commit_never_takes_the_place_of_another(index, other, tmp_path, folde
         folder.delete([CLAIM])
         delete_rows(index, rows=[2])
         copy_index(index, URL)
-        with pytest.raises(EdjeError, match=r"another writer removed .*claim.json during the copy, so the copy did"):
+        with pytest.raises(
+            EdjeError,
+            match=(
+                r"another writer removed .*claim.json during the copy, so the copy did"
+            ),
+        ):
             begun.commit()
     check_equal(index, URL)
 
@@ -139,13 +183,18 @@ def test_damage_is_not_copied(index, tmp_path, folder):
     damaged = flipped((index / key).read_bytes(), 40)
     info = folder.info(key)
     put(key, damaged, **info.metadata)
-    with pytest.raises(CorruptIndexError, match=f"{key} is not .* delete this object, and copy the index again"):
+    with pytest.raises(
+        CorruptIndexError,
+        match=f"{key} is not .* delete this object, and copy the index again",
+    ):
         copy_index(URL, tmp_path / "stopped")
     folder.delete([key])
     assert copy_index(index, URL).copied_files == 1
     (index / key).write_bytes(damaged)
     folder.delete([key])
-    with pytest.raises(CorruptIndexError, match=f"{key} is not the file that was committed"):
+    with pytest.raises(
+        CorruptIndexError, match=f"{key} is not the file that was committed"
+    ):
         copy_index(index, URL)
     assert key not in folder.list_sizes()
 
@@ -155,11 +204,17 @@ def test_readers_download_what_they_need(index, tmp_path):
     delete_rows(index, rows=[4])
     compact_index(index)
     copy_index(index, URL)
-    opened, local = open_index(URL), CommittedIndex.open(index)
+    opened = open_index(URL)
+    local = CommittedIndex.open(index)
     assert read_rows(URL) == read_rows(index)
     ids = TokenStore.open(URL).row_ids()
-    assert (TokenStore.open(URL).fetch(ids) == TokenStore.open(index).fetch(ids))[0].all()
-    assert TokenStore.open(URL).translate([4, 5]).tolist() == TokenStore.open(index).translate([4, 5]).tolist()
+    assert (TokenStore.open(URL).fetch(ids) == TokenStore.open(index).fetch(ids))[
+        0
+    ].all()
+    assert (
+        TokenStore.open(URL).translate([4, 5]).tolist()
+        == TokenStore.open(index).translate([4, 5]).tolist()
+    )
     query = np.array([1, 0, 0, 0], np.float32)
     found = [AnnIndex(each).nearest(query, 3)[0].tolist() for each in (opened, local)]
     assert found[0] == found[1]
@@ -169,7 +224,8 @@ def test_readers_download_what_they_need(index, tmp_path):
 def test_hits_equal_those_of_the_local_index(tmp_path, run):
     root, _ = build_photos(tmp_path)
     copy_index(root, URL)
-    local, there = TokenIndex.open(root), TokenIndex.open(URL)
+    local = TokenIndex.open(root)
+    there = TokenIndex.open(URL)
     assert list(there.search("a dog", k=3)) == list(local.search("a dog", k=3))
     first = local.search("a dog", k=1)[0].row_id
     delete_rows(root, rows=[first])
@@ -178,7 +234,10 @@ def test_hits_equal_those_of_the_local_index(tmp_path, run):
     assert there.refresh() == 1
     assert first not in [hit.row_id for hit in there.search("a dog", k=5)]
     for command, key in ((("search", "a dog", "-k", 2), "hits"), (("info",), "counts")):
-        values = [json.loads(run(command[0], each, *command[1:], "--json")[1])[key] for each in (URL, root)]
+        values = [
+            json.loads(run(command[0], each, *command[1:], "--json")[1])[key]
+            for each in (URL, root)
+        ]
         assert values[0] == values[1]
 
 
@@ -186,7 +245,10 @@ def test_a_reader_of_a_replaced_index_opens_it_again(index, other):
     copy_index(index, URL)
     reader = open_index(URL)
     copy_index(other, URL, replace=True)
-    with pytest.raises(CorruptIndexError, match=r"(is missing or too short|is not the file .*); open the index again"):
+    with pytest.raises(
+        CorruptIndexError,
+        match=r"(is missing or too short|is not the file .*); open the index again",
+    ):
         read_index_rows(reader)
 
 
@@ -200,12 +262,18 @@ def test_an_index_at_a_url_is_not_changed(index, run):
         lambda: add_ann(URL),
     ]
     for change in changes:
-        with pytest.raises(UsageError, match="copy it to a directory, change the copy, and copy it back"):
+        with pytest.raises(
+            UsageError,
+            match="copy it to a directory, change the copy, and copy it back",
+        ):
             change()
     with pytest.raises(UsageError, match="download its objects"):
         repair_index(URL)
     code, out, error = run("failures", URL, "--json")
-    assert (code, [row["row_id"] for row in json.loads(out)["failures"]]) == (0, [5]), error
+    assert (code, [row["row_id"] for row in json.loads(out)["failures"]]) == (
+        0,
+        [5],
+    ), error
     assert delete_rows(URL, rows=[1], dry_run=True).left == 20
 
 
@@ -225,7 +293,9 @@ DAMAGES = {
 
 @pytest.fixture
 def local(index):
-    """An index with two snapshots and a nearest-neighbour index on disk. The same index is at `URL`."""
+    """An index with two snapshots and a nearest-neighbour index on disk. The same
+    index is at `URL`.
+    """
     add_ann(index)
     copy_index(index, URL)
     delete_rows(index, rows=[3])
@@ -246,10 +316,13 @@ def test_damage_gives_the_same_problems_as_on_disk(local, tmp_path, run):
             else:
                 path.write_bytes(data)
                 put(key, data)
-        found, expected = (sorted(verify_index(each), key=repr) for each in (URL, local))
-        assert [(each.path, each.code, each.message.replace(URL, str(local))) for each in found] == [
-            (each.path, each.code, each.message) for each in expected
-        ]
+        found, expected = (
+            sorted(verify_index(each), key=repr) for each in (URL, local)
+        )
+        assert [
+            (each.path, each.code, each.message.replace(URL, str(local)))
+            for each in found
+        ] == [(each.path, each.code, each.message) for each in expected]
         assert {each.path for each in found} >= set(keys)
         assert bool(found) == bool(keys)
         for key in keys:
@@ -260,14 +333,25 @@ def test_damage_gives_the_same_problems_as_on_disk(local, tmp_path, run):
                 put(key, (sound / key).read_bytes())
     assert not list((tmp_path / "cache").glob("verify-*"))
     code, out, error = run("verify", URL, "--json", "--sample", 2)
-    expected = {"index": URL, "sound": True, "problems": [], "sample": {"shards": 2, "of": 3}}
+    expected = {
+        "index": URL,
+        "sound": True,
+        "problems": [],
+        "sample": {"shards": 2, "of": 3},
+    }
     assert (code, json.loads(out)) == (0, expected), error
 
 
-@pytest.mark.parametrize("pattern", ["manifest/shards-*.parquet", "snapshots/*.json", "index.json", "manifest/del*"])
+@pytest.mark.parametrize(
+    "pattern",
+    ["manifest/shards-*.parquet", "snapshots/*.json", "index.json", "manifest/del*"],
+)
 def test_damaged_metadata_is_a_problem(local, pattern):
     (path,) = sorted(local.glob(pattern))[:1]
-    put(path.relative_to(local).as_posix(), flipped(path.read_bytes(), path.stat().st_size // 2))
+    put(
+        path.relative_to(local).as_posix(),
+        flipped(path.read_bytes(), path.stat().st_size // 2),
+    )
     problems = verify_index(URL)
     assert problems
     assert not [each for each in problems if "cache" in each.message]
@@ -278,18 +362,30 @@ def test_a_shard_table_cannot_make_verify_touch_other_files(local, tmp_path):
     outside = tmp_path / "cache/outside"
     outside.parent.mkdir(exist_ok=True)
     outside.write_text("precious")
-    layout, manifest = Layout(local), Manifest.load(local)
-    lines = [*read_shard_table(local, manifest.shard_table), (0, FileEntry("../outside", 8, 0))]
+    layout = Layout(local)
+    manifest = Manifest.load(local)
+    lines = [
+        *read_shard_table(local, manifest.shard_table),
+        (0, FileEntry("../outside", 8, 0)),
+    ]
     lines.append((1, FileEntry(str(outside), 8, 0)))
-    lines.append((1, next(entry for _, entry in lines if entry.path == "tokens/bf16/c.0.0.0")))
-    table = write_shard_table(layout, sorted(lines, key=lambda line: (line[0], line[1].path)))
+    lines.append(
+        (1, next(entry for _, entry in lines if entry.path == "tokens/bf16/c.0.0.0"))
+    )
+    table = write_shard_table(
+        layout, sorted(lines, key=lambda line: (line[0], line[1].path))
+    )
     value = json.loads(layout.manifest.read_text())
     value["shard_table"] = table.to_json()
     value["crc32c"] = json_checksum(value)
     put(table.path, (local / table.path).read_bytes())
     put("index.json", json.dumps(value).encode())
     problems = {(each.path, each.code) for each in verify_index(URL)}
-    expected = {("../outside", "shard-table"), (str(outside), "shard-table"), ("tokens/bf16/c.0.0.0", "shard-table")}
+    expected = {
+        ("../outside", "shard-table"),
+        (str(outside), "shard-table"),
+        ("tokens/bf16/c.0.0.0", "shard-table"),
+    }
     assert problems == expected
     assert outside.read_text() == "precious"
 

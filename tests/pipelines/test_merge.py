@@ -12,7 +12,15 @@ import pytest
 from edje_index.indexing.faiss_index import AnnRequest, add_ann
 from pipelines import JobStopped, compact_index, delete_rows, merge_indexes
 from pipelines.progress.events import StatusMessage
-from storage_formats import IncompleteIndexError, IndexSpec, Manifest, TokenStore, UsageError, read_rows, verify_index
+from storage_formats import (
+    IncompleteIndexError,
+    IndexSpec,
+    Manifest,
+    TokenStore,
+    UsageError,
+    read_rows,
+    verify_index,
+)
 from storage_formats.format.checksum import json_checksum
 from storage_formats.format.layout import Layout
 from storage_formats.format.manifest import CommittedIndex
@@ -21,32 +29,57 @@ from storage_formats.reading.embeddings import read_embeddings
 from tests.conftest import same_bits, write_random_index
 from tests.storage_formats.test_source_columns import ROWS, write_index
 
-LEFT = IndexSpec(rows=21, shard_size=8, block_shape=(2, 8), embed_dim=4, precisions=("bf16", "fp8"))
-RIGHT = IndexSpec(rows=30, shard_size=8, block_shape=(2, 8), embed_dim=4, precisions=("bf16", "fp8"))
-OFFSET = 24  # of the rows of the right index: row i of both indexes has the same content hash
+LEFT = IndexSpec(
+    rows=21, shard_size=8, block_shape=(2, 8), embed_dim=4, precisions=("bf16", "fp8")
+)
+RIGHT = IndexSpec(
+    rows=30, shard_size=8, block_shape=(2, 8), embed_dim=4, precisions=("bf16", "fp8")
+)
+# of the rows of the right index: row i of both indexes has the same content hash
+OFFSET = 24
 
 
 @pytest.fixture
 def pair(tmp_path):
-    """Two indexes. Their first 21 rows have equal content hashes. Row 5 failed in the left one."""
-    left, right = tmp_path / "left", tmp_path / "right"
-    blocks = write_random_index(left, LEFT, failed=frozenset({5}), duplicates=frozenset({9}), seed=1)
-    others = write_random_index(right, RIGHT, failed=frozenset({25}), duplicates=frozenset({29}), seed=2)
+    """Two indexes. Their first 21 rows have equal content hashes. Row 5 failed in
+    the left one.
+    """
+    left = tmp_path / "left"
+    right = tmp_path / "right"
+    blocks = write_random_index(
+        left, LEFT, failed=frozenset({5}), duplicates=frozenset({9}), seed=1
+    )
+    others = write_random_index(
+        right, RIGHT, failed=frozenset({25}), duplicates=frozenset({29}), seed=2
+    )
     return left, right, blocks, others
 
 
-def check_part(merged: Path, part: Path, spec: IndexSpec, rows: list[int], offset: int) -> None:
-    """The rows `rows` of the index `part` are in the merged index, with ids that are `offset` larger."""
+def check_part(
+    merged: Path, part: Path, spec: IndexSpec, rows: list[int], offset: int
+) -> None:
+    """The rows `rows` of the index `part` are in the merged index, with ids that
+    are `offset` larger.
+    """
     row_ids = [row + offset for row in rows]
     for precision in spec.precisions:
-        with TokenStore.open(merged, precision) as store, TokenStore.open(part, precision) as origin:
+        with (
+            TokenStore.open(merged, precision) as store,
+            TokenStore.open(part, precision) as origin,
+        ):
             assert (store.fetch_records(row_ids) == origin.fetch_records(rows)).all()
     embeddings = read_embeddings(CommittedIndex.open(merged), row_ids)
-    np.testing.assert_array_equal(embeddings, read_embeddings(CommittedIndex.open(part), rows))
+    np.testing.assert_array_equal(
+        embeddings, read_embeddings(CommittedIndex.open(part), rows)
+    )
     moved = read_rows(merged, row_ids).to_pylist()
     for row, original in zip(moved, read_rows(part, rows).to_pylist(), strict=True):
         original["row_id"] += offset
-        original["duplicate_of"] = None if original["duplicate_of"] is None else original["duplicate_of"] + offset
+        original["duplicate_of"] = (
+            None
+            if original["duplicate_of"] is None
+            else original["duplicate_of"] + offset
+        )
         assert row == original
 
 
@@ -59,20 +92,28 @@ def test_rows_keep_their_content_and_get_ids_by_a_constant(pair, tmp_path):
     result = merge_indexes([left, right], out)
     assert {path: path.read_bytes() for path in before} == before
     assert verify_index(out) == []
-    # Of the right rows 0 to 20, the left index has the contents, but 3 is deleted there and 5 has failed. Row 29 of the
-    # right index is a duplicate of row 0, which is one more content of the left index: its own hash is new, though.
+    # Of the right rows 0 to 20, the left index has the contents, but 3 is deleted there
+    # and 5 has failed. Row 29 of the right index is a duplicate of row 0, which is one
+    # more content of the left index: its own hash is new, though.
     duplicates = [row for row in range(21) if row not in (3, 5, 9)]
-    values = [(each["offset"], each["rows"], each["duplicates"]) for each in result.inputs]
+    values = [
+        (each["offset"], each["rows"], each["duplicates"]) for each in result.inputs
+    ]
     assert values == [(0, 21, 0), (24, 30, 18)]
     assert (result.duplicates, result.shards) == (18, 7)
     kept_left = [row for row in range(21) if row != 3]
     kept_right = [row for row in range(30) if row != 22 and row not in duplicates]
     assert result.rows == len(kept_left) + len(kept_right)
-    assert live_rows(CommittedIndex.open(out)).tolist() == [*kept_left, *(row + OFFSET for row in kept_right)]
+    assert live_rows(CommittedIndex.open(out)).tolist() == [
+        *kept_left,
+        *(row + OFFSET for row in kept_right),
+    ]
     check_part(out, left, LEFT, kept_left, 0)
     check_part(out, right, RIGHT, kept_right, OFFSET)
     with TokenStore.open(out) as store:
-        assert same_bits(store.fetch([4, OFFSET + 29]), np.stack([blocks[4], others[29]]))
+        assert same_bits(
+            store.fetch([4, OFFSET + 29]), np.stack([blocks[4], others[29]])
+        )
     manifest = Manifest.load(out)
     assert manifest.counts.failed == {"truncated": 2}
     assert (manifest.counts.inputs, manifest.counts.duplicates) == (51, 2)
@@ -87,24 +128,48 @@ def test_three_indexes_and_one_that_was_compacted(pair, tmp_path):
     assert [each["offset"] for each in result.inputs] == [-24, 24, 56]
     assert verify_index(tmp_path / "merged") == []
     assert Manifest.load(tmp_path / "merged").row_maps == ()
-    # The contents of the rows 0, 1, 5 and 9 of the third index come from the right one, all others from the left one.
+    # The contents of the rows 0, 1, 5 and 9 of the third index come from the right one,
+    # all others from the left one.
     assert result.inputs[2]["duplicates"] == 21
-    check_part(tmp_path / "merged", left, Manifest.load(left).spec, live_rows(CommittedIndex.open(left)).tolist(), -24)
+    check_part(
+        tmp_path / "merged",
+        left,
+        Manifest.load(left).spec,
+        live_rows(CommittedIndex.open(left)).tolist(),
+        -24,
+    )
 
 
 def rewrite(root: Path, **members: object) -> None:
     """Replace members of `index.json`."""
     value = json.loads((root / "index.json").read_text()) | members
-    (root / "index.json").write_text(json.dumps({**value, "crc32c": json_checksum(value)}))
+    (root / "index.json").write_text(
+        json.dumps({**value, "crc32c": json_checksum(value)})
+    )
 
 
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        (IndexSpec(21, 8, (2, 8), 4), r"precisions is bf16, fp8 in .*left and bf16 in .*other; add or drop precisions"),
-        (IndexSpec(21, 4, (2, 8), 4, ("bf16", "fp8")), "rows per shard is 8 in .*left and 4 in .*other"),
-        (IndexSpec(21, 8, (2, 16), 4, ("bf16", "fp8")), "block shape is 2 x 8 in .*left and 2 x 16 in .*other"),
-        (IndexSpec(21, 8, (2, 8), 6, ("bf16", "fp8")), "width of embeddings is 4 in .*left and 6 in .*other"),
+        (
+            IndexSpec(21, 8, (2, 8), 4),
+            (
+                r"precisions is bf16, fp8 in .*left and bf16 in .*other; add or drop"
+                r" precisions"
+            ),
+        ),
+        (
+            IndexSpec(21, 4, (2, 8), 4, ("bf16", "fp8")),
+            "rows per shard is 8 in .*left and 4 in .*other",
+        ),
+        (
+            IndexSpec(21, 8, (2, 16), 4, ("bf16", "fp8")),
+            "block shape is 2 x 8 in .*left and 2 x 16 in .*other",
+        ),
+        (
+            IndexSpec(21, 8, (2, 8), 6, ("bf16", "fp8")),
+            "width of embeddings is 4 in .*left and 6 in .*other",
+        ),
     ],
 )
 def test_indexes_that_do_not_fit_are_refused(pair, tmp_path, spec, message):
@@ -117,7 +182,10 @@ def test_indexes_that_do_not_fit_are_refused(pair, tmp_path, spec, message):
 def test_other_refusals(pair, tmp_path):
     left, right, *_ = pair
     rewrite(right, model={"fingerprint": "b" * 64})
-    with pytest.raises(UsageError, match=f"encoder fingerprint is {'f' * 64} in .*left and {'b' * 64} in .*right"):
+    with pytest.raises(
+        UsageError,
+        match=f"encoder fingerprint is {'f' * 64} in .*left and {'b' * 64} in .*right",
+    ):
         merge_indexes([left, right], tmp_path / "merged")
     with pytest.raises(UsageError, match="at least two indexes"):
         merge_indexes([left], tmp_path / "merged")
@@ -163,7 +231,11 @@ def test_source_columns_are_united(tmp_path):
     assert [row["rating"] for row in rows] == ["3.0", "4.5", *[None] * 4, *["high"] * 6]
     assert [row["weight"] for row in rows] == [None] * 6 + [3] * 6
     assert rows[0]["captions"] == ROWS[0]["captions"]
-    problems = [problem for problem in verify_index(tmp_path / "merged") if problem.code == "columns"]
+    problems = [
+        problem
+        for problem in verify_index(tmp_path / "merged")
+        if problem.code == "columns"
+    ]
     assert problems == []
 
 
@@ -177,15 +249,22 @@ def root(tmp_path, one_faiss_thread):
     return tmp_path / "index"
 
 
-@pytest.mark.parametrize("requested", [CODES, AnnRequest("IVF5,Flat", recall=0.98)], ids=["codes", "exact"])
+@pytest.mark.parametrize(
+    "requested", [CODES, AnnRequest("IVF5,Flat", recall=0.98)], ids=["codes", "exact"]
+)
 def test_copies_keep_the_kind_and_the_target_recall(root, requested):
     add_ann(root, requested)
     delete_rows(root, rows=list(range(0, 300, 4)))
     compact_index(root)
     ann = Manifest.load(root).ann
-    assert (ann["factory"], ann["recall"]["target"]) == (requested.ann, requested.recall)
+    assert (ann["factory"], ann["recall"]["target"]) == (
+        requested.ann,
+        requested.recall,
+    )
     assert verify_index(root) == []
-    assert ann["recall"] == add_ann(root, requested).ann["recall"], "not measured for these rows"
+    assert ann["recall"] == add_ann(root, requested).ann["recall"], (
+        "not measured for these rows"
+    )
 
 
 @pytest.mark.parametrize(
@@ -198,7 +277,8 @@ def test_copies_keep_the_kind_and_the_target_recall(root, requested):
     ],
 )
 def test_merges_keep_a_kind_that_all_indexes_have(root, left, right, factory, message):
-    other, events = root.with_name("other"), []
+    other = root.with_name("other")
+    events = []
     write_random_index(other, SPEC, seed=1)
     add_ann(root, AnnRequest(left, 0.8))
     add_ann(other, AnnRequest(right, 0.9))
@@ -206,5 +286,9 @@ def test_merges_keep_a_kind_that_all_indexes_have(root, left, right, factory, me
     ann = Manifest.load(root.with_name("merged")).ann
     assert ann.get("factory", "Flat") == factory
     assert ann.get("recall", {"target": 0.9})["target"] == 0.9
-    texts = [event.text for event in events if isinstance(event, StatusMessage) and "kinds" in event.text]
+    texts = [
+        event.text
+        for event in events
+        if isinstance(event, StatusMessage) and "kinds" in event.text
+    ]
     assert len(texts) == message

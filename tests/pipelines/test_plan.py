@@ -1,4 +1,6 @@
-"""The plan of a build: what it holds and needs, resuming from it, and refused requests."""
+"""The plan of a build: what it holds and needs, resuming from it, and refused
+requests.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,12 @@ from pipelines.jobs import plan as planning
 from pipelines.jobs import resources
 from pipelines.jobs.build import try_build
 from pipelines.jobs.plan import BuildSettings, Plan
-from pipelines.jobs.resources import check_ann_memory, choose_workers, disk_need, workers_memory
+from pipelines.jobs.resources import (
+    check_ann_memory,
+    choose_workers,
+    disk_need,
+    workers_memory,
+)
 from pipelines.progress.events import JobStopped
 from storage_formats.change import read_journal
 from storage_formats.errors import UsageError
@@ -48,19 +55,31 @@ def stored_plan(request: Any) -> Plan:
 
 def settings_of_request(request: Any) -> BuildSettings:
     names = [field.name for field in dataclasses.fields(BuildSettings)]
-    return BuildSettings.choose(None, **{name: getattr(request, name) for name in names})
+    return BuildSettings.choose(
+        None, **{name: getattr(request, name) for name in names}
+    )
 
 
-def test_a_plan_holds_every_input_and_is_resumed_without_looking_at_the_sources(config, photos):
+def test_a_plan_holds_every_input_and_is_resumed_without_looking_at_the_sources(
+    config, photos
+):
     made = plan(config())
     assert made.spec == IndexSpec(10, 4, (4, 16), 24)
     assert made.ignored == {".txt": 1}
-    refs = [ref for shard in range(3) for ref in read_shard_inputs(Layout(config().out), made.spec, shard)]
-    assert [os.path.basename(ref.path).decode() for ref in refs] == [f"{name:02d}.jpg" for name in range(10)]
+    refs = [
+        ref
+        for shard in range(3)
+        for ref in read_shard_inputs(Layout(config().out), made.spec, shard)
+    ]
+    assert [os.path.basename(ref.path).decode() for ref in refs] == [
+        f"{name:02d}.jpg" for name in range(10)
+    ]
     shutil.rmtree(photos)
     photos.mkdir()
     assert plan(config()) == made
-    assert plan(config(engine="ray", workers=2, memory=10**10)) == made, "they do not determine the bytes"
+    assert plan(config(engine="ray", workers=2, memory=10**10)) == made, (
+        "they do not determine the bytes"
+    )
 
 
 def test_indexes_of_earlier_versions_have_the_settings_that_they_do_not_record(config):
@@ -71,11 +90,17 @@ def test_indexes_of_earlier_versions_have_the_settings_that_they_do_not_record(c
     assert BuildSettings.from_json(settings) == made.settings
     for later in ({"truncated": "load"}, {"frames": 8}):
         changed = dataclasses.replace(made.settings, **later)
-        assert dataclasses.replace(made, settings=changed).fingerprint != made.fingerprint
-    newer = dataclasses.make_dataclass("Newer", [("added", int, 0)], bases=(BuildSettings,), frozen=True)
+        assert (
+            dataclasses.replace(made, settings=changed).fingerprint != made.fingerprint
+        )
+    newer = dataclasses.make_dataclass(
+        "Newer", [("added", int, 0)], bases=(BuildSettings,), frozen=True
+    )
     for added in (0, 1):
         changed = newer(**vars(made.settings), added=added)
-        assert (dataclasses.replace(made, settings=changed).fingerprint == made.fingerprint) == (added == 0)
+        assert (
+            dataclasses.replace(made, settings=changed).fingerprint == made.fingerprint
+        ) == (added == 0)
 
 
 OTHER_SETTINGS = [
@@ -108,11 +133,16 @@ def test_another_model_is_refused_with_both_fingerprints(config, tmp_path):
 
 def test_what_the_machine_chose_is_taken_from_the_begun_index(config):
     begun = plan(config(threads=3))
-    assert plan(config(threads=None, device="auto", dtype="auto")).settings == begun.settings
+    assert (
+        plan(config(threads=None, device="auto", dtype="auto")).settings
+        == begun.settings
+    )
 
 
 @pytest.mark.parametrize("dtype", [None, "auto"])
-def test_another_machine_goes_on_with_the_data_type_of_the_first(config, monkeypatch, dtype):
+def test_another_machine_goes_on_with_the_data_type_of_the_first(
+    config, monkeypatch, dtype
+):
     monkeypatch.setattr(planning, "has_bfloat16", lambda: True)
     begun = plan(config(dtype="auto"))
     assert begun.settings.dtype == "bfloat16"
@@ -123,7 +153,9 @@ def test_another_machine_goes_on_with_the_data_type_of_the_first(config, monkeyp
 def test_a_model_bundle_may_move(config, tmp_path, tiny_bundle):
     plan(config())
     shutil.copytree(tiny_bundle, tmp_path / "moved")
-    assert run_build(dataclasses.replace(config(), model=tmp_path / "moved")).indexed == 9
+    assert (
+        run_build(dataclasses.replace(config(), model=tmp_path / "moved")).indexed == 9
+    )
 
 
 def test_nothing_to_index_is_refused_and_leaves_nothing(config, photos):
@@ -136,27 +168,42 @@ def test_nothing_to_index_is_refused_and_leaves_nothing(config, photos):
 
 def test_a_full_disk_is_refused_with_numbers_and_leaves_nothing(config, monkeypatch):
     monkeypatch.setattr(resources, "free_disk", lambda _: 12_345)
-    with pytest.raises(UsageError, match=r"10 inputs needs .* \(tokens .*embeddings .* but only 12\.3 kB are free"):
+    with pytest.raises(
+        UsageError,
+        match=r"10 inputs needs .* \(tokens .*embeddings .* but only 12\.3 kB are free",
+    ):
         run_build(config())
     assert not config().out.exists()
 
 
 def test_too_little_memory_is_refused_with_numbers(config, monkeypatch):
     monkeypatch.setattr(resources, "available_memory", lambda: 10**8)
-    with pytest.raises(UsageError, match=r"at least .* of memory, but only 100\.0 MB are free; use fewer workers"):
+    with pytest.raises(
+        UsageError,
+        match=r"at least .* of memory, but only 100\.0 MB are free; use fewer workers",
+    ):
         run_build(config())
 
 
-def test_workers_fill_the_machine_and_its_memory_unless_told(config, tiny_bundle, monkeypatch):
+def test_workers_fill_the_machine_and_its_memory_unless_told(
+    config, tiny_bundle, monkeypatch
+):
     monkeypatch.setattr(resources, "usable_cpus", lambda: 9)
     monkeypatch.setattr(resources, "cuda_devices", lambda: 3)
     monkeypatch.setattr(ray_engine, "check_ray", lambda _: None)
-    info, settings = read_bundle_info(tiny_bundle), settings_of_request(config())
+    info = read_bundle_info(tiny_bundle)
+    settings = settings_of_request(config())
     need = sum(workers_memory(1, settings, info).values())
     monkeypatch.setattr(resources, "available_memory", lambda: 4 * need)
 
     def workers(settings: BuildSettings = settings, **changes: Any) -> int | None:
-        options = {"engine": "ray", "workers": None, "address": None, "memory": None, **changes}
+        options = {
+            "engine": "ray",
+            "workers": None,
+            "address": None,
+            "memory": None,
+            **changes,
+        }
         return choose_workers(settings, info, **options)
 
     assert workers() == 4, "the memory has room for four"
@@ -164,9 +211,16 @@ def test_workers_fill_the_machine_and_its_memory_unless_told(config, tiny_bundle
     assert workers(memory=3 * need - 1) == 2
     assert workers(dataclasses.replace(settings, threads=4)) == 2
     assert workers(dataclasses.replace(settings, device="cuda")) == 3
-    assert (workers(workers=3), workers(engine="inline", workers=3), workers(address="head:6379")) == (3, 1, None)
+    assert (
+        workers(workers=3),
+        workers(engine="inline", workers=3),
+        workers(address="head:6379"),
+    ) == (3, 1, None)
     for refused in ({"memory": need - 1}, {"memory": 3 * need - 1, "workers": 3}):
-        with pytest.raises(UsageError, match=r"of memory, but only .* are allowed; allow more, or use fewer"):
+        with pytest.raises(
+            UsageError,
+            match=r"of memory, but only .* are allowed; allow more, or use fewer",
+        ):
             workers(**refused)
 
 
@@ -179,19 +233,26 @@ def test_the_memory_limit_chooses_the_nearest_neighbour_index(monkeypatch):
     check_ann_memory(spec, 10**9)
     for parameter, limit in (("memory", 10**8), ("sources", None)):
         monkeypatch.setattr(resources, "available_memory", lambda: 10**8 + 1)
-        with pytest.raises(UsageError, match=r"neighbour index [\d.]+ [MG]B\) of memory, but only 100\.0 MB") as error:
+        with pytest.raises(
+            UsageError,
+            match=r"neighbour index [\d.]+ [MG]B\) of memory, but only 100\.0 MB",
+        ) as error:
             check_ann_memory(spec, limit)
         assert error.value.parameter == parameter
 
 
 def test_cuda_without_a_device_is_refused(config, monkeypatch):
     monkeypatch.setattr(resources, "cuda_devices", lambda: 0)
-    with pytest.raises(UsageError, match="no CUDA device on this machine; use the device cpu"):
+    with pytest.raises(
+        UsageError, match="no CUDA device on this machine; use the device cpu"
+    ):
         run_build(config(device="cuda"))
 
 
 @pytest.mark.parametrize("precision", ["fp3", "mxfp8"])
-def test_a_precision_that_is_unknown_or_does_not_fit_is_refused_and_leaves_nothing(config, precision):
+def test_a_precision_that_is_unknown_or_does_not_fit_is_refused_and_leaves_nothing(
+    config, precision
+):
     with pytest.raises(UsageError, match=precision):
         run_build(config(precisions=(precision,)))
     assert not config().out.exists()
@@ -228,7 +289,9 @@ def tree(folder):
 def test_an_estimate_agrees_with_the_build_and_writes_nothing(config, tmp_path):
     request = config(dedupe=True)
     before = tree(tmp_path)
-    options = {name: value for name, value in vars(request).items() if name != "max_failed"}
+    options = {
+        name: value for name, value in vars(request).items() if name != "max_failed"
+    }
     tried = try_build(**options)
     assert tree(tmp_path) == before
     stop_after_one_shard(run_build, request)
@@ -238,8 +301,12 @@ def test_an_estimate_agrees_with_the_build_and_writes_nothing(config, tmp_path):
     result = run_build(request)
     for name in ("inputs", "duplicates", "rows", "shards"):
         assert tried[name] == getattr(result, name)
-    assert tried["disk_bytes"] == disk_need(CommittedIndex.open(request.out).manifest.spec)
-    used = sum(path.stat().st_size for path in (Layout(request.out).tokens).rglob("c.*"))
+    assert tried["disk_bytes"] == disk_need(
+        CommittedIndex.open(request.out).manifest.spec
+    )
+    used = sum(
+        path.stat().st_size for path in (Layout(request.out).tokens).rglob("c.*")
+    )
     assert 0.9 * used <= tried["disk_bytes"]["tokens"] <= 1.2 * used
     assert (tried["workers"], tried["finished_shards"]) == (1, 0)
 
@@ -250,8 +317,12 @@ def test_a_containers_limit_bounds_the_memory(tmp_path, monkeypatch):
     (tmp_path / "memory.max").write_text("5000000")
     (tmp_path / "memory.current").write_text("2000000")
     assert environment.available_memory() == 3_000_000
-    (tmp_path / "memory.stat").write_text("anon 1700000\ninactive_file 200000\nactive_file 50000\nshmem 50000\n")
-    assert environment.available_memory() == 3_250_000, "the cache of files is given up when memory is short"
+    (tmp_path / "memory.stat").write_text(
+        "anon 1700000\ninactive_file 200000\nactive_file 50000\nshmem 50000\n"
+    )
+    assert environment.available_memory() == 3_250_000, (
+        "the cache of files is given up when memory is short"
+    )
     (tmp_path / "memory.stat").unlink()
     (tmp_path / "memory.current").write_text("6000000")
     assert environment.available_memory() == 0

@@ -45,7 +45,8 @@ class Clock:
 
 
 def test_plain_lines_do_not_flood():
-    clock, stream = Clock(), io.StringIO()
+    clock = Clock()
+    stream = io.StringIO()
     show = Display(stream, clock=clock)
     for step in range(1000):
         clock.now += 0.1
@@ -60,10 +61,17 @@ def test_plain_lines_do_not_flood():
 def test_a_terminal_shows_the_same_words_in_place():
     stream = Terminal()
     with progress_display(stream=stream) as live:
-        for event in (Progress("listing", 10), PLAN, PROGRESS, StatusMessage("publishing \x1b[31m")):
+        for event in (
+            Progress("listing", 10),
+            PLAN,
+            PROGRESS,
+            StatusMessage("publishing \x1b[31m"),
+        ):
             live(event)
     assert "10,000 inputs in 10 shards" in stream.shown()
-    assert "publishing \\x1b[31m" in stream.shown(), "control characters of names are escaped"
+    assert "publishing \\x1b[31m" in stream.shown(), (
+        "control characters of names are escaped"
+    )
     assert "2,048/10,000" in stream.shown()
 
 
@@ -79,19 +87,54 @@ def lines(path: Path):
 
 
 def test_a_build_is_logged_and_the_next_run_appends(run, photos, tiny_bundle, tmp_path):
-    log, index = tmp_path / "build.jsonl", tmp_path / "index"
-    fixed = ["--engine", "inline", "--shard-size", 4, "--batch-size", 2, "--threads", 1, "--device", "cpu", "--quiet"]
-    build = ["--log", log, "build", photos, "--out", index, "--model", tiny_bundle, *fixed]
+    log = tmp_path / "build.jsonl"
+    index = tmp_path / "index"
+    fixed = [
+        "--engine",
+        "inline",
+        "--shard-size",
+        4,
+        "--batch-size",
+        2,
+        "--threads",
+        1,
+        "--device",
+        "cpu",
+        "--quiet",
+    ]
+    build = [
+        "--log",
+        log,
+        "build",
+        photos,
+        "--out",
+        index,
+        "--model",
+        tiny_bundle,
+        *fixed,
+    ]
     assert run(*build)[0] == 0
     events = lines(log)
     assert events[0]["event"] == "start"
     (plan,) = (event for event in events if event["event"] == "plan")
     assert (plan["inputs"], plan["shards"], plan["ignored"]) == (10, 3, {".txt": 1})
     shards = [event for event in events if event["event"] == "shard"]
-    assert [(each["shard"], each["rows"], each["failed"]) for each in shards] == [(0, 4, 0), (1, 4, 1), (2, 2, 0)]
-    assert all({"read", "decode", "wait", "encode", "write"} == set(each["stage_seconds"]) for each in shards)
+    assert [(each["shard"], each["rows"], each["failed"]) for each in shards] == [
+        (0, 4, 0),
+        (1, 4, 1),
+        (2, 2, 0),
+    ]
+    assert all(
+        {"read", "decode", "wait", "encode", "write"} == set(each["stage_seconds"])
+        for each in shards
+    )
     progress = [event for event in events if event["event"] == "progress"][-1]
-    assert (progress["done"], progress["shards"], progress["finished_shards"], progress["failed"]) == (10, 3, 3, 1)
+    assert (
+        progress["done"],
+        progress["shards"],
+        progress["finished_shards"],
+        progress["failed"],
+    ) == (10, 3, 3, 1)
     assert (events[-1]["event"], events[-1]["status"]) == ("end", "finished")
     times = [datetime.fromisoformat(event["time"]) for event in events]
     assert times == sorted(times)
@@ -116,40 +159,97 @@ def test_the_end_says_how_a_run_ended(tmp_path):
 
 
 def test_a_log_that_cannot_be_opened_is_wrong_usage(run, tmp_path):
-    with pytest.raises(UsageError, match="cannot write the log"), log_file(tmp_path / "absent" / "log", "build"):
+    with (
+        pytest.raises(UsageError, match="cannot write the log"),
+        log_file(tmp_path / "absent" / "log", "build"),
+    ):
         pass
-    code, _, err = run("--log", tmp_path / "absent" / "log", "append", tmp_path, "photos")
+    code, _, err = run(
+        "--log", tmp_path / "absent" / "log", "append", tmp_path, "photos"
+    )
     assert code == 2
     assert "--log: cannot write the log" in err
 
 
 def test_a_full_disk_ends_the_log_and_not_the_job(capsys):
-    with log_file(Path("/dev/full"), "edje-index build"), progress_display(quiet=True) as on_event:
+    with (
+        log_file(Path("/dev/full"), "edje-index build"),
+        progress_display(quiet=True) as on_event,
+    ):
         on_event(StatusMessage("publishing"))
         on_event(PLAN)
-    assert capsys.readouterr().err.count("cannot write the log /dev/full: No space left on device") == 1
+    assert (
+        capsys.readouterr().err.count(
+            "cannot write the log /dev/full: No space left on device"
+        )
+        == 1
+    )
 
 
 def test_passwords_in_urls_are_left_out(tmp_path):
-    with log_file(tmp_path / "log", "edje-index build https://user:secret@host/a.tar hf://owner/set@v1 --out a@b"):
+    with log_file(
+        tmp_path / "log",
+        "edje-index build https://user:secret@host/a.tar hf://owner/set@v1 --out a@b",
+    ):
         pass
     start = lines(tmp_path / "log")[0]
-    assert start["command"] == "edje-index build https://...@host/a.tar hf://owner/set@v1 --out a@b"
+    assert (
+        start["command"]
+        == "edje-index build https://...@host/a.tar hf://owner/set@v1 --out a@b"
+    )
 
 
-UNITS = ["", "B", "K", "kB", "m", "MB", "G", "GB", "t", "TB", "KiB", "MiB", "GiB", "TiB"]
+UNITS = [
+    "",
+    "B",
+    "K",
+    "kB",
+    "m",
+    "MB",
+    "G",
+    "GB",
+    "t",
+    "TB",
+    "KiB",
+    "MiB",
+    "GiB",
+    "TiB",
+]
 
 
-@given(st.integers(0, 10**6), st.integers(0, 9), st.sampled_from(["", " "]), st.sampled_from(UNITS))
+@given(
+    st.integers(0, 10**6),
+    st.integers(0, 9),
+    st.sampled_from(["", " "]),
+    st.sampled_from(UNITS),
+)
 def test_a_size_is_parsed_as_pydantic_does(whole, tenths, space, unit):
     text = f"{whole}.{tenths}{space}{unit}"
     expected = TypeAdapter(ByteSize).validate_python(text)
-    assert parse_bytes(text) == pytest.approx(expected, rel=1e-15, abs=1)  # pydantic rounds to a float
+    # pydantic rounds to a float
+    assert parse_bytes(text) == pytest.approx(expected, rel=1e-15, abs=1)
 
 
 @pytest.mark.parametrize(
-    "text", ["", "G", "-1G", "8,5G", "1e9", "8X", "8GG", "8iB", "8 G x", "\u0663G", "8G\n", "inf", "nan"]
+    "text",
+    [
+        "",
+        "G",
+        "-1G",
+        "8,5G",
+        "1e9",
+        "8X",
+        "8GG",
+        "8iB",
+        "8 G x",
+        "\u0663G",
+        "8G\n",
+        "inf",
+        "nan",
+    ],
 )
 def test_other_texts_are_refused(text):
-    with pytest.raises(ValueError, match="is not a size; give a number of bytes with a unit"):
+    with pytest.raises(
+        ValueError, match="is not a size; give a number of bytes with a unit"
+    ):
         parse_bytes(text)

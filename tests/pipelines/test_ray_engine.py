@@ -1,4 +1,6 @@
-"""What the Ray engine adds to the contract of the engines. Each test starts a Ray of its own and sees it end."""
+"""What the Ray engine adds to the contract of the engines. Each test starts a Ray
+of its own and sees it end.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ SET_FOR_RAY = ["PYTHONPATH", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_TMPDIR"]
 
 @pytest.fixture(autouse=True)
 def nothing_left_behind():
-    processes = set(psutil.Process().children(recursive=True))  # such as the resource tracker of multiprocessing
+    # such as the resource tracker of multiprocessing
+    processes = set(psutil.Process().children(recursive=True))
     variables = {name: os.environ.get(name) for name in SET_FOR_RAY}
     yield
     assert set(psutil.Process().children(recursive=True)) <= processes
@@ -34,7 +37,9 @@ def nothing_left_behind():
     assert {name: os.environ.get(name) for name in SET_FOR_RAY} == variables
 
 
-def test_the_task_of_a_killed_worker_runs_again_and_one_that_always_kills_fails(tmp_path, monkeypatch, capfd):
+def test_the_task_of_a_killed_worker_runs_again_and_one_that_always_kills_fails(
+    tmp_path, monkeypatch, capfd
+):
     monkeypatch.setattr(ray_engine, "ATTEMPTS", 2)
     jobs = [Job(1, "die_once"), Job(2), Job(3, "die")]
     results = run_jobs(functools.partial(run_on_ray, workers=1), tmp_path, jobs)
@@ -42,22 +47,33 @@ def test_the_task_of_a_killed_worker_runs_again_and_one_that_always_kills_fails(
     with pytest.raises(TaskFailedError, match=r"^2 worker processes died") as caught:
         next(results)
     assert caught.value.task == jobs[2]
-    assert [(tmp_path / name).read_text().count("attempt") for name in "123"] == [2, 1, 2]
+    assert [(tmp_path / name).read_text().count("attempt") for name in "123"] == [
+        2,
+        1,
+        2,
+    ]
     assert capfd.readouterr() == ("", "")
 
 
 @pytest.mark.slow
 def test_a_task_that_always_hangs_fails_and_a_slow_one_does_not(tmp_path):
     run = run_jobs(
-        functools.partial(run_on_ray, workers=2, stall_seconds=4), tmp_path, [Job(1, "stop"), Job(2, "report_for_long")]
+        functools.partial(run_on_ray, workers=2, stall_seconds=4),
+        tmp_path,
+        [Job(1, "stop"), Job(2, "report_for_long")],
     )
     assert next(run) == 20
     with pytest.raises(TaskFailedError, match="made no progress for 4s"):
         next(run)
-    assert [(tmp_path / name).read_text().count("attempt") for name in "12"] == [ATTEMPTS, 1]
+    assert [(tmp_path / name).read_text().count("attempt") for name in "12"] == [
+        ATTEMPTS,
+        1,
+    ]
 
 
-@pytest.mark.parametrize("victim", ["raylet", pytest.param("gcs_server", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "victim", ["raylet", pytest.param("gcs_server", marks=pytest.mark.slow)]
+)
 def test_the_death_of_ray_is_one_clear_error_in_bounded_time(tmp_path, capfd, victim):
     killed_at = None
 
@@ -65,10 +81,18 @@ def test_the_death_of_ray_is_one_clear_error_in_bounded_time(tmp_path, capfd, vi
         nonlocal killed_at
         if killed_at is None:
             killed_at = time.monotonic()
-            next(child for child in psutil.Process().children(recursive=True) if child.name() == victim).kill()
+            next(
+                child
+                for child in psutil.Process().children(recursive=True)
+                if child.name() == victim
+            ).kill()
 
-    results = run_jobs(run_on_ray, tmp_path, [Job(1, "until_stopped")], on_progress=kill)
-    with pytest.raises(EdjeError, match=f"^Ray ended during the run: its {victim} process is gone"):
+    results = run_jobs(
+        run_on_ray, tmp_path, [Job(1, "until_stopped")], on_progress=kill
+    )
+    with pytest.raises(
+        EdjeError, match=f"^Ray ended during the run: its {victim} process is gone"
+    ):
         list(results)
     assert time.monotonic() - killed_at < 20
     assert capfd.readouterr() == ("", "")
@@ -78,15 +102,25 @@ def test_the_death_of_ray_is_one_clear_error_in_bounded_time(tmp_path, capfd, vi
     ("address", "error", "words"),
     [
         ("ray://head:10001", UsageError, "host:port"),
-        ("127.0.0.1:1", EngineUnavailableError, r"cannot join the Ray cluster at 127\.0\.0\.1:1: Connection refused"),
+        (
+            "127.0.0.1:1",
+            EngineUnavailableError,
+            r"cannot join the Ray cluster at 127\.0\.0\.1:1: Connection refused",
+        ),
     ],
 )
-def test_ray_addresses_that_cannot_be_joined_are_refused(tmp_path, address, error, words):
+def test_ray_addresses_that_cannot_be_joined_are_refused(
+    tmp_path, address, error, words
+):
     with pytest.raises(error, match=words):
-        list(run_jobs(functools.partial(run_on_ray, address=address), tmp_path, [Job(1)]))
+        list(
+            run_jobs(functools.partial(run_on_ray, address=address), tmp_path, [Job(1)])
+        )
 
 
-def test_a_cluster_that_cannot_be_joined_is_refused_before_a_silent_pipe_is_read(config, monkeypatch):
+def test_a_cluster_that_cannot_be_joined_is_refused_before_a_silent_pipe_is_read(
+    config, monkeypatch
+):
     monkeypatch.setattr(sys, "stdin", None)
     with pytest.raises(EngineUnavailableError, match="Connection refused"):
         run_build(config(sources=("-",), engine="ray", address="127.0.0.1:1"))
@@ -106,15 +140,21 @@ list(run_jobs(run_on_ray, sys.argv[1], [Job(1, "until_stopped")], on_progress=pr
 
 
 def test_a_local_ray_is_private_and_ends_with_its_killed_driver(tmp_path):
-    """It listens on the loopback interface, asks for a token, and nobody else can enter its folder."""
+    """It listens on the loopback interface, asks for a token, and nobody else can
+    enter its folder.
+    """
     command = [sys.executable, "-c", ENDLESS, str(tmp_path)]
-    other_cluster = {"RAY_ADDRESS": "192.0.2.1:6379"}  # a local Ray must not join it
-    with subprocess.Popen(command, stdout=subprocess.PIPE, env={**with_repo_on_path(), **other_cluster}) as driver:
+    # a local Ray must not join it
+    other_cluster = {"RAY_ADDRESS": "192.0.2.1:6379"}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, env={**with_repo_on_path(), **other_cluster}
+    ) as driver:
         assert b"Report" in driver.stdout.readline()
         processes = psutil.Process(driver.pid).children(recursive=True)
         assert len(processes) > 5
         check_private([psutil.Process(driver.pid), *processes])
-        processes = [process for process in processes if "Agent" not in process.name()]  # these end after a minute
+        # these end after a minute
+        processes = [process for process in processes if "Agent" not in process.name()]
         driver.kill()
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline and alive(processes):
@@ -122,7 +162,8 @@ def test_a_local_ray_is_private_and_ends_with_its_killed_driver(tmp_path):
     assert alive(processes) == []
     (folder,) = leftover_folders(driver.pid)
     with contextlib.ExitStack() as stack:
-        ray_engine._local_folder(stack)  # it may be new, and not locked yet
+        # it may be new, and not locked yet
+        ray_engine._local_folder(stack)
         assert folder.exists()
         os.utime(folder, (0, 0))
         own = ray_engine._local_folder(stack)
@@ -132,17 +173,29 @@ def test_a_local_ray_is_private_and_ends_with_its_killed_driver(tmp_path):
 
 
 def check_private(processes):
-    connections = [connection for process in processes for connection in process.net_connections()]
-    addresses = {connection.laddr.ip for connection in connections if connection.status == psutil.CONN_LISTEN}
+    connections = [
+        connection for process in processes for connection in process.net_connections()
+    ]
+    addresses = {
+        connection.laddr.ip
+        for connection in connections
+        if connection.status == psutil.CONN_LISTEN
+    }
     assert addresses
     assert all(address.endswith("127.0.0.1") for address in addresses)
-    (environment,) = (process.environ() for process in processes if process.name() == "raylet")
+    (environment,) = (
+        process.environ() for process in processes if process.name() == "raylet"
+    )
     assert environment["RAY_AUTH_MODE"] == "token"
     assert Path(environment["RAY_TMPDIR"]).stat().st_mode & 0o777 == 0o700
 
 
 def alive(processes):
-    return [process for process in processes if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+    return [
+        process
+        for process in processes
+        if process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    ]
 
 
 def leftover_folders(driver_pid):
@@ -159,7 +212,14 @@ list(run_on_ray(list, [], on_progress=print, on_event=print, should_stop=bool))
 
 def test_a_ray_that_was_imported_with_open_settings_is_refused():
     done = subprocess.run(
-        [sys.executable, "-c", IMPORTED_EARLY], capture_output=True, text=True, env=with_repo_on_path(), check=False
+        [sys.executable, "-c", IMPORTED_EARLY],
+        capture_output=True,
+        text=True,
+        env=with_repo_on_path(),
+        check=False,
     )
     assert done.returncode == 1
-    assert "set RAY_AUTH_MODE=token and RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 before you import ray" in done.stderr
+    assert (
+        "set RAY_AUTH_MODE=token and RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 before you"
+        " import ray" in done.stderr
+    )

@@ -1,4 +1,6 @@
-"""The Ray engine in a cluster that is already running, whose nodes are killed and replaced during a run."""
+"""The Ray engine in a cluster that is already running, whose nodes are killed and
+replaced during a run.
+"""
 
 from __future__ import annotations
 
@@ -30,10 +32,27 @@ SIX = [[name] for name in range(1, 7)]
 RESULTS = [10, 20, 30, 40, 50, 60]
 
 
-def start(nodes: RayNodes, folder: Path, jobs: list, *, token: str | None = None, **options: int) -> subprocess.Popen:
-    """Start a run. The cluster must have a node already, because a run without room is refused."""
+def start(
+    nodes: RayNodes,
+    folder: Path,
+    jobs: list,
+    *,
+    token: str | None = None,
+    **options: int,
+) -> subprocess.Popen:
+    """Start a run. The cluster must have a node already, because a run without room
+    is refused.
+    """
     return subprocess.Popen(
-        [sys.executable, "-c", RUN, nodes.address, str(folder), json.dumps(jobs), json.dumps(options)],
+        [
+            sys.executable,
+            "-c",
+            RUN,
+            nodes.address,
+            str(folder),
+            json.dumps(jobs),
+            json.dumps(options),
+        ],
         env={**nodes.environment, **({"RAY_AUTH_TOKEN": token} if token else {})},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -43,7 +62,10 @@ def start(nodes: RayNodes, folder: Path, jobs: list, *, token: str | None = None
 
 def wait_for_attempts(run: subprocess.Popen, folder: Path, attempts: int) -> None:
     deadline = time.monotonic() + RUN_SECONDS
-    while not (folder / "7").exists() or (folder / "7").read_text().count("attempt") < attempts:
+    while (
+        not (folder / "7").exists()
+        or (folder / "7").read_text().count("attempt") < attempts
+    ):
         assert run.poll() is None, run.communicate()
         assert time.monotonic() < deadline
         time.sleep(0.1)
@@ -66,8 +88,11 @@ def test_the_task_of_a_lost_node_runs_again_on_a_node_that_joins(nodes, tmp_path
         (tmp_path / "go").touch()
         items, err = end(run)
     assert items[-1] == 70, err
-    notices = [(item["text"].partition(",")[0], item["is_warning"]) for item in items[:-1]]
-    assert ("node 127.0.0.3 left the cluster", True) in notices  # Ray notices the killed node later
+    notices = [
+        (item["text"].partition(",")[0], item["is_warning"]) for item in items[:-1]
+    ]
+    # Ray notices the killed node later
+    assert ("node 127.0.0.3 left the cluster", True) in notices
     for number in (3, 4):
         assert (f"node 127.0.0.{number} joined the cluster", False) in notices
 
@@ -79,9 +104,15 @@ def test_a_run_waits_for_a_node_only_so_long(nodes, tmp_path):
         nodes.kill(2)
         items, err = end(run)
     assert run.returncode == 1
-    assert "EdjeError: for 3s, the Ray cluster has had room for only 0 of 1 worker; add nodes" in err
+    assert (
+        "EdjeError: for 3s, the Ray cluster has had room for only 0 of 1 worker; add"
+        " nodes" in err
+    )
     # Ray may notice only now that a node of another test is gone.
-    assert items[-1]["text"] == "node 127.0.0.2 left the cluster, which now has room for 0 workers"
+    assert (
+        items[-1]["text"]
+        == "node 127.0.0.2 left the cluster, which now has room for 0 workers"
+    )
 
 
 def test_more_workers_than_the_cluster_has_room_for(nodes, tmp_path):
@@ -90,6 +121,9 @@ def test_more_workers_than_the_cluster_has_room_for(nodes, tmp_path):
     assert sorted(items) == RESULTS, err
     assert len(list(tmp_path.glob("worker-*"))) == 1
     _, err = end(start(nodes, tmp_path, SIX, workers=1, cpus=4))
-    assert "a worker needs 4 CPUs and 0 GPUs on one node, but the nodes of the Ray cluster have room" in err
+    assert (
+        "a worker needs 4 CPUs and 0 GPUs on one node, but the nodes of the Ray cluster"
+        " have room" in err
+    )
     _, err = end(start(nodes, tmp_path, SIX, workers=1, token="f" * 64))
     assert f"cannot join the Ray cluster at {nodes.address}" in err

@@ -1,4 +1,6 @@
-"""Repairs: a repaired index has the bytes that it had before the damage, or the damage is named."""
+"""Repairs: a repaired index has the bytes that it had before the damage, or the
+damage is named.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,11 @@ def index(sound, tmp_path):
 
 
 def contents(root: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(root)): path.read_bytes()
+        for path in root.rglob("*")
+        if path.is_file()
+    }
 
 
 def harm(path: Path, how: str) -> None:

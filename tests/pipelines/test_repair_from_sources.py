@@ -1,4 +1,6 @@
-"""Repairs of tokens from the photos: the result has the committed bytes, or the rows that prevent it are named."""
+"""Repairs of tokens from the photos: the result has the committed bytes, or the
+rows that prevent it are named.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ from tests.pipelines.conftest import run_build, write_photo
 from tests.pipelines.test_build_transient import break_reads
 from tests.pipelines.test_repair import contents, harm
 
-FIRST, SECOND = "tokens/bf16/c.0.0.0", "tokens/bf16/c.1.0.0"
+FIRST = "tokens/bf16/c.0.0.0"
+SECOND = "tokens/bf16/c.1.0.0"
 
 
 @pytest.fixture
@@ -35,7 +38,9 @@ def test_damaged_tokens_are_encoded_again(index, how):
     before = contents(index)
     harm(index / FIRST, how)
     result = repair_index(index)
-    assert [(file.path, file.source) for file in result.repaired] == [(FIRST, "the sources")]
+    assert [(file.path, file.source) for file in result.repaired] == [
+        (FIRST, "the sources")
+    ]
     assert result.left == ()
     assert contents(index) == before
 
@@ -43,7 +48,10 @@ def test_damaged_tokens_are_encoded_again(index, how):
 def test_tokens_and_checksums_in_every_precision(index):
     quantize_index(index, ["fp8", "int8"])
     before = contents(index)
-    for path in [*(index / "tokens").rglob("c.*"), *(index / "checksums").rglob("*.crc32c")]:
+    for path in [
+        *(index / "tokens").rglob("c.*"),
+        *(index / "checksums").rglob("*.crc32c"),
+    ]:
         path.unlink()
     assert repair_index(index).left == ()
     assert contents(index) == before
@@ -67,8 +75,14 @@ def test_changed_and_missing_photos_are_refused_and_named(index, photos, run):
     (photos / "02.jpg").unlink()
     code, out, err = run("repair", index, "--quiet")
     assert code == 1
-    assert f"{FIRST}: row 1 cannot be encoded again from {photos / '01.jpg'}: its content has changed" in err
-    assert f"{FIRST}: row 2 cannot be encoded again from {photos / '02.jpg'}: missing" in err
+    assert (
+        f"{FIRST}: row 1 cannot be encoded again from {photos / '01.jpg'}: its content"
+        " has changed" in err
+    )
+    assert (
+        f"{FIRST}: row 2 cannot be encoded again from {photos / '02.jpg'}: missing"
+        in err
+    )
     assert "row 0 " not in err
     assert f"{SECOND}: repaired from the sources" in out
     assert {problem.path for problem in verify_index(index)} == {FIRST}
@@ -76,27 +90,40 @@ def test_changed_and_missing_photos_are_refused_and_named(index, photos, run):
 
 def test_only_needed_rows_are_named(index, photos):
     path = index / FIRST
-    path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:])  # row 0
+    # row 0
+    path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:])
     write_photo(photos / "00.jpg", 98)
-    write_photo(photos / "01.jpg", 99)  # the same batch
-    refused = [problem.message for problem in repair_index(index).left if problem.code == "source-refused"]
+    # the same batch
+    write_photo(photos / "01.jpg", 99)
+    refused = [
+        problem.message
+        for problem in repair_index(index).left
+        if problem.code == "source-refused"
+    ]
     assert [message.split(" cannot")[0] for message in refused] == ["row 0"]
 
 
-def test_without_the_model_the_damage_stays_and_the_model_is_named(index, tiny_bundle, tmp_path):
+def test_without_the_model_the_damage_stays_and_the_model_is_named(
+    index, tiny_bundle, tmp_path
+):
     before = contents(index)
     harm(index / FIRST, "missing")
     damaged = contents(index)
     wrong = Path(shutil.copytree(tiny_bundle, tmp_path / "wrong"))
     (wrong / "bundle.json").unlink()
     messages = [problem.message for problem in repair_index(index, model=wrong).left]
-    assert any(message.startswith("its rows cannot be encoded again: ") and "wrong" in message for message in messages)
+    assert any(
+        message.startswith("its rows cannot be encoded again: ") and "wrong" in message
+        for message in messages
+    )
     assert contents(index) == damaged
     assert repair_index(index, model=tiny_bundle).left == ()
     assert contents(index) == before
 
 
-def test_a_source_that_cannot_be_read_now_does_not_end_the_repair(index, photos, run, monkeypatch):
+def test_a_source_that_cannot_be_read_now_does_not_end_the_repair(
+    index, photos, run, monkeypatch
+):
     before = contents(index)
     for path in (FIRST, SECOND):
         harm(index / path, "missing")
@@ -104,7 +131,10 @@ def test_a_source_that_cannot_be_read_now_does_not_end_the_repair(index, photos,
         break_reads(patched, photos / "01.jpg", errno.EIO)
         code, out, err = run("repair", index, "--quiet")
     assert code == 1
-    assert f"{FIRST}: its rows cannot be encoded again: cannot read {photos / '01.jpg'}: Input/output error; " in err
+    assert (
+        f"{FIRST}: its rows cannot be encoded again: cannot read {photos / '01.jpg'}:"
+        " Input/output error; " in err
+    )
     assert ". Then run the repair again\n" in err
     assert f"{SECOND}: repaired from the sources" in out
     assert repair_index(index).left == ()
@@ -114,14 +144,18 @@ def test_a_source_that_cannot_be_read_now_does_not_end_the_repair(index, photos,
 @pytest.mark.parametrize("text", ["verifying", "repairing", "encoding rows of shard"])
 def test_a_stopped_repair_changes_nothing(index, text):
     harm(index / FIRST, "missing")
-    damaged, events = contents(index), []
+    damaged = contents(index)
+    events = []
     with pytest.raises(JobStopped, match="files that were repaired stay repaired"):
-        repair_index(index, on_event=events.append, should_stop=lambda: text in str(events))
+        repair_index(
+            index, on_event=events.append, should_stop=lambda: text in str(events)
+        )
     assert text in str(events[-1])
     assert contents(index) == damaged
 
 
-@pytest.mark.slow  # starts processes
+# starts processes
+@pytest.mark.slow
 def test_a_killed_repair_can_be_repeated(index):
     before = contents(index)
     command = [sys.executable, "-m", "pipelines.cli", "repair", str(index), "--quiet"]

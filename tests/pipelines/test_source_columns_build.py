@@ -18,7 +18,18 @@ from storage_formats import Manifest, read_rows, verify_index
 from storage_formats.format.source_columns import MAX_COLUMNS
 from tests.pipelines.conftest import write_photo
 
-FIXED = ["--engine", "inline", "--shard-size", 4, "--batch-size", 2, "--threads", 1, "--device", "cpu"]
+FIXED = [
+    "--engine",
+    "inline",
+    "--shard-size",
+    4,
+    "--batch-size",
+    2,
+    "--threads",
+    1,
+    "--device",
+    "cpu",
+]
 
 
 def write_lines(path: Path, records: list[dict]) -> Path:
@@ -31,9 +42,18 @@ def listed(tmp_path):
     """Six photos with captions in JSON Lines, in shards of four."""
     for number in range(8):
         write_photo(tmp_path / f"{number}.jpg", number)
-    records = [{"path": f"{number}.jpg", "captions": [f"photo {number}"]} for number in range(6)]
+    records = [
+        {"path": f"{number}.jpg", "captions": [f"photo {number}"]}
+        for number in range(6)
+    ]
     records[0] |= {"rating": 3, "width": 640, "source_width": 1, "licence": None}
-    records[4] |= {"rating": 4.5, "safe": True, "captions": "one", "exif": {"make": "Leica"}, "bad\nname": 1}
+    records[4] |= {
+        "rating": 4.5,
+        "safe": True,
+        "captions": "one",
+        "exif": {"make": "Leica"},
+        "bad\nname": 1,
+    }
     return write_lines(tmp_path / "list.jsonl", records)
 
 
@@ -44,26 +64,47 @@ def test_a_build_and_an_append_store_typed_columns(run, tmp_path, listed, tiny_b
     assert code == 0
     assert "(column name not allowed) 1" in err
     stock = pq.read_table(index / "rows")
-    assert stock["captions"].to_pylist() == [*([f"photo {number}"] for number in range(4)), ["one"], ["photo 5"]]
+    assert stock["captions"].to_pylist() == [
+        *([f"photo {number}"] for number in range(4)),
+        ["one"],
+        ["photo 5"],
+    ]
     assert stock["rating"].to_pylist() == [3.0, None, None, None, 4.5, None]
     assert stock["source_width"].to_pylist() == [640, *[None] * 5]
     assert stock["source_source_width"].to_pylist() == [1, *[None] * 5]
     assert stock["exif"].to_pylist()[4] == '{"make": "Leica"}'
     assert stock["width"].to_pylist() == [32] * 6
-    described = {column.name: (column.type, column.values) for column in Manifest.load(index).columns}
+    described = {
+        column.name: (column.type, column.values)
+        for column in Manifest.load(index).columns
+    }
     assert described == {
-        "captions": ("list<string>", 6), "exif": ("string", 1), "rating": ("float64", 2), "safe": ("bool", 1),
-        "source_source_width": ("int64", 1), "source_width": ("int64", 1),
-    }  # fmt: skip
-    shown = {each["name"]: each for each in json.loads(run("info", index, "--json")[1])["columns"]}
-    assert shown["captions"] == {"name": "captions", "type": "list<string>", "values": 6}
+        "captions": ("list<string>", 6),
+        "exif": ("string", 1),
+        "rating": ("float64", 2),
+        "safe": ("bool", 1),
+        "source_source_width": ("int64", 1),
+        "source_width": ("int64", 1),
+    }
+    shown = {
+        each["name"]: each
+        for each in json.loads(run("info", index, "--json")[1])["columns"]
+    }
+    assert shown["captions"] == {
+        "name": "captions",
+        "type": "list<string>",
+        "values": 6,
+    }
     assert shown["width"] == {"name": "width", "type": "int32", "values": None}
     lines = run("info", index)[1].splitlines()
     assert "columns       row_id, uri, " in "\n".join(lines)
     assert " " * 14 + "rating (float64), 2 values" in lines
-    assert run(*build)[0] == 0  # finished, and the sources have not changed
+    # finished, and the sources have not changed
+    assert run(*build)[0] == 0
 
-    further = write_lines(tmp_path / "more.jsonl", [{"path": "6.jpg", "safe": "unknown", "tags": ["a"]}])
+    further = write_lines(
+        tmp_path / "more.jsonl", [{"path": "6.jpg", "safe": "unknown", "tags": ["a"]}]
+    )
     assert run("append", index, further, "--engine", "inline")[0] == 0
     assert verify_index(index) == []
     rows = read_rows(index, columns=["safe", "tags", "rating"]).to_pylist()
@@ -72,8 +113,12 @@ def test_a_build_and_an_append_store_typed_columns(run, tmp_path, listed, tiny_b
         {"safe": None, "tags": None, "rating": None},
         {"safe": "unknown", "tags": ["a"], "rating": None},
     ]
-    assert read_rows(index, [8], ["uri"])["uri"].to_pylist() == [str(tmp_path / "6.jpg")]
-    assert {column.name: column.type for column in Manifest.load(index, 0).columns}["safe"] == "bool"
+    assert read_rows(index, [8], ["uri"])["uri"].to_pylist() == [
+        str(tmp_path / "6.jpg")
+    ]
+    assert {column.name: column.type for column in Manifest.load(index, 0).columns}[
+        "safe"
+    ] == "bool"
     assert run("rollback", index, 0)[0] == 0
     assert read_rows(index, [4], ["safe"])["safe"].to_pylist() == [True]
 
@@ -89,7 +134,14 @@ def test_files_beside_images_as_img2dataset_writes_them(tmp_path):
     folder = tmp_path / "00000"
     (folder / "0.jpg").rename(tmp_path / ".linked")
     (folder / "0.jpg").symlink_to("../.linked")
-    info = {"caption": "a dog", "url": "https://example.org/0.jpg", "key": "0", "width": 256, "exif": "{}", "n": None}
+    info = {
+        "caption": "a dog",
+        "url": "https://example.org/0.jpg",
+        "key": "0",
+        "width": 256,
+        "exif": "{}",
+        "n": None,
+    }
     (folder / "0.json").write_text(json.dumps(info))
     (folder / "0.txt").write_text("a dog\n\n ein Hund \n")
     (folder / "1.json").write_text("{")
@@ -98,9 +150,13 @@ def test_files_beside_images_as_img2dataset_writes_them(tmp_path):
     (folder / "readme.txt").write_text("not of an image")
     refs, ignored = scan(tmp_path)
     assert refs[0].metadata == {
-        "caption": "a dog", "url": "https://example.org/0.jpg", "key": "0", "source_width": 256, "exif": "{}",
+        "caption": "a dog",
+        "url": "https://example.org/0.jpg",
+        "key": "0",
+        "source_width": 256,
+        "exif": "{}",
         "captions": ["a dog", "ein Hund"],
-    }  # fmt: skip
+    }
     assert [ref.metadata for ref in refs[1:]] == [None, None]
     assert ignored == {"(unreadable metadata)": 3, ".txt": 1, "(hidden)": 1}
 
@@ -128,10 +184,17 @@ def test_values_of_a_parquet_list(tmp_path):
     (ref,), ignored = scan(tmp_path / "list.parquet")
     utc = datetime.UTC
     assert ref.metadata == {
-        "when": when.replace(tzinfo=utc), "day": datetime.datetime(2024, 5, 6, tzinfo=utc),
-        "late": ref.metadata["late"], "local": when.replace(tzinfo=utc), "price": "1.00", "tags": ["a", "b"],
-        "counts": "[1, 2]", "kind": "cat", "big": str(2**64 - 1), "half": 0.5,
-    }  # fmt: skip
+        "when": when.replace(tzinfo=utc),
+        "day": datetime.datetime(2024, 5, 6, tzinfo=utc),
+        "late": ref.metadata["late"],
+        "local": when.replace(tzinfo=utc),
+        "price": "1.00",
+        "tags": ["a", "b"],
+        "counts": "[1, 2]",
+        "kind": "cat",
+        "big": str(2**64 - 1),
+        "half": 0.5,
+    }
     assert isinstance(ref.metadata["late"], str)
     assert ignored == {"(binary column)": 2}
 
@@ -145,7 +208,13 @@ def test_too_many_columns_and_too_long_values_are_counted():
     assert add(collected, text="x" * 20_000, n=1) == {"n": 1}
     assert add(collected, text="x" * 20_000) is None
     assert collected.ignored == {"(metadata too long)": 2}
-    assert len(add(collected, **{f"c{number}": number for number in range(300)})) == MAX_COLUMNS - 1
+    assert (
+        len(add(collected, **{f"c{number}": number for number in range(300)}))
+        == MAX_COLUMNS - 1
+    )
     assert add(collected, late=1, n=2) == {"n": 2}
-    assert collected.ignored == {"(metadata too long)": 2, "(too many metadata columns)": 46}
+    assert collected.ignored == {
+        "(metadata too long)": 2,
+        "(too many metadata columns)": 46,
+    }
     assert len(collected.columns()) == MAX_COLUMNS

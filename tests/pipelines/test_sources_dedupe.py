@@ -1,4 +1,6 @@
-"""Duplicates depend on the inputs alone; the first of several identical inputs is the original."""
+"""Duplicates depend on the inputs alone; the first of several identical inputs is
+the original.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +26,20 @@ def refs_of(folder: Path, contents: list[bytes | None]) -> list[InputRef]:
         path.unlink(missing_ok=True)
         if content is not None:
             path.write_bytes(content)
-        refs.append(InputRef(str(path), os.fsencode(path), size=None if content is None else len(content)))
+        refs.append(
+            InputRef(
+                str(path),
+                os.fsencode(path),
+                size=None if content is None else len(content),
+            )
+        )
     return refs
 
 
 @given(st.lists(st.none() | st.sampled_from([b"", b"a", b"b", b"c"]), max_size=80))
-def test_first_of_identical_inputs_is_the_original(tmp_path_factory: pytest.TempPathFactory, contents: list) -> None:
+def test_first_of_identical_inputs_is_the_original(
+    tmp_path_factory: pytest.TempPathFactory, contents: list
+) -> None:
     folder = tmp_path_factory.getbasetemp() / "dedupe"
     folder.mkdir(exist_ok=True)
     refs = refs_of(folder, contents)
@@ -63,4 +73,8 @@ def test_looks_ahead_a_bounded_number_of_inputs(tmp_path: Path) -> None:
         next(marked)
     assert taken < 200
     marked.close()
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("edje-hash")]
+    assert not [
+        thread
+        for thread in threading.enumerate()
+        if thread.name.startswith("edje-hash")
+    ]

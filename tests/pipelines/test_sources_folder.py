@@ -1,4 +1,6 @@
-"""Directories: every entry is an input, a counted ignored file, or an input with a problem, exactly once."""
+"""Directories: every entry is an input, a counted ignored file, or an input with a
+problem, exactly once.
+"""
 
 from __future__ import annotations
 
@@ -31,21 +33,47 @@ def scan(root: Path) -> tuple[list[str], dict[str, int], dict[str, str]]:
     return (
         names,
         dict(source.ignored),
-        {name: ref.problem for name, ref in zip(names, refs, strict=True) if ref.problem},
+        {
+            name: ref.problem
+            for name, ref in zip(names, refs, strict=True)
+            if ref.problem
+        },
     )
 
 
 def test_order_is_by_bytes_files_before_folders(tmp_path: Path) -> None:
-    for name in ("b.jpg", "a/2.png", "a/10.png", "Z.jpg", "blob", "é.jpg", "a/b/c.webp", "a0/x.gif"):
+    for name in (
+        "b.jpg",
+        "a/2.png",
+        "a/10.png",
+        "Z.jpg",
+        "blob",
+        "é.jpg",
+        "a/b/c.webp",
+        "a0/x.gif",
+    ):
         put(tmp_path / name)
-    put(tmp_path / "beside.tar", bytes(10240))  # archives beside images are ignored
+    # archives beside images are ignored
+    put(tmp_path / "beside.tar", bytes(10240))
     put(tmp_path / "bitmap", b"BM is how this text begins, and it is long enough")
     raw = os.fsencode(tmp_path) + b"/\xff\xe9.jpg"
     Path(os.fsdecode(raw)).write_bytes(b"abc")
     names, ignored, problems = scan(tmp_path)
-    expected = ["Z.jpg", "b.jpg", "blob", "é.jpg", "%FF%E9.jpg", "a/10.png", "a/2.png", "a/b/c.webp", "a0/x.gif"]
+    expected = [
+        "Z.jpg",
+        "b.jpg",
+        "blob",
+        "é.jpg",
+        "%FF%E9.jpg",
+        "a/10.png",
+        "a/2.png",
+        "a/b/c.webp",
+        "a0/x.gif",
+    ]
     assert (names, ignored, problems) == (expected, {".tar": 1, "(no suffix)": 1}, {})
-    assert {ref.path: read_bytes(ref) for ref in open_source(str(tmp_path)).iter_inputs()}[raw] == b"abc"
+    assert {
+        ref.path: read_bytes(ref) for ref in open_source(str(tmp_path)).iter_inputs()
+    }[raw] == b"abc"
 
 
 def test_what_is_no_image_is_counted(tmp_path: Path) -> None:
@@ -64,10 +92,19 @@ def test_what_is_no_image_is_counted(tmp_path: Path) -> None:
         put(tmp_path / name, b"no image")
     names, ignored, _ = scan(tmp_path)
     assert names == ["a.JPG"]
-    assert ignored == {".txt": 1, ".xml": 1, "(hidden)": 3, "(no suffix)": 1, ".jpg~": 1, "(other)": 1}
+    assert ignored == {
+        ".txt": 1,
+        ".xml": 1,
+        "(hidden)": 3,
+        "(no suffix)": 1,
+        ".jpg~": 1,
+        "(other)": 1,
+    }
 
 
-def test_pipes_and_sockets_are_counted_and_not_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pipes_and_sockets_are_counted_and_not_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     os.mkfifo("pipe.jpg")
     os.mkfifo("pipe")
@@ -86,7 +123,11 @@ def test_loops_end(tmp_path: Path) -> None:
     (tmp_path / "a/up").symlink_to(tmp_path)
     (tmp_path / "a/self").symlink_to("self")
     names, ignored, problems = scan(tmp_path)
-    assert (names, ignored, problems) == (["a/a.jpg"], {"(folder seen)": 1, "(broken link)": 1}, {})
+    assert (names, ignored, problems) == (
+        ["a/a.jpg"],
+        {"(folder seen)": 1, "(broken link)": 1},
+        {},
+    )
 
 
 def test_a_link_to_an_ignored_file_is_an_input(tmp_path: Path) -> None:
@@ -109,28 +150,47 @@ def test_broken_link_is_a_missing_image(tmp_path: Path) -> None:
 
 @given(
     st.lists(
-        st.tuples(st.sampled_from("abcd"), st.sampled_from("abcd"), st.sampled_from(["file", "link"])), max_size=12
+        st.tuples(
+            st.sampled_from("abcd"),
+            st.sampled_from("abcd"),
+            st.sampled_from(["file", "link"]),
+        ),
+        max_size=12,
     )
 )
-def test_every_real_image_is_found_once(tmp_path_factory: pytest.TempPathFactory, made: list) -> None:
-    """Every file is used exactly once, whatever links lead to it, and a second pass has the same order."""
+def test_every_real_image_is_found_once(
+    tmp_path_factory: pytest.TempPathFactory, made: list
+) -> None:
+    """Every file is used exactly once, whatever links lead to it, and a second pass
+    has the same order.
+    """
     root = tmp_path_factory.mktemp("tree")
     for folder, name, kind in made:
         (root / folder).mkdir(exist_ok=True)
         path = root / folder / (f"{name}.jpg" if kind == "file" else f"link{name}")
         if not os.path.lexists(path):
-            path.write_bytes(JPEG) if kind == "file" else path.symlink_to(root / name, target_is_directory=True)
+            (
+                path.write_bytes(JPEG)
+                if kind == "file"
+                else path.symlink_to(root / name, target_is_directory=True)
+            )
     refs = list(FolderSource(str(root)).iter_inputs())
     real = [os.path.realpath(ref.path) for ref in refs]
-    assert sorted(real) == sorted(os.fsencode(path) for path in root.rglob("*.jpg") if not path.is_symlink())
+    assert sorted(real) == sorted(
+        os.fsencode(path) for path in root.rglob("*.jpg") if not path.is_symlink()
+    )
     assert list(FolderSource(str(root)).iter_inputs()) == refs
 
 
 # What cannot be read
 
 
-def test_a_folder_too_deep_to_open_is_an_input_with_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The path is longer than the system allows, so the directories are created one by one."""
+def test_a_folder_too_deep_to_open_is_an_input_with_a_problem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The path is longer than the system allows, so the directories are created one
+    by one.
+    """
     monkeypatch.chdir(tmp_path)
     for _ in range(20):
         os.mkdir("d" * 250)

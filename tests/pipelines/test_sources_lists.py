@@ -1,4 +1,6 @@
-"""Lists of inputs in all formats: every entry is an input or a failed input; none is lost."""
+"""Lists of inputs in all formats: every entry is an input or a failed input; none
+is lost.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ from pipelines.sources import open_source, open_sources
 from pipelines.sources.lists import PATH_COLUMNS
 from storage_formats.errors import UsageError
 
-SUFFIXES = pytest.mark.parametrize("suffix", [".parquet", ".csv", ".tsv", ".jsonl", ".ndjson"])
+SUFFIXES = pytest.mark.parametrize(
+    "suffix", [".parquet", ".csv", ".tsv", ".jsonl", ".ndjson"]
+)
 
 
 def scan(path: Path, column: str | None = None) -> list[InputRef]:
@@ -34,7 +38,10 @@ def write_list(path: Path, values: list[str], column: str = "path") -> Path:
             writer = csv.writer(file, delimiter="\t" if path.suffix == ".tsv" else ",")
             writer.writerows([["id", column], *enumerate(values)])
     else:
-        lines = [json.dumps({"id": number, column: value}) for number, value in enumerate(values)]
+        lines = [
+            json.dumps({"id": number, column: value})
+            for number, value in enumerate(values)
+        ]
         path.write_text("\n".join(lines) + "\n")
     return path
 
@@ -54,12 +61,25 @@ def test_the_path_column(tmp_path: Path, suffix: str) -> None:
 def test_bad_json_lines_are_inputs_that_failed(tmp_path: Path) -> None:
     path = tmp_path / "list.jsonl"
     (tmp_path / os.fsdecode(b"\xff.jpg")).touch()
-    good = [b'{"path": "\xff.jpg"}', b'{"path": "\\udcff.jpg"}']  # names that are not UTF-8
+    # names that are not UTF-8
+    good = [b'{"path": "\xff.jpg"}', b'{"path": "\\udcff.jpg"}']
     bad = [
-        b"{", b"[1]", b'"a.jpg"', b"{}", b'{"path": null}', b'{"path": 3}', b'{"path": ""}', b'{"path": "a\\u0000b"}',
-        b'{"path": "\\ud800"}', b"[" * 100_000, b'{"path": ["a.jpg"]}', b"\xff",
-    ]  # fmt: skip
-    path.write_bytes(b"\xef\xbb\xbf" + b"\r\n".join([good[0], b"", *bad, b"  ", good[1]]))
+        b"{",
+        b"[1]",
+        b'"a.jpg"',
+        b"{}",
+        b'{"path": null}',
+        b'{"path": 3}',
+        b'{"path": ""}',
+        b'{"path": "a\\u0000b"}',
+        b'{"path": "\\ud800"}',
+        b"[" * 100_000,
+        b'{"path": ["a.jpg"]}',
+        b"\xff",
+    ]
+    path.write_bytes(
+        b"\xef\xbb\xbf" + b"\r\n".join([good[0], b"", *bad, b"  ", good[1]])
+    )
     refs = scan(path)
     assert [ref.problem for ref in refs] == [None, *["bad-list-line"] * len(bad), None]
     assert refs[1].uri == f"{path}#3"
@@ -67,17 +87,26 @@ def test_bad_json_lines_are_inputs_that_failed(tmp_path: Path) -> None:
 
 
 def test_parquet_nulls_and_kinds_of_text(tmp_path: Path) -> None:
-    kinds = [pa.string(), pa.large_string(), pa.binary(), pa.dictionary(pa.int32(), pa.string())]
+    kinds = [
+        pa.string(),
+        pa.large_string(),
+        pa.binary(),
+        pa.dictionary(pa.int32(), pa.string()),
+    ]
     for number, kind in enumerate(kinds):
         path = tmp_path / f"{number}.parquet"
-        pq.write_table(pa.table({"path": pa.array(["a.jpg", None, "é.jpg"]).cast(kind)}), path)
+        pq.write_table(
+            pa.table({"path": pa.array(["a.jpg", None, "é.jpg"]).cast(kind)}), path
+        )
         refs = scan(path)
         assert [ref.problem for ref in refs] == ["missing", "bad-list-line", "missing"]
         assert (refs[1].uri, refs[2].uri) == (f"{path}#2", f"{tmp_path}/é.jpg")
 
 
 def test_damaged_parquet(tmp_path: Path) -> None:
-    path = write_list(tmp_path / "list.parquet", [f"{number}.jpg" for number in range(1000)])
+    path = write_list(
+        tmp_path / "list.parquet", [f"{number}.jpg" for number in range(1000)]
+    )
     data = bytearray(path.read_bytes())
     path.write_bytes(data[:-30])
     with pytest.raises(UsageError, match=r"cannot read .*footer"):
@@ -90,32 +119,64 @@ def test_damaged_parquet(tmp_path: Path) -> None:
 
 def test_a_quotation_mark_in_a_table_with_tabs_hides_no_row(tmp_path: Path) -> None:
     path = tmp_path / "list.tsv"
-    path.write_text('path\tcaption\na.jpg\t"hello\nb.jpg\t2" wide\nc.jpg\t"a ""big""\tdog"\r\nd.jpg\t"\n')
-    captions = {"a.jpg": '"hello', "b.jpg": '2" wide', "c.jpg": 'a "big"\tdog', "d.jpg": '"'}
-    assert {Path(ref.uri).name: ref.metadata["caption"] for ref in scan(path)} == captions
+    path.write_text(
+        'path\tcaption\na.jpg\t"hello\nb.jpg\t2" wide\nc.jpg\t"a'
+        ' ""big""\tdog"\r\nd.jpg\t"\n'
+    )
+    captions = {
+        "a.jpg": '"hello',
+        "b.jpg": '2" wide',
+        "c.jpg": 'a "big"\tdog',
+        "d.jpg": '"',
+    }
+    assert {
+        Path(ref.uri).name: ref.metadata["caption"] for ref in scan(path)
+    } == captions
 
 
-@pytest.mark.parametrize("rest", ["c.jpg,y\n", "c.jpg," + "y" * 200_000 + '\nd.jpg,"\n'])
+@pytest.mark.parametrize(
+    "rest", ["c.jpg,y\n", "c.jpg," + "y" * 200_000 + '\nd.jpg,"\n']
+)
 def test_quoted_text_without_an_end_hides_no_row(tmp_path: Path, rest: str) -> None:
     path = tmp_path / "list.csv"
     path.write_text('path,caption\na.jpg,"two\nlines"\nb.jpg,"hello\n' + rest)
-    with pytest.raises(UsageError, match=r"quoted text that begins in line 4 of .*list.csv has no end or is too long"):
+    with pytest.raises(
+        UsageError,
+        match=(
+            r"quoted text that begins in line 4 of .*list.csv has no end or is too long"
+        ),
+    ):
         scan(path)
 
 
 def test_lines_name_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (b"a.jpg", b"b c.jpg", b"\xff.jpg"):
         (tmp_path / os.fsdecode(name)).write_bytes(name)
-    path, long = tmp_path / "list.txt", b"x" * 70_000
-    path.write_bytes(b"\xef\xbb\xbfa.jpg\r\n\n  \nb c.jpg\n\xff.jpg\ngone.jpg\n" + long + b"\na\0b\na.jpg")
+    path = tmp_path / "list.txt"
+    long = b"x" * 70_000
+    path.write_bytes(
+        b"\xef\xbb\xbfa.jpg\r\n\n  \nb c.jpg\n\xff.jpg\ngone.jpg\n"
+        + long
+        + b"\na\0b\na.jpg"
+    )
     refs = scan(path)
-    assert [ref.problem for ref in refs] == [None, None, None, "missing", "bad-list-line", "bad-list-line", None]
+    assert [ref.problem for ref in refs] == [
+        None,
+        None,
+        None,
+        "missing",
+        "bad-list-line",
+        "bad-list-line",
+        None,
+    ]
     assert [read_bytes(ref) for ref in refs[:3]] == [b"a.jpg", b"b c.jpg", b"\xff.jpg"]
     assert refs[4].uri == f"{path}#7"
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(path.read_bytes())))
     (source,) = open_sources(["-"])
-    assert [ref.path for ref in source.iter_inputs()][:4] == [ref.path for ref in refs[:4]]
+    assert [ref.path for ref in source.iter_inputs()][:4] == [
+        ref.path for ref in refs[:4]
+    ]
     with pytest.raises(UsageError, match="standard input has been read already"):
         list(source.iter_inputs())
 
@@ -127,7 +188,10 @@ def test_caption_files(tmp_path: Path) -> None:
 
     (tmp_path / "a.jpg").write_bytes(b"photo")
     images = [{"id": 7, "file_name": "a.jpg"}, {"id": 8, "file_name": "gone.jpg"}]
-    annotations = [{"image_id": number, "caption": text} for number, text in [(8, "two"), (7, "one"), (8, "2")]]
+    annotations = [
+        {"image_id": number, "caption": text}
+        for number, text in [(8, "two"), (7, "one"), (8, "2")]
+    ]
     refs = captions_in({"images": images, "annotations": annotations})
     assert [(ref.uri, ref.problem) for ref in refs] == [
         (f"{tmp_path}/a.jpg", None),
@@ -137,10 +201,16 @@ def test_caption_files(tmp_path: Path) -> None:
         {"captions": ["one"], "image_id": "7"},
         {"captions": ["two", "2"], "image_id": "8"},
     ]
-    (ref,) = captions_in([{"image": "a.jpg", "caption": text} for text in ("one", "two")])
+    (ref,) = captions_in(
+        [{"image": "a.jpg", "caption": text} for text in ("one", "two")]
+    )
     assert ref.metadata == {"captions": ["one", "two"]}
     (ref,) = captions_in([{"image": "https://host/a b.jpg", "caption": "x"}])
     assert (ref.uri, ref.problem) == (f"{tmp_path}/captions.json#1", "bad-list-line")
-    for unusable in ({"a": 1}, [{"image": "a\0b.jpg", "caption": "x"}], [{"caption": "x"}]):
+    for unusable in (
+        {"a": 1},
+        [{"image": "a\0b.jpg", "caption": "x"}],
+        [{"caption": "x"}],
+    ):
         with pytest.raises(UsageError, match=r"captions\.json"):
             captions_in(unusable)

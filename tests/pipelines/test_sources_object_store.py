@@ -1,4 +1,6 @@
-"""Sources on an S3-compatible server: they list and read as local files do, also if responses are lost or short."""
+"""Sources on an S3-compatible server: they list and read as local files do, also if
+responses are lost or short.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ from tests.object_store import FaultyProxy, every
 from tests.pipelines.conftest import run_build, write_photo
 from tests.pipelines.test_build_packed import _pack
 
-pytestmark = pytest.mark.slow  # they start a server
+# they start a server
+pytestmark = pytest.mark.slow
 BUCKET = "images"
 
 
@@ -38,7 +41,9 @@ def proxy(proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fault
 
 @pytest.fixture
 def uploaded(proxy: FaultyProxy, photos: Path, tmp_path: Path) -> Path:
-    """A local folder, and the same files in the bucket: photos with metadata, and packed photos."""
+    """A local folder, and the same files in the bucket: photos with metadata, and
+    packed photos.
+    """
     tree = tmp_path / "tree"
     (tree / "packed").mkdir(parents=True)
     _pack(photos, tree / "packed")
@@ -53,7 +58,8 @@ def uploaded(proxy: FaultyProxy, photos: Path, tmp_path: Path) -> Path:
 
 def upload(tree: Path) -> None:
     store = ObjectFolder.open(f"s3://{BUCKET}").store
-    obstore.put(store, "first", b"")  # creates the bucket
+    # creates the bucket
+    obstore.put(store, "first", b"")
     for page in obstore.list(store):
         obstore.delete(store, [entry["path"] for entry in page])
     for path in sorted(tree.rglob("*")):
@@ -68,7 +74,9 @@ def contents(spec: str, base: str) -> list[tuple[str, bytes, object]]:
 
 
 @pytest.mark.parametrize("fault", [None, "reset", "503", "truncate"])
-def test_a_bucket_reads_as_a_folder(proxy: FaultyProxy, uploaded: Path, fault: str | None) -> None:
+def test_a_bucket_reads_as_a_folder(
+    proxy: FaultyProxy, uploaded: Path, fault: str | None
+) -> None:
     local = contents(str(uploaded), str(uploaded))
     if fault is not None:
         proxy.fault = every(4, fault)
@@ -77,33 +85,58 @@ def test_a_bucket_reads_as_a_folder(proxy: FaultyProxy, uploaded: Path, fault: s
 
 
 def test_a_directory_and_a_pattern(uploaded: Path) -> None:
-    for spec in ("photos", "packed/a.tar.gz", "packed/b.zip", "packed/c.parquet", "packed/*.zip", "photos/{01,02}.jpg"):
-        assert contents(f"s3://{BUCKET}/{spec}", f"s3://{BUCKET}") == contents(f"{uploaded}/{spec}", str(uploaded))
-    for spec, problem in (("nothing", "does not exist"), ("photos/*.png", "no file matches"), ("*/a.zip", "wildcard")):
+    for spec in (
+        "photos",
+        "packed/a.tar.gz",
+        "packed/b.zip",
+        "packed/c.parquet",
+        "packed/*.zip",
+        "photos/{01,02}.jpg",
+    ):
+        assert contents(f"s3://{BUCKET}/{spec}", f"s3://{BUCKET}") == contents(
+            f"{uploaded}/{spec}", str(uploaded)
+        )
+    for spec, problem in (
+        ("nothing", "does not exist"),
+        ("photos/*.png", "no file matches"),
+        ("*/a.zip", "wildcard"),
+    ):
         with pytest.raises(UsageError, match=problem):
             open_sources([f"s3://{BUCKET}/{spec}"])
 
 
 def test_an_object_that_changes_between_requests_is_never_mixed(uploaded: Path) -> None:
-    url, store = f"s3://{BUCKET}/packed/b.zip", ObjectFolder.open(f"s3://{BUCKET}").store
+    url = f"s3://{BUCKET}/packed/b.zip"
+    store = ObjectFolder.open(f"s3://{BUCKET}").store
     data = (uploaded / "packed/b.zip").read_bytes()
     for other in (bytes(len(data)), data[:10]):
         obstore.put(store, "packed/b.zip", data)
         with open_ranged(url.encode()) as file:
             obstore.put(store, "packed/b.zip", other)
-            with pytest.raises(ChangedFileError, match=r"has changed while it was read: 's3://images/packed/b\.zip'"):
+            with pytest.raises(
+                ChangedFileError,
+                match=r"has changed while it was read: 's3://images/packed/b\.zip'",
+            ):
                 file.pread(10, len(data) - 10)
 
 
-def test_a_build_and_an_update(proxy: FaultyProxy, uploaded: Path, config: Callable[..., Any], tmp_path: Path) -> None:
-    local = replace(config(), sources=(f"{uploaded}/photos",), out=tmp_path / "local.edje")
-    remote = replace(config(), sources=(f"s3://{BUCKET}/photos",), out=tmp_path / "remote.edje")
+def test_a_build_and_an_update(
+    proxy: FaultyProxy, uploaded: Path, config: Callable[..., Any], tmp_path: Path
+) -> None:
+    local = replace(
+        config(), sources=(f"{uploaded}/photos",), out=tmp_path / "local.edje"
+    )
+    remote = replace(
+        config(), sources=(f"s3://{BUCKET}/photos",), out=tmp_path / "remote.edje"
+    )
     run_build(local, lambda event: None)
     proxy.fault = every(5, "reset")
     result = run_build(remote, lambda event: None)
     assert (result.inputs, result.indexed, result.failed) == (11, 10, 1)
     ids = [row for row in range(11) if row != 7]
-    assert (TokenStore.open(remote.out).fetch(ids) == TokenStore.open(local.out).fetch(ids)).all()
+    assert (
+        TokenStore.open(remote.out).fetch(ids) == TokenStore.open(local.out).fetch(ids)
+    ).all()
     write_photo(uploaded / "photos/new.jpg", 99)
     (uploaded / "photos/00.jpg").unlink()
     upload(uploaded)

@@ -33,15 +33,31 @@ def refused(*specs: object, column: str | None = None) -> str:
 
 
 def test_kinds(photos: Path) -> None:
-    specs = [photos / "photos", photos / "a.tar", photos / "list.csv", photos / "photos2/c.jpg"]
+    specs = [
+        photos / "photos",
+        photos / "a.tar",
+        photos / "list.csv",
+        photos / "photos2/c.jpg",
+    ]
     sources = open_sources([str(spec) for spec in specs])
-    assert list(map(type, sources)) == [FolderSource, ArchiveSource, ListSource, ImageFileSource]
+    assert list(map(type, sources)) == [
+        FolderSource,
+        ArchiveSource,
+        ListSource,
+        ImageFileSource,
+    ]
     assert [source.spec for source in sources] == [str(spec) for spec in specs]
 
 
 def test_unknown_kinds_are_refused_with_what_is_accepted(photos: Path) -> None:
     (photos / "notes.md").write_text("x")
-    for name in ("notes.md", "missing", "missing.tar", "missing.csv", "missing-{00..03}.tar"):
+    for name in (
+        "notes.md",
+        "missing",
+        "missing.tar",
+        "missing.csv",
+        "missing-{00..03}.tar",
+    ):
         assert name.partition("{")[0] in refused(photos / name)
     assert "a directory, an archive (.tar," in refused(photos / "notes.md")
     assert "not a local path" in refused("ftp://host/photos")
@@ -71,7 +87,9 @@ def test_overlaps_are_refused_with_both_names(photos: Path) -> None:
 
 
 def test_a_column_needs_a_list(photos: Path) -> None:
-    assert "is given, but no source is a table with columns" in refused(photos / "photos", column="path")
+    assert "is given, but no source is a table with columns" in refused(
+        photos / "photos", column="path"
+    )
 
 
 @pytest.mark.parametrize(
@@ -97,13 +115,22 @@ def test_braces(pattern: str, names: list[str]) -> None:
     assert expand_braces(pattern) == names
 
 
-@pytest.mark.parametrize("pattern", ["{0..99999999999}", "{0..9999}{0..9999}", "{0..9}" * 7])
+@pytest.mark.parametrize(
+    "pattern", ["{0..99999999999}", "{0..9999}{0..9999}", "{0..9}" * 7]
+)
 def test_too_many_names(pattern: str) -> None:
     with pytest.raises(UsageError, match="more than"):
         expand_braces(pattern)
 
 
-@pytest.mark.parametrize("url", ["https://user:secret@host/a.tar", "s3://secret@bucket/*.jpg", "ftp://u:secret@host/a"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "https://user:secret@host/a.tar",
+        "s3://secret@bucket/*.jpg",
+        "ftp://u:secret@host/a",
+    ],
+)
 def test_urls_with_passwords_are_refused_without_them(url: str) -> None:
     message = refused(url)
     assert "put the credentials into the environment" in message
@@ -117,7 +144,10 @@ def test_quoted_patterns(tmp_path: Path) -> None:
         path.write_bytes(b"abc")
 
     def names(pattern: str) -> list[str]:
-        return [source.spec.removeprefix(f"{tmp_path}/") for source in open_sources([f"{tmp_path}/{pattern}"])]
+        return [
+            source.spec.removeprefix(f"{tmp_path}/")
+            for source in open_sources([f"{tmp_path}/{pattern}"])
+        ]
 
     assert names("?.jpg") == ["a.jpg", "b.jpg"]
     assert names("sub/**/*.jpg") == ["sub/c.jpg", "sub/deep/d.jpg"]

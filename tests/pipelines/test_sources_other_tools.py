@@ -1,4 +1,6 @@
-"""Files that Hugging Face Datasets and img2dataset wrote, see tests/golden/README.md."""
+"""Files that Hugging Face Datasets and img2dataset wrote, see
+tests/golden/README.md.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +19,22 @@ COLOURS = {(40 * number, 200 - 30 * number, 90) for number in range(6)}
 
 def colours(refs: list[InputRef]) -> set[tuple[int, ...]]:
     """The colours of the photos, which JPEG changes by a few units."""
-    means = [np.asarray(decode_rgb(read_bytes(ref)))[8:24, 8:24].mean(axis=(0, 1)) for ref in refs]
-    return {min(COLOURS, key=lambda colour: np.abs(np.subtract(colour, mean)).max()) for mean in means}
+    means = [
+        np.asarray(decode_rgb(read_bytes(ref)))[8:24, 8:24].mean(axis=(0, 1))
+        for ref in refs
+    ]
+    return {
+        min(COLOURS, key=lambda colour: np.abs(np.subtract(colour, mean)).max())
+        for mean in means
+    }
 
 
 def test_hugging_face_datasets() -> None:
     refs = list(open_source(str(GOLDEN / "hugging_face.parquet")).iter_inputs())
     assert colours(refs) == COLOURS
-    assert [ref.metadata["caption"] for ref in refs] == [f"colour {number}" for number in range(6)]
+    assert [ref.metadata["caption"] for ref in refs] == [
+        f"colour {number}" for number in range(6)
+    ]
     assert refs[2].metadata["image_path"] == "2.jpg"
 
 
@@ -38,4 +48,7 @@ def test_img2dataset(layout: str) -> None:
     if layout != "parquet":
         assert sorted(ref.metadata["captions"][0] for ref in refs) == captions
     assert {ref.metadata["licence"] for ref in refs} == {"cc0"}
-    assert source.ignored == {".json": 2, **({"(row without an image)": 1} if layout == "parquet" else {".parquet": 2})}
+    assert source.ignored == {
+        ".json": 2,
+        **({"(row without an image)": 1} if layout == "parquet" else {".parquet": 2}),
+    }

@@ -1,4 +1,6 @@
-"""Zips and compressed tars: the images that other tools packed come back byte for byte; damage is always reported."""
+"""Zips and compressed tars: the images that other tools packed come back byte for
+byte; damage is always reported.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,17 @@ from edje_index.images.ranges import RangedFile, open_ranged
 from edje_index.images.tars import TarArchive
 from pipelines.sources import open_source
 
-PHOTOS = {f"{number:03d}.jpg": b"\xff\xd8\xff" + random.Random(number).randbytes(40_000) for number in range(12)}
-COMPRESSORS = {".tar.gz": "gzip", ".tgz": "gzip", ".tar.bz2": "bzip2", ".tar.xz": "xz", ".tar.zst": "zstd"}
+PHOTOS = {
+    f"{number:03d}.jpg": b"\xff\xd8\xff" + random.Random(number).randbytes(40_000)
+    for number in range(12)
+}
+COMPRESSORS = {
+    ".tar.gz": "gzip",
+    ".tgz": "gzip",
+    ".tar.bz2": "bzip2",
+    ".tar.xz": "xz",
+    ".tar.zst": "zstd",
+}
 
 
 @pytest.fixture
@@ -41,10 +52,14 @@ def folder(tmp_path: Path) -> Path:
 def pack(folder: Path, suffix: str) -> Path:
     """The photos in a tar that the system's `tar` and compressor wrote."""
     if suffix == ".zip":
-        subprocess.run(["zip", "-q", "-r", "-X", "packed.zip", "photos"], cwd=folder, check=True)
+        subprocess.run(
+            ["zip", "-q", "-r", "-X", "packed.zip", "photos"], cwd=folder, check=True
+        )
         return folder / "packed.zip"
     tar = folder / "photos.tar"
-    subprocess.run(["tar", "-C", folder, "--sort=name", "-cf", tar, "photos"], check=True)
+    subprocess.run(
+        ["tar", "-C", folder, "--sort=name", "-cf", tar, "photos"], check=True
+    )
     path = folder / f"packed{suffix}"
     with path.open("wb") as file:
         subprocess.run([COMPRESSORS[suffix], "-c", tar], check=True, stdout=file)
@@ -54,7 +69,9 @@ def pack(folder: Path, suffix: str) -> Path:
 
 def contents(refs: list[InputRef]) -> dict[str, bytes | str]:
     """The bytes or the problem of every input, by the last part of its name."""
-    return {ref.uri.rpartition("/")[2]: ref.problem or _bytes_or_reason(ref) for ref in refs}
+    return {
+        ref.uri.rpartition("/")[2]: ref.problem or _bytes_or_reason(ref) for ref in refs
+    }
 
 
 def _bytes_or_reason(ref: InputRef) -> bytes | str:
@@ -79,11 +96,14 @@ def test_files_of_other_programs(folder: Path, suffix: str) -> None:
 
 
 @pytest.mark.parametrize("suffix", [".tar.gz", ".tar.bz2", ".tar.xz", ".tar.zst"])
-def test_a_read_that_fails_loses_no_bytes(folder: Path, monkeypatch: pytest.MonkeyPatch, suffix: str) -> None:
+def test_a_read_that_fails_loses_no_bytes(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
+) -> None:
     monkeypatch.setattr(tars, "_CHUNK", 30_000)
     path = pack(folder, suffix)
     refs = scan(path)
-    data, failures = path.read_bytes(), [OSError(errno.EIO, "disk"), KeyboardInterrupt()]
+    data = path.read_bytes()
+    failures = [OSError(errno.EIO, "disk"), KeyboardInterrupt()]
 
     def read_at(size: int, offset: int) -> bytes:
         if offset > len(data) // 3 and failures:
@@ -102,7 +122,9 @@ def test_a_read_that_fails_loses_no_bytes(folder: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("suffix", [".tar.gz", ".tar.bz2", ".tar.xz", ".tar.zst"])
 @pytest.mark.parametrize("damage", ["cut", "flipped"])
-def test_damaged_compressed_tars_lose_nothing_silently(folder: Path, suffix: str, damage: str) -> None:
+def test_damaged_compressed_tars_lose_nothing_silently(
+    folder: Path, suffix: str, damage: str
+) -> None:
     path = pack(folder, suffix)
     data = bytearray(path.read_bytes())
     middle = len(data) // 2
@@ -114,8 +136,13 @@ def test_damaged_compressed_tars_lose_nothing_silently(folder: Path, suffix: str
     found = contents(scan(path))
     assert found.pop(path.name) in ("truncated-archive", "damaged-archive")
     for name, content in found.items():
-        assert content == PHOTOS[name] or content in ("truncated-archive", "damaged-archive")
-    assert len(found) < len(PHOTOS) or any(isinstance(content, str) for content in found.values())
+        assert content == PHOTOS[name] or content in (
+            "truncated-archive",
+            "damaged-archive",
+        )
+    assert len(found) < len(PHOTOS) or any(
+        isinstance(content, str) for content in found.values()
+    )
 
 
 def test_an_archive_that_changed_after_the_plan(folder: Path) -> None:
@@ -125,7 +152,9 @@ def test_an_archive_that_changed_after_the_plan(folder: Path) -> None:
     assert set(contents(refs).values()) == {"changed-since-plan"}
 
 
-def test_a_bomb_in_a_compressed_tar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bomb_in_a_compressed_tar(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tars, "FREE_EXPANSION", 4 << 20)
     path = tmp_path / "bomb.tar.xz"
     with tarfile.open(path, "w:xz", preset=0) as archive:
@@ -150,7 +179,11 @@ def test_members_of_a_zip_that_cannot_be_read(tmp_path: Path) -> None:
         archive.writestr("../up.jpg", b"up")
         archive.writestr("lzma.jpg", b"x" * 100, compress_type=zipfile.ZIP_LZMA)
         archive.writestr("bzip2.jpg", b"x" * 100, compress_type=zipfile.ZIP_BZIP2)
-        archive.writestr("bomb.jpg", bytes(containers.FREE_EXPANSION * 2), compress_type=zipfile.ZIP_DEFLATED)
+        archive.writestr(
+            "bomb.jpg",
+            bytes(containers.FREE_EXPANSION * 2),
+            compress_type=zipfile.ZIP_DEFLATED,
+        )
         archive.writestr("notes.md", b"")
         archive.writestr("__MACOSX/._a.jpg", b"attributes")
         archive.writestr(".hidden/a.jpg", b"hidden")
@@ -168,21 +201,31 @@ def test_members_of_a_zip_that_cannot_be_read(tmp_path: Path) -> None:
 
 @given(st.data())
 @settings(max_examples=60, deadline=None)
-def test_damaged_zips_never_raise(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+def test_damaged_zips_never_raise(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("a.jpg", b"first" * 50)
         archive.writestr("b.jpg", b"second" * 50)
     content = bytearray(buffer.getvalue())
     for _ in range(data.draw(st.integers(1, 4))):
-        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
+        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(
+            st.integers(0, 255)
+        )
     path = tmp_path_factory.getbasetemp() / "damaged.zip"
-    path.write_bytes(content[: data.draw(st.integers(0, len(content)))] if data.draw(st.booleans()) else content)
+    path.write_bytes(
+        content[: data.draw(st.integers(0, len(content)))]
+        if data.draw(st.booleans())
+        else content
+    )
     for value in contents(scan(path)).values():
         assert isinstance(value, bytes) or value in REASONS
 
 
-def test_a_large_list_of_members_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_list_of_members_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "many.zip"
     with zipfile.ZipFile(path, "w") as archive:
         for number in range(200):
@@ -204,13 +247,19 @@ def test_a_folder_of_archives_is_read(folder: Path) -> None:
     packed = folder / "packed"
     packed.mkdir()
     pack(folder, ".tar.gz").rename(packed / "a.tar.gz")
-    subprocess.run(["zip", "-q", "-r", packed / "b.zip", "photos"], cwd=folder, check=True)
+    subprocess.run(
+        ["zip", "-q", "-r", packed / "b.zip", "photos"], cwd=folder, check=True
+    )
     (packed / "again.zip").symlink_to("b.zip")
     (packed / "stats.json").write_text("{}")
     (packed / "damaged.zip").write_bytes(b"PK")
     source = open_source(str(packed))
     refs = list(source.iter_inputs())
-    assert [ref.uri.partition("!")[0].rpartition("/")[2] for ref in refs[:12]] == ["a.tar.gz"] * 12
+    assert [ref.uri.partition("!")[0].rpartition("/")[2] for ref in refs[:12]] == [
+        "a.tar.gz"
+    ] * 12
     assert len(refs) == 25
-    assert [(ref.uri, ref.problem) for ref in refs if ref.problem] == [(f"{packed}/damaged.zip", "damaged-archive")]
+    assert [(ref.uri, ref.problem) for ref in refs if ref.problem] == [
+        (f"{packed}/damaged.zip", "damaged-archive")
+    ]
     assert source.ignored == {".json": 1, "(link seen)": 1}

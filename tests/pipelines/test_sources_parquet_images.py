@@ -1,4 +1,6 @@
-"""Parquet files that hold images: which column holds them, and every row is an image, a failed input or counted."""
+"""Parquet files that hold images: which column holds them, and every row is an
+image, a failed input or counted.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ from edje_index.images.ranges import open_ranged
 from pipelines.sources import open_source, open_sources
 from storage_formats.errors import UsageError
 
-PHOTOS = [b"\xff\xd8\xff" + random.Random(number).randbytes(30_000) for number in range(10)]
+PHOTOS = [
+    b"\xff\xd8\xff" + random.Random(number).randbytes(30_000) for number in range(10)
+]
 STRUCT = pa.struct({"bytes": pa.binary(), "path": pa.string()})
 
 
@@ -44,8 +48,18 @@ def values(path: Path, column: str | None = None) -> list[bytes | str]:
 @pytest.mark.parametrize("compression", ["none", "snappy", "zstd"])
 @pytest.mark.parametrize("dictionary", [True, False])
 def test_binary_columns(tmp_path: Path, compression: str, dictionary: bool) -> None:
-    columns = {"key": [str(number) for number in range(10)], "jpg": PHOTOS, "width": list(range(10))}
-    path = write(tmp_path / "a.parquet", columns, compression=compression, use_dictionary=dictionary, row_group_size=3)
+    columns = {
+        "key": [str(number) for number in range(10)],
+        "jpg": PHOTOS,
+        "width": list(range(10)),
+    }
+    path = write(
+        tmp_path / "a.parquet",
+        columns,
+        compression=compression,
+        use_dictionary=dictionary,
+        row_group_size=3,
+    )
     refs = list(open_source(str(path)).iter_inputs())
     assert [read_bytes(ref) for ref in refs] == PHOTOS
     assert refs[7].uri == f"{path}!jpg/7"
@@ -62,7 +76,10 @@ def test_struct_columns_with_bytes_or_paths(tmp_path: Path) -> None:
         {"bytes": None, "path": None},
         None,
     ]
-    path = write(tmp_path / "a.parquet", {"image": pa.array(rows, STRUCT), "label": [1, 2, 3, 4, 5, 6]})
+    path = write(
+        tmp_path / "a.parquet",
+        {"image": pa.array(rows, STRUCT), "label": [1, 2, 3, 4, 5, 6]},
+    )
     source = open_source(str(path))
     refs = list(source.iter_inputs())
     assert values(path) == [PHOTOS[0], PHOTOS[1], "missing", PHOTOS[2]]
@@ -74,7 +91,9 @@ def test_struct_columns_with_bytes_or_paths(tmp_path: Path) -> None:
 
 def test_the_column_can_be_named(tmp_path: Path) -> None:
     path = write(tmp_path / "a.parquet", {"left": PHOTOS, "right": PHOTOS[::-1]})
-    with pytest.raises(UsageError, match="several columns of images \\(left, right\\); name the column"):
+    with pytest.raises(
+        UsageError, match="several columns of images \\(left, right\\); name the column"
+    ):
         open_source(str(path))
     assert values(path, "right") == PHOTOS[::-1]
     with pytest.raises(UsageError, match="no column middle"):
@@ -84,10 +103,16 @@ def test_the_column_can_be_named(tmp_path: Path) -> None:
 
 def test_sounds_are_no_images_and_labels_have_names(tmp_path: Path) -> None:
     label = {"_type": "ClassLabel", "names": ["cat", "dog"]}
-    features = {"audio": {"_type": "Audio"}, "image": {"_type": "Image"}, "label": label}
+    features = {
+        "audio": {"_type": "Audio"},
+        "image": {"_type": "Image"},
+        "label": label,
+    }
     metadata = {"huggingface": json.dumps({"info": {"features": features}})}
     rows = pa.array([{"bytes": data, "path": None} for data in PHOTOS], STRUCT)
-    table = pa.table({"audio": rows, "image": rows, "label": [0, 1, -1, None, 1, 0, 0, 0, 0, 0]})
+    table = pa.table(
+        {"audio": rows, "image": rows, "label": [0, 1, -1, None, 1, 0, 0, 0, 0, 0]}
+    )
     table = table.replace_schema_metadata(metadata)
     pq.write_table(table, tmp_path / "a.parquet")
     source = open_source(str(tmp_path / "a.parquet"))
@@ -98,15 +123,21 @@ def test_sounds_are_no_images_and_labels_have_names(tmp_path: Path) -> None:
     assert source.ignored == {"(binary column)": 1}
 
 
-def test_threads_read_on_across_row_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_read_on_across_row_groups(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(ranges, "KEPT_BYTES", 0)
     path = write(tmp_path / "a.parquet", {"jpg": PHOTOS}, row_group_size=1)
     starts: list[int] = []
     with open_ranged(bytes(path)) as file:
         images = ParquetImages(file, "jpg")
         begin = images._window._begin
-        monkeypatch.setattr(images._window, "_begin", lambda group: starts.append(group) or begin(group))
-        assert [images.read(row, 0, 1 << 20) for row in (0, 3, 9)] == [PHOTOS[row] for row in (0, 3, 9)]
+        monkeypatch.setattr(
+            images._window, "_begin", lambda group: starts.append(group) or begin(group)
+        )
+        assert [images.read(row, 0, 1 << 20) for row in (0, 3, 9)] == [
+            PHOTOS[row] for row in (0, 3, 9)
+        ]
         assert starts == []
         assert images.read(2, 0, 1 << 20) == PHOTOS[2]
         monkeypatch.setattr(ranges, "NEAR", 2)
@@ -115,39 +146,60 @@ def test_threads_read_on_across_row_groups(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_damaged_row_group_fails_its_rows_only(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.parquet", {"jpg": PHOTOS}, row_group_size=2, compression="snappy", use_dictionary=False)
+    path = write(
+        tmp_path / "a.parquet",
+        {"jpg": PHOTOS},
+        row_group_size=2,
+        compression="snappy",
+        use_dictionary=False,
+    )
     column = pq.read_metadata(path).row_group(1).column(0)
     content = bytearray(path.read_bytes())
     content[column.data_page_offset : column.data_page_offset + 40] = bytes(40)
     path.write_bytes(content)
     damaged = ["damaged-archive"] * 2
     assert values(path) == [*PHOTOS[:2], *damaged, *PHOTOS[4:]]
-    with open_ranged(bytes(path)) as file:  # no thread reads the damaged rows
+    # no thread reads the damaged rows
+    with open_ranged(bytes(path)) as file:
         images = ParquetImages(file, "jpg")
-        assert [images.read(row, 0, 1 << 20) for row in (0, 9, 4)] == [PHOTOS[row] for row in (0, 9, 4)]
+        assert [images.read(row, 0, 1 << 20) for row in (0, 9, 4)] == [
+            PHOTOS[row] for row in (0, 9, 4)
+        ]
 
 
 def test_repeated_images_take_the_memory_of_one(tmp_path: Path) -> None:
     import tracemalloc
 
-    path = write(tmp_path / "a.parquet", {"jpg": [b"\xff\xd8\xff" + bytes(1 << 18)] * 500})
-    (first, *_) = open_source(str(path)).iter_inputs()
+    path = write(
+        tmp_path / "a.parquet", {"jpg": [b"\xff\xd8\xff" + bytes(1 << 18)] * 500}
+    )
+    first, *_ = open_source(str(path)).iter_inputs()
     pool = pa.default_memory_pool()
     tracemalloc.start()
     before = pool.bytes_allocated()
     assert len(read_bytes(first)) == (1 << 18) + 3
-    assert pool.bytes_allocated() - before + tracemalloc.get_traced_memory()[1] < 10 << 20
+    assert (
+        pool.bytes_allocated() - before + tracemalloc.get_traced_memory()[1] < 10 << 20
+    )
     tracemalloc.stop()
 
 
 @given(st.data())
 @settings(max_examples=60, deadline=None)
-def test_damaged_files_never_raise(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+def test_damaged_files_never_raise(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
     path = tmp_path_factory.getbasetemp() / "damaged.parquet"
-    write(path, {"jpg": [photo[:200] for photo in PHOTOS], "caption": ["a dog"] * 10}, row_group_size=4)
+    write(
+        path,
+        {"jpg": [photo[:200] for photo in PHOTOS], "caption": ["a dog"] * 10},
+        row_group_size=4,
+    )
     content = bytearray(path.read_bytes())
     for _ in range(data.draw(st.integers(1, 4))):
-        content[data.draw(st.integers(4, len(content) - 9))] = data.draw(st.integers(0, 255))
+        content[data.draw(st.integers(4, len(content) - 9))] = data.draw(
+            st.integers(0, 255)
+        )
     path.write_bytes(content)
     try:
         found = values(path)

@@ -1,4 +1,6 @@
-"""Sources on web servers and on the Hugging Face Hub: they list and read as local files do."""
+"""Sources on web servers and on the Hugging Face Hub: they list and read as local
+files do.
+"""
 
 from __future__ import annotations
 
@@ -52,18 +54,30 @@ def contents(refs: list[InputRef], base: str) -> list[tuple[str, bytes, object]]
     return [(ref.uri.removeprefix(base), read_bytes(ref), ref.metadata) for ref in refs]
 
 
-@pytest.mark.parametrize("suffix", ["tar", "tar.gz", "tar.bz2", "tar.xz", "tar.zst", "zip", "parquet"])
+@pytest.mark.parametrize(
+    "suffix", ["tar", "tar.gz", "tar.bz2", "tar.xz", "tar.zst", "zip", "parquet"]
+)
 def test_archives_read_in_any_order(
-    server: WebServer, tmp_path: Path, photos: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
+    server: WebServer,
+    tmp_path: Path,
+    photos: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    suffix: str,
 ) -> None:
-    for module, name, value in [(ranges, "BLOCK_BYTES", 700), (tars, "_CHUNK", 500), (ranges, "KEPT_BYTES", 1000)]:
+    for module, name, value in [
+        (ranges, "BLOCK_BYTES", 700),
+        (tars, "_CHUNK", 500),
+        (ranges, "KEPT_BYTES", 1000),
+    ]:
         monkeypatch.setattr(module, name, value)
     path = _packed_as(suffix, photos, tmp_path)
     server.files[f"/{path.name}"] = path.read_bytes()
     for spec in (str(path), f"{server.url}/{path.name}"):
         refs = scan(spec)
         data = {ref: read_bytes(ref) for ref in refs}
-        assert list(data.values()) == [photo.read_bytes() for photo in sorted(photos.glob("*.jpg"))]
+        assert list(data.values()) == [
+            photo.read_bytes() for photo in sorted(photos.glob("*.jpg"))
+        ]
         orders = [refs[::-1], random.Random(0).sample(refs, len(refs))]
         assert all(read_bytes(ref) == data[ref] for order in orders for ref in order)
 
@@ -81,7 +95,9 @@ def _packed_as(suffix: str, photos: Path, folder: Path) -> Path:
 
 @dataclass
 class ChangingFile:
-    """A file whose contents and ETag the server exchanges before the request with the number `change_at`."""
+    """A file whose contents and ETag the server exchanges before the request with
+    the number `change_at`.
+    """
 
     versions: list[tuple[bytes, str]]
     change_at: int = 1 << 30
@@ -90,7 +106,9 @@ class ChangingFile:
     def answer(self, headers: dict[str, str]) -> Any:
         data, etag = self.versions[self.requests >= self.change_at]
         self.requests += 1
-        first, last = (int(number) for number in headers["Range"].removeprefix("bytes=").split("-"))
+        first, last = (
+            int(number) for number in headers["Range"].removeprefix("bytes=").split("-")
+        )
         part = data[first : last + 1]
         content_range = f"bytes {first}-{first + len(part) - 1}/{len(data)}"
         return 206, {"Content-Range": content_range, "ETag": etag}, part
@@ -98,29 +116,57 @@ class ChangingFile:
 
 @pytest.mark.parametrize(
     ("suffix", "change"),
-    [("tar", "etag"), ("tar.gz", "length"), ("tar.zst", "etag"), ("zip", "length"), ("parquet", "etag")],
+    [
+        ("tar", "etag"),
+        ("tar.gz", "length"),
+        ("tar.zst", "etag"),
+        ("zip", "length"),
+        ("parquet", "etag"),
+    ],
 )
 def test_a_file_that_changes_between_requests_is_never_mixed(
-    server: WebServer, tmp_path: Path, photos: Path, monkeypatch: pytest.MonkeyPatch, suffix: str, change: str
+    server: WebServer,
+    tmp_path: Path,
+    photos: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    suffix: str,
+    change: str,
 ) -> None:
     monkeypatch.setattr(ranges, "BLOCK_BYTES", 700)
     path = _packed_as(suffix, photos, tmp_path)
     data = path.read_bytes()
-    versions = [(data, '"a"'), (bytes(len(data)), '"b"') if change == "etag" else (data[:-600] + bytes(601), "")]
+    versions = [
+        (data, '"a"'),
+        (
+            (bytes(len(data)), '"b"')
+            if change == "etag"
+            else (data[:-600] + bytes(601), "")
+        ),
+    ]
     outcomes: list[object] = []
     for change_at in range(1 if suffix == "zip" else 3, 9):
         server.responses[f"/{path.name}"] = ChangingFile(versions, change_at).answer
         try:
             outcomes.append(len(scan(f"{server.url}/{path.name}")))
         except (TransientInputError, UsageError) as error:
-            outcomes.append(re.sub(r".*(has changed while it was) (listed|read).*", r"\1", str(error)))
+            outcomes.append(
+                re.sub(
+                    r".*(has changed while it was) (listed|read).*", r"\1", str(error)
+                )
+            )
     assert "has changed while it was" in outcomes
     assert {*outcomes} <= {10, "has changed while it was"}
 
 
 @pytest.mark.parametrize("suffix", ["csv", "tsv", "jsonl", "txt"])
 def test_lists_on_a_server(server: WebServer, suffix: str) -> None:
-    values = ["photos/a.jpg", f"{server.url}/other/b.jpg", "/etc/passwd", "file:///etc/passwd", "../up.jpg"]
+    values = [
+        "photos/a.jpg",
+        f"{server.url}/other/b.jpg",
+        "/etc/passwd",
+        "file:///etc/passwd",
+        "../up.jpg",
+    ]
     lines = {
         "csv": ["url", *values],
         "tsv": ["url\tx", *(f"{value}\ty" for value in values)],
@@ -131,7 +177,10 @@ def test_lists_on_a_server(server: WebServer, suffix: str) -> None:
     server.files["/lists/photos/a.jpg"] = b"a"
     server.files["/other/b.jpg"] = b"b"
     refs = scan(f"{server.url}/lists/list.{suffix}")
-    assert [ref.uri for ref in refs[:2]] == [f"{server.url}/lists/photos/a.jpg", f"{server.url}/other/b.jpg"]
+    assert [ref.uri for ref in refs[:2]] == [
+        f"{server.url}/lists/photos/a.jpg",
+        f"{server.url}/other/b.jpg",
+    ]
     assert [read_bytes(ref) for ref in refs[:2]] == [b"a", b"b"]
     assert [ref.problem for ref in refs[2:]] == ["bad-list-line"] * 3
 
@@ -142,12 +191,16 @@ def test_patterns_of_urls(server: WebServer) -> None:
     assert [ref.uri for ref in scan(server.url + "/{0..2}.jpg")] == [
         f"{server.url}/{number}.jpg" for number in range(3)
     ]
-    assert [ref.uri for ref in scan(server.url + "/photo?id=3")] == [f"{server.url}/photo?id=3"]
+    assert [ref.uri for ref in scan(server.url + "/photo?id=3")] == [
+        f"{server.url}/photo?id=3"
+    ]
     with pytest.raises(UsageError, match="web servers do not list directories"):
         open_source(f"{server.url}/photos")
 
 
-def test_a_folder_on_the_hub(server: WebServer, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_on_the_hub(
+    server: WebServer, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HF_ENDPOINT", server.url)
     monkeypatch.setenv("HF_TOKEN", "secret")
     (tmp_path / "packed").mkdir()
@@ -169,7 +222,10 @@ def test_a_folder_on_the_hub(server: WebServer, photos: Path, tmp_path: Path, mo
 
     server.responses["/api/datasets/owner/set/tree/v1/data"] = page(0)
     server.responses["/page2"] = page(1)
-    for spec in ("hf://datasets/owner/set@v1/data", "hf://datasets/owner/set@v1/data/*.parquet"):
+    for spec in (
+        "hf://datasets/owner/set@v1/data",
+        "hf://datasets/owner/set@v1/data/*.parquet",
+    ):
         refs = scan(spec)
         assert [ref.uri for ref in refs[9:11]] == [
             "hf://datasets/owner/set@v1/data/train-00000.parquet!image/9",
@@ -182,7 +238,11 @@ def test_a_folder_on_the_hub(server: WebServer, photos: Path, tmp_path: Path, mo
 
 
 def test_a_build_from_addresses(
-    server: WebServer, tmp_path: Path, photos: Path, config: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    server: WebServer,
+    tmp_path: Path,
+    photos: Path,
+    config: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     lines = ["url,caption"]
     for path in sorted(photos.glob("*.jpg")):
@@ -192,12 +252,23 @@ def test_a_build_from_addresses(
     (tmp_path / "list.csv").write_text("\n".join(lines))
     server.faults["/02.jpg"] = ["503"] * 4
     server.faults["/04.jpg"] = ["reset", "truncate", "slow"]
-    request = replace(config(), sources=(str(tmp_path / "list.csv"),), out=tmp_path / "web.edje")
+    request = replace(
+        config(), sources=(str(tmp_path / "list.csv"),), out=tmp_path / "web.edje"
+    )
     result = run_build(request, lambda event: None)
     assert (result.inputs, result.indexed, result.failed) == (11, 8, 3)
-    failed = {row["uri"].rpartition("/")[2]: row["reason"] for row in failed_rows(request.out)}
-    assert failed == {"02.jpg": "unreachable", "07.jpg": "not-an-image", "gone.jpg": "missing"}
-    assert read_rows(request.out, columns=["caption"])["caption"].to_pylist()[4] == "photo 04"
+    failed = {
+        row["uri"].rpartition("/")[2]: row["reason"] for row in failed_rows(request.out)
+    }
+    assert failed == {
+        "02.jpg": "unreachable",
+        "07.jpg": "not-an-image",
+        "gone.jpg": "missing",
+    }
+    assert (
+        read_rows(request.out, columns=["caption"])["caption"].to_pylist()[4]
+        == "photo 04"
+    )
     retried = update_index(request.out, retry_failed=True, engine="inline")
     assert (retried.deleted, retried.new) == (3, 1)
 
@@ -208,28 +279,48 @@ def test_an_update_keeps_the_rows_of_addresses_that_cannot_be_read_now(
     names = ["00.jpg", "01.jpg", "02.jpg", "04.jpg", "gone.jpg"]
     for name in names[:4]:
         server.files[f"/{name}"] = (photos / name).read_bytes()
-    (tmp_path / "list.txt").write_text("".join(f"{server.url}/{name}\n" for name in names))
-    request = replace(config(), sources=(str(tmp_path / "list.txt"),), out=tmp_path / "web.edje")
+    (tmp_path / "list.txt").write_text(
+        "".join(f"{server.url}/{name}\n" for name in names)
+    )
+    request = replace(
+        config(), sources=(str(tmp_path / "list.txt"),), out=tmp_path / "web.edje"
+    )
     run_build(request, lambda event: None)
     server.faults["/00.jpg"] = ["503"] * 4
     server.faults["/01.jpg"] = ["403"]
     server.faults["/gone.jpg"] = ["503"] * 4
     del server.files["/04.jpg"]
     events: list[Any] = []
-    result = update_index(request.out, engine="inline", dry_run=True, on_event=events.append)
-    assert (result.unchanged, result.deleted, result.failed_by_reason) == (3, 2, {"missing": 1, "unreachable": 1})
-    assert StatusMessage("2 inputs on servers cannot be read now; the rows stay", is_warning=True) in events
+    result = update_index(
+        request.out, engine="inline", dry_run=True, on_event=events.append
+    )
+    assert (result.unchanged, result.deleted, result.failed_by_reason) == (
+        3,
+        2,
+        {"missing": 1, "unreachable": 1},
+    )
+    assert (
+        StatusMessage(
+            "2 inputs on servers cannot be read now; the rows stay", is_warning=True
+        )
+        in events
+    )
 
 
 @pytest.mark.parametrize("original", ["changed", "vanished"])
 def test_an_update_keeps_the_original_of_a_duplicate_that_cannot_be_read_now(
-    server: WebServer, tmp_path: Path, photos: Path, config: Callable[..., Any], original: str
+    server: WebServer,
+    tmp_path: Path,
+    photos: Path,
+    config: Callable[..., Any],
+    original: str,
 ) -> None:
     server.files["/01.jpg"] = (photos / "01.jpg").read_bytes()
     (tmp_path / "list.txt").write_text(f"{server.url}/01.jpg\n")
     sources = (str(photos), str(tmp_path / "list.txt"))
     request = replace(config(), sources=sources, out=tmp_path / "web.edje", dedupe=True)
-    run_build(request, lambda event: None)  # rows 3 and 10 are duplicates of row 1
+    # rows 3 and 10 are duplicates of row 1
+    run_build(request, lambda event: None)
     if original == "changed":
         (photos / "01.jpg").write_bytes((photos / "02.jpg").read_bytes() + b"changed")
     else:
@@ -237,18 +328,40 @@ def test_an_update_keeps_the_original_of_a_duplicate_that_cannot_be_read_now(
     server.faults["/01.jpg"] = ["503"] * 4
     events: list[Any] = []
     result = update_index(request.out, engine="inline", on_event=events.append)
-    assert (result.unchanged, result.new, result.deleted) == (10, int(original == "changed"), 0)
-    assert StatusMessage("1 input on servers cannot be read now; the rows stay", is_warning=True) in events
+    assert (result.unchanged, result.new, result.deleted) == (
+        10,
+        int(original == "changed"),
+        0,
+    )
+    assert (
+        StatusMessage(
+            "1 input on servers cannot be read now; the rows stay", is_warning=True
+        )
+        in events
+    )
     with TokenStore.open(request.out) as store:
         assert np.isfinite(store.fetch([1])).all()
-    result = update_index(request.out, engine="inline", on_event=events.append)  # the server responds again
-    assert (result.unchanged, result.new + result.changed, result.deleted) == (8 + int(original == "changed"), 1, 3)
-    assert "duplicate" not in read_rows(request.out, columns=["status"])["status"].to_pylist()[8:]
+    # the server responds again
+    result = update_index(request.out, engine="inline", on_event=events.append)
+    assert (result.unchanged, result.new + result.changed, result.deleted) == (
+        8 + int(original == "changed"),
+        1,
+        3,
+    )
+    assert (
+        "duplicate"
+        not in read_rows(request.out, columns=["status"])["status"].to_pylist()[8:]
+    )
 
 
 @pytest.mark.parametrize("name", ["a.tar", "a.zip"])
 @pytest.mark.parametrize("status", ["403", "404"])
-def test_an_archive_that_the_server_does_not_give_is_refused(server: WebServer, name: str, status: str) -> None:
+def test_an_archive_that_the_server_does_not_give_is_refused(
+    server: WebServer, name: str, status: str
+) -> None:
     server.faults[f"/{name}"] = [status] * 9
-    with pytest.raises(UsageError, match=rf"cannot read .*/{name}: HTTP status {status} .*; check the URL"):
+    with pytest.raises(
+        UsageError,
+        match=rf"cannot read .*/{name}: HTTP status {status} .*; check the URL",
+    ):
         scan(f"{server.url}/{name}")

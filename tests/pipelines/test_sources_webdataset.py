@@ -22,7 +22,9 @@ from pipelines.sources.packed import ArchiveSource
 Member = tuple[str, bytes]
 
 
-def write_tar(path: Path, members: list[Member], form: int = tarfile.PAX_FORMAT) -> Path:
+def write_tar(
+    path: Path, members: list[Member], form: int = tarfile.PAX_FORMAT
+) -> Path:
     with tarfile.open(path, "w", format=form) as archive:
         for name, data in members:
             info = tarfile.TarInfo(name)
@@ -38,7 +40,10 @@ def scan(path: Path) -> tuple[list[InputRef], dict[str, int]]:
 
 def read_all(path: Path) -> list[tuple[str, bytes | str]]:
     """(name of the member, its bytes or its problem) of every input."""
-    return [(ref.uri.partition("!")[2], ref.problem or read_bytes(ref)) for ref in scan(path)[0]]
+    return [
+        (ref.uri.partition("!")[2], ref.problem or read_bytes(ref))
+        for ref in scan(path)[0]
+    ]
 
 
 def headers(path: Path) -> list[tars.Member]:
@@ -46,10 +51,17 @@ def headers(path: Path) -> list[tars.Member]:
         return list(TarArchive(file).members())
 
 
-MEMBERS = [("0001.jpg", b"first"), ("0001.txt", b"caption"), ("0001.json", b"{}"), ("0002.png", b"x" * 512)]
+MEMBERS = [
+    ("0001.jpg", b"first"),
+    ("0001.txt", b"caption"),
+    ("0001.json", b"{}"),
+    ("0002.png", b"x" * 512),
+]
 
 
-@pytest.mark.parametrize("form", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+@pytest.mark.parametrize(
+    "form", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT]
+)
 def test_image_members_are_inputs(tmp_path: Path, form: int) -> None:
     path = write_tar(tmp_path / "a.tar", MEMBERS, form)
     refs, ignored = scan(path)
@@ -79,29 +91,43 @@ def test_folders_hidden_files_and_files_without_suffix(tmp_path: Path) -> None:
             info = tarfile.TarInfo(name)
             info.size = len(data)
             archive.addfile(info, io.BytesIO(data))
-    assert read_all(path) == [("pipe.jpg", "unsupported-member"), ("./a.jpg", b"one"), ("c", b"\xff\xd8\xff")]
+    assert read_all(path) == [
+        ("pipe.jpg", "unsupported-member"),
+        ("./a.jpg", b"one"),
+        ("c", b"\xff\xd8\xff"),
+    ]
     assert scan(path)[1] == {"(hidden)": 2, "(no suffix)": 1}
 
 
 def test_links_and_sparse_members_fail_with_a_reason(tmp_path: Path) -> None:
     path = tmp_path / "a.tar"
     with tarfile.open(path, "w") as archive:
-        for name, kind in [("hard.jpg", tarfile.LNKTYPE), ("soft.jpg", tarfile.SYMTYPE), ("soft.txt", tarfile.SYMTYPE)]:
+        for name, kind in [
+            ("hard.jpg", tarfile.LNKTYPE),
+            ("soft.jpg", tarfile.SYMTYPE),
+            ("soft.txt", tarfile.SYMTYPE),
+        ]:
             info = tarfile.TarInfo(name)
-            info.type, info.linkname = kind, "a.jpg"
+            info.type = kind
+            info.linkname = "a.jpg"
             archive.addfile(info)
         sparse = tarfile.TarInfo("pax.jpg")
-        sparse.size, sparse.pax_headers = 4, {"GNU.sparse.major": "1", "GNU.sparse.name": "sparse.jpg"}
+        sparse.size = 4
+        sparse.pax_headers = {"GNU.sparse.major": "1", "GNU.sparse.name": "sparse.jpg"}
         archive.addfile(sparse, io.BytesIO(b"abcd"))
         after = tarfile.TarInfo("after.jpg")
         after.size = 3
         archive.addfile(after, io.BytesIO(b"end"))
-    failed = [(name, "unsupported-member") for name in ("hard.jpg", "soft.jpg", "sparse.jpg")]
+    failed = [
+        (name, "unsupported-member") for name in ("hard.jpg", "soft.jpg", "sparse.jpg")
+    ]
     assert read_all(path) == [*failed, ("after.jpg", b"end")]
 
 
 def test_archives_joined_end_to_end(tmp_path: Path) -> None:
-    one, two = (write_tar(tmp_path / name, [(f"{name}.jpg", b"x")]) for name in ("one", "two"))
+    one, two = (
+        write_tar(tmp_path / name, [(f"{name}.jpg", b"x")]) for name in ("one", "two")
+    )
     both = tmp_path / "both.tar"
     both.write_bytes(one.read_bytes() + two.read_bytes())
     assert [name for name, _ in read_all(both)] == ["one.jpg", "two.jpg"]
@@ -118,7 +144,9 @@ def test_scanning_reads_only_headers(tmp_path: Path) -> None:
             file.seek(info.size, os.SEEK_CUR)
         file.write(bytes(10240))
     refs, _ = scan(path)
-    assert [ref.offset for ref in refs] == [512 + number * (512 + (1 << 30)) for number in range(1024)]
+    assert [ref.offset for ref in refs] == [
+        512 + number * (512 + (1 << 30)) for number in range(1024)
+    ]
 
 
 # Damage
@@ -128,20 +156,30 @@ def test_truncated_anywhere(tmp_path: Path) -> None:
     """Whole members stay inputs; the missing rest is exactly one failed input."""
     whole = write_tar(tmp_path / "whole.tar", MEMBERS, tarfile.GNU_FORMAT)
     data = whole.read_bytes()
-    ends = {ref.uri.partition("!")[2]: ref.offset + ref.size for ref in scan(whole)[0] if ref.size is not None}
+    ends = {
+        ref.uri.partition("!")[2]: ref.offset + ref.size
+        for ref in scan(whole)[0]
+        if ref.size is not None
+    }
     path = tmp_path / "cut.tar"
     for length in [*range(0, 8 * 512, 100), *range(0, 8 * 512, 512)]:
         path.write_bytes(data[:length])
         found = read_all(path)
         kept = [(name, value) for name, value in found if isinstance(value, bytes)]
-        assert [name for name, _ in kept] == [name for name, end in ends.items() if end <= length]
-        assert [value for _, value in found if isinstance(value, str)] == ["truncated-archive"]
+        assert [name for name, _ in kept] == [
+            name for name, end in ends.items() if end <= length
+        ]
+        assert [value for _, value in found if isinstance(value, str)] == [
+            "truncated-archive"
+        ]
 
 
 def test_damaged_header_in_the_middle(tmp_path: Path) -> None:
     """`tarfile` alone ends here without an error."""
     path = write_tar(
-        tmp_path / "a.tar", [("a.jpg", b"one"), ("b.jpg", b"two"), ("c.jpg", b"three")], tarfile.GNU_FORMAT
+        tmp_path / "a.tar",
+        [("a.jpg", b"one"), ("b.jpg", b"two"), ("c.jpg", b"three")],
+        tarfile.GNU_FORMAT,
     )
     data = bytearray(path.read_bytes())
     data[1024 + 10] ^= 0xFF
@@ -152,37 +190,57 @@ def test_damaged_header_in_the_middle(tmp_path: Path) -> None:
     ]
 
 
-NAMES = st.text(st.characters(codec="utf-8", exclude_characters="\0/"), min_size=1, max_size=150)
+NAMES = st.text(
+    st.characters(codec="utf-8", exclude_characters="\0/"), min_size=1, max_size=150
+)
 
 
-@given(st.lists(st.tuples(NAMES, st.binary(max_size=1500)), max_size=6), st.sampled_from([0, 1, 2]))
+@given(
+    st.lists(st.tuples(NAMES, st.binary(max_size=1500)), max_size=6),
+    st.sampled_from([0, 1, 2]),
+)
 def test_every_member_lies_where_it_was_written(
     tmp_path_factory: pytest.TempPathFactory, members: list[Member], form: int
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "written.tar"
     try:
         write_tar(path, members, form)
-    except ValueError:  # ustar cannot hold the name
+    except ValueError:
+        # ustar cannot hold the name
         return
     content = path.read_bytes()
     regular = [member for member in headers(path) if member.problem is None]
-    assert [(member.name.decode(), content[member.offset :][: member.size]) for member in regular] == members
+    assert [
+        (member.name.decode(), content[member.offset :][: member.size])
+        for member in regular
+    ] == members
 
 
 @given(st.data())
 @settings(max_examples=120)
-def test_any_damage_ends_with_a_reason(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+def test_any_damage_ends_with_a_reason(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
     path = tmp_path_factory.getbasetemp() / "damaged.tar"
     form = data.draw(st.sampled_from([0, 1, 2]))
     content = bytearray(
-        write_tar(path, [("a.jpg", b"one"), ("é" * 80 + ".jpg", b"two")], 2 if form == 0 else form).read_bytes()
+        write_tar(
+            path,
+            [("a.jpg", b"one"), ("é" * 80 + ".jpg", b"two")],
+            2 if form == 0 else form,
+        ).read_bytes()
     )
     for _ in range(data.draw(st.integers(1, 4))):
-        content[data.draw(st.integers(0, min(len(content), 5000) - 1))] = data.draw(st.integers(0, 255))
-    if data.draw(st.booleans()):  # with a true checksum, so that later checks are reached
+        content[data.draw(st.integers(0, min(len(content), 5000) - 1))] = data.draw(
+            st.integers(0, 255)
+        )
+    # with a true checksum, so that later checks are reached
+    if data.draw(st.booleans()):
         header = data.draw(st.sampled_from([0, 1024]))
         content[header + 148 : header + 156] = b" " * 8
-        content[header + 148 : header + 155] = b"%06o\0" % sum(content[header : header + 512])
+        content[header + 148 : header + 155] = b"%06o\0" % sum(
+            content[header : header + 512]
+        )
     path.write_bytes(content[: data.draw(st.integers(0, len(content)))])
     refs, _ = scan(path)
     assert all(ref.problem is None or ref.problem in REASONS for ref in refs)
@@ -195,7 +253,12 @@ def test_any_damage_ends_with_a_reason(tmp_path_factory: pytest.TempPathFactory,
 def test_shards_keep_their_order(tmp_path: Path) -> None:
     """More archives than are read at once."""
     for number in range(30):
-        write_tar(tmp_path / f"{number:03d}.tar", [(f"{number}-{member}.jpg", b"x") for member in range(number % 4)])
+        write_tar(
+            tmp_path / f"{number:03d}.tar",
+            [(f"{number}-{member}.jpg", b"x") for member in range(number % 4)],
+        )
     sources = open_sources([str(tmp_path / "{000..029}.tar")])
     names = [ref.uri.partition("!")[2] for ref in iter_all(sources)]
-    assert names == [f"{number}-{member}.jpg" for number in range(30) for member in range(number % 4)]
+    assert names == [
+        f"{number}-{member}.jpg" for number in range(30) for member in range(number % 4)
+    ]

@@ -29,7 +29,11 @@ A_CHECK_THAT_HANGS = """
 import sys, time
 import storage_formats.verify
 from pipelines.cli import main
-storage_formats.verify.check_shard = lambda *shard: print("checking", flush=True) or time.sleep(60)
+def check_shard(*shard):
+    print("checking", flush=True)
+    time.sleep(60)
+
+storage_formats.verify.check_shard = check_shard
 sys.exit(main())
 """
 
@@ -59,19 +63,40 @@ def test_the_first_signal_asks_and_the_second_insists(number, capfd):
 
 
 def test_a_third_signal_ends_the_process():
-    done = subprocess.run([sys.executable, "-c", THREE_SIGNALS], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", THREE_SIGNALS],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert (done.returncode, done.stdout) == (1, "")
 
 
 def test_ctrl_c_is_an_interruption_whatever_error_a_library_makes_of_it():
-    words = [sys.executable, "-c", AN_INTERRUPT_THAT_BECOMES_ANOTHER_ERROR, "info", "index"]
+    words = [
+        sys.executable,
+        "-c",
+        AN_INTERRUPT_THAT_BECOMES_ANOTHER_ERROR,
+        "info",
+        "index",
+    ]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (130, "", "error: interrupted\n")
+    assert (done.returncode, done.stdout, done.stderr) == (
+        130,
+        "",
+        "error: interrupted\n",
+    )
 
 
 def test_a_second_signal_ends_a_verification_whose_checks_hang(tmp_path):
     write_random_index(tmp_path / "index", IndexSpec(1, 1, (1, 16), 6))
-    words = [sys.executable, "-c", A_CHECK_THAT_HANGS, "verify", str(tmp_path / "index")]
+    words = [
+        sys.executable,
+        "-c",
+        A_CHECK_THAT_HANGS,
+        "verify",
+        str(tmp_path / "index"),
+    ]
     with subprocess.Popen(words, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr.readline() == "checking\n"
         process.send_signal(signal.SIGINT)
@@ -81,7 +106,8 @@ def test_a_second_signal_ends_a_verification_whose_checks_hang(tmp_path):
 
 
 def test_a_signal_that_is_ignored_stays_so():
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    # as nohup does
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with stop_on_signals() as should_stop:
             os.kill(os.getpid(), signal.SIGHUP)

@@ -1,4 +1,6 @@
-"""The indexes in the run folder of a training, the rows of its images in them, and augmented views."""
+"""The indexes in the run folder of a training, the rows of its images in them, and
+augmented views.
+"""
 
 from __future__ import annotations
 
@@ -33,11 +35,16 @@ def job(tmp_path, tiny_bundle):
         "augmentation": {"views": 2},
     }
     return Preparation(
-        validated(TrainSettings, values), ModelBundle.load(tiny_bundle), lambda event: None, lambda: False
+        validated(TrainSettings, values),
+        ModelBundle.load(tiny_bundle),
+        lambda event: None,
+        lambda: False,
     )
 
 
-def test_images_that_cannot_be_read_are_named_with_what_to_do(job, tmp_path, tiny_bundle):
+def test_images_that_cannot_be_read_are_named_with_what_to_do(
+    job, tmp_path, tiny_bundle
+):
     wrong = tmp_path / "wrong.jsonl"
     wrong.write_text('{"path": "nowhere/1.jpg"}\n{"path": "nowhere/2.jpg"}\n')
     with pytest.raises(EdjeError) as caught:
@@ -45,7 +52,10 @@ def test_images_that_cannot_be_read_are_named_with_what_to_do(job, tmp_path, tin
     message = str(caught.value)
     assert "none of the 2 inputs could be indexed (missing 2)" in message
     assert "nowhere/1.jpg (missing), " in message
-    assert message.endswith(f"correct the sources, remove {job.folder / 'features.edje'}, and run the command again")
+    assert message.endswith(
+        f"correct the sources, remove {job.folder / 'features.edje'}, and run the"
+        " command again"
+    )
 
 
 def index(root: Path, rows: int, **damage: frozenset[int]) -> CommittedIndex:
@@ -55,57 +65,91 @@ def index(root: Path, rows: int, **damage: frozenset[int]) -> CommittedIndex:
 
 
 def items(*numbers: int) -> list[CaptionedImage]:
-    return [CaptionedImage(f"{at}.jpg", f"/photos/{at}.jpg", (f"photo {at}",), None, str(at)) for at in numbers]
+    return [
+        CaptionedImage(
+            f"{at}.jpg", f"/photos/{at}.jpg", (f"photo {at}",), None, str(at)
+        )
+        for at in numbers
+    ]
 
 
 def test_images_without_features_are_left_out(tmp_path):
-    features = index(tmp_path / "features", 11, failed=frozenset({6}), duplicates=frozenset({9}))
+    features = index(
+        tmp_path / "features", 11, failed=frozenset({6}), duplicates=frozenset({9})
+    )
     events = []
-    trained, dev_items = items(10, 6, 9, 3), items(6, 2)
-    kept, captions, dev, left_out, truncated = match_captions(features, trained, dev_items, events.append)
+    trained = items(10, 6, 9, 3)
+    dev_items = items(6, 2)
+    kept, captions, dev, left_out, truncated = match_captions(
+        features, trained, dev_items, events.append
+    )
     assert [item.image_id for item in kept] == ["10", "9", "3"]
     assert captions.rows.tolist() == [10, 0, 3]
     assert captions.texts() == ["photo 10", "photo 9", "photo 3"]
     assert (dev.rows.tolist(), dev.texts()) == ([2], ["photo 2"])
     assert (left_out, truncated) == ({"truncated": 1}, 0)
-    assert [str(event.text) for event in events] == ["images left out because they have no features: truncated 1"]
+    assert [str(event.text) for event in events] == [
+        "images left out because they have no features: truncated 1"
+    ]
     assert match_captions(features, items(1), [], events.append)[2] is None
 
 
 def test_images_that_are_not_in_the_index_are_counted(tmp_path):
     features = index(tmp_path / "features", 5)
-    with pytest.raises(UsageError, match=r"2 of 4 captioned images are not in .*features; build that index from all"):
+    with pytest.raises(
+        UsageError,
+        match=(
+            r"2 of 4 captioned images are not in .*features; build that index from all"
+        ),
+    ):
         match_captions(features, items(0, 7), items(1, 8), lambda event: None)
-    with pytest.raises(UsageError, match="features lacks 1 training images; build that index from all"):
+    with pytest.raises(
+        UsageError, match="features lacks 1 training images; build that index from all"
+    ):
         rows_of_all(features, items(3, 7))
 
 
-@pytest.mark.parametrize(("trained", "dev", "setting"), [([1, 2], [3], "captions"), ([3], [1, 2], "dev")])
+@pytest.mark.parametrize(
+    ("trained", "dev", "setting"), [([1, 2], [3], "captions"), ([3], [1, 2], "dev")]
+)
 def test_a_set_without_any_features_is_refused(tmp_path, trained, dev, setting):
     features = index(tmp_path / "features", 5, failed=frozenset({1, 2}))
-    with pytest.raises(UsageError, match=rf"none of the 2 images of inputs\.{setting} has features \(truncated 2\)"):
+    with pytest.raises(
+        UsageError,
+        match=(
+            rf"none of the 2 images of inputs\.{setting} has features \(truncated 2\)"
+        ),
+    ):
         match_captions(features, items(*trained), items(*dev), lambda event: None)
 
 
 def gradient(width: int, height: int) -> Image.Image:
     """Red grows to the right, green downwards, from 0 to 255."""
     across, down = np.meshgrid(np.linspace(0, 255, width), np.linspace(0, 255, height))
-    return Image.fromarray(np.stack([across, down, np.zeros_like(down)], axis=2).astype(np.uint8))
+    return Image.fromarray(
+        np.stack([across, down, np.zeros_like(down)], axis=2).astype(np.uint8)
+    )
 
 
-@given(width=st.integers(16, 300), height=st.integers(16, 300), seed=st.integers(0, 1 << 30))
+@given(
+    width=st.integers(16, 300),
+    height=st.integers(16, 300),
+    seed=st.integers(0, 1 << 30),
+)
 def test_a_view_is_most_of_the_photo_upright(width, height, seed):
-    view = np.asarray(random_view(gradient(width, height), (32, 48), np.random.default_rng(seed))).astype(float)
+    view = np.asarray(
+        random_view(gradient(width, height), (32, 48), np.random.default_rng(seed))
+    ).astype(float)
     assert view.shape == (32, 48, 3)
-    across, down = view[:, :, 0].mean(axis=0), view[:, :, 1].mean(axis=1)
+    across = view[:, :, 0].mean(axis=0)
+    down = view[:, :, 1].mean(axis=1)
     mirrored = across[0] > across[-1]
     assert (np.diff(across[::-1] if mirrored else across) >= -1).all()
     assert (np.diff(down) >= -1).all()
     seen = (across.max() - across.min()) / 255 * (down.max() - down.min()) / 255
     longest = max(width / height, height / width)
-    assert (
-        seen > 0.35 / (longest * 4 / 3) - 0.25
-    )  # crops of elongated photos are smaller, because the aspect ratio is limited
+    # crops of elongated photos are smaller, because the aspect ratio is limited
+    assert seen > 0.35 / (longest * 4 / 3) - 0.25
 
 
 def test_views_are_stored_per_photo_and_a_stopped_run_crops_again(job, tmp_path):
@@ -114,13 +158,19 @@ def test_views_are_stored_per_photo_and_a_stopped_run_crops_again(job, tmp_path)
         gradient(40 + number, 30).save(tmp_path / f"{number}.png")
     (tmp_path / "2.png").write_bytes(b"no image")
     paths = [tmp_path / f"{number}.png" for number in (1, 2, 0, 1)]
-    captioned = [CaptionedImage(path.name, str(path), ("text",), None, path.name) for path in paths]
+    captioned = [
+        CaptionedImage(path.name, str(path), ("text",), None, path.name)
+        for path in paths
+    ]
     job.folder.mkdir()
     with pytest.raises(JobStopped, match="after cropping 0 photos"):
-        stored_views(Preparation(job.settings, job.start, job.on_event, lambda: True), captioned)
+        stored_views(
+            Preparation(job.settings, job.start, job.on_event, lambda: True), captioned
+        )
     index, rows = stored_views(job, captioned)
     assert rows.tolist() == [[0, 1], [-1, -1], [4, 5], [0, 1]]
     blocks = TokenStore(index, "bf16").fetch([0, 1, 4, 5])
     assert len({block.tobytes() for block in blocks}) == 4
     assert not (job.folder / "views").exists()
-    assert stored_views(job, captioned)[1].tolist() == rows.tolist()  # without the cropped files
+    # without the cropped files
+    assert stored_views(job, captioned)[1].tolist() == rows.tolist()

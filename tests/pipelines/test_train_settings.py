@@ -1,4 +1,6 @@
-"""Settings of `train`: presets, files, --set and options in this order, and errors that say what to write."""
+"""Settings of `train`: presets, files, --set and options in this order, and errors
+that say what to write.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +16,26 @@ from pipelines.cli.train import describe_settings, read_settings, train
 from storage_formats.errors import UsageError
 
 REQUIRED = {
-    "captions": (Path("a.jsonl"),), "dev": Path("d.jsonl"), "out": Path("out"), "model": Path("model"), "steps": 5
-}  # fmt: skip
+    "captions": (Path("a.jsonl"),),
+    "dev": Path("d.jsonl"),
+    "out": Path("out"),
+    "model": Path("model"),
+    "steps": 5,
+}
 
 
 def read(preset="paper", config_file=None, assignments=(), **options):
-    return validated(TrainSettings, read_settings(preset, config_file, assignments, {**REQUIRED, **options}))
+    return validated(
+        TrainSettings,
+        read_settings(preset, config_file, assignments, {**REQUIRED, **options}),
+    )
 
 
 def test_later_sources_win(tmp_path):
     file = tmp_path / "c.toml"
-    file.write_text("[loop]\nsteps = 1\nseed = 1\nbatch_size = 16\n[optimizer]\nlr = 1\n")
+    file.write_text(
+        "[loop]\nsteps = 1\nseed = 1\nbatch_size = 16\n[optimizer]\nlr = 1\n"
+    )
     config = read("small-data", file, ["loop.seed=2", "loop.steps=2"], steps=3)
     assert (config.loop.steps, config.loop.seed, config.loop.batch_size) == (3, 2, 16)
     assert (config.optimizer.lr, config.optimizer.warmup_steps) == (1.0, 40)
@@ -35,33 +46,55 @@ def test_zero_and_none_are_values_and_epochs_replace_steps():
     assert (config.loop.steps, config.loop.epochs) == (None, 2.0)
     with pytest.raises(UsageError, match=r"write GROUP.KEY=VALUE"):
         read(assignments=["loop.steps"])
-    settings = read("small-data", None, ["optimizer.lr=0", "augmentation.step_tokens=none"], workers=None)
+    settings = read(
+        "small-data",
+        None,
+        ["optimizer.lr=0", "augmentation.step_tokens=none"],
+        workers=None,
+    )
     assert (settings.optimizer.lr, settings.augmentation.step_tokens) == (0.0, None)
     assert settings.run.workers == 1
     assert settings.run.folder == Path("out.run").absolute()
 
 
 def test_paths_of_a_file_start_at_its_directory(tmp_path):
-    (tmp_path / "c.toml").write_text('[inputs]\ncaptions = ["c.jsonl"]\nvision = "ViT"\ndev = "/d.jsonl"\n')
-    values = read_settings("paper", tmp_path / "c.toml", [], {"out": Path("here"), "steps": 5})
+    (tmp_path / "c.toml").write_text(
+        '[inputs]\ncaptions = ["c.jsonl"]\nvision = "ViT"\ndev = "/d.jsonl"\n'
+    )
+    values = read_settings(
+        "paper", tmp_path / "c.toml", [], {"out": Path("here"), "steps": 5}
+    )
     settings = validated(TrainSettings, values)
     assert settings.inputs.captions == (tmp_path / "c.jsonl",)
-    assert (settings.inputs.dev, settings.inputs.vision, settings.run.out) == (Path("/d.jsonl"), "ViT", Path("here"))
+    assert (settings.inputs.dev, settings.inputs.vision, settings.run.out) == (
+        Path("/d.jsonl"),
+        "ViT",
+        Path("here"),
+    )
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
         ("speed = 3", "speed must be in a group"),
-        ("[loop]\nlr = 1", "no setting is named loop.lr; did you mean alignment.lr or optimizer.lr"),
+        (
+            "[loop]\nlr = 1",
+            "no setting is named loop.lr; did you mean alignment.lr or optimizer.lr",
+        ),
         ("[loop", "cannot read"),
         ("a = " + "[" * 100_000, "cannot read .*recursion"),
         ("[loop]\nsteps = 'many'", "loop.steps is 'many'"),
-        ("[optimizer]\nlr = nan", "optimizer.lr is nan; input should be a finite number"),
+        (
+            "[optimizer]\nlr = nan",
+            "optimizer.lr is nan; input should be a finite number",
+        ),
         ("[loop]\nbatch_size = 3", "loop.batch_size is 3 and negatives.count is 3"),
         ("[run]\nworkers = 0", "run.workers is 0"),
         ("[inputs]\nvision = 5", "inputs.vision is 5"),
-        ("[run]\ndevice = 'steam'", "run.device is 'steam'; input should be 'auto', 'cpu' or 'cuda'"),
+        (
+            "[run]\ndevice = 'steam'",
+            "run.device is 'steam'; input should be 'auto', 'cpu' or 'cuda'",
+        ),
     ],
 )
 def test_an_invalid_file_is_refused(tmp_path, text, words):
@@ -75,11 +108,20 @@ def test_an_invalid_file_is_refused(tmp_path, text, words):
 
 
 def test_the_command_prints_one_line_per_problem_and_exits_with_2(capsys):
-    assert main(["train", "--workers", "0", "--set", "loop.steps=0", "--set", "loop.sted=1"]) == 2
+    assert (
+        main(
+            ["train", "--workers", "0", "--set", "loop.steps=0", "--set", "loop.sted=1"]
+        )
+        == 2
+    )
     error = capsys.readouterr().err
     assert error.startswith("error: ")
     assert len(error.splitlines()) == 5
-    for line in ("inputs.captions (CAPTIONS) is missing", "run.out (--out) is missing", "run.workers (--workers) is 0"):
+    for line in (
+        "inputs.captions (CAPTIONS) is missing",
+        "run.out (--out) is missing",
+        "run.workers (--workers) is 0",
+    ):
         assert line in error
     assert "Traceback" not in error
 
@@ -91,7 +133,11 @@ def test_the_command_prints_one_line_per_problem_and_exits_with_2(capsys):
         ({"vision": "ViT-B-16:openai"}, [], "inputs.model and inputs.vision"),
         ({"steps": None}, [], "set loop.steps or loop.epochs"),
         ({"workers": 5}, [], "loop.batch_size is 64 and run.workers is 5"),
-        ({"dev": None}, ["fitting.pooled_dim=8"], "fitting.pooled_dim and fitting.hubness_bank need inputs.dev"),
+        (
+            {"dev": None},
+            ["fitting.pooled_dim=8"],
+            "fitting.pooled_dim and fitting.hubness_bank need inputs.dev",
+        ),
         (
             {"features": "f"},
             ["inputs.feature_precision=fp8"],
@@ -106,7 +152,9 @@ def test_settings_that_exclude_each_other_are_refused(changes, assignments, word
 
 
 def test_the_listing_is_a_settings_file(tmp_path):
-    values = read_settings("small-data", None, ["loop.seed=4", "run.threads=3"], REQUIRED)
+    values = read_settings(
+        "small-data", None, ["loop.seed=4", "run.threads=3"], REQUIRED
+    )
     (tmp_path / "all.toml").write_text(describe_settings(values))
     again = read_settings("paper", tmp_path / "all.toml", [], REQUIRED)
     assert validated(TrainSettings, again) == validated(TrainSettings, values)
@@ -114,21 +162,37 @@ def test_the_listing_is_a_settings_file(tmp_path):
 
 
 def test_the_command_of_the_model_card_means_what_its_options_meant():
-    """The settings that the shipped model was trained with, without those that are gone."""
+    """The settings that the shipped model was trained with, without those that are
+    gone.
+    """
     shipped = {
-        "architecture": {"language_layers": 4, "word_embeddings": "frozen", "adapter_hidden": 1536,
-                         "dropout": 0.1, "canonical_captions": False},
+        "architecture": {
+            "language_layers": 4,
+            "word_embeddings": "frozen",
+            "adapter_hidden": 1536,
+            "dropout": 0.1,
+            "canonical_captions": False,
+        },
         "augmentation": {"patch_dropout": 0.4, "views": 4, "step_tokens": 48},
         "alignment": {"steps": 800, "batch_size": 128},
         "loop": {"steps": 400, "batch_size": 32, "dtype": "bfloat16"},
         "negatives": {"count": 1},
         "objective": {"mlm_weight": 0.0, "recovery_weight": 0.0},
-        "optimizer": {"lr": 2e-4, "adapter_lr_factor": 0.0, "decay": "cosine", "warmup_steps": 40,
-                      "clip_norm": 1.0},
+        "optimizer": {
+            "lr": 2e-4,
+            "adapter_lr_factor": 0.0,
+            "decay": "cosine",
+            "warmup_steps": 40,
+            "clip_norm": 1.0,
+        },
         "fitting": {"pooled_dim": 300, "hubness_bank": 2500, "dev_captions": 1000},
-    }  # fmt: skip
-    card = (Path(__file__).parents[2] / "models/flickr8k-dinov2-small/MODEL_CARD.md").read_text()
-    command = card.partition("edje-index train captions_train.jsonl")[2].partition("\n    python -m")[0]
+    }
+    card = (
+        Path(__file__).parents[2] / "models/flickr8k-dinov2-small/MODEL_CARD.md"
+    ).read_text()
+    command = card.partition("edje-index train captions_train.jsonl")[2].partition(
+        "\n    python -m"
+    )[0]
     arguments = command.replace("\\\n", " ").split()
     context = train.make_context("train", ["captions_train.jsonl", *arguments])
     given = dict(context.params)
@@ -136,6 +200,12 @@ def test_the_command_of_the_model_card_means_what_its_options_meant():
         del given[name]
     sources = (given.pop("preset"), given.pop("config_file"), given.pop("assignments"))
     settings = validated(TrainSettings, read_settings(*sources, given))
-    assert settings.model_dump(exclude={"inputs", "run"}) == validated(TrainConfig, shipped).model_dump()
-    assert PRESETS["small-data"] == {**shipped, "loop": {"steps": 400, "batch_size": 32}}
+    assert (
+        settings.model_dump(exclude={"inputs", "run"})
+        == validated(TrainConfig, shipped).model_dump()
+    )
+    assert PRESETS["small-data"] == {
+        **shipped,
+        "loop": {"steps": 400, "batch_size": 32},
+    }
     assert settings.inputs.vision == "local-dir:dual"

@@ -1,4 +1,6 @@
-"""An update makes an index equal to its sources: it is compared with a new build of the same sources."""
+"""An update makes an index equal to its sources: it is compared with a new build of
+the same sources.
+"""
 
 from __future__ import annotations
 
@@ -18,26 +20,46 @@ from edje_index.images.transient import TransientInputError
 from pipelines import BuildResult, append_index, delete_rows, update_index
 from pipelines.jobs.snapshots import history
 from pipelines.progress.events import JobStopped
-from storage_formats import EdjeError, Manifest, TokenStore, UsageError, read_rows, verify_index
+from storage_formats import (
+    EdjeError,
+    Manifest,
+    TokenStore,
+    UsageError,
+    read_rows,
+    verify_index,
+)
 from storage_formats.format.layout import Layout
 from tests.pipelines.conftest import run_build, write_photo
 
 
 def update(root: Path, *sources: Path, **options: Any) -> BuildResult:
     result = update_index(root, sources, engine="inline", **options)
-    parts = (result.unchanged, result.new, result.changed, result.duplicates, result.failed)
+    parts = (
+        result.unchanged,
+        result.new,
+        result.changed,
+        result.duplicates,
+        result.failed,
+    )
     assert sum(parts) == result.inputs
     return result
 
 
 def contents(root: Path) -> dict[str, tuple[str, str | None, str | None, bytes]]:
-    """Status, reason, content hash and block of each row that is not deleted, by uri."""
+    """Status, reason, content hash and block of each row that is not deleted, by
+    uri.
+    """
     assert verify_index(root) == []
-    rows = read_rows(root, columns=["row_id", "uri", "status", "reason", "content_hash"]).to_pylist()
+    rows = read_rows(
+        root, columns=["row_id", "uri", "status", "reason", "content_hash"]
+    ).to_pylist()
     with TokenStore.open(root) as store:
         blocks = store.fetch([row["row_id"] for row in rows])
     pairs = zip(rows, blocks, strict=True)
-    return {row["uri"]: (row["status"], row["reason"], row["content_hash"], block.tobytes()) for row, block in pairs}
+    return {
+        row["uri"]: (row["status"], row["reason"], row["content_hash"], block.tobytes())
+        for row, block in pairs
+    }
 
 
 def row_ids(root: Path) -> dict[str, int]:
@@ -60,7 +82,9 @@ def built(config: Callable[..., Any], photos: Path) -> Path:
 
 
 def change_photos(photos: Path) -> None:
-    """Two photos vanish, one changes, two are new, and one of the new ones is broken."""
+    """Two photos vanish, one changes, two are new, and one of the new ones is
+    broken.
+    """
     (photos / "00.jpg").unlink()
     (photos / "08.jpg").unlink()
     write_photo(photos / "04.jpg", 44)
@@ -69,16 +93,37 @@ def change_photos(photos: Path) -> None:
 
 
 def test_an_update_equals_a_new_build(built, photos, config):
-    ids, files_before = row_ids(built), files(built / "tokens/bf16")
+    ids = row_ids(built)
+    files_before = files(built / "tokens/bf16")
     change_photos(photos)
     result = update(built)
-    assert (result.inputs, result.unchanged, result.new, result.changed, result.failed) == (9, 6, 1, 1, 1)
-    assert (result.vanished, result.deleted, result.first_row, result.rows, result.snapshot) == (2, 3, 12, 3, 1)
+    assert (
+        result.inputs,
+        result.unchanged,
+        result.new,
+        result.changed,
+        result.failed,
+    ) == (9, 6, 1, 1, 1)
+    assert (
+        result.vanished,
+        result.deleted,
+        result.first_row,
+        result.rows,
+        result.snapshot,
+    ) == (2, 3, 12, 3, 1)
     run_build(replace(config(), out=built.with_name("fresh")), lambda event: None)
     assert contents(built) == contents(built.with_name("fresh"))
     after = row_ids(built)
-    assert all(after[name] == row for name, row in ids.items() if name not in ("00.jpg", "08.jpg", "04.jpg"))
-    kept = {path: entry for path, entry in files(built / "tokens/bf16").items() if path in files_before}
+    assert all(
+        after[name] == row
+        for name, row in ids.items()
+        if name not in ("00.jpg", "08.jpg", "04.jpg")
+    )
+    kept = {
+        path: entry
+        for path, entry in files(built / "tokens/bf16").items()
+        if path in files_before
+    }
     assert {path for path in files_before if files_before[path] != kept[path]} <= {
         str(built / "tokens/bf16"),
         str(built / "tokens/bf16/zarr.json"),
@@ -92,11 +137,18 @@ def test_too_many_vanished_rows_are_refused(built, photos, run):
     for name in range(5):
         (photos / f"{name:02d}.jpg").unlink(missing_ok=True)
     with pytest.raises(
-        EdjeError, match=r"4 of 9 rows no longer exist, more than the share of 0\.4 .* raise this share"
+        EdjeError,
+        match=(
+            r"4 of 9 rows no longer exist, more than the share of 0\.4 .* raise this"
+            r" share"
+        ),
     ):
         update(built, max_vanished=0.4)
     code, _, error = run("update", built, "--max-vanished", 0.4, "--dry-run", "--quiet")
-    assert (code, error.startswith("error: --max-vanished: the inputs of 4 of 9 rows no")) == (1, True), error
+    assert (
+        code,
+        error.startswith("error: --max-vanished: the inputs of 4 of 9 rows no"),
+    ) == (1, True), error
     assert Manifest.load(built).snapshot.number == 0
     assert update(built, max_vanished=0.45, model=Path("no-such-model")).vanished == 4
 
@@ -106,7 +158,11 @@ def test_an_empty_source_is_refused(built, photos, tmp_path):
     append_index(built, (str(tmp_path / "more"),), engine="inline")
     (tmp_path / "more/a.jpg").unlink()
     with pytest.raises(
-        EdjeError, match=r"cannot compare .*more with the index \(it lists no images\). The index has 1 row"
+        EdjeError,
+        match=(
+            r"cannot compare .*more with the index \(it lists no images\). The index"
+            r" has 1 row"
+        ),
     ):
         update(built)
     assert update(built, max_vanished=1).vanished == 1
@@ -116,8 +172,12 @@ def test_an_empty_source_is_refused(built, photos, tmp_path):
     assert len(row_ids(built)) == 9
 
 
-@pytest.mark.parametrize(("number", "error"), [(errno.EACCES, EdjeError), (errno.EIO, TransientInputError)])
-def test_a_directory_that_cannot_be_listed_has_not_vanished(config, photos, monkeypatch, number, error):
+@pytest.mark.parametrize(
+    ("number", "error"), [(errno.EACCES, EdjeError), (errno.EIO, TransientInputError)]
+)
+def test_a_directory_that_cannot_be_listed_has_not_vanished(
+    config, photos, monkeypatch, number, error
+):
     write_photo(photos / "deep/20.jpg", 20)
     run_build(config(), lambda event: None)
     scandir = os.scandir
@@ -134,22 +194,30 @@ def test_a_directory_that_cannot_be_listed_has_not_vanished(config, photos, monk
 
 
 @pytest.mark.parametrize("lost", [1, 5])
-def test_members_of_a_truncated_archive_have_not_vanished(config, photos, tmp_path, lost):
+def test_members_of_a_truncated_archive_have_not_vanished(
+    config, photos, tmp_path, lost
+):
     with tarfile.open(tmp_path / "photos.tar", "w") as archive:
         for path in sorted(photos.glob("0[0-6].jpg")):
             archive.add(path, path.name)
-    run_build(replace(config(), sources=(str(tmp_path / "photos.tar"),)), lambda event: None)
+    run_build(
+        replace(config(), sources=(str(tmp_path / "photos.tar"),)), lambda event: None
+    )
     with tarfile.open(tmp_path / "photos.tar") as archive:
         end = archive.getmembers()[-lost].offset_data + 10
     assert update(config().out).unchanged == 7
     os.truncate(tmp_path / "photos.tar", end)
-    with pytest.raises(EdjeError, match=r"cannot compare .*photos.tar with the index \(truncated-archive\)"):
+    with pytest.raises(
+        EdjeError,
+        match=r"cannot compare .*photos.tar with the index \(truncated-archive\)",
+    ):
         update(config().out, max_vanished=1)
 
 
 def test_a_file_that_cannot_be_read_has_not_vanished(built, photos):
     (photos / "05.jpg").unlink()
-    (photos / "05.jpg").symlink_to("05.jpg")  # a loop
+    # a loop
+    (photos / "05.jpg").symlink_to("05.jpg")
     with pytest.raises(EdjeError, match=r"05\.jpg, which is row 4 of the index"):
         update(built)
 
@@ -162,7 +230,12 @@ def test_a_duplicate_gets_tokens_when_its_original_vanishes(config, photos):
     assert update(root).unchanged == 10
     (photos / "01.jpg").unlink()
     result = update(root)
-    assert (result.changed, result.duplicates, result.vanished, result.deleted) == (1, 1, 1, 3)
+    assert (result.changed, result.duplicates, result.vanished, result.deleted) == (
+        1,
+        1,
+        1,
+        3,
+    )
     assert contents(root)[str(photos / "03.jpg")][0] == "indexed"
     (photos / "03.jpg").unlink()
     result = update(root)
@@ -177,13 +250,21 @@ def test_sources_of_appends_are_recorded(built, photos, tmp_path):
     assert update(built).unchanged == 11
     write_photo(photos / "deep/20.jpg", 62)
     append_index(built, (str(photos / "deep"),), engine="inline")
-    assert update(built).unchanged == 12  # photos/deep lies inside photos and is not listed twice
+    # photos/deep lies inside photos and is not listed twice
+    assert update(built).unchanged == 12
     assert update(built, photos, tmp_path / "more", max_vanished=0.2).vanished == 1
     assert update(built).inputs == 11
     manifest = Manifest.load(built)
-    settings = {name: value for name, value in manifest.settings.items() if name != "indexed_sources"}
+    settings = {
+        name: value
+        for name, value in manifest.settings.items()
+        if name != "indexed_sources"
+    }
     replace(manifest, settings=settings).write(Layout(built))
-    with pytest.raises(UsageError, match="does not record the sources of all its rows; name all sources"):
+    with pytest.raises(
+        UsageError,
+        match="does not record the sources of all its rows; name all sources",
+    ):
         update(built)
 
 
@@ -217,7 +298,12 @@ def test_a_stopped_update_resumes(built, photos, config):
     stop_in_mid_update(built, 20)
     assert receipts[0].stat().st_mtime_ns == made
     result = update(built)
-    assert (result.new, result.vanished, result.shards, result.snapshot) == (10, 1, 3, 1)
+    assert (result.new, result.vanished, result.shards, result.snapshot) == (
+        10,
+        1,
+        3,
+        1,
+    )
     run_build(replace(config(), out=built.with_name("fresh")), lambda event: None)
     assert contents(built) == contents(built.with_name("fresh"))
 
@@ -235,7 +321,13 @@ def test_a_stopped_update_starts_anew_if_the_sources_change(built, photos, confi
 
 
 def test_a_list_with_repeated_and_missing_entries(config, photos, tmp_path):
-    entries = ["photos/00.jpg", "photos/01.jpg", "photos/00.jpg", "photos/gone.jpg", "photos/02.jpg"]
+    entries = [
+        "photos/00.jpg",
+        "photos/01.jpg",
+        "photos/00.jpg",
+        "photos/gone.jpg",
+        "photos/02.jpg",
+    ]
     listing = tmp_path / "list.jsonl"
     listing.write_text("".join(json.dumps({"path": entry}) + "\n" for entry in entries))
     run_build(replace(config(), sources=(str(listing),)), lambda event: None)
@@ -243,7 +335,11 @@ def test_a_list_with_repeated_and_missing_entries(config, photos, tmp_path):
     (photos / "00.jpg").unlink()
     write_photo(photos / "gone.jpg", 80)
     result = update(config().out)
-    assert (result.changed, result.failed, result.failed_by_reason) == (1, 2, {"missing": 2})
+    assert (result.changed, result.failed, result.failed_by_reason) == (
+        1,
+        2,
+        {"missing": 2},
+    )
     assert update(config().out).unchanged == 5
 
 
@@ -253,9 +349,12 @@ def test_the_command(built, photos, run):
     code, output, _ = run("update", built, "--dry-run")
     assert (code, files(built)) == (0, before)
     assert (
-        "9 inputs = 6 unchanged + 2 new + 1 changed + 0 duplicates + 0 failed; 2 vanished; would add 3 rows" in output
+        "9 inputs = 6 unchanged + 2 new + 1 changed + 0 duplicates + 0 failed; 2"
+        " vanished; would add 3 rows" in output
     )
-    code, output, errors = run("update", built, "--engine", "inline", "--quiet", "--json")
+    code, output, errors = run(
+        "update", built, "--engine", "inline", "--quiet", "--json"
+    )
     assert code == 0
     assert json.loads(output)["snapshot"] == 1
     assert "1 input failed: not-an-image 1" in errors
@@ -273,13 +372,25 @@ def retry(root: Path, **options: Any) -> BuildResult:
 def test_failed_inputs_are_tried_again(built, photos):
     before = {path: path.read_bytes() for path in built.rglob("*") if path.is_file()}
     result = retry(built)
-    assert (result.inputs, result.unchanged, result.rows, result.snapshot) == (1, 1, 0, 0)
+    assert (result.inputs, result.unchanged, result.rows, result.snapshot) == (
+        1,
+        1,
+        0,
+        0,
+    )
     after = {path: path.read_bytes() for path in built.rglob("*") if path.is_file()}
     assert after == before, "it failed again for the same reason"
     write_photo(photos / "07.jpg", 77)
-    write_photo(photos / "30.jpg", 30)  # a new photo is none of its business
+    # a new photo is none of its business
+    write_photo(photos / "30.jpg", 30)
     result = retry(built)
-    assert (result.inputs, result.new, result.deleted, result.rows, result.snapshot) == (1, 1, 1, 1, 1)
+    assert (
+        result.inputs,
+        result.new,
+        result.deleted,
+        result.rows,
+        result.snapshot,
+    ) == (1, 1, 1, 1, 1)
     assert contents(built)[str(photos / "07.jpg")][0] == "indexed"
     assert verify_index(built) == []
     assert update(built).new == 1

@@ -1,4 +1,6 @@
-"""Reference codecs in plain NumPy. Tests compare the compiled kernels with these codecs."""
+"""Reference codecs in plain NumPy. Tests compare the compiled kernels with these
+codecs.
+"""
 
 from __future__ import annotations
 
@@ -19,21 +21,33 @@ from storage_formats.codecs.minifloat import CANONICAL_NAN, E2M1, NAN_CODE
 
 
 def every_code(name: str) -> tuple[Records, tuple[int, int]]:
-    """Return (records, block shape) that hold every code under every scale, or every word of 16 bits."""
-    words, codes = np.arange(1 << 16, dtype=np.uint16).view(np.uint8), np.arange(256, dtype=np.uint8)
+    """Return (records, block shape) that hold every code under every scale, or
+    every word of 16 bits.
+    """
+    words = np.arange(1 << 16, dtype=np.uint16).view(np.uint8)
+    codes = np.arange(256, dtype=np.uint8)
     if name in ("fp16", "bf16"):
         return words.reshape(64, -1), (4, 256)
     if name in ("int8", "sign1"):
-        records = np.tile(codes, (1 << 16, 1)) if name == "int8" else np.tile(codes, (1 << 12, 1))
+        records = (
+            np.tile(codes, (1 << 16, 1))
+            if name == "int8"
+            else np.tile(codes, (1 << 12, 1))
+        )
         scales = words.reshape(-1, 2)[:: len(words) // 2 // len(records)]
-        return np.concatenate([records, scales], axis=1), (1, 256 if name == "int8" else 2048)
+        return np.concatenate([records, scales], axis=1), (
+            1,
+            256 if name == "int8" else 2048,
+        )
     shape = (1, 512 if "fp4" in name else 256)
     scales = np.repeat(codes[:, None], codec_of(name, shape).record_bytes - 256, axis=1)
     return np.concatenate([np.tile(codes, (256, 1)), scales], axis=1), shape
 
 
 def encode(codec: Codec, blocks: Blocks) -> Records:
-    """Encode blocks, bf16 [k, m, d], to records, uint8 [k, record_bytes], in the format of `codec`."""
+    """Encode blocks, bf16 [k, m, d], to records, uint8 [k, record_bytes], in the
+    format of `codec`.
+    """
     numbers = blocks.astype(np.float32)
     match codec:
         case GroupScaledCodec():
@@ -43,31 +57,48 @@ def encode(codec: Codec, blocks: Blocks) -> Records:
         case Sign1Codec():
             return _encode_sign1(codec, numbers)
         case FP16Codec():
-            finite = np.clip(np.where(np.isfinite(numbers), numbers, np.nan), -65504, 65504).astype(np.float16)
-            words = np.where(np.isnan(finite), np.uint16(0x7E00), finite.view(np.uint16))
+            finite = np.clip(
+                np.where(np.isfinite(numbers), numbers, np.nan), -65504, 65504
+            ).astype(np.float16)
+            words = np.where(
+                np.isnan(finite), np.uint16(0x7E00), finite.view(np.uint16)
+            )
             return words.view(np.uint8).reshape(-1, codec.record_bytes)
     raise NotImplementedError(codec.name)
 
 
 def decode(codec: Codec, records: Records) -> Blocks:
-    """Decode records, uint8 [k, record_bytes], in the format of `codec` to blocks, bf16 [k, m, d]."""
-    with np.errstate(over="ignore", invalid="ignore"):  # damaged records may contain scales that no encoder writes
+    """Decode records, uint8 [k, record_bytes], in the format of `codec` to blocks,
+    bf16 [k, m, d].
+    """
+    # damaged records may contain scales that no encoder writes
+    with np.errstate(over="ignore", invalid="ignore"):
         match codec:
             case GroupScaledCodec():
                 numbers = _decode_groups(codec, records)
             case Int8Codec():
                 codes, scales = np.split(records, [codec.values], axis=1)
-                numbers = codes.view(np.int8).reshape(-1, *codec.block_shape) * _from_bf16_bytes(scales)[..., None]
+                numbers = (
+                    codes.view(np.int8).reshape(-1, *codec.block_shape)
+                    * _from_bf16_bytes(scales)[..., None]
+                )
             case Sign1Codec():
                 codes, scales = np.split(records, [codec.values // 8], axis=1)
-                negative = np.unpackbits(codes, axis=1, bitorder="little").reshape(-1, *codec.block_shape)
-                numbers = np.where(negative, -1, 1).astype(np.float32) * _from_bf16_bytes(scales)[..., None]
+                negative = np.unpackbits(codes, axis=1, bitorder="little").reshape(
+                    -1, *codec.block_shape
+                )
+                numbers = (
+                    np.where(negative, -1, 1).astype(np.float32)
+                    * _from_bf16_bytes(scales)[..., None]
+                )
             case FP16Codec():
                 numbers = records.view(np.float16).astype(np.float32)
             case _:
                 raise NotImplementedError(codec.name)
         blocks = numbers.reshape(-1, *codec.block_shape).astype(BF16)
-    return np.where(np.isnan(blocks), np.uint16(CANONICAL_NAN), blocks.view(np.uint16)).view(BF16)
+    return np.where(
+        np.isnan(blocks), np.uint16(CANONICAL_NAN), blocks.view(np.uint16)
+    ).view(BF16)
 
 
 def _encode_groups(codec: GroupScaledCodec, numbers: NDArray[np.float32]) -> Records:
@@ -75,7 +106,10 @@ def _encode_groups(codec: GroupScaledCodec, numbers: NDArray[np.float32]) -> Rec
     finite = np.asarray(np.isfinite(groups).all(axis=-1))
     groups = np.where(finite[..., None], groups, np.float32(0))
     scales = codec.scale_codes(np.abs(groups).max(axis=-1))
-    quotients = np.clip(groups, -LARGEST_INPUT, LARGEST_INPUT) / codec.scale_values[scales][..., None]
+    quotients = (
+        np.clip(groups, -LARGEST_INPUT, LARGEST_INPUT)
+        / codec.scale_values[scales][..., None]
+    )
     codes = codec.element.encode(quotients.astype(np.float32))
     codes[~finite] = NAN_CODE
     scales[~finite] = NAN_CODE
@@ -88,7 +122,9 @@ def _encode_groups(codec: GroupScaledCodec, numbers: NDArray[np.float32]) -> Rec
 def _decode_groups(codec: GroupScaledCodec, records: Records) -> NDArray[np.float32]:
     codes, scales = np.split(records, [codec.codes_bytes], axis=1)
     halves = np.stack([codes & 15, codes >> 4], axis=-1)
-    elements = codec.element.values[halves if codec.element is E2M1 else codes].reshape(*scales.shape, codec.group)
+    elements = codec.element.values[halves if codec.element is E2M1 else codes].reshape(
+        *scales.shape, codec.group
+    )
     return elements * codec.scale_values[scales][..., None]
 
 
@@ -97,10 +133,16 @@ def _encode_int8(codec: Int8Codec, numbers: NDArray[np.float32]) -> Records:
     tokens = np.where(finite[..., None], numbers, np.float32(0))
     largest = np.abs(tokens).max(axis=-1)
     scales = codec.scales(largest)
-    codes = np.clip(np.rint(tokens / scales[..., None]), -127, 127).astype(np.int8).view(np.uint8)
+    codes = (
+        np.clip(np.rint(tokens / scales[..., None]), -127, 127)
+        .astype(np.int8)
+        .view(np.uint8)
+    )
     codes[~finite] = NAN_CODE
     words = np.where(finite, scales.astype(BF16).view(np.uint16), np.uint16(NAN_SCALE))
-    return np.concatenate([codes.reshape(-1, codec.values), words.view(np.uint8)], axis=1)
+    return np.concatenate(
+        [codes.reshape(-1, codec.values), words.view(np.uint8)], axis=1
+    )
 
 
 def _encode_sign1(codec: Sign1Codec, numbers: NDArray[np.float32]) -> Records:
@@ -111,7 +153,9 @@ def _encode_sign1(codec: Sign1Codec, numbers: NDArray[np.float32]) -> Records:
     codes = np.packbits(np.signbit(numbers), axis=-1, bitorder="little")
     codes[~finite] = NAN_CODE
     words = np.where(finite, words, np.uint16(NAN_SCALE))
-    return np.concatenate([codes.reshape(-1, codec.values // 8), words.view(np.uint8)], axis=1)
+    return np.concatenate(
+        [codes.reshape(-1, codec.values // 8), words.view(np.uint8)], axis=1
+    )
 
 
 def _from_bf16_bytes(data: Records) -> NDArray[np.float32]:

@@ -25,10 +25,15 @@ def odd(tmp_path_factory):
 @pytest.fixture(scope="module")
 def many_shards(tmp_path_factory):
     root = tmp_path_factory.mktemp("shards")
-    return root, write_random_index(root, IndexSpec(rows=60, shard_size=4, block_shape=(2, 8), embed_dim=4))
+    return root, write_random_index(
+        root, IndexSpec(rows=60, shard_size=4, block_shape=(2, 8), embed_dim=4)
+    )
 
 
 @pytest.fixture(scope="module")
 def whole(built):
     """All blocks of each precision, read by the simplest engine."""
-    return {name: TokenStore.open(built[0], name, "portable").fetch(range(SPEC.rows)) for name in SPEC.precisions}
+    return {
+        name: TokenStore.open(built[0], name, "portable").fetch(range(SPEC.rows))
+        for name in SPEC.precisions
+    }

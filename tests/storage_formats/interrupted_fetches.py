@@ -1,6 +1,8 @@
-"""A program whose fetches are interrupted by a signal handler that raises, for test_interrupts.py.
+"""A program whose fetches are interrupted by a signal handler that raises, for
+test_interrupts.py.
 
-    python -m tests.storage_formats.interrupted_fetches INDEX PRECISION ENGINE COUNT SHOTS SEED
+    python -m tests.storage_formats.interrupted_fetches INDEX PRECISION ENGINE COUNT
+    SHOTS SEED
 
 Prints the number of interrupted fetches. An AssertionError names the first wrong byte.
 """
@@ -25,9 +27,11 @@ class Interruption(BaseException):
 
 
 class Alarm:
-    """Raises `Interruption` in `TokenStore.fetch` after a random delay, `shots` times at most.
+    """Raises `Interruption` in `TokenStore.fetch` after a random delay, `shots` times
+    at most.
 
-    It raises nowhere else: the program itself must not be interrupted while it sets or stops the timer.
+    It raises nowhere else: the program itself must not be interrupted while it sets or
+    stops the timer.
     """
 
     def __init__(self, shots: int, seed: int) -> None:
@@ -38,7 +42,9 @@ class Alarm:
 
     def set(self, longest: float) -> None:
         self._left = self._shots
-        signal.setitimer(signal.ITIMER_REAL, max(1e-6, self._random.uniform(0, longest)), 5e-5)
+        signal.setitimer(
+            signal.ITIMER_REAL, max(1e-6, self._random.uniform(0, longest)), 5e-5
+        )
 
     def stop(self) -> None:
         self._left = 0
@@ -56,7 +62,13 @@ def _in_fetch(frame: FrameType | None) -> bool:
     return frame is not None
 
 
-def was_interrupted(alarm: Alarm, store: TokenStore, row_ids: np.ndarray, out: np.ndarray, longest: float) -> bool:
+def was_interrupted(
+    alarm: Alarm,
+    store: TokenStore,
+    row_ids: np.ndarray,
+    out: np.ndarray,
+    longest: float,
+) -> bool:
     alarm.set(longest)
     try:
         store.fetch(row_ids, out=out)
@@ -70,7 +82,11 @@ def was_interrupted(alarm: Alarm, store: TokenStore, row_ids: np.ndarray, out: n
 def main() -> None:
     root, precision, engine = sys.argv[1:4]
     count, shots, seed = map(int, sys.argv[4:])
-    expected = TokenStore.open(root, precision, "portable").fetch(range(len(TokenStore.open(root)))).view(np.uint16)
+    expected = (
+        TokenStore.open(root, precision, "portable")
+        .fetch(range(len(TokenStore.open(root))))
+        .view(np.uint16)
+    )
     store = TokenStore.open(root, precision, engine)
     rng = np.random.default_rng(seed)
     out = store.empty(len(store))
@@ -78,18 +94,27 @@ def main() -> None:
     started = time.perf_counter()
     store.fetch(range(len(store)), out=out)
     seconds = time.perf_counter() - started
-    alarm, interrupted = Alarm(shots, seed), 0
+    alarm = Alarm(shots, seed)
+    interrupted = 0
     for attempt in range(50 * count):
-        first, second = rng.permutation(len(store)), rng.permutation(len(store))
+        first = rng.permutation(len(store))
+        second = rng.permutation(len(store))
         if was_interrupted(alarm, store, first, out, longest=1.2 * seconds):
             interrupted += 1
-            if shots == 1 and attempt % 4 == 0:  # exceptions in close succession may leave early; see `interrupts`
+            # exceptions in close succession may leave early; see `interrupts`
+            if shots == 1 and attempt % 4 == 0:
                 out.view(np.uint16)[:] = SENTINEL
                 time.sleep(seconds)
-                assert (out.view(np.uint16) == SENTINEL).all(), f"attempt {attempt}: written after the exception"
+                assert (out.view(np.uint16) == SENTINEL).all(), (
+                    f"attempt {attempt}: written after the exception"
+                )
         store.fetch(second, out=out)
-        wrong = np.flatnonzero((out.view(np.uint16) != expected[second]).any(axis=(1, 2)))
-        assert not len(wrong), f"attempt {attempt}: {len(wrong)} wrong blocks, the first at {wrong[0]}"
+        wrong = np.flatnonzero(
+            (out.view(np.uint16) != expected[second]).any(axis=(1, 2))
+        )
+        assert not len(wrong), (
+            f"attempt {attempt}: {len(wrong)} wrong blocks, the first at {wrong[0]}"
+        )
         if interrupted == count:
             break
     print(interrupted)

@@ -14,14 +14,25 @@ from storage_formats.reading.queues import can_queue
 ALL = [*engines(), "auto"]
 linux = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
 
-# bf16 records of 512 bytes are whole sectors. Those of quantized precisions and of the odd shape are not.
-SPEC = IndexSpec(rows=300, shard_size=64, block_shape=(8, 32), embed_dim=6, precisions=("bf16", "fp8", "nvfp4"))
-ODD = IndexSpec(rows=90, shard_size=40, block_shape=(3, 7), embed_dim=6, precisions=("bf16", "fp8"))
+# bf16 records of 512 bytes are whole sectors. Those of quantized precisions and of the
+# odd shape are not.
+SPEC = IndexSpec(
+    rows=300,
+    shard_size=64,
+    block_shape=(8, 32),
+    embed_dim=6,
+    precisions=("bf16", "fp8", "nvfp4"),
+)
+ODD = IndexSpec(
+    rows=90, shard_size=40, block_shape=(3, 7), embed_dim=6, precisions=("bf16", "fp8")
+)
 HOLES = frozenset({0, 63, 64, 299})
 
 
 def evict(root, precision="bf16"):
-    """Evict the shard files from the page cache. They were flushed when the index was written."""
+    """Evict the shard files from the page cache. They were flushed when the index
+    was written.
+    """
     for path in Layout(root).token_array(precision).glob("c.*"):
         with open(path, "rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -30,7 +41,9 @@ def evict(root, precision="bf16"):
 def without_queues(monkeypatch):
     """Let no engine use queues, as on a machine that has none."""
     for module in ("queues", "local_reads"):
-        monkeypatch.setattr(f"storage_formats.reading.{module}.can_queue", lambda: False)
+        monkeypatch.setattr(
+            f"storage_formats.reading.{module}.can_queue", lambda: False
+        )
 
 
 needs_queues = pytest.mark.skipif(not can_queue(), reason="needs Linux AIO")

@@ -1,4 +1,6 @@
-"""Blocks of an object store that are cached on the local disk equal the blocks of a local index, whatever happens."""
+"""Blocks of an object store that are cached on the local disk equal the blocks of a
+local index, whatever happens.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +27,12 @@ from tests.object_store import use_endpoint
 from tests.storage_formats.reading_cases import SPEC
 
 URL = "s3://bucket/photos.edje"
-LARGER, LESS = "s3://bucket/larger.edje", "600000"
+LARGER = "s3://bucket/larger.edje"
+LESS = "600000"
 TOKENS = "tokens/bf16/c."
 numbers = itertools.count()
-slow = pytest.mark.slow  # they start a server
+# they start a server
+slow = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -50,26 +54,40 @@ def proxy(stored, proxy, monkeypatch, tmp_path):
 
 
 def larger_index(tmp_path: Path) -> np.ndarray:
-    """Copy an index of 20 shards of 64 KiB to `LARGER`. Return its blocks. About nine shards fit in `LESS` bytes."""
-    blocks = write_random_index(tmp_path / "larger", IndexSpec(80, 4, block_shape=(64, 128), embed_dim=4))
+    """Copy an index of 20 shards of 64 KiB to `LARGER`. Return its blocks. About
+    nine shards fit in `LESS` bytes.
+    """
+    blocks = write_random_index(
+        tmp_path / "larger", IndexSpec(80, 4, block_shape=(64, 128), embed_dim=4)
+    )
     copy_index(tmp_path / "larger", LARGER, replace=True)
     return blocks
 
 
 def cached_paths(tmp_path: Path) -> list[Path]:
-    return sorted(path for path in (tmp_path / "cache/blocks").rglob("*") if path.is_file())
+    return sorted(
+        path for path in (tmp_path / "cache/blocks").rglob("*") if path.is_file()
+    )
 
 
 @slow
 @pytest.mark.parametrize("precision", SPEC.precisions)
-def test_random_fetches_equal_local_ones_and_read_each_block_once(proxy, stored, whole, precision):
-    rng, part = np.random.default_rng(5), f"tokens/{precision}/c."
-    with TokenStore.open(URL, precision) as store, TokenStore.open(stored, precision) as local:
+def test_random_fetches_equal_local_ones_and_read_each_block_once(
+    proxy, stored, whole, precision
+):
+    rng = np.random.default_rng(5)
+    part = f"tokens/{precision}/c."
+    with (
+        TokenStore.open(URL, precision) as store,
+        TokenStore.open(stored, precision) as local,
+    ):
         for _ in range(20):
             row_ids = rng.integers(0, SPEC.rows, rng.integers(1, 60))
             assert same_bits(store.fetch(row_ids), whole[precision][row_ids])
             before = proxy.count("GET", part)
-            assert same_bits(store.fetch(row_ids[::-1]), whole[precision][row_ids[::-1]])
+            assert same_bits(
+                store.fetch(row_ids[::-1]), whole[precision][row_ids[::-1]]
+            )
             assert (store.fetch_records(row_ids) == local.fetch_records(row_ids)).all()
             assert proxy.count("GET", part) == before
     with TokenStore.open(URL, precision) as another:
@@ -82,18 +100,23 @@ def test_random_fetches_equal_local_ones_and_read_each_block_once(proxy, stored,
 def test_a_tiny_cache_stays_below_its_limit(proxy, tmp_path, monkeypatch):
     blocks = larger_index(tmp_path)
     monkeypatch.setenv("EDJE_CACHE_BYTES", LESS)
-    rng, before = np.random.default_rng(6), proxy.count("GET", TOKENS)
+    rng = np.random.default_rng(6)
+    before = proxy.count("GET", TOKENS)
     with TokenStore.open(LARGER) as store:
         for _ in range(40):
             row_ids = rng.integers(0, len(blocks), 5)
             assert same_bits(store.fetch(row_ids), blocks[row_ids])
-            assert sum(path.stat().st_blocks * 512 for path in cached_paths(tmp_path)) <= int(LESS)
+            assert sum(
+                path.stat().st_blocks * 512 for path in cached_paths(tmp_path)
+            ) <= int(LESS)
     assert len(cached_paths(tmp_path)) > 3
     assert proxy.count("GET", TOKENS) - before < 150
 
 
 @slow
-@pytest.mark.parametrize("damage", ["flip", "truncate", "zeros", "directory", "unreadable"])
+@pytest.mark.parametrize(
+    "damage", ["flip", "truncate", "zeros", "directory", "unreadable"]
+)
 def test_a_damaged_cache_is_read_around_and_heals(proxy, whole, tmp_path, damage):
     row_ids = np.arange(60, 130)
     with TokenStore.open(URL) as store:
@@ -109,18 +132,26 @@ def test_a_damaged_cache_is_read_around_and_heals(proxy, whole, tmp_path, damage
                 path.write_bytes(bytes(len(data)))
             else:
                 path.unlink()
-                path.mkdir() if damage == "directory" else path.symlink_to("/proc/self/mem")
+                (
+                    path.mkdir()
+                    if damage == "directory"
+                    else path.symlink_to("/proc/self/mem")
+                )
         before = proxy.count("GET", TOKENS)
         assert same_bits(store.fetch(row_ids), whole["bf16"][row_ids])
         assert before < proxy.count("GET", TOKENS) <= before + 3
         before = proxy.count("GET", TOKENS)
         assert same_bits(store.fetch(row_ids), whole["bf16"][row_ids])
-        assert (proxy.count("GET", TOKENS) == before) == (damage in ("flip", "truncate", "zeros"))
+        assert (proxy.count("GET", TOKENS) == before) == (
+            damage in ("flip", "truncate", "zeros")
+        )
 
 
 @slow
 def test_a_block_of_zeros_is_never_taken_from_a_hole(proxy, stored, tmp_path, server):
-    """The file has a hole before the cached record, and the block in it consists of zeros."""
+    """The file has a hole before the cached record, and the block in it consists of
+    zeros.
+    """
     spec = IndexSpec(rows=8, shard_size=8, block_shape=(64, 32), embed_dim=4)
     blocks = write_random_index(tmp_path / "zeros", spec, zeros=frozenset({0}))
     url = f"s3://bucket/zeros-{next(numbers)}.edje"
@@ -168,12 +199,27 @@ with TokenStore.open("s3://bucket/larger.edje") as store:
 
 
 def start_reader(tmp_path: Path, seed: int, fetches: int) -> subprocess.Popen[str]:
-    arguments = [sys.executable, "-c", _READER, str(tmp_path / "expected.npy"), str(seed), str(fetches)]
-    return subprocess.Popen(arguments, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    arguments = [
+        sys.executable,
+        "-c",
+        _READER,
+        str(tmp_path / "expected.npy"),
+        str(seed),
+        str(fetches),
+    ]
+    return subprocess.Popen(
+        arguments,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
 
 
 @slow
-def test_processes_share_a_tiny_cache_and_killed_writers_do_no_harm(proxy, tmp_path, monkeypatch):
+def test_processes_share_a_tiny_cache_and_killed_writers_do_no_harm(
+    proxy, tmp_path, monkeypatch
+):
     blocks = larger_index(tmp_path)
     np.save(tmp_path / "expected.npy", blocks.view(np.uint16))
     monkeypatch.setenv("EDJE_CACHE_BYTES", LESS)
@@ -192,18 +238,26 @@ def test_processes_share_a_tiny_cache_and_killed_writers_do_no_harm(proxy, tmp_p
 
 
 def test_the_files_used_last_stay(tmp_path):
-    files, data = CacheFiles(tmp_path / "blocks", 1 << 20), memoryview(os.urandom(50_000))
+    files = CacheFiles(tmp_path / "blocks", 1 << 20)
+    data = memoryview(os.urandom(50_000))
     for number in range(16):
         files.write(f"index/{number}", 0, data)
         past = time.time() - 1000 + number
         os.utime(tmp_path / f"blocks/index/{number}", (past, past))
-    os.close(files.open("index/0"))  # the file that was written first was used last
+    # the file that was written first was used last
+    os.close(files.open("index/0"))
     for number in range(16, 26):
         files.write(f"index/{number}", 0, data)
     left = {path.name for path in (tmp_path / "blocks/index").iterdir()}
     assert {"0", "24", "25"} <= left
     assert not {"1", "2", "3", "4"} & left
-    assert sum(path.stat().st_blocks * 512 for path in (tmp_path / "blocks/index").iterdir()) <= 1 << 20
+    assert (
+        sum(
+            path.stat().st_blocks * 512
+            for path in (tmp_path / "blocks/index").iterdir()
+        )
+        <= 1 << 20
+    )
     files.write("index/large", 0, memoryview(bytes(100_000)))
     assert not (tmp_path / "blocks/index/large").exists()
 
@@ -211,5 +265,7 @@ def test_the_files_used_last_stay(tmp_path):
 @pytest.mark.parametrize("value", ["10 GB", "-1", "", "1e9", "9" * 5000])
 def test_a_limit_that_is_no_number_of_bytes_is_refused(monkeypatch, value):
     monkeypatch.setenv("EDJE_CACHE_BYTES", value)
-    with pytest.raises(UsageError, match="EDJE_CACHE_BYTES must be a number of bytes, not '"):
+    with pytest.raises(
+        UsageError, match="EDJE_CACHE_BYTES must be a number of bytes, not '"
+    ):
         cache_bytes()

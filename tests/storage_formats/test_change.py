@@ -10,7 +10,15 @@ import pytest
 
 from pipelines import delete_rows
 from pipelines.jobs.snapshots import remove_snapshots
-from storage_formats import CorruptIndexError, EdjeError, IndexSpec, Manifest, TokenStore, change, verify_index
+from storage_formats import (
+    CorruptIndexError,
+    EdjeError,
+    IndexSpec,
+    Manifest,
+    TokenStore,
+    change,
+    verify_index,
+)
 from storage_formats.change import (
     UnfinishedChangeError,
     begin_change,
@@ -33,7 +41,12 @@ def index(tmp_path):
 def test_two_drivers_never_share_an_index(tmp_path):
     root = tmp_path / "index"
     with locked(root):
-        with pytest.raises(EdjeError, match=f"process {os.getpid()} on .* is working on"), locked(root):
+        with (
+            pytest.raises(
+                EdjeError, match=f"process {os.getpid()} on .* is working on"
+            ),
+            locked(root),
+        ):
             pass
         assert root.exists()
     assert not root.exists()
@@ -44,7 +57,11 @@ def test_two_drivers_never_share_an_index(tmp_path):
 def test_directories_of_a_new_index_survive_a_loss_of_power(tmp_path, monkeypatch):
     flushed = []
     fsync = os.fsync
-    monkeypatch.setattr(os, "fsync", lambda fd: (flushed.append(os.readlink(f"/proc/self/fd/{fd}")), fsync(fd)))
+    monkeypatch.setattr(
+        os,
+        "fsync",
+        lambda fd: (flushed.append(os.readlink(f"/proc/self/fd/{fd}")), fsync(fd)),
+    )
     with locked(tmp_path / "a/b/index"):
         pass
     assert {str(tmp_path), str(tmp_path / "a"), str(tmp_path / "a/b")} <= set(flushed)
@@ -55,16 +72,24 @@ def test_a_change_with_work_is_resumed_refused_or_discarded_in_words(index, caps
     with begin_change(root, "quantize", {"to": ["fp8"]}) as begun:
         begun.store_plan({"shards": 3})
     assert is_unfinished(root).kind == "quantize"
-    advice = rf"'quantize' of .* has not finished .*or discard it with 'edje-index gc {re.escape(str(root))}'"
+    advice = (
+        r"'quantize' of .* has not finished .*or discard it with 'edje-index gc"
+        rf" {re.escape(str(root))}'"
+    )
     for kind, request in (("quantize", {"to": ["int8"]}), ("delete", {})):
-        with pytest.raises(UnfinishedChangeError, match=advice), begin_change(root, kind, request):
+        with (
+            pytest.raises(UnfinishedChangeError, match=advice),
+            begin_change(root, kind, request),
+        ):
             pass
     with begin_change(root, "quantize", {"to": ["fp8"]}) as begun:
         assert begun.plan == {"shards": 3}
     messages = []
     with begin_change(root, "gc", discards=True, notify=messages.append):
         pass
-    assert messages == ["discarding the unfinished 'quantize', which had 0 finished shards"]
+    assert messages == [
+        "discarding the unfinished 'quantize', which had 0 finished shards"
+    ]
     assert read_journal(root) is None
     assert verify_index(root) == []
 
@@ -82,7 +107,9 @@ def test_a_damaged_journal_is_one_clear_error_until_it_is_discarded(index, damag
 
 
 @pytest.mark.parametrize("name", ["write_array_shapes", "remove_build"])
-def test_trouble_after_the_commit_is_told_and_the_next_change_ends_it(index, monkeypatch, name):
+def test_trouble_after_the_commit_is_told_and_the_next_change_ends_it(
+    index, monkeypatch, name
+):
     root, _ = index
 
     real = getattr(change, name)
@@ -98,7 +125,9 @@ def test_trouble_after_the_commit_is_told_and_the_next_change_ends_it(index, mon
 
     with monkeypatch.context() as patch:
         patch.setattr(change, name, fail)
-        with pytest.raises(EdjeError, match=r"the change is committed, but .*edje-index gc"):
+        with pytest.raises(
+            EdjeError, match=r"the change is committed, but .*edje-index gc"
+        ):
             delete_nothing()
     assert Manifest.load(root).snapshot.number == 1
     assert verify_index(root) == []
@@ -114,6 +143,8 @@ def test_blocks_of_rows_that_stay_are_the_same(index):
         moved = store.translate(range(22))
         assert moved[3] == -1
         kept = np.array([row for row in range(22) if row != 3])
-        assert moved[8:].tolist() == list(range(8, 22)), "rows of other shards keep their ids"
+        assert moved[8:].tolist() == list(range(8, 22)), (
+            "rows of other shards keep their ids"
+        )
         assert (moved[kept[:7]] >= 24).all()
         assert same_bits(store.fetch(moved[kept]), blocks[kept])

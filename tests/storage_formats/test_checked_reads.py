@@ -26,7 +26,9 @@ def index(built, tmp_path):
 
 
 def token_path(root, precision, shard):
-    return Layout(root).token_shard(precision, shard, len(codec(precision, SPEC.block_shape).record_shape))
+    return Layout(root).token_shard(
+        precision, shard, len(codec(precision, SPEC.block_shape).record_shape)
+    )
 
 
 def flip(path, offset, bit=0):
@@ -39,7 +41,10 @@ def flip(path, offset, bit=0):
 
 def damage_row(root, precision, row_id):
     shard, position = divmod(row_id, SPEC.shard_size)
-    flip(token_path(root, precision, shard), position * codec(precision, SPEC.block_shape).record_bytes + 5)
+    flip(
+        token_path(root, precision, shard),
+        position * codec(precision, SPEC.block_shape).record_bytes + 5,
+    )
 
 
 @pytest.mark.parametrize("precision", SPEC.precisions)
@@ -51,12 +56,15 @@ def test_every_flipped_byte_is_reported_or_lies_in_padding(index, whole, precisi
         for _ in range(FLIPS // len(SPEC.precisions)):
             shard = int(rng.integers(SPEC.shards))
             path = token_path(index, precision, shard)
-            offset, bit = int(rng.integers(path.stat().st_size)), int(rng.integers(8))
+            offset = int(rng.integers(path.stat().st_size))
+            bit = int(rng.integers(8))
             flip(path, offset, bit)
             rows = SPEC.shard_rows(shard)
             if offset < len(rows) * size:
                 row_id = rows[offset // size]
-                with pytest.raises(CorruptIndexError, match=f"row {row_id} is damaged") as caught:
+                with pytest.raises(
+                    CorruptIndexError, match=f"row {row_id} is damaged"
+                ) as caught:
                     store.fetch(range(SPEC.rows))
                 assert caught.value.row_ids == (row_id,)
                 assert str(path) in str(caught.value)
@@ -75,7 +83,9 @@ def test_every_engine_checks_blocks_and_records(index, whole, precision, engine)
     with TokenStore.open(index, precision, engine) as store:
         for read in (store.fetch, store.fetch_records):
             for ids in ([70], [70, 71, 70], range(SPEC.rows), range(0, SPEC.rows, 5)):
-                with pytest.raises(CorruptIndexError, match=r"row 70 is damaged.*edje-index verify"):
+                with pytest.raises(
+                    CorruptIndexError, match=r"row 70 is damaged.*edje-index verify"
+                ):
                     read(ids)
         sound = [row for row in range(SPEC.rows) if row != 70]
         assert same_bits(store.fetch(sound), whole[precision][sound])
@@ -97,9 +107,12 @@ def test_lost_checksums_are_an_error_of_checked_reads(index, whole, harm):
 def test_memory_is_copied_and_checked(compiled, size, count):
     if compiled and not loops.has_crc_instruction():
         pytest.skip("no CRC-32C instruction here")
-    check_records = destination._compiled_loop() if compiled else destination._plain_loop
+    check_records = (
+        destination._compiled_loop() if compiled else destination._plain_loop
+    )
     data = np.random.default_rng(0).integers(0, 256, (count, size), dtype=np.uint8)
-    sources, expected = data.ctypes.data + np.arange(count) * size, crc32c_rows(data)
+    sources = data.ctypes.data + np.arange(count) * size
+    expected = crc32c_rows(data)
     for copies in range(3 if size % 64 == 0 else 2):
         actual = np.zeros(count, dtype=np.uint32)
         target = memory.aligned_bytes((count + 1) * size).reshape(count + 1, size)

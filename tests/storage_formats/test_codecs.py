@@ -14,17 +14,25 @@ from tests.conftest import same_bits
 BF16 = ml_dtypes.bfloat16
 SHAPE = (6, 64)
 EVERY = pytest.mark.parametrize("name", precisions())
-COMPILED = pytest.mark.parametrize("name", [name for name in precisions() if name != "bf16"])
+COMPILED = pytest.mark.parametrize(
+    "name", [name for name in precisions() if name != "bf16"]
+)
 
 
-def gaussian(count: int, shape: tuple[int, int] = SHAPE, scale: float = 1.0) -> np.ndarray:
+def gaussian(
+    count: int, shape: tuple[int, int] = SHAPE, scale: float = 1.0
+) -> np.ndarray:
     rng = np.random.default_rng(5)
-    return (rng.standard_normal((count, *shape), dtype=np.float32) * np.float32(scale)).astype(BF16)
+    return (
+        rng.standard_normal((count, *shape), dtype=np.float32) * np.float32(scale)
+    ).astype(BF16)
 
 
 def relative_error(blocks: np.ndarray, decoded: np.ndarray) -> float:
     exact = blocks.astype(np.float64)
-    return float(np.linalg.norm(decoded.astype(np.float64) - exact) / np.linalg.norm(exact))
+    return float(
+        np.linalg.norm(decoded.astype(np.float64) - exact) / np.linalg.norm(exact)
+    )
 
 
 def every_finite_number() -> np.ndarray:
@@ -53,16 +61,21 @@ def test_record_length_and_error_on_gaussian_tokens(name, record_bytes, bound, s
     assert entry.record_bytes == record_bytes
     blocks = gaussian(40, (8, 384), scale)
     error = relative_error(blocks, entry.decode(entry.encode(blocks)))
-    assert 0.9 * bound - 1e-5 <= error <= bound  # also not better than the format allows
+    # also not better than the format allows
+    assert 0.9 * bound - 1e-5 <= error <= bound
 
 
 @EVERY
 def test_finite_blocks_decode_to_finite_blocks(name):
     entry = codec(name, SHAPE)
     blocks = every_finite_number()
-    shuffled = np.random.default_rng(2).permutation(blocks.reshape(-1)).reshape(blocks.shape)
+    shuffled = (
+        np.random.default_rng(2).permutation(blocks.reshape(-1)).reshape(blocks.shape)
+    )
     for given_blocks in (blocks, shuffled):
-        assert np.isfinite(entry.decode(entry.encode(given_blocks)).astype(np.float32)).all()
+        assert np.isfinite(
+            entry.decode(entry.encode(given_blocks)).astype(np.float32)
+        ).all()
 
 
 @EVERY
@@ -81,23 +94,33 @@ def test_values_that_are_not_finite_turn_their_group_into_nan(name, value):
     clean = entry.decode(entry.encode(blocks))
     blocks[0, 2, 21] = value
     decoded = entry.decode(entry.encode(blocks))
-    shared = {"fp16": slice(21, 22), "nvfp4": slice(16, 32), "mxfp4": slice(0, 32), "mxfp8": slice(0, 32)}
+    shared = {
+        "fp16": slice(21, 22),
+        "nvfp4": slice(16, 32),
+        "mxfp4": slice(0, 32),
+        "mxfp8": slice(0, 32),
+    }
     expected = clean.view(np.uint16).copy()
     expected[0, 2, shared.get(name, slice(None))] = 0x7FC0
     assert same_bits(decoded, expected.view(BF16))
 
 
-@pytest.mark.parametrize(("name", "multiple"), [("mxfp8", 32), ("mxfp4", 32), ("nvfp4", 16), ("sign1", 8)])
+@pytest.mark.parametrize(
+    ("name", "multiple"), [("mxfp8", 32), ("mxfp4", 32), ("nvfp4", 16), ("sign1", 8)]
+)
 def test_width_that_cannot_be_grouped_is_refused(name, multiple):
     assert codec(name, (3, multiple)).record_bytes > 0
-    with pytest.raises(UsageError, match=rf"multiple of {multiple}, but the width is {multiple + 4}"):
+    with pytest.raises(
+        UsageError, match=rf"multiple of {multiple}, but the width is {multiple + 4}"
+    ):
         codec(name, (3, multiple + 4))
 
 
 @EVERY
 def test_results_do_not_depend_on_threads(name):
     entry = codec(name, (64, 384))
-    blocks = gaussian(200, (64, 384))  # several chunks
+    # several chunks
+    blocks = gaussian(200, (64, 384))
     records = entry.encode(blocks, threads=1)
     decoded = entry.decode(records, threads=1)
     for count in (2, 5):
@@ -107,9 +130,12 @@ def test_results_do_not_depend_on_threads(name):
 
 def test_a_kernel_that_cannot_be_cached_is_compiled():
     space: dict = {}
-    exec("def seven(numbers):\n    numbers[0] = 7", space)  # Numba caches no code without a file
+    # Numba caches no code without a file
+    exec("def seven(numbers):\n    numbers[0] = 7", space)
     with pytest.raises(RuntimeError, match="cannot cache"):
         numba.njit(cache=True)(space["seven"])
     numbers = np.zeros(1, dtype=np.int64)
-    kernel_compiler.kernel(kernel_compiler.output_array(kernel_compiler.types.int64))(space["seven"])(numbers)
+    kernel_compiler.kernel(kernel_compiler.output_array(kernel_compiler.types.int64))(
+        space["seven"]
+    )(numbers)
     assert numbers[0] == 7

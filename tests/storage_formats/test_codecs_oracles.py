@@ -1,4 +1,6 @@
-"""Comparison of the formats with other implementations: ml_dtypes, torch and torchao."""
+"""Comparison of the formats with other implementations: ml_dtypes, torch and
+torchao.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ BF16 = ml_dtypes.bfloat16
 
 
 def tokens() -> np.ndarray:
-    """Gaussian tokens of magnitudes 2 ** -40 to 2 ** 40, with zeros, equal groups and outliers: bf16 [100, 8, 384]."""
+    """Gaussian tokens of magnitudes 2 ** -40 to 2 ** 40, with zeros, equal groups
+    and outliers: bf16 [100, 8, 384].
+    """
     rng = np.random.default_rng(11)
     numbers = rng.standard_normal((100, 8, 384), dtype=np.float32)
     numbers *= np.exp2(rng.integers(-40, 41, (100, 8, 1))).astype(np.float32)
@@ -29,14 +33,19 @@ def finite_numbers() -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    ("ours", "theirs"), [(E4M3, ml_dtypes.float8_e4m3fn), (E2M1, ml_dtypes.float4_e2m1fn)], ids=["E4M3", "E2M1"]
+    ("ours", "theirs"),
+    [(E4M3, ml_dtypes.float8_e4m3fn), (E2M1, ml_dtypes.float4_e2m1fn)],
+    ids=["E4M3", "E2M1"],
 )
 def test_minifloats_equal_ml_dtypes(ours: MiniFloat, theirs):
     codes = np.arange(len(ours.values), dtype=np.uint8)
     np.testing.assert_array_equal(ours.values, codes.view(theirs).astype(np.float32))
-    assert (np.signbit(ours.values) == np.signbit(codes.view(theirs).astype(np.float32)))[~np.isnan(ours.values)].all()
+    assert (
+        np.signbit(ours.values) == np.signbit(codes.view(theirs).astype(np.float32))
+    )[~np.isnan(ours.values)].all()
     numbers = finite_numbers()
-    within = np.clip(numbers, -ours.largest, ours.largest)  # ml_dtypes does not saturate
+    # ml_dtypes does not saturate
+    within = np.clip(numbers, -ours.largest, ours.largest)
     assert (ours.encode(numbers) == within.astype(theirs).view(np.uint8)).all()
     middles = (ours.magnitudes[1:] + ours.magnitudes[:-1]) / 2
     assert (ours.encode(middles) == middles.astype(theirs).view(np.uint8)).all()
@@ -55,28 +64,45 @@ def test_fp8_equals_the_casts_of_ml_dtypes_and_torch_under_its_scale():
     factors = scales.view(ml_dtypes.float8_e8m0fnu).astype(np.float32)[..., None]
     quotients = blocks.astype(np.float32) / factors
     largest = np.abs(quotients).max(axis=-1)
-    assert ((largest > 224) & (largest <= 448))[blocks.astype(np.float32).any(axis=-1)].all()
-    assert (codes.reshape(blocks.shape) == quotients.astype(ml_dtypes.float8_e4m3fn).view(np.uint8)).all()
+    assert ((largest > 224) & (largest <= 448))[
+        blocks.astype(np.float32).any(axis=-1)
+    ].all()
+    assert (
+        codes.reshape(blocks.shape)
+        == quotients.astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+    ).all()
     cast = torch.from_numpy(quotients).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
     assert (codes.reshape(blocks.shape) == cast).all()
-    product = codes.view(ml_dtypes.float8_e4m3fn).astype(np.float32).reshape(blocks.shape) * factors
-    assert (entry.decode(entry.encode(blocks)).astype(np.float32) == product).all()  # exact
+    product = (
+        codes.view(ml_dtypes.float8_e4m3fn).astype(np.float32).reshape(blocks.shape)
+        * factors
+    )
+    # exact
+    assert (entry.decode(entry.encode(blocks)).astype(np.float32) == product).all()
 
 
-@pytest.mark.parametrize(("name", "element"), [("mxfp8", "float8_e4m3fn"), ("mxfp4", "float4_e2m1fn_x2")])
+@pytest.mark.parametrize(
+    ("name", "element"), [("mxfp8", "float8_e4m3fn"), ("mxfp4", "float4_e2m1fn_x2")]
+)
 def test_mx_equals_torchao(name, element):
-    torch, mx = pytest.importorskip("torch"), pytest.importorskip("torchao.prototype.mx_formats.mx_tensor")
+    torch = pytest.importorskip("torch")
+    mx = pytest.importorskip("torchao.prototype.mx_formats.mx_tensor")
     blocks = tokens()
     flat = torch.from_numpy(blocks.view(np.int16)).view(torch.bfloat16)
     scales, codes = mx.to_mx(flat, getattr(torch, element), 32)
-    theirs = [part.contiguous().view(torch.uint8).numpy().reshape(len(blocks), -1) for part in (codes, scales)]
+    theirs = [
+        part.contiguous().view(torch.uint8).numpy().reshape(len(blocks), -1)
+        for part in (codes, scales)
+    ]
     ours = codec(name, (8, 384)).encode(blocks)
     assert (ours == np.concatenate(theirs, axis=1)).all()
 
 
 @pytest.mark.parametrize("name", ["fp8", "mxfp8", "mxfp4", "nvfp4"])
 def test_products_are_bfloat16_without_rounding(name):
-    """For every code and every scale with normal products: bfloat16 holds the float32 product exactly."""
+    """For every code and every scale with normal products: bfloat16 holds the
+    float32 product exactly.
+    """
     entry = codec(name)
     with np.errstate(over="ignore"):
         exact = entry.scale_values[:, None] * entry.element.values

@@ -1,4 +1,6 @@
-"""The compiled kernels equal the NumPy reference bit for bit, for every code, scale and value."""
+"""The compiled kernels equal the NumPy reference bit for bit, for every code, scale
+and value.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,8 @@ def assert_decodes_alike(entry, records: np.ndarray) -> None:
 def test_decodes_every_code_under_every_scale(name):
     records, shape = reference.every_code(name)
     assert_decodes_alike(codec(name, shape), records)
-    if name in ("fp8", "mxfp8"):  # without subnormals and NaN, for which the kernel has a faster path
+    # without subnormals and NaN, for which the kernel has a faster path
+    if name in ("fp8", "mxfp8"):
         magnitudes = records[:, :256] & 0x7F
         records[:, :256][(magnitudes > 0) & (magnitudes < 8) | (magnitudes == 0x7F)] = 0
         assert_decodes_alike(codec(name, shape), records)
@@ -44,14 +47,20 @@ def test_encodes_every_number_as_the_largest_of_its_group(name):
     entry = codec(name, (64, 32))
     bits = np.arange(0x10000, dtype=np.uint16)
     group = GROUPED.get(name, 32)
-    below = np.random.default_rng(0).integers(0, 0x8000, (len(bits), group)) % ((bits & 0x7FFF)[:, None] + 1)
-    blocks = below.astype(np.uint16) | (np.arange(group, dtype=np.uint16) % 2 << np.uint16(15))
+    below = np.random.default_rng(0).integers(0, 0x8000, (len(bits), group)) % (
+        (bits & 0x7FFF)[:, None] + 1
+    )
+    blocks = below.astype(np.uint16) | (
+        np.arange(group, dtype=np.uint16) % 2 << np.uint16(15)
+    )
     blocks[:, 5] = bits
     assert_encodes_alike(entry, blocks.reshape(-1, 64, 32).view(BF16))
 
 
 def groups_of_every_number(largest: np.ndarray, group: int) -> np.ndarray:
-    """For each magnitude (bits, [k]), groups that start with it, of all bfloat16 up to it: uint16 [k, n, group]."""
+    """For each magnitude (bits, [k]), groups that start with it, of all bfloat16 up
+    to it: uint16 [k, n, group].
+    """
     numbers = np.arange(0x10000, dtype=np.uint16)
     numbers = np.resize(numbers, (-(-len(numbers) // (group - 1)), group - 1))
     numbers = np.broadcast_to(numbers, (len(largest), *numbers.shape))
@@ -61,11 +70,15 @@ def groups_of_every_number(largest: np.ndarray, group: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", COMPILED)
-@pytest.mark.parametrize("step", [0x400 + 3, pytest.param(1 << 5, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "step", [0x400 + 3, pytest.param(1 << 5, marks=pytest.mark.slow)]
+)
 def test_encodes_every_number_under_scales_of_the_whole_range(name, step):
     entry = codec(name, (1, GROUPED.get(name, 32)))
     for first in range(0, 0x7F80, 8 * step):
-        largest = np.append(np.arange(first, min(first + 8 * step, 0x7F80), step), 0x7F7F).astype(np.uint16)
+        largest = np.append(
+            np.arange(first, min(first + 8 * step, 0x7F80), step), 0x7F7F
+        ).astype(np.uint16)
         blocks = groups_of_every_number(largest, entry.block_shape[1])
         assert_encodes_alike(entry, blocks.reshape(-1, *entry.block_shape).view(BF16))
 
@@ -79,9 +92,13 @@ def test_encodes_every_number_under_scales_of_the_whole_range(name, step):
 )
 def test_any_bits_of_any_shape(name, shape, count, data):
     entry = codec(name, shape)
-    bits = data.draw(hnp.arrays(np.uint16, (count, *shape), elements=st.integers(0, 0xFFFF)))
+    bits = data.draw(
+        hnp.arrays(np.uint16, (count, *shape), elements=st.integers(0, 0xFFFF))
+    )
     assert_encodes_alike(entry, bits.view(BF16))
-    records = data.draw(hnp.arrays(np.uint8, (count, entry.record_bytes), elements=st.integers(0, 255)))
+    records = data.draw(
+        hnp.arrays(np.uint8, (count, entry.record_bytes), elements=st.integers(0, 255))
+    )
     assert_decodes_alike(entry, records)
 
 
@@ -89,6 +106,11 @@ def test_any_bits_of_any_shape(name, shape, count, data):
 @pytest.mark.parametrize("width", [1, 3, 7, 65])
 def test_odd_widths(name, width):
     entry = codec(name, (3, width))
-    blocks = np.random.default_rng(1).standard_normal((4, 3, width)).astype(np.float32).astype(BF16)
+    blocks = (
+        np.random.default_rng(1)
+        .standard_normal((4, 3, width))
+        .astype(np.float32)
+        .astype(BF16)
+    )
     assert_encodes_alike(entry, blocks)
     assert_decodes_alike(entry, entry.encode(blocks))

@@ -17,9 +17,17 @@ def test_without_a_container_the_affinity_decides(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("quota", "expected"),
-    [("150000 100000\n", 1), ("50000 100000\n", 1), ("300000 100000\n", 3), ("max 100000\n", 8), ("", 8)],
+    [
+        ("150000 100000\n", 1),
+        ("50000 100000\n", 1),
+        ("300000 100000\n", 3),
+        ("max 100000\n", 8),
+        ("", 8),
+    ],
 )
-def test_the_quota_of_a_container_limits_the_cpus(tmp_path, monkeypatch, quota, expected):
+def test_the_quota_of_a_container_limits_the_cpus(
+    tmp_path, monkeypatch, quota, expected
+):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     monkeypatch.setattr(cpus, "QUOTA_FILE", tmp_path / "cpu.max")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)

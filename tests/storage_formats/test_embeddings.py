@@ -26,7 +26,9 @@ def index(tmp_path_factory):
 
 @given(rows=st.lists(st.integers(0, SPEC.rows - 1), max_size=90))
 def test_embeddings_of_any_rows_in_any_order(index, rows):
-    """Few rows of a shard are read one by one, many with the whole shard. The last shard is shorter."""
+    """Few rows of a shard are read one by one, many with the whole shard. The last
+    shard is shorter.
+    """
     found = read_embeddings(CommittedIndex.open(index), np.array(rows, dtype=np.int64))
     stored = zarr.open_array(index / "embeddings", mode="r")[:]
     np.testing.assert_array_equal(found, stored[rows])
@@ -54,10 +56,14 @@ def exchange(root):
     (root / "moved").rename(right)
 
 
-@pytest.mark.parametrize("rows", [[70], list(range(64, 128))], ids=["one row", "whole shard"])
+@pytest.mark.parametrize(
+    "rows", [[70], list(range(64, 128))], ids=["one row", "whole shard"]
+)
 @pytest.mark.parametrize("damage", ["exchanged", "one byte"])
 @pytest.mark.parametrize("read_before", [True, False])
-def test_a_file_other_than_the_committed_one_is_noticed(tmp_path, rows, damage, read_before):
+def test_a_file_other_than_the_committed_one_is_noticed(
+    tmp_path, rows, damage, read_before
+):
     root = tmp_path / "index"
     write_random_index(root, SPEC)
     index = CommittedIndex.open(root)
@@ -70,7 +76,9 @@ def test_a_file_other_than_the_committed_one_is_noticed(tmp_path, rows, damage, 
         content = bytearray(path.read_bytes())
         content[400] ^= 1
         path.write_bytes(content)
-    with pytest.raises(CorruptIndexError, match="is not the file that was committed") as caught:
+    with pytest.raises(
+        CorruptIndexError, match="is not the file that was committed"
+    ) as caught:
         read_embeddings(index, rows)
     assert str(path) in str(caught.value)
     assert caught.value.row_ids == tuple(range(64, 128))

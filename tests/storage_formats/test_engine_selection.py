@@ -17,7 +17,9 @@ from tests.storage_formats.reading_cases import ALL, SPEC, evict, linux, without
 
 
 def test_engines_that_are_unknown_or_do_not_work_are_refused(built, monkeypatch):
-    with pytest.raises(UsageError, match=r"engine 'floppy' .*; choose one of: auto, .*portable"):
+    with pytest.raises(
+        UsageError, match=r"engine 'floppy' .*; choose one of: auto, .*portable"
+    ):
         TokenStore.open(built[0], engine="floppy")
     without_queues(monkeypatch)
     assert engines() == ("mapped", "portable")
@@ -54,18 +56,24 @@ def store(built, request, monkeypatch):
     if "direct" not in engines() or local_reads.cache_room() < 1 << 20:
         pytest.skip("no direct reads here, or no memory for the page cache")
     if request.param:
-        monkeypatch.setattr(files, "_CACHESTAT", 1 << 20)  # a system call that the kernel does not know
+        # a system call that the kernel does not know
+        monkeypatch.setattr(files, "_CACHESTAT", 1 << 20)
     evict(built[0])
     with TokenStore.open(built[0]) as opened:
         yield opened
 
 
-def test_shards_in_the_page_cache_are_copied_and_others_bypass_it(built, store, monkeypatch):
+def test_shards_in_the_page_cache_are_copied_and_others_bypass_it(
+    built, store, monkeypatch
+):
     monkeypatch.setattr(files, "TRUSTED_SECONDS", 0)
-    monkeypatch.setattr(local_reads, "cache_room", lambda: 10_000)  # the records do not fit
+    # the records do not fit
+    monkeypatch.setattr(local_reads, "cache_room", lambda: 10_000)
     for _ in range(20):
         store.fetch(range(SPEC.rows))
-        assert chosen(store, range(1, 128, 2)) == {"direct": 64}, "direct reads do not fill the page cache"
+        assert chosen(store, range(1, 128, 2)) == {"direct": 64}, (
+            "direct reads do not fill the page cache"
+        )
     Layout(built[0]).token_shard("bf16", 0).read_bytes()
     assert chosen(store, range(1, 128, 2)) == {"mapped": 32, "direct": 32}
     assert chosen(store, [1, 9]) == {"mapped": 2}
@@ -75,27 +83,39 @@ def test_a_search_reads_its_candidates_into_the_page_cache(built, store, monkeyp
     assert same_bits(store.fetch(range(0, 64, 16)), built[1][:64:16])
     record = built[1][0].nbytes
     with store._view.reads._held(0) as file:
-        assert [file.cached_share(row * record, (row + 1) * record) for row in range(0, 64, 16)] == [1] * 4
+        assert [
+            file.cached_share(row * record, (row + 1) * record)
+            for row in range(0, 64, 16)
+        ] == [1] * 4
     monkeypatch.setattr(local_reads, "_SEARCH_RECORDS", 31)
-    assert chosen(store, range(64, 128, 2)) == {"direct": 32}, "a longer request bypasses the page cache"
+    assert chosen(store, range(64, 128, 2)) == {"direct": 32}, (
+        "a longer request bypasses the page cache"
+    )
 
 
 def test_candidates_are_read_into_the_page_cache_once(built, store, monkeypatch):
     monkeypatch.setattr(local_reads, "TRUSTED_SECONDS", 60)
-    advised, advise = [], os.posix_fadvise
-    monkeypatch.setattr(os, "posix_fadvise", lambda *call: advised.append(call[2]) or advise(*call))
+    advised = []
+    advise = os.posix_fadvise
+    monkeypatch.setattr(
+        os, "posix_fadvise", lambda *call: advised.append(call[2]) or advise(*call)
+    )
     for rows, reads in (([0, 16, 32], 3), ([0, 16, 32], 0), ([0, 16, 48], 1)):
         assert same_bits(store.fetch(rows), built[1][rows])
         assert advised.count(built[1][0].nbytes) == reads
         advised.clear()
-    store.close()  # the kernel keeps mapped pages
+    # the kernel keeps mapped pages
+    store.close()
     evict(built[0])
     advised.clear()
     assert same_bits(store.fetch([0, 16]), built[1][[0, 16]])
     assert advised.count(built[1][0].nbytes) == 2, "the kernel has dropped them since"
 
 
-def test_without_prefault_of_maps_candidates_bypass_the_page_cache(built, store, monkeypatch):
-    monkeypatch.setattr(local_reads, "_MADV_POPULATE_READ", 9_999)  # a kernel before Linux 5.14 refuses it
+def test_without_prefault_of_maps_candidates_bypass_the_page_cache(
+    built, store, monkeypatch
+):
+    # a kernel before Linux 5.14 refuses it
+    monkeypatch.setattr(local_reads, "_MADV_POPULATE_READ", 9_999)
     assert chosen(store, [3]) == {"direct": 1}
     assert same_bits(store.fetch([100]), built[1][[100]])

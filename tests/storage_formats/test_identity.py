@@ -1,4 +1,6 @@
-"""Files that were exchanged with those of another shard or another index are noticed when they are read."""
+"""Files that were exchanged with those of another shard or another index are
+noticed when they are read.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +12,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from storage_formats import CorruptIndexError, IndexSpec, Manifest, TokenStore, read_rows
+from storage_formats import (
+    CorruptIndexError,
+    IndexSpec,
+    Manifest,
+    TokenStore,
+    read_rows,
+)
 from storage_formats.format import shard_table
 from storage_formats.format.layout import Layout
 from storage_formats.format.parquet import ParquetRowGroups
 from tests.conftest import same_bits, write_random_index
 
-SPEC = IndexSpec(rows=40, shard_size=8, block_shape=(2, 8), embed_dim=4, precisions=("bf16", "fp8"))
+SPEC = IndexSpec(
+    rows=40, shard_size=8, block_shape=(2, 8), embed_dim=4, precisions=("bf16", "fp8")
+)
 KINDS = ("tokens", "checksums", "rows")
 
 
@@ -43,12 +53,16 @@ def exchange(left, right):
 
 
 @given(
-    shards=st.lists(st.integers(0, SPEC.shards - 1), min_size=2, max_size=2, unique=True),
+    shards=st.lists(
+        st.integers(0, SPEC.shards - 1), min_size=2, max_size=2, unique=True
+    ),
     kinds=st.sets(st.sampled_from(KINDS), min_size=1),
     opened_before=st.booleans(),
 )
 @settings(max_examples=60)
-def test_files_of_two_shards_that_were_exchanged_are_noticed(sound, shards, kinds, opened_before):
+def test_files_of_two_shards_that_were_exchanged_are_noticed(
+    sound, shards, kinds, opened_before
+):
     original, blocks = sound
     with tempfile.TemporaryDirectory() as folder:
         root = Path(shutil.copytree(original, Path(folder) / "index"))
@@ -59,24 +73,32 @@ def test_files_of_two_shards_that_were_exchanged_are_noticed(sound, shards, kind
             for kind in kinds:
                 exchange(*(files_of(root, shard)[kind] for shard in shards))
             for shard in range(SPEC.shards):
-                rows, exchanged = SPEC.shard_rows(shard), kinds if shard in shards else set()
+                rows = SPEC.shard_rows(shard)
+                exchanged = kinds if shard in shards else set()
                 if exchanged & {"tokens", "checksums"}:
-                    named = files_of(root, shard)["checksums" if "checksums" in exchanged else "tokens"]
+                    named = files_of(root, shard)[
+                        "checksums" if "checksums" in exchanged else "tokens"
+                    ]
                     with pytest.raises(CorruptIndexError, match=str(named)) as caught:
                         store.fetch(rows)
                     assert caught.value.row_ids == tuple(rows)
                 else:
                     assert same_bits(store.fetch(rows), blocks[list(rows)])
                 if "rows" in exchanged:
-                    with pytest.raises(CorruptIndexError, match=files_of(root, shard)["rows"].name):
+                    with pytest.raises(
+                        CorruptIndexError, match=files_of(root, shard)["rows"].name
+                    ):
                         read_rows(root, rows)
                 else:
                     assert read_rows(root, rows)["row_id"].to_pylist() == list(rows)
 
 
 @pytest.mark.parametrize("fetched_before", [False, True])
-def test_an_index_that_is_replaced_under_an_open_store_is_noticed(tmp_path, fetched_before):
-    root, other = tmp_path / "index", tmp_path / "other"
+def test_an_index_that_is_replaced_under_an_open_store_is_noticed(
+    tmp_path, fetched_before
+):
+    root = tmp_path / "index"
+    other = tmp_path / "other"
     blocks = write_random_index(root, SPEC)
     write_random_index(other, SPEC, seed=8)
     with TokenStore.open(root) as store:
@@ -84,20 +106,27 @@ def test_an_index_that_is_replaced_under_an_open_store_is_noticed(tmp_path, fetc
             assert same_bits(store.fetch([1]), blocks[[1]])
         shutil.rmtree(root)
         other.rename(root)
-        with pytest.raises(CorruptIndexError, match="replaced while the index was open"):
+        with pytest.raises(
+            CorruptIndexError, match="replaced while the index was open"
+        ):
             store.fetch(range(SPEC.rows))
 
 
 def test_a_large_shard_table_is_read_in_parts(tmp_path, monkeypatch):
-    monkeypatch.setattr(shard_table, "_TABLE_GROUP_LINES", 5)  # the 6 files of a shard are in two groups
+    # the 6 files of a shard are in two groups
+    monkeypatch.setattr(shard_table, "_TABLE_GROUP_LINES", 5)
     blocks = write_random_index(tmp_path, SPEC)
-    read, groups = ParquetRowGroups.read, []
+    read = ParquetRowGroups.read
+    groups = []
     monkeypatch.setattr(
-        ParquetRowGroups, "read", lambda *arguments: (groups.append(1) or table for table in read(*arguments))
+        ParquetRowGroups,
+        "read",
+        lambda *arguments: (groups.append(1) or table for table in read(*arguments)),
     )
     with TokenStore.open(tmp_path) as store:
         assert same_bits(store.fetch([17]), blocks[[17]])
-        assert len(groups) == 2  # lines 12 to 17, of groups of five lines
+        # lines 12 to 17, of groups of five lines
+        assert len(groups) == 2
         store.fetch([16, 23])
         assert len(groups) == 2
         assert same_bits(store.fetch(range(SPEC.rows)), blocks)
@@ -107,6 +136,11 @@ def test_another_shard_table_is_noticed(sound, tmp_path):
     root = Path(shutil.copytree(sound[0], tmp_path / "index"))
     write_random_index(tmp_path / "other", SPEC, seed=8)
     table = root / Manifest.load(root).shard_table.path
-    shutil.copy(tmp_path / "other" / Manifest.load(tmp_path / "other").shard_table.path, table)
-    with TokenStore.open(root) as store, pytest.raises(CorruptIndexError, match=r"does not match index\.json"):
+    shutil.copy(
+        tmp_path / "other" / Manifest.load(tmp_path / "other").shard_table.path, table
+    )
+    with (
+        TokenStore.open(root) as store,
+        pytest.raises(CorruptIndexError, match=r"does not match index\.json"),
+    ):
         store.fetch([0])

@@ -1,4 +1,6 @@
-"""Writing an index from arrays: what is stored, what is refused, and what a failure leaves."""
+"""Writing an index from arrays: what is stored, what is refused, and what a failure
+leaves.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,11 @@ def arrays(count, dtype=np.float32, seed=0):
 
 
 def files_of(root):
-    return {path.relative_to(root): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+    return {
+        path.relative_to(root): path.read_bytes()
+        for path in root.rglob("*")
+        if path.is_file()
+    }
 
 
 @pytest.mark.parametrize("chunks", [[13], [1] * 13, [5, 5, 3], [4, 0, 7, 2], [12, 1]])
@@ -43,17 +49,25 @@ def test_round_trip_does_not_depend_on_the_chunks(tmp_path, chunks):
         for count in chunks:
             part = slice(done, done + count)
             uris = [f"page {row}" for row in range(done, done + count)]
-            assert writer.append(blocks[part], embeddings[part], uris) == range(done, done + count)
+            assert writer.append(blocks[part], embeddings[part], uris) == range(
+                done, done + count
+            )
             done += count
         assert len(writer) == 13
     assert verify_index(root) == []
-    assert same_bits(TokenStore.open(root).fetch(range(13)), blocks.astype(ml_dtypes.bfloat16))
+    assert same_bits(
+        TokenStore.open(root).fetch(range(13)), blocks.astype(ml_dtypes.bfloat16)
+    )
     assert read_rows(root)["uri"].to_pylist() == [f"page {row}" for row in range(13)]
     spec = Manifest.load(root).spec
     assert (spec.rows, spec.shards, spec.precisions) == (13, 3, ("bf16", "fp8"))
     unit = embeddings / np.linalg.norm(embeddings, axis=1, keepdims=True)
-    np.testing.assert_allclose(read_embeddings(CommittedIndex.open(root), np.arange(13)), unit, rtol=1e-6)
-    with IndexWriter.create(tmp_path / "again", precisions=["bf16", "fp8"], **SHAPE) as writer:
+    np.testing.assert_allclose(
+        read_embeddings(CommittedIndex.open(root), np.arange(13)), unit, rtol=1e-6
+    )
+    with IndexWriter.create(
+        tmp_path / "again", precisions=["bf16", "fp8"], **SHAPE
+    ) as writer:
         writer.append(blocks, embeddings, [f"page {row}" for row in range(13)])
     assert files_of(root) == files_of(tmp_path / "again")
 
@@ -73,7 +87,10 @@ def test_block_types(tmp_path, dtype):
     blocks, embeddings = arrays(3, dtype)
     with IndexWriter.create(tmp_path / "index", **SHAPE) as writer:
         writer.append(blocks, embeddings)
-    assert same_bits(TokenStore.open(tmp_path / "index").fetch([0, 1, 2]), blocks.astype(ml_dtypes.bfloat16))
+    assert same_bits(
+        TokenStore.open(tmp_path / "index").fetch([0, 1, 2]),
+        blocks.astype(ml_dtypes.bfloat16),
+    )
     assert read_rows(tmp_path / "index")["uri"].to_pylist() == ["0", "1", "2"]
 
 
@@ -89,7 +106,10 @@ def test_columns_of_rows(tmp_path, rows):
     with IndexWriter.create(tmp_path / "index", **SHAPE) as writer:
         writer.append(*arrays(2), rows)
     table = read_rows(tmp_path / "index")
-    assert (table["uri"].to_pylist(), table["width"].to_pylist()) == (["a", "b"], [3, 4])
+    assert (table["uri"].to_pylist(), table["width"].to_pylist()) == (
+        ["a", "b"],
+        [3, 4],
+    )
     assert table["height"].null_count == 2
 
 
@@ -99,7 +119,10 @@ def test_columns_of_rows(tmp_path, rows):
         (["a"], "2 blocks need 2 rows, but column uri of rows has 1"),
         ("ab", "got the string 'ab'"),
         ({"status": ["failed"] * 2}, "unknown columns status"),
-        ({"width": ["wide", "narrow"]}, "column width of rows cannot be converted to int32"),
+        (
+            {"width": ["wide", "narrow"]},
+            "column width of rows cannot be converted to int32",
+        ),
         ({"uri": ["a", None]}, "column uri of rows has 1 nulls"),
     ],
 )
@@ -121,14 +144,42 @@ BLOCKS, EMBEDDINGS = arrays(2)
 @pytest.mark.parametrize(
     ("blocks", "embeddings", "message"),
     [
-        (BLOCKS[:, :3], EMBEDDINGS, r"blocks must have the shape \[k, 4, 16\], got \[2, 3, 16\]"),
+        (
+            BLOCKS[:, :3],
+            EMBEDDINGS,
+            r"blocks must have the shape \[k, 4, 16\], got \[2, 3, 16\]",
+        ),
         (BLOCKS[0], EMBEDDINGS, r"blocks must have the shape"),
-        (BLOCKS, EMBEDDINGS[:1], r"embeddings of 2 blocks must have the shape \[2, 8\], got \[1, 8\]"),
-        (BLOCKS.astype(np.float64), EMBEDDINGS, "blocks must be float32, float16 or bfloat16, got float64"),
-        (BLOCKS, EMBEDDINGS.astype(np.int32), "embeddings must be floating-point numbers, got int32"),
-        (changed(BLOCKS.copy(), (1, 0, 3), np.nan), EMBEDDINGS, "the block of row 1 has a value that is NaN"),
-        (changed(BLOCKS.copy(), (0, 3, 1), -np.inf), EMBEDDINGS, "the block of row 0 has"),
-        (changed(BLOCKS.copy(), (1, 3, 1), 3.4e38), EMBEDDINGS, "too large for bfloat16"),
+        (
+            BLOCKS,
+            EMBEDDINGS[:1],
+            r"embeddings of 2 blocks must have the shape \[2, 8\], got \[1, 8\]",
+        ),
+        (
+            BLOCKS.astype(np.float64),
+            EMBEDDINGS,
+            "blocks must be float32, float16 or bfloat16, got float64",
+        ),
+        (
+            BLOCKS,
+            EMBEDDINGS.astype(np.int32),
+            "embeddings must be floating-point numbers, got int32",
+        ),
+        (
+            changed(BLOCKS.copy(), (1, 0, 3), np.nan),
+            EMBEDDINGS,
+            "the block of row 1 has a value that is NaN",
+        ),
+        (
+            changed(BLOCKS.copy(), (0, 3, 1), -np.inf),
+            EMBEDDINGS,
+            "the block of row 0 has",
+        ),
+        (
+            changed(BLOCKS.copy(), (1, 3, 1), 3.4e38),
+            EMBEDDINGS,
+            "too large for bfloat16",
+        ),
         (BLOCKS, changed(EMBEDDINGS.copy(), (1, 1), np.inf), "the embedding of row 1"),
         (BLOCKS, changed(EMBEDDINGS.copy(), 1, 0), "the embedding of row 1 is zero"),
     ],
@@ -138,12 +189,19 @@ def test_arrays_that_are_refused(tmp_path, blocks, embeddings, message):
     with IndexWriter.create(root, **SHAPE) as writer:
         with pytest.raises(UsageError, match=message):
             writer.append(blocks, embeddings)
-        writer.append(BLOCKS, EMBEDDINGS)  # the writer is usable after an error
+        # the writer is usable after an error
+        writer.append(BLOCKS, EMBEDDINGS)
     assert len(TokenStore.open(root)) == 2
 
 
 @pytest.mark.parametrize(
-    "changes", [{"precisions": ["fp7"]}, {"precisions": []}, {"embed_dim": 0}, {"block_shape": (0, 16)}]
+    "changes",
+    [
+        {"precisions": ["fp7"]},
+        {"precisions": []},
+        {"embed_dim": 0},
+        {"block_shape": (0, 16)},
+    ],
 )
 def test_settings_that_are_refused(tmp_path, changes):
     with pytest.raises(UsageError):
@@ -159,14 +217,20 @@ def write_then_fail(writer):
 def test_an_exception_removes_everything(tmp_path):
     (tmp_path / "empty").mkdir()
     for root in (tmp_path / "new", tmp_path / "empty"):
-        with pytest.raises(UsageError, match="must have the shape"), IndexWriter.create(root, **SHAPE) as writer:
+        with (
+            pytest.raises(UsageError, match="must have the shape"),
+            IndexWriter.create(root, **SHAPE) as writer,
+        ):
             write_then_fail(writer)
     assert not (tmp_path / "new").exists()
     assert list((tmp_path / "empty").iterdir()) == []
 
 
 def test_no_rows_is_an_error_and_leaves_nothing(tmp_path):
-    with pytest.raises(UsageError, match="no row was appended"), IndexWriter.create(tmp_path / "index", **SHAPE):
+    with (
+        pytest.raises(UsageError, match="no row was appended"),
+        IndexWriter.create(tmp_path / "index", **SHAPE),
+    ):
         pass
     assert not (tmp_path / "index").exists()
 
@@ -197,7 +261,8 @@ def test_paths_that_are_in_use(tmp_path):
 
 def test_a_failed_write_is_tried_again(tmp_path, monkeypatch):
     blocks, embeddings = arrays(12)
-    commit, failures = ShardWriter.commit, [OSError(28, "No space left on device")]
+    commit = ShardWriter.commit
+    failures = [OSError(28, "No space left on device")]
 
     def fail_once(self, *arguments):
         if failures:
@@ -210,7 +275,10 @@ def test_a_failed_write_is_tried_again(tmp_path, monkeypatch):
             writer.append(blocks, embeddings)
         writer.append(blocks[len(writer) :], embeddings[len(writer) :])
     assert verify_index(tmp_path / "index") == []
-    assert same_bits(TokenStore.open(tmp_path / "index").fetch(range(12)), blocks.astype(ml_dtypes.bfloat16))
+    assert same_bits(
+        TokenStore.open(tmp_path / "index").fetch(range(12)),
+        blocks.astype(ml_dtypes.bfloat16),
+    )
 
 
 ENDLESS = """
@@ -219,17 +287,24 @@ import numpy as np
 from storage_formats import IndexWriter
 
 blocks = np.ones((7, 4, 16), dtype=np.float32)
-with IndexWriter.create(sys.argv[1], block_shape=(4, 16), embed_dim=8, shard_size=5) as writer:
+writer = IndexWriter.create(
+    sys.argv[1], block_shape=(4, 16), embed_dim=8, shard_size=5
+)
+with writer:
     while True:
         writer.append(blocks, blocks[:, 0, :8])
 """
 
 
 @pytest.mark.parametrize("shards", [0, 1, 4])
-def test_a_killed_writer_leaves_nothing_that_opens_and_the_next_begins_again(tmp_path, shards):
+def test_a_killed_writer_leaves_nothing_that_opens_and_the_next_begins_again(
+    tmp_path, shards
+):
     root = tmp_path / "index"
     environment = {**os.environ, "PYTHONPATH": str(REPO)}
-    process = subprocess.Popen([sys.executable, "-c", ENDLESS, str(root)], env=environment)
+    process = subprocess.Popen(
+        [sys.executable, "-c", ENDLESS, str(root)], env=environment
+    )
     try:
         waited = Layout(root).receipt(shards - 1) if shards else Layout(root).journal
         limit = time.monotonic() + 60
@@ -260,7 +335,10 @@ from storage_formats import IndexWriter
 from storage_formats.format.manifest import CommittedIndex
 
 blocks = np.ones((256, 32, 64), dtype=np.float32)
-with IndexWriter.create(sys.argv[1], block_shape=(32, 64), embed_dim=8, shard_size=256) as writer:
+writer = IndexWriter.create(
+    sys.argv[1], block_shape=(32, 64), embed_dim=8, shard_size=256
+)
+with writer:
     peaks = []
     for _ in range(80):
         writer.append(blocks, blocks[:, 0, :8])
@@ -269,5 +347,8 @@ print(peaks[-1] - peaks[10])
 """
     environment = {**os.environ, "PYTHONPATH": str(REPO)}
     command = [sys.executable, "-c", script, str(tmp_path / "index")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    assert int(done.stdout) < 20 * 1024  # KiB
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=True
+    )
+    # KiB
+    assert int(done.stdout) < 20 * 1024

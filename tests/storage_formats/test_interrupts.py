@@ -1,4 +1,6 @@
-"""An exception that a signal handler raises during a fetch leaves nothing behind that writes, waits or breaks."""
+"""An exception that a signal handler raises during a fetch leaves nothing behind
+that writes, waits or breaks.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,13 @@ from storage_formats.reading.queues import Queue
 from tests.conftest import REPO, same_bits, write_random_index
 from tests.storage_formats.reading_cases import ALL, SPEC, linux, needs_queues
 
-LARGE = IndexSpec(rows=200, shard_size=64, block_shape=(64, 384), embed_dim=4, precisions=("bf16", "fp8", "nvfp4"))
+LARGE = IndexSpec(
+    rows=200,
+    shard_size=64,
+    block_shape=(64, 384),
+    embed_dim=4,
+    precisions=("bf16", "fp8", "nvfp4"),
+)
 
 
 class Interruption(BaseException):
@@ -22,11 +30,20 @@ class Interruption(BaseException):
 
 @needs_queues
 @pytest.mark.parametrize("method", ["put", "wait"])
-def test_a_queue_is_emptied_and_dropped_after_an_exception(built, whole, monkeypatch, method):
-    """The exception comes after the kernel has started or finished reads, and before the queue's caller knows."""
-    store, real = TokenStore.open(built[0], "bf16", "direct"), getattr(Queue, method)
+def test_a_queue_is_emptied_and_dropped_after_an_exception(
+    built, whole, monkeypatch, method
+):
+    """The exception comes after the kernel has started or finished reads, and
+    before the queue's caller knows.
+    """
+    store = TokenStore.open(built[0], "bf16", "direct")
+    real = getattr(Queue, method)
     closed = []
-    monkeypatch.setattr(Queue, "close", lambda self, close=Queue.close: (close(self), closed.append(self)))
+    monkeypatch.setattr(
+        Queue,
+        "close",
+        lambda self, close=Queue.close: (close(self), closed.append(self)),
+    )
 
     def interrupted(self, *arguments):
         real(self, *arguments)
@@ -69,7 +86,10 @@ def test_interrupted_fetches(large, engine, precision, count, shots):
     arguments = [str(large), precision, engine, str(count), str(shots), "0"]
     done = subprocess.run(
         [sys.executable, "-m", "tests.storage_formats.interrupted_fetches", *arguments],
-        cwd=REPO, capture_output=True, text=True, timeout=500,
-    )  # fmt: skip
+        cwd=REPO,
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) == count

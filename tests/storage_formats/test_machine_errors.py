@@ -14,14 +14,24 @@ from storage_formats.format.manifest import CommittedIndex
 from storage_formats.reading.embeddings import read_embeddings
 from tests.storage_formats.reading_cases import SPEC, linux
 
-TROUBLES = [errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO, errno.EAGAIN, errno.ESTALE]
+TROUBLES = [
+    errno.EMFILE,
+    errno.ENFILE,
+    errno.ENOMEM,
+    errno.EIO,
+    errno.EAGAIN,
+    errno.ESTALE,
+]
 
 
 @linux
 @pytest.mark.parametrize("number", TROUBLES, ids=errno.errorcode.get)
 @pytest.mark.parametrize("folder", ["tokens", "checksums", "embeddings", "shards"])
-def test_a_file_that_cannot_be_opened_is_not_called_damaged(built, monkeypatch, number, folder):
-    index, store = CommittedIndex.open(built[0]), TokenStore.open(built[0])
+def test_a_file_that_cannot_be_opened_is_not_called_damaged(
+    built, monkeypatch, number, folder
+):
+    index = CommittedIndex.open(built[0])
+    store = TokenStore.open(built[0])
     real = os.open
 
     def refuse(path, *rest, **named):
@@ -30,5 +40,11 @@ def test_a_file_that_cannot_be_opened_is_not_called_damaged(built, monkeypatch, 
         return real(path, *rest, **named)
 
     monkeypatch.setattr(os, "open", refuse)
-    with pytest.raises(MachineError, match=rf"cannot read .*{folder}.*: {os.strerror(number)}; "):
-        read_embeddings(index, np.arange(SPEC.rows)) if folder == "embeddings" else store.fetch([1, 70])
+    with pytest.raises(
+        MachineError, match=rf"cannot read .*{folder}.*: {os.strerror(number)}; "
+    ):
+        (
+            read_embeddings(index, np.arange(SPEC.rows))
+            if folder == "embeddings"
+            else store.fetch([1, 70])
+        )

@@ -1,4 +1,6 @@
-"""Indexes on an S3-compatible server: reads equal local reads, also if responses are lost, late, short or refused."""
+"""Indexes on an S3-compatible server: reads equal local reads, also if responses
+are lost, late, short or refused.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,13 @@ import numpy as np
 import pytest
 
 from pipelines import copy_index, delete_rows, quantize_index
-from storage_formats import CorruptIndexError, IncompleteIndexError, TokenStore, UsageError, read_rows
+from storage_formats import (
+    CorruptIndexError,
+    IncompleteIndexError,
+    TokenStore,
+    UsageError,
+    read_rows,
+)
 from storage_formats.format import object_store
 from storage_formats.format.checksum import json_checksum
 from storage_formats.format.layout import Layout
@@ -23,7 +31,8 @@ from tests.conftest import same_bits
 from tests.object_store import every, use_endpoint
 from tests.storage_formats.reading_cases import SPEC
 
-pytestmark = pytest.mark.slow  # they start a server
+# they start a server
+pytestmark = pytest.mark.slow
 BUCKET = "bucket"
 URL = f"s3://{BUCKET}/photos.edje"
 TOKENS = "tokens/bf16/c."
@@ -40,7 +49,9 @@ def stored(server, built):
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch, server):
-    """An empty cache directory for each test. Blocks are not cached, because most tests fetch the same ones again."""
+    """An empty cache directory for each test. Blocks are not cached, because most
+    tests fetch the same ones again.
+    """
     monkeypatch.setenv("EDJE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("EDJE_CACHE_BYTES", "0")
     use_endpoint(monkeypatch, server)
@@ -53,7 +64,8 @@ numbers = itertools.count()
 @pytest.fixture
 def own(server, built, tmp_path):
     """An index of the test's own: its directory and its URL."""
-    root, url = tmp_path / "own.edje", f"s3://{BUCKET}/own-{next(numbers)}.edje"
+    root = tmp_path / "own.edje"
+    url = f"s3://{BUCKET}/own-{next(numbers)}.edje"
     shutil.copytree(built[0], root)
     copy_index(root, url)
     return root, url
@@ -62,7 +74,10 @@ def own(server, built, tmp_path):
 @pytest.mark.parametrize("precision", SPEC.precisions)
 def test_blocks_equal_those_of_a_local_fetch(stored, whole, precision):
     row_ids = np.random.default_rng(1).integers(0, SPEC.rows, 500)
-    with TokenStore.open(URL, precision) as remote, TokenStore.open(stored[0], precision) as local:
+    with (
+        TokenStore.open(URL, precision) as remote,
+        TokenStore.open(stored[0], precision) as local,
+    ):
         assert same_bits(remote.fetch(row_ids), whole[precision][row_ids])
         assert same_bits(remote.fetch(range(SPEC.rows)), whole[precision])
         assert (remote.fetch_records(row_ids) == local.fetch_records(row_ids)).all()
@@ -73,7 +88,9 @@ def test_blocks_equal_those_of_a_local_fetch(stored, whole, precision):
 def test_rows_and_embeddings_equal_those_on_disk(stored):
     row_ids = [299, 0, 64, 3, 3]
     assert read_rows(URL, row_ids) == read_rows(stored[0], row_ids)
-    remote, local = (read_embeddings(open_index(root), row_ids) for root in (URL, stored[0]))
+    remote, local = (
+        read_embeddings(open_index(root), row_ids) for root in (URL, stored[0])
+    )
     np.testing.assert_array_equal(remote, local)
 
 
@@ -83,14 +100,23 @@ def test_an_index_opens_by_plain_http(built, server, whole):
         assert same_bits(store.fetch([1, 200]), whole["bf16"][[1, 200]])
 
 
-def test_profiles_of_the_aws_tools_are_read(stored, server, whole, tmp_path, monkeypatch):
+def test_profiles_of_the_aws_tools_are_read(
+    stored, server, whole, tmp_path, monkeypatch
+):
     config = f"[profile lab]\nregion = us-east-1\nendpoint_url = {server}\n"
     (tmp_path / ".aws").mkdir()
     (tmp_path / ".aws" / "config").write_text(config)
     keys = f"aws_access_key_id = {os.environ['AWS_ACCESS_KEY_ID']}\n"
     keys += f"aws_secret_access_key = {os.environ['AWS_SECRET_ACCESS_KEY']}\n"
-    (tmp_path / ".aws" / "credentials").write_text(f"[default]\naws_access_key_id = other\n[lab]\n{keys}")
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_REGION", "AWS_ENDPOINT_URL"):
+    (tmp_path / ".aws" / "credentials").write_text(
+        f"[default]\naws_access_key_id = other\n[lab]\n{keys}"
+    )
+    for name in (
+        "AWS_ACCESS_KEY_ID",
+        "AWS_SECRET_ACCESS_KEY",
+        "AWS_REGION",
+        "AWS_ENDPOINT_URL",
+    ):
         monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("AWS_PROFILE", "lab")
@@ -102,7 +128,9 @@ def test_profiles_of_the_aws_tools_are_read(stored, server, whole, tmp_path, mon
 
 
 @pytest.mark.parametrize("fault", ["reset", "503", "slow", "truncate", "lost"])
-def test_blocks_are_equal_if_every_third_request_is_disturbed(stored, whole, proxy, fault):
+def test_blocks_are_equal_if_every_third_request_is_disturbed(
+    stored, whole, proxy, fault
+):
     proxy.fault = every(3, fault)
     row_ids = np.arange(0, SPEC.rows, 150)
     with TokenStore.open(URL) as store:
@@ -113,13 +141,18 @@ def test_blocks_are_equal_if_every_third_request_is_disturbed(stored, whole, pro
 
 
 @pytest.mark.parametrize("fault", ["503", "reset", "truncate"])
-def test_a_store_that_never_responds_gives_an_error_that_names_the_object(stored, proxy, monkeypatch, fault):
+def test_a_store_that_never_responds_gives_an_error_that_names_the_object(
+    stored, proxy, monkeypatch, fault
+):
     monkeypatch.setattr(object_store, "_RETRIES", 1)
     monkeypatch.setattr(object_store, "_ATTEMPTS", 2)
     store = TokenStore.open(URL)
     store.fetch([1])
     proxy.fault = every(1, fault, TOKENS)
-    with pytest.raises(ObjectStoreError, match=r"s3://bucket/photos.edje/tokens/bf16/c.0.0.0 failed.*try again"):
+    with pytest.raises(
+        ObjectStoreError,
+        match=r"s3://bucket/photos.edje/tokens/bf16/c.0.0.0 failed.*try again",
+    ):
         store.fetch([1])
     proxy.fault = every(1 << 40, fault)
     assert len(store.fetch([1])) == 1
@@ -127,9 +160,11 @@ def test_a_store_that_never_responds_gives_an_error_that_names_the_object(stored
 
 def test_neighbouring_records_take_one_request(stored, proxy):
     with TokenStore.open(URL) as store:
-        store.fetch([1, 2, 5, 9])  # gaps of a few hundred bytes
+        # gaps of a few hundred bytes
+        store.fetch([1, 2, 5, 9])
         assert proxy.count("GET", TOKENS) == 1
-        store.fetch([1, 65])  # two shards
+        # two shards
+        store.fetch([1, 65])
         assert proxy.count("GET", TOKENS) == 3
 
 
@@ -139,7 +174,11 @@ def test_only_tokens_are_requested_again(stored, proxy):
         with TokenStore.open(URL) as store:
             store.fetch([1, 250])
         read_rows(URL, [1])
-    paths = {path.split("photos.edje/")[1] for method, path, _ in proxy.requests[before:] if method == "GET"}
+    paths = {
+        path.split("photos.edje/")[1]
+        for method, path, _ in proxy.requests[before:]
+        if method == "GET"
+    }
     assert paths == {"index.json", "tokens/bf16/c.0.0.0", "tokens/bf16/c.3.0.0"}
 
 
@@ -154,7 +193,9 @@ def test_a_store_keeps_its_snapshot_until_refresh(own, whole):
         store.fetch([1])
     with TokenStore.open(url, snapshot=0) as earlier:
         assert same_bits(earlier.fetch([1]), whole["bf16"][[1]])
-    with pytest.raises(UsageError, match="has no snapshot 7; its current snapshot is 1"):
+    with pytest.raises(
+        UsageError, match="has no snapshot 7; its current snapshot is 1"
+    ):
         TokenStore.open(url, snapshot=7)
 
 
@@ -163,9 +204,14 @@ def test_a_reader_of_a_dropped_precision_is_told_to_open_the_index_again(own):
     with TokenStore.open(url) as store:
         quantize_index(root, drop=["bf16"])
         copy_index(root, url, replace=True)
-        with pytest.raises(CorruptIndexError, match=r"Call refresh\(\), or open the index again"):
+        with pytest.raises(
+            CorruptIndexError, match=r"Call refresh\(\), or open the index again"
+        ):
             store.fetch([1])
-        with pytest.raises(UsageError, match="does not have precision 'bf16'; choose one of: fp8, nvfp4"):
+        with pytest.raises(
+            UsageError,
+            match="does not have precision 'bf16'; choose one of: fp8, nvfp4",
+        ):
             store.refresh()
 
 
@@ -177,7 +223,9 @@ def test_many_objects_are_deleted_and_listed_with_few_requests(server, proxy):
     folder = ObjectFolder.open(f"s3://{BUCKET}/many-{next(numbers)}")
     for number in range(9):
         overwrite(folder.url, str(number), b"content")
-    proxy.fault = lambda method, path: "truncate" if proxy.count("GET", "list-type") == 1 else None
+    proxy.fault = lambda method, path: (
+        "truncate" if proxy.count("GET", "list-type") == 1 else None
+    )
     assert sorted(folder.list_sizes()) == [str(number) for number in range(9)]
     before = len(proxy.requests)
     folder.delete([*map(str, range(8)), "absent"])
@@ -192,19 +240,26 @@ def test_a_damaged_block_is_an_error_that_names_its_row_and_object(own):
     data[3 * 512] ^= 1
     overwrite(url, "tokens/bf16/c.1.0.0", bytes(data))
     with TokenStore.open(url) as store:
-        with pytest.raises(CorruptIndexError, match=r"row 67 is damaged.*s3://bucket/own-\d+.edje/tokens") as caught:
+        with pytest.raises(
+            CorruptIndexError,
+            match=r"row 67 is damaged.*s3://bucket/own-\d+.edje/tokens",
+        ) as caught:
             store.fetch([66, 67, 68])
         assert caught.value.row_ids == (67,)
         assert len(store.fetch([66, 68])) == 2
 
 
-@pytest.mark.parametrize("key", ["checksums/bf16/00000001.crc32c", "rows/00000001.parquet"])
+@pytest.mark.parametrize(
+    "key", ["checksums/bf16/00000001.crc32c", "rows/00000001.parquet"]
+)
 def test_a_damaged_file_never_enters_the_cache(own, cache, key):
     root, url = own
     data = (root / key).read_bytes()
     overwrite(url, key, data[:-1] + bytes([data[-1] ^ 1]))
     for _ in range(2):
-        with pytest.raises(CorruptIndexError, match=f"{key} is not the file that was committed"):
+        with pytest.raises(
+            CorruptIndexError, match=f"{key} is not the file that was committed"
+        ):
             read_rows(url, [66]) if "rows" in key else TokenStore.open(url).fetch([66])
     assert not list(cache.rglob(Path(key).name))
     overwrite(url, key, data)
@@ -219,7 +274,9 @@ def test_a_missing_or_short_object_is_an_error(own):
     folder.delete(["tokens/bf16/c.1.0.0"])
     with pytest.raises(CorruptIndexError, match=r"c.1.0.0 is missing, or ends before"):
         store.fetch([66])
-    overwrite(url, "tokens/bf16/c.1.0.0", (root / "tokens/bf16/c.1.0.0").read_bytes()[:700])
+    overwrite(
+        url, "tokens/bf16/c.1.0.0", (root / "tokens/bf16/c.1.0.0").read_bytes()[:700]
+    )
     with pytest.raises(CorruptIndexError, match=r"c.1.0.0 is missing, or ends before"):
         store.fetch([66])
     overwrite(url, "tokens/bf16/c.0.0.0", b"short")
@@ -232,7 +289,9 @@ def test_what_is_no_index_is_refused(server, stored):
         TokenStore.open("s3://bucket/nothing")
     with pytest.raises(UsageError, match="names no bucket"):
         TokenStore.open("s3:///photos.edje")
-    with pytest.raises(UsageError, match="'portable' cannot read an index on an object store"):
+    with pytest.raises(
+        UsageError, match="'portable' cannot read an index on an object store"
+    ):
         TokenStore.open(URL, engine="portable")
     overwrite("s3://bucket/begun", "build/claim.json", b"{}")
     with pytest.raises(IncompleteIndexError, match="has not finished"):
@@ -249,6 +308,9 @@ def test_an_index_cannot_lead_the_cache_out_of_its_directory(own, cache, tmp_pat
     value["crc32c"] = json_checksum(value)
     overwrite(url, "index.json", json.dumps(value).encode())
     overwrite(f"s3://{BUCKET}", "stolen", b"content")
-    with TokenStore.open(url) as store, pytest.raises(CorruptIndexError, match="leads outside the index"):
+    with (
+        TokenStore.open(url) as store,
+        pytest.raises(CorruptIndexError, match="leads outside the index"),
+    ):
         store.fetch([1])
     assert not list(tmp_path.rglob("stolen"))

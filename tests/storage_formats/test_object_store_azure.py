@@ -19,10 +19,14 @@ def test_a_server_without_https(monkeypatch, variable):
         monkeypatch.setenv(variable, f"{server.url}/account")
         with pytest.raises(FileNotFoundError):
             ObjectFolder.open("az://photos/index").read("index.json", 100)
-        assert [path for path, _ in server.requests] == ["/account/photos/index/index.json"]
+        assert [path for path, _ in server.requests] == [
+            "/account/photos/index/index.json"
+        ]
 
 
 def test_a_missing_account_names_the_variable(monkeypatch):
     monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_NAME", raising=False)
-    with pytest.raises(UsageError, match=r"Account must be specified; .* AZURE_STORAGE_ACCOUNT_NAME"):
+    with pytest.raises(
+        UsageError, match=r"Account must be specified; .* AZURE_STORAGE_ACCOUNT_NAME"
+    ):
         ObjectFolder.open("az://photos/index")

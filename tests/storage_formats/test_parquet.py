@@ -21,7 +21,9 @@ def parquet(table: pa.Table) -> bytes:
 
 
 def test_a_small_file_of_many_equal_rows_is_refused_before_it_is_decoded():
-    data = parquet(pa.table({"a": pa.array([7], pa.int64()).take(pa.array([0] * 2_000_000))}))
+    data = parquet(
+        pa.table({"a": pa.array([7], pa.int64()).take(pa.array([0] * 2_000_000))})
+    )
     assert len(data) < 20_000
     before = pa.total_allocated_bytes()
     with pytest.raises(ValueError, match="it declares 2000000 rows"):
@@ -31,7 +33,9 @@ def test_a_small_file_of_many_equal_rows_is_refused_before_it_is_decoded():
 
 @linux
 def test_reading_an_index_starts_no_thread_of_pyarrow(tmp_path):
-    """Such a thread aborts now and then a process that ends: "terminate called without an active exception"."""
+    """Such a thread aborts now and then a process that ends: "terminate called
+    without an active exception".
+    """
     write_random_index(tmp_path / "index", ODD)
     script = """
 import os, sys
@@ -40,10 +44,21 @@ store = TokenStore.open(sys.argv[1], engine="mapped")
 store.fetch([0, 50])
 read_rows(sys.argv[1])
 Manifest.load(sys.argv[1])
-names = [open(f"/proc/self/task/{task}/comm").read().strip() for task in os.listdir("/proc/self/task")]
+tasks = "/proc/self/task"
+names = [open(f"{tasks}/{task}/comm").read().strip() for task in os.listdir(tasks)]
 print(sum(not name.startswith("jemalloc") for name in names))
 """
-    one_thread = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": str(REPO)}
+    one_thread = {
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+        "PYTHONPATH": str(REPO),
+    }
     command = [sys.executable, "-c", script, str(tmp_path / "index")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env={**os.environ, **one_thread})
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, **one_thread},
+    )
     assert done.stdout.strip() == "1", done.stderr

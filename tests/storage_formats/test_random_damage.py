@@ -1,4 +1,6 @@
-"""Random damages of single files of an index with several snapshots: `verify` finds each, and no wrong row is read."""
+"""Random damages of single files of an index with several snapshots: `verify` finds
+each, and no wrong row is read.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +13,21 @@ import numpy as np
 import pytest
 
 from pipelines import compact_index, delete_rows
-from storage_formats import EdjeError, IndexSpec, TokenStore, UsageError, read_rows, verify_index
+from storage_formats import (
+    EdjeError,
+    IndexSpec,
+    TokenStore,
+    UsageError,
+    read_rows,
+    verify_index,
+)
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.reading.embeddings import read_embeddings
 from tests.conftest import write_random_index
 
-SPEC = IndexSpec(rows=21, shard_size=4, block_shape=(4, 16), embed_dim=6, precisions=("bf16", "fp8"))
+SPEC = IndexSpec(
+    rows=21, shard_size=4, block_shape=(4, 16), embed_dim=6, precisions=("bf16", "fp8")
+)
 
 
 def damage(path: Path, rng: random.Random) -> str:
@@ -42,7 +53,9 @@ def damage(path: Path, rng: random.Random) -> str:
 
 
 def read(root: Path) -> list[object]:
-    """What readers get of each kind of file. An error takes the place of what is damaged."""
+    """What readers get of each kind of file. An error takes the place of what is
+    damaged.
+    """
     seen: list[object] = []
     for name in SPEC.precisions:
         for row in (9, 20, 25):
@@ -64,21 +77,28 @@ def read(root: Path) -> list[object]:
 
 @pytest.mark.parametrize("damages", [60, pytest.param(500, marks=pytest.mark.slow)])
 def test_random_damages_are_found_and_give_no_wrong_row(tmp_path, damages):
-    sound, copy = tmp_path / "sound", tmp_path / "copy"
+    sound = tmp_path / "sound"
+    copy = tmp_path / "copy"
     write_random_index(sound, SPEC, failed=frozenset({5}))
     delete_rows(sound, rows=[1])
     compact_index(sound, only_shards_with_deleted=True)
-    right, files, rng = read(sound), sorted(path for path in sound.rglob("*") if path.is_file()), random.Random(0)
+    right = read(sound)
+    files = sorted(path for path in sound.rglob("*") if path.is_file())
+    rng = random.Random(0)
     assert not any(isinstance(each, Exception) for each in right)
     refused = 0
     for number in range(damages):
         shutil.copytree(sound, copy)
         where = rng.choice(files).relative_to(sound)
         way = f"damage {number}, {damage(copy / where, rng)} of {where}"
-        with contextlib.suppress(*[UsageError] if where.name == "index.json" else []):  # there is no index
+        # there is no index
+        with contextlib.suppress(*[UsageError] if where.name == "index.json" else []):
             assert verify_index(copy), f"{way} was not found"
         seen = read(copy)
-        assert all(got == wanted or isinstance(got, EdjeError) for got, wanted in zip(seen, right, strict=True)), way
+        assert all(
+            got == wanted or isinstance(got, EdjeError)
+            for got, wanted in zip(seen, right, strict=True)
+        ), way
         refused += any(isinstance(each, EdjeError) for each in seen)
         shutil.rmtree(copy)
     assert refused > damages / 4, "readers met few of the damages"

@@ -27,7 +27,15 @@ from storage_formats.reading.files import ShardFiles
 from storage_formats.reading.queues import Queue, QueuePool
 from tests.conftest import REPO, same_bits
 from tests.storage_formats import reading_cases
-from tests.storage_formats.reading_cases import ALL, ODD, SPEC, evict, linux, needs_queues, without_queues
+from tests.storage_formats.reading_cases import (
+    ALL,
+    ODD,
+    SPEC,
+    evict,
+    linux,
+    needs_queues,
+    without_queues,
+)
 
 PRECISIONS = SPEC.precisions
 
@@ -38,7 +46,9 @@ PRECISIONS = SPEC.precisions
 @pytest.mark.parametrize("precision", PRECISIONS)
 @given(ids=st.lists(st.integers(0, SPEC.rows - 1), max_size=200), cold=st.booleans())
 @settings(max_examples=10, deadline=None)
-def test_every_engine_equals_plain_slicing(built, whole, precision, engine, has_queues, ids, cold):
+def test_every_engine_equals_plain_slicing(
+    built, whole, precision, engine, has_queues, ids, cold
+):
     with pytest.MonkeyPatch.context() as patch:
         if not has_queues:
             without_queues(patch)
@@ -47,16 +57,23 @@ def test_every_engine_equals_plain_slicing(built, whole, precision, engine, has_
         if cold:
             evict(built[0], precision)
         with TokenStore.open(built[0], precision, engine) as store:
-            assert same_bits(store.fetch(ids), whole[precision][ids].reshape(-1, *SPEC.block_shape))
+            assert same_bits(
+                store.fetch(ids), whole[precision][ids].reshape(-1, *SPEC.block_shape)
+            )
             records = store.fetch_records(ids)
-        assert same_bits(codec(precision, SPEC.block_shape).decode(records), whole[precision][ids].reshape(-1, 8, 32))
+        assert same_bits(
+            codec(precision, SPEC.block_shape).decode(records),
+            whole[precision][ids].reshape(-1, 8, 32),
+        )
 
 
 @pytest.mark.parametrize("engine", ALL)
 @pytest.mark.parametrize("precision", ODD.precisions)
 def test_records_that_are_not_whole_sectors(odd, precision, engine):
     ids = np.random.default_rng(0).integers(0, ODD.rows, 200)
-    expected = np.concatenate([TokenStore.open(odd[0], precision, "portable").fetch([row]) for row in ids])
+    expected = np.concatenate(
+        [TokenStore.open(odd[0], precision, "portable").fetch([row]) for row in ids]
+    )
     assert same_bits(TokenStore.open(odd[0], precision, engine).fetch(ids), expected)
     if precision == "bf16":
         assert same_bits(expected, odd[1][ids])
@@ -64,14 +81,18 @@ def test_records_that_are_not_whole_sectors(odd, precision, engine):
 
 @needs_queues
 def test_a_whole_shard_in_any_order_is_read_in_large_requests(built, monkeypatch):
-    ids, lengths_asked, real = np.random.default_rng(0).permutation(64), [], Queue.put
+    ids = np.random.default_rng(0).permutation(64)
+    lengths_asked = []
+    real = Queue.put
 
     def put(self, fds, offsets, addresses, lengths, tags):
         lengths_asked.extend(lengths.tolist())
         return real(self, fds, offsets, addresses, lengths, tags)
 
     monkeypatch.setattr(Queue, "put", put)
-    assert same_bits(TokenStore.open(built[0], "bf16", "direct").fetch(ids), built[1][ids])
+    assert same_bits(
+        TokenStore.open(built[0], "bf16", "direct").fetch(ids), built[1][ids]
+    )
     assert lengths_asked == [64 * 512]
 
 
@@ -94,7 +115,9 @@ def test_records_have_an_output_array_too(built):
     assert store.fetch_records([5, 5, 299], out=out) is out
     assert (out == records).all()
     assert store.fetch_records([]).shape == (0, store.record_bytes)
-    with pytest.raises(UsageError, match="out must be a writeable C-contiguous uint8 array"):
+    with pytest.raises(
+        UsageError, match="out must be a writeable C-contiguous uint8 array"
+    ):
         store.fetch_records([0], out=out)
 
 
@@ -135,10 +158,20 @@ with TokenStore.open(root, engine=engine) as store:
 
 @linux
 @pytest.mark.parametrize(
-    "engine", ["mapped", *(pytest.param(name, marks=pytest.mark.slow) for name in ALL if name != "mapped")]
+    "engine",
+    [
+        "mapped",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ALL
+            if name != "mapped"
+        ),
+    ],
 )
 def test_a_file_that_shrank_while_it_was_open_is_an_error(built, tmp_path, engine):
-    """In a process of its own, which a read past the end of a map would kill. The sampled record is still there."""
+    """In a process of its own, which a read past the end of a map would kill. The
+    sampled record is still there.
+    """
     shutil.copytree(built[0], tmp_path, dirs_exist_ok=True)
     command = [sys.executable, "-c", _SHORTENED, str(tmp_path), engine]
     done = subprocess.run(command, capture_output=True, text=True, cwd=REPO, timeout=60)
@@ -161,7 +194,9 @@ def test_queues_are_small_if_the_kernel_has_few_entries_left(monkeypatch):
 
 
 def open_paths():
-    """Paths of the files that this process has open. Threads of other tests may open and close some meanwhile."""
+    """Paths of the files that this process has open. Threads of other tests may
+    open and close some meanwhile.
+    """
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):
             yield os.readlink(f"/proc/self/fd/{name}")
@@ -171,17 +206,22 @@ def open_paths():
 def test_few_files_are_open_and_none_after_close(many_shards, engine, monkeypatch):
     monkeypatch.setattr("storage_formats.reading.files.open_files", lambda: 2)
     monkeypatch.setattr("storage_formats.reading.local_reads._MAPPED_SHARDS", 2)
-    held, real = [], ShardFiles.acquire
+    held = []
+    real = ShardFiles.acquire
     monkeypatch.setattr(
-        ShardFiles, "acquire", lambda self, batch: held.append(len(batch.shard_spans)) or real(self, batch)
+        ShardFiles,
+        "acquire",
+        lambda self, batch: held.append(len(batch.shard_spans)) or real(self, batch),
     )
     root, expected = many_shards
     store = TokenStore.open(root, engine=engine)
     for _ in range(2):
         assert same_bits(store.fetch(range(60)), expected)
-    assert len([path for path in open_paths() if str(root) in path]) <= 2 * 2  # cached and direct files
+    # cached and direct files
+    assert len([path for path in open_paths() if str(root) in path]) <= 2 * 2
     if engine == "mapped":
-        assert max(held) == 2  # of 15 shards
+        # of 15 shards
+        assert max(held) == 2
     store.close()
     assert not [path for path in open_paths() if str(root) in path]
     assert same_bits(store.fetch([59]), expected[[59]])
@@ -192,7 +232,9 @@ def test_few_files_are_open_and_none_after_close(many_shards, engine, monkeypatc
 
 @needs_queues
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
-def test_sparse_pieces_after_dense_ones_do_not_overfill_the_queue(built, whole, monkeypatch, precision):
+def test_sparse_pieces_after_dense_ones_do_not_overfill_the_queue(
+    built, whole, monkeypatch, precision
+):
     monkeypatch.setattr(queues, "ENTRIES", PIECE_RECORDS)
     put = Queue.put
 
@@ -203,7 +245,9 @@ def test_sparse_pieces_after_dense_ones_do_not_overfill_the_queue(built, whole, 
     monkeypatch.setattr(Queue, "put", checked)
     monkeypatch.setattr(direct, "_GAP_BYTES", 0)
     ids = [*range(60), *range(64, SPEC.rows, 2)]
-    assert same_bits(TokenStore.open(built[0], precision, "direct").fetch(ids), whole[precision][ids])
+    assert same_bits(
+        TokenStore.open(built[0], precision, "direct").fetch(ids), whole[precision][ids]
+    )
 
 
 @linux
@@ -212,11 +256,18 @@ def test_threads_share_a_store_that_another_thread_closes(built, whole, engine):
     rng = np.random.default_rng(0)
     requests = [rng.integers(0, SPEC.rows, 100) for _ in range(40)]
     ended = threading.Event()
-    with TokenStore.open(built[0], "fp8", engine) as store, ThreadPoolExecutor(8) as pool:
-        closing = threading.Thread(target=lambda: [store.close() for _ in iter(lambda: ended.wait(1e-4), True)])
+    with (
+        TokenStore.open(built[0], "fp8", engine) as store,
+        ThreadPoolExecutor(8) as pool,
+    ):
+        closing = threading.Thread(
+            target=lambda: [store.close() for _ in iter(lambda: ended.wait(1e-4), True)]
+        )
         closing.start()
         try:
-            for ids, blocks in zip(requests, pool.map(store.fetch, requests), strict=True):
+            for ids, blocks in zip(
+                requests, pool.map(store.fetch, requests), strict=True
+            ):
                 assert same_bits(blocks, whole["fp8"][ids])
         finally:
             ended.set()
@@ -225,17 +276,31 @@ def test_threads_share_a_store_that_another_thread_closes(built, whole, engine):
 
 def test_reads_served_in_part_are_continued(built, monkeypatch):
     read = os.preadv
-    monkeypatch.setattr(os, "preadv", lambda fd, buffers, offset: read(fd, [buffers[0][:100]], offset))
-    assert same_bits(TokenStore.open(built[0], engine="portable").fetch(range(70)), built[1][:70])
+    monkeypatch.setattr(
+        os, "preadv", lambda fd, buffers, offset: read(fd, [buffers[0][:100]], offset)
+    )
+    assert same_bits(
+        TokenStore.open(built[0], engine="portable").fetch(range(70)), built[1][:70]
+    )
 
 
 @needs_queues
 @pytest.mark.parametrize("result", [-errno.EAGAIN, -errno.EIO, 0, 100])
-def test_requests_that_the_kernel_fails_are_read_again(built, whole, monkeypatch, result):
-    put, wait, memory = Queue.put, Queue.wait, {}
+def test_requests_that_the_kernel_fails_are_read_again(
+    built, whole, monkeypatch, result
+):
+    put = Queue.put
+    wait = Queue.wait
+    memory = {}
 
     def noting(self, fds, offsets, addresses, lengths, tags):
-        memory.update(zip(tags.tolist(), zip(addresses.tolist(), lengths.tolist(), strict=True), strict=True))
+        memory.update(
+            zip(
+                tags.tolist(),
+                zip(addresses.tolist(), lengths.tolist(), strict=True),
+                strict=True,
+            )
+        )
         put(self, fds, offsets, addresses, lengths, tags)
 
     def failing(self, minimum):
@@ -248,9 +313,13 @@ def test_requests_that_the_kernel_fails_are_read_again(built, whole, monkeypatch
     monkeypatch.setattr(Queue, "put", noting)
     monkeypatch.setattr(Queue, "wait", failing)
     for precision in ("bf16", "fp8"):
-        for step in (1, 2):  # without and with gaps between the rows
+        # without and with gaps between the rows
+        for step in (1, 2):
             ids = range(0, SPEC.rows, step)
-            assert same_bits(TokenStore.open(built[0], precision, "direct").fetch(ids), whole[precision][ids])
+            assert same_bits(
+                TokenStore.open(built[0], precision, "direct").fetch(ids),
+                whole[precision][ids],
+            )
 
 
 @linux

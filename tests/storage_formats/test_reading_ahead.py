@@ -14,13 +14,19 @@ BATCHES = ([0, 5, 5], [], np.arange(299, 0, -7), [1])
 
 
 def threads():
-    return [thread for thread in threading.enumerate() if thread.name.startswith("edje-ahead")]
+    return [
+        thread
+        for thread in threading.enumerate()
+        if thread.name.startswith("edje-ahead")
+    ]
 
 
 @pytest.mark.parametrize("ahead", [1, 10])
 def test_batches_come_in_order(built, ahead):
     store = TokenStore.open(built[0])
-    for ids, blocks in zip(BATCHES, store.iter_fetch(iter(BATCHES), ahead=ahead), strict=True):
+    for ids, blocks in zip(
+        BATCHES, store.iter_fetch(iter(BATCHES), ahead=ahead), strict=True
+    ):
         assert same_bits(blocks, built[1][np.asarray(ids, dtype=int)])
     assert not threads()
 

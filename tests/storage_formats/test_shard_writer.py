@@ -17,14 +17,18 @@ SPEC = IndexSpec(rows=11, shard_size=8, block_shape=(4, 16), embed_dim=6)
 
 
 def table_of(spec: IndexSpec, shard: int, status: str = "indexed"):
-    return rows_table([RowEntry(row, f"/{row}.jpg", status=status) for row in spec.shard_rows(shard)])
+    return rows_table(
+        [RowEntry(row, f"/{row}.jpg", status=status) for row in spec.shard_rows(shard)]
+    )
 
 
 def commit_shard(root, spec=SPEC, shard=0, seed=0) -> ShardReceipt:
     count = len(spec.shard_rows(shard))
     blocks = random_blocks(np.random.default_rng(seed), count, spec)
     with ShardWriter(root, spec, shard) as writer:
-        writer.put(np.arange(count), blocks, np.ones((count, spec.embed_dim), np.float32))
+        writer.put(
+            np.arange(count), blocks, np.ones((count, spec.embed_dim), np.float32)
+        )
         return writer.commit(table_of(spec, shard), "plan", {"write": 1.5})
 
 
@@ -46,20 +50,35 @@ def test_a_receipt_is_invalid_for_another_plan_or_after_loss_of_files(tmp_path):
 
 def test_an_attempt_that_was_thought_dead_cannot_commit(tmp_path):
     begin_index(tmp_path, SPEC)
-    late, other = ShardWriter(tmp_path, SPEC, 0), ShardWriter(tmp_path, SPEC, 1)
-    late.put(np.array([0]), random_blocks(np.random.default_rng(9), 1, SPEC), np.ones((1, 6), np.float32))
+    late = ShardWriter(tmp_path, SPEC, 0)
+    other = ShardWriter(tmp_path, SPEC, 1)
+    late.put(
+        np.array([0]),
+        random_blocks(np.random.default_rng(9), 1, SPEC),
+        np.ones((1, 6), np.float32),
+    )
     commit_shard(tmp_path, seed=1)
-    committed = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    committed = {
+        path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()
+    }
     with pytest.raises(FileNotFoundError):
         late.commit(table_of(SPEC, 0), "plan", {})
     assert {path: path.read_bytes() for path in committed} == committed
-    other.put(np.array([0]), random_blocks(np.random.default_rng(0), 1, SPEC), np.ones((1, 6), np.float32))
-    other.commit(table_of(SPEC, 1), "plan", {})  # the private files of other shards stay
+    other.put(
+        np.array([0]),
+        random_blocks(np.random.default_rng(0), 1, SPEC),
+        np.ones((1, 6), np.float32),
+    )
+    # the private files of other shards stay
+    other.commit(table_of(SPEC, 1), "plan", {})
 
 
 def test_finishing_needs_every_shard(tmp_path):
     begin_index(tmp_path, SPEC)
     receipt = commit_shard(tmp_path)
-    with pytest.raises(CorruptIndexError, match="2 shards need one receipt each, but there are receipts for 1"):
+    with pytest.raises(
+        CorruptIndexError,
+        match="2 shards need one receipt each, but there are receipts for 1",
+    ):
         finish_index(tmp_path, SPEC, [receipt])
     assert not Layout(tmp_path).manifest.exists()

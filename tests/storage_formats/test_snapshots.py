@@ -1,4 +1,6 @@
-"""Snapshots on disk: segments, tombstones, rollback, removal, and what readers of other kinds see."""
+"""Snapshots on disk: segments, tombstones, rollback, removal, and what readers of
+other kinds see.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.tombstones import live_rows
 from tests.conftest import same_bits, write_random_index
 
-SPEC = IndexSpec(rows=40, shard_size=8, block_shape=(2, 8), embed_dim=4, precisions=("bf16", "fp8"))
+SPEC = IndexSpec(
+    rows=40, shard_size=8, block_shape=(2, 8), embed_dim=4, precisions=("bf16", "fp8")
+)
 
 
 @pytest.fixture
@@ -60,7 +64,11 @@ def test_segments_that_do_not_fit_are_refused(segments):
 
 def test_deleted_rows_are_not_returned(index):
     root, blocks = index
-    files = {path: path.read_bytes() for path in root.rglob("*") if path.is_file() and path.name != "index.json"}
+    files = {
+        path: path.read_bytes()
+        for path in root.rglob("*")
+        if path.is_file() and path.name != "index.json"
+    }
     delete(root, [3, 17, 3])
     delete(root, [4])
     assert {path: path.read_bytes() for path in files} == files
@@ -70,7 +78,9 @@ def test_deleted_rows_are_not_returned(index):
             assert len(store) == 40
             assert store.row_ids().tolist() == kept
             for read in (store.fetch, store.fetch_records):
-                with pytest.raises(DeletedRowError, match="row 17 and 1 more were deleted") as caught:
+                with pytest.raises(
+                    DeletedRowError, match="row 17 and 1 more were deleted"
+                ) as caught:
                     read([1, 17, 4, 17])
                 assert caught.value.row_ids == (17, 4)
                 assert isinstance(caught.value, IndexError)
@@ -104,7 +114,9 @@ def test_rollback_and_removal(index):
         assert same_bits(store.fetch([0, 3]), blocks[[0, 3]])
         with pytest.raises(DeletedRowError):
             store.fetch([2])
-    with pytest.raises(UsageError, match=r"has no snapshot 4; choose one of: 0, 1, 2, 3"):
+    with pytest.raises(
+        UsageError, match=r"has no snapshot 4; choose one of: 0, 1, 2, 3"
+    ):
         roll_back(root, 4)
     with pytest.raises(UsageError, match="3 is the current snapshot"):
         roll_back(root, 3)
@@ -139,20 +151,29 @@ def test_damaged_tombstones_are_one_clear_error(index, harm):
     else:
         value = json.loads((root / "index.json").read_text())
         value["deleted"]["rows"] = 3
-        (root / "index.json").write_text(json.dumps({**value, "crc32c": json_checksum(value)}))
+        (root / "index.json").write_text(
+            json.dumps({**value, "crc32c": json_checksum(value)})
+        )
     for read in (TokenStore.open, read_rows):
         with pytest.raises(CorruptIndexError, match=path.name):
             read(root)
-    assert [problem.code for problem in verify_index(root)][:1] in (["deleted-rows"], ["missing-file"])
+    assert [problem.code for problem in verify_index(root)][:1] in (
+        ["deleted-rows"],
+        ["missing-file"],
+    )
 
 
-@pytest.mark.parametrize("member", ["snapshot", "next_shard", "segments", "deleted", "change", "row_maps"])
+@pytest.mark.parametrize(
+    "member", ["snapshot", "next_shard", "segments", "deleted", "change", "row_maps"]
+)
 @pytest.mark.parametrize("value", [-1, 1 << 40, "x", [1], {"path": 1}])
 def test_hostile_members_are_one_clear_error(index, member, value):
     root, _ = index
     delete(root, [1])
     members = json.loads((root / "index.json").read_text())
     members[member] = value
-    (root / "index.json").write_text(json.dumps({**members, "crc32c": json_checksum(members)}))
+    (root / "index.json").write_text(
+        json.dumps({**members, "crc32c": json_checksum(members)})
+    )
     with contextlib.suppress(CorruptIndexError, UsageError):
         TokenStore.open(root).fetch([0])

@@ -1,4 +1,6 @@
-"""Source columns keep every value, in types that do not depend on the order of the rows. Stock readers agree."""
+"""Source columns keep every value, in types that do not depend on the order of the
+rows. Stock readers agree.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from storage_formats import CorruptIndexError, Manifest, UsageError, read_rows, verify_index
+from storage_formats import (
+    CorruptIndexError,
+    Manifest,
+    UsageError,
+    read_rows,
+    verify_index,
+)
 from storage_formats.change import begin_index
 from storage_formats.format.layout import IndexSpec, Layout
 from storage_formats.format.parquet import read_table
@@ -39,13 +47,29 @@ SPEC = IndexSpec(rows=6, shard_size=4, block_shape=(2, 4), embed_dim=3)
 INT64 = st.integers(-(2**63), 2**63 - 1)
 TEXT = st.text(st.characters(codec="utf-8"), max_size=8)
 TIMES = st.datetimes(timezones=st.just(datetime.UTC))
-VALUES = st.one_of(st.booleans(), st.integers(-9, 9), INT64, st.floats(), TEXT, TIMES, st.lists(TEXT, max_size=3))
-PLAIN = st.one_of(INT64.map(str), st.floats().map(str), st.integers().map(str), st.booleans().map(str), TEXT)
+VALUES = st.one_of(
+    st.booleans(),
+    st.integers(-9, 9),
+    INT64,
+    st.floats(),
+    TEXT,
+    TIMES,
+    st.lists(TEXT, max_size=3),
+)
+PLAIN = st.one_of(
+    INT64.map(str),
+    st.floats().map(str),
+    st.integers().map(str),
+    st.booleans().map(str),
+    TEXT,
+)
 
 
 def column_of(values: list, name: str = "v") -> SourceColumn:
     present = [value for value in values if value is not None]
-    return SourceColumn(name, tuple(sorted({kind_of(value) for value in present})), len(present))
+    return SourceColumn(
+        name, tuple(sorted({kind_of(value) for value in present})), len(present)
+    )
 
 
 def original_text(value: object) -> str:
@@ -88,9 +112,19 @@ def test_untyped_text_is_a_number_only_if_nothing_is_lost(texts):
 
 @pytest.mark.parametrize(
     ("text", "kind"),
-    [("007", "text"), ("-0", "text"), ("1e999", "text"), ("9" * 30, "text"), ("1.50", "float"), ("12", "int"),
-     (str(2**53 + 1), "big-int"), ("TRUE", "bool"), ("nan", "text"), ("1_0", "text")],
-)  # fmt: skip
+    [
+        ("007", "text"),
+        ("-0", "text"),
+        ("1e999", "text"),
+        ("9" * 30, "text"),
+        ("1.50", "float"),
+        ("12", "int"),
+        (str(2**53 + 1), "big-int"),
+        ("TRUE", "bool"),
+        ("nan", "text"),
+        ("1_0", "text"),
+    ],
+)
 def test_kinds_of_untyped_text(text, kind):
     assert kind_of(PlainText(text)) == kind
 
@@ -106,7 +140,9 @@ def write_index(root: Path, rows: list[dict]) -> list[SourceColumn]:
             entries = [RowEntry(row, f"{row}.jpg") for row in row_ids]
             for entry in entries:
                 entry.fail("missing", "gone")
-            table = with_source_values(rows_table(entries), columns, [rows[row] for row in row_ids])
+            table = with_source_values(
+                rows_table(entries), columns, [rows[row] for row in row_ids]
+            )
             receipts.append(writer.commit(table, "plan", {}))
     finish_index(root, SPEC, receipts, columns)
     return columns
@@ -114,7 +150,11 @@ def write_index(root: Path, rows: list[dict]) -> list[SourceColumn]:
 
 ROWS = [
     {"captions": ["a dog", "ein Hund"], "rating": 3, "licence": "cc0", "safe": True},
-    {"captions": "one", "rating": 4.5, "taken": datetime.datetime(2024, 5, 6, 7, 8, 9, 10, tzinfo=datetime.UTC)},
+    {
+        "captions": "one",
+        "rating": 4.5,
+        "taken": datetime.datetime(2024, 5, 6, 7, 8, 9, 10, tzinfo=datetime.UTC),
+    },
     {},
     {"id": 2**60, "safe": False, "exif.make": "Leica"},
     {"captions": []},
@@ -124,9 +164,11 @@ ROWS = [
 
 def test_stock_readers_and_this_one_agree(tmp_path):
     write_index(tmp_path / "i", ROWS)
-    stock = pq.read_table(tmp_path / "i" / "rows")  # all files together: every shard has the same types
+    # all files together: every shard has the same types
+    stock = pq.read_table(tmp_path / "i" / "rows")
     assert {
-        field.name: str(field.type).replace("element: ", "").replace("item: ", "") for field in stock.schema
+        field.name: str(field.type).replace("element: ", "").replace("item: ", "")
+        for field in stock.schema
     }.items() >= {
         "captions": "list<string>",
         "rating": "double",
@@ -136,7 +178,10 @@ def test_stock_readers_and_this_one_agree(tmp_path):
         "exif.make": "string",
         "taken": "timestamp[us, tz=UTC]",
     }.items()
-    expected = [{"captions": ["one"] if row.get("captions") == "one" else row.get("captions")} for row in ROWS]
+    expected = [
+        {"captions": ["one"] if row.get("captions") == "one" else row.get("captions")}
+        for row in ROWS
+    ]
     assert stock.select(["captions"]).to_pylist() == expected
     assert stock["rating"].to_pylist() == [3.0, 4.5, None, None, None, None]
     assert stock["id"].to_pylist() == [None, None, None, 2**60, None, 1]
@@ -149,13 +194,18 @@ def test_stock_readers_and_this_one_agree(tmp_path):
     ]
     assert read_rows(tmp_path / "i", [], ["captions"]).num_rows == 0
     assert Manifest.load(tmp_path / "i").format_version == "1.2"
-    assert [problem for problem in verify_index(tmp_path / "i") if problem.code == "columns"] == []
+    assert [
+        problem for problem in verify_index(tmp_path / "i") if problem.code == "columns"
+    ] == []
 
 
 def test_an_unknown_column_is_refused_with_the_names(tmp_path):
     write_index(tmp_path / "i", ROWS)
     for row_ids in (None, [], [1]):
-        with pytest.raises(UsageError, match=r"no column licence2; choose from: row_id, .*exif\.make, id, licence"):
+        with pytest.raises(
+            UsageError,
+            match=r"no column licence2; choose from: row_id, .*exif\.make, id, licence",
+        ):
             read_rows(tmp_path / "i", row_ids, ["licence2"])
 
 
@@ -163,21 +213,37 @@ def test_verify_counts_the_values(tmp_path):
     columns = write_index(tmp_path / "i", ROWS)
     layout = Layout(tmp_path / "i")
     manifest = Manifest.load(layout.root)
-    changed = [SourceColumn(each.name, each.kinds, each.values + (each.name == "rating")) for each in columns]
+    changed = [
+        SourceColumn(each.name, each.kinds, each.values + (each.name == "rating"))
+        for each in columns
+    ]
     object.__setattr__(manifest, "columns", tuple(changed))
     manifest.write(layout)
-    problems = [problem.message for problem in verify_index(layout.root) if problem.code == "columns"]
+    problems = [
+        problem.message
+        for problem in verify_index(layout.root)
+        if problem.code == "columns"
+    ]
     (problem,) = problems
     assert "'rating': 3" in problem.partition(" but the rows tables have ")[0]
     assert "'rating': 2" in problem.partition(" but the rows tables have ")[2]
 
 
 def test_columns_of_an_earlier_segment_are_widened_or_null(tmp_path):
-    layout, path = Layout(tmp_path), tmp_path / "rows" / "00000000.parquet"
+    layout = Layout(tmp_path)
+    path = tmp_path / "rows" / "00000000.parquet"
     path.parent.mkdir()
     values = [{"n": 7, "b": True, "t": "x", "when": ROWS[1]["taken"]}, {}]
-    written = [column_of([row.get(name) for row in values], name) for name in ("n", "b", "t", "when")]
-    write_rows(path, with_source_values(rows_table([RowEntry(0, "a"), RowEntry(1, "b")]), written, values))
+    written = [
+        column_of([row.get(name) for row in values], name)
+        for name in ("n", "b", "t", "when")
+    ]
+    write_rows(
+        path,
+        with_source_values(
+            rows_table([RowEntry(0, "a"), RowEntry(1, "b")]), written, values
+        ),
+    )
     wider = [
         SourceColumn("n", ("float", "int"), 1),
         SourceColumn("b", ("bool", "int"), 1),
@@ -185,25 +251,45 @@ def test_columns_of_an_earlier_segment_are_widened_or_null(tmp_path):
         SourceColumn("when", ("text", "timestamp"), 1),
         SourceColumn("new", ("bool",), 0),
     ]
-    table = read_shard_rows(layout, 0, ["row_id", "n", "b", "t", "when", "new"], source_columns=wider)
+    table = read_shard_rows(
+        layout, 0, ["row_id", "n", "b", "t", "when", "new"], source_columns=wider
+    )
     assert table.to_pylist() == [
-        {"row_id": 0, "n": 7.0, "b": "true", "t": ["x"], "when": ROWS[1]["taken"].isoformat(), "new": None},
+        {
+            "row_id": 0,
+            "n": 7.0,
+            "b": "true",
+            "t": ["x"],
+            "when": ROWS[1]["taken"].isoformat(),
+            "new": None,
+        },
         {"row_id": 1, "n": None, "b": None, "t": None, "when": None, "new": None},
     ]
-    assert [str(table[name].type) for name in ("n", "b", "new")] == ["double", "string", "bool"]
+    assert [str(table[name].type) for name in ("n", "b", "new")] == [
+        "double",
+        "string",
+        "bool",
+    ]
 
 
-@pytest.mark.parametrize("values", [pa.array([b"x"]), pa.array([{"a": 1}]), pa.array([[1]]), pa.array([1], pa.int8())])
+@pytest.mark.parametrize(
+    "values",
+    [pa.array([b"x"]), pa.array([{"a": 1}]), pa.array([[1]]), pa.array([1], pa.int8())],
+)
 def test_a_stored_column_of_another_type_is_damage(tmp_path, values):
     path = tmp_path / "rows" / "00000000.parquet"
     path.parent.mkdir()
     pq.write_table(rows_table([RowEntry(0, "a")]).append_column("v", values), path)
     with pytest.raises(CorruptIndexError, match="rows of shard 0"):
-        read_shard_rows(Layout(tmp_path), 0, source_columns=[SourceColumn("v", ("text",), 1)])
+        read_shard_rows(
+            Layout(tmp_path), 0, source_columns=[SourceColumn("v", ("text",), 1)]
+        )
 
 
 def test_a_long_text_that_lists_repeat_is_refused(tmp_path):
-    long = pa.DictionaryArray.from_arrays(pa.array([0] * 100, pa.int32()), ["x" * 1_000_000])
+    long = pa.DictionaryArray.from_arrays(
+        pa.array([0] * 100, pa.int32()), ["x" * 1_000_000]
+    )
     lists = pa.ListArray.from_arrays(pa.array([0, 100], pa.int32()), long)
     pq.write_table(pa.table({"v": lists}), tmp_path / "bomb.parquet")
     with pytest.raises(ValueError, match="the texts would take"):
@@ -216,11 +302,17 @@ GOOD = {"name": "a", "type": "int64", "kinds": ["int"], "values": 1}
 @pytest.mark.parametrize(
     "entries",
     [
-        [{**GOOD, "type": "string"}], [{**GOOD, "kinds": []}], [{**GOOD, "kinds": ["decimal"]}], [GOOD, GOOD],
-        [{**GOOD, "name": "a\n"}], [{**GOOD, "values": -1}], [{"name": "a"}], [3],
+        [{**GOOD, "type": "string"}],
+        [{**GOOD, "kinds": []}],
+        [{**GOOD, "kinds": ["decimal"]}],
+        [GOOD, GOOD],
+        [{**GOOD, "name": "a\n"}],
+        [{**GOOD, "values": -1}],
+        [{"name": "a"}],
+        [3],
         [{**GOOD, "name": str(number)} for number in range(MAX_COLUMNS + 1)],
     ],
-)  # fmt: skip
+)
 def test_a_manifest_with_invalid_columns_is_refused(entries):
     with pytest.raises((ValueError, KeyError, TypeError)):
         columns_from_json(entries)

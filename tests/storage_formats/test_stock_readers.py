@@ -1,4 +1,6 @@
-"""Stock Zarr readers open the arrays of every precision and return the bytes of every block."""
+"""Stock Zarr readers open the arrays of every precision and return the bytes of
+every block.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from storage_formats.codecs import fill_record
 from storage_formats.format.layout import IndexSpec, Layout
 from tests.conftest import same_bits, write_random_index
 
-SPEC = IndexSpec(rows=21, shard_size=8, block_shape=(4, 32), embed_dim=6, precisions=precisions())
+SPEC = IndexSpec(
+    rows=21, shard_size=8, block_shape=(4, 32), embed_dim=6, precisions=precisions()
+)
 FULL = IndexSpec(rows=3, shard_size=1024, block_shape=(64, 384), embed_dim=384)
 HOLES = [0, 9, 10, 20]
 
@@ -35,7 +39,9 @@ READERS = pytest.mark.parametrize("read", [read_zarr, read_tensorstore])
 @pytest.fixture(scope="module")
 def index(tmp_path_factory):
     root = tmp_path_factory.mktemp("index")
-    return root, write_random_index(root, SPEC, failed=frozenset({0, 9, 20}), duplicates=frozenset({10}))
+    return root, write_random_index(
+        root, SPEC, failed=frozenset({0, 9, 20}), duplicates=frozenset({10})
+    )
 
 
 @READERS
@@ -61,7 +67,9 @@ def test_every_embedding_reads_back(index, read):
     embeddings = read(index[0] / "embeddings")
     assert embeddings.shape == (SPEC.rows, SPEC.embed_dim)
     assert np.flatnonzero(np.isnan(embeddings).all(axis=1)).tolist() == HOLES
-    assert np.allclose(np.linalg.norm(np.delete(embeddings, HOLES, axis=0), axis=1), 1, atol=1e-6)
+    assert np.allclose(
+        np.linalg.norm(np.delete(embeddings, HOLES, axis=0), axis=1), 1, atol=1e-6
+    )
     assert verify_index(index[0]) == []
 
 
@@ -87,7 +95,9 @@ def test_group_lists_its_arrays(index):
 
 def test_records_start_at_pages_and_the_file_is_whole_pages(tmp_path):
     expected = write_random_index(tmp_path, FULL)
-    mapped = np.memmap(Layout(tmp_path).token_shard("bf16", 0), dtype=np.uint16, mode="r")
+    mapped = np.memmap(
+        Layout(tmp_path).token_shard("bf16", 0), dtype=np.uint16, mode="r"
+    )
     assert mapped.nbytes % 4096 == 0
     for row in range(FULL.rows):
         assert (row * 49152) % 4096 == 0

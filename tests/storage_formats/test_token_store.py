@@ -29,16 +29,33 @@ SPEC = IndexSpec(rows=37, shard_size=8, block_shape=(4, 16), embed_dim=6)
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
     root = tmp_path_factory.mktemp("index")
-    return root, write_random_index(root, SPEC, failed=frozenset({3, 36}), duplicates=frozenset({8}))
+    return root, write_random_index(
+        root, SPEC, failed=frozenset({3, 36}), duplicates=frozenset({8})
+    )
 
 
 @pytest.mark.parametrize(
-    ("row_ids", "named"), [([-1], "-1"), ([37], "37"), ([0, 40, -3], r"40 \(and 1 more\)"), ([2**63], str(2**63))]
+    ("row_ids", "named"),
+    [
+        ([-1], "-1"),
+        ([37], "37"),
+        ([0, 40, -3], r"40 \(and 1 more\)"),
+        ([2**63], str(2**63)),
+    ],
 )
-def test_row_ids_out_of_range_are_an_index_error_that_names_the_first(built, row_ids, named):
+def test_row_ids_out_of_range_are_an_index_error_that_names_the_first(
+    built, row_ids, named
+):
     store = TokenStore.open(built[0])
-    for call in (store.fetch, store.fetch_records, lambda ids: list(store.iter_fetch([ids]))):
-        with pytest.raises(IndexError, match=f"row id {named} is out of range; the index has the row ids 0 to 36"):
+    for call in (
+        store.fetch,
+        store.fetch_records,
+        lambda ids: list(store.iter_fetch([ids])),
+    ):
+        with pytest.raises(
+            IndexError,
+            match=f"row id {named} is out of range; the index has the row ids 0 to 36",
+        ):
             call(row_ids)
     with pytest.raises(RowIdError):
         read_rows(built[0], row_ids)
@@ -57,15 +74,22 @@ def test_row_ids_out_of_range_are_an_index_error_that_names_the_first(built, row
         (["a"], "got <U1"),
         ([2**70], "got object"),
         ([[1], [1, 2]], "inhomogeneous"),
-        (np.ones(37, np.bool_), r"got bool of shape \[37\]; convert a boolean mask with numpy.flatnonzero"),
+        (
+            np.ones(37, np.bool_),
+            r"got bool of shape \[37\]; convert a boolean mask with numpy.flatnonzero",
+        ),
     ],
 )
 def test_row_ids_that_are_not_flat_integers_are_refused(built, row_ids, message):
-    with pytest.raises(UsageError, match=f"row_ids must be a flat sequence of integers.*{message}"):
+    with pytest.raises(
+        UsageError, match=f"row_ids must be a flat sequence of integers.*{message}"
+    ):
         TokenStore.open(built[0]).fetch(row_ids)
 
 
-@pytest.mark.parametrize("row_ids", [[], (), range(0), np.array([]), np.array([], np.uint8)])
+@pytest.mark.parametrize(
+    "row_ids", [[], (), range(0), np.array([]), np.array([], np.uint8)]
+)
 def test_no_row_ids_give_no_blocks(built, row_ids):
     store = TokenStore.open(built[0])
     assert store.fetch(row_ids).shape == (0, 4, 16)
@@ -79,7 +103,9 @@ def test_a_tensor_holds_the_same_bits_in_the_same_memory(built):
     store = TokenStore.open(root)
     tensor = store.fetch([5, 3, 36], as_torch=True)
     assert (tensor.dtype, tuple(tensor.shape)) == (torch.bfloat16, (3, 4, 16))
-    assert (tensor.view(torch.int16).numpy() == expected[[5, 3, 36]].view(np.int16)).all()
+    assert (
+        tensor.view(torch.int16).numpy() == expected[[5, 3, 36]].view(np.int16)
+    ).all()
     assert tensor[1:].isnan().all(), "rows 3 and 36 are holes"
     assert (tensor[0].float().numpy() == expected[5].astype(np.float32)).all()
     out = store.empty(2)
@@ -108,7 +134,9 @@ def test_output_of_the_wrong_type_or_shape_is_refused(built, out):
 
 
 def test_unknown_precision_and_absent_index_are_refused(built, tmp_path):
-    with pytest.raises(UsageError, match="does not have precision 'fp3'; choose one of: bf16"):
+    with pytest.raises(
+        UsageError, match="does not have precision 'fp3'; choose one of: bf16"
+    ):
         TokenStore.open(built[0], "fp3")
     with pytest.raises(UsageError, match="there is no index"):
         TokenStore.open(tmp_path / "nothing")
@@ -128,10 +156,18 @@ def test_opening_does_not_depend_on_the_number_of_rows(tmp_path):
     manifest = Manifest.load(tmp_path)
     rows = 10**9
     counts = replace(manifest.counts, inputs=rows, indexed=rows)
-    spec, table = replace(SPEC, rows=rows, shard_size=1024), replace(manifest.shard_table, bytes=10**8)
-    replace(manifest, spec=spec, counts=counts, shard_table=table).write(Layout(tmp_path))
-    for shard in (0, spec.shards - 1):  # sparse files of the right lengths
-        _, length = padded_shard_bytes(len(spec.shard_rows(shard)), 1024, codec("bf16", SPEC.block_shape).record_bytes)
+    spec = replace(SPEC, rows=rows, shard_size=1024)
+    table = replace(manifest.shard_table, bytes=10**8)
+    replace(manifest, spec=spec, counts=counts, shard_table=table).write(
+        Layout(tmp_path)
+    )
+    # sparse files of the right lengths
+    for shard in (0, spec.shards - 1):
+        _, length = padded_shard_bytes(
+            len(spec.shard_rows(shard)),
+            1024,
+            codec("bf16", SPEC.block_shape).record_bytes,
+        )
         with Layout(tmp_path).token_shard("bf16", shard).open("ab") as file:
             file.truncate(length)
     tracemalloc.start()

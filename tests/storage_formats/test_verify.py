@@ -56,7 +56,10 @@ def test_verifying_no_index_is_an_error(tmp_path):
 
 def test_a_shard_table_of_wrong_length_is_not_read(copy, monkeypatch):
     os.truncate(copy / Manifest.load(copy).shard_table.path, 1 << 40)
-    monkeypatch.setattr("storage_formats.format.committed_files.crc32c_stream", lambda file: pytest.fail("was read"))
+    monkeypatch.setattr(
+        "storage_formats.format.committed_files.crc32c_stream",
+        lambda file: pytest.fail("was read"),
+    )
     assert codes(copy) == {("index.json", "manifest")}
 
 
@@ -83,11 +86,16 @@ def test_damaged_block_is_named_by_its_row(copy):
 
 def test_files_that_no_commit_made_are_named(copy):
     delete_rows(copy, [0])
-    strays = {"rows/extra.parquet", "tokens/bf16/c.9.0.0", "manifest/deleted-00000000.bin"}
+    strays = {
+        "rows/extra.parquet",
+        "tokens/bf16/c.9.0.0",
+        "manifest/deleted-00000000.bin",
+    }
     for path in strays:
         (copy / path).write_bytes(b"")
     assert codes(copy) == {(path, "stray-file") for path in strays}
-    lock = Layout(copy).lock  # of a process that was killed while it removed them
+    # of a process that was killed while it removed them
+    lock = Layout(copy).lock
     lock.parent.mkdir()
     lock.write_text("{}")
     assert codes(copy) == set()
@@ -104,7 +112,8 @@ def test_the_temporary_file_of_a_killed_change_is_no_damage(copy):
 
 
 def test_rows_that_contradict_the_data_are_found(tmp_path, monkeypatch):
-    monkeypatch.setattr(RowEntry, "fail", lambda *_: None)  # row 3 stays "indexed" but gets no block
+    # row 3 stays "indexed" but gets no block
+    monkeypatch.setattr(RowEntry, "fail", lambda *_: None)
     write_random_index(tmp_path, SPEC, failed=frozenset({3}))
     assert {code for _, code in codes(tmp_path)} == {"shard-index", "embedding"}
 
@@ -146,21 +155,32 @@ def test_a_sample_finds_damage_in_its_shards_only(copy, monkeypatch):
     layout = Layout(copy)
     for damaged in (layout.rows_file(1), layout.token_shard("bf16", 2)):
         damaged.write_bytes(damaged.read_bytes()[:-1])
-    damaged_shards = {0: set(), 1: {"rows/00000001.parquet"}, 2: {"tokens/bf16/c.2.0.0"}}
+    damaged_shards = {
+        0: set(),
+        1: {"rows/00000001.parquet"},
+        2: {"tokens/bf16/c.2.0.0"},
+    }
     for shard, paths in damaged_shards.items():
-        monkeypatch.setattr("random.sample", lambda population, count, drawn=shard: [drawn])
+        monkeypatch.setattr(
+            "random.sample", lambda population, count, drawn=shard: [drawn]
+        )
         steps = []
-        problems = verify_index(copy, lambda done, of, steps=steps: steps.append((done, of)), sample=1)
+        problems = verify_index(
+            copy, lambda done, of, steps=steps: steps.append((done, of)), sample=1
+        )
         assert {problem.path for problem in problems} == paths
         assert steps == [(1, 1)]
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
-def test_an_interrupted_check_has_checked_only_a_few_shards_ahead(tmp_path, monkeypatch, error):
+def test_an_interrupted_check_has_checked_only_a_few_shards_ahead(
+    tmp_path, monkeypatch, error
+):
     write_random_index(tmp_path, IndexSpec(60, 1, (1, 16), 6))
     checks = []
     monkeypatch.setattr(
-        "storage_formats.verify.check_shard", lambda *shard: (checks.append(shard), check_shard(*shard))[1]
+        "storage_formats.verify.check_shard",
+        lambda *shard: (checks.append(shard), check_shard(*shard))[1],
     )
 
     def interrupt(done: int, of: int) -> None:
@@ -170,17 +190,25 @@ def test_an_interrupted_check_has_checked_only_a_few_shards_ahead(tmp_path, monk
     with pytest.raises(error):
         verify_index(tmp_path, interrupt)
     assert 0 < len(checks) <= 9
-    running = [thread for thread in threading.enumerate() if thread.name.startswith("edje-verify")]
-    assert not running or error is KeyboardInterrupt, "a user who interrupts waits for no check"
+    running = [
+        thread
+        for thread in threading.enumerate()
+        if thread.name.startswith("edje-verify")
+    ]
+    assert not running or error is KeyboardInterrupt, (
+        "a user who interrupts waits for no check"
+    )
     for thread in running:
-        thread.join(10)  # they end without another shard
+        # they end without another shard
+        thread.join(10)
     assert len(checks) <= 9
 
 
 def test_a_manifest_of_a_kept_snapshot_that_is_missing_is_found(copy, tmp_path):
     for row in (0, 1, 2):
         delete_rows(copy, rows=[row])
-    for number in (0, 2):  # the oldest, and the newest
+    # the oldest, and the newest
+    for number in (0, 2):
         lost = Layout(copy).snapshot(number)
         data = lost.read_bytes()
         lost.unlink()
@@ -194,14 +222,20 @@ def test_a_manifest_of_a_kept_snapshot_that_is_missing_is_found(copy, tmp_path):
         assert len(history(copy)) == keep
 
 
-def test_every_kept_snapshot_is_checked_and_a_rollback_to_a_damaged_one_is_refused(copy):
+def test_every_kept_snapshot_is_checked_and_a_rollback_to_a_damaged_one_is_refused(
+    copy,
+):
     delete_rows(copy, rows=[0])
     compact_index(copy)
-    earlier, before = Layout(copy).token_shard("bf16", 1), (copy / "index.json").read_bytes()
+    earlier = Layout(copy).token_shard("bf16", 1)
+    before = (copy / "index.json").read_bytes()
     original = earlier.read_bytes()
     earlier.write_bytes(original[:9] + bytes([original[9] ^ 1]) + original[10:])
     assert codes(copy) == {("tokens/bf16/c.1.0.0", "checksum")}
-    with pytest.raises(CorruptIndexError, match=r"snapshot 0 of .* is .* damaged: tokens/bf16/c\.1\.0\.0 has CRC-32C"):
+    with pytest.raises(
+        CorruptIndexError,
+        match=r"snapshot 0 of .* is .* damaged: tokens/bf16/c\.1\.0\.0 has CRC-32C",
+    ):
         roll_back(copy, 0)
     assert (copy / "index.json").read_bytes() == before
     earlier.unlink()

@@ -1,23 +1,26 @@
 """The training job: trains a model bundle from captions and a frozen vision tower.
 
-`run` prepares the run folder, trains, and writes the bundle. It calls `features`, which finds or builds the indexes of
-features.
+`run` prepares the run folder, trains, and writes the bundle. It calls `features`, which
+finds or builds the indexes of features.
 
 Files in the run folder:
 
-    run.json          all settings and digests of input files that determine the trained weights
-    start/            bundle with the initial weights
-    features-model/   bundle that computes the features
-    features.edje/    index of the features
-    images.edje/      index of the embeddings, for online features
-    inputs.arrow      table of the images, for online features
-    unreadable-*.jsonl  images that the training steps could not read, one file per worker
-    views.edje/       index of the features of augmented views
-    miner.edje/       index of the mining model's embeddings
-    data/, dev/       token ids and embeddings of the training captions and of the dev captions
-    .data.part/       finished shards of `data/`, until `data/` is complete
-    checkpoints/      checkpoints
-    log.jsonl         one record per logged step
-    tensorboard/      the same log for TensorBoard
-    result.json       result of the finished run
+    run.json            all settings and digests of input files that determine the
+                        trained weights
+    start/              bundle with the initial weights
+    features-model/     bundle that computes the features
+    features.edje/      index of the features
+    images.edje/        index of the embeddings, for online features
+    inputs.arrow        table of the images, for online features
+    unreadable-*.jsonl  images that the training steps could not read, one
+                        file per worker
+    views.edje/         index of the features of augmented views
+    miner.edje/         index of the mining model's embeddings
+    data/, dev/         token ids and embeddings of the training captions and of
+                        the dev captions
+    .data.part/         finished shards of `data/`, until `data/` is complete
+    checkpoints/        checkpoints
+    log.jsonl           one record per logged step
+    tensorboard/        the same log for TensorBoard
+    result.json         result of the finished run
 """

@@ -1,4 +1,6 @@
-"""Finds or builds the indexes that a training run reads, and finds the rows of the captioned images in them."""
+"""Finds or builds the indexes that a training run reads, and finds the rows of the
+captioned images in them.
+"""
 
 from __future__ import annotations
 
@@ -51,14 +53,19 @@ class Preparation:
         """The run folder."""
         return self.settings.run.folder
 
-    def build(self, name: str, model: Path, sources: tuple[str, ...], content: str) -> CommittedIndex:
-        """Build the index `name` in the run folder with the bundle `model`, or resume the build."""
+    def build(
+        self, name: str, model: Path, sources: tuple[str, ...], content: str
+    ) -> CommittedIndex:
+        """Build the index `name` in the run folder with the bundle `model`, or
+        resume the build.
+        """
         from edje_index.models.devices import threads_kept
         from pipelines.jobs.build import build_index
         from storage_formats.format.manifest import CommittedIndex
 
         self.on_event(StatusMessage(f"computing {content}, once"))
-        run, dtype = self.settings.run, self.settings.loop.dtype
+        run = self.settings.run
+        dtype = self.settings.loop.dtype
         out = self.folder / name
         with threads_kept():
             build_index(
@@ -68,35 +75,44 @@ class Preparation:
                 engine="ray" if run.distributed else "inline",
                 threads=run.threads,
                 device=run.device,
-                dtype=None if dtype == "auto" else dtype,  # None is the type of the training loop
+                # None is the type of the training loop
+                dtype=None if dtype == "auto" else dtype,
                 address=run.address,
                 column=_path_column(sources),
                 truncated="load",
                 precisions=(self.settings.inputs.feature_precision,),
-                max_failed=1.0,  # training has its own message about missing images
+                # training has its own message about missing images
+                max_failed=1.0,
                 on_event=self.on_event,
                 should_stop=self.should_stop,
             )
         return CommittedIndex.open(out)
 
     def tower_bundle(self, name: str, adapter: AdapterConfig) -> Path:
-        """Make a bundle of the towers and a new `adapter` in the run folder, if it is missing. Return its path."""
+        """Make a bundle of the towers and a new `adapter` in the run folder, if it
+        is missing. Return its path.
+        """
         from edje_index.models.adapter import build_adapter
 
         model = self.folder / name
         if not model.exists():
             notes = "computes features to train on; it cannot re-rank"
-            replace(self.start, adapter=build_adapter(adapter), notes=notes, info=None).save(model)
+            replace(
+                self.start, adapter=build_adapter(adapter), notes=notes, info=None
+            ).save(model)
         return model
 
     def sources(self, name: str, items: Sequence[CaptionedImage]) -> tuple[str, ...]:
         """Return the sources from which to build an index of `items`.
 
-        These are the archives that hold images, then the list `name` with the paths of images outside archives, if any.
+        These are the archives that hold images, then the list `name` with the paths of
+        images outside archives, if any.
         """
         paths = list(dict.fromkeys(item.path for item in items))
         archives = {path.partition("!")[0]: None for path in paths if ".tar!" in path}
-        lines = "".join(json.dumps({"path": path}) + "\n" for path in paths if ".tar!" not in path).encode()
+        lines = "".join(
+            json.dumps({"path": path}) + "\n" for path in paths if ".tar!" not in path
+        ).encode()
         if not lines:
             return tuple(archives)
         list_file = self.folder / name
@@ -106,10 +122,13 @@ class Preparation:
 
 
 def _path_column(sources: Sequence[str]) -> str | None:
-    return "path" if sources[-1].endswith(".jsonl") else None  # only the last source can be a list of paths
+    # only the last source can be a list of paths
+    return "path" if sources[-1].endswith(".jsonl") else None
 
 
-def stored_features(job: Preparation, items: Sequence[CaptionedImage], given: CommittedIndex | None) -> CommittedIndex:
+def stored_features(
+    job: Preparation, items: Sequence[CaptionedImage], given: CommittedIndex | None
+) -> CommittedIndex:
     """Return an index of the features of `items`: the index `given`, or a new index."""
     from edje_index.training.start import feature_fingerprint
 
@@ -117,45 +136,68 @@ def stored_features(job: Preparation, items: Sequence[CaptionedImage], given: Co
     if given is not None:
         assert start.info is not None
         kind = start.adapter.config.features(start.vision.num_patches).kind
-        return check_encoder(given, feature_fingerprint(start.info, start.adapter.config), kind)
-    model = job.tower_bundle("features-model", start.adapter.config.features(start.vision.num_patches))
-    return job.build("features.edje", model, job.sources("features.edje.jsonl", items), "features of the frozen tower")
+        return check_encoder(
+            given, feature_fingerprint(start.info, start.adapter.config), kind
+        )
+    model = job.tower_bundle(
+        "features-model", start.adapter.config.features(start.vision.num_patches)
+    )
+    return job.build(
+        "features.edje",
+        model,
+        job.sources("features.edje.jsonl", items),
+        "features of the frozen tower",
+    )
 
 
-def online_features(job: Preparation, items: Sequence[CaptionedImage]) -> CommittedIndex:
-    """Return an index of the embeddings of the images `items`. Also write the table of the images to `INPUT_TABLE`.
+def online_features(
+    job: Preparation, items: Sequence[CaptionedImage]
+) -> CommittedIndex:
+    """Return an index of the embeddings of the images `items`. Also write the table of
+    the images to `INPUT_TABLE`.
 
-    The index stores one unused patch per image instead of the features. If the table exists, the images are not
-    checked again, so a run can be resumed even if images are missing.
+    The index stores one unused patch per image instead of the features. If the table
+    exists, the images are not checked again, so a run can be resumed even if images are
+    missing.
     """
     from edje_index.images.input_lists import write_input_table
     from edje_index.models.adapter import STRIDED
     from pipelines.sources import iter_all, open_sources
     from storage_formats.format.manifest import CommittedIndex
 
-    table, name, start = job.folder / INPUT_TABLE, "images.edje", job.start
+    table = job.folder / INPUT_TABLE
+    name = "images.edje"
+    start = job.start
     if table.exists():
         return CommittedIndex.open(job.folder / name)
     sources = job.sources("images.edje.jsonl", items)
     features = start.adapter.config.features(start.vision.num_patches)
-    model = job.tower_bundle("images-model", replace(features, kind=STRIDED, num_tokens=1))
+    model = job.tower_bundle(
+        "images-model", replace(features, kind=STRIDED, num_tokens=1)
+    )
     index = job.build(name, model, sources, "embeddings of the frozen tower")
     unchecked = table.with_name(f".{table.name}.part")
-    rows = write_input_table(unchecked, iter_all(open_sources(sources, _path_column(sources))))
+    rows = write_input_table(
+        unchecked, iter_all(open_sources(sources, _path_column(sources)))
+    )
     if rows != index.manifest.spec.rows:
         unchecked.unlink()
         raise EdjeError(
-            f"the images have changed since {index.root} was built: it has {index.manifest.spec.rows} rows, but there "
-            f"are {rows} images now; remove the run folder {job.folder} and train again"
+            f"the images have changed since {index.root} was built: it has"
+            f" {index.manifest.spec.rows} rows, but there are {rows} images now; remove"
+            f" the run folder {job.folder} and train again"
         )
     unchecked.rename(table)
     return index
 
 
-def stored_views(job: Preparation, items: Sequence[CaptionedImage]) -> tuple[CommittedIndex, NDArray[np.int64]]:
+def stored_views(
+    job: Preparation, items: Sequence[CaptionedImage]
+) -> tuple[CommittedIndex, NDArray[np.int64]]:
     """Return an index of the features of the augmented views of `items`.
 
-    The second value is the row of each view of each item, int64 [n, views]; -1 for a view that could not be indexed.
+    The second value is the row of each view of each item, int64 [n, views]; -1 for a
+    view that could not be indexed.
     """
     from edje_index.images.inputs import display_path
     from pipelines.sources import iter_all, open_sources
@@ -163,30 +205,69 @@ def stored_views(job: Preparation, items: Sequence[CaptionedImage]) -> tuple[Com
     from storage_formats.format.manifest import CommittedIndex
     from storage_formats.format.rows import INDEXED, read_all_rows
 
-    settings, files, name = job.settings, job.folder / "views", "views.edje"
-    count, photos = settings.augmentation.views, dict[str, int]()
-    numbers = [photos.setdefault(display_path(os.fsencode(item.path)), len(photos)) for item in items]
+    settings = job.settings
+    files = job.folder / "views"
+    name = "views.edje"
+    count = settings.augmentation.views
+    photos = dict[str, int]()
+    numbers = [
+        photos.setdefault(display_path(os.fsencode(item.path)), len(photos))
+        for item in items
+    ]
     if Layout(job.folder / name).manifest.exists():
         index = CommittedIndex.open(job.folder / name)
     else:
         view_list = files / "views.jsonl"
         if not view_list.exists():
             sources = job.sources("viewed.jsonl", items)
-            refs = (ref for ref in iter_all(open_sources(sources, _path_column(sources))) if ref.uri in photos)
-            viewed = ((ref, [files / f"{photos[ref.uri]}-{view}.jpg" for view in range(count)]) for ref in refs)
-            job.on_event(StatusMessage(f"cropping {count} views of {len(photos):,} photos"))
+            refs = (
+                ref
+                for ref in iter_all(open_sources(sources, _path_column(sources)))
+                if ref.uri in photos
+            )
+            viewed = (
+                (
+                    ref,
+                    [files / f"{photos[ref.uri]}-{view}.jpg" for view in range(count)],
+                )
+                for ref in refs
+            )
+            job.on_event(
+                StatusMessage(f"cropping {count} views of {len(photos):,} photos")
+            )
             shutil.rmtree(files, ignore_errors=True)
             files.mkdir(parents=True)
-            size, done = job.start.vision.image_size, 0
+            size = job.start.vision.image_size
+            done = 0
             with ThreadPoolExecutor(_CROP_THREADS, "edje-views") as pool:
                 while batch := list(itertools.islice(viewed, _CROPS_AHEAD)):
                     if job.should_stop():
-                        raise JobStopped(f"stopped after cropping {done:,} photos; the next run crops all photos again")
-                    list(pool.map(lambda photo: write_views(photo[0], photo[1], size, settings.loop.seed), batch))
+                        raise JobStopped(
+                            f"stopped after cropping {done:,} photos; the next run"
+                            " crops all photos again"
+                        )
+                    list(
+                        pool.map(
+                            lambda photo: write_views(
+                                photo[0], photo[1], size, settings.loop.seed
+                            ),
+                            batch,
+                        )
+                    )
                     done += len(batch)
-            paths = (str(files / f"{photo}-{view}.jpg") for photo in range(len(photos)) for view in range(count))
-            write_bytes_atomic(view_list, "".join(json.dumps({"path": path}) + "\n" for path in paths).encode())
-        model = job.tower_bundle("features-model", job.start.adapter.config.features(job.start.vision.num_patches))
+            paths = (
+                str(files / f"{photo}-{view}.jpg")
+                for photo in range(len(photos))
+                for view in range(count)
+            )
+            write_bytes_atomic(
+                view_list,
+                "".join(json.dumps({"path": path}) + "\n" for path in paths).encode(),
+            )
+        model = job.tower_bundle(
+            "features-model",
+            job.start.adapter.config.features(job.start.vision.num_patches),
+        )
         index = job.build(name, model, (os.fspath(view_list),), "features of the views")
     shutil.rmtree(files, ignore_errors=True)
     status = read_all_rows(index, ["status"])["status"].to_numpy(zero_copy_only=False)
@@ -194,28 +275,39 @@ def stored_views(job: Preparation, items: Sequence[CaptionedImage]) -> tuple[Com
     return index, rows.reshape(-1, count)[numbers]
 
 
-def write_views(ref: InputRef, paths: Sequence[Path], size: tuple[int, int], seed: int) -> None:
-    """Write the views of the photo `ref` as JPEG files. A photo that cannot be decoded gets no views."""
+def write_views(
+    ref: InputRef, paths: Sequence[Path], size: tuple[int, int], seed: int
+) -> None:
+    """Write the views of the photo `ref` as JPEG files. A photo that cannot be
+    decoded gets no views.
+    """
     from edje_index.images.decode import ImageError
     from edje_index.images.inputs import LOAD, DecodeSettings, decode_input, read_bytes
     from edje_index.training.features import photo_view
 
     try:
         data = read_bytes(ref)
-        _, (photo,), _ = decode_input(data, ref.uri, DecodeSettings(truncated=LOAD), lambda image: image)
-    except ImageError:  # the photo has no features either; the build of the feature index reports the failure
+        _, (photo,), _ = decode_input(
+            data, ref.uri, DecodeSettings(truncated=LOAD), lambda image: image
+        )
+    except ImageError:
+        # the photo has no features either; the build of the feature index reports the
+        # failure
         return
     for view, path in enumerate(paths):
         photo_view(photo, data, view, size, seed).save(path, quality=95)
 
 
 def check_encoder(index: CommittedIndex, accepted: str, content: str) -> CommittedIndex:
-    """Return `index`. Raise UsageError if `accepted` is not the encoder fingerprint of the index."""
+    """Return `index`. Raise UsageError if `accepted` is not the encoder fingerprint
+    of the index.
+    """
     encoder = index.manifest.model["fingerprint"]
     if encoder != accepted:
         raise UsageError(
-            f"{index.root} does not contain the required features ({content}), because its encoder fingerprint is "
-            f"{encoder} instead of {accepted}; give another index, or omit the index to let the training run compute it"
+            f"{index.root} does not contain the required features ({content}), because"
+            f" its encoder fingerprint is {encoder} instead of {accepted}; give another"
+            " index, or omit the index to let the training run compute it"
         )
     return index
 
@@ -228,12 +320,16 @@ def match_rows(index: CommittedIndex, items: Sequence[CaptionedImage]) -> Matche
     return match_items(index.root, read_all_rows(index, NAME_COLUMNS), items)
 
 
-def rows_of_all(index: CommittedIndex, items: Sequence[CaptionedImage]) -> NDArray[np.int64]:
-    """Return the row in `index` of each image in `items`, int64 [n]. Raise UsageError if an image has no row."""
+def rows_of_all(
+    index: CommittedIndex, items: Sequence[CaptionedImage]
+) -> NDArray[np.int64]:
+    """Return the row in `index` of each image in `items`, int64 [n]. Raise
+    UsageError if an image has no row.
+    """
     rows = match_rows(index, items).rows
     if missing := int((rows < 0).sum()):
         raise UsageError(
-            f"{index.root} lacks {missing:,} training images; build that index from all training images, also from "
-            "the readable part of truncated images"
+            f"{index.root} lacks {missing:,} training images; build that index from all"
+            " training images, also from the readable part of truncated images"
         )
     return rows

@@ -27,7 +27,15 @@ from pipelines.jobs.training.features import (
     stored_features,
     stored_views,
 )
-from pipelines.progress.events import JobStopped, OnEvent, Progress, ShouldStop, StatusMessage, ignore, never
+from pipelines.progress.events import (
+    JobStopped,
+    OnEvent,
+    Progress,
+    ShouldStop,
+    StatusMessage,
+    ignore,
+    never,
+)
 from pipelines.progress.wording import counted
 from storage_formats.atomic import write_json_atomic
 from storage_formats.change import locked
@@ -43,10 +51,17 @@ if TYPE_CHECKING:
     from edje_index.training.workers import WorkerGroup
     from storage_formats.format.manifest import CommittedIndex
 
-FORMAT = 6  # of the record in `run.json`
+# of the record in `run.json`
+FORMAT = 6
 BLANK_CAPTION = "blank-caption"
 """The key of `TrainResult.left_out` that counts blank captions instead of images."""
-_LANGUAGE_FILES = ("config.json", "model.safetensors", "pytorch_model.bin", "tokenizer.json", "vocab.txt")
+_LANGUAGE_FILES = (
+    "config.json",
+    "model.safetensors",
+    "pytorch_model.bin",
+    "tokenizer.json",
+    "vocab.txt",
+)
 _REPORT_SECONDS = 5.0
 _LOSSES = ("loss", "itm", "mlm", "recovery", "distillation", "accuracy")
 
@@ -60,21 +75,35 @@ class TrainResult:
         fingerprint: fingerprint of the bundle.
         run: fingerprint of the settings and data of the training run.
         images, captions: numbers of training images and training captions.
-        left_out: number of images without features, by reason. Images that became unreadable during the training are
-            counted too. The entry `BLANK_CAPTION` counts blank captions.
+        left_out: number of images without features, by reason. Images that became
+            unreadable during the training are counted too. The entry `BLANK_CAPTION`
+            counts blank captions.
         steps: number of finished steps of the phase that trains the joint encoder.
         seconds: wall time of this run.
         last: the last log record; empty if there is none.
-        score: weights of the final score by direction; see `edje_index.scoring.weights.DirectionWeights`.
+        score: weights of the final score by direction; see
+            `edje_index.scoring.weights.DirectionWeights`.
         fitting: settings of the final score.
-        dev: fitted weights and recalls on the dev captions; see `edje_index.training.fit_weights`. The key "images" is
-            for text-to-image search, "captions" for image-to-text search. None without dev captions.
+        dev: fitted weights and recalls on the dev captions; see
+            `edje_index.training.fit_weights`. The key "images" is for text-to-image
+            search, "captions" for image-to-text search. None without dev captions.
         truncated: number of training images that could be decoded only in part.
-        already_finished: True if an earlier run had finished the training run. Nothing was done in this case.
+        already_finished: True if an earlier run had finished the training run. Nothing
+            was done in this case.
 
     Examples:
         >>> from edje_index import TrainResult
-        >>> TrainResult("model", "f" * 64, "e" * 64, images=6, captions=6, left_out={}, steps=2, seconds=1.5).steps
+        >>> result = TrainResult(
+        ...     "model",
+        ...     "f" * 64,
+        ...     "e" * 64,
+        ...     images=6,
+        ...     captions=6,
+        ...     left_out={},
+        ...     steps=2,
+        ...     seconds=1.5,
+        ... )
+        >>> result.steps
         2
     """
 
@@ -104,18 +133,22 @@ def train(
     should_stop: ShouldStop = never,
     **settings: Mapping[str, Any],
 ) -> TrainResult:
-    """Train an adapter and a joint encoder on captioned images, as `edje-index train` does.
+    """Train an adapter and a joint encoder on captioned images, as `edje-index train`
+    does.
 
     Call the function again with the same arguments to resume a stopped training run.
 
     Args:
-        captions: one or several caption files; `edje_index.captions.reading.read_captions` lists the formats.
+        captions: one or several caption files;
+            `edje_index.captions.reading.read_captions` lists the formats.
         out: directory of the bundle to write.
-        preset: name of the preset to start from, a key of `edje_index.training.config.PRESETS`.
+        preset: name of the preset to start from, a key of
+            `edje_index.training.config.PRESETS`.
         on_event: as in `build_index`.
         should_stop: as in `build_index`.
-        settings: settings that override the preset. Each keyword names a group of settings, such as `loop`. Each value
-            maps setting names to setting values. `edje-index train --show-settings` lists all groups and names.
+        settings: settings that override the preset. Each keyword names a group of
+            settings, such as `loop`. Each value maps setting names to setting values.
+            `edje-index train --show-settings` lists all groups and names.
 
     Raises:
         UsageError: the preset or a setting is invalid.
@@ -136,21 +169,29 @@ def train(
         (6, 2)
     """
     files = [captions] if isinstance(captions, str | Path) else list(captions)
-    values = merge_settings(preset, settings, {"inputs": {"captions": files}, "run": {"out": out}})
+    values = merge_settings(
+        preset, settings, {"inputs": {"captions": files}, "run": {"out": out}}
+    )
     return run_training(validated(TrainSettings, values), on_event, should_stop)
 
 
-def run_training(settings: TrainSettings, on_event: OnEvent, should_stop: ShouldStop = lambda: False) -> TrainResult:
-    """Train a model bundle, or resume an interrupted training run with the same settings.
+def run_training(
+    settings: TrainSettings, on_event: OnEvent, should_stop: ShouldStop = lambda: False
+) -> TrainResult:
+    """Train a model bundle, or resume an interrupted training run with the same
+    settings.
 
-    If `torchrun` started this process, it becomes a worker of the group: worker 0 prepares the run and writes the
-    bundle, and all workers train and return the result.
+    If `torchrun` started this process, it becomes a worker of the group: worker 0
+    prepares the run and writes the bundle, and all workers train and return the result.
 
     Raises:
-        UsageError: an input cannot be read, or the run folder belongs to another training run.
+        UsageError: an input cannot be read, or the run folder belongs to another
+            training run.
         ModelError: a bundle or language model cannot be used.
-        JobStopped: `should_stop()` returned True. The last checkpoint and all finished parts are kept.
-        EdjeError: another process uses the run folder, or a file in the run folder is damaged.
+        JobStopped: `should_stop()` returned True. The last checkpoint and all finished
+            parts are kept.
+        EdjeError: another process uses the run folder, or a file in the run folder is
+            damaged.
     """
     from edje_index.models.devices import resolve_device
     from edje_index.training.loop import TrainTask
@@ -160,9 +201,13 @@ def run_training(settings: TrainSettings, on_event: OnEvent, should_stop: Should
         return _run(settings, None, on_event, should_stop)
     with joined_group(resolve_device(settings.run.device)) as group:
         values = settings.model_dump()
-        settings = validated(TrainSettings, {**values, "run": {**values["run"], "workers": group.size}})
+        settings = validated(
+            TrainSettings, {**values, "run": {**values["run"], "workers": group.size}}
+        )
         if group.rank == 0:
-            result: TrainResult = group.share(_run(settings, group, on_event, should_stop))
+            result: TrainResult = group.share(
+                _run(settings, group, on_event, should_stop)
+            )
             return result
         while isinstance(message := group.share(None), TrainTask):
             run_steps(message, group, on_event, should_stop)
@@ -170,37 +215,84 @@ def run_training(settings: TrainSettings, on_event: OnEvent, should_stop: Should
         return result
 
 
-def _run(settings: TrainSettings, group: WorkerGroup | None, on_event: OnEvent, should_stop: ShouldStop) -> TrainResult:
-    """Prepare the run folder, train, and write the bundle, unless an earlier run has finished."""
-    from edje_index.captions.reading import check_apart, check_image_directory, read_caption_file
+def _run(
+    settings: TrainSettings,
+    group: WorkerGroup | None,
+    on_event: OnEvent,
+    should_stop: ShouldStop,
+) -> TrainResult:
+    """Prepare the run folder, train, and write the bundle, unless an earlier run
+    has finished.
+    """
+    from edje_index.captions.reading import (
+        check_apart,
+        check_image_directory,
+        read_caption_file,
+    )
     from storage_formats.format.manifest import CommittedIndex
 
     started = time.monotonic()
-    inputs, run, folder = settings.inputs, settings.run, settings.run.folder
+    folder = settings.run.folder
+    run = settings.run
+    inputs = settings.inputs
     with locked(folder), resumable(folder):
         if run.export_step and not (folder / "checkpoints").is_dir():
-            raise UsageError(f"{folder} has no checkpoint to export; set run.dir to the folder of a training run")
+            raise UsageError(
+                f"{folder} has no checkpoint to export; set run.dir to the folder of a"
+                " training run"
+            )
         on_event(StatusMessage("reading captions"))
         given = {
             name: CommittedIndex.open(path)
-            for name, path in (("features", inputs.features), ("teacher_features", inputs.teacher_features))
+            for name, path in (
+                ("features", inputs.features),
+                ("teacher_features", inputs.teacher_features),
+            )
             if path is not None and path != ONLINE
         }
         check_image_directory(inputs.images)
-        files = [read_caption_file(path, inputs.images, inputs.split) for path in inputs.captions]
+        files = [
+            read_caption_file(path, inputs.images, inputs.split)
+            for path in inputs.captions
+        ]
         items = [item for part, _ in files for item in part]
-        dev_files = [read_caption_file(inputs.dev, inputs.images, inputs.dev_split)] if inputs.dev else []
+        dev_files = (
+            [read_caption_file(inputs.dev, inputs.images, inputs.dev_split)]
+            if inputs.dev
+            else []
+        )
         dev_items = [item for part, _ in dev_files for item in part]
         check_apart(items, dev_items)
-        continued = last_step(inputs.init) if settings.optimizer.continued and inputs.init else None
+        continued = (
+            last_step(inputs.init)
+            if settings.optimizer.continued and inputs.init
+            else None
+        )
         fingerprint = begin_run(folder, training_record(settings, given))
         if (finished := finished_result(settings, fingerprint)) is not None:
             return finished
         if run.out.exists():
-            raise UsageError(f"{run.out} exists already; remove this folder, or set run.out to another folder")
-        for line in describe_phases(settings, len(items), sum(len(item.captions) for item in items), len(dev_items)):
+            raise UsageError(
+                f"{run.out} exists already; remove this folder, or set run.out to"
+                " another folder"
+            )
+        for line in describe_phases(
+            settings,
+            len(items),
+            sum(len(item.captions) for item in items),
+            len(dev_items),
+        ):
             on_event(StatusMessage(line))
-        task, counts = prepare_task(settings, fingerprint, given, items, dev_items, continued, on_event, should_stop)
+        task, counts = prepare_task(
+            settings,
+            fingerprint,
+            given,
+            items,
+            dev_items,
+            continued,
+            on_event,
+            should_stop,
+        )
         if blank := sum(count for _, count in (*files, *dev_files)):
             on_event(StatusMessage(f"blank captions left out: {blank:,}"))
             counts["left_out"] = {**counts["left_out"], BLANK_CAPTION: blank}
@@ -209,25 +301,52 @@ def _run(settings: TrainSettings, group: WorkerGroup | None, on_event: OnEvent, 
         return write_bundle(task, counts, started, on_event, should_stop)
 
 
-def describe_phases(settings: TrainSettings, images: int, captions: int, dev_images: int) -> list[str]:
-    """Return one line per phase of the run, with its work and the settings that change it."""
+def describe_phases(
+    settings: TrainSettings, images: int, captions: int, dev_images: int
+) -> list[str]:
+    """Return one line per phase of the run, with its work and the settings that
+    change it.
+    """
     from edje_index.training.loop import total_steps
 
-    loop, alignment, views = settings.loop, settings.alignment, settings.augmentation.views
+    loop = settings.loop
+    alignment = settings.alignment
+    views = settings.augmentation.views
     steps = total_steps(loop, captions)
-    lines = [f"phase features: {counted(images + dev_images, 'image')} through the vision tower"]
+    lines = [
+        f"phase features: {counted(images + dev_images, 'image')} through the vision"
+        " tower"
+    ]
     if views and settings.inputs.features != ONLINE:
-        lines[0] += f", and {views} random crops of each training image (augmentation.views)"
+        lines[0] += (
+            f", and {views} random crops of each training image (augmentation.views)"
+        )
     if alignment.steps:
         size = f"{alignment.batch_size} images with {alignment.captions} captions"
         lines.append(
-            f"phase alignment: {counted(alignment.steps, 'step')} of {size} (alignment.steps, 0 leaves it out)"
+            f"phase alignment: {counted(alignment.steps, 'step')} of {size}"
+            " (alignment.steps, 0 leaves it out)"
         )
-    lines.append(f"phase joint: {counted(steps, 'step')} of {loop.batch_size * loop.accumulate} pairs (loop.steps)")
+    lines.append(
+        f"phase joint: {counted(steps, 'step')} of {loop.batch_size * loop.accumulate}"
+        " pairs (loop.steps)"
+    )
     if dev_images:
-        queries = f"at most {settings.fitting.dev_captions} captions and images (fitting.dev_captions)"
-        lines.append(f"phase score: {queries}, {settings.fitting.dev_pool} candidates each (fitting.dev_pool)")
-    return [*lines, "each phase shows its time left once it runs; smaller settings in brackets shorten it"]
+        queries = (
+            f"at most {settings.fitting.dev_captions} captions and images"
+            " (fitting.dev_captions)"
+        )
+        lines.append(
+            f"phase score: {queries}, {settings.fitting.dev_pool} candidates each"
+            " (fitting.dev_pool)"
+        )
+    return [
+        *lines,
+        (
+            "each phase shows its time left once it runs; smaller settings in brackets"
+            " shorten it"
+        ),
+    ]
 
 
 def prepare_task(
@@ -240,10 +359,12 @@ def prepare_task(
     on_event: OnEvent,
     should_stop: ShouldStop,
 ) -> tuple[TrainTask, dict[str, Any]]:
-    """Make what the run folder lacks: the initial model, the indexes of features, and the tables of captions.
+    """Make what the run folder lacks: the initial model, the indexes of features, and
+    the tables of captions.
 
     Returns:
-        The task of the workers, and the attributes `images`, `captions`, `left_out` and `truncated` of the result.
+        The task of the workers, and the attributes `images`, `captions`, `left_out` and
+        `truncated` of the result.
     """
     from edje_index.bundles.bundle import ModelBundle
     from edje_index.bundles.info import read_bundle_info
@@ -251,23 +372,32 @@ def prepare_task(
     from edje_index.training.loop import TrainTask, total_steps
     from edje_index.training.start import make_start
 
-    inputs, folder = settings.inputs, settings.run.folder
+    inputs = settings.inputs
+    folder = settings.run.folder
     on_event(StatusMessage("loading the initial model"))
     start_path = folder / "start"
     if not start_path.exists():
-        origin = {name: getattr(inputs, name) for name in ("model", "vision", "language", "init")}
+        origin = {
+            name: getattr(inputs, name)
+            for name in ("model", "vision", "language", "init")
+        }
         make_start(settings.architecture, settings.loop.seed, **origin).save(start_path)
     start = ModelBundle.load(start_path)
     assert start.info is not None
-    job, is_online = Preparation(settings, start, on_event, should_stop), inputs.features == ONLINE
+    job = Preparation(settings, start, on_event, should_stop)
+    is_online = inputs.features == ONLINE
     if is_online:
         features = online_features(job, [*items, *dev_items])
     else:
         features = stored_features(job, [*items, *dev_items], given.get("features"))
-    kept, captions, dev, left_out, truncated = match_captions(features, items, dev_items, on_event)
+    kept, captions, dev, left_out, truncated = match_captions(
+        features, items, dev_items, on_event
+    )
     count = len(captions.texts())
     steps = total_steps(settings.loop, count)
-    mining, mining_rows, miner = features, captions.rows, start.info
+    mining = features
+    mining_rows = captions.rows
+    miner = start.info
     if inputs.miner is not None:
         miner = read_bundle_info(inputs.miner)
         sources = job.sources("miner.edje.jsonl", kept)
@@ -275,17 +405,30 @@ def prepare_task(
         mining_rows = rows_of_all(mining, kept)
     teacher_tokens = None
     if inputs.teacher is not None:
-        teacher_tokens = _teacher_tokens(inputs.teacher, start, given.get("teacher_features"), features, kept)
-    views = stored_views(job, kept) if settings.augmentation.views and not is_online else None
+        teacher_tokens = _teacher_tokens(
+            inputs.teacher, start, given.get("teacher_features"), features, kept
+        )
+    views = (
+        stored_views(job, kept)
+        if settings.augmentation.views and not is_online
+        else None
+    )
     data = folder / "data"
     if not data.exists():
         on_event(StatusMessage(f"preparing {counted(count, 'caption')}"))
-        models = " ".join([start.info.fingerprint, miner.fingerprint, mining.manifest.model["fingerprint"]])
+        models = " ".join(
+            [
+                start.info.fingerprint,
+                miner.fingerprint,
+                mining.manifest.model["fingerprint"],
+            ]
+        )
         write_caption_table(data, captions, mining_rows, models)
     elif not np.array_equal(TrainingData.open(data).rows, captions.rows):
         raise UsageError(
-            f"{data} contains the training data of other images: the features have changed, or another version of "
-            "edje-index chose the images; set run.dir to another folder"
+            f"{data} contains the training data of other images: the features have"
+            " changed, or another version of edje-index chose the images; set run.dir"
+            " to another folder"
         )
     if dev is not None and not (folder / "dev").exists():
         write_caption_table(folder / "dev", dev, dev.rows, start.info.fingerprint)
@@ -297,8 +440,10 @@ def prepare_task(
         data=data,
         mining=mining,
         steps=steps,
-        new_adapter=inputs.init is None or read_bundle_info(inputs.init).adapter != start.info.adapter,
-        miner=None if inputs.miner is None else inputs.miner.absolute(),  # a worker has another directory
+        new_adapter=inputs.init is None
+        or read_bundle_info(inputs.init).adapter != start.info.adapter,
+        # a worker has another directory
+        miner=None if inputs.miner is None else inputs.miner.absolute(),
         inputs=folder / INPUT_TABLE if is_online else None,
         views=views,
         teacher=None if inputs.teacher is None else inputs.teacher.absolute(),
@@ -306,23 +451,38 @@ def prepare_task(
         continued=continued,
         dev=None if dev is None else (dev, folder / "dev"),
     )
-    return task, {"images": len(kept), "captions": count, "left_out": left_out, "truncated": truncated}
+    return task, {
+        "images": len(kept),
+        "captions": count,
+        "left_out": left_out,
+        "truncated": truncated,
+    }
 
 
 def write_bundle(
-    task: TrainTask, counts: dict[str, Any], started: float, on_event: OnEvent, should_stop: ShouldStop
+    task: TrainTask,
+    counts: dict[str, Any],
+    started: float,
+    on_event: OnEvent,
+    should_stop: ShouldStop,
 ) -> TrainResult:
-    """Write the bundle of a checkpoint, and its record in the run folder. `counts` are those of `prepare_task`."""
+    """Write the bundle of a checkpoint, and its record in the run folder. `counts`
+    are those of `prepare_task`.
+    """
     from edje_index.training.checkpoints import read_log
     from edje_index.training.features import unreadable_by_reason
     from edje_index.training.finish import finish_model
 
-    settings, inputs, run, folder = task.config, task.config.inputs, task.config.run, task.config.run.folder
+    folder = task.config.run.folder
+    run = task.config.run
+    inputs = task.config.inputs
+    settings = task.config
 
     def progress(activity: str, done: int, total: int) -> None:
         if should_stop():
             raise JobStopped(
-                f"stopped while {activity}, after {done:,} of {total:,}; run the command again to continue"
+                f"stopped while {activity}, after {done:,} of {total:,}; run the"
+                " command again to continue"
             )
         on_event(Progress(activity, done, total))
 
@@ -331,14 +491,18 @@ def write_bundle(
     names = ", ".join(path.name for path in inputs.captions)
     teacher = f", distilled from {inputs.teacher.name}" if inputs.teacher else ""
     notes = (
-        f"trained {steps} steps of {pairs} pairs on {counts['images']} images with {counts['captions']} captions of "
-        f"{names}{teacher}; run {task.run}"
+        f"trained {steps} steps of {pairs} pairs on {counts['images']} images with"
+        f" {counts['captions']} captions of {names}{teacher}; run {task.run}"
     )
     left_out = dict(Counter(counts["left_out"]) + Counter(unreadable_by_reason(folder)))
     log = read_log(folder)
-    # By what is ranked: images in text-to-image search, captions in image-to-text search.
+    # By what is ranked: images in text-to-image search, captions in image-to-text
+    # search.
     dev = {
-        ranked: {**asdict(choices[direction]), "weights": choices[direction].weights.to_json()}
+        ranked: {
+            **asdict(choices[direction]),
+            "weights": choices[direction].weights.to_json(),
+        }
         for ranked, direction in (("images", "t2i"), ("captions", "i2t"))
         if choices
     }
@@ -358,33 +522,54 @@ def write_bundle(
         )
 
     def record(info: BundleInfo) -> None:
-        # Written before the bundle appears: a bundle without its record would look like another run's.
+        # Written before the bundle appears: a bundle without its record would look like
+        # another run's.
         if run.export_step is None:
             write_json_atomic(folder / "result.json", asdict(result(info)))
 
     return result(replace(bundle, notes=notes).save(run.out, record))
 
 
-def training_record(settings: TrainSettings, given: dict[str, CommittedIndex]) -> dict[str, Any]:
-    """Return everything that determines the trained weights: settings, and digests of all input files."""
-    # The settings in `fitting` are applied to the last checkpoint and do not change the trained weights.
+def training_record(
+    settings: TrainSettings, given: dict[str, CommittedIndex]
+) -> dict[str, Any]:
+    """Return everything that determines the trained weights: settings, and digests
+    of all input files.
+    """
+    # The settings in `fitting` are applied to the last checkpoint and do not change the
+    # trained weights.
     groups = settings.model_dump(exclude={"fitting", "inputs", "run"})
-    record = {f"{group}.{key}": value for group, values in groups.items() for key, value in values.items()}
+    record = {
+        f"{group}.{key}": value
+        for group, values in groups.items()
+        for key, value in values.items()
+    }
     inputs = settings.inputs
     inputs_record = {
         "captions": [_file_digest(path) for path in inputs.captions],
         "images": None if inputs.images is None else str(inputs.images.absolute()),
         "split": inputs.split,
-        "dev": None if inputs.dev is None else _file_digest(inputs.dev),  # the features include the dev images
+        # the features include the dev images
+        "dev": None if inputs.dev is None else _file_digest(inputs.dev),
         "dev_split": inputs.dev_split,
         "vision": inputs.vision,
-        "features": given["features"].manifest.plan if "features" in given else inputs.features,
+        "features": (
+            given["features"].manifest.plan if "features" in given else inputs.features
+        ),
         "feature_precision": inputs.feature_precision,
-        "teacher_features": given["teacher_features"].manifest.plan if "teacher_features" in given else None,
+        "teacher_features": (
+            given["teacher_features"].manifest.plan
+            if "teacher_features" in given
+            else None
+        ),
     }
     for name in ("model", "language", "init", "teacher", "miner"):
         inputs_record[name] = _model_digest(getattr(inputs, name))
-    return {"format": FORMAT, **record, **{f"inputs.{key}": value for key, value in inputs_record.items()}}
+    return {
+        "format": FORMAT,
+        **record,
+        **{f"inputs.{key}": value for key, value in inputs_record.items()},
+    }
 
 
 def _model_digest(path: Path | None) -> str | None:
@@ -403,29 +588,43 @@ def _file_digest(path: Path) -> str:
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror}; check the path and the permissions") from error
+        raise UsageError(
+            f"cannot read {path}: {error.strerror}; check the path and the permissions"
+        ) from error
 
 
 def begin_run(folder: Path, record: dict[str, Any]) -> str:
-    """Write `record` to the run folder, or compare it with the stored record. Return the fingerprint of `record`."""
+    """Write `record` to the run folder, or compare it with the stored record.
+    Return the fingerprint of `record`.
+    """
     path = folder / "run.json"
     if not path.exists():
-        names = {entry.name for entry in folder.iterdir()} - {"build"}  # holds the lock
-        others = sorted(name for name in names if not name.startswith(f".{path.name}."))  # an unfinished write
+        # holds the lock
+        names = {entry.name for entry in folder.iterdir()} - {"build"}
+        # an unfinished write
+        others = sorted(name for name in names if not name.startswith(f".{path.name}."))
         if others:
-            raise UsageError(f"{folder} is not a run folder: it contains {others[0]}; set run.dir to another folder")
+            raise UsageError(
+                f"{folder} is not a run folder: it contains {others[0]}; set run.dir to"
+                " another folder"
+            )
         write_json_atomic(path, record)
         return _fingerprint(record)
     try:
         stored = json.loads(path.read_bytes())
         if not isinstance(stored, dict):
-            raise ValueError(f"it must contain a JSON object, but contains a {type(stored).__name__}")
+            raise ValueError(
+                f"it must contain a JSON object, but contains a {type(stored).__name__}"
+            )
     except (OSError, ValueError, RecursionError) as error:
-        raise EdjeError(f"cannot read {path}: {error}; restore the file, or set run.dir to another folder") from error
+        raise EdjeError(
+            f"cannot read {path}: {error}; restore the file, or set run.dir to another"
+            " folder"
+        ) from error
     if stored.get("format") != FORMAT:
         raise UsageError(
-            f"the training run in {folder} was started by another version of edje-index, so it cannot be "
-            "resumed; set run.dir to another folder"
+            f"the training run in {folder} was started by another version of"
+            " edje-index, so it cannot be resumed; set run.dir to another folder"
         )
     lines = [
         f"{name} was {stored.get(name)}, is {record.get(name)}"
@@ -434,8 +633,8 @@ def begin_run(folder: Path, record: dict[str, Any]) -> str:
     ]
     if lines:
         raise UsageError(
-            f"the run in {folder} was begun with other settings; restore the earlier settings, or set run.dir to "
-            "another folder:\n" + "\n".join(lines)
+            f"the run in {folder} was begun with other settings; restore the earlier"
+            " settings, or set run.dir to another folder:\n" + "\n".join(lines)
         )
     return _fingerprint(record)
 
@@ -452,20 +651,29 @@ def finished_result(settings: TrainSettings, fingerprint: str) -> TrainResult | 
     from edje_index.bundles.info import read_bundle_info
     from edje_index.errors import ModelError
 
-    out, path = settings.run.out, settings.run.folder / "result.json"
+    out = settings.run.out
+    path = settings.run.folder / "result.json"
     if not path.exists() or not out.exists():
         return None
-    result = _read_result(path, f"remove {out} to write the bundle again from the last checkpoint")
+    result = _read_result(
+        path, f"remove {out} to write the bundle again from the last checkpoint"
+    )
     try:
         bundle = read_bundle_info(out).fingerprint
     except ModelError:
         return None
-    if (result.run, result.bundle, result.fingerprint) != (fingerprint, str(out), bundle):
-        return None  # the bundle was replaced
+    if (result.run, result.bundle, result.fingerprint) != (
+        fingerprint,
+        str(out),
+        bundle,
+    ):
+        # the bundle was replaced
+        return None
     if result.fitting != settings.fitting.model_dump():
         raise UsageError(
-            f"{out} was trained with other settings of the final score (group 'fitting'); remove this folder to "
-            "write the bundle again from the last checkpoint, or set run.out to another folder"
+            f"{out} was trained with other settings of the final score (group"
+            " 'fitting'); remove this folder to write the bundle again from the last"
+            " checkpoint, or set run.out to another folder"
         )
     return replace(result, already_finished=True)
 
@@ -477,35 +685,52 @@ def _read_result(path: Path, remedy: str) -> TrainResult:
         problem = str(error)
         if isinstance(error, ValidationError):
             first = error.errors(include_url=False)[0]
-            problem = ": ".join(filter(None, [".".join(map(str, first["loc"])), first["msg"]]))
-        raise EdjeError(f"cannot read {path}: {problem}; restore the file, or {remedy}") from error
+            problem = ": ".join(
+                filter(None, [".".join(map(str, first["loc"])), first["msg"]])
+            )
+        raise EdjeError(
+            f"cannot read {path}: {problem}; restore the file, or {remedy}"
+        ) from error
 
 
 def last_step(bundle: Path) -> tuple[Path, str, int]:
-    """Return the run folder, the fingerprint and the last step of the training run that made `bundle`.
+    """Return the run folder, the fingerprint and the last step of the training run that
+    made `bundle`.
 
     Raises:
-        UsageError: the folder BUNDLE.run is missing, or belongs to the run of another bundle.
+        UsageError: the folder BUNDLE.run is missing, or belongs to the run of another
+            bundle.
     """
     from edje_index.bundles.info import read_bundle_info
 
-    folder, remedy = bundle.absolute().with_name(f"{bundle.name}.run"), "set optimizer.continued to false"
+    folder = bundle.absolute().with_name(f"{bundle.name}.run")
+    remedy = "set optimizer.continued to false"
     if not (folder / "result.json").exists():
-        raise UsageError(f"{folder} is not the folder of a finished run, so its optimiser cannot continue; {remedy}")
+        raise UsageError(
+            f"{folder} is not the folder of a finished run, so its optimiser cannot"
+            f" continue; {remedy}"
+        )
     result = _read_result(folder / "result.json", remedy)
     if result.fingerprint != read_bundle_info(bundle).fingerprint:
-        raise UsageError(f"{folder} is not the run folder of {bundle}, so its optimiser cannot continue; {remedy}")
+        raise UsageError(
+            f"{folder} is not the run folder of {bundle}, so its optimiser cannot"
+            f" continue; {remedy}"
+        )
     return folder, result.run, result.steps
 
 
 def match_captions(
-    index: CommittedIndex, items: list[CaptionedImage], dev_items: list[CaptionedImage], on_event: OnEvent
+    index: CommittedIndex,
+    items: list[CaptionedImage],
+    dev_items: list[CaptionedImage],
+    on_event: OnEvent,
 ) -> tuple[list[CaptionedImage], CaptionSet, CaptionSet | None, dict[str, int], int]:
     """Find the captioned images that have features in `index`.
 
     Returns:
-        The images to train on; their captions; the dev captions, None if there are none; the number of images without
-        features, by reason; and the number of training images that could be decoded only in part.
+        The images to train on; their captions; the dev captions, None if there are
+        none; the number of images without features, by reason; and the number of
+        training images that could be decoded only in part.
     """
     from edje_index.captions.matching import NOT_IN_INDEX
     from edje_index.training.captions import CaptionSet
@@ -513,25 +738,38 @@ def match_captions(
     matched = match_rows(index, [*items, *dev_items])
     if absent := matched.missing().get(NOT_IN_INDEX):
         raise UsageError(
-            f"{absent:,} of {len(matched.rows):,} captioned images are not in {index.root}; build that "
-            "index from all training and dev images, or leave inputs.features out"
+            f"{absent:,} of {len(matched.rows):,} captioned images are not in"
+            f" {index.root}; build that index from all training and dev images, or"
+            " leave inputs.features out"
         )
     sets = []
     for setting, part, rows in zip(
-        ("inputs.captions", "inputs.dev"), (items, dev_items), matched.split(len(items)), strict=True
+        ("inputs.captions", "inputs.dev"),
+        (items, dev_items),
+        matched.split(len(items)),
+        strict=True,
     ):
         kept, row_ids = rows.indexed(part)
-        reasons = ", ".join(f"{reason} {count:,}" for reason, count in rows.missing().items())
+        reasons = ", ".join(
+            f"{reason} {count:,}" for reason, count in rows.missing().items()
+        )
         if part and not kept:
             raise UsageError(
-                f"none of the {len(part):,} images of {setting} has features ({reasons}); correct the image files"
+                f"none of the {len(part):,} images of {setting} has features"
+                f" ({reasons}); correct the image files"
             )
         if setting == "inputs.captions" and reasons:
-            on_event(StatusMessage(f"images left out because they have no features: {reasons}"))
+            on_event(
+                StatusMessage(
+                    f"images left out because they have no features: {reasons}"
+                )
+            )
         sets.append((kept, CaptionSet(row_ids, [item.captions for item in kept]), rows))
     (kept, captions, rows), (dev_kept, dev, _) = sets
     if truncated := int(rows.truncated.sum()):
-        on_event(StatusMessage(f"truncated images that are used in part: {truncated:,}"))
+        on_event(
+            StatusMessage(f"truncated images that are used in part: {truncated:,}")
+        )
     return kept, captions, dev if dev_kept else None, rows.missing(), truncated
 
 
@@ -542,7 +780,9 @@ def _teacher_tokens(
     features: CommittedIndex,
     items: list[CaptionedImage],
 ) -> tuple[CommittedIndex, NDArray[np.int64]] | None:
-    """Return the index of the teacher's tokens and the row of each image; None if its adapter reads `features`."""
+    """Return the index of the teacher's tokens and the row of each image; None if
+    its adapter reads `features`.
+    """
     from edje_index.bundles.info import read_bundle_info
     from edje_index.models.adapter import AdapterConfig
     from edje_index.training.start import feature_fingerprint
@@ -551,29 +791,44 @@ def _teacher_tokens(
     assert student is not None
     if student.canonical_captions != info.canonical_captions:
         raise UsageError(
-            f"architecture.canonical_captions is {student.canonical_captions} for the student, but "
-            f"{info.canonical_captions} for the teacher {teacher}; use the value of the teacher"
+            f"architecture.canonical_captions is {student.canonical_captions} for the"
+            f" student, but {info.canonical_captions} for the teacher {teacher}; use"
+            " the value of the teacher"
         )
-    digests = [bundle.files.get("joint/tokenizer.json", {}).get("sha256") for bundle in (student, info)]
+    digests = [
+        bundle.files.get("joint/tokenizer.json", {}).get("sha256")
+        for bundle in (student, info)
+    ]
     if None in digests or digests[0] != digests[1]:
         raise UsageError(
-            f"the teacher {teacher} has another tokenizer than the student; set inputs.language or "
-            "inputs.init to a model with the tokenizer of the teacher"
+            f"the teacher {teacher} has another tokenizer than the student; set"
+            " inputs.language or inputs.init to a model with the tokenizer of the"
+            " teacher"
         )
     if given is not None:
         check_encoder(given, info.encoder_fingerprint, "tokens of the teacher")
         return given, rows_of_all(given, items)
     read = feature_fingerprint(student, start.adapter.config)
-    if read != feature_fingerprint(info, AdapterConfig.from_json(info.adapter, info.path)):
+    if read != feature_fingerprint(
+        info, AdapterConfig.from_json(info.adapter, info.path)
+    ):
         raise UsageError(
-            f"the adapter of the teacher {teacher} cannot read the features of the student, because another tower "
-            "computes them or they have too few patches; set inputs.teacher_features to an index that the teacher built"
+            f"the adapter of the teacher {teacher} cannot read the features of the"
+            " student, because another tower computes them or they have too few"
+            " patches; set inputs.teacher_features to an index that the teacher built"
         )
     return None
 
 
-def run_steps(task: TrainTask, group: WorkerGroup | None, on_event: OnEvent, should_stop: ShouldStop) -> None:
-    """Train from the last checkpoint to the last step: in this process, on Ray, or as a worker of `torchrun`."""
+def run_steps(
+    task: TrainTask,
+    group: WorkerGroup | None,
+    on_event: OnEvent,
+    should_stop: ShouldStop,
+) -> None:
+    """Train from the last checkpoint to the last step: in this process, on Ray, or
+    as a worker of `torchrun`.
+    """
     from edje_index.training.loop import TrainingStopped, run_worker
     from edje_index.training.workers import WorkerGroup
 
@@ -596,19 +851,34 @@ def run_steps(task: TrainTask, group: WorkerGroup | None, on_event: OnEvent, sho
                 group.share(task)
             run_worker(task, group or WorkerGroup(), should_stop, report)
     except TrainingStopped as error:
-        raise JobStopped(str(error)) from None  # with a cause, the stop would not count as requested
+        # with a cause, the stop would not count as requested
+        raise JobStopped(str(error)) from None
 
 
 def describe_record(record: dict[str, Any]) -> str:
     """Return a log record as one line of text."""
     parts = [f"{record['phase']} {record['step']:,}/{record['steps']:,}"]
-    if "lr" not in record:  # an evaluation, or shards of captions
-        return ", ".join(parts + [f"{name} R@1 {100 * record[name]:.1f}" for name in ("t2i", "i2t") if name in record])
+    # an evaluation, or shards of captions
+    if "lr" not in record:
+        return ", ".join(
+            parts
+            + [
+                f"{name} R@1 {100 * record[name]:.1f}"
+                for name in ("t2i", "i2t")
+                if name in record
+            ]
+        )
     parts += [f"{name} {record[name]:.3f}" for name in _LOSSES if name in record]
     parts += [f"lr {record['lr']:.2e}", f"{record['images_per_second']:.1f} images/s"]
-    parts.append(f"{(record['steps'] - record['step']) * record['step_seconds'] / 60:.0f} min left")
+    parts.append(
+        f"{(record['steps'] - record['step']) * record['step_seconds'] / 60:.0f} min"
+        " left"
+    )
     if record["data_wait"] > 0.1 * record["seconds"]:
-        parts.append(f"waiting for data {record['data_wait'] / record['seconds']:.0%} of the time")
+        parts.append(
+            f"waiting for data {record['data_wait'] / record['seconds']:.0%} of the"
+            " time"
+        )
     if record["skipped"]:
         parts.append(f"skipped {record['skipped']}")
     if record.get("unreadable"):

@@ -24,7 +24,9 @@ from tests.edje_index.published_cases import WORDS
 from tests.edje_index.towers import random_clip, random_pixels, timm_config
 
 
-def test_round_trip_gives_the_same_outputs_and_fingerprints(tiny_model: ModelBundle, tmp_path: Path) -> None:
+def test_round_trip_gives_the_same_outputs_and_fingerprints(
+    tiny_model: ModelBundle, tmp_path: Path
+) -> None:
     info = tiny_model.save(tmp_path / "copy")
     assert (info.fingerprint, info.encoder_fingerprint) == (
         tiny_model.info.fingerprint,
@@ -39,9 +41,13 @@ def test_round_trip_gives_the_same_outputs_and_fingerprints(tiny_model: ModelBun
         strict=True,
     ):
         assert torch.equal(left, right)
-    np.testing.assert_array_equal(tiny_model.text.encode(texts), copy.text.encode(texts))
+    np.testing.assert_array_equal(
+        tiny_model.text.encode(texts), copy.text.encode(texts)
+    )
     blocks = torch.randn(2, *copy.block_shape)
-    assert torch.equal(tiny_model.joint.score(texts, blocks), copy.joint.score(texts, blocks))
+    assert torch.equal(
+        tiny_model.joint.score(texts, blocks), copy.joint.score(texts, blocks)
+    )
 
 
 @pytest.fixture
@@ -59,7 +65,9 @@ def test_a_changed_or_missing_file_is_noticed(copied: Path) -> None:
             open_bundle(copied)
     weights.unlink()
     for open_bundle in (ModelBundle.load, ImageEncoder.open):
-        with pytest.raises(ModelError, match=r"lacks vision/open_clip_model\.safetensors"):
+        with pytest.raises(
+            ModelError, match=r"lacks vision/open_clip_model\.safetensors"
+        ):
             open_bundle(copied)
 
 
@@ -74,7 +82,9 @@ def test_a_changed_or_missing_file_is_noticed(copied: Path) -> None:
         (lambda c: c["files"].pop("adapter.safetensors"), "damaged"),
     ],
 )
-def test_an_edited_description_is_refused(copied: Path, edit: object, message: str) -> None:
+def test_an_edited_description_is_refused(
+    copied: Path, edit: object, message: str
+) -> None:
     content = json.loads((copied / INFO_FILE).read_text())
     edit(content)  # type: ignore[operator]
     (copied / INFO_FILE).write_text(json.dumps(content))
@@ -82,34 +92,49 @@ def test_an_edited_description_is_refused(copied: Path, edit: object, message: s
         read_bundle_info(copied)
 
 
-def test_saving_is_whole_or_not_at_all(tiny_model: ModelBundle, tiny_bundle: Path, tmp_path: Path) -> None:
+def test_saving_is_whole_or_not_at_all(
+    tiny_model: ModelBundle, tiny_bundle: Path, tmp_path: Path
+) -> None:
     with pytest.raises(ModelError, match="exists already"):
         tiny_model.save(tiny_bundle)
-    tiny_model.joint.tokenizer.tokenizer = None  # breaks the last step but one
+    # breaks the last step but one
+    tiny_model.joint.tokenizer.tokenizer = None
     with pytest.raises(AttributeError):
         tiny_model.save(tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_weights_that_are_not_finite_are_refused(tiny_model: ModelBundle, tmp_path: Path) -> None:
+def test_weights_that_are_not_finite_are_refused(
+    tiny_model: ModelBundle, tmp_path: Path
+) -> None:
     tiny_model.adapter.state_dict()["query"].view(-1)[0] = float("inf")
-    with pytest.raises(ModelError, match=r"the tensor query of adapter.safetensors contains 1 values"):
+    with pytest.raises(
+        ModelError, match=r"the tensor query of adapter.safetensors contains 1 values"
+    ):
         tiny_model.save(tmp_path / "out")
-    with pytest.MonkeyPatch.context() as patch:  # as a release without the check wrote it
+    # as a release without the check wrote it
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(weights, "check_finite", lambda state, source: None)
         tiny_model.save(tmp_path / "out")
-    with pytest.raises(ModelError, match=r"the tensor query of adapter.safetensors in .*out contains 1 values"):
+    with pytest.raises(
+        ModelError,
+        match=r"the tensor query of adapter.safetensors in .*out contains 1 values",
+    ):
         ModelBundle.load(tmp_path / "out")
     assert ModelBundle.load(tmp_path / "out", verify=False)
 
 
-def test_parts_that_do_not_fit_are_refused(tiny_model: ModelBundle, tmp_path: Path) -> None:
+def test_parts_that_do_not_fit_are_refused(
+    tiny_model: ModelBundle, tmp_path: Path
+) -> None:
     config = tiny_model.adapter.config
     wrong = {
         "width 40.*width 32": replace(config, vision_dim=40),
         "width 12.*width 16": replace(config, language_dim=12),
         "7 tokens.*has 16 patches": replace(config, kind=LOCAL, num_tokens=7),
-        "strided adapter of 20 tokens.*has 16 patches": replace(config, kind="strided", num_tokens=20),
+        "strided adapter of 20 tokens.*has 16 patches": replace(
+            config, kind="strided", num_tokens=20
+        ),
     }
     for message, adapter in wrong.items():
         tiny_model.adapter = build_adapter(adapter)
@@ -117,16 +142,26 @@ def test_parts_that_do_not_fit_are_refused(tiny_model: ModelBundle, tmp_path: Pa
             tiny_model.save(tmp_path / "out")
 
 
-def test_stock_open_clip_opens_the_vision_folder(tiny_bundle: Path, tiny_model: ModelBundle) -> None:
-    model, preprocess = open_clip.create_model_from_pretrained(f"local-dir:{tiny_bundle / 'vision'}")
+def test_stock_open_clip_opens_the_vision_folder(
+    tiny_bundle: Path, tiny_model: ModelBundle
+) -> None:
+    model, preprocess = open_clip.create_model_from_pretrained(
+        f"local-dir:{tiny_bundle / 'vision'}"
+    )
     pixels = random_pixels(tiny_model.clip_config)
     expected = model.encode_image(pixels, normalize=True)
-    torch.testing.assert_close(tiny_model.vision.encode(pixels)[1], expected, atol=1e-6, rtol=0)
+    torch.testing.assert_close(
+        tiny_model.vision.encode(pixels)[1], expected, atol=1e-6, rtol=0
+    )
     assert preprocess.transforms[0].size == 32
 
 
-def test_hugging_face_text_tower_travels_in_the_bundle(tiny_model: ModelBundle, tmp_path: Path) -> None:
-    """A DINO-like trunk beside a BERT text tower from a local folder, which is gone when the bundle is loaded."""
+def test_hugging_face_text_tower_travels_in_the_bundle(
+    tiny_model: ModelBundle, tmp_path: Path
+) -> None:
+    """A DINO-like trunk beside a BERT text tower from a local folder, which is gone
+    when the bundle is loaded.
+    """
     bert = tmp_path / "bert"
     bert.mkdir()
     (bert / "vocab.txt").write_text("\n".join(WORDS))
@@ -140,22 +175,32 @@ def test_hugging_face_text_tower_travels_in_the_bundle(tiny_model: ModelBundle, 
         max_position_embeddings=32,
     ).save_pretrained(bert)
     config = timm_config("vit_tiny_patch16_224", 224, pool="token")
-    text = {"hf_model_name": str(bert), "hf_tokenizer_name": str(bert), "context_length": 12, "hf_proj_type": "linear"}
+    text = {
+        "hf_model_name": str(bert),
+        "hf_tokenizer_name": str(bert),
+        "context_length": 12,
+        "hf_proj_type": "linear",
+    }
     config.model["text_cfg"] = text
     bundle = replace(
         tiny_model,
         clip=random_clip(config, hf_text=bert),
         clip_config=config,
         text_tokenizer=text_tokenizer(config),
-        adapter=build_adapter(replace(tiny_model.adapter.config, vision_dim=192, num_heads=3)),
+        adapter=build_adapter(
+            replace(tiny_model.adapter.config, vision_dim=192, num_heads=3)
+        ),
     )
     info = bundle.save(tmp_path / "bundle")
     expected = bundle.text.encode(["a dog", "the beach"])
     shutil.rmtree(bert)
     loaded = ModelBundle.load(tmp_path / "bundle")
     np.testing.assert_array_equal(loaded.text.encode(["a dog", "the beach"]), expected)
-    texts = ["the beach", "a red dog on the beach " * 9, "a"]  # padding that the tower masks is not computed
+    # padding that the tower masks is not computed
+    texts = ["the beach", "a red dog on the beach " * 9, "a"]
     padded = loaded.clip.encode_text(loaded.text_tokenizer(texts), normalize=True)
-    np.testing.assert_allclose(loaded.text.encode(texts, batch_size=2), padded.numpy(), atol=1e-6)
+    np.testing.assert_allclose(
+        loaded.text.encode(texts, batch_size=2), padded.numpy(), atol=1e-6
+    )
     assert expected.shape == (2, 192)
     assert loaded.save(tmp_path / "again").fingerprint == info.fingerprint

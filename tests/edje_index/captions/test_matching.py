@@ -26,12 +26,19 @@ def items(*paths: str) -> list[CaptionedImage]:
 @pytest.fixture
 def index(tmp_path: Path) -> Path:
     """Rows /photos/0.jpg to /photos/10.jpg: 6 failed, 9 is a duplicate of 0."""
-    write_random_index(tmp_path / "index", SPEC, failed=frozenset({6}), duplicates=frozenset({9}))
+    write_random_index(
+        tmp_path / "index", SPEC, failed=frozenset({6}), duplicates=frozenset({9})
+    )
     return tmp_path / "index"
 
 
-def match(root: Path, wanted: list[CaptionedImage], *, allow_none: bool = False) -> MatchedRows:
-    shards = [read_shard_rows(Layout(root), shard, list(NAME_COLUMNS)) for shard in range(SPEC.shards)]
+def match(
+    root: Path, wanted: list[CaptionedImage], *, allow_none: bool = False
+) -> MatchedRows:
+    shards = [
+        read_shard_rows(Layout(root), shard, list(NAME_COLUMNS))
+        for shard in range(SPEC.shards)
+    ]
     return match_items(root, pa.concat_tables(shards), wanted, allow_none=allow_none)
 
 
@@ -42,13 +49,20 @@ def set_values(index: Path, row: int, **changes: object) -> None:
         column = table.column_names.index(name)
         values = table[name].to_pylist()
         values[offset] = value
-        table = table.set_column(column, name, pa.array(values, table.schema.field(name).type))
+        table = table.set_column(
+            column, name, pa.array(values, table.schema.field(name).type)
+        )
     write_rows(Layout(index).rows_file(shard), table)
 
 
 def test_rows_and_what_is_missing(index):
     wanted = items(
-        "/photos/10.jpg", "/photos/9.jpg", "/photos/6.jpg", "/elsewhere/1.jpg", "/photos/3.jpg", "/photos/3.jpg"
+        "/photos/10.jpg",
+        "/photos/9.jpg",
+        "/photos/6.jpg",
+        "/elsewhere/1.jpg",
+        "/photos/3.jpg",
+        "/photos/3.jpg",
     )
     matched = match(index, wanted)
     assert matched.rows.tolist() == [10, 0, -1, -1, 3, 3]
@@ -60,14 +74,31 @@ def test_rows_and_what_is_missing(index):
 def test_truncated_images_are_known_also_as_duplicates(index):
     for row in (0, 3):
         set_values(index, row, detail="truncated: JPEG: image file is truncated")
-    matched = match(index, items("/photos/0.jpg", "/photos/1.jpg", "/photos/3.jpg", "/photos/6.jpg", "/photos/9.jpg"))
+    matched = match(
+        index,
+        items(
+            "/photos/0.jpg",
+            "/photos/1.jpg",
+            "/photos/3.jpg",
+            "/photos/6.jpg",
+            "/photos/9.jpg",
+        ),
+    )
     assert matched.truncated.tolist() == [True, False, True, False, True]
     assert matched.missing() == {"truncated": 1}
-    assert [part.truncated.tolist() for part in matched.split(2)] == [[True, False], [True, False, True]]
+    assert [part.truncated.tolist() for part in matched.split(2)] == [
+        [True, False],
+        [True, False, True],
+    ]
 
 
 def test_nothing_in_common_is_an_error_that_shows_both_sides(index):
-    with pytest.raises(UsageError, match=r"none of the 2 captioned images.*/else/1\.jpg.*/photos/0\.jpg.*directory"):
+    with pytest.raises(
+        UsageError,
+        match=(
+            r"none of the 2 captioned images.*/else/1\.jpg.*/photos/0\.jpg.*directory"
+        ),
+    ):
         match(index, items("/else/1.jpg", "/else/2.jpg"))
     assert match(index, items("/else/1.jpg"), allow_none=True).rows.tolist() == [-1]
     assert match(index, [], allow_none=True).rows.tolist() == []
@@ -78,7 +109,9 @@ def test_names_in_every_script_and_in_bytes(index):
     set_values(index, 4, uri="/photos/%FF.jpg", uri_raw=b"/photos/\xff.jpg")
     set_values(index, 5, uri="/shards/a.tar!x/猫.jpg")
     strange = os.fsdecode(b"/photos/\xff.jpg")
-    wanted = items("/photos/猫 é.jpg", strange, "/shards/a.tar!x/猫.jpg", "/photos/%FF.jpg")
+    wanted = items(
+        "/photos/猫 é.jpg", strange, "/shards/a.tar!x/猫.jpg", "/photos/%FF.jpg"
+    )
     assert match(index, wanted).rows.tolist() == [2, 4, 5, -1]
 
 
@@ -92,4 +125,6 @@ def test_folders_may_be_links(index, tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "real")
     set_values(index, 7, uri=f"{tmp_path}/real/a.jpg")
     set_values(index, 8, uri=f"{tmp_path}/link/b.jpg")
-    assert match(index, items(f"{tmp_path}/link/a.jpg", f"{tmp_path}/real/b.jpg")).rows.tolist() == [7, 8]
+    assert match(
+        index, items(f"{tmp_path}/link/a.jpg", f"{tmp_path}/real/b.jpg")
+    ).rows.tolist() == [7, 8]

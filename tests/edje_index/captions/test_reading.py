@@ -11,18 +11,35 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from edje_index.captions.reading import CaptionedImage, check_image_directory, read_caption_file, read_captions
+from edje_index.captions.reading import (
+    CaptionedImage,
+    check_image_directory,
+    read_caption_file,
+    read_captions,
+)
 from storage_formats.errors import UsageError
 
 NAMES = ("café 猫.jpg", "b.jpg", "c.jpg")
 
 
 def lines(path: Path, *values: object) -> Path:
-    path.write_text("".join(f"{value if isinstance(value, str) else json.dumps(value)}\n" for value in values), "utf-8")
+    path.write_text(
+        "".join(
+            f"{value if isinstance(value, str) else json.dumps(value)}\n"
+            for value in values
+        ),
+        "utf-8",
+    )
     return path
 
 
-def item(folder: Path, name: str, *captions: str, split: str | None = None, image_id: str | None = None):
+def item(
+    folder: Path,
+    name: str,
+    *captions: str,
+    split: str | None = None,
+    image_id: str | None = None,
+):
     return CaptionedImage(name, str(folder / name), captions, split, image_id or name)
 
 
@@ -44,13 +61,20 @@ def test_json_lines(tmp_path):
 
 def test_images_may_lie_elsewhere(tmp_path, monkeypatch):
     (tmp_path / "photos").mkdir()
-    file = lines(tmp_path / "c.jsonl", {"image": "x/a.jpg", "caption": "a"}, {"image": "/abs/b.jpg", "caption": "b"})
+    file = lines(
+        tmp_path / "c.jsonl",
+        {"image": "x/a.jpg", "caption": "a"},
+        {"image": "/abs/b.jpg", "caption": "b"},
+    )
     found = read_captions(file, images=tmp_path / "photos")
     assert [each.path for each in found] == [f"{tmp_path}/photos/x/a.jpg", "/abs/b.jpg"]
     monkeypatch.chdir(tmp_path)
     assert read_captions("c.jsonl", images="photos") == found
     assert read_captions("c.jsonl")[0].path == f"{tmp_path}/x/a.jpg"
-    assert [each.path for each in read_captions(file, images="/nowhere")] == ["/nowhere/x/a.jpg", "/abs/b.jpg"]
+    assert [each.path for each in read_captions(file, images="/nowhere")] == [
+        "/nowhere/x/a.jpg",
+        "/abs/b.jpg",
+    ]
     check_image_directory(tmp_path / "photos")
     with pytest.raises(UsageError, match="there is no directory"):
         check_image_directory(tmp_path / "nowhere")
@@ -58,9 +82,25 @@ def test_images_may_lie_elsewhere(tmp_path, monkeypatch):
 
 def test_karpathys_files(tmp_path):
     images = [
-        {"filename": NAMES[0], "imgid": 0, "split": "train", "sentences": [{"raw": "one"}, {"raw": "two"}]},
-        {"filename": "d.jpg", "filepath": "val2014", "cocoid": 42, "split": "restval", "sentences": [{"raw": "three"}]},
-        {"filename": "e.jpg", "imgid": 2, "split": "test", "sentences": [{"raw": "four", "tokens": ["four"]}]},
+        {
+            "filename": NAMES[0],
+            "imgid": 0,
+            "split": "train",
+            "sentences": [{"raw": "one"}, {"raw": "two"}],
+        },
+        {
+            "filename": "d.jpg",
+            "filepath": "val2014",
+            "cocoid": 42,
+            "split": "restval",
+            "sentences": [{"raw": "three"}],
+        },
+        {
+            "filename": "e.jpg",
+            "imgid": 2,
+            "split": "test",
+            "sentences": [{"raw": "four", "tokens": ["four"]}],
+        },
     ]
     file = tmp_path / "dataset_coco.json"
     file.write_text(json.dumps({"images": images, "dataset": "coco"}))
@@ -70,7 +110,9 @@ def test_karpathys_files(tmp_path):
         item(tmp_path, "val2014/d.jpg", "three", split="restval", image_id="42"),
         item(tmp_path, "e.jpg", "four", split="test", image_id="2"),
     ]
-    assert read_captions(file, split="train") == everything[:2], "Karpathy's restval is trained on"
+    assert read_captions(file, split="train") == everything[:2], (
+        "Karpathy's restval is trained on"
+    )
     assert read_captions(file, split="test") == everything[2:]
 
 
@@ -100,10 +142,20 @@ def test_cocos_caption_files(tmp_path):
 @pytest.mark.parametrize("captions", [["one", "two"], "one"])
 def test_parquet(tmp_path, captions):
     key = "captions" if isinstance(captions, list) else "caption"
-    table = pa.table({"file_name": [*NAMES[:2]], key: [captions] * 2, "split": ["dev", None], "noise": [1, 2]})
+    table = pa.table(
+        {
+            "file_name": [*NAMES[:2]],
+            key: [captions] * 2,
+            "split": ["dev", None],
+            "noise": [1, 2],
+        }
+    )
     pq.write_table(table, tmp_path / "c.parquet")
     texts = captions if isinstance(captions, list) else [captions]
-    expected = [item(tmp_path, NAMES[0], *texts, split="dev"), item(tmp_path, NAMES[1], *texts)]
+    expected = [
+        item(tmp_path, NAMES[0], *texts, split="dev"),
+        item(tmp_path, NAMES[1], *texts),
+    ]
     assert read_captions(tmp_path / "c.parquet") == expected
 
 
@@ -130,11 +182,20 @@ def test_webdataset(tmp_path):
         },
     )
     assert read_captions(file) == [
-        CaptionedImage("00/猫.jpg", f"{tmp_path}/shard.tar!00/猫.jpg", ("one", "two"), None, "00/猫"),
+        CaptionedImage(
+            "00/猫.jpg",
+            f"{tmp_path}/shard.tar!00/猫.jpg",
+            ("one", "two"),
+            None,
+            "00/猫",
+        ),
         CaptionedImage("c.png", f"{tmp_path}/shard.tar!c.png", ("three",), "dev", "c"),
     ]
     data = file.read_bytes()
-    for damaged in (data[: 3 * 512 + 7], data[: 2 * 512] + b"x" * 512 + data[3 * 512 :]):
+    for damaged in (
+        data[: 3 * 512 + 7],
+        data[: 2 * 512] + b"x" * 512 + data[3 * 512 :],
+    ):
         file.write_bytes(damaged)
         with pytest.raises(UsageError, match=r"shard\.tar"):
             read_captions(file)
@@ -147,7 +208,10 @@ def test_webdataset(tmp_path):
         ("[1]", "not a JSON object"),
         ('{"caption": "x"}', "no file name in 'image'"),
         ('{"image": "a.jpg"}', "no captions"),
-        ('{"filepath": "val2014", "sentences": [{"raw": "x"}]}', "no file name in 'filename'"),
+        (
+            '{"filepath": "val2014", "sentences": [{"raw": "x"}]}',
+            "no file name in 'filename'",
+        ),
         ('{"image": "a.jpg", "captions": ["x", 3]}', "not a string"),
         ('{"image": "a\\u0000.jpg", "caption": "x"}', "cannot be a file name"),
         ('{"image": "a.jpg", "caption": "x \\ud83d"}', "a lone surrogate"),
@@ -155,7 +219,11 @@ def test_webdataset(tmp_path):
     ],
 )
 def test_a_malformed_line_is_named(tmp_path, line, words):
-    data = b'{"image": "ok.jpg", "caption": "fine"}\n\n' + (line if isinstance(line, bytes) else line.encode()) + b"\n"
+    data = (
+        b'{"image": "ok.jpg", "caption": "fine"}\n\n'
+        + (line if isinstance(line, bytes) else line.encode())
+        + b"\n"
+    )
     (tmp_path / "c.jsonl").write_bytes(data)
     with pytest.raises(UsageError, match=rf"c\.jsonl, line 3: .*{words}"):
         read_captions(tmp_path / "c.jsonl")
@@ -172,10 +240,15 @@ def test_blank_captions_are_left_out_and_counted(tmp_path):
     file = tmp_path / "c.jsonl"
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     content = items, blank = read_caption_file(file)
-    assert [(each.image, each.captions) for each in items] == [("a.jpg", ("one",)), ("c.jpg", ("two",))]
+    assert [(each.image, each.captions) for each in items] == [
+        ("a.jpg", ("one",)),
+        ("c.jpg", ("two",)),
+    ]
     assert blank == 4
     assert read_caption_file(file, split="train")[1] == 3
-    with pytest.warns(RuntimeWarning, match=r"c\.jsonl: blank captions are left out: 4"):
+    with pytest.warns(
+        RuntimeWarning, match=r"c\.jsonl: blank captions are left out: 4"
+    ):
         assert read_captions(file) == items
     (tmp_path / "c.json").write_text(json.dumps(lines))
     assert read_caption_file(tmp_path / "c.json") == content
@@ -183,7 +256,10 @@ def test_blank_captions_are_left_out_and_counted(tmp_path):
     coco = {"images": [{"id": 1, "file_name": "a.jpg"}], "annotations": annotations}
     (tmp_path / "coco.json").write_text(json.dumps(coco))
     assert read_caption_file(tmp_path / "coco.json")[1] == 1
-    shard = tar(tmp_path / "s.tar", {"a.jpg": b"", "a.txt": b" \n", "b.jpg": b"", "b.txt": b"\nx\n"})
+    shard = tar(
+        tmp_path / "s.tar",
+        {"a.jpg": b"", "a.txt": b" \n", "b.jpg": b"", "b.txt": b"\nx\n"},
+    )
     items, blank = read_caption_file(shard)
     assert ([each.captions for each in items], blank) == ([("x",)], 1)
 
@@ -194,9 +270,18 @@ def test_blank_captions_are_left_out_and_counted(tmp_path):
         ("{", "not JSON"),
         ("{}", "is in no known format"),
         ('{"images": [{"filename": "a"}]}', "images 1: this photo has no captions"),
-        ('{"images": [{"filename": "a", "sentences": [{}]}]}', "images 1: one of the captions"),
-        ('{"images": [{"id": 1, "file_name": "a"}], "annotations": []}', "images 1: this photo has no captions"),
-        ('{"images": [], "annotations": [{"caption": "x"}]}', "annotations 1: the annotation has no 'image_id'"),
+        (
+            '{"images": [{"filename": "a", "sentences": [{}]}]}',
+            "images 1: one of the captions",
+        ),
+        (
+            '{"images": [{"id": 1, "file_name": "a"}], "annotations": []}',
+            "images 1: this photo has no captions",
+        ),
+        (
+            '{"images": [], "annotations": [{"caption": "x"}]}',
+            "annotations 1: the annotation has no 'image_id'",
+        ),
         ("[]", "contains no captions"),
     ],
 )

@@ -12,7 +12,12 @@ from scipy import stats
 from scipy.spatial.distance import cdist
 
 from edje_index.bundles.bundle import ModelBundle, load_scorer
-from edje_index.evaluation.explain import Alignment, Vocabulary, alignment_scores, content_words
+from edje_index.evaluation.explain import (
+    Alignment,
+    Vocabulary,
+    alignment_scores,
+    content_words,
+)
 from edje_index.models.devices import to_bf16_array
 from edje_index.models.joint_scorer import JointScorer
 from storage_formats.errors import UsageError
@@ -33,7 +38,9 @@ def joint(tiny_model: ModelBundle, tmp_path: Path) -> JointScorer:
     words = tiny_model.joint.text_embeddings.weight
     with torch.no_grad():
         words.mul_(torch.linspace(0.1, 5, len(words))[:, None])
-    return load_scorer(tiny_model.save(tmp_path / "model"), torch.float32, torch.device("cpu"))
+    return load_scorer(
+        tiny_model.save(tmp_path / "model"), torch.float32, torch.device("cpu")
+    )
 
 
 @pytest.mark.parametrize(
@@ -50,12 +57,16 @@ def test_content_words(caption, words):
 
 
 def test_alignment_is_the_mean_of_the_largest_cosines(joint):
-    """As the paper defines it: no mean is subtracted, a word that occurs twice counts twice."""
+    """As the paper defines it: no mean is subtracted, a word that occurs twice
+    counts twice.
+    """
     block = torch.randn(9, 16, generator=torch.Generator().manual_seed(0))
     scores = alignment_scores(joint, CAPTIONS, block)
     words = joint.word_vectors.double().numpy()
     for caption, score in zip(CAPTIONS, scores, strict=True):
-        ids = joint.tokenizer.tokenizer.encode(content_words(caption), add_special_tokens=False).ids
+        ids = joint.tokenizer.tokenizer.encode(
+            content_words(caption), add_special_tokens=False
+        ).ids
         if not ids:
             assert np.isnan(score)
             continue
@@ -68,15 +79,25 @@ def test_the_statistics_are_those_of_scipy():
     rng = np.random.default_rng(4)
     first = rng.normal(0.24, 0.05, 400)
     second = first + rng.normal(0.004, 0.03, 400)
-    found, differences = Alignment.of(np.append(first, np.nan), np.append(second, 0.1)), second - first
+    found = Alignment.of(np.append(first, np.nan), np.append(second, 0.1))
+    differences = second - first
     expected = stats.ttest_1samp(differences, 0.0)
-    assert (found.test.t, found.test.p) == pytest.approx((expected.statistic, expected.pvalue), rel=1e-6)
-    assert found.test.effect_size == pytest.approx(differences.mean() / differences.std(ddof=1), rel=1e-9)
+    assert (found.test.t, found.test.p) == pytest.approx(
+        (expected.statistic, expected.pvalue), rel=1e-6
+    )
+    assert found.test.effect_size == pytest.approx(
+        differences.mean() / differences.std(ddof=1), rel=1e-9
+    )
     assert found.left_out == 1
     for values, distribution in ((first, found.first), (second, found.second)):
         assert distribution.pairs == sum(distribution.counts) == 400
-        assert (distribution.mean, distribution.deviation) == pytest.approx((np.mean(values), stats.tstd(values)))
-        inside = [sum(low <= v < high for v in values) for low, high in itertools.pairwise(found.edges)]
+        assert (distribution.mean, distribution.deviation) == pytest.approx(
+            (np.mean(values), stats.tstd(values))
+        )
+        inside = [
+            sum(low <= v < high for v in values)
+            for low, high in itertools.pairwise(found.edges)
+        ]
         inside[-1] += sum(v == found.edges[-1] for v in values)
         assert list(distribution.counts) == inside
     assert Alignment.of(first).test is None
@@ -87,11 +108,15 @@ def test_the_statistics_are_those_of_scipy():
 
 
 def test_nearest_words_are_those_of_the_plain_computation(joint):
-    decoded = to_bf16_array(torch.randn(7, 40, 16, generator=torch.Generator().manual_seed(2)))
+    decoded = to_bf16_array(
+        torch.randn(7, 40, 16, generator=torch.Generator().manual_seed(2))
+    )
     words = joint.word_vectors.double().numpy()
     # scipy gives NaN for the vector of [PAD], which is 0
     allowed = [i for i in range(len(words)) if i != joint.tokenizer.image_token_id]
-    distances = cdist(decoded.astype(np.float64).reshape(-1, 16), words[allowed], "cosine")
+    distances = cdist(
+        decoded.astype(np.float64).reshape(-1, 16), words[allowed], "cosine"
+    )
     nearest = Vocabulary(joint).nearest(decoded)
     chosen = 1 - cdist(decoded.astype(np.float64).reshape(-1, 16), words, "cosine")
     chosen = chosen[np.arange(len(chosen)), nearest.ravel()]

@@ -1,4 +1,6 @@
-"""Ranks and recall against an independent count in plain Python, and intervals against SciPy's bootstrap."""
+"""Ranks and recall against an independent count in plain Python, and intervals
+against SciPy's bootstrap.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +19,17 @@ from edje_index.evaluation.recall import (
     ranks_by_similarity,
 )
 
-FEW = st.integers(-2, 2)  # so few values that ties are everywhere
+# so few values that ties are everywhere
+FEW = st.integers(-2, 2)
 
 
 @st.composite
 def searches(draw):
-    """Similarities and scores [q, c] as lists, labels of queries and candidates, a pool."""
-    queries, candidates = draw(st.integers(1, 4)), draw(st.integers(1, 7))
+    """Similarities and scores [q, c] as lists, labels of queries and candidates, a
+    pool.
+    """
+    queries = draw(st.integers(1, 4))
+    candidates = draw(st.integers(1, 7))
     row = st.lists(FEW, min_size=candidates, max_size=candidates)
     table = st.lists(row, min_size=queries, max_size=queries)
     labels = draw(st.lists(st.integers(0, 3), min_size=candidates, max_size=candidates))
@@ -32,10 +38,15 @@ def searches(draw):
 
 
 def by_hand(similarities, scores, label, labels, pool):
-    """Candidates best first: the pool by score, the rest by similarity; then the place of the first right one."""
+    """Candidates best first: the pool by score, the rest by similarity; then the
+    place of the first right one.
+    """
     order = sorted(range(len(labels)), key=lambda place: (-similarities[place], place))
-    head = sorted(order[:pool], key=lambda place: -scores[place])  # stable
-    right = [at for at, place in enumerate([*head, *order[pool:]]) if labels[place] == label]
+    # stable
+    head = sorted(order[:pool], key=lambda place: -scores[place])
+    right = [
+        at for at, place in enumerate([*head, *order[pool:]]) if labels[place] == label
+    ]
     return order, (right or [len(labels)])[0]
 
 
@@ -48,12 +59,19 @@ def test_ranks_equal_those_of_plain_sorting(search):
     assert hits(plain, (1, 3)).tolist() == [[rank < 1, rank < 3] for rank in plain]
     kept = nearest(similarity, pool)
     score = np.take_along_axis(np.array(scores, dtype=np.float32), kept, axis=1)
-    reranked = ranks_after_reranking(score, np.take_along_axis(relevant, kept, axis=1), pool, plain)
+    reranked = ranks_after_reranking(
+        score, np.take_along_axis(relevant, kept, axis=1), pool, plain
+    )
     for query, label in enumerate(asked):
-        order, rank = by_hand(similarities[query], similarities[query], label, labels, pool)
+        order, rank = by_hand(
+            similarities[query], similarities[query], label, labels, pool
+        )
         assert kept[query].tolist() == order[:pool]
         assert plain[query] == rank
-        assert reranked[query] == by_hand(similarities[query], scores[query], label, labels, pool)[1]
+        assert (
+            reranked[query]
+            == by_hand(similarities[query], scores[query], label, labels, pool)[1]
+        )
 
 
 def test_pools_do_not_depend_on_how_queries_are_cut(monkeypatch):
@@ -61,7 +79,8 @@ def test_pools_do_not_depend_on_how_queries_are_cut(monkeypatch):
     # Small integers: their products are exact, whatever the matrix product's order.
     queries = rng.integers(-3, 4, (23, 5)).astype(np.float32)
     candidates = rng.integers(-3, 4, (11, 5)).astype(np.float32)
-    labels, wanted = rng.integers(0, 4, 11), rng.integers(0, 5, 23)
+    labels = rng.integers(0, 4, 11)
+    wanted = rng.integers(0, 5, 23)
     whole = embedding_pools(queries, candidates, wanted, labels, 6)
     monkeypatch.setattr("edje_index.evaluation.recall._CHUNK_NUMBERS", 30)
     cut = embedding_pools(queries, candidates, wanted, labels, 6)
@@ -69,9 +88,13 @@ def test_pools_do_not_depend_on_how_queries_are_cut(monkeypatch):
         np.testing.assert_array_equal(getattr(whole, name), getattr(cut, name))
     for query in range(23):
         similarities = (queries[query] @ candidates.T).tolist()
-        order, rank = by_hand(similarities, similarities, wanted[query], labels.tolist(), 6)
+        order, rank = by_hand(
+            similarities, similarities, wanted[query], labels.tolist(), 6
+        )
         assert whole.candidates[query].tolist() == order[:6]
-        assert whole.similarities[query].tolist() == [similarities[place] for place in order[:6]]
+        assert whole.similarities[query].tolist() == [
+            similarities[place] for place in order[:6]
+        ]
         assert whole.ranks[query] == rank
 
 
@@ -81,11 +104,15 @@ HITS = (RNG.random((150, 3)) < [0.2, 0.5, 0.55]).astype(float)
 
 
 def test_intervals_are_those_of_scipy_on_the_same_draws(monkeypatch):
-    """SciPy resamples the ratio of two sums over clusters, which is the mean over their members."""
+    """SciPy resamples the ratio of two sums over clusters, which is the mean over
+    their members.
+    """
     monkeypatch.setattr("edje_index.evaluation.recall._CHUNK_DRAWS", 300)
     labels = np.unique(CLUSTERS)
     counts = np.array([(label == CLUSTERS).sum() for label in labels])
-    for column, estimate in enumerate(ClusterBootstrap(CLUSTERS, 500, 3).estimates(HITS)):
+    for column, estimate in enumerate(
+        ClusterBootstrap(CLUSTERS, 500, 3).estimates(HITS)
+    ):
         sums = np.array([HITS[label == CLUSTERS, column].sum() for label in labels])
         interval = stats.bootstrap(
             (sums, counts),
@@ -97,5 +124,7 @@ def test_intervals_are_those_of_scipy_on_the_same_draws(monkeypatch):
             rng=np.random.default_rng(3),
         ).confidence_interval
         assert estimate.value == pytest.approx(HITS[:, column].mean())
-        assert (estimate.low, estimate.high) == pytest.approx((interval.low, interval.high))
+        assert (estimate.low, estimate.high) == pytest.approx(
+            (interval.low, interval.high)
+        )
     assert ClusterBootstrap(CLUSTERS, 0).estimates(HITS)[0].low is None

@@ -13,7 +13,9 @@ from storage_formats.format.layout import IndexSpec
 from tests.conftest import same_bits, write_random_index
 from tests.storage_formats import codec_reference as reference
 
-SPEC = IndexSpec(rows=50, shard_size=16, block_shape=(4, 32), embed_dim=4, precisions=precisions())
+SPEC = IndexSpec(
+    rows=50, shard_size=16, block_shape=(4, 32), embed_dim=4, precisions=precisions()
+)
 REFERENCE = [name for name in precisions() if name != "bf16"]
 
 
@@ -31,7 +33,9 @@ def decoded(name, records, shape):
 @pytest.mark.parametrize("name", REFERENCE)
 def test_every_code_under_every_scale_decodes_to_the_bits_of_the_reference(name):
     records, shape = reference.every_code(name)
-    assert same_bits(decoded(name, records, shape), reference.decode(codec(name, shape), records))
+    assert same_bits(
+        decoded(name, records, shape), reference.decode(codec(name, shape), records)
+    )
 
 
 @pytest.mark.parametrize("name", precisions())
@@ -59,4 +63,6 @@ def test_a_gpu_gives_the_same_bits(built, name):
     if name != "bf16":
         records, shape = reference.every_code(name)
         blocks = decode_records_torch(name, torch.from_numpy(records).cuda(), shape)
-        assert same_bits(to_bf16_array(blocks), reference.decode(codec(name, shape), records))
+        assert same_bits(
+            to_bf16_array(blocks), reference.decode(codec(name, shape), records)
+        )

@@ -1,4 +1,6 @@
-"""Remote files are read in blocks: each block is requested once, and no failure reaches another read."""
+"""Remote files are read in blocks: each block is requested once, and no failure
+reaches another read.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ from edje_index.images.ranges import AHEAD_BLOCKS, KEPT_BLOCKS, BlockReader
 
 BLOCK = 1000
 DATA = random.Random(0).randbytes(60 * BLOCK + 321)
-SECONDS = 30  # longest time that a test waits for an event
+# longest time that a test waits for an event
+SECONDS = 30
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +31,9 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @dataclass
 class Server:
-    """Serves `DATA`. Before a request for the block `number` is answered, `before(number)` is called."""
+    """Serves `DATA`. Before a request for the block `number` is answered,
+    `before(number)` is called.
+    """
 
     before: Callable[[int], None] = lambda number: None
     requests: list[int] = field(default_factory=list)
@@ -49,7 +54,11 @@ def end_of_requests() -> None:
             assert not thread.is_alive()
 
 
-@given(st.lists(st.tuples(st.integers(0, len(DATA) + 10), st.integers(0, 9 * BLOCK)), max_size=9))
+@given(
+    st.lists(
+        st.tuples(st.integers(0, len(DATA) + 10), st.integers(0, 9 * BLOCK)), max_size=9
+    )
+)
 def test_any_ranges(ranges: list[tuple[int, int]]) -> None:
     reader = Server().opened()
     for offset, size in ranges:
@@ -58,7 +67,9 @@ def test_any_ranges(ranges: list[tuple[int, int]]) -> None:
 
 @pytest.mark.parametrize("step", [100, 999, 1000, 7777])
 def test_sequential_reads_request_each_block_once_and_ahead(step: int) -> None:
-    server, read_up_to, ahead = Server(), 0, 0
+    server = Server()
+    read_up_to = 0
+    ahead = 0
     reader = server.opened()
     for offset in range(0, len(DATA), step):
         assert reader.pread(step, offset) == DATA[offset : offset + step]
@@ -71,14 +82,17 @@ def test_sequential_reads_request_each_block_once_and_ahead(step: int) -> None:
 
 @pytest.mark.parametrize("failures", [1, 2])
 @pytest.mark.parametrize("kind", [ConnectionError, SystemExit])
-def test_a_failed_read_ahead_shows_when_its_block_is_read(failures: int, kind: type[BaseException]) -> None:
+def test_a_failed_read_ahead_shows_when_its_block_is_read(
+    failures: int, kind: type[BaseException]
+) -> None:
     def fail(number: int) -> None:
         if number == 2 and server.requests.count(2) <= failures:
             raise kind(f"no block {number}")
 
     server = Server(fail)
     reader = server.opened()
-    for offset in range(0, 2 * BLOCK, 100):  # the blocks 2 and 3 are requested ahead, once
+    # the blocks 2 and 3 are requested ahead, once
+    for offset in range(0, 2 * BLOCK, 100):
         assert reader.pread(100, offset) == DATA[offset : offset + 100]
     end_of_requests()
     assert sorted(server.requests) == [0, 1, 2, 3]
@@ -89,7 +103,8 @@ def test_a_failed_read_ahead_shows_when_its_block_is_read(failures: int, kind: t
 
 
 def test_a_reader_that_waits_for_a_failed_request_sends_its_own() -> None:
-    released, entered = threading.Event(), threading.Event()
+    released = threading.Event()
+    entered = threading.Event()
 
     def fail_first(number: int) -> None:
         if len(server.requests) == 1:

@@ -1,4 +1,6 @@
-"""Frames of clips: compared with those that PyAV decodes one after the other, and refused with a reason otherwise."""
+"""Frames of clips: compared with those that PyAV decodes one after the other, and
+refused with a reason otherwise.
+"""
 
 from __future__ import annotations
 
@@ -56,11 +58,15 @@ def test_frames_are_the_middles_of_equal_parts(kind: str, length: int) -> None:
 
 
 def test_unequal_distances_count_as_time() -> None:
-    """A frame that is shown for nine tenths of a clip makes up nine tenths of the samples."""
+    """A frame that is shown for nine tenths of a clip makes up nine tenths of the
+    samples.
+    """
     buffer = io.BytesIO()
     with av.open(buffer, "w", format="matroska") as output:
         stream = output.add_stream("ffv1", rate=10)
-        stream.width, stream.height, stream.pix_fmt = 96, 64, "bgr0"
+        stream.width = 96
+        stream.height = 64
+        stream.pix_fmt = "bgr0"
         for number, time in enumerate([0, 1, 90, 91]):
             frame = av.VideoFrame.from_ndarray(panned(4)[number], format="rgb24")
             frame.pts = time
@@ -71,32 +77,42 @@ def test_unequal_distances_count_as_time() -> None:
     assert sum((frame == panned(4)[1]).all() for frame in frames) == 7
 
 
-def test_few_frames_are_decoded_between_key_frames(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_frames_are_decoded_between_key_frames(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     data = clip(panned(60), KINDS["lossless"])
     monkeypatch.setattr(clips, "MAX_CLIP_PIXELS", 24 * 96 * 64)
     assert len(decoded(data, 2)) == 2
     assert reason(clip(panned(60), KINDS["mp4"], g="60")) == "too-expensive"
     assert len(decoded(data, 3)) == 3
-    with pytest.raises(ImageError, match="too-expensive"):  # the limit holds for all frames together
+    # the limit holds for all frames together
+    with pytest.raises(ImageError, match="too-expensive"):
         decoded(data, 12)
 
 
 def test_clips_of_phones_are_turned_upright() -> None:
     data = clip(panned(4), KINDS["mp4"])
-    # The matrix of the track header (ISO/IEC 14496-12, 8.3.2) rotates by 90 degrees clockwise.
+    # The matrix of the track header (ISO/IEC 14496-12, 8.3.2) rotates by 90 degrees
+    # clockwise.
     upright = struct.pack(">9i", 1 << 16, 0, 0, 0, 1 << 16, 0, 0, 0, 1 << 30)
     turned = struct.pack(">9i", 0, 1 << 16, 0, -(1 << 16), 0, 0, 64 << 16, 0, 1 << 30)
     track = data.index(b"tkhd")
     at = data.index(upright, track)
     data = data[:at] + turned + data[at + len(turned) :]
-    np.testing.assert_array_equal(decoded(data, 1)[0], np.rot90(all_frames(data)[2], -1))
+    np.testing.assert_array_equal(
+        decoded(data, 1)[0], np.rot90(all_frames(data)[2], -1)
+    )
 
 
 @settings(max_examples=40)
 @given(st.data(), st.sampled_from(["mp4", "webm", "mkv", "avi"]))
-def test_damaged_bytes_fail_with_a_reason_or_decode(data: st.DataObject, kind: str) -> None:
+def test_damaged_bytes_fail_with_a_reason_or_decode(
+    data: st.DataObject, kind: str
+) -> None:
     damaged = bytearray(_CLIPS[kind])
-    for position in data.draw(st.lists(st.integers(0, len(damaged) - 1), min_size=1, max_size=20)):
+    for position in data.draw(
+        st.lists(st.integers(0, len(damaged) - 1), min_size=1, max_size=20)
+    ):
         damaged[position] = data.draw(st.integers(0, 255))
     assert outcome(bytes(damaged)) in (*REASONS, "decoded")
 
@@ -105,18 +121,25 @@ _CLIPS = {kind: clip(panned(12), KINDS[kind]) for kind in ("mp4", "webm", "mkv",
 
 
 def test_bytes_that_are_no_clip() -> None:
-    assert reason(b"#EXTM3U\n#EXT-X-TARGETDURATION:1\nfile:///etc/passwd\n") == "unsupported-video"
+    assert (
+        reason(b"#EXTM3U\n#EXT-X-TARGETDURATION:1\nfile:///etc/passwd\n")
+        == "unsupported-video"
+    )
     assert reason(b"ffconcat version 1.0\nfile /etc/passwd\n") == "unsupported-video"
     assert not is_clip(b"\0\0\0\x18ftypheic\0\0\0\0mif1heic")
     assert not is_clip(encoded(Image.fromarray(gradient()), "AVIF"))
-    assert reason(clip(panned(4), ("matroska", "mpeg2video", "yuv420p"))) == "unsupported-video"
+    assert (
+        reason(clip(panned(4), ("matroska", "mpeg2video", "yuv420p")))
+        == "unsupported-video"
+    )
     assert reason(b"\0\0\0\x08free\0\0\0\x08moov") in ("corrupt", "unsupported-video")
 
 
 def test_frames_over_the_limit_are_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     data = clip(panned(4))
     assert len(decoded(data, 2, limit=96 * 64)) == 2
-    monkeypatch.setattr(clips, "_choose", None)  # decoding would raise another error
+    # decoding would raise another error
+    monkeypatch.setattr(clips, "_choose", None)
     assert reason(data, limit=96 * 64 - 1) == "too-many-pixels"
 
 
@@ -143,20 +166,36 @@ def table(name: bytes, *numbers: int) -> bytes:
         box(b"cmov", box(b"dcom", b"zlib"), box(b"cmvd", bytes(4))),
     ],
 )
-def test_declared_samples_are_counted_before_a_clip_is_opened(samples: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_declared_samples_are_counted_before_a_clip_is_opened(
+    samples: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
     opened = []
     monkeypatch.setattr(av, "open", lambda *args, **options: opened.append(args))
-    index = box(b"moov", box(b"trak", box(b"mdia", box(b"minf", box(b"stbl", samples)))))
-    assert reason(box(b"ftyp", b"isom", bytes(4)) + index + box(b"mdat", b"stsz" + 8 * b"z")) == "too-expensive"
+    index = box(
+        b"moov", box(b"trak", box(b"mdia", box(b"minf", box(b"stbl", samples))))
+    )
+    assert (
+        reason(
+            box(b"ftyp", b"isom", bytes(4)) + index + box(b"mdat", b"stsz" + 8 * b"z")
+        )
+        == "too-expensive"
+    )
     assert not opened
 
 
 def test_an_image_is_a_clip_of_one_frame() -> None:
     data = encoded(Image.fromarray(photo()), "PNG")
-    size, frames, _ = decode_input(data, "still", DecodeSettings(LIMIT, frames=3), np.asarray)
+    size, frames, _ = decode_input(
+        data, "still", DecodeSettings(LIMIT, frames=3), np.asarray
+    )
     assert (size, len(frames)) == ((96, 64), 3)
     np.testing.assert_array_equal(frames[2], photo())
-    moving = decode_input(clip(panned(3), KINDS["lossless"]), "moving", DecodeSettings(LIMIT, frames=3), np.asarray)
+    moving = decode_input(
+        clip(panned(3), KINDS["lossless"]),
+        "moving",
+        DecodeSettings(LIMIT, frames=3),
+        np.asarray,
+    )
     assert moving[0] == (96, 64)
     np.testing.assert_array_equal(moving[1], panned(3))
     with pytest.raises(ImageError, match=r"unsupported-image|not-an-image"):

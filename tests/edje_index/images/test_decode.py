@@ -10,7 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, PngImagePlugin
 
-from tests.edje_index.image_cases import encoded, gradient, pixels, png, png_chunk, tiff, with_chunk
+from tests.edje_index.image_cases import (
+    encoded,
+    gradient,
+    pixels,
+    png,
+    png_chunk,
+    tiff,
+    with_chunk,
+)
 
 EXACT = {
     "JPEG": {"quality": 95, "subsampling": 0},
@@ -23,9 +31,12 @@ EXACT = {
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "TIFF", "AVIF"])
 def test_exif_orientation_is_applied(orientation: int, kind: str) -> None:
     upright = np.zeros((16, 32, 3), np.uint8)
-    upright[:8, :16] = 255  # with the shape, a white top-left quarter ...
-    upright[:8, 16:] = 96  # ... and a grey one beside it identify all eight orientations
-    stored = {  # EXIF 2.3, Orientation: what the 0th row and column of the stored array are
+    # with the shape, a white top-left quarter ...
+    upright[:8, :16] = 255
+    # ... and a grey one beside it identify all eight orientations
+    upright[:8, 16:] = 96
+    # EXIF 2.3, Orientation: what the 0th row and column of the stored array are
+    stored = {
         1: upright,
         2: upright[:, ::-1],
         3: upright[::-1, ::-1],
@@ -37,7 +48,12 @@ def test_exif_orientation_is_applied(orientation: int, kind: str) -> None:
     }[orientation]
     exif = Image.Exif()
     exif[0x0112] = orientation
-    data = encoded(Image.fromarray(np.ascontiguousarray(stored)), kind, exif=exif, **EXACT.get(kind, {}))
+    data = encoded(
+        Image.fromarray(np.ascontiguousarray(stored)),
+        kind,
+        exif=exif,
+        **EXACT.get(kind, {}),
+    )
     found = pixels(data)
     assert found.shape == upright.shape
     assert np.abs(found.astype(int) - upright).max() <= 6
@@ -46,15 +62,24 @@ def test_exif_orientation_is_applied(orientation: int, kind: str) -> None:
 @given(st.binary(max_size=200), st.binary(max_size=20))
 @settings(deadline=None, max_examples=40)
 def test_no_exif_at_all_costs_the_image(tail: bytes, start: bytes) -> None:
-    for exif in (b"Exif\0\0II*\0\x08\0\0\0" + tail, b"Exif\0\0MM\0*\0\0\0\x08\0\x03" + tail, b"Exif\0\0" + start):
-        assert pixels(encoded(Image.fromarray(gradient()), "JPEG", exif=exif)).shape == (16, 24, 3)
+    for exif in (
+        b"Exif\0\0II*\0\x08\0\0\0" + tail,
+        b"Exif\0\0MM\0*\0\0\0\x08\0\x03" + tail,
+        b"Exif\0\0" + start,
+    ):
+        assert pixels(
+            encoded(Image.fromarray(gradient()), "JPEG", exif=exif)
+        ).shape == (16, 24, 3)
 
 
 @pytest.mark.parametrize("progressive", [False, True])
 def test_cmyk_jpeg_is_read_as_inverted(progressive: bool) -> None:
     ink = np.zeros((16, 16, 4), np.uint8)
-    ink[:, :8, 0] = 255  # cyan
-    data = encoded(Image.fromarray(ink, "CMYK"), "JPEG", quality=95, progressive=progressive)
+    # cyan
+    ink[:, :8, 0] = 255
+    data = encoded(
+        Image.fromarray(ink, "CMYK"), "JPEG", quality=95, progressive=progressive
+    )
     found = pixels(data).astype(int)
     assert np.abs(found[:, :6] - [0, 255, 255]).max() < 8
     assert np.abs(found[:, 10:] - 255).max() < 8
@@ -62,15 +87,24 @@ def test_cmyk_jpeg_is_read_as_inverted(progressive: bool) -> None:
 
 @pytest.mark.parametrize("mode", ["1", "L", "P", "RGB", "YCbCr", "LAB", "CMYK"])
 def test_opaque_modes(mode: str) -> None:
-    white = {"LAB": (255, 128, 128), "YCbCr": (255, 128, 128), "RGB": (255,) * 3, "CMYK": (0,) * 4}.get(mode, 255)
+    white = {
+        "LAB": (255, 128, 128),
+        "YCbCr": (255, 128, 128),
+        "RGB": (255,) * 3,
+        "CMYK": (0,) * 4,
+    }.get(mode, 255)
     flat = Image.new(mode, (12, 10), white)
     if mode == "P":
         flat.putpalette([0, 0, 0] * 255 + [255, 255, 255])
     assert np.abs(pixels(encoded(flat, "TIFF")).astype(int) - 255).max() <= 1
 
 
-@pytest.mark.parametrize(("transparency", "second"), [(0, [0, 255, 0]), (b"\0\x80\xff", [127, 255, 127])])
-def test_palette_with_transparency_lies_on_white(transparency: object, second: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("transparency", "second"), [(0, [0, 255, 0]), (b"\0\x80\xff", [127, 255, 127])]
+)
+def test_palette_with_transparency_lies_on_white(
+    transparency: object, second: list[int]
+) -> None:
     image = Image.fromarray(np.array([[0, 1, 2]], np.uint8), "P")
     image.putpalette([255, 0, 0, 0, 255, 0, 0, 0, 255])
     found = pixels(encoded(image, "PNG", transparency=transparency))
@@ -81,7 +115,9 @@ def test_palette_with_transparency_lies_on_white(transparency: object, second: l
 def test_alpha_lies_on_white(kind: str) -> None:
     rgba = np.zeros((8, 16, 4), np.uint8)
     rgba[:, 8:] = (10, 20, 30, 255)
-    found = pixels(encoded(Image.fromarray(rgba), kind, **EXACT.get(kind, {}))).astype(int)
+    found = pixels(encoded(Image.fromarray(rgba), kind, **EXACT.get(kind, {}))).astype(
+        int
+    )
     assert np.abs(found[:, :8] - 255).max() <= 3
     assert np.abs(found[:, 8:] - [10, 20, 30]).max() <= 3
 
@@ -98,12 +134,30 @@ COLOURS = b"\x12\x34" * 3 + b"\x56\x78" * 3
         (encoded(Image.fromarray(SAMPLES.astype("<u2")), "TIFF"), HIGH_BYTES),
         (encoded(Image.fromarray(SAMPLES.astype(">u2")), "TIFF"), HIGH_BYTES),
         (b"P5 7 1 65535\n" + SAMPLES.astype(">u2").tobytes(), HIGH_BYTES),
-        (b"P5 2 1 65535\n" + np.array([0x12, 0xFF], ">u2").tobytes(), [0, 0]),  # dark stays dark
-        (tiff(4, 1, {258: (3, 1, 12), 262: (3, 1, 1)}, b"\x00\x08\x00\xff\xf0\x10"), [0, 0x80, 0xFF, 1]),
-        (tiff(3, 1, {258: (3, 1, 16), 262: (3, 1, 0)}, np.array([0, 0x7FFF, 0xFFFF], "<u2").tobytes()), [255, 128, 0]),
+        # dark stays dark
+        (b"P5 2 1 65535\n" + np.array([0x12, 0xFF], ">u2").tobytes(), [0, 0]),
+        (
+            tiff(4, 1, {258: (3, 1, 12), 262: (3, 1, 1)}, b"\x00\x08\x00\xff\xf0\x10"),
+            [0, 0x80, 0xFF, 1],
+        ),
+        (
+            tiff(
+                3,
+                1,
+                {258: (3, 1, 16), 262: (3, 1, 0)},
+                np.array([0, 0x7FFF, 0xFFFF], "<u2").tobytes(),
+            ),
+            [255, 128, 0],
+        ),
         (png(2, 1, 16, 2, b"\0" + COLOURS), [0x12, 0x56]),
-        (png(2, 1, 16, 2, b"\0" + COLOURS, png_chunk(b"tRNS", COLOURS[:6])), [255, 0x56]),
-        (png(2, 1, 16, 0, b"\0" + COLOURS[4:8], png_chunk(b"tRNS", COLOURS[:2])), [255, 0x56]),
+        (
+            png(2, 1, 16, 2, b"\0" + COLOURS, png_chunk(b"tRNS", COLOURS[:6])),
+            [255, 0x56],
+        ),
+        (
+            png(2, 1, 16, 0, b"\0" + COLOURS[4:8], png_chunk(b"tRNS", COLOURS[:2])),
+            [255, 0x56],
+        ),
     ],
 )
 def test_16_bit_samples_keep_the_high_byte(data: bytes, expected: list[int]) -> None:
@@ -113,8 +167,10 @@ def test_16_bit_samples_keep_the_high_byte(data: bytes, expected: list[int]) -> 
 @pytest.mark.parametrize(
     ("samples", "expected"),
     [
-        (np.array([[0.0, 0.5, 1.0]], np.float32), [0, 128, 255]),  # fractions of white
-        (np.array([[0.1, 0.2]], np.float32), [26, 51]),  # dim stays dim
+        # fractions of white
+        (np.array([[0.0, 0.5, 1.0]], np.float32), [0, 128, 255]),
+        # dim stays dim
+        (np.array([[0.1, 0.2]], np.float32), [26, 51]),
         (np.array([[0.0, 1000.0, 4000.0]], np.float32), [0, 64, 255]),
         (np.array([[np.nan, np.inf, -np.inf, 1.0]], np.float32), [0, 255, 0, 255]),
         (np.array([[np.nan, np.nan]], np.float32), [0, 0]),
@@ -134,14 +190,22 @@ def test_wide_samples(samples: np.ndarray, expected: list[int]) -> None:
 def test_first_frame(kind: str) -> None:
     frames = [Image.new("RGB", (16, 16), colour) for colour in ("red", "blue", "lime")]
     options = {} if kind in ("GIF", "MPO") else EXACT.get(kind, {})
-    found = pixels(encoded(frames[0], kind, save_all=True, append_images=frames[1:], **options)).astype(int)
+    found = pixels(
+        encoded(frames[0], kind, save_all=True, append_images=frames[1:], **options)
+    ).astype(int)
     assert np.abs(found - [255, 0, 0]).max() <= 8
 
 
 def test_huge_texts_and_profiles_do_not_cost_the_image() -> None:
     plain = encoded(Image.fromarray(gradient()), "PNG")
-    assert (pixels(with_chunk(plain, b"iCCP", b"x\0\0" + zlib.compress(bytes(5 << 20)))) == gradient()).all()
+    assert (
+        pixels(with_chunk(plain, b"iCCP", b"x\0\0" + zlib.compress(bytes(5 << 20))))
+        == gradient()
+    ).all()
     for packed in (False, True):
         text = PngImagePlugin.PngInfo()
         text.add_text("comment", "x" * (5 << 20), zip=packed)
-        assert (pixels(encoded(Image.fromarray(gradient()), "PNG", pnginfo=text)) == gradient()).all()
+        assert (
+            pixels(encoded(Image.fromarray(gradient()), "PNG", pnginfo=text))
+            == gradient()
+        ).all()

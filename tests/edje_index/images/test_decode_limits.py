@@ -1,4 +1,6 @@
-"""Small files that would occupy a decoder for long, or take much memory: refused before their pixels are decoded."""
+"""Small files that would occupy a decoder for long, or take much memory: refused
+before their pixels are decoded.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,14 @@ import pytest
 from PIL import Image, ImageFile
 
 from edje_index.images import decode_limits
-from tests.edje_index.image_cases import encoded, gradient, pixels, png_chunk, reason, with_chunk
+from tests.edje_index.image_cases import (
+    encoded,
+    gradient,
+    pixels,
+    png_chunk,
+    reason,
+    with_chunk,
+)
 
 
 def jpeg_of_scans(scans: int, side: int = 64) -> bytes:
@@ -21,9 +30,15 @@ def jpeg_of_scans(scans: int, side: int = 64) -> bytes:
 
 def bmp_of_runs(side: int) -> bytes:
     """A run-length encoded BMP of one colour."""
-    runs = (b"\xff\1" * (side // 255) + bytes([side % 255, 1]) + b"\0\0") * side + b"\0\1"
-    header = struct.pack("<IiiHHIIiiII", 40, side, side, 1, 8, 1, len(runs), 0, 0, 256, 0)
-    return b"BM" + struct.pack("<IHHI", 0, 0, 0, 54 + 1024) + header + bytes(1024) + runs
+    runs = (
+        b"\xff\1" * (side // 255) + bytes([side % 255, 1]) + b"\0\0"
+    ) * side + b"\0\1"
+    header = struct.pack(
+        "<IiiHHIIiiII", 40, side, side, 1, 8, 1, len(runs), 0, 0, 256, 0
+    )
+    return (
+        b"BM" + struct.pack("<IHHI", 0, 0, 0, 54 + 1024) + header + bytes(1024) + runs
+    )
 
 
 def decoded_in_python(side: int) -> dict[str, bytes]:
@@ -55,7 +70,9 @@ def test_thousands_of_scans() -> None:
 
 
 def test_large_images_may_have_fewer_scans() -> None:
-    at_limit, over_limit = (jpeg_of_scans(decode_limits.MAX_FULL_SCANS + more, side=100) for more in (0, 1))
+    at_limit, over_limit = (
+        jpeg_of_scans(decode_limits.MAX_FULL_SCANS + more, side=100) for more in (0, 1)
+    )
     assert pixels(at_limit, limit=10_000).shape == (100, 100, 3)
     assert reason(over_limit, limit=10_000) == "too-expensive"
 
@@ -69,14 +86,19 @@ def test_scans_of_a_thumbnail_do_not_count() -> None:
 
 @pytest.mark.usefixtures("no_pixels")
 @pytest.mark.parametrize("name", decoded_in_python(1))
-def test_large_images_of_slow_decoders(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_images_of_slow_decoders(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(decode_limits, "MAX_PYTHON_PIXELS", 300 * 300 - 1)
     assert reason(decoded_in_python(300)[name]) == "too-expensive"
 
 
 @pytest.mark.usefixtures("no_pixels")
 def test_a_webp_takes_more_memory_than_other_images() -> None:
-    assert reason(encoded(Image.new("RGB", (100, 100)), "WEBP"), limit=10_000) == "too-expensive"
+    assert (
+        reason(encoded(Image.new("RGB", (100, 100)), "WEBP"), limit=10_000)
+        == "too-expensive"
+    )
 
 
 @pytest.mark.usefixtures("no_pixels")
@@ -90,8 +112,16 @@ def test_endless_headers(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode_limits, "MAX_READS", 10_000)
     data = encoded(Image.fromarray(gradient()), kind)
     empty_segments = {
-        "PNG": with_chunk(data, b"prIv", b"")[:33] + png_chunk(b"prIv", b"") * 10_000 + data[33:],
+        "PNG": (
+            with_chunk(data, b"prIv", b"")[:33]
+            + png_chunk(b"prIv", b"") * 10_000
+            + data[33:]
+        ),
         "JPEG": data[:2] + b"\xff\xef\0\2" * 10_000 + data[2:],
-        "GIF": (start := data[: 13 + 3 * (2 << (data[10] & 7))]) + b"!\xfe\0" * 10_000 + data[len(start) :],
+        "GIF": (
+            (start := data[: 13 + 3 * (2 << (data[10] & 7))])
+            + b"!\xfe\0" * 10_000
+            + data[len(start) :]
+        ),
     }
     assert reason(empty_segments[kind]) == "too-expensive"

@@ -1,4 +1,6 @@
-"""Files that are no image, truncated or too large: each is refused with its reason, whatever its bytes."""
+"""Files that are no image, truncated or too large: each is refused with its reason,
+whatever its bytes.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,16 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from edje_index.images.decode import REASONS, ImageError, decode_rgb
-from tests.edje_index.image_cases import LIMIT, encoded, gradient, in_little_memory, pixels, png, reason, tiff
+from tests.edje_index.image_cases import (
+    LIMIT,
+    encoded,
+    gradient,
+    in_little_memory,
+    pixels,
+    png,
+    reason,
+    tiff,
+)
 
 
 def test_nothing_and_other_things() -> None:
@@ -27,13 +38,17 @@ def test_nothing_and_other_things() -> None:
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "GIF", "BMP"])
 def test_cut_pixels_are_called_truncated(kind: str) -> None:
-    noise = Image.fromarray(np.random.default_rng(3).integers(0, 256, (40, 40, 3), np.uint8))
+    noise = Image.fromarray(
+        np.random.default_rng(3).integers(0, 256, (40, 40, 3), np.uint8)
+    )
     data = encoded(noise, kind)
     assert reason(data[: len(data) // 2]) == "truncated"
 
 
 def bombs() -> dict[str, bytes]:
-    """Small files that declare (or unpack to) 40,000 x 40,000 pixels, or the maximum of the format."""
+    """Small files that declare (or unpack to) 40,000 x 40,000 pixels, or the
+    maximum of the format.
+    """
     side = 40_000
     jpeg = encoded(Image.new("L", (8, 8)), "JPEG")
     frame = jpeg.index(b"\xff\xc0") + 5
@@ -41,33 +56,58 @@ def bombs() -> dict[str, bytes]:
     return {
         "PNG": png(side, side, 1, 0, bytes(4096)),
         "JPEG": jpeg[:frame] + struct.pack(">HH", side, side) + jpeg[frame + 4 :],
-        "GIF screen": b"GIF89a" + struct.pack("<HHBBB", side, side, 0, 0, 0) + b",\0\0\0\0\1\0\1\0\0\2\2D\1\0;",
-        "GIF frame": b"GIF89a\1\0\1\0\0\0\0!\xf9\4\x08\0\0\0\0,"
-        + struct.pack("<HHHHB", 0, 0, 13_000, 13_000, 0)
-        + b"\2\2D\1\0;",
-        "WEBP": b"RIFF\x16\0\0\0WEBPVP8X\x0a\0\0\0\0\0\0\0" + (16_382).to_bytes(3, "little") * 2,
-        "BMP": b"BM" + struct.pack("<IIIIiiHHIIIIII", 0, 0, 54, 40, side, side, 1, 24, 0, 0, 0, 0, 0, 0),
+        "GIF screen": (
+            b"GIF89a"
+            + struct.pack("<HHBBB", side, side, 0, 0, 0)
+            + b",\0\0\0\0\1\0\1\0\0\2\2D\1\0;"
+        ),
+        "GIF frame": (
+            b"GIF89a\1\0\1\0\0\0\0!\xf9\4\x08\0\0\0\0,"
+            + struct.pack("<HHHHB", 0, 0, 13_000, 13_000, 0)
+            + b"\2\2D\1\0;"
+        ),
+        "WEBP": (
+            b"RIFF\x16\0\0\0WEBPVP8X\x0a\0\0\0\0\0\0\0"
+            + (16_382).to_bytes(3, "little") * 2
+        ),
+        "BMP": (
+            b"BM"
+            + struct.pack(
+                "<IIIIiiHHIIIIII", 0, 0, 54, 40, side, side, 1, 24, 0, 0, 0, 0, 0, 0
+            )
+        ),
         "TIFF": tiff(side, side, {258: (3, 1, 8), 262: (3, 1, 1)}, b"\0" * 8),
-        "TIFF tile": tiff(8, 8, {258: (3, 1, 8), 259: (3, 1, 8), 262: (3, 1, 1), **tile}, zlib.compress(bytes(64))),
+        "TIFF tile": tiff(
+            8,
+            8,
+            {258: (3, 1, 8), 259: (3, 1, 8), 262: (3, 1, 1), **tile},
+            zlib.compress(bytes(64)),
+        ),
         "PPM": b"P6 40000 40000 255\n",
         "QOI": b"qoif" + struct.pack(">IIBB", side, side, 3, 0),
-        "JPEG2000": encoded(Image.new("L", (8, 8)), "JPEG2000", no_jp2=True).replace(
-            struct.pack(">IIIIIIII", 8, 8, 0, 0, 8, 8, 0, 0),
-            struct.pack(">IIIIIIII", side, side, 0, 0, side, side, 0, 0),
+        "JPEG2000": (
+            encoded(Image.new("L", (8, 8)), "JPEG2000", no_jp2=True).replace(
+                struct.pack(">IIIIIIII", 8, 8, 0, 0, 8, 8, 0, 0),
+                struct.pack(">IIIIIIII", side, side, 0, 0, side, side, 0, 0),
+            )
         ),
     }
 
 
 def test_large_files_in_little_memory(tmp_path: Path) -> None:
-    """Bombs allocate nothing, wide samples take 16 bytes each, and too little memory is no damage of a photo."""
+    """Bombs allocate nothing, wide samples take 16 bytes each, and too little
+    memory is no damage of a photo.
+    """
     samples = np.zeros((4000, 4000), np.float32)
-    samples[1, 1], samples[3999, 3999] = 1, -1
+    samples[1, 1] = 1
+    samples[3999, 3999] = -1
     wide = encoded(Image.fromarray(samples), "TIFF", compression="tiff_adobe_deflate")
     *refused, size = in_little_memory(tmp_path, [*bombs().values(), wide], 244)
     assert size == "(4000, 4000)"
     assert set(refused) <= {"too-many-pixels", "too-expensive"}
     (tmp_path / "photo").mkdir()
-    photo = encoded(Image.new("RGB", (6000, 4000)), "JPEG", progressive=True)  # libjpeg calls it a broken stream
+    # libjpeg calls it a broken stream
+    photo = encoded(Image.new("RGB", (6000, 4000)), "JPEG", progressive=True)
     outcomes = in_little_memory(tmp_path / "photo", [photo], 4, 96, 256)
     assert set(outcomes) == {"MemoryError", "(6000, 4000)"}
 
@@ -100,7 +140,9 @@ SEEDS = [
         ("MPO", {"save_all": True, "append_images": [Image.new("RGB", (24, 16))]}),
     ]
 ] + [
-    encoded(Image.fromarray(np.arange(384, dtype=np.uint16).reshape(16, 24) * 170), "TIFF"),
+    encoded(
+        Image.fromarray(np.arange(384, dtype=np.uint16).reshape(16, 24) * 170), "TIFF"
+    ),
     encoded(Image.fromarray(gradient()).quantize(8), "PNG", transparency=b"\0\x80"),
 ]
 
@@ -120,5 +162,7 @@ def test_any_damage(data: st.DataObject, seed: bytes) -> None:
     end = data.draw(st.integers(0, len(seed)))
     damaged = bytearray(seed[:end] if data.draw(st.booleans()) else seed)
     for _ in range(data.draw(st.integers(0, 6)) if damaged else 0):
-        damaged[data.draw(st.integers(0, len(damaged) - 1))] ^= data.draw(st.integers(1, 255))
+        damaged[data.draw(st.integers(0, len(damaged) - 1))] ^= data.draw(
+            st.integers(1, 255)
+        )
     image_or_reason(bytes(damaged))

@@ -43,12 +43,16 @@ def test_unreadable(tmp_path: Path) -> None:
     assert reason(InputRef("nul", b"a\0b")) == "unreadable"
 
 
-def test_pipes_devices_and_sockets_do_not_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)  # the path of a socket must be short
+def test_pipes_devices_and_sockets_do_not_block(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # the path of a socket must be short
+    monkeypatch.chdir(tmp_path)
     os.mkfifo("pipe.jpg")
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind("socket.jpg")
-        signal.alarm(5)  # ends the run if the open blocks
+        # ends the run if the open blocks
+        signal.alarm(5)
         try:
             for name in ("pipe.jpg", "socket.jpg", "/dev/zero"):
                 assert reason(InputRef(name, os.fsencode(name))) == "unreadable"
@@ -57,10 +61,20 @@ def test_pipes_devices_and_sockets_do_not_block(tmp_path: Path, monkeypatch: pyt
 
 
 def test_empty_changed_or_too_large(file: Path) -> None:
-    assert reason(ref_of(file, container=Container("tar", 10), offset=3, size=0)) == "empty"
+    assert (
+        reason(ref_of(file, container=Container("tar", 10), offset=3, size=0))
+        == "empty"
+    )
     assert reason(ref_of(file, size=9)) == "changed-since-plan"
     assert reason(ref_of(file, size=11)) == "changed-since-plan"
-    assert reason(ref_of(file, container=Container("tar", 12), offset=8, size=4)) == "changed-since-plan"
-    assert reason(ref_of(file, container=Container("tar", 10), offset=8, size=4)) == "truncated-archive"
-    os.truncate(file, inputs.MAX_INPUT_BYTES + 1)  # sparse
+    assert (
+        reason(ref_of(file, container=Container("tar", 12), offset=8, size=4))
+        == "changed-since-plan"
+    )
+    assert (
+        reason(ref_of(file, container=Container("tar", 10), offset=8, size=4))
+        == "truncated-archive"
+    )
+    # sparse
+    os.truncate(file, inputs.MAX_INPUT_BYTES + 1)
     assert reason(ref_of(file)) == "too-many-bytes"

@@ -18,7 +18,13 @@ from edje_index.models.clip_model import eval_transform
 
 MODES: list[dict[str, Any]] = [
     {"size": [32, 32], "resize_mode": "shortest", "interpolation": "bicubic"},
-    {"size": 48, "resize_mode": "squash", "interpolation": "bilinear", "mean": [0.5] * 3, "std": [0.5] * 3},
+    {
+        "size": 48,
+        "resize_mode": "squash",
+        "interpolation": "bilinear",
+        "mean": [0.5] * 3,
+        "std": [0.5] * 3,
+    },
     {"size": [24, 40], "resize_mode": "squash"},
     {"size": [24, 40], "resize_mode": "shortest"},
     {"size": [32, 32], "resize_mode": "longest", "fill_color": 9},
@@ -30,10 +36,14 @@ def noise(width: int, height: int, seed: int = 0) -> Image.Image:
     return Image.fromarray(rng.integers(0, 256, (height, width, 3), dtype=np.uint8))
 
 
-@pytest.mark.parametrize("mode", MODES, ids=lambda mode: f"{mode['resize_mode']}-{mode['size']}")
+@pytest.mark.parametrize(
+    "mode", MODES, ids=lambda mode: f"{mode['resize_mode']}-{mode['size']}"
+)
 @settings(deadline=None, max_examples=25)
 @given(size=st.tuples(st.integers(3, 90), st.integers(3, 90)), seed=st.integers(0, 99))
-def test_equals_open_clip(mode: dict[str, Any], size: tuple[int, int], seed: int) -> None:
+def test_equals_open_clip(
+    mode: dict[str, Any], size: tuple[int, int], seed: int
+) -> None:
     config = ClipConfig("any", {}, mode)
     image = noise(*size, seed)
     pixels = Preprocessor(config)(image)
@@ -43,6 +53,8 @@ def test_equals_open_clip(mode: dict[str, Any], size: tuple[int, int], seed: int
 
 
 def test_an_image_too_narrow_to_resize_is_an_image_error() -> None:
-    preprocess = Preprocessor(ClipConfig("any", {}, {"size": [32, 32], "resize_mode": "longest"}))
+    preprocess = Preprocessor(
+        ClipConfig("any", {}, {"size": [32, 32], "resize_mode": "longest"})
+    )
     with pytest.raises(ImageError, match="1 x 200 pixels"):
         preprocess(noise(1, 200))

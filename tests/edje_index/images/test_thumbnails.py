@@ -28,16 +28,21 @@ def jpeg(colour: tuple[int, int, int]) -> bytes:
 
 def entry(row_id: int, uri: str, data: bytes, **fields: object) -> RowEntry:
     digest = hashlib.sha256(data).hexdigest()
-    return RowEntry(row_id, uri, **{"size": len(data), "content_hash": digest, **fields})
+    return RowEntry(
+        row_id, uri, **{"size": len(data), "content_hash": digest, **fields}
+    )
 
 
 def write_index(root, entries: list[RowEntry]):
     """An index whose rows table holds `entries`."""
-    spec = IndexSpec(rows=len(entries), shard_size=len(entries), block_shape=(4, 8), embed_dim=6)
+    spec = IndexSpec(
+        rows=len(entries), shard_size=len(entries), block_shape=(4, 8), embed_dim=6
+    )
     begin_index(root, spec)
     kept = np.array([entry.row_id for entry in entries if entry.status == "indexed"])
     with ShardWriter(root, spec, 0) as writer:
-        blocks, embeddings = np.ones((len(kept), 4, 8), np.float32), np.ones((len(kept), 6), np.float32)
+        blocks = np.ones((len(kept), 4, 8), np.float32)
+        embeddings = np.ones((len(kept), 6), np.float32)
         writer.put(kept, blocks.astype("bfloat16"), embeddings)
         receipt = writer.commit(rows_table(entries), "plan", {"write": 0.0})
     finish_index(root, spec, [receipt])
@@ -50,7 +55,12 @@ def only(root, entry: RowEntry):
 
 
 def colour_of(data: bytes) -> tuple[int, ...]:
-    return tuple(int(value) for value in np.asarray(Image.open(io.BytesIO(data))).mean(axis=(0, 1)).round(-1))
+    return tuple(
+        int(value)
+        for value in (
+            np.asarray(Image.open(io.BytesIO(data))).mean(axis=(0, 1)).round(-1)
+        )
+    )
 
 
 def test_a_photo_becomes_a_small_jpeg(tmp_path):
@@ -70,9 +80,17 @@ def test_a_member_of_an_archive_is_found(tmp_path):
             info.size = len(data)
             archive.addfile(info, io.BytesIO(data))
     uri = f"{tmp_path}/photos.tar!a/green.jpg"
-    assert colour_of(only(tmp_path / "index", entry(0, uri, members["a/green.jpg"])).jpeg) == (0, 200, 0)
-    absent = only(tmp_path / "other", entry(0, f"{tmp_path}/photos.tar!a/red.jpg", members["a/green.jpg"]))
-    assert (absent.jpeg, absent.problem) == (None, "missing: the archive has no such member")
+    assert colour_of(
+        only(tmp_path / "index", entry(0, uri, members["a/green.jpg"])).jpeg
+    ) == (0, 200, 0)
+    absent = only(
+        tmp_path / "other",
+        entry(0, f"{tmp_path}/photos.tar!a/red.jpg", members["a/green.jpg"]),
+    )
+    assert (absent.jpeg, absent.problem) == (
+        None,
+        "missing: the archive has no such member",
+    )
     os.truncate(tmp_path / "photos.tar", 1000)
     cut = only(tmp_path / "cut", entry(0, uri, members["a/green.jpg"]))
     assert (cut.jpeg, cut.problem.partition(":")[0]) == (None, "truncated-archive")
@@ -87,7 +105,8 @@ def test_a_member_of_an_archive_is_found(tmp_path):
         ({"uri": "/dev/zero"}, "missing"),
         ({"uri": "/a\0b.jpg"}, "missing"),
         ({"content_hash": None}, "no hash"),
-        ({"content_hash": "0" * 64}, "changed"),  # an index of a stranger may name a private photo
+        # an index of a stranger may name a private photo
+        ({"content_hash": "0" * 64}, "changed"),
         ({"size": MAX_PHOTO_BYTES + 1}, "too-many-bytes"),
         ({"size": 5}, "changed-since-plan"),
         ({"status": "failed", "reason": "truncated"}, "failed: truncated"),
@@ -101,7 +120,9 @@ def test_what_cannot_be_shown_has_a_reason(tmp_path, fields, problem, monkeypatc
         (tmp_path / name).write_bytes(data)
     first = entry(0, str(tmp_path / "a.jpg"), data)
     second = entry(1, **{"uri": str(tmp_path / "a.jpg"), "data": data, **fields})
-    thumbnails = read_thumbnails(write_index(tmp_path / "index", [first, second]), [0, 1])
+    thumbnails = read_thumbnails(
+        write_index(tmp_path / "index", [first, second]), [0, 1]
+    )
     assert thumbnails[0].jpeg is not None
     assert thumbnails[1].jpeg is None
     assert problem in thumbnails[1].problem

@@ -50,7 +50,11 @@ def failing(call: Callable, error: Exception, times: int) -> Callable:
 @pytest.mark.parametrize("call", ["open", "fstat", "pread"])
 @pytest.mark.parametrize("name", ERRORS)
 def test_passing_trouble_is_waited_for(
-    name: str, call: str, ref: InputRef, pauses: list[float], monkeypatch: pytest.MonkeyPatch
+    name: str,
+    call: str,
+    ref: InputRef,
+    pauses: list[float],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     error = OSError(getattr(errno, name), os.strerror(getattr(errno, name)))
     monkeypatch.setattr(os, call, failing(getattr(os, call), error, times=2))
@@ -61,8 +65,11 @@ def test_passing_trouble_is_waited_for(
 def test_a_read_that_ends_early_is_repeated(
     ref: InputRef, pauses: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pread, left = os.pread, iter([b"0123", b""])
-    monkeypatch.setattr(os, "pread", lambda *arguments: next(left, None) or pread(*arguments))
+    pread = os.pread
+    left = iter([b"0123", b""])
+    monkeypatch.setattr(
+        os, "pread", lambda *arguments: next(left, None) or pread(*arguments)
+    )
     assert read_bytes(ref) == CONTENT
     monkeypatch.setattr(os, "pread", lambda *arguments: b"")
     with pytest.raises(TransientInputError, match="ended 10 bytes before the end"):
@@ -73,7 +80,10 @@ def test_a_read_that_ends_early_is_repeated(
 def test_memory_is_waited_for(pauses: list[float]) -> None:
     assert retry(failing(lambda: 7, MemoryError(), times=3), "a.jpg", 1) == 7
     assert pauses == list(transient.PAUSES)
-    with pytest.raises(TransientInputError, match=r"cannot decode a.jpg: too little memory"):
+    with pytest.raises(
+        TransientInputError, match=r"cannot decode a.jpg: too little memory"
+    ):
         retry(failing(lambda: 7, MemoryError(), times=100), "a.jpg", 1 << 60)
-    with pytest.raises(ImageError, match="too-expensive"):  # more memory than any sound image needs is free
+    # more memory than any sound image needs is free
+    with pytest.raises(ImageError, match="too-expensive"):
         retry(failing(lambda: 7, MemoryError(), times=100), "a.jpg", 1)

@@ -1,4 +1,6 @@
-"""Truncated files: Pillow's own LOAD_TRUNCATED_IMAGES is the oracle of what is loaded."""
+"""Truncated files: Pillow's own LOAD_TRUNCATED_IMAGES is the oracle of what is
+loaded.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageFile
 
-from edje_index.images.decode import ImageError, decode_partial, decode_rgb, loading_truncated
+from edje_index.images.decode import (
+    ImageError,
+    decode_partial,
+    decode_rgb,
+    loading_truncated,
+)
 from tests.edje_index.image_cases import encoded
 
 PIXELS = np.random.default_rng(0).integers(0, 255, (60, 80, 3), dtype=np.uint8)

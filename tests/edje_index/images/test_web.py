@@ -28,7 +28,13 @@ def running() -> Iterator[WebServer]:
 @pytest.fixture
 def server(running: WebServer, monkeypatch: pytest.MonkeyPatch) -> WebServer:
     """An empty server; pauses between attempts are short."""
-    for part in (running.files, running.faults, running.responses, running.requests, running.open_requests):
+    for part in (
+        running.files,
+        running.faults,
+        running.responses,
+        running.requests,
+        running.open_requests,
+    ):
         part.clear()
     running.ranges = True
     monkeypatch.setattr(remote, "_FIRST_PAUSE", 0.01)
@@ -55,11 +61,17 @@ def test_ranges(server: WebServer) -> None:
         read_remote_range(f"{server.url}/a.bin", 5, 1, version)
 
 
-def test_servers_of_a_host_that_send_different_etags_have_one_file(server: WebServer) -> None:
+def test_servers_of_a_host_that_send_different_etags_have_one_file(
+    server: WebServer,
+) -> None:
     day = "Tue, 24 Nov 2026 10:00:00 GMT"
 
     def respond(etag: str, modified: str) -> None:
-        headers = {"Content-Range": "bytes 0-0/9", "ETag": etag, "Last-Modified": modified}
+        headers = {
+            "Content-Range": "bytes 0-0/9",
+            "ETag": etag,
+            "Last-Modified": modified,
+        }
         server.responses["/a.tar"] = lambda request: (206, headers, b"x")
 
     respond('"one"', day)
@@ -71,7 +83,9 @@ def test_servers_of_a_host_that_send_different_etags_have_one_file(server: WebSe
         read_remote_range(f"{server.url}/a.tar", 1, 0, version)
 
 
-@pytest.mark.parametrize("fault", ["reset", "truncate", "429", "500", "502", "503", "504", "408"])
+@pytest.mark.parametrize(
+    "fault", ["reset", "truncate", "429", "500", "502", "503", "504", "408"]
+)
 def test_passing_trouble_is_overcome(server: WebServer, fault: str) -> None:
     server.files["/a.jpg"] = DATA
     server.faults["/a.jpg"] = [fault, fault, fault]
@@ -80,7 +94,13 @@ def test_passing_trouble_is_overcome(server: WebServer, fault: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("status", "reason"), [("404", "missing"), ("410", "missing"), ("401", "unreadable"), ("403", "unreadable")]
+    ("status", "reason"),
+    [
+        ("404", "missing"),
+        ("410", "missing"),
+        ("401", "unreadable"),
+        ("403", "unreadable"),
+    ],
 )
 def test_refusals_are_not_repeated(server: WebServer, status: str, reason: str) -> None:
     server.files["/a.jpg"] = DATA
@@ -99,11 +119,19 @@ def test_lasting_trouble_of_an_archive_is_temporary(server: WebServer) -> None:
 
 
 def test_large_files_are_refused_before_they_are_read(server: WebServer) -> None:
-    server.responses["/declared.jpg"] = lambda headers: (200, {"Content-Length": "999999999999"}, b"x")
-    chunks = b"".join(b"400\r\n" + bytes(1024) + b"\r\n" for _ in range(100)) + b"0\r\n\r\n"
+    server.responses["/declared.jpg"] = lambda headers: (
+        200,
+        {"Content-Length": "999999999999"},
+        b"x",
+    )
+    chunks = (
+        b"".join(b"400\r\n" + bytes(1024) + b"\r\n" for _ in range(100)) + b"0\r\n\r\n"
+    )
     server.responses["/endless.jpg"] = lambda headers: (
-        200, {"Transfer-Encoding": "chunked", "Content-Length": ""}, chunks
-    )  # fmt: skip
+        200,
+        {"Transfer-Encoding": "chunked", "Content-Length": ""},
+        chunks,
+    )
     for path in ("/declared.jpg", "/endless.jpg"):
         with pytest.raises(OSError, match="over the limit of 10000"):
             read_remote(server.url + path, 10_000)
@@ -115,8 +143,16 @@ def test_large_files_are_refused_before_they_are_read(server: WebServer) -> None
 def test_redirects(server: WebServer) -> None:
     server.files["/b.jpg"] = DATA
     server.responses["/a.jpg"] = lambda headers: (302, {"Location": "/b.jpg"}, b"")
-    server.responses["/loop.jpg"] = lambda headers: (302, {"Location": "/loop.jpg"}, b"")
-    server.responses["/local.jpg"] = lambda headers: (302, {"Location": "file:///etc/hostname"}, b"")
+    server.responses["/loop.jpg"] = lambda headers: (
+        302,
+        {"Location": "/loop.jpg"},
+        b"",
+    )
+    server.responses["/local.jpg"] = lambda headers: (
+        302,
+        {"Location": "file:///etc/hostname"},
+        b"",
+    )
     assert read_remote(f"{server.url}/a.jpg", 1 << 20) == DATA
     with pytest.raises(UnreachableError, match="redirects"):
         read_remote(f"{server.url}/loop.jpg", 1 << 20)
@@ -124,7 +160,9 @@ def test_redirects(server: WebServer) -> None:
         read_remote(f"{server.url}/local.jpg", 1 << 20)
 
 
-def test_a_server_that_stalls(server: WebServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_stalls(
+    server: WebServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     remote._pool.cache_clear()
     monkeypatch.setattr(remote, "READ_SECONDS", 0.1)
     server.files["/a.jpg"] = DATA
@@ -139,6 +177,10 @@ def test_connections_per_host_are_limited(server: WebServer) -> None:
         server.files[f"/{number}.jpg"] = DATA
         server.faults[f"/{number}.jpg"] = ["slow"]
     with ThreadPoolExecutor(40) as pool:
-        results = list(pool.map(lambda number: read_bytes(ref(server, f"/{number}.jpg")), range(40)))
+        results = list(
+            pool.map(
+                lambda number: read_bytes(ref(server, f"/{number}.jpg")), range(40)
+            )
+        )
     assert results == [DATA] * 40
     assert 4 < server.open_requests["most"] <= remote.CONNECTIONS_PER_HOST

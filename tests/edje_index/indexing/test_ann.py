@@ -11,7 +11,13 @@ import numpy as np
 import pytest
 
 from edje_index.indexing.ann_kind import AnnKind, rebuild_reasons
-from edje_index.indexing.faiss_index import AnnIndex, AnnRequest, add_ann, extend_ann, recall_queries
+from edje_index.indexing.faiss_index import (
+    AnnIndex,
+    AnnRequest,
+    add_ann,
+    extend_ann,
+    recall_queries,
+)
 from pipelines import repair_index
 from storage_formats import Manifest, UsageError, verify_index
 from storage_formats.format.layout import IndexSpec, Layout, Segment
@@ -52,14 +58,23 @@ def test_the_kind_follows_from_rows_width_and_memory(rows, width, memory, factor
 def test_rows_that_do_not_fit_into_memory_are_refused(root):
     for factory in ("auto", "Flat", "IVF10,Flat"):
         with pytest.raises(
-            UsageError, match=r"of 600 rows needs 51,840 bytes of memory, but only 51,839 are available"
+            UsageError,
+            match=(
+                r"of 600 rows needs 51,840 bytes of memory, but only 51,839 are"
+                r" available"
+            ),
         ):
             add_ann(root, AnnRequest(factory, memory=51_839))
 
 
-@pytest.mark.parametrize("factory", ["", "HNSW32", "IVF0,Flat", "IVF10,PQ5x4fs", "IVF10,PQ8x8", "Flat\n", "IVF10"])
+@pytest.mark.parametrize(
+    "factory",
+    ["", "HNSW32", "IVF0,Flat", "IVF10,PQ5x4fs", "IVF10,PQ8x8", "Flat\n", "IVF10"],
+)
 def test_other_factories_are_refused(factory):
-    with pytest.raises(UsageError, match=r"not supported|5 parts, but the embeddings have 16 values"):
+    with pytest.raises(
+        UsageError, match=r"not supported|5 parts, but the embeddings have 16 values"
+    ):
         AnnKind.parse(factory, 16)
 
 
@@ -73,44 +88,60 @@ def exact(root, queries, k):
 
 def test_the_stored_recall_is_that_of_a_search(root):
     manifest = add_ann(root, CODES)
-    recall, probes = manifest.ann["recall"], manifest.ann["probes"]
+    recall = manifest.ann["recall"]
+    probes = manifest.ann["probes"]
     assert (recall["k"], manifest.ann["factory"]) == (100, "IVF10,PQ8x4fs")
     assert 0.9 <= recall["value"] < 1
     assert probes in (4, 8)
-    row_ids, queries, _ = recall_queries(IndexedEmbeddings(Layout(root), SPEC, list(SPEC.shard_numbers())))
+    row_ids, queries, _ = recall_queries(
+        IndexedEmbeddings(Layout(root), SPEC, list(SPEC.shard_numbers()))
+    )
     results = AnnIndex(CommittedIndex.open(root)).nearest_to_each(queries, 101)
     shares = [
         len((set(rows.tolist()) & set(exact_rows.tolist())) - {row}) / 100
-        for row, (rows, _), exact_rows in zip(row_ids, results, exact(root, queries, 101), strict=True)
+        for row, (rows, _), exact_rows in zip(
+            row_ids, results, exact(root, queries, 101), strict=True
+        )
     ]
     assert recall["value"] == pytest.approx(np.mean(shares), abs=1e-4)
 
 
-def test_what_gpus_do_gives_the_same_file_and_gpus_without_memory_are_not_used(root, monkeypatch):
+def test_what_gpus_do_gives_the_same_file_and_gpus_without_memory_are_not_used(
+    root, monkeypatch
+):
     """A clone on the CPU takes the place of the one on the GPUs."""
-    expected, clones = [file["crc32c"] for file in add_ann(root, CODES).ann["files"]], []
+    expected = [file["crc32c"] for file in add_ann(root, CODES).ann["files"]]
+    clones = []
 
     def clone(index):
-        clones.append(weakref.ref(on_gpus := faiss.clone_index(index)))  # FAISS itself keeps no references either
+        # FAISS itself keeps no references either
+        clones.append(weakref.ref(on_gpus := faiss.clone_index(index)))
         return on_gpus
 
     def fail(index):
         raise RuntimeError("out of memory")
 
     def end_during_the_work(index):
-        clones.append(faiss.IndexPQ(index.d, 8, 8))  # it cannot be trained with so few vectors, nor searched
+        # it cannot be trained with so few vectors, nor searched
+        clones.append(faiss.IndexPQ(index.d, 8, 8))
         return clones[-1]
 
     monkeypatch.setattr(faiss, "get_num_gpus", lambda: 1)
-    for on_gpus, count in ((clone, 2), (fail, 2), (end_during_the_work, 4)):  # one trains, one assigns the vectors
+    # one trains, one assigns the vectors
+    for on_gpus, count in ((clone, 2), (fail, 2), (end_during_the_work, 4)):
         monkeypatch.setattr(faiss, "index_cpu_to_all_gpus", on_gpus)
-        assert [file["crc32c"] for file in add_ann(root, CODES).ann["files"]] == expected
+        assert [
+            file["crc32c"] for file in add_ann(root, CODES).ann["files"]
+        ] == expected
         assert len(clones) == count
 
 
 def appended(root, vectors):
-    """Append a segment with the embeddings `vectors` to the FAISS files, and return the manifest."""
-    manifest, layout = Manifest.load(root), Layout(root)
+    """Append a segment with the embeddings `vectors` to the FAISS files, and return
+    the manifest.
+    """
+    manifest = Manifest.load(root)
+    layout = Layout(root)
     segment = Segment(SPEC.shards * SPEC.shard_size, len(vectors))
     spec = replace(SPEC, rows=segment.stop, segments=(*SPEC.used_segments, segment))
     stored = np.full((SPEC.shard_size, SPEC.embed_dim), np.nan, np.float32)
@@ -124,24 +155,34 @@ def unit(vectors):
 
 
 def clustered(count, seed, first_dimension):
-    """Unit vectors near ten points of the eight dimensions from `first_dimension` on."""
-    rng, values = np.random.default_rng(seed), 0.3 * np.random.default_rng(seed).standard_normal((count, 16))
+    """Unit vectors near ten points of the eight dimensions from `first_dimension`
+    on.
+    """
+    rng = np.random.default_rng(seed)
+    values = 0.3 * np.random.default_rng(seed).standard_normal((count, 16))
     centres = np.random.default_rng(0).standard_normal((10, 8))
-    values[:, first_dimension : first_dimension + 8] += centres[rng.integers(0, 10, count)]
+    values[:, first_dimension : first_dimension + 8] += centres[
+        rng.integers(0, 10, count)
+    ]
     return unit(values)
 
 
 @pytest.mark.parametrize(("first_dimension", "drifts"), [(0, False), (8, True)])
 def test_an_append_adds_codes_and_reports_its_drift(root, first_dimension, drifts):
     for shard in SPEC.shard_numbers():
-        clustered(SPEC.shard_size, shard + 1, 0).tofile(Layout(root).embedding_shard(shard))
+        clustered(SPEC.shard_size, shard + 1, 0).tofile(
+            Layout(root).embedding_shard(shard)
+        )
     add_ann(root, CODES)
     vectors = clustered(100, 77, first_dimension)
     manifest = appended(root, vectors)
     first_file, second_file = manifest.ann["files"]
     assert second_file["vectors"] == 100
     assert manifest.ann["vectors"] == first_file["vectors"] + 100
-    assert ["times as far from the centroids" in reason for reason in rebuild_reasons(manifest)] == [True] * drifts
+    assert [
+        "times as far from the centroids" in reason
+        for reason in rebuild_reasons(manifest)
+    ] == [True] * drifts
     index = AnnIndex(CommittedIndex(root, manifest))
     first = manifest.spec.used_segments[1].first_row
     for position in range(0, 100, 13):
@@ -158,16 +199,22 @@ def test_too_few_vectors_for_the_lists_give_a_flat_index(tmp_path):
 
 
 @pytest.mark.parametrize("is_killed", [False, True])
-def test_the_existing_file_stays_until_the_new_one_is_committed(root, monkeypatch, is_killed):
+def test_the_existing_file_stays_until_the_new_one_is_committed(
+    root, monkeypatch, is_killed
+):
     add_ann(root)
     if is_killed:
-        monkeypatch.setattr(Manifest, "write", lambda *_: pytest.fail("killed before the commit"))
+        monkeypatch.setattr(
+            Manifest, "write", lambda *_: pytest.fail("killed before the commit")
+        )
         with pytest.raises(pytest.fail.Exception):
             add_ann(root, CODES)
     else:
         add_ann(root, CODES)
         add_ann(root)
-        assert [problem for problem in verify_index(root) if problem.kind == "stray-file"] == []
+        assert [
+            problem for problem in verify_index(root) if problem.kind == "stray-file"
+        ] == []
     assert len(AnnIndex(CommittedIndex.open(root))) == 598
     assert (root / "ann" / "index.faiss").exists()
 
@@ -183,16 +230,30 @@ def test_a_repair_keeps_the_kind_and_the_recall(root):
 
 
 def test_the_commands_build_and_describe(root, run):
-    code, out, err = run("ann", "build", root, "--ann", "IVF10,PQ8x4fs", "--recall", "0.9", "--json", "--quiet")
+    code, out, err = run(
+        "ann",
+        "build",
+        root,
+        "--ann",
+        "IVF10,PQ8x4fs",
+        "--recall",
+        "0.9",
+        "--json",
+        "--quiet",
+    )
     assert code == 0, err
     built = json.loads(out)
-    assert (built["kind"], built["factory"], built["vectors"]) == ("ivf-pq", "IVF10,PQ8x4fs", 598)
+    assert (built["kind"], built["factory"], built["vectors"]) == (
+        "ivf-pq",
+        "IVF10,PQ8x4fs",
+        598,
+    )
     described = json.loads(run("info", root, "--json")[1])
     assert described["ann"]["recall"] == built["recall"]
     assert described["ann_rebuild"] == []
     assert (
-        f"ivf-pq IVF10,PQ8x4fs, 598 vectors in 1 file, recall@100 {built['recall']['value']:.3f}"
-        in run("info", root)[1]
+        "ivf-pq IVF10,PQ8x4fs, 598 vectors in 1 file, recall@100"
+        f" {built['recall']['value']:.3f}" in run("info", root)[1]
     )
     code, _, err = run("ann", "build", root, "--ann", "HNSW32")
     assert code == 2

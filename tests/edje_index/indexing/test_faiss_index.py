@@ -57,7 +57,8 @@ def test_nearest_rows_are_those_of_a_flat_search(root, factory):
     for row in kept[::25]:
         rows, scores = index.nearest(vectors[row], 7)
         expected_scores, expected = oracle.search(vectors[row][None], 7)
-        if factory == "IVF17,PQ6x4fs":  # codes may miss a neighbour, but the scores of the others are exact
+        # codes may miss a neighbour, but the scores of the others are exact
+        if factory == "IVF17,PQ6x4fs":
             np.testing.assert_allclose(scores, vectors[rows] @ vectors[row], atol=1e-6)
             assert (np.diff(scores) <= 0).all()
         else:
@@ -65,16 +66,27 @@ def test_nearest_rows_are_those_of_a_flat_search(root, factory):
             np.testing.assert_allclose(scores, expected_scores[0], atol=1e-6)
         assert rows[0] == row
     assert len(index.nearest(vectors[1], 10_000)[0]) == 297
-    with pytest.raises(ModelError, match="has width 5, but the embeddings of the index have width 12"):
+    with pytest.raises(
+        ModelError, match="has width 5, but the embeddings of the index have width 12"
+    ):
         index.nearest(np.ones(5, np.float32), 1)
     request = AnnRequest(ann=factory)
-    assert build_ann(root, SPEC, request=request) == build_ann(root, SPEC, request=request)  # the same bytes
+    # the same bytes
+    assert build_ann(root, SPEC, request=request) == build_ann(
+        root, SPEC, request=request
+    )
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"nonsense", r"the FAISS file has 8 bytes instead of the \d+ in index.json; run 'edje-index verify"),
+        (
+            b"nonsense",
+            (
+                r"the FAISS file has 8 bytes instead of the \d+ in index.json; run"
+                r" 'edje-index verify"
+            ),
+        ),
         (bytes, "the FAISS file is damaged or was replaced: its CRC-32C"),
         (None, "No such file or directory"),
     ],
@@ -90,8 +102,11 @@ def test_a_damaged_or_missing_file_is_one_clear_error(own_root, content, message
 
 
 def commit(root: Path, index: faiss.Index) -> None:
-    """Make `index` the FAISS file of the index at `root`, with a correct checksum in `index.json`."""
-    layout, manifest = Layout(root), Manifest.load(root)
+    """Make `index` the FAISS file of the index at `root`, with a correct checksum
+    in `index.json`.
+    """
+    layout = Layout(root)
+    manifest = Manifest.load(root)
     faiss.write_index(index, str(layout.ann_index))
     files = [FileEntry.of(layout, layout.ann_index).to_json()]
     replace(manifest, ann={**manifest.ann, "files": files}).write(layout)
@@ -101,38 +116,56 @@ def test_lists_on_disk_are_refused(own_root, tmp_path):
     """FAISS would open the file that holds the lists for writing, whatever its path."""
     vectors = embeddings(own_root)
     vectors = vectors[~np.isnan(vectors[:, 0])]
-    lists = faiss.IndexIVFFlat(faiss.IndexFlatIP(SPEC.embed_dim), SPEC.embed_dim, 1, faiss.METRIC_INNER_PRODUCT)
+    lists = faiss.IndexIVFFlat(
+        faiss.IndexFlatIP(SPEC.embed_dim), SPEC.embed_dim, 1, faiss.METRIC_INNER_PRODUCT
+    )
     lists.train(vectors)
     on_disk = faiss.OnDiskInvertedLists(1, lists.code_size, str(tmp_path / "lists"))
     lists.replace_invlists(on_disk)
     index = faiss.IndexIDMap2(lists)
     index.add_with_ids(vectors, np.arange(len(vectors)))
     commit(own_root, index)
-    with pytest.raises(CorruptIndexError, match="the FAISS file contains the structure 'ilod' instead of ilar"):
+    with pytest.raises(
+        CorruptIndexError,
+        match="the FAISS file contains the structure 'ilod' instead of ilar",
+    ):
         AnnIndex(CommittedIndex.open(own_root))
 
 
 @pytest.mark.parametrize("factory", ["Flat", "IVF3,Flat", "IVF30,Flat", "IVF3,PQ2x4fs"])
 def test_damage_behind_a_correct_checksum_is_an_error_or_harmless(tmp_path, factory):
-    """Sizes and ids that are huge or negative, and files that end early, never reach FAISS."""
-    write_random_index(tmp_path / "index", IndexSpec(rows=121, shard_size=64, block_shape=(1, 1), embed_dim=4))
+    """Sizes and ids that are huge or negative, and files that end early, never
+    reach FAISS.
+    """
+    write_random_index(
+        tmp_path / "index",
+        IndexSpec(rows=121, shard_size=64, block_shape=(1, 1), embed_dim=4),
+    )
     manifest = add_ann(tmp_path / "index", AnnRequest(ann=factory))
     path = tmp_path / "index" / manifest.ann_files[0].path
-    sound, refused = path.read_bytes(), 0
+    sound = path.read_bytes()
+    refused = 0
     damaged = [sound[:length] for length in range(0, len(sound), 7)]
     for offset in range(len(sound) - 7):
         for value in (1 << 40, -1, 200):
-            damaged.append(sound[:offset] + value.to_bytes(8, "little", signed=True) + sound[offset + 8 :])
+            damaged.append(
+                sound[:offset]
+                + value.to_bytes(8, "little", signed=True)
+                + sound[offset + 8 :]
+            )
     for data in damaged:
         try:
-            check_faiss_file(opened := io.BytesIO(data), dimensions=4, vectors=121, rows=121)
+            check_faiss_file(
+                opened := io.BytesIO(data), dimensions=4, vectors=121, rows=121
+            )
         except FaissFileError:
             refused += 1
             continue
         opened.seek(0)
         index = faiss.read_index(faiss.PyCallbackIOReader(opened.read))
         if hasattr(index, "nprobe"):
-            index.nprobe = min(index.nprobe, index.nlist)  # as a search of `AnnIndex` does
+            # as a search of `AnnIndex` does
+            index.nprobe = min(index.nprobe, index.nlist)
         _, rows = index.search(np.ones((1, 4), np.float32), 121)
         assert ((rows >= -1) & (rows < 121)).all()
     assert len(sound) < refused < len(damaged)
@@ -141,10 +174,14 @@ def test_damage_behind_a_correct_checksum_is_an_error_or_harmless(tmp_path, fact
 def test_old_inverted_lists_in_an_id_map_stay_readable(own_root):
     vectors = embeddings(own_root)
     kept = np.flatnonzero(~np.isnan(vectors[:, 0]))
-    lists = faiss.IndexIVFFlat(faiss.IndexFlatIP(SPEC.embed_dim), SPEC.embed_dim, 5, faiss.METRIC_INNER_PRODUCT)
+    lists = faiss.IndexIVFFlat(
+        faiss.IndexFlatIP(SPEC.embed_dim), SPEC.embed_dim, 5, faiss.METRIC_INNER_PRODUCT
+    )
     lists.train(vectors[kept])
     lists.nprobe = 5
     index = faiss.IndexIDMap2(lists)
     index.add_with_ids(vectors[kept], kept)
     commit(own_root, index)
-    assert AnnIndex(CommittedIndex.open(own_root)).nearest(vectors[kept[9]], 1)[0].tolist() == [kept[9]]
+    assert AnnIndex(CommittedIndex.open(own_root)).nearest(vectors[kept[9]], 1)[
+        0
+    ].tolist() == [kept[9]]

@@ -15,7 +15,9 @@ from edje_index.indexing.image_encoder import ImageEncoder, image_tokens
 from tests.edje_index.towers import random_pixels
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 0.02)])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 0.02)]
+)
 def test_an_opened_encoder_equals_the_bundle_up_to_rounding(
     tiny_bundle: Path, tiny_model: ModelBundle, dtype: str, tolerance: float
 ) -> None:
@@ -23,11 +25,16 @@ def test_an_opened_encoder_equals_the_bundle_up_to_rounding(
     encoder = ImageEncoder.open(tiny_bundle, device="cpu", dtype=dtype)
     tokens, embeddings = encoder.encode(pixels)
     assert (tokens.dtype, embeddings.dtype) == (ml_dtypes.bfloat16, np.float32)
-    assert (tokens.shape, embeddings.shape) == ((3, *encoder.block_shape), (3, encoder.embed_dim))
+    assert (tokens.shape, embeddings.shape) == (
+        (3, *encoder.block_shape),
+        (3, encoder.embed_dim),
+    )
     np.testing.assert_allclose(np.linalg.norm(embeddings, axis=1), 1, rtol=1e-6)
     expected, pooled = image_tokens(tiny_model.vision, tiny_model.adapter, pixels)
     np.testing.assert_allclose(embeddings, pooled.numpy(), atol=tolerance)
-    np.testing.assert_allclose(tokens.astype(np.float32), expected.numpy(), rtol=2**-7, atol=3 * tolerance)
+    np.testing.assert_allclose(
+        tokens.astype(np.float32), expected.numpy(), rtol=2**-7, atol=3 * tolerance
+    )
 
 
 def test_refuses_unknown_devices_and_types(tiny_bundle: Path) -> None:
@@ -40,13 +47,21 @@ def test_refuses_unknown_devices_and_types(tiny_bundle: Path) -> None:
             ImageEncoder.open(tiny_bundle, **options)
 
 
-def test_the_patches_of_all_frames_of_a_clip_are_those_of_one_image(tiny_bundle: Path, tiny_model: ModelBundle) -> None:
+def test_the_patches_of_all_frames_of_a_clip_are_those_of_one_image(
+    tiny_bundle: Path, tiny_model: ModelBundle
+) -> None:
     encoder = ImageEncoder.open(tiny_bundle, device="cpu")
     clips = random_pixels(tiny_model.clip_config, count=6).unflatten(0, (2, 3))
     tokens, embeddings = encoder.encode(clips)
     for clip, clip_tokens, embedding in zip(clips, tokens, embeddings, strict=True):
         frames = [tiny_model.vision.encode(frame[None]) for frame in clip]
-        expected = tiny_model.adapter(torch.cat([patches for patches, _ in frames], dim=1))[0]
-        np.testing.assert_allclose(clip_tokens.astype(np.float32), expected.detach(), rtol=2**-7, atol=1e-4)
+        expected = tiny_model.adapter(
+            torch.cat([patches for patches, _ in frames], dim=1)
+        )[0]
+        np.testing.assert_allclose(
+            clip_tokens.astype(np.float32), expected.detach(), rtol=2**-7, atol=1e-4
+        )
         total = np.sum([pooled[0].numpy() for _, pooled in frames], axis=0)
-        np.testing.assert_allclose(embedding, total / np.linalg.norm(total), rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(
+            embedding, total / np.linalg.norm(total), rtol=1e-5, atol=1e-6
+        )

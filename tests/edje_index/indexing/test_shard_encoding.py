@@ -38,7 +38,9 @@ def encoder(tmp_path_factory):
 
 
 def photo(seed: int, size: tuple[int, int] = (40, 30)) -> bytes:
-    pixels = np.random.default_rng(seed).integers(0, 255, (size[1], size[0], 3), dtype=np.uint8)
+    pixels = np.random.default_rng(seed).integers(
+        0, 255, (size[1], size[0], 3), dtype=np.uint8
+    )
     buffer = io.BytesIO()
     Image.fromarray(pixels).save(buffer, "JPEG")
     return buffer.getvalue()
@@ -46,7 +48,8 @@ def photo(seed: int, size: tuple[int, int] = (40, 30)) -> bytes:
 
 @pytest.fixture
 def case(tmp_path):
-    """Eleven inputs of two shards: good ones, a truncated one, an empty one, a duplicate, a missing one.
+    """Eleven inputs of two shards: good ones, a truncated one, an empty one, a
+    duplicate, a missing one.
 
     The name of the last one is not UTF-8.
     """
@@ -61,20 +64,32 @@ def case(tmp_path):
         refs.append(InputRef(str(tmp_path / name), path, size=len(data)))
     refs[10] = replace(refs[10], path=os.fsencode(tmp_path) + b"/\xff\xfe.jpg")
     os.rename(tmp_path / "10.jpg", refs[10].path)
-    refs[6] = replace(refs[6], content_hash=content_hash(files["5.jpg"]), duplicate_of=5)
+    refs[6] = replace(
+        refs[6], content_hash=content_hash(files["5.jpg"]), duplicate_of=5
+    )
     spec = IndexSpec(rows=11, shard_size=8, block_shape=(4, 16), embed_dim=24)
     root = tmp_path / "index"
     begin_index(root, spec)
     Layout(root).input_lists.mkdir()
     write_input_lists(Layout(root), refs, spec.shard_size)
-    task = ShardTask(str(root), 0, spec, "plan", batch_size=3, decoding=DecodeSettings(), decode_threads=2)
+    task = ShardTask(
+        str(root),
+        0,
+        spec,
+        "plan",
+        batch_size=3,
+        decoding=DecodeSettings(),
+        decode_threads=2,
+    )
     return task, refs
 
 
 def stored(task: ShardTask) -> tuple[np.ndarray, np.ndarray]:
     """Bits [8, 4, 16] and embeddings of the task's shard."""
     layout = _layout(task)
-    bits = np.fromfile(layout.token_shard("bf16", task.shard), np.uint16, count=8 * 64).reshape(8, 4, 16)
+    bits = np.fromfile(
+        layout.token_shard("bf16", task.shard), np.uint16, count=8 * 64
+    ).reshape(8, 4, 16)
     return bits, read_shard_embeddings(layout, task.spec, task.shard)
 
 
@@ -92,7 +107,16 @@ def test_every_input_is_a_row_and_decodable_ones_hold_the_model_output(case, enc
     assert rows["row_id"].to_pylist() == list(range(8))
     assert rows["uri"].to_pylist() == [ref.uri for ref in refs[:8]]
     assert rows["status"].to_pylist() == [
-        *("indexed", "indexed", "failed", "indexed", "failed", "indexed", "duplicate", "indexed"),
+        *(
+            "indexed",
+            "indexed",
+            "failed",
+            "indexed",
+            "failed",
+            "indexed",
+            "duplicate",
+            "indexed",
+        ),
     ]
     assert rows["duplicate_of"].to_pylist()[6] == 5
     assert all(len(digest) == 64 for digest in rows["content_hash"].to_pylist()[:2])
@@ -102,7 +126,9 @@ def test_every_input_is_a_row_and_decodable_ones_hold_the_model_output(case, enc
         with open(refs[row].path, "rb") as file:
             image = decode_rgb(file.read(), 10**7)
         tokens, embedding = encoder.encode(encoder.preprocess(image)[None])
-        np.testing.assert_allclose(tokens[0].astype(np.float32), _floats(bits[row]), atol=0.02)
+        np.testing.assert_allclose(
+            tokens[0].astype(np.float32), _floats(bits[row]), atol=0.02
+        )
         np.testing.assert_allclose(embedding[0], embeddings[row], atol=1e-5)
     for row in (2, 4, 6):
         assert (bits[row] == 0x7FC0).all()
@@ -127,11 +153,15 @@ def test_stopping_leaves_no_shard_and_no_threads(case, encoder):
         encode_shard(task, encoder, should_stop=lambda: next(answers))
     assert not _layout(task).token_shard("bf16", 0).exists()
     assert list(_layout(task).staging.iterdir()) == []
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("edje-")]
+    assert not [
+        thread for thread in threading.enumerate() if thread.name.startswith("edje-")
+    ]
 
 
 @pytest.mark.parametrize("stage", ["read", "decode", "preprocess"])
-def test_trouble_outside_an_image_fails_the_shard_and_no_row(stage, case, encoder, monkeypatch):
+def test_trouble_outside_an_image_fails_the_shard_and_no_row(
+    stage, case, encoder, monkeypatch
+):
     task, refs = case
 
     def no_memory(*_):
@@ -153,13 +183,18 @@ def test_trouble_outside_an_image_fails_the_shard_and_no_row(stage, case, encode
             encode_shard(task, encoder)
     assert read_receipt(_layout(task), 0, "plan") is None
     assert list(_layout(task).staging.iterdir()) == []
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("edje-")]
+    assert not [
+        thread for thread in threading.enumerate() if thread.name.startswith("edje-")
+    ]
     assert encode_shard(task, encoder).failed == {"empty": 1, "truncated": 1}
 
 
 def test_changed_bytes_are_not_indexed_under_the_planned_hash(case, encoder):
     task, refs = case
-    refs = [replace(ref, content_hash="0" * 64) if at == 1 else ref for at, ref in enumerate(refs)]
+    refs = [
+        replace(ref, content_hash="0" * 64) if at == 1 else ref
+        for at, ref in enumerate(refs)
+    ]
     write_input_lists(_layout(task), refs, 8)
     receipt = encode_shard(task, encoder)
     assert receipt.failed["changed-since-plan"] == 1
@@ -171,7 +206,8 @@ def test_non_finite_output_fails_only_its_image(case, encoder, monkeypatch):
 
     def broken(pixels: torch.Tensor):
         tokens, embeddings = encode(pixels)
-        if len(tokens) == 2:  # the first batch: rows 0 and 1, row 2 is truncated
+        # the first batch: rows 0 and 1, row 2 is truncated
+        if len(tokens) == 2:
             tokens[1, 0, 0] = np.inf
         return tokens, embeddings
 

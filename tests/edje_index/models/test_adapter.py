@@ -22,13 +22,19 @@ from edje_index.models.adapter import (
     stride_tokens,
 )
 
-CONFIG = AdapterConfig(COMPRESSED, num_tokens=3, vision_dim=8, language_dim=6, hidden_dim=10, num_heads=2)
+CONFIG = AdapterConfig(
+    COMPRESSED, num_tokens=3, vision_dim=8, language_dim=6, hidden_dim=10, num_heads=2
+)
 PATCHES = torch.randn(2, 9, 8, generator=torch.Generator().manual_seed(0))
 RECEIVED = torch.rand(2, 9, generator=torch.Generator().manual_seed(1))
 
 
 def test_patches_are_stored_untouched_by_an_adapter_without_weights() -> None:
-    adapter = build_adapter(AdapterConfig("patches", num_tokens=9, vision_dim=8, language_dim=8, hidden_dim=0))
+    adapter = build_adapter(
+        AdapterConfig(
+            "patches", num_tokens=9, vision_dim=8, language_dim=8, hidden_dim=0
+        )
+    )
     assert torch.equal(adapter(PATCHES), PATCHES)
     assert not adapter.state_dict()
     assert adapter.config.is_feature
@@ -98,7 +104,9 @@ def test_centroids_are_the_means_of_their_tokens() -> None:
     for image in range(3):
         for cluster in range(8):
             members = tokens[image][nearest[image] == cluster]
-            torch.testing.assert_close(centroids[image, cluster], members.mean(dim=0), atol=1e-5, rtol=0)
+            torch.testing.assert_close(
+                centroids[image, cluster], members.mean(dim=0), atol=1e-5, rtol=0
+            )
 
 
 def test_clusters_of_equal_tokens_have_no_holes() -> None:

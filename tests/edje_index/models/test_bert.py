@@ -18,7 +18,12 @@ from edje_index.models.bert import Bert, BertWeights
 from edje_index.models.clip_config import ClipConfig
 from edje_index.models.clip_model import build_clip
 from edje_index.models.joint_inputs import CLEANERS
-from edje_index.models.text_tower import BertTextTower, TextTower, load_bert_text_tower, text_tokenizer
+from edje_index.models.text_tower import (
+    BertTextTower,
+    TextTower,
+    load_bert_text_tower,
+    text_tokenizer,
+)
 from edje_index.models.weights import save_weights
 from tests.conftest import REPO
 
@@ -27,33 +32,51 @@ prepare_torchvision()
 from open_clip.tokenizer import get_clean_fn  # noqa: E402
 from transformers import BertConfig, BertModel  # noqa: E402
 
-SIZES = {"hidden_size": 24, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 40}
+SIZES = {
+    "hidden_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "intermediate_size": 40,
+}
 
 
 def stock_bert(**settings: object) -> BertModel:
     torch.manual_seed(1)
-    return BertModel(BertConfig(**SIZES, vocab_size=50, max_position_embeddings=20, **settings)).eval()
+    return BertModel(
+        BertConfig(**SIZES, vocab_size=50, max_position_embeddings=20, **settings)
+    ).eval()
 
 
 @pytest.mark.parametrize(("activation", "eps"), [("gelu", 1e-12), ("silu", 1e-2)])
 def test_hidden_states_equal_those_of_transformers(activation: str, eps: float) -> None:
     stock = stock_bert(hidden_act=activation, layer_norm_eps=eps)
     rng = torch.Generator().manual_seed(2)
-    ids, types = torch.randint(50, (3, 9), generator=rng), torch.randint(2, (3, 9), generator=rng)
+    ids = torch.randint(50, (3, 9), generator=rng)
+    types = torch.randint(2, (3, 9), generator=rng)
     mask = torch.ones(3, 9, dtype=torch.bool)
     mask[1, 6:] = mask[2, 3:] = False
     own = bert(stock)
     with torch.inference_mode():
-        expected = stock(input_ids=ids, token_type_ids=types, attention_mask=mask.long()).last_hidden_state
+        expected = stock(
+            input_ids=ids, token_type_ids=types, attention_mask=mask.long()
+        ).last_hidden_state
         embedded = own.embed(own.words[ids], types)
-        torch.testing.assert_close(own.hidden_states(embedded, mask)[mask], expected[mask], atol=1e-5, rtol=0)
-        torch.testing.assert_close(own.first_states(embedded, mask), expected[:, 0], atol=1e-5, rtol=0)
+        torch.testing.assert_close(
+            own.hidden_states(embedded, mask)[mask], expected[mask], atol=1e-5, rtol=0
+        )
+        torch.testing.assert_close(
+            own.first_states(embedded, mask), expected[:, 0], atol=1e-5, rtol=0
+        )
         whole = stock(input_ids=ids[:1], token_type_ids=types[:1]).last_hidden_state
-        torch.testing.assert_close(own.hidden_states(embedded[:1], None), whole, atol=1e-5, rtol=0)
+        torch.testing.assert_close(
+            own.hidden_states(embedded[:1], None), whole, atol=1e-5, rtol=0
+        )
 
 
 def bert(stock: BertModel, dtype: torch.dtype = torch.float32) -> Bert:
-    weights = BertWeights(stock.state_dict(), "", source="the test", device=torch.device("cpu"))
+    weights = BertWeights(
+        stock.state_dict(), "", source="the test", device=torch.device("cpu")
+    )
     return Bert(stock.config.to_dict(), weights, source="the test", dtype=dtype)
 
 
@@ -62,13 +85,20 @@ def bert(stock: BertModel, dtype: torch.dtype = torch.float32) -> Bert:
     [
         ({"model_type": "gpt2"}, "describes a model of type 'gpt2': give a BERT model"),
         ({"num_attention_heads": "many"}, "is not valid"),
-        ({"num_attention_heads": 5}, "has 3 layers and 5 heads, but .* width, 24, is divisible"),
+        (
+            {"num_attention_heads": 5},
+            "has 3 layers and 5 heads, but .* width, 24, is divisible",
+        ),
         ({"num_hidden_layers": 10**9}, "encoder.layer.3.*is missing"),
     ],
 )
-def test_what_is_no_bert_encoder_is_refused(change: dict[str, object], message: str) -> None:
+def test_what_is_no_bert_encoder_is_refused(
+    change: dict[str, object], message: str
+) -> None:
     stock = stock_bert()
-    weights = BertWeights(stock.state_dict(), "", source="the test", device=torch.device("cpu"))
+    weights = BertWeights(
+        stock.state_dict(), "", source="the test", device=torch.device("cpu")
+    )
     with pytest.raises(ModelError, match=message):
         Bert({**stock.config.to_dict(), **change}, weights, source="the test")
 
@@ -79,15 +109,30 @@ def test_a_scorer_equals_the_joint_encoder(tiny_model: ModelBundle) -> None:
     blocks = torch.randn(3, 4, 16, generator=torch.Generator().manual_seed(3))
     inputs = joint.tokenizer.inputs(captions, 4)
     with torch.inference_mode():
-        torch.testing.assert_close(joint.scorer().logits(inputs, blocks), joint(inputs, blocks), atol=1e-5, rtol=0)
+        torch.testing.assert_close(
+            joint.scorer().logits(inputs, blocks),
+            joint(inputs, blocks),
+            atol=1e-5,
+            rtol=0,
+        )
         texts = joint.tokenizer.inputs(captions, 0)
         mask = texts.attention_mask[:, :, None]
         hidden = joint.hidden_states(texts, torch.empty(0, 0, 16))
         expected = (hidden * mask).sum(dim=1) / mask.sum(dim=1)
-        torch.testing.assert_close(joint.scorer().sentence_vectors(texts), expected, atol=1e-5, rtol=0)
+        torch.testing.assert_close(
+            joint.scorer().sentence_vectors(texts), expected, atol=1e-5, rtol=0
+        )
 
 
-TEXTS = ["A dog", "two cats!", "", "  Tom &amp; Jerry\tcafÃ© ", "[MASK] and [SEP]", "犬 naïve ÉCOLE", "a red car " * 60]
+TEXTS = [
+    "A dog",
+    "two cats!",
+    "",
+    "  Tom &amp; Jerry\tcafÃ© ",
+    "[MASK] and [SEP]",
+    "犬 naïve ÉCOLE",
+    "a red car " * 60,
+]
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +144,13 @@ def vision_folder(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ClipC
         shutil.copy(tokenizer / name, folder)
     (folder / "hf_text").mkdir()
     BertConfig(**SIZES, vocab_size=99).save_pretrained(folder / "hf_text")
-    vision = {"image_size": 16, "patch_size": 8, "width": 16, "layers": 2, "head_width": 8}
+    vision = {
+        "image_size": 16,
+        "patch_size": 8,
+        "width": 16,
+        "layers": 2,
+        "head_width": 8,
+    }
     text = {
         "hf_model_name": "tiny",
         "hf_tokenizer_name": "tiny",
@@ -107,15 +158,22 @@ def vision_folder(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ClipC
         "hf_pooler_type": "mean_pooler",
         "context_length": 20,
     }
-    return folder, ClipConfig("tiny", {"embed_dim": 12, "vision_cfg": vision, "text_cfg": text}, {})
+    return folder, ClipConfig(
+        "tiny", {"embed_dim": 12, "vision_cfg": vision, "text_cfg": text}, {}
+    )
 
 
-@pytest.mark.parametrize("changes", [{}, {"hf_proj_type": "linear"}, {"tokenizer_kwargs": {"clean": "canonicalize"}}])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"hf_proj_type": "linear"}, {"tokenizer_kwargs": {"clean": "canonicalize"}}],
+)
 def test_text_embeddings_equal_those_of_open_clip(
     vision_folder: tuple[Path, ClipConfig], changes: dict[str, object]
 ) -> None:
     folder, config = vision_folder
-    config = ClipConfig("tiny", {**config.model, "text_cfg": {**config.text, **changes}}, {})
+    config = ClipConfig(
+        "tiny", {**config.model, "text_cfg": {**config.text, **changes}}, {}
+    )
     torch.manual_seed(4)
     clip = build_clip(config, folder / "hf_text")
     save_weights(clip, folder / "open_clip_model.safetensors")

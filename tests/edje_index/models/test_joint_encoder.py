@@ -19,21 +19,27 @@ def test_one_caption_for_a_whole_pool(tiny_model: ModelBundle) -> None:
     assert scores.shape == (len(pool),)
     assert torch.equal(scores, tiny_model.joint.score(["a red dog"] * len(pool), pool))
     assert torch.equal(scores, tiny_model.joint.score(["a red dog"], pool))
-    alone = torch.cat([tiny_model.joint.score("a red dog", pool[i : i + 1]) for i in range(len(pool))])
+    alone = torch.cat(
+        [tiny_model.joint.score("a red dog", pool[i : i + 1]) for i in range(len(pool))]
+    )
     torch.testing.assert_close(scores, alone, atol=1e-6, rtol=0)
     assert scores.std() > 0
 
 
 def test_image_placeholder_in_a_caption_is_only_a_word(tiny_model: ModelBundle) -> None:
     inputs = tiny_model.joint.tokenizer.inputs(["a <image> dog"], 4)
-    assert int((inputs.input_ids == tiny_model.joint.tokenizer.image_token_id).sum()) == 4
+    assert (
+        int((inputs.input_ids == tiny_model.joint.tokenizer.image_token_id).sum()) == 4
+    )
     assert torch.isfinite(tiny_model.joint.score("<image>" * 9, blocks(2))).all()
 
 
 def test_bfloat16_rounds_the_language_model_and_not_the_head(
     tiny_model: ModelBundle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    joint, pool, captions = tiny_model.joint, blocks(40), ["a red dog on the sand"]
+    joint = tiny_model.joint
+    pool = blocks(40)
+    captions = ["a red dog on the sand"]
     exact = joint.score(captions, pool)
     monkeypatch.setattr(joint, "compute_dtype", torch.bfloat16)
     rounded = joint.score(captions, pool)

@@ -1,4 +1,6 @@
-"""Vision towers: one pass gives the features and the embedding that open_clip and timm compute separately."""
+"""Vision towers: one pass gives the features and the embedding that open_clip and
+timm compute separately.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from tests.edje_index.towers import clip_config, random_clip, random_pixels, tim
 CONFIGS = {
     "clip": clip_config(),
     "siglip": timm_config("test_vit3", 64, embed_dim=96),
-    "dino": timm_config("vit_small_patch14_reg4_dinov2", 56, pool="token", embed_dim=384),
+    "dino": timm_config(
+        "vit_small_patch14_reg4_dinov2", 56, pool="token", embed_dim=384
+    ),
 }
 TOLERANCE = 1e-5
 
@@ -45,7 +49,12 @@ def with_models(*names: str) -> pytest.MarkDecorator:
 def test_embedding_is_encode_image(case: Case) -> None:
     pixels = random_pixels(case.config)
     _, embedding = case.tower.encode(pixels)
-    torch.testing.assert_close(embedding, case.model.encode_image(pixels, normalize=True), atol=TOLERANCE, rtol=0)
+    torch.testing.assert_close(
+        embedding,
+        case.model.encode_image(pixels, normalize=True),
+        atol=TOLERANCE,
+        rtol=0,
+    )
     torch.testing.assert_close(embedding.norm(dim=1), torch.ones(2))
     assert embedding.shape[1] == case.tower.embed_dim == case.config.embed_dim
 
@@ -66,7 +75,9 @@ def test_timm_patches_are_the_last_hidden_state_without_prefix(case: Case) -> No
 
 @with_models("clip")
 @torch.inference_mode()
-def test_clip_patches_are_the_input_of_the_last_layer_without_class_token(case: Case) -> None:
+def test_clip_patches_are_the_input_of_the_last_layer_without_class_token(
+    case: Case,
+) -> None:
     seen: list[torch.Tensor] = []
     last = case.model.visual.transformer.resblocks[-1]
     handle = last.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
@@ -78,7 +89,9 @@ def test_clip_patches_are_the_input_of_the_last_layer_without_class_token(case: 
     assert patches.shape == (2, case.tower.num_patches, case.tower.patch_dim)
 
 
-@pytest.mark.parametrize(("case", "heads"), [("clip", 2), ("siglip", 3)], indirect=["case"])
+@pytest.mark.parametrize(
+    ("case", "heads"), [("clip", 2), ("siglip", 3)], indirect=["case"]
+)
 @torch.inference_mode()
 def test_attention_is_that_of_the_last_layer(case: Case, heads: int) -> None:
     """Compare with PyTorch's own multi-head attention, which can return its weights."""
@@ -89,21 +102,31 @@ def test_attention_is_that_of_the_last_layer(case: Case, heads: int) -> None:
         torch.testing.assert_close(left, right, atol=TOLERANCE, rtol=0)
     weights = _last_layer_attention(case.model, pixels, heads)
     assert tower.num_heads == heads
-    torch.testing.assert_close(received, weights.mean(dim=(1, 2))[:, -tower.num_patches :], atol=1e-6, rtol=0)
+    torch.testing.assert_close(
+        received, weights.mean(dim=(1, 2))[:, -tower.num_patches :], atol=1e-6, rtol=0
+    )
 
 
-def _last_layer_attention(model: torch.nn.Module, pixels: torch.Tensor, heads: int) -> torch.Tensor:
+def _last_layer_attention(
+    model: torch.nn.Module, pixels: torch.Tensor, heads: int
+) -> torch.Tensor:
     """Softmax weights [b, h, t, t] of the tower's last layer."""
     visual = model.visual
     is_clip = hasattr(visual, "transformer")
     layer = (visual.transformer.resblocks if is_clip else visual.trunk.blocks)[-1].attn
-    norm = visual.transformer.resblocks[-1].ln_1 if is_clip else visual.trunk.blocks[-1].norm1
+    norm = (
+        visual.transformer.resblocks[-1].ln_1
+        if is_clip
+        else visual.trunk.blocks[-1].norm1
+    )
     seen: list[torch.Tensor] = []
     handle = norm.register_forward_hook(lambda _, args, output: seen.append(output))
     visual(pixels)
     handle.remove()
     reference = torch.nn.MultiheadAttention(seen[0].shape[2], heads, batch_first=True)
-    reference.in_proj_weight.copy_(layer.in_proj_weight if is_clip else layer.qkv.weight)
+    reference.in_proj_weight.copy_(
+        layer.in_proj_weight if is_clip else layer.qkv.weight
+    )
     reference.in_proj_bias.copy_(layer.in_proj_bias if is_clip else layer.qkv.bias)
     return reference(seen[0], seen[0], seen[0], average_attn_weights=False)[1]
 

@@ -21,8 +21,12 @@ class Tied(torch.nn.Module):
 
 def test_says_what_does_not_fit(tmp_path: Path) -> None:
     state = Tied().state_dict()
-    with pytest.raises(ModelError, match=r"the file .* 1 tensors missing \(first.bias\)"):
-        assign_weights(Tied(), {k: v for k, v in state.items() if k != "first.bias"}, "the file")
+    with pytest.raises(
+        ModelError, match=r"the file .* 1 tensors missing \(first.bias\)"
+    ):
+        assign_weights(
+            Tied(), {k: v for k, v in state.items() if k != "first.bias"}, "the file"
+        )
     with pytest.raises(ModelError, match=r"1 tensors unexpected \(third\)"):
         assign_weights(Tied(), {**state, "third": torch.zeros(1)}, "the file")
     with pytest.raises(ModelError, match="size mismatch"):

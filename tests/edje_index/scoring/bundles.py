@@ -26,15 +26,27 @@ def unit(rows: int, width: int, seed: int = 0) -> torch.Tensor:
 
 def random_bank(dim: int = POOLED_DIM, embed_dim: int = 24) -> HubnessBank:
     """Seven captions and nine images."""
-    return HubnessBank.of((unit(7, embed_dim, 1), unit(7, dim, 2)), (unit(9, embed_dim, 3), unit(9, dim, 4)))
+    return HubnessBank.of(
+        (unit(7, embed_dim, 1), unit(7, dim, 2)),
+        (unit(9, embed_dim, 3), unit(9, dim, 4)),
+    )
 
 
-def random_pooled_similarity(bundle: ModelBundle, captions: list[str]) -> PooledSimilarity:
+def random_pooled_similarity(
+    bundle: ModelBundle, captions: list[str]
+) -> PooledSimilarity:
     """A pooled similarity that counts the words of `captions`."""
-    word_ids = sorted({word for ids in bundle.joint.tokenizer.caption_ids(captions) for word in ids})
+    word_ids = sorted(
+        {word for ids in bundle.joint.tokenizer.caption_ids(captions) for word in ids}
+    )
     pooled = PooledSimilarity(bundle.joint.width, len(word_ids), POOLED_DIM)
     rng = torch.Generator().manual_seed(1)
-    pooled.load_state_dict({name: torch.randn(v.shape, generator=rng) for name, v in pooled.state_dict().items()})
+    pooled.load_state_dict(
+        {
+            name: torch.randn(v.shape, generator=rng)
+            for name, v in pooled.state_dict().items()
+        }
+    )
     pooled.word_numbers = torch.tensor(word_ids, dtype=torch.int64)
     pooled.word_weights.abs_()
     return pooled
@@ -44,4 +56,6 @@ def bundle_with_all_parts(path: Path) -> ModelBundle:
     """The bundle at `path` with all parts of the final score."""
     bundle = ModelBundle.load(path)
     pooled = random_pooled_similarity(bundle, ["a dog", "two cats and a house"])
-    return replace(bundle, pooled=pooled, hubness_bank=random_bank(), score=WEIGHTS, info=None)
+    return replace(
+        bundle, pooled=pooled, hubness_bank=random_bank(), score=WEIGHTS, info=None
+    )

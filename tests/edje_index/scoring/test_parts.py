@@ -9,7 +9,12 @@ import torch
 from edje_index.bundles.bundle import ModelBundle
 from edje_index.errors import ModelError
 from edje_index.scoring.final_score import FinalScore
-from edje_index.scoring.parts import Pairs, ScoreModels, content_token_mask, late_interaction
+from edje_index.scoring.parts import (
+    Pairs,
+    ScoreModels,
+    content_token_mask,
+    late_interaction,
+)
 from edje_index.scoring.weights import MAX_WEIGHT, PART_NAMES, ScoreWeights
 from edje_index.training.step import alignment_scores
 from tests.edje_index.scoring.bundles import WEIGHTS, bundle_with_all_parts, unit
@@ -29,37 +34,67 @@ def models(bundle) -> ScoreModels:
 
 @pytest.fixture
 def pairs(bundle) -> Pairs:
-    tokens = torch.randn(4, *bundle.block_shape, generator=torch.Generator().manual_seed(0)).bfloat16()
-    return Pairs(CAPTIONS, tokens, np.linspace(-1, 1, 4, dtype=np.float32), unit(4, 24, 8).numpy())
+    tokens = torch.randn(
+        4, *bundle.block_shape, generator=torch.Generator().manual_seed(0)
+    ).bfloat16()
+    return Pairs(
+        CAPTIONS,
+        tokens,
+        np.linspace(-1, 1, 4, dtype=np.float32),
+        unit(4, 24, 8).numpy(),
+    )
 
 
-def part(models: ScoreModels, name: str, pairs: Pairs, direction: str = "t2i") -> np.ndarray:
+def part(
+    models: ScoreModels, name: str, pairs: Pairs, direction: str = "t2i"
+) -> np.ndarray:
     return models.part(name, pairs, direction, WEIGHTS.of(direction))
 
 
 def test_the_logit_is_the_joint_encoder_alone(bundle, models, pairs):
     logits = part(models, "logit", pairs)
-    np.testing.assert_array_equal(logits, bundle.joint.score(pairs.captions, pairs.tokens).numpy())
+    np.testing.assert_array_equal(
+        logits, bundle.joint.score(pairs.captions, pairs.tokens).numpy()
+    )
     inputs = bundle.joint.tokenizer.inputs(CAPTIONS, bundle.block_shape[0])
     with torch.inference_mode():
-        np.testing.assert_allclose(logits, bundle.joint(inputs, pairs.tokens).numpy(), atol=1e-6)
+        np.testing.assert_allclose(
+            logits, bundle.joint(inputs, pairs.tokens).numpy(), atol=1e-6
+        )
 
 
 def test_a_score_is_always_a_number(bundle, models, pairs):
     with torch.no_grad():
         bundle.joint.classification_head[1].weight.fill_(3e38)
-    with pytest.raises(ModelError, match=r"computes a logit that is NaN, or beyond 1e\+07"):
+    with pytest.raises(
+        ModelError, match=r"computes a logit that is NaN, or beyond 1e\+07"
+    ):
         part(bundle.score_models, "logit", pairs)
     largest = ScoreWeights(**dict.fromkeys(PART_NAMES, MAX_WEIGHT))
-    assert np.isfinite(FinalScore.of(largest).sum(dict.fromkeys(PART_NAMES, np.float32([1e7, -1e7])))).all()
+    assert np.isfinite(
+        FinalScore.of(largest).sum(dict.fromkeys(PART_NAMES, np.float32([1e7, -1e7])))
+    ).all()
 
 
-def test_late_interaction_reads_the_content_words_of_the_joint_encoder(bundle, models, pairs):
+def test_late_interaction_reads_the_content_words_of_the_joint_encoder(
+    bundle, models, pairs
+):
     tokenizer = bundle.joint.tokenizer
-    content, token_id = content_token_mask(tokenizer), tokenizer.tokenizer.token_to_id
-    assert not content[[token_id(word) for word in ("[CLS]", "[MASK]", "<image>", ".", "the", "a", "of")]].any()
+    content = content_token_mask(tokenizer)
+    token_id = tokenizer.tokenizer.token_to_id
+    assert not content[
+        [
+            token_id(word)
+            for word in ("[CLS]", "[MASK]", "<image>", ".", "the", "a", "of")
+        ]
+    ].any()
     assert content[[token_id(word) for word in ("b", "##z", "7")]].all()
-    expected = late_interaction(tokenizer.caption_ids(CAPTIONS), pairs.tokens, models.joint.word_vectors, content)
+    expected = late_interaction(
+        tokenizer.caption_ids(CAPTIONS),
+        pairs.tokens,
+        models.joint.word_vectors,
+        content,
+    )
     scores = part(models, "late", pairs)
     np.testing.assert_allclose(scores, expected, atol=1e-6)
     assert (np.abs(scores[:3]) > 0).all()
@@ -69,29 +104,54 @@ def test_late_interaction_reads_the_content_words_of_the_joint_encoder(bundle, m
 def test_late_interaction_scores_pairs_as_the_alignment_phase_does():
     """The training loss, which has an oracle of its own, is the reference."""
     generator = torch.Generator().manual_seed(0)
-    words, tokens = torch.randn(30, 8, generator=generator), torch.randn(4, 5, 8, generator=generator)
-    captions, content = [[1, 2, 2, 29], [7], [8, 9, 3], []], np.arange(30) != 3
-    mean, shares = words.mean(dim=0), torch.zeros(30, 4)
+    words = torch.randn(30, 8, generator=generator)
+    tokens = torch.randn(4, 5, 8, generator=generator)
+    captions = [[1, 2, 2, 29], [7], [8, 9, 3], []]
+    content = np.arange(30) != 3
+    mean = words.mean(dim=0)
+    shares = torch.zeros(30, 4)
     for at, caption in enumerate(captions):
         kept = [word for word in caption if content[word]]
         for word in kept:
             shares[word, at] += 1 / len(kept)
     expected = alignment_scores(tokens - mean, words - mean, shares).diagonal()
-    torch.testing.assert_close(late_interaction(captions, tokens, words, content), expected)
-    assert late_interaction([[3], []], tokens[:2], words, content).tolist() == [0.0, 0.0]
+    torch.testing.assert_close(
+        late_interaction(captions, tokens, words, content), expected
+    )
+    assert late_interaction([[3], []], tokens[:2], words, content).tolist() == [
+        0.0,
+        0.0,
+    ]
 
 
 def test_pooled_similarity_is_the_cosine_of_two_linear_maps(bundle, models, pairs):
     """Against NumPy in float64, caption by caption."""
     joint = bundle.joint
-    maps = {name: value.double().numpy() for name, value in bundle.pooled.state_dict().items()}
+    maps = {
+        name: value.double().numpy()
+        for name, value in bundle.pooled.state_dict().items()
+    }
     expected = []
     for caption, block in zip(CAPTIONS, pairs.tokens.double().numpy(), strict=True):
-        seen = np.concatenate([block.mean(0), block.std(0), block.max(0)]) @ maps["image"] + maps["image_offset"]
+        seen = (
+            np.concatenate([block.mean(0), block.std(0), block.max(0)]) @ maps["image"]
+            + maps["image_offset"]
+        )
         inputs = joint.tokenizer.inputs([caption], 0)
-        hidden = joint.hidden_states(inputs, torch.empty(0, 0, joint.width))[0].detach().double().numpy().mean(0)
+        hidden = (
+            joint.hidden_states(inputs, torch.empty(0, 0, joint.width))[0]
+            .detach()
+            .double()
+            .numpy()
+            .mean(0)
+        )
         words = set(joint.tokenizer.caption_ids([caption])[0])
-        bag = np.array([w * (n in words) for n, w in zip(maps["word_numbers"], maps["word_weights"], strict=True)])
+        bag = np.array(
+            [
+                w * (n in words)
+                for n, w in zip(maps["word_numbers"], maps["word_weights"], strict=True)
+            ]
+        )
         bag /= np.linalg.norm(bag) or 1
         said = hidden @ maps["sentence"] + bag @ maps["words"] + maps["caption_offset"]
         expected.append(seen @ said / np.linalg.norm(seen) / np.linalg.norm(said))

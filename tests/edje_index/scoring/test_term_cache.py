@@ -7,7 +7,8 @@ from edje_index.scoring import term_cache
 
 def test_rows_get_their_own_terms_although_they_share_slots(monkeypatch):
     monkeypatch.setattr(term_cache, "_SLOTS", 8)
-    cache, computed = term_cache.TermCache(), []
+    cache = term_cache.TermCache()
+    computed = []
     for rows in np.random.default_rng(0).integers(0, 40, (50, 6)):
         expected = np.stack([rows, -rows], axis=1).astype(np.float32)
 

@@ -10,7 +10,8 @@ from PIL import Image
 from edje_index.bundles.random_bundle import TINY, create_untrained_bundle
 from pipelines import build_index
 
-ROWS, SHARD_SIZE = 13, 8
+ROWS = 13
+SHARD_SIZE = 8
 HOLE = 5
 DUPLICATE_ROW = 12
 
@@ -21,15 +22,27 @@ def photo(root: Path, row: int) -> Path:
 
 
 def build_photos(folder: Path) -> tuple[Path, Path]:
-    """The index and its bundle in `folder`. Row `HOLE` is no image and row `DUPLICATE_ROW` duplicates row 0."""
-    root, model = folder / "index", folder / "model"
+    """The index and its bundle in `folder`. Row `HOLE` is no image and row
+    `DUPLICATE_ROW` duplicates row 0.
+    """
+    root = folder / "index"
+    model = folder / "model"
     (folder / "photos").mkdir(parents=True)
     for row in range(ROWS):
-        pixels = np.random.default_rng(row % DUPLICATE_ROW).integers(0, 255, (32, 32, 3), dtype=np.uint8)
+        pixels = np.random.default_rng(row % DUPLICATE_ROW).integers(
+            0, 255, (32, 32, 3), dtype=np.uint8
+        )
         Image.fromarray(pixels).save(photo(root, row))
     photo(root, HOLE).write_bytes(b"not an image")
     create_untrained_bundle(model, sizes=TINY)
     build_index(
-        folder / "photos", root, model, engine="inline", device="cpu", shard_size=SHARD_SIZE, dedupe=True, max_failed=1
+        folder / "photos",
+        root,
+        model,
+        engine="inline",
+        device="cpu",
+        shard_size=SHARD_SIZE,
+        dedupe=True,
+        max_failed=1,
     )
     return root, model

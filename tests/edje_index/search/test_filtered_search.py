@@ -1,4 +1,6 @@
-"""A filtered search gives what filtering the exhaustive ranking gives, and never a deleted row."""
+"""A filtered search gives what filtering the exhaustive ranking gives, and never a
+deleted row.
+"""
 
 from __future__ import annotations
 
@@ -19,29 +21,45 @@ from storage_formats.format.rows import read_rows
 from storage_formats.reading.embeddings import read_embeddings
 from tests.edje_index.search.indexes import build_photos
 
-ROWS, WIDTH = 700, 6
+ROWS = 700
+WIDTH = 6
 
 
 @pytest.fixture(scope="module")
 def index(tmp_path_factory) -> Path:
-    """Rows with a width, a size and a height; one in 70 has the height 1, one in 7 has none."""
-    root, rng = tmp_path_factory.mktemp("filtered") / "i", np.random.default_rng(3)
+    """Rows with a width, a size and a height; one in 70 has the height 1, one in 7
+    has none.
+    """
+    root = tmp_path_factory.mktemp("filtered") / "i"
+    rng = np.random.default_rng(3)
     rows = {
         "uri": [f"{row}.jpg" for row in range(ROWS)],
         "width": [row % 10 for row in range(ROWS)],
-        "height": [None if row % 7 == 0 else 1 if row % 70 == 1 else 2 for row in range(ROWS)],
+        "height": [
+            None if row % 7 == 0 else 1 if row % 70 == 1 else 2 for row in range(ROWS)
+        ],
         "size": rng.integers(0, 1000, ROWS).tolist(),
     }
-    with IndexWriter.create(root, block_shape=(2, 8), embed_dim=WIDTH, shard_size=64) as writer:
+    with IndexWriter.create(
+        root, block_shape=(2, 8), embed_dim=WIDTH, shard_size=64
+    ) as writer:
         blocks = rng.standard_normal((ROWS, 2, 8), dtype=np.float32)
-        writer.append(blocks, rng.standard_normal((ROWS, WIDTH), dtype=np.float32), rows)
+        writer.append(
+            blocks, rng.standard_normal((ROWS, WIDTH), dtype=np.float32), rows
+        )
     return root
 
 
 FILTERS = [
-    "width > 3 and height = 2", "height = 1", "height is null or size < 10", "row_id = 17", "uri like '69_.jpg'",
-    "size < 2000", "width > 100", "not (height = 1)",
-]  # fmt: skip
+    "width > 3 and height = 2",
+    "height = 1",
+    "height is null or size < 10",
+    "row_id = 17",
+    "uri like '69_.jpg'",
+    "size < 2000",
+    "width > 100",
+    "not (height = 1)",
+]
 
 
 def exhaustive(root: Path, query: np.ndarray, where: str, k: int) -> list[int]:
@@ -52,7 +70,9 @@ def exhaustive(root: Path, query: np.ndarray, where: str, k: int) -> list[int]:
         "uri like '69_.jpg'": "uri.str.fullmatch('69.[.]jpg')",
         "not (height = 1)": "height.notnull() and height != 1",
     }.get(where, where.replace(" = ", " == ").replace("size", "size_"))
-    passing = rows.rename(columns={"size": "size_"}).query(condition)["row_id"].to_numpy()
+    passing = (
+        rows.rename(columns={"size": "size_"}).query(condition)["row_id"].to_numpy()
+    )
     similarities = read_embeddings(CommittedIndex.open(root), passing) @ query
     return passing[np.argsort(-similarities, kind="stable")[:k]].tolist()
 
@@ -60,16 +80,21 @@ def exhaustive(root: Path, query: np.ndarray, where: str, k: int) -> list[int]:
 @pytest.mark.parametrize("factory", ["auto", "IVF10,PQ3x4fs"])
 def test_a_filtered_search_is_exact(index, tmp_path, factory):
     shutil.copytree(index, tmp_path / "i")
-    assert len(add_ann(tmp_path / "i", AnnRequest(factory, recall=0.5)).ann["files"]) == 1
+    assert (
+        len(add_ann(tmp_path / "i", AnnRequest(factory, recall=0.5)).ann["files"]) == 1
+    )
     delete_rows(tmp_path / "i", rows=[1, 17, 71, 690, *range(100, 200)])
     opened = CommittedIndex.open(tmp_path / "i")
-    ann, rows_table = AnnIndex(opened), IndexRows(opened)
+    ann = AnnIndex(opened)
+    rows_table = IndexRows(opened)
     queries = np.random.default_rng(5).standard_normal((4, WIDTH), dtype=np.float32)
     for where in FILTERS:
         found = ann.nearest_to_each(queries, 25, rows_table.passing(where))
         for query, (rows, similarities) in zip(queries, found, strict=True):
             assert rows.tolist() == exhaustive(opened.root, query, where, 25), where
-            np.testing.assert_allclose(similarities, read_embeddings(opened, rows) @ query, atol=1e-5)
+            np.testing.assert_allclose(
+                similarities, read_embeddings(opened, rows) @ query, atol=1e-5
+            )
 
 
 def test_a_filter_ends_at_its_time_limit(index):
@@ -89,14 +114,27 @@ def test_hits_pass_the_filter(photos):
     ranked = index.search("a dog", 11, 11, score="embedding")
     even = [hit for hit in ranked if hit.row_id % 2 == 0]
     where = "row_id in (0, 2, 4, 6, 8, 10, 12)"
-    assert [hit.row_id for hit in index.search("a dog", 3, score="embedding", where=where)] == [
-        hit.row_id for hit in even[:3]
-    ]
-    best = sorted(index.search("a dog", 3, 3, where=where), key=lambda hit: -hit.embedding_score)
+    assert [
+        hit.row_id for hit in index.search("a dog", 3, score="embedding", where=where)
+    ] == [hit.row_id for hit in even[:3]]
+    best = sorted(
+        index.search("a dog", 3, 3, where=where), key=lambda hit: -hit.embedding_score
+    )
     assert [hit.row_id for hit in best] == [hit.row_id for hit in even[:3]]
     assert index.search(["a dog", "a cat"], where="width > 1000") == [[], []]
-    assert index.search_image(ranked[0].uri, 5, where=f"row_id != {ranked[0].row_id}")[0].row_id != ranked[0].row_id
-    assert {hit.row_id for hit in index.search_image(2, 9, where="row_id < 4")} == {0, 1, 3}
+    assert (
+        index.search_image(ranked[0].uri, 5, where=f"row_id != {ranked[0].row_id}")[
+            0
+        ].row_id
+        != ranked[0].row_id
+    )
+    assert {hit.row_id for hit in index.search_image(2, 9, where="row_id < 4")} == {
+        0,
+        1,
+        3,
+    }
     for search in (index.search, index.search_image):
-        with pytest.raises(UsageError, match="there is no column licence; the columns are row_id"):
+        with pytest.raises(
+            UsageError, match="there is no column licence; the columns are row_id"
+        ):
             search("a dog", where="licence = 'cc0'")

@@ -14,7 +14,8 @@ from storage_formats.errors import UsageError
 from storage_formats.format.layout import IndexSpec
 from tests.conftest import write_random_index
 
-ROWS = 300  # more than one batch of scoring
+# more than one batch of scoring
+ROWS = 300
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +26,11 @@ def written(tmp_path_factory):
     blocks = rng.standard_normal((ROWS, 4, 16), dtype=np.float32)
     embeddings = rng.standard_normal((ROWS, 8), dtype=np.float32)
     with IndexWriter.create(
-        root, block_shape=(4, 16), embed_dim=8, precisions=["fp8", "bf16"], shard_size=128
+        root,
+        block_shape=(4, 16),
+        embed_dim=8,
+        precisions=["fp8", "bf16"],
+        shard_size=128,
     ) as writer:
         writer.append(blocks, embeddings, [f"page {row}" for row in range(ROWS)])
     add_ann(root)
@@ -34,33 +39,52 @@ def written(tmp_path_factory):
 
 def plain_scores(query, blocks):
     """MaxSim written out."""
-    return np.array([sum(max(float(vector @ token) for token in block) for vector in query) for block in blocks])
+    return np.array(
+        [
+            sum(max(float(vector @ token) for token in block) for vector in query)
+            for block in blocks
+        ]
+    )
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
 def test_scores_and_order_match_plain_numpy(written, precision):
     root, _ = written
     query = np.random.default_rng(3).standard_normal((3, 16), dtype=np.float32)
-    expected = plain_scores(query, TokenStore.open(root, precision).fetch(range(ROWS)).astype(np.float32))
+    expected = plain_scores(
+        query, TokenStore.open(root, precision).fetch(range(ROWS)).astype(np.float32)
+    )
     index = LateInteractionSearch.open(root, precision)
-    np.testing.assert_allclose(index.scores(query, range(ROWS)), expected, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(
+        index.scores(query, range(ROWS)), expected, rtol=1e-5, atol=1e-5
+    )
     hits = index.search(query, k=20, row_ids=range(ROWS))
     best = np.argsort(-expected)[:20]
-    assert [(hit.row_id, hit.uri) for hit in hits] == [(row, f"page {row}") for row in best]
+    assert [(hit.row_id, hit.uri) for hit in hits] == [
+        (row, f"page {row}") for row in best
+    ]
     assert [hit.score for hit in hits] == pytest.approx(expected[best], rel=1e-5)
 
 
-@pytest.mark.parametrize(("m", "d", "q"), [(1, 2, 1), (5, 13, 7), (3, 8, 4), (6, 24, 2)])
+@pytest.mark.parametrize(
+    ("m", "d", "q"), [(1, 2, 1), (5, 13, 7), (3, 8, 4), (6, 24, 2)]
+)
 def test_blocks_of_any_shape_with_extreme_values(m, d, q):
     rng = np.random.default_rng(m)
     blocks = rng.standard_normal((40, m, d), dtype=np.float32)
     blocks[[3, 4, 9], :, 0] = [[np.inf], [-np.inf], [1e30]]
     blocks[5, m // 2, -1] = np.nan
-    blocks, query = blocks.astype(ml_dtypes.bfloat16), rng.standard_normal((-q % 4 + q, d), dtype=np.float32)
-    words, scores = blocks.view(np.uint16).reshape(-1), np.empty(40, np.float32)
-    kernels.max_sim(words, np.arange(40) * (m * d), query.reshape(-1), scores, (m, d, q))
+    blocks = blocks.astype(ml_dtypes.bfloat16)
+    query = rng.standard_normal((-q % 4 + q, d), dtype=np.float32)
+    words = blocks.view(np.uint16).reshape(-1)
+    scores = np.empty(40, np.float32)
+    kernels.max_sim(
+        words, np.arange(40) * (m * d), query.reshape(-1), scores, (m, d, q)
+    )
     with np.errstate(invalid="ignore"):
-        np.testing.assert_allclose(scores, max_sim(query[:q], blocks), rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(
+            scores, max_sim(query[:q], blocks), rtol=1e-5, atol=1e-5
+        )
     assert np.isnan(scores[5])
 
 
@@ -70,12 +94,18 @@ def test_candidates_come_from_the_embeddings(written):
     embedding = np.random.default_rng(10).standard_normal(8, dtype=np.float32)
     nearest = np.argsort(-(embeddings @ embedding))[:30]
     index = LateInteractionSearch.open(root)
-    assert index.store.precision == "bf16", "the highest fidelity stored, although fp8 was named first"
+    assert index.store.precision == "bf16", (
+        "the highest fidelity stored, although fp8 was named first"
+    )
     hits = index.search(query, k=30, embedding=embedding, pool=30)
     assert {hit.row_id for hit in hits} == set(nearest.tolist())
-    assert [hit.embedding_score for hit in hits] == pytest.approx([embeddings[hit.row_id] @ embedding for hit in hits])
+    assert [hit.embedding_score for hit in hits] == pytest.approx(
+        [embeddings[hit.row_id] @ embedding for hit in hits]
+    )
     again = index.search(query, k=30, row_ids=nearest)
-    assert [(hit.row_id, hit.score) for hit in hits] == [(hit.row_id, hit.score) for hit in again]
+    assert [(hit.row_id, hit.score) for hit in hits] == [
+        (hit.row_id, hit.score) for hit in again
+    ]
     assert hits[:5] == index.search(query, k=5, embedding=embedding, pool=30)
 
 
@@ -84,7 +114,9 @@ def test_holes_are_left_out(tmp_path):
     write_random_index(tmp_path, spec, failed=frozenset({0, 5}))
     index = LateInteractionSearch.open(tmp_path)
     query = np.ones((1, 16), dtype=np.float32)
-    assert {hit.row_id for hit in index.search(query, k=10, row_ids=range(10))} == set(range(10)) - {0, 5}
+    assert {hit.row_id for hit in index.search(query, k=10, row_ids=range(10))} == set(
+        range(10)
+    ) - {0, 5}
     assert index.search(query, row_ids=[5]) == []
     assert index.search(query, row_ids=[]) == []
 
@@ -92,7 +124,16 @@ def test_holes_are_left_out(tmp_path):
 def test_an_index_without_nearest_neighbours_says_what_to_do(tmp_path):
     write_random_index(tmp_path, IndexSpec(10, 4, (4, 16), 8))
     with pytest.raises(UsageError, match=r"build it with 'edje-index ann build'"):
-        LateInteractionSearch.open(tmp_path).search(np.ones((1, 16)), embedding=np.ones(8))
+        LateInteractionSearch.open(tmp_path).search(
+            np.ones((1, 16)), embedding=np.ones(8)
+        )
     add_ann(tmp_path)
     assert verify_index(tmp_path) == []
-    assert len(LateInteractionSearch.open(tmp_path).search(np.ones((1, 16)), embedding=np.ones(8))) == 10
+    assert (
+        len(
+            LateInteractionSearch.open(tmp_path).search(
+                np.ones((1, 16)), embedding=np.ones(8)
+            )
+        )
+        == 10
+    )

@@ -1,4 +1,6 @@
-"""LangChain's own standard tests, and classes of LangChain and LlamaIndex, with the retrievers and re-rankers."""
+"""LangChain's own standard tests, and classes of LangChain and LlamaIndex, with the
+retrievers and re-rankers.
+"""
 
 from __future__ import annotations
 
@@ -38,22 +40,38 @@ class TestRetriever(RetrieversIntegrationTests):
 
 @pytest.mark.parametrize("key", ["row_id", "uri"])
 def test_a_compression_retriever_of_langchain(index, key):
-    base = langchain.EdjeRetriever(index=TokenIndex.open(index.root, score="embedding"), k=4)
-    reranker, before = langchain.EdjeReranker(index=index, top_n=3, key=key), base.invoke("a dog")
-    answer = ContextualCompressionRetriever(base_compressor=reranker, base_retriever=base).invoke("a dog")
+    base = langchain.EdjeRetriever(
+        index=TokenIndex.open(index.root, score="embedding"), k=4
+    )
+    reranker = langchain.EdjeReranker(index=index, top_n=3, key=key)
+    before = base.invoke("a dog")
+    answer = ContextualCompressionRetriever(
+        base_compressor=reranker, base_retriever=base
+    ).invoke("a dog")
     hits = index.rerank("a dog", [each.metadata["row_id"] for each in before])[:3]
-    assert [(each.page_content, each.metadata["row_id"]) for each in answer] == [(hit.uri, hit.row_id) for hit in hits]
-    assert [each.metadata["relevance"] for each in answer] == pytest.approx([hit.relevance for hit in hits])
-    with pytest.raises(UsageError, match="document 0 has no row id or uri in its metadata"):
+    assert [(each.page_content, each.metadata["row_id"]) for each in answer] == [
+        (hit.uri, hit.row_id) for hit in hits
+    ]
+    assert [each.metadata["relevance"] for each in answer] == pytest.approx(
+        [hit.relevance for hit in hits]
+    )
+    with pytest.raises(
+        UsageError, match="document 0 has no row id or uri in its metadata"
+    ):
         reranker.compress_documents([Document("no image")], "a dog")
 
 
 def test_a_query_engine_of_llama_index(index):
-    hits, retriever = index.search("a dog", k=8, pool=8), llama_index.EdjeRetriever(index, k=8, pool=8)
-    assert [(each.score, each.node.image_path) for each in retriever.retrieve("a dog")] == [
-        (hit.relevance, hit.uri) for hit in hits
-    ]
-    synthesizer, reranker = get_response_synthesizer(llm=MockLLM()), llama_index.EdjeReranker(index=index, top_n=2)
+    hits = index.search("a dog", k=8, pool=8)
+    retriever = llama_index.EdjeRetriever(index, k=8, pool=8)
+    assert [
+        (each.score, each.node.image_path) for each in retriever.retrieve("a dog")
+    ] == [(hit.relevance, hit.uri) for hit in hits]
+    synthesizer = get_response_synthesizer(llm=MockLLM())
+    reranker = llama_index.EdjeReranker(index=index, top_n=2)
     answer = RetrieverQueryEngine(retriever, synthesizer, [reranker]).query("a dog")
-    assert [each.node.metadata["row_id"] for each in answer.source_nodes] == [hit.row_id for hit in hits[:2]]
-    assert "row_id:" in answer.response  # of the prompt, which the model without weights repeats
+    assert [each.node.metadata["row_id"] for each in answer.source_nodes] == [
+        hit.row_id for hit in hits[:2]
+    ]
+    # of the prompt, which the model without weights repeats
+    assert "row_id:" in answer.response

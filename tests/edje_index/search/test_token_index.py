@@ -1,4 +1,6 @@
-"""Searches over an index that a tiny model built, against the same steps done by hand."""
+"""Searches over an index that a tiny model built, against the same steps done by
+hand.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +27,22 @@ from storage_formats.format.manifest import CommittedIndex
 from storage_formats.reading.embeddings import read_embeddings
 from tests.conftest import REPO
 from tests.edje_index.scoring.bundles import WEIGHTS, bundle_with_all_parts
-from tests.edje_index.search.indexes import DUPLICATE_ROW, HOLE, ROWS, SHARD_SIZE, build_photos, photo
+from tests.edje_index.search.indexes import (
+    DUPLICATE_ROW,
+    HOLE,
+    ROWS,
+    SHARD_SIZE,
+    build_photos,
+    photo,
+)
 
 GOLDEN = REPO / "tests" / "golden" / "release_0_1"
-TEXTS = ["a red canoe", "dogs", "two children play with a ball on a long sandy beach near the sea", "a red canoe"]
+TEXTS = [
+    "a red canoe",
+    "dogs",
+    "two children play with a ball on a long sandy beach near the sea",
+    "a red canoe",
+]
 SOUND = [row for row in range(ROWS) if row not in (HOLE, DUPLICATE_ROW)]
 SCORE = "logit=3,late=1,pooled=2,embedding=5,hubness=0.5"
 
@@ -54,36 +68,62 @@ def check_same(left, right) -> None:
     """The same rows, and scores up to the rounding of batches."""
     assert [rows_of(hits) for hits in left] == [rows_of(hits) for hits in right]
     for hits, others in zip(left, right, strict=True):
-        np.testing.assert_allclose([h.score for h in hits], [h.score for h in others], atol=1e-4, rtol=0)
+        np.testing.assert_allclose(
+            [h.score for h in hits], [h.score for h in others], atol=1e-4, rtol=0
+        )
 
 
 def test_hits_are_the_pool_sorted_by_the_joint_encoder(built):
     """In float32, one pair at a time, by the modules of transformers and open_clip."""
-    root, bundle = built[0], ModelBundle.load(built[1])
-    similarity = read_embeddings(CommittedIndex.open(root), np.array(SOUND)) @ bundle.text.encode(["a red canoe"])[0]
+    root = built[0]
+    bundle = ModelBundle.load(built[1])
+    similarity = (
+        read_embeddings(CommittedIndex.open(root), np.array(SOUND))
+        @ bundle.text.encode(["a red canoe"])[0]
+    )
     expected = []
     for at in np.argsort(-similarity)[:6]:
         block = TokenStore.open(root).fetch([SOUND[at]], as_torch=True)
         with torch.inference_mode():
-            logit = float(bundle.joint(bundle.joint.tokenizer.inputs(["a red canoe"], block.shape[1]), block)[0])
-        expected.append((SOUND[at], pytest.approx(float(similarity[at]), abs=1e-5), logit))
+            logit = float(
+                bundle.joint(
+                    bundle.joint.tokenizer.inputs(["a red canoe"], block.shape[1]),
+                    block,
+                )[0]
+            )
+        expected.append(
+            (SOUND[at], pytest.approx(float(similarity[at]), abs=1e-5), logit)
+        )
     best = sorted(expected, key=lambda hit: -hit[2])[:3]
     opened = TokenIndex.open(root)
     hits = opened.search("a red canoe", k=3, pool=6)
-    assert [(hit.row_id, hit.embedding_score) for hit in hits] == [hit[:2] for hit in best]
-    assert [hit.joint_score for hit in hits] == pytest.approx([logit for _, _, logit in best], abs=1e-4)
+    assert [(hit.row_id, hit.embedding_score) for hit in hits] == [
+        hit[:2] for hit in best
+    ]
+    assert [hit.joint_score for hit in hits] == pytest.approx(
+        [logit for _, _, logit in best], abs=1e-4
+    )
     assert [Path(hit.uri) for hit in hits] == [photo(root, hit.row_id) for hit in hits]
     plain = opened.search("a red canoe", k=4, pool=6, score="embedding")
-    assert [(hit.row_id, hit.joint_score) for hit in plain] == [(row, None) for row, _, _ in expected[:4]]
+    assert [(hit.row_id, hit.joint_score) for hit in plain] == [
+        (row, None) for row, _, _ in expected[:4]
+    ]
     assert [hit.score for hit in plain] == [hit.embedding_score for hit in plain]
-    assert sorted(rows_of(opened.search("anything", k=100, pool=100))) == SOUND, "holes are never found"
+    assert sorted(rows_of(opened.search("anything", k=100, pool=100))) == SOUND, (
+        "holes are never found"
+    )
 
 
 def test_hits_carry_their_parts(index, monkeypatch):
-    hits, weights = index.search("a red canoe", k=11, pool=11), WEIGHTS.t2i.by_part()
+    hits = index.search("a red canoe", k=11, pool=11)
+    weights = WEIGHTS.t2i.by_part()
     for hit in hits:
-        assert hit.score == pytest.approx(sum(weights[part] * hit.parts[part] for part in weights), abs=1e-4)
-        joint = sum(weights[part] * hit.parts[part] for part in ("logit", "late", "pooled"))
+        assert hit.score == pytest.approx(
+            sum(weights[part] * hit.parts[part] for part in weights), abs=1e-4
+        )
+        joint = sum(
+            weights[part] * hit.parts[part] for part in ("logit", "late", "pooled")
+        )
         assert hit.joint_score == pytest.approx(joint, abs=1e-4)
         assert hit.parts["embedding"] == hit.embedding_score
     assert np.std([hit.parts["hubness"] for hit in hits]) > 0.01
@@ -93,17 +133,24 @@ def test_hits_carry_their_parts(index, monkeypatch):
         assert {hit.row_id: hit.parts for hit in alone} == {
             row: {part: pytest.approx(value, abs=1e-5)} for row, value in whole.items()
         }
-        assert [hit.score for hit in alone] == pytest.approx(sorted((2 * v for v in whole.values()), reverse=True))
+        assert [hit.score for hit in alone] == pytest.approx(
+            sorted((2 * v for v in whole.values()), reverse=True)
+        )
     plain = index.search("a red canoe", k=4, pool=6, score="embedding")
     monkeypatch.setattr(TokenStore, "fetch", None)
-    assert index.search("a red canoe", k=4, pool=6, score="embedding") == plain, "no tokens are read"
+    assert index.search("a red canoe", k=4, pool=6, score="embedding") == plain, (
+        "no tokens are read"
+    )
 
 
 def test_several_texts_give_the_hits_of_each_alone(index, monkeypatch):
     together = index.search(TEXTS, k=6, pool=9)
     check_same(together, [index.search(text, k=6, pool=9) for text in TEXTS])
     rows = [[7, 0], [], [3, 7, 9]]
-    check_same(index.rerank_each(TEXTS[:3], rows), [index.rerank(*pair) for pair in zip(TEXTS, rows, strict=False)])
+    check_same(
+        index.rerank_each(TEXTS[:3], rows),
+        [index.rerank(*pair) for pair in zip(TEXTS, rows, strict=False)],
+    )
     monkeypatch.setattr("edje_index.search.token_index._PAIRS_AT_ONCE", 20)
     check_same(index.search(TEXTS, k=6, pool=9), together)
     assert index.search([], k=6, pool=9) == []
@@ -111,28 +158,49 @@ def test_several_texts_give_the_hits_of_each_alone(index, monkeypatch):
 
 @pytest.mark.parametrize("width", [None, 0.0, 0.5, 2.0])
 def test_the_joint_encoder_scores_only_what_may_come_first(monkeypatch, width):
-    """`width` is the length of the range of the logits that the bundle names, as a share of their actual range."""
+    """`width` is the length of the range of the logits that the bundle names, as a
+    share of their actual range.
+    """
     index = TokenIndex.open(GOLDEN / "index", GOLDEN / "model", score=SCORE)
-    texts = ["a dog plays in the snow", "two red boats", "a child on a long beach near the sea"]
-    pairs, logits = [], JointScorer.logits
+    texts = [
+        "a dog plays in the snow",
+        "two red boats",
+        "a child on a long beach near the sea",
+    ]
+    pairs = []
+    logits = JointScorer.logits
     full = index.search(texts, 9, 9)
     values = [hit.parts["logit"] for hits in full for hit in hits]
-    low, high = min(values), max(values)
+    low = min(values)
+    high = max(values)
     if width is not None:
-        joint = {**index.model.info.joint, "logit_range": [low, low + width * (high - low)]}
+        joint = {
+            **index.model.info.joint,
+            "logit_range": [low, low + width * (high - low)],
+        }
         index.model.info = replace(index.model.info, joint=joint)
     monkeypatch.setattr(
-        JointScorer, "logits", lambda self, inputs, tokens: pairs.append(len(tokens)) or logits(self, inputs, tokens)
+        JointScorer,
+        "logits",
+        lambda self, inputs, tokens: (
+            pairs.append(len(tokens)) or logits(self, inputs, tokens)
+        ),
     )
     results = index.search(texts, 3, 9)
-    assert (sum(pairs) == 27) == (width is None), "a bundle without a range, or fewer candidates"
+    assert (sum(pairs) == 27) == (width is None), (
+        "a bundle without a range, or fewer candidates"
+    )
     assert sum(pairs) == 9 or width != 0.0
     if width is None or width > 1:
         check_same(results, [hits[:3] for hits in full])
     weights = index.model.weights("t2i", SCORE).by_part()
     for hits in results:
         assert [hit.score for hit in hits] == pytest.approx(
-            [sum(weights[part] * value for part, value in hit.parts.items()) for hit in hits], abs=1e-4
+            [
+                sum(weights[part] * value for part, value in hit.parts.items())
+                for hit in hits
+            ],
+            abs=1e-4,
         )
     assert index.search(texts, 6, 9, where="row_id < 0") == [[], [], []]
     check_same(index.search(texts, 9, 9), full)
@@ -140,9 +208,16 @@ def test_the_joint_encoder_scores_only_what_may_come_first(monkeypatch, width):
 
 @pytest.mark.parametrize(
     ("change", "is_fast", "chosen"),
-    [(0.0, True, "bfloat16"), (0.0, False, "float32"), (0.2, True, "float32"), (None, True, "float32")],
+    [
+        (0.0, True, "bfloat16"),
+        (0.0, False, "float32"),
+        (0.2, True, "float32"),
+        (None, True, "float32"),
+    ],
 )
-def test_bfloat16_needs_a_fast_processor_and_a_bundle_that_keeps_its_recall(monkeypatch, change, is_fast, chosen):
+def test_bfloat16_needs_a_fast_processor_and_a_bundle_that_keeps_its_recall(
+    monkeypatch, change, is_fast, chosen
+):
     monkeypatch.setattr(search_model, "has_bfloat16", lambda: is_fast)
     info = read_bundle_info(GOLDEN / "model")
     joint = {**info.joint, "bfloat16_recall_change": change}
@@ -151,7 +226,10 @@ def test_bfloat16_needs_a_fast_processor_and_a_bundle_that_keeps_its_recall(monk
 
 
 def test_scores_that_a_bundle_cannot_compute_are_refused(built):
-    with pytest.raises(ModelError, match="no hubness correction: use only the parts logit, late, embedding"):
+    with pytest.raises(
+        ModelError,
+        match="no hubness correction: use only the parts logit, late, embedding",
+    ):
         TokenIndex.open(built[0], score="logit=1,hubness=1")
     with pytest.raises(UsageError, match="unknown part 'joint'"):
         TokenIndex.open(built[0], score="joint")
@@ -161,7 +239,9 @@ def test_another_precision_of_the_same_index():
     exact = TokenIndex.open(GOLDEN / "index", GOLDEN / "model")
     rough = exact.with_precision("nvfp4")
     assert (exact.precision, rough.precision) == ("bf16", "nvfp4")
-    expected = TokenIndex.open(GOLDEN / "index", GOLDEN / "model", precision="nvfp4").search("a red canoe")
+    expected = TokenIndex.open(
+        GOLDEN / "index", GOLDEN / "model", precision="nvfp4"
+    ).search("a red canoe")
     assert rough.search("a red canoe") == expected != exact.search("a red canoe")
     with pytest.raises(UsageError, match="does not have precision 'int8'"):
         exact.with_precision("int8")
@@ -173,7 +253,9 @@ def test_a_relative_path_of_a_bundle_is_not_followed(built, tmp_path, monkeypatc
     shutil.copytree(root, tmp_path / "index")
     shutil.copytree(model, tmp_path / "model")
     manifest = Manifest.load(root)
-    replace(manifest, model={**manifest.model, "bundle": "model"}).write(Layout(tmp_path / "index"))
+    replace(manifest, model={**manifest.model, "bundle": "model"}).write(
+        Layout(tmp_path / "index")
+    )
     monkeypatch.chdir(tmp_path)
     code, out, err = run("search", "index", "a dog")
     assert (code, out) == (1, "")
@@ -189,8 +271,12 @@ def test_damaged_candidates_are_left_out_with_a_warning(built, tmp_path):
         with open(Layout(root).token_shard("bf16", shard, 2), "r+b") as file:
             file.seek(position * 4 * 16 * 2)
             file.write(b"damaged")
-    with pytest.warns(RuntimeWarning, match="left out of the search: the block.* damaged"):
-        assert rows_of(TokenIndex.open(root).search("a dog", k=11, pool=11)) == before[2:]
+    with pytest.warns(
+        RuntimeWarning, match="left out of the search: the block.* damaged"
+    ):
+        assert (
+            rows_of(TokenIndex.open(root).search("a dog", k=11, pool=11)) == before[2:]
+        )
     for path in (root / "tokens").rglob("c.*.0"):
         path.write_bytes(b"\1" * path.stat().st_size)
     with pytest.warns(RuntimeWarning, match="left out of the search"):
@@ -201,11 +287,21 @@ def test_rows_are_reranked_by_id_and_by_uri(index, built):
     everything = {hit.row_id: hit for hit in index.search("a red canoe", k=10, pool=10)}
     by_id = index.rerank("a red canoe", [7, 0, 3, 7])
     assert sorted(rows_of(by_id)) == [0, 3, 7, 7]
-    assert [hit.score for hit in by_id] == sorted((hit.score for hit in by_id), reverse=True)
+    assert [hit.score for hit in by_id] == sorted(
+        (hit.score for hit in by_id), reverse=True
+    )
     for hit in by_id:
         assert hit.uri == everything[hit.row_id].uri
-        assert hit.parts == {part: pytest.approx(v, abs=1e-5) for part, v in everything[hit.row_id].parts.items()}
-    assert index.rerank("a red canoe", [everything[7].uri, np.int64(0), everything[3].uri, 7]) == by_id
+        assert hit.parts == {
+            part: pytest.approx(v, abs=1e-5)
+            for part, v in everything[hit.row_id].parts.items()
+        }
+    assert (
+        index.rerank(
+            "a red canoe", [everything[7].uri, np.int64(0), everything[3].uri, 7]
+        )
+        == by_id
+    )
     assert index.rerank("a red canoe", []) == []
     assert rows_of(index.rerank("a dog", [str(photo(built[0], DUPLICATE_ROW))])) == [0]
 
@@ -215,7 +311,10 @@ def test_rows_that_cannot_be_scored_are_refused(index):
         ([99], "row id 99 is out of range"),
         ([0, HOLE], f"row {HOLE} has no tokens: not-an-image"),
         ([DUPLICATE_ROW], "has no tokens: it is a duplicate of row 0"),
-        (["nowhere.png", 1, "x", "y", "z"], r"has the uri 'nowhere.png', 'x', 'y' \(and 1 more\)"),
+        (
+            ["nowhere.png", 1, "x", "y", "z"],
+            r"has the uri 'nowhere.png', 'x', 'y' \(and 1 more\)",
+        ),
     ):
         with pytest.raises(UsageError, match=message) as caught:
             index.rerank("a dog", rows)
@@ -230,16 +329,29 @@ def test_an_image_finds_itself_and_its_neighbours(index, built):
     hits = index.search_image(path, k=5)
     assert rows_of(hits) == expected
     assert expected[0] == 4
-    np.testing.assert_allclose([hit.score for hit in hits], np.sort(similarities)[::-1][:5], atol=1e-5)
+    np.testing.assert_allclose(
+        [hit.score for hit in hits], np.sort(similarities)[::-1][:5], atol=1e-5
+    )
     with Image.open(path) as image:
-        assert index.search_image(path.read_bytes(), k=5) == index.search_image(image, k=5) == hits
-        turned, exif, data = image.transpose(Image.Transpose.ROTATE_90), Image.Exif(), BytesIO()
+        assert (
+            index.search_image(path.read_bytes(), k=5)
+            == index.search_image(image, k=5)
+            == hits
+        )
+        turned = image.transpose(Image.Transpose.ROTATE_90)
+        exif = Image.Exif()
+        data = BytesIO()
     assert rows_of(index.search_image(4, k=4)) == expected[1:]
-    exif[0x0112] = 6  # the viewer turns it by 90 degrees clockwise
+    # the viewer turns it by 90 degrees clockwise
+    exif[0x0112] = 6
     turned.save(data, "PNG", exif=exif)
     for query in (data.getvalue(), Image.open(data)):
-        assert index.search_image(query, k=1)[0].embedding_score == pytest.approx(1, abs=1e-5)
-    with pytest.raises(UsageError, match=r"cannot read the query image .*none.png: missing"):
+        assert index.search_image(query, k=1)[0].embedding_score == pytest.approx(
+            1, abs=1e-5
+        )
+    with pytest.raises(
+        UsageError, match=r"cannot read the query image .*none.png: missing"
+    ):
         index.search_image(built[0].parent / "none.png")
     with pytest.raises(UsageError, match="cannot read the query image: not-an-image"):
         index.search_image(b"not an image")
@@ -248,11 +360,19 @@ def test_an_image_finds_itself_and_its_neighbours(index, built):
 
 
 def test_pairs_are_rated_and_ranked_as_by_a_cross_encoder(index, built):
-    model, path = CrossEncoder(index), photo(built[0], 7)
+    model = CrossEncoder(index)
+    path = photo(built[0], 7)
     images = [7, 0, str(path), path, np.int64(3), path.read_bytes(), Image.open(path)]
     pairs = [("a red canoe" if image == 0 else "a dog", image) for image in images]
-    hit_of = {(text, hit.row_id): hit for text in ("a dog", "a red canoe") for hit in index.rerank(text, [0, 3, 7])}
-    hits = [hit_of[text, row] for (text, _), row in zip(pairs, (7, 0, 7, 7, 3, 7, 7), strict=True)]
+    hit_of = {
+        (text, hit.row_id): hit
+        for text in ("a dog", "a red canoe")
+        for hit in index.rerank(text, [0, 3, 7])
+    }
+    hits = [
+        hit_of[text, row]
+        for (text, _), row in zip(pairs, (7, 0, 7, 7, 3, 7, 7), strict=True)
+    ]
     relevances = model.predict(pairs)
     np.testing.assert_allclose(relevances, [hit.relevance for hit in hits], atol=1e-3)
     scores = model.predict(pairs, activation_fn=torch.nn.Identity())
@@ -260,8 +380,11 @@ def test_pairs_are_rated_and_ranked_as_by_a_cross_encoder(index, built):
     assert abs(scores[0] - scores[4]) > 1e-2, "the images can be told apart"
     assert model.predict(pairs[0]) == pytest.approx(relevances[0], abs=1e-5)
     assert isinstance(model.predict(pairs, convert_to_tensor=True), torch.Tensor)
-    ranked, best = model.rank("a dog", [3, 7, 0], top_k=2, return_documents=True), index.rerank("a dog", [3, 7, 0])
-    assert [(each["text"], [3, 7, 0][each["corpus_id"]]) for each in ranked] == [(hit.row_id,) * 2 for hit in best[:2]]
+    ranked = model.rank("a dog", [3, 7, 0], top_k=2, return_documents=True)
+    best = index.rerank("a dog", [3, 7, 0])
+    assert [(each["text"], [3, 7, 0][each["corpus_id"]]) for each in ranked] == [
+        (hit.row_id,) * 2 for hit in best[:2]
+    ]
     assert model.rank("a dog", []) == []
 
 
@@ -273,20 +396,35 @@ def test_texts_for_a_row_and_for_its_image(index, built):
     weights = WEIGHTS.i2t.by_part()
     for hit in hits:
         assert hit.text == TEXTS[hit.position]
-        assert hit.embedding_score == pytest.approx(float(bundle.text.encode([hit.text])[0] @ embedding), abs=1e-5)
-        assert hit.score == pytest.approx(sum(weights[part] * hit.parts[part] for part in weights), abs=1e-4)
-    assert [hit.score for hit in hits] == sorted((hit.score for hit in hits), reverse=True)
+        assert hit.embedding_score == pytest.approx(
+            float(bundle.text.encode([hit.text])[0] @ embedding), abs=1e-5
+        )
+        assert hit.score == pytest.approx(
+            sum(weights[part] * hit.parts[part] for part in weights), abs=1e-4
+        )
+    assert [hit.score for hit in hits] == sorted(
+        (hit.score for hit in hits), reverse=True
+    )
     again = index.search_texts(photo(built[0], 7), TEXTS[:3], k=2, pool=3)
     assert [hit.position for hit in again] == [hit.position for hit in hits]
-    assert [hit.score for hit in again] == pytest.approx([hit.score for hit in hits], abs=1e-3)
-    nearest = max(range(3), key=lambda at: float(bundle.text.encode(TEXTS[:3])[at] @ embedding))
-    assert [hit.position for hit in index.search_texts(7, TEXTS[:3], k=1, pool=1)] == [nearest]
+    assert [hit.score for hit in again] == pytest.approx(
+        [hit.score for hit in hits], abs=1e-3
+    )
+    nearest = max(
+        range(3), key=lambda at: float(bundle.text.encode(TEXTS[:3])[at] @ embedding)
+    )
+    assert [hit.position for hit in index.search_texts(7, TEXTS[:3], k=1, pool=1)] == [
+        nearest
+    ]
     with pytest.raises(UsageError, match="texts is empty"):
         index.search_texts(7, [])
 
 
 def test_a_notebook_escapes_names_and_survives_a_lost_index():
-    hits = Hits([Hit(row, "<script>alert(1)</script>", 1.0, 0.5) for row in range(60)], Path("/nowhere"))
+    hits = Hits(
+        [Hit(row, "<script>alert(1)</script>", 1.0, 0.5) for row in range(60)],
+        Path("/nowhere"),
+    )
     html = hits._repr_html_()
     assert "<script>" not in html
     assert "&lt;script&gt;" in html
@@ -300,9 +438,18 @@ def test_hits_as_a_table_and_as_text(index):
     numbers = ["score", "embedding_score", "relevance", "joint_score", "part_logit"]
     assert table.column_names[:7] == ["row_id", "uri", *numbers]
     assert table.to_pylist()[1]["relevance"] == hits[1].relevance
-    assert hits.to_pandas()["part_logit"].tolist() == [hit.parts["logit"] for hit in hits]
-    described = Hits([replace(hits[0], columns={"captions": ["a"], "uri": "x"}), hits[1]], hits.root).to_arrow()
+    assert hits.to_pandas()["part_logit"].tolist() == [
+        hit.parts["logit"] for hit in hits
+    ]
+    described = Hits(
+        [replace(hits[0], columns={"captions": ["a"], "uri": "x"}), hits[1]], hits.root
+    ).to_arrow()
     assert described.column_names[-1] == "captions"
     assert described.to_pylist()[0]["uri"] == hits[0].uri
     assert Hits([], hits.root).to_arrow().num_rows == 0
-    assert repr(hits).splitlines()[1].split() == ["1", f"{hits[0].relevance:.3f}", str(hits[0].row_id), hits[0].uri]
+    assert repr(hits).splitlines()[1].split() == [
+        "1",
+        f"{hits[0].relevance:.3f}",
+        str(hits[0].row_id),
+        hits[0].uri,
+    ]

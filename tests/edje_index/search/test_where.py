@@ -1,4 +1,6 @@
-"""Filter expressions mean what SQLite says they mean, and hostile ones end in a clear error."""
+"""Filter expressions mean what SQLite says they mean, and hostile ones end in a
+clear error.
+"""
 
 from __future__ import annotations
 
@@ -19,15 +21,27 @@ from storage_formats import UsageError
 TIME = pa.timestamp("us", tz="UTC")
 SCHEMA = pa.schema(
     {
-        "width": pa.int32(), "n": pa.int64(), "score": pa.float64(), "licence": pa.string(), "uri": pa.string(),
-        "safe": pa.bool_(), "taken": TIME, "captions": pa.list_(pa.string()), "exif.make": pa.string(),
+        "width": pa.int32(),
+        "n": pa.int64(),
+        "score": pa.float64(),
+        "licence": pa.string(),
+        "uri": pa.string(),
+        "safe": pa.bool_(),
+        "taken": TIME,
+        "captions": pa.list_(pa.string()),
+        "exif.make": pa.string(),
     }
-)  # fmt: skip
-WORDS = st.one_of(st.sampled_from(["cc0", "by", "", "a dog", "a\ncat", "it's", "é", "%"]), st.text("ab_%", max_size=3))
+)
+WORDS = st.one_of(
+    st.sampled_from(["cc0", "by", "", "a dog", "a\ncat", "it's", "é", "%"]),
+    st.text("ab_%", max_size=3),
+)
 SMALL = st.integers(-3, 3)
 FLOATS = st.sampled_from([-1.5, -1.0, 0.0, 0.5, 1.0, 2.0, 1e300])
 TIMES = st.datetimes(datetime.datetime(2024, 1, 1), datetime.datetime(2024, 1, 3)).map(
-    lambda when: when.replace(hour=0, minute=0, second=0, microsecond=0, tzinfo=datetime.UTC)
+    lambda when: when.replace(
+        hour=0, minute=0, second=0, microsecond=0, tzinfo=datetime.UTC
+    )
 )
 
 
@@ -37,11 +51,17 @@ def nullable(values: st.SearchStrategy) -> st.SearchStrategy:
 
 ROW = st.fixed_dictionaries(
     {
-        "width": nullable(SMALL), "n": nullable(st.one_of(SMALL, st.sampled_from([2**62, -(2**62)]))),
-        "score": nullable(FLOATS), "licence": nullable(WORDS), "uri": WORDS, "safe": nullable(st.booleans()),
-        "taken": nullable(TIMES), "captions": nullable(st.lists(WORDS, max_size=3)), "exif.make": nullable(WORDS),
+        "width": nullable(SMALL),
+        "n": nullable(st.one_of(SMALL, st.sampled_from([2**62, -(2**62)]))),
+        "score": nullable(FLOATS),
+        "licence": nullable(WORDS),
+        "uri": WORDS,
+        "safe": nullable(st.booleans()),
+        "taken": nullable(TIMES),
+        "captions": nullable(st.lists(WORDS, max_size=3)),
+        "exif.make": nullable(WORDS),
     }
-)  # fmt: skip
+)
 Pair = tuple[str, str]
 """An expression, and the same for SQLite."""
 
@@ -51,15 +71,21 @@ def quoted(text: str) -> str:
 
 
 def of_any(condition: str) -> str:
-    exists = f"EXISTS (SELECT 1 FROM json_each(captions) WHERE json_each.value {condition})"
+    exists = (
+        f"EXISTS (SELECT 1 FROM json_each(captions) WHERE json_each.value {condition})"
+    )
     return f"(CASE WHEN captions IS NULL THEN NULL ELSE {exists} END)"
 
 
 OPERATORS = st.sampled_from(["=", "!=", "<>", "<", "<=", ">", ">="])
 WHOLE = st.one_of(SMALL.map(str), st.sampled_from([str(2**62), "+1", "1e0", "-2.0"]))
 NUMBERS = st.one_of(SMALL.map(str), FLOATS.map(repr), st.sampled_from(["-2.50", ".5"]))
-NUMERIC, TEXTUAL = st.sampled_from(["width", "n", "score"]), st.sampled_from(["licence", "uri", '"exif.make"'])
-WITH_NUMBER = st.one_of(st.tuples(st.sampled_from(["width", "n"]), WHOLE), st.tuples(st.just("score"), NUMBERS))
+NUMERIC = st.sampled_from(["width", "n", "score"])
+TEXTUAL = st.sampled_from(["licence", "uri", '"exif.make"'])
+WITH_NUMBER = st.one_of(
+    st.tuples(st.sampled_from(["width", "n"]), WHOLE),
+    st.tuples(st.just("score"), NUMBERS),
+)
 TEXTS = WORDS.map(quoted)
 
 
@@ -67,32 +93,67 @@ def same(strategy: st.SearchStrategy[tuple[str, ...]]) -> st.SearchStrategy[Pair
     return strategy.map(lambda parts: (" ".join(parts), " ".join(parts)))
 
 
-TEXT_LISTS = st.lists(TEXTS, min_size=1, max_size=3).map(lambda values: f"({', '.join(values)})")
-IN, LIKE = st.sampled_from(["in", "NOT IN"]), st.sampled_from(["like", "not like"])
+TEXT_LISTS = st.lists(TEXTS, min_size=1, max_size=3).map(
+    lambda values: f"({', '.join(values)})"
+)
+IN = st.sampled_from(["in", "NOT IN"])
+LIKE = st.sampled_from(["like", "not like"])
 CONDITIONS = st.one_of(
-    same(st.tuples(WITH_NUMBER, OPERATORS).map(lambda parts: (parts[0][0], parts[1], parts[0][1]))),
-    same(st.tuples(WITH_NUMBER, OPERATORS).map(lambda parts: (parts[0][1], parts[1], parts[0][0]))),
+    same(
+        st.tuples(WITH_NUMBER, OPERATORS).map(
+            lambda parts: (parts[0][0], parts[1], parts[0][1])
+        )
+    ),
+    same(
+        st.tuples(WITH_NUMBER, OPERATORS).map(
+            lambda parts: (parts[0][1], parts[1], parts[0][0])
+        )
+    ),
     same(st.tuples(NUMERIC, OPERATORS, NUMERIC)),
     same(st.tuples(TEXTUAL, OPERATORS, TEXTS)),
     same(st.tuples(TEXTS, OPERATORS, TEXTUAL)),
     same(st.tuples(TEXTUAL, OPERATORS, TEXTUAL)),
-    same(st.tuples(WITH_NUMBER, IN).map(lambda parts: (parts[0][0], parts[1], f"({parts[0][1]}, 1, 2)"))),
+    same(
+        st.tuples(WITH_NUMBER, IN).map(
+            lambda parts: (parts[0][0], parts[1], f"({parts[0][1]}, 1, 2)")
+        )
+    ),
     same(st.tuples(TEXTUAL, IN, TEXT_LISTS)),
     same(st.tuples(TEXTUAL, LIKE, TEXTS)),
-    same(st.tuples(st.sampled_from(["safe", "safe = true", "safe != FALSE", "true = safe"]))),
-    same(st.tuples(st.sampled_from(["n", "safe", "captions", "taken"]), st.sampled_from(["is null", "IS NOT NULL"]))),
-    same(st.tuples(st.just("taken"), OPERATORS, TIMES.map(lambda when: quoted(when.isoformat())))),
-    st.tuples(OPERATORS, TEXTS).map(lambda parts: (f"captions {' '.join(parts)}", of_any(" ".join(parts)))),
+    same(
+        st.tuples(
+            st.sampled_from(["safe", "safe = true", "safe != FALSE", "true = safe"])
+        )
+    ),
+    same(
+        st.tuples(
+            st.sampled_from(["n", "safe", "captions", "taken"]),
+            st.sampled_from(["is null", "IS NOT NULL"]),
+        )
+    ),
+    same(
+        st.tuples(
+            st.just("taken"),
+            OPERATORS,
+            TIMES.map(lambda when: quoted(when.isoformat())),
+        )
+    ),
+    st.tuples(OPERATORS, TEXTS).map(
+        lambda parts: (f"captions {' '.join(parts)}", of_any(" ".join(parts)))
+    ),
     TEXTS.map(lambda text: (f"captions like {text}", of_any(f"like {text}"))),
-    TEXT_LISTS.map(lambda texts: (f"captions not in {texts}", f"NOT {of_any(f'in {texts}')}")),
-)  # fmt: skip
+    TEXT_LISTS.map(
+        lambda texts: (f"captions not in {texts}", f"NOT {of_any(f'in {texts}')}")
+    ),
+)
 EXPRESSIONS = st.recursive(
     CONDITIONS,
     lambda inner: st.one_of(
         inner.map(lambda pair: (f"NOT ({pair[0]})", f"NOT ({pair[1]})")),
         st.tuples(inner, st.sampled_from(["and", "OR"]), inner).map(
             lambda parts: tuple(
-                f"({left}) {parts[1]} ({right})" for left, right in zip(parts[0], parts[2], strict=True)
+                f"({left}) {parts[1]} ({right})"
+                for left, right in zip(parts[0], parts[2], strict=True)
             )
         ),
     ),
@@ -106,11 +167,24 @@ def by_sqlite(rows: list[dict], condition: str) -> list[bool]:
         names = ", ".join(f'"{name}"' for name in SCHEMA.names)
         database.execute(f"CREATE TABLE t ({names})")
         for row in rows:
-            values = {**row, "captions": None if row["captions"] is None else json.dumps(row["captions"])}
+            values = {
+                **row,
+                "captions": (
+                    None if row["captions"] is None else json.dumps(row["captions"])
+                ),
+            }
             values["taken"] = None if row["taken"] is None else row["taken"].isoformat()
             marks = ", ".join("?" * len(SCHEMA.names))
-            database.execute(f"INSERT INTO t VALUES ({marks})", [values[name] for name in SCHEMA.names])
-        return [bool(value) for (value,) in database.execute(f"SELECT {condition} FROM t ORDER BY rowid")]
+            database.execute(
+                f"INSERT INTO t VALUES ({marks})",
+                [values[name] for name in SCHEMA.names],
+            )
+        return [
+            bool(value)
+            for (value,) in database.execute(
+                f"SELECT {condition} FROM t ORDER BY rowid"
+            )
+        ]
 
 
 @settings(max_examples=30)
@@ -127,9 +201,16 @@ def test_expressions_mean_what_they_mean_in_sql(rows, pair):
 
 @pytest.mark.parametrize(
     ("text", "passes"),
-    [("a and b or c", True), ("a or b and c", True), ("not a and b", False), ("not (a and b)", True),
-     ("android and ornate", False), ("NoT a OR c", True), ("a=True and b=false", True)],
-)  # fmt: skip
+    [
+        ("a and b or c", True),
+        ("a or b and c", True),
+        ("not a and b", False),
+        ("not (a and b)", True),
+        ("android and ornate", False),
+        ("NoT a OR c", True),
+        ("a=True and b=false", True),
+    ],
+)
 def test_precedence_and_words_that_begin_with_a_keyword(text, passes):
     names = ["a", "b", "c", "android", "ornate"]
     schema = pa.schema([(name, pa.bool_()) for name in names])
@@ -141,15 +222,39 @@ def test_precedence_and_words_that_begin_with_a_keyword(text, passes):
     ("text", "message"),
     [
         ("", "the filter is empty"),
-        ("widht > 3", r"there is no column widht; the columns are width \(int32\), n \(int64\), .*list<string>"),
-        ('licence = "cc0"', "there is no column cc0; a text is written in single quotes"),
+        (
+            "widht > 3",
+            (
+                r"there is no column widht; the columns are width \(int32\), n"
+                r" \(int64\), .*list<string>"
+            ),
+        ),
+        (
+            'licence = "cc0"',
+            "there is no column cc0; a text is written in single quotes",
+        ),
         ("width > 3; drop table rows", "from character 10 on, '; drop"),
         ("read_csv('/etc/passwd')", "from character 9 on"),
-        ("width > 'wide'", r"the column width \(int32\) cannot be compared with the constant 'wide'; give a whole"),
+        (
+            "width > 'wide'",
+            (
+                r"the column width \(int32\) cannot be compared with the constant"
+                r" 'wide'; give a whole"
+            ),
+        ),
         ("width > 1.5", "give a whole number"),
         ("safe = 1", "give true or false"),
-        *((f"taken > {value}", "give a date and time") for value in (3, "'noon'", "'0001-01-01T00:00+23:00'")),
-        ("width = licence", r"the column width \(int32\) cannot be compared with the column licence \(string\)"),
+        *(
+            (f"taken > {value}", "give a date and time")
+            for value in (3, "'noon'", "'0001-01-01T00:00+23:00'")
+        ),
+        (
+            "width = licence",
+            (
+                r"the column width \(int32\) cannot be compared with the column licence"
+                r" \(string\)"
+            ),
+        ),
         ("width", r"the column width \(int32\) is not a condition"),
         ("width like 'a'", "'like' needs a column of texts, not the column width"),
         ("width = " + "9" * 3000, "does not fit in 64 bits"),
@@ -158,7 +263,7 @@ def test_precedence_and_words_that_begin_with_a_keyword(text, passes):
         ("(" * 4000, "ends too early"),
         ("x" * (MAX_CHARACTERS + 1), "4097 characters"),
     ],
-)  # fmt: skip
+)
 def test_clear_errors(text, message):
     with pytest.raises(UsageError, match=message) as caught:
         parse_where(text, SCHEMA)

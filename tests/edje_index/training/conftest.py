@@ -1,4 +1,6 @@
-"""A small training without images: random features, made-up captions, the tiny bundle's towers."""
+"""A small training without images: random features, made-up captions, the tiny
+bundle's towers.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,12 @@ import torch
 
 from edje_index.bundles.bundle import ModelBundle
 from edje_index.training.batches import BatchSource
-from edje_index.training.captions import CaptionSet, TrainingData, prepare_captions, write_caption_table
+from edje_index.training.captions import (
+    CaptionSet,
+    TrainingData,
+    prepare_captions,
+    write_caption_table,
+)
 from edje_index.training.config import TrainSettings, validated
 from edje_index.training.features import StoredFeatures
 from edje_index.training.loop import TrainTask, total_steps
@@ -22,7 +29,8 @@ from storage_formats.format.layout import IndexSpec
 from storage_formats.format.manifest import CommittedIndex
 from tests.conftest import write_random_index
 
-ALONE, IMAGES = WorkerGroup(), 24
+ALONE = WorkerGroup()
+IMAGES = 24
 SETTINGS = {
     "inputs__captions": ["train.jsonl"],
     "inputs__model": "model",
@@ -44,7 +52,10 @@ WORDS = ["dog", "cat", "red", "house", "water", "boy", "street", "snow", "ball"]
 def captions(count: int = IMAGES) -> list[tuple[str, ...]]:
     """Two captions per image; images 0 and 1 share one."""
     rng = np.random.default_rng(3)
-    made = [tuple(" ".join(rng.choice(WORDS, rng.integers(2, 7))) for _ in range(2)) for _ in range(count)]
+    made = [
+        tuple(" ".join(rng.choice(WORDS, rng.integers(2, 7))) for _ in range(2))
+        for _ in range(count)
+    ]
     return [("A dog .", made[0][1]), ("a dog", made[1][1]), *made[2:]]
 
 
@@ -69,21 +80,40 @@ class Case:
             values.setdefault(group, {})[key] = value
         return validated(TrainSettings, values)
 
-    def task(self, run_dir: Path, *, dev: bool = False, **settings: object) -> TrainTask:
-        """A task whose start is made anew from the tiny bundle. The dev captions are the training captions."""
-        config = self.config(run__dir=run_dir, inputs__dev="dev.jsonl" if dev else None, **settings)
+    def task(
+        self, run_dir: Path, *, dev: bool = False, **settings: object
+    ) -> TrainTask:
+        """A task whose start is made anew from the tiny bundle. The dev captions
+        are the training captions.
+        """
+        config = self.config(
+            run__dir=run_dir, inputs__dev="dev.jsonl" if dev else None, **settings
+        )
         start = run_dir / "start"
         if not start.exists():
-            make_start(config.architecture, config.loop.seed, model=self.bundle).save(start)
+            make_start(config.architecture, config.loop.seed, model=self.bundle).save(
+                start
+            )
         steps = total_steps(config.loop, len(TrainingData.open(self.data).caption_keys))
         dev_captions = (self.items, self.data) if dev else None
         index = CommittedIndex.open(self.features)
-        return TrainTask(config, "run", start, index, self.data, index, steps=steps, dev=dev_captions)
+        return TrainTask(
+            config, "run", start, index, self.data, index, steps=steps, dev=dev_captions
+        )
 
     def source(self, rank: int = 0, world: int = 1, **settings: object) -> BatchSource:
         bundle = ModelBundle.load(self.bundle)
-        data, features = TrainingData.open(self.data), StoredFeatures(CommittedIndex.open(self.features))
-        return BatchSource(data, features, bundle.joint.tokenizer, 4, self.config(**settings), rank, world)
+        data = TrainingData.open(self.data)
+        features = StoredFeatures(CommittedIndex.open(self.features))
+        return BatchSource(
+            data,
+            features,
+            bundle.joint.tokenizer,
+            4,
+            self.config(**settings),
+            rank,
+            world,
+        )
 
 
 def prepare(
@@ -98,8 +128,11 @@ def prepare(
     """Prepare the captions of `case` on the CPU. Worker 0 writes the table."""
     if group.size == 1 and not folder.exists():
         write_caption_table(folder, case.items, case.items.rows, str(miner))
-    device, index = torch.device("cpu"), CommittedIndex.open(case.features)
-    return prepare_captions(folder, case.bundle, miner, index, device, group, should_stop, on_shard)
+    device = torch.device("cpu")
+    index = CommittedIndex.open(case.features)
+    return prepare_captions(
+        folder, case.bundle, miner, index, device, group, should_stop, on_shard
+    )
 
 
 @pytest.fixture(autouse=True, scope="package")
@@ -116,6 +149,8 @@ def case(tmp_path_factory: pytest.TempPathFactory, tiny_bundle: Path) -> Case:
     folder = tmp_path_factory.mktemp("training")
     features = folder / "features.edje"
     write_random_index(features, IndexSpec(IMAGES + 3, 8, (16, 32), embed_dim=24))
-    made = Case(folder, tiny_bundle, features, CaptionSet(np.arange(IMAGES) + 2, captions()))
+    made = Case(
+        folder, tiny_bundle, features, CaptionSet(np.arange(IMAGES) + 2, captions())
+    )
     assert prepare(made.data, made)
     return made

@@ -9,7 +9,12 @@ import pytest
 import torch
 
 from edje_index.bundles.bundle import ModelBundle
-from edje_index.training.batches import Sampler, mask_captions, masked_targets, text_rows
+from edje_index.training.batches import (
+    Sampler,
+    mask_captions,
+    masked_targets,
+    text_rows,
+)
 from storage_formats.token_store import TokenStore
 from tests.edje_index.training.conftest import IMAGES
 
@@ -19,26 +24,38 @@ def tokenizer(tiny_bundle):
     return ModelBundle.load(tiny_bundle).joint.tokenizer
 
 
-def test_text_rows_are_cls_caption_sep_and_masks_cover_caption_tokens_that_are_not_special(tokenizer):
-    rng, cls, sep = np.random.default_rng(0), tokenizer.special_id("cls_token"), tokenizer.special_id("sep_token")
+def test_text_rows_are_cls_caption_sep_and_masks_leave_special_tokens_out(
+    tokenizer,
+):
+    rng = np.random.default_rng(0)
+    cls = tokenizer.special_id("cls_token")
+    sep = tokenizer.special_id("sep_token")
     unknown = tokenizer.special_id("unk_token")
     texts = [rng.integers(50, 400, rng.integers(1, 20)).tolist() for _ in range(2000)]
     for text in texts[:100]:
         text[0] = unknown
     masked, is_masked = mask_captions(texts, 0.5, tokenizer, rng)
-    rows, plain = text_rows(masked, tokenizer), text_rows(texts, tokenizer)
-    for ids, mask, caption in zip(plain.input_ids, plain.attention_mask, texts, strict=True):
+    rows = text_rows(masked, tokenizer)
+    plain = text_rows(texts, tokenizer)
+    for ids, mask, caption in zip(
+        plain.input_ids, plain.attention_mask, texts, strict=True
+    ):
         assert ids[mask.bool()].tolist() == [cls, *caption, sep]
     positions, targets = masked_targets(texts, is_masked, rows.input_ids.shape[1])
-    assert (rows.input_ids.flatten()[positions] == tokenizer.special_id("mask_token")).all()
+    assert (
+        rows.input_ids.flatten()[positions] == tokenizer.special_id("mask_token")
+    ).all()
     assert torch.equal(plain.input_ids.flatten()[positions], targets)
-    assert torch.equal((rows.input_ids != plain.input_ids).flatten().nonzero()[:, 0], positions)
+    assert torch.equal(
+        (rows.input_ids != plain.input_ids).flatten().nonzero()[:, 0], positions
+    )
     assert unknown not in targets.tolist()
     assert len(positions) / (sum(map(len, texts)) - 100) == pytest.approx(0.5, abs=0.02)
 
 
 def rows_of(batch, source, patches):
-    """(row in the index, caption tokens) of every row of a batch, told by its tensors alone.
+    """(row in the index, caption tokens) of every row of a batch, told by its tensors
+    alone.
 
     `patches` are those of the images of all workers.
     """
@@ -56,14 +73,18 @@ def rows_of(batch, source, patches):
 def test_a_batch_holds_positives_negatives_and_masked_rows_in_their_order(case):
     source = case.source()
     batch = source.joint(5)
-    b, k = 8, 2
+    b = 8
+    k = 2
     images, texts = rows_of(batch, source, batch.patches)
     assert len(images) == len(texts) == b * (1 + 2 * k) + b
     data = source.data
     own_images, own_captions = Sampler(data, b, 0).pairs(5)
     assert images[:b] == data.rows[own_images].tolist()
     assert texts[:b] == [tuple(data.caption(at)) for at in own_captions]
-    caption_of = {tuple(data.caption(at)): image for at, image in zip(own_captions, own_images, strict=True)}
+    caption_of = {
+        tuple(data.caption(at)): image
+        for at, image in zip(own_captions, own_images, strict=True)
+    }
     for anchor in range(b):
         for negative in range(b + k * anchor, b + k * anchor + k):
             assert texts[negative] == texts[anchor]
@@ -84,10 +105,12 @@ def test_a_batch_holds_positives_negatives_and_masked_rows_in_their_order(case):
 
 
 def test_ranks_share_a_batch_and_mine_over_all_of_it(case):
-    whole, parts = case.source(), [case.source(rank, 2) for rank in range(2)]
+    whole = case.source()
+    parts = [case.source(rank, 2) for rank in range(2)]
     images, texts = rows_of(whole.joint(3), whole, whole.joint(3).patches)
     patches = torch.cat([part.joint(3).patches for part in parts])
-    b, k = 8, 2
+    b = 8
+    k = 2
     for rank, part in enumerate(parts):
         batch = part.joint(3)
         found_images, found_texts = rows_of(batch, part, patches)
@@ -105,7 +128,9 @@ def test_ranks_share_a_batch_and_mine_over_all_of_it(case):
 
 
 def test_a_batch_shows_photos_and_views_at_random(case):
-    """Photos are rows 2 to 25; rows 0 and 1 stand for the views; some images have one view or none."""
+    """Photos are rows 2 to 25; rows 0 and 1 stand for the views; some images have
+    one view or none.
+    """
     source = case.source()
     rows = np.full((IMAGES, 2), -1)
     rows[:12] = [0, 1]
@@ -116,14 +141,19 @@ def test_a_batch_shows_photos_and_views_at_random(case):
     shown: dict[int, set[int]] = {image: set() for image in range(IMAGES)}
     content = np.ones(1000, dtype=bool)
     for number in range(30):
-        for make, again in ((viewing.joint, viewing.joint), (viewing.alignment(content), viewing.alignment(content))):
+        for make, again in (
+            (viewing.joint, viewing.joint),
+            (viewing.alignment(content), viewing.alignment(content)),
+        ):
             batch = make(number)
             assert torch.equal(batch.patches, again(number).patches)
             if hasattr(batch, "image"):
                 images = Sampler(source.data, 8, 0).pairs(number)[0]
             else:
                 images = Sampler(source.data, IMAGES, 0).sets(number, 1)[0]
-            for image, patches in zip(images.tolist(), batch.patches.view(torch.int16).numpy(), strict=True):
+            for image, patches in zip(
+                images.tolist(), batch.patches.view(torch.int16).numpy(), strict=True
+            ):
                 shown[image].add(blocks[patches.tobytes()])
     for image, shown_rows in shown.items():
         assert shown_rows == {image + 2, *rows[image][rows[image] >= 0]}

@@ -1,4 +1,6 @@
-"""The configuration: the paper's values by default; every problem is reported in a line with the setting's name."""
+"""The configuration: the paper's values by default; every problem is reported in a
+line with the setting's name.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +16,23 @@ MODEL = "published pretrain_model.py"
 TRAINER = "published train.py and utils.py"
 DATA = "published data/"
 OFF = "ours: an addition that is off"
-SOURCES = {  # defaults with where they come from
-    "architecture.adapter": ("compressed", "paper, section Vision-language adapter layer"),
+# defaults with where they come from
+SOURCES = {
+    "architecture.adapter": (
+        "compressed",
+        "paper, section Vision-language adapter layer",
+    ),
     "architecture.tokens": (64, "paper, tables of results"),
     "architecture.adapter_hidden": (8192, TABLE),
-    "architecture.language_layers": (None, "paper, section Experimental Setup: all 12 of MiniLM-L12"),
+    "architecture.language_layers": (
+        None,
+        "paper, section Experimental Setup: all 12 of MiniLM-L12",
+    ),
     "architecture.canonical_captions": (True, f"{DATA}utils.py, pre_caption"),
-    "architecture.word_embeddings": ("trained", "paper, section Experimental Setup: the language model is trained"),
+    "architecture.word_embeddings": (
+        "trained",
+        "paper, section Experimental Setup: the language model is trained",
+    ),
     "architecture.dropout": (None, f"{MODEL}: that of the language model"),
     "augmentation.views": (0, OFF),
     "augmentation.patch_dropout": (0.0, OFF),
@@ -43,15 +55,22 @@ SOURCES = {  # defaults with where they come from
     "optimizer.decay": ("epoch", f"{TRAINER}, step_lr_schedule"),
     "optimizer.decay_rate": (0.9, TABLE),
     "optimizer.clip_norm": (0.0, f"{TRAINER}: gradients are not clipped"),
-    "loop.batch_size": (64, "ours: the published configuration has 32 per GPU and its README 8 GPUs"),
+    "loop.batch_size": (
+        64,
+        "ours: the published configuration has 32 per GPU and its README 8 GPUs",
+    ),
     "loop.accumulate": (1, TRAINER),
     "loop.dtype": ("auto", f"{TRAINER}: bfloat16 on a GPU; ours: float32 on a CPU"),
-}  # fmt: skip
-FINETUNE = {  # what the second phase changes
+}
+# what the second phase changes
+FINETUNE = {
     "objective.mlm_weight": (0.0, f"{MODEL}, forward with finetune"),
     "objective.recovery_weight": (0.0, f"{MODEL}, forward with finetune"),
     "optimizer.lr": (2e-5, TABLE),
-    "optimizer.continued": (True, f"{TRAINER}: the state of Adam and the epoch are read from the checkpoint"),
+    "optimizer.continued": (
+        True,
+        f"{TRAINER}: the state of Adam and the epoch are read from the checkpoint",
+    ),
 }
 
 
@@ -64,7 +83,10 @@ def test_the_defaults_are_those_of_the_paper():
     assert values_of(TrainConfig()) == defaults
     assert values_of(validated(TrainConfig, PRESETS["paper"])) == defaults
     finetune = {name: value for name, (value, _) in FINETUNE.items()}
-    assert values_of(validated(TrainConfig, PRESETS["paper-finetune"])) == {**defaults, **finetune}
+    assert values_of(validated(TrainConfig, PRESETS["paper-finetune"])) == {
+        **defaults,
+        **finetune,
+    }
     for preset in PRESETS.values():
         validated(TrainConfig, preset)
 

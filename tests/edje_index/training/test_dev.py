@@ -1,4 +1,6 @@
-"""Dev recall during a training, the weights of the final score, and the hubness bank."""
+"""Dev recall during a training, the weights of the final score, and the hubness
+bank.
+"""
 
 from __future__ import annotations
 
@@ -28,22 +30,33 @@ from tests.edje_index.training.conftest import IMAGES
 
 POOL = 12
 SETTINGS = {
-    "loop__steps": 6, "optimizer__lr": 3e-3, "optimizer__warmup_steps": 0, "fitting__dev_pool": POOL,
-    "objective__mlm_weight": 0.0, "objective__recovery_weight": 0.0,
-}  # fmt: skip
+    "loop__steps": 6,
+    "optimizer__lr": 3e-3,
+    "optimizer__warmup_steps": 0,
+    "fitting__dev_pool": POOL,
+    "objective__mlm_weight": 0.0,
+    "objective__recovery_weight": 0.0,
+}
 
 
 def task(case, run_dir: Path, **runtime: object) -> TrainTask:
-    settings = {f"run__{name}": value for name, value in {"checkpoint_every": 3, **runtime}.items()}
+    settings = {
+        f"run__{name}": value
+        for name, value in {"checkpoint_every": 3, **runtime}.items()
+    }
     return case.task(run_dir, dev=True, **SETTINGS, **settings)
 
 
 def kept_steps(run_dir: Path) -> list[int]:
-    return sorted(int(path.stem.partition("-")[2]) for path in (run_dir / "checkpoints").iterdir())
+    return sorted(
+        int(path.stem.partition("-")[2]) for path in (run_dir / "checkpoints").iterdir()
+    )
 
 
 def evaluations(run_dir: Path) -> dict[int, dict[str, float]]:
-    return {record["step"]: record for record in read_log(run_dir) if record["phase"] == DEV}
+    return {
+        record["step"]: record for record in read_log(run_dir) if record["phase"] == DEV
+    }
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +73,9 @@ def test_recalls_are_those_of_the_checkpoint(case, everything):
     for step in (2, 6):
         _, steps, choices = finish_model(everything, step, lambda *report: None)
         assert steps == step
-        expected = {direction: choice.logit_recall for direction, choice in choices.items()}
+        expected = {
+            direction: choice.logit_recall for direction, choice in choices.items()
+        }
         assert {name: records[step][name] for name in expected} == expected
         assert records[step]["recall"] == pytest.approx(sum(expected.values()) / 2)
     assert kept_steps(everything.config.run.folder) == [2, 4, 6]
@@ -71,8 +86,13 @@ def test_evaluations_do_not_change_what_is_trained(case, everything, tmp_path):
     run_worker(never, WorkerGroup(), lambda: False)
     assert not evaluations(tmp_path)
     assert kept_steps(tmp_path) == [3, 6]
-    states = [Checkpoints(folder, "run").latest().weights for folder in (tmp_path, everything.config.run.folder)]
-    assert all(torch.equal(states[0][name], tensor) for name, tensor in states[1].items())
+    states = [
+        Checkpoints(folder, "run").latest().weights
+        for folder in (tmp_path, everything.config.run.folder)
+    ]
+    assert all(
+        torch.equal(states[0][name], tensor) for name, tensor in states[1].items()
+    )
 
 
 def test_the_best_are_kept_also_after_a_stop(case, everything, tmp_path):
@@ -83,7 +103,8 @@ def test_the_best_are_kept_also_after_a_stop(case, everything, tmp_path):
     run_worker(made, WorkerGroup(), lambda: False)
     records = evaluations(tmp_path)
     assert {step: record["recall"] for step, record in records.items()} == {
-        step: record["recall"] for step, record in evaluations(everything.config.run.folder).items()
+        step: record["recall"]
+        for step, record in evaluations(everything.config.run.folder).items()
     }
     best = sorted(records, key=lambda step: (records[step]["recall"], step))[-1:]
     steps = set(kept_steps(tmp_path))
@@ -102,11 +123,20 @@ def setting(case):
 
 
 def test_recalls_are_those_of_the_plain_computation(case, setting):
-    """One query at a time, by the parts of a bundle with the chosen weights; in both directions."""
+    """One query at a time, by the parts of a bundle with the chosen weights; in
+    both directions.
+    """
     bundle, dev, features = setting
     adapter = trained_part(bundle.adapter)
-    bundle = replace(bundle, pooled=fit_pooled_similarity(adapter, bundle.joint, case.source(), 4), info=None)
-    bundle = replace(bundle, hubness_bank=make_hubness_bank(adapter, bundle.score_models, case.source(), 10))
+    bundle = replace(
+        bundle,
+        pooled=fit_pooled_similarity(adapter, bundle.joint, case.source(), 4),
+        info=None,
+    )
+    bundle = replace(
+        bundle,
+        hubness_bank=make_hubness_bank(adapter, bundle.score_models, case.source(), 10),
+    )
     config = FittingConfig(dev_captions=1000, dev_pool=6)
     choices = choose_dev_weights(bundle, dev, features, config)
     assert (choices["t2i"].queries, choices["t2i"].pool) == (2 * IMAGES, 6)
@@ -114,48 +144,101 @@ def test_recalls_are_those_of_the_plain_computation(case, setting):
     tokens = to_bf16_array(bundle.adapter(features.fetch(dev.rows)[0].float()))
     similar = dev.text_embeddings @ dev.image_embeddings.T
     for direction, choice in choices.items():
-        weights, text_queries = choice.weights.by_part(), direction == "t2i"
+        weights = choice.weights.by_part()
+        text_queries = direction == "t2i"
         assert min(weights.values()) >= 0
-        models, hits = bundle.score_models, []
+        models = bundle.score_models
+        hits = []
         for query in range(2 * IMAGES if text_queries else IMAGES):
             rank = similar[query] if text_queries else similar[:, query]
             near = sorted(range(len(rank)), key=lambda at, rank=rank: -rank[at])[:6]
             texts = [dev.captions[at] for at in ([query] * 6 if text_queries else near)]
-            embeddings = dev.image_embeddings[near] if text_queries else dev.text_embeddings[near]
-            pairs = Pairs(texts, tokens[near if text_queries else [query] * 6], rank[near], embeddings)
+            embeddings = (
+                dev.image_embeddings[near]
+                if text_queries
+                else dev.text_embeddings[near]
+            )
+            pairs = Pairs(
+                texts,
+                tokens[near if text_queries else [query] * 6],
+                rank[near],
+                embeddings,
+            )
             used = {part: weight for part, weight in weights.items() if weight}
-            values = {part: models.part(part, pairs, direction, choice.weights) for part in {"logit", *used}}
+            values = {
+                part: models.part(part, pairs, direction, choice.weights)
+                for part in {"logit", *used}
+            }
             final = sum(weight * values[part] for part, weight in used.items())
-            best = [near[scores.argmax()] for scores in (final, values["logit"], rank[near])]
-            hits.append([at == query // 2 if text_queries else at // 2 == query for at in best])
+            best = [
+                near[scores.argmax()] for scores in (final, values["logit"], rank[near])
+            ]
+            hits.append(
+                [at == query // 2 if text_queries else at // 2 == query for at in best]
+            )
         recalls = (choice.recall, choice.logit_recall, choice.embedding_recall)
         assert recalls == pytest.approx(np.mean(hits, axis=0))
 
 
 @pytest.mark.parametrize(("count", "pooled"), [(9, True), (1000, False)])
 def test_a_bank_holds_captions_and_images_of_the_training(case, count, pooled):
-    """Each vector is one of those that the plain computation gives, and none comes twice."""
-    bundle, source, reports = ModelBundle.load(case.bundle), case.source(), []
-    adapter, index = trained_part(bundle.adapter), CommittedIndex.open(case.features)
+    """Each vector is one of those that the plain computation gives, and none comes
+    twice.
+    """
+    bundle = ModelBundle.load(case.bundle)
+    source = case.source()
+    reports = []
+    adapter = trained_part(bundle.adapter)
+    index = CommittedIndex.open(case.features)
     if pooled:
-        bundle = replace(bundle, pooled=fit_pooled_similarity(adapter, bundle.joint, source, 4), info=None)
+        bundle = replace(
+            bundle,
+            pooled=fit_pooled_similarity(adapter, bundle.joint, source, 4),
+            info=None,
+        )
     models = bundle.score_models
-    bank = make_hubness_bank(adapter, models, source, count, lambda *report: reports.append(report[1:]))
+    bank = make_hubness_bank(
+        adapter, models, source, count, lambda *report: reports.append(report[1:])
+    )
     data = source.data
-    texts = [bundle.joint.tokenizer.tokenizer.decode(data.caption(at)) for at in range(len(data.text_embeddings))]
+    texts = [
+        bundle.joint.tokenizer.tokenizer.decode(data.caption(at))
+        for at in range(len(data.text_embeddings))
+    ]
     embedded = read_embeddings(index, data.rows)
     with torch.no_grad():
         tokens = adapter(source.features.fetch(data.rows)[0].float()).bfloat16()
     for embeddings, pooled_vectors, all_embeddings, all_vectors in (
-        (bank.caption_embeddings, bank.caption_vectors, data.text_embeddings, models.caption_vectors(texts).numpy()),
-        (bank.image_embeddings, bank.image_vectors, embedded, models.image_vectors(tokens).numpy()),
+        (
+            bank.caption_embeddings,
+            bank.caption_vectors,
+            data.text_embeddings,
+            models.caption_vectors(texts).numpy(),
+        ),
+        (
+            bank.image_embeddings,
+            bank.image_vectors,
+            embedded,
+            models.image_vectors(tokens).numpy(),
+        ),
     ):
-        assert len(embeddings.codes) == len(pooled_vectors.codes) == min(count, len(all_embeddings))
+        assert (
+            len(embeddings.codes)
+            == len(pooled_vectors.codes)
+            == min(count, len(all_embeddings))
+        )
         places = (embeddings.dense().numpy() @ all_embeddings.T).argmax(axis=1)
-        np.testing.assert_allclose(embeddings.dense().numpy(), all_embeddings[places], atol=5e-3)
-        np.testing.assert_allclose(pooled_vectors.dense().numpy(), all_vectors[places], atol=1e-2)
+        np.testing.assert_allclose(
+            embeddings.dense().numpy(), all_embeddings[places], atol=5e-3
+        )
+        np.testing.assert_allclose(
+            pooled_vectors.dense().numpy(), all_vectors[places], atol=1e-2
+        )
         assert pooled_vectors.codes.shape[1] == (4 if pooled else 0)
     total = min(count, 48) + min(count, 24)
     assert reports == ([(0, total), (min(count, 48), total)] if pooled else [])
     again = make_hubness_bank(adapter, models, source, count)
-    assert all(torch.equal(value, again.state_dict()[name]) for name, value in bank.state_dict().items())
+    assert all(
+        torch.equal(value, again.state_dict()[name])
+        for name, value in bank.state_dict().items()
+    )

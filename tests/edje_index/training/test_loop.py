@@ -1,4 +1,6 @@
-"""The loop: resuming, stopping, checkpoints, the guard against gradients that are no numbers, the log."""
+"""The loop: resuming, stopping, checkpoints, the guard against gradients that are
+no numbers, the log.
+"""
 
 from __future__ import annotations
 
@@ -49,27 +51,38 @@ def weights(run_dir: Path) -> dict[str, torch.Tensor]:
 
 
 def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
-    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+    return left.keys() == right.keys() and all(
+        torch.equal(left[name], right[name]) for name in left
+    )
 
 
 @pytest.fixture(scope="module")
 def calm(case, tmp_path_factory):
-    """A training of both phases without a break: two alignment steps, six joint ones, dropout on."""
+    """A training of both phases without a break: two alignment steps, six joint
+    ones, dropout on.
+    """
     run_dir = tmp_path_factory.mktemp("calm")
     run_worker(
-        case.task(run_dir, alignment__steps=2, alignment__batch_size=8, loop__accumulate=2), WorkerGroup(), never
+        case.task(
+            run_dir, alignment__steps=2, alignment__batch_size=8, loop__accumulate=2
+        ),
+        WorkerGroup(),
+        never,
     )
     return run_dir
 
 
 @pytest.mark.parametrize("calls", [1, 5])
 def test_a_stopped_training_goes_on_to_the_same_bits(case, calm, tmp_path, calls):
-    task = case.task(tmp_path, alignment__steps=2, alignment__batch_size=8, loop__accumulate=2)
+    task = case.task(
+        tmp_path, alignment__steps=2, alignment__batch_size=8, loop__accumulate=2
+    )
     with pytest.raises(TrainingStopped, match="stopped after step"):
         run_worker(task, WorkerGroup(), StopAfter(calls))
     run_worker(task, WorkerGroup(), never)
     newest = sorted((tmp_path / "checkpoints").iterdir())[-1]
-    newest.write_bytes(newest.read_bytes()[:1000])  # damaged, so the checkpoint before is read
+    # damaged, so the checkpoint before is read
+    newest.write_bytes(newest.read_bytes()[:1000])
     run_worker(task, WorkerGroup(), never)
     assert same(weights(tmp_path), weights(calm))
     positions = [(record["stage"], record["step"]) for record in read_log(tmp_path)]
@@ -77,8 +90,12 @@ def test_a_stopped_training_goes_on_to_the_same_bits(case, calm, tmp_path, calls
 
 
 def test_it_learns_and_leaves_the_tower(case, tmp_path):
-    """The losses fall; the towers of the bundle that comes out are the ones that went in."""
-    task = case.task(tmp_path, loop__steps=30, optimizer__lr=3e-3, architecture__dropout=0.0)
+    """The losses fall; the towers of the bundle that comes out are the ones that
+    went in.
+    """
+    task = case.task(
+        tmp_path, loop__steps=30, optimizer__lr=3e-3, architecture__dropout=0.0
+    )
     run_worker(task, WorkerGroup(), never)
     log = read_log(tmp_path)
     assert log[-1]["recovery"] < 0.7 * log[0]["recovery"]
@@ -97,11 +114,17 @@ def test_frozen_words_stay_the_language_models(case, tmp_path):
     run_worker(task, WorkerGroup(), never)
     after, *_ = finish_model(task, None, lambda *report: None)
     before = ModelBundle.load(task.start)
-    assert torch.equal(after.joint.text_embeddings.weight, before.joint.text_embeddings.weight)
-    assert not torch.equal(after.joint.text_projection.weight, before.joint.text_projection.weight)
+    assert torch.equal(
+        after.joint.text_embeddings.weight, before.joint.text_embeddings.weight
+    )
+    assert not torch.equal(
+        after.joint.text_projection.weight, before.joint.text_projection.weight
+    )
 
 
-def test_gradients_that_are_no_numbers_are_skipped_and_then_end_it(case, tmp_path, monkeypatch):
+def test_gradients_that_are_no_numbers_are_skipped_and_then_end_it(
+    case, tmp_path, monkeypatch
+):
     monkeypatch.setattr(loop, "MAX_BAD_STEPS", 3)
     task = case.task(tmp_path, loop__steps=6)
     path = sorted((task.start / "joint").glob("model.safetensors"))[0]
@@ -110,21 +133,40 @@ def test_gradients_that_are_no_numbers_are_skipped_and_then_end_it(case, tmp_pat
     state = load_file(path)
     state["text_projection.bias"].fill_(float("nan"))
     save_file(state, path)
-    with pytest.raises(ModelError, match=r"3 steps in a row had no finite gradient, up to step 3 .*optimizer.lr"):
+    with pytest.raises(
+        ModelError,
+        match=r"3 steps in a row had no finite gradient, up to step 3 .*optimizer.lr",
+    ):
         run_worker(task, WorkerGroup(), never)
     newest = sorted((tmp_path / "checkpoints").iterdir())[-1]
     assert same(
-        {k: v for k, v in read_checkpoint(newest)["weights"].items() if k.startswith("adapter.")},
-        {f"adapter.{k}": v for k, v in ModelBundle.load(task.start, verify=False).adapter.state_dict().items()},
+        {
+            k: v
+            for k, v in read_checkpoint(newest)["weights"].items()
+            if k.startswith("adapter.")
+        },
+        {
+            f"adapter.{k}": v
+            for k, v in (
+                ModelBundle.load(task.start, verify=False).adapter.state_dict().items()
+            )
+        },
     )
 
 
 def test_all_parameters_have_weight_decay(case):
     config = case.config(optimizer__adapter_lr_factor=3.0)
     start = ModelBundle.load(case.bundle)
-    module = JointObjective(start.adapter.requires_grad_(True), start.joint, config.objective, config.augmentation)
+    module = JointObjective(
+        start.adapter.requires_grad_(True),
+        start.joint,
+        config.objective,
+        config.augmentation,
+    )
     groups = make_optimizer(module, config.optimizer).param_groups
-    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    trained = [
+        parameter for parameter in module.parameters() if parameter.requires_grad
+    ]
     assert sum(len(group["params"]) for group in groups) == len(trained)
     assert {group["factor"] for group in groups} == {1.0, 3.0}
     assert {group["weight_decay"] for group in groups} == {0.05}
@@ -132,18 +174,33 @@ def test_all_parameters_have_weight_decay(case):
 
 @pytest.mark.parametrize("clip_norm", [0.0, 0.5])
 def test_a_step_is_that_of_stock_adamw(case, tmp_path, clip_norm):
-    """Two steps, written out: gradients of the loss, clipped if asked, and torch's own AdamW over all parameters."""
-    settings = {"optimizer__clip_norm": clip_norm, "loop__steps": 2, "optimizer__warmup_steps": 0}
+    """Two steps, written out: gradients of the loss, clipped if asked, and torch's
+    own AdamW over all parameters.
+    """
+    settings = {
+        "optimizer__clip_norm": clip_norm,
+        "loop__steps": 2,
+        "optimizer__warmup_steps": 0,
+    }
     task = case.task(tmp_path, **settings, architecture__dropout=0.0)
     run_worker(task, WorkerGroup(), never)
     start, source, _ = open_start(task, WorkerGroup())
     make_trainable(start, task.config.architecture, torch.device("cpu"))
-    module = JointObjective(start.adapter, start.joint, task.config.objective, task.config.augmentation).train()
+    module = JointObjective(
+        start.adapter, start.joint, task.config.objective, task.config.augmentation
+    ).train()
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3, weight_decay=0.05)
     for number in range(2):
         optimizer.zero_grad()
         module(source.joint(number))["loss"].backward()
-        total = sum(float(p.grad.double().square().sum()) for p in module.parameters() if p.grad is not None) ** 0.5
+        total = (
+            sum(
+                float(p.grad.double().square().sum())
+                for p in module.parameters()
+                if p.grad is not None
+            )
+            ** 0.5
+        )
         assert total > 0.5
         for parameter in module.parameters():
             if clip_norm and total > clip_norm and parameter.grad is not None:
@@ -151,48 +208,87 @@ def test_a_step_is_that_of_stock_adamw(case, tmp_path, clip_norm):
         optimizer.step()
     trained = weights(tmp_path)
     for name, parameter in module.state_dict().items():
-        if name == "joint.classification_head.1.bias":  # the loss does not depend on it: its gradient is rounding error
+        # the loss does not depend on it: its gradient is rounding error
+        if name == "joint.classification_head.1.bias":
             continue
-        torch.testing.assert_close(trained[name], parameter, atol=2e-5, rtol=1e-4, msg=name)
+        torch.testing.assert_close(
+            trained[name], parameter, atol=2e-5, rtol=1e-4, msg=name
+        )
     before = ModelBundle.load(task.start).adapter.state_dict()
-    assert not same({k.removeprefix("adapter."): v for k, v in trained.items() if k.startswith("adapter.")}, before)
+    assert not same(
+        {
+            k.removeprefix("adapter."): v
+            for k, v in trained.items()
+            if k.startswith("adapter.")
+        },
+        before,
+    )
 
 
 PRETRAINING = OptimizerConfig()
 FINETUNING = validated(TrainConfig, PRESETS["paper-finetune"]).optimizer
 
 
-def published_rates(config: OptimizerConfig, first: int, epochs: int, steps_per_epoch: int) -> list[float]:
-    """A step schedule per epoch; the steps of the first epoch are warmed up. `first` epochs are in the checkpoint."""
+def published_rates(
+    config: OptimizerConfig, first: int, epochs: int, steps_per_epoch: int
+) -> list[float]:
+    """A step schedule per epoch; the steps of the first epoch are warmed up.
+    `first` epochs are in the checkpoint.
+    """
     rates = []
     for epoch in range(first, epochs):
         rate = max(config.min_lr, config.lr * config.decay_rate**epoch)
         for step in range(steps_per_epoch):
             if epoch == 0:
-                warm = config.warmup_lr + (config.lr - config.warmup_lr) * step / config.warmup_steps
+                warm = (
+                    config.warmup_lr
+                    + (config.lr - config.warmup_lr) * step / config.warmup_steps
+                )
                 rate = min(config.lr, warm)
             rates.append(rate)
     return rates
 
 
-@pytest.mark.parametrize(("config", "first"), [(PRETRAINING, 0), (FINETUNING, 0), (FINETUNING, 5)])
-@pytest.mark.parametrize(("epochs", "steps_per_epoch"), [(60, 130), (12, 500), (8, 100), (9, 40)])
+@pytest.mark.parametrize(
+    ("config", "first"), [(PRETRAINING, 0), (FINETUNING, 0), (FINETUNING, 5)]
+)
+@pytest.mark.parametrize(
+    ("epochs", "steps_per_epoch"), [(60, 130), (12, 500), (8, 100), (9, 40)]
+)
 def test_every_step_has_the_published_rate(config, first, epochs, steps_per_epoch):
-    """Also if the warm-up is longer than the first epoch, down to the minimum, and when a checkpoint goes on."""
+    """Also if the warm-up is longer than the first epoch, down to the minimum, and
+    when a checkpoint goes on.
+    """
     total = (epochs - first) * steps_per_epoch
-    rates = [learning_rate(step, total, float(steps_per_epoch), config, first) for step in range(total)]
-    assert rates == pytest.approx(published_rates(config, first, epochs, steps_per_epoch), rel=1e-12)
+    rates = [
+        learning_rate(step, total, float(steps_per_epoch), config, first)
+        for step in range(total)
+    ]
+    assert rates == pytest.approx(
+        published_rates(config, first, epochs, steps_per_epoch), rel=1e-12
+    )
 
 
 def test_fine_tuning_goes_on_with_adam_and_the_epochs_as_published(case, tmp_path):
-    """The first step, written out: torch's own AdamW with the state of the checkpoint, at the next epoch's rate."""
-    first = case.task(tmp_path / "first", architecture__dropout=0.0)  # 6 steps, which are one epoch
+    """The first step, written out: torch's own AdamW with the state of the
+    checkpoint, at the next epoch's rate.
+    """
+    # 6 steps, which are one epoch
+    first = case.task(tmp_path / "first", architecture__dropout=0.0)
     run_worker(first, WorkerGroup(), never)
     (tmp_path / "second").mkdir()
-    finish_model(first, None, lambda *report: None)[0].save(tmp_path / "second" / "start")
-    changes = {"objective__mlm_weight": 0.0, "objective__recovery_weight": 0.0, "loop__steps": 1}
+    finish_model(first, None, lambda *report: None)[0].save(
+        tmp_path / "second" / "start"
+    )
+    changes = {
+        "objective__mlm_weight": 0.0,
+        "objective__recovery_weight": 0.0,
+        "loop__steps": 1,
+    }
     task = case.task(tmp_path / "second", architecture__dropout=0.0, **changes)
-    run_worker(replace(task, continued=(tmp_path / "first", "run", 6)), WorkerGroup(), never)
+    run_worker(
+        replace(task, continued=(tmp_path / "first", "run", 6)), WorkerGroup(), never
+    )
     start, source, _ = open_start(task, WorkerGroup())
     make_trainable(start, task.config.architecture, torch.device("cpu"))
     whole = first.config.objective, task.config.augmentation
@@ -201,18 +297,27 @@ def test_fine_tuning_goes_on_with_adam_and_the_epochs_as_published(case, tmp_pat
     saved = Checkpoints(tmp_path / "first", "run").latest()
     assert saved.epochs == 1
     groups = [{**group, "lr": 1e-3 * 0.9} for group in saved.optimizer["param_groups"]]
-    optimizer.load_state_dict({"state": saved.optimizer["state"], "param_groups": groups})
+    optimizer.load_state_dict(
+        {"state": saved.optimizer["state"], "param_groups": groups}
+    )
     module(source.joint(0))["itm"].backward()
     optimizer.step()
     state = Checkpoints(tmp_path / "second", "run").latest()
     assert state.epochs == pytest.approx(1 + 1 / 6, abs=1e-5)
     for name, parameter in module.state_dict().items():
-        torch.testing.assert_close(state.weights[name], parameter, atol=1e-6, rtol=1e-5, msg=name)
+        torch.testing.assert_close(
+            state.weights[name], parameter, atol=1e-6, rtol=1e-5, msg=name
+        )
 
 
 def test_steps_follow_from_epochs(case):
     assert total_steps(case.config().loop, 100) == 6
     assert total_steps(case.config(loop__steps=None, loop__epochs=2.5).loop, 100) == 30
-    assert total_steps(case.config(loop__steps=None, loop__epochs=2, loop__accumulate=5).loop, 100) == 5
+    assert (
+        total_steps(
+            case.config(loop__steps=None, loop__epochs=2, loop__accumulate=5).loop, 100
+        )
+        == 5
+    )
     with pytest.raises(UsageError, match="do not fill a batch"):
         total_steps(case.config().loop, 7)

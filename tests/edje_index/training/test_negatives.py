@@ -17,36 +17,57 @@ from storage_formats.errors import UsageError
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("count", [1, 3])
 def test_negatives_are_the_top_k_of_the_published_sampling(case, seed, count):
-    """Plain Python in float64: rank the batch by softmax of the similarities without the anchor's own pairs."""
+    """Plain Python in float64: rank the batch by softmax of the similarities
+    without the anchor's own pairs.
+    """
     source = case.source(negatives__count=count, loop__seed=seed, loop__batch_size=12)
     data = source.data
     images, captions = Sampler(data, 12, seed).pairs(seed)
     drawn = source.negatives(images, captions)
-    texts, photos = (array.astype(np.float64).tolist() for array in (data.text_mining, data.image_mining))
-    scores = [[sum(map(operator.mul, texts[c], photos[i])) for i in images] for c in captions]
-    for direction, matrix in ((0, scores), (1, [list(column) for column in zip(*scores, strict=True)])):
+    texts, photos = (
+        array.astype(np.float64).tolist()
+        for array in (data.text_mining, data.image_mining)
+    )
+    scores = [
+        [sum(map(operator.mul, texts[c], photos[i])) for i in images] for c in captions
+    ]
+    for direction, matrix in (
+        (0, scores),
+        (1, [list(column) for column in zip(*scores, strict=True)]),
+    ):
         for anchor, row in enumerate(matrix):
             total = sum(math.exp(value) for value in row)
             allowed = [
                 (-math.exp(value) / total, other)
                 for other, value in enumerate(row)
                 if data.rows[images[other]] != data.rows[images[anchor]]
-                and data.caption_keys[captions[other]] != data.caption_keys[captions[anchor]]
+                and data.caption_keys[captions[other]]
+                != data.caption_keys[captions[anchor]]
             ]
-            assert drawn[direction][anchor].tolist() == [other for _, other in sorted(allowed)[:count]]
+            assert drawn[direction][anchor].tolist() == [
+                other for _, other in sorted(allowed)[:count]
+            ]
 
 
 @given(st.integers(0, 2**32), st.integers(2, 9), st.integers(1, 6))
-def test_nothing_masked_is_chosen_and_nothing_twice_while_others_are_left(seed, size, count):
+def test_nothing_masked_is_chosen_and_nothing_twice_while_others_are_left(
+    seed, size, count
+):
     rng = np.random.default_rng(seed)
     masked = rng.random((size, size)) < 0.4
     np.fill_diagonal(masked, True)
     masked[np.arange(size), (np.arange(size) + 1) % size] = False
-    similar = rng.integers(0, 5, size=(size, size)).astype(float)  # with ties
+    # with ties
+    similar = rng.integers(0, 5, size=(size, size)).astype(float)
     chosen = hard_negatives(similar, masked, count)
     for row in range(size):
-        order = sorted(np.flatnonzero(~masked[row]).tolist(), key=lambda other, row=row: (-similar[row, other], other))
-        assert chosen[row].tolist() == [order[place % len(order[:count])] for place in range(count)]
+        order = sorted(
+            np.flatnonzero(~masked[row]).tolist(),
+            key=lambda other, row=row: (-similar[row, other], other),
+        )
+        assert chosen[row].tolist() == [
+            order[place % len(order[:count])] for place in range(count)
+        ]
 
 
 def test_a_row_without_candidates_is_refused():

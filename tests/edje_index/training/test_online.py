@@ -1,4 +1,6 @@
-"""Online features: the values that an encoder gives each photo alone. Unreadable photos are counted, never trained."""
+"""Online features: the values that an encoder gives each photo alone. Unreadable
+photos are counted, never trained.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,11 @@ from edje_index.indexing.image_encoder import ImageEncoder
 from edje_index.models.adapter import build_adapter
 from edje_index.training import loop
 from edje_index.training.batches import BatchSource, Sampler
-from edje_index.training.features import OnlineFeatures, photo_view, unreadable_by_reason
+from edje_index.training.features import (
+    OnlineFeatures,
+    photo_view,
+    unreadable_by_reason,
+)
 from edje_index.training.loop import open_start
 from edje_index.training.workers import WorkerGroup
 from storage_formats.errors import EdjeError
@@ -43,8 +49,18 @@ class Photos:
         return self.folder / f"{row}.jpg"
 
     def features(self, views: int = 0) -> OnlineFeatures:
-        index, inputs = CommittedIndex.open(self.case.features), InputTable(self.folder / "inputs.arrow")
-        return OnlineFeatures(index, inputs, self.encoder, self.folder, 0, ThreadPoolExecutor(2), views=views, seed=7)
+        index = CommittedIndex.open(self.case.features)
+        inputs = InputTable(self.folder / "inputs.arrow")
+        return OnlineFeatures(
+            index,
+            inputs,
+            self.encoder,
+            self.folder,
+            0,
+            ThreadPoolExecutor(2),
+            views=views,
+            seed=7,
+        )
 
     def source(self, **settings: object) -> BatchSource:
         return replace(self.case.source(**settings), features=self.features())
@@ -54,14 +70,18 @@ class Photos:
 def photos(case, tmp_path):
     bundle = ModelBundle.load(case.bundle)
     adapter = build_adapter(bundle.adapter.config.features(bundle.vision.num_patches))
-    encoder = ImageEncoder(bundle.info, bundle.vision, adapter, Preprocessor(bundle.clip_config))
+    encoder = ImageEncoder(
+        bundle.info, bundle.vision, adapter, Preprocessor(bundle.clip_config)
+    )
     made = Photos(tmp_path, case, encoder)
     rng = np.random.default_rng(0)
     for row in range(ROWS):
         pixels = rng.integers(0, 255, (40 + row, 50, 3), dtype=np.uint8)
         Image.fromarray(pixels).save(made.path(row))
     paths = [made.path(row) for row in range(ROWS)]
-    refs = [InputRef(str(path), bytes(path), size=path.stat().st_size) for path in paths]
+    refs = [
+        InputRef(str(path), bytes(path), size=path.stat().st_size) for path in paths
+    ]
     assert write_input_table(tmp_path / "inputs.arrow", refs) == ROWS
     return made
 
@@ -69,11 +89,14 @@ def photos(case, tmp_path):
 def alone(photos: Photos, row: int) -> torch.Tensor:
     """Features of one photo by the encoder of a build."""
     pixels = photos.encoder.preprocess(decode_rgb(photos.path(row).read_bytes()))
-    return torch.from_numpy(photos.encoder.encode(pixels[None])[0].astype(np.float32))[0]
+    return torch.from_numpy(photos.encoder.encode(pixels[None])[0].astype(np.float32))[
+        0
+    ]
 
 
 def test_features_are_those_of_a_build(photos):
-    rows = np.array([5, 0, 26, 5, *range(1, 20), *range(20, 26), *range(10)])  # more than one batch of the tower
+    # more than one batch of the tower
+    rows = np.array([5, 0, 26, 5, *range(1, 20), *range(20, 26), *range(10)])
     features = photos.features()
     fetched, _ = features.fetch(rows)
     assert fetched.dtype == torch.bfloat16
@@ -82,9 +105,13 @@ def test_features_are_those_of_a_build(photos):
     torch.testing.assert_close(features.finish(features.load(rows)[0]), fetched)
 
 
-def test_the_workers_of_a_machine_share_its_cpus_for_decoding(photos, tmp_path, monkeypatch):
+def test_the_workers_of_a_machine_share_its_cpus_for_decoding(
+    photos, tmp_path, monkeypatch
+):
     monkeypatch.setattr(loop, "usable_cpus", lambda: 8)
-    task = replace(photos.case.task(tmp_path / "run"), inputs=photos.folder / "inputs.arrow")
+    task = replace(
+        photos.case.task(tmp_path / "run"), inputs=photos.folder / "inputs.arrow"
+    )
     pools = []
     for size, on_machine in ((1, 1), (4, 1), (4, 4), (32, 16)):
         _, source, _ = open_start(task, WorkerGroup(0, size, on_machine))
@@ -93,7 +120,8 @@ def test_the_workers_of_a_machine_share_its_cpus_for_decoding(photos, tmp_path, 
 
 
 def test_views_are_the_crops_that_a_stored_view_has(photos):
-    size, data = photos.encoder.vision.image_size, photos.path(4).read_bytes()
+    size = photos.encoder.vision.image_size
+    data = photos.path(4).read_bytes()
     rows = np.array([4 * 3 + 1, 9 * 3])
     photo = decode_rgb(data)
     values, is_readable = photos.features(3).load(rows)
@@ -102,22 +130,31 @@ def test_views_are_the_crops_that_a_stored_view_has(photos):
     assert torch.equal(values[0], expected)
     other = photos.encoder.preprocess(photo_view(photo, data, 2, size, 7))
     assert not torch.equal(values[0], other)
-    source = replace(photos.source(), views=(photos.features(3), np.arange(ROWS * 3).reshape(-1, 3)[2:-1]))
+    source = replace(
+        photos.source(),
+        views=(photos.features(3), np.arange(ROWS * 3).reshape(-1, 3)[2:-1]),
+    )
     batch = source.with_features(source.joint(0))
     assert batch.patches.shape == (8, 16, 32)
-    assert not torch.equal(batch.patches, photos.source().with_features(photos.source().joint(0)).patches)
+    assert not torch.equal(
+        batch.patches, photos.source().with_features(photos.source().joint(0)).patches
+    )
 
 
 def test_an_unreadable_image_is_named_and_blank(photos):
     photos.path(3).unlink()
     photos.path(5).write_bytes(photos.path(6).read_bytes())
-    photos.path(7).write_bytes(photos.path(7).read_bytes()[:-100] + bytes(100))  # same size, but not its end
+    # same size, but not its end
+    photos.path(7).write_bytes(photos.path(7).read_bytes()[:-100] + bytes(100))
     features = photos.features()
     for _ in range(2):
         values, is_readable = features.load(np.array([2, 3, 5, 7]))
         assert is_readable.tolist() == [True, False, False, True]
         assert not values[1:3].any()
-    lines = [json.loads(line) for line in (photos.folder / "unreadable-0.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line)
+        for line in (photos.folder / "unreadable-0.jsonl").read_text().splitlines()
+    ]
     assert sorted((line["uri"], line["reason"]) for line in lines) == [
         (str(photos.path(3)), "missing"),
         (str(photos.path(5)), "changed-since-plan"),
@@ -125,7 +162,10 @@ def test_an_unreadable_image_is_named_and_blank(photos):
     fetched, readable = features.fetch(np.array([2, 3, 5, 7]))
     assert readable.tolist() == is_readable.tolist()
     assert torch.equal(fetched[[0, 3]], features.fetch(np.array([2, 7]))[0])
-    assert unreadable_by_reason(photos.folder) == {"changed-since-plan": 1, "missing": 1}
+    assert unreadable_by_reason(photos.folder) == {
+        "changed-since-plan": 1,
+        "missing": 1,
+    }
     assert features.unreadable() == 2
 
 
@@ -138,12 +178,18 @@ def test_a_pair_without_its_image_is_replaced_by_another_pair(photos):
     batch = source.joint(0)
     assert batch.pairs == 8
     assert batch.image[:8].tolist() == [0, 1, 3, 3, 4, 5, 6, 0]
-    k, pairs = 2, {position: position for position in range(8)} | {2: 3, 7: 0}
+    k = 2
+    pairs = {position: position for position in range(8)} | {2: 3, 7: 0}
     for position, other in pairs.items():
         for first, width in ((0, 1), (8, k), (8 + 8 * k, k)):
-            rows, others = (slice(first + width * at, first + width * (at + 1)) for at in (position, other))
+            rows, others = (
+                slice(first + width * at, first + width * (at + 1))
+                for at in (position, other)
+            )
             assert torch.equal(batch.image[rows], before.image[others])
-            assert torch.equal(batch.inputs.input_ids[rows], before.inputs.input_ids[others])
+            assert torch.equal(
+                batch.inputs.input_ids[rows], before.inputs.input_ids[others]
+            )
     assert len(captions) == 8
     aligned = source.alignment(np.ones(1000, dtype=bool))(0)
     assert len(aligned.patches) == IMAGES - 2
@@ -153,6 +199,11 @@ def test_a_pair_without_its_image_is_replaced_by_another_pair(photos):
 def test_a_batch_without_any_image_says_what_to_do(photos):
     for row in range(ROWS):
         photos.path(row).write_bytes(b"no image")
-    for make in (photos.source().joint, photos.source().alignment(np.ones(1000, dtype=bool))):
-        with pytest.raises(EdjeError, match=r"none of the images .* restore the image files"):
+    for make in (
+        photos.source().joint,
+        photos.source().alignment(np.ones(1000, dtype=bool)),
+    ):
+        with pytest.raises(
+            EdjeError, match=r"none of the images .* restore the image files"
+        ):
             make(0)

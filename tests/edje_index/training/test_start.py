@@ -25,27 +25,39 @@ from edje_index.training.start import (
 
 SMALL = ArchitectureConfig(tokens=3, adapter_hidden=20)
 BERT = {
-    "hidden_size": 24, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 40,
+    "hidden_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "intermediate_size": 40,
     "max_position_embeddings": 96,
-}  # fmt: skip
+}
 
 
 @pytest.fixture
 def language(tmp_path, tiny_bundle):
-    """A folder with a BERT in 16 bits as sentence models come, without a head, and its own vocabulary."""
+    """A folder with a BERT in 16 bits as sentence models come, without a head, and
+    its own vocabulary.
+    """
     folder = tmp_path / "bert"
     folder.mkdir()
     tokenizer = ModelBundle.load(tiny_bundle).joint.tokenizer
     tokenizer.save(folder)
     content = json.loads((folder / "tokenizer.json").read_text())
-    content["added_tokens"] = [token for token in content["added_tokens"] if token["content"] != "<image>"]
+    content["added_tokens"] = [
+        token for token in content["added_tokens"] if token["content"] != "<image>"
+    ]
     del content["model"]["vocab"]["<image>"]
     (folder / "tokenizer.json").write_text(json.dumps(content))
     config = BertConfig(vocab_size=len(tokenizer) - 1, **BERT)
-    (folder / "config.json").write_text(json.dumps({**config.to_dict(), "model_type": "bert"}))
+    (folder / "config.json").write_text(
+        json.dumps({**config.to_dict(), "model_type": "bert"})
+    )
     torch.manual_seed(3)
     model = BertModel(config)
-    save_file({name: tensor.half() for name, tensor in model.state_dict().items()}, folder / "model.safetensors")
+    save_file(
+        {name: tensor.half() for name, tensor in model.state_dict().items()},
+        folder / "model.safetensors",
+    )
     return folder
 
 
@@ -61,7 +73,8 @@ def test_a_language_model_keeps_all_that_it_has(language):
         if name.startswith("pooler"):
             continue
         assert torch.equal(own[name][: len(tensor)], tensor), name
-    pooler = joint.classification_head[0].dense.weight.detach()  # as published: that of a new torch.nn.Linear
+    # as published: that of a new torch.nn.Linear
+    pooler = joint.classification_head[0].dense.weight.detach()
     assert pooler.abs().max() <= 24**-0.5
     assert float(pooler.std()) == pytest.approx((24 * 3) ** -0.5, rel=0.1)
     assert not torch.equal(pooler, model.pooler.dense.weight)
@@ -69,10 +82,14 @@ def test_a_language_model_keeps_all_that_it_has(language):
     assert decoder.data_ptr() == joint.text_embeddings.weight.data_ptr()
 
 
-def test_a_start_has_the_towers_of_one_and_the_words_of_the_other(tiny_bundle, language, tmp_path):
+def test_a_start_has_the_towers_of_one_and_the_words_of_the_other(
+    tiny_bundle, language, tmp_path
+):
     config = ArchitectureConfig(tokens=3, adapter_hidden=20, language_layers=2)
     first = make_start(config, 1, model=tiny_bundle, language=language)
-    assert first.adapter.config == AdapterConfig("compressed", 3, 32, 24, 20, num_heads=2, layer_norm_eps=1e-5)
+    assert first.adapter.config == AdapterConfig(
+        "compressed", 3, 32, 24, 20, num_heads=2, layer_norm_eps=1e-5
+    )
     assert len(first.joint.language_model.bert.encoder.layer) == 2
     assert first.joint.text_projection.out_features == first.embed_dim
     again = make_start(config, 1, model=tiny_bundle, language=language)
@@ -84,7 +101,12 @@ def test_a_start_has_the_towers_of_one_and_the_words_of_the_other(tiny_bundle, l
     loaded = ModelBundle.load(tmp_path / "start")
     assert len(loaded.joint.language_model.bert.encoder.layer) == 2
     with pytest.raises(ModelError, match="cannot keep 9 layers"):
-        make_start(ArchitectureConfig(language_layers=9), 0, model=tiny_bundle, language=language)
+        make_start(
+            ArchitectureConfig(language_layers=9),
+            0,
+            model=tiny_bundle,
+            language=language,
+        )
 
 
 def test_going_on_from_a_bundle_takes_its_adapter_where_it_fits(tiny_bundle, tmp_path):
@@ -95,37 +117,64 @@ def test_going_on_from_a_bundle_takes_its_adapter_where_it_fits(tiny_bundle, tmp
     local = ArchitectureConfig(adapter="local", adapter_hidden=20)
     other = make_start(local, 5, model=tiny_bundle, init=tmp_path / "first")
     assert other.adapter.config.num_tokens == 16
-    assert torch.equal(other.joint.text_embeddings.weight, first.joint.text_embeddings.weight)
+    assert torch.equal(
+        other.joint.text_embeddings.weight, first.joint.text_embeddings.weight
+    )
 
 
-@pytest.mark.parametrize("adapter", ["compressed", "local", "strided", "clustered", "pruned"])
+@pytest.mark.parametrize(
+    "adapter", ["compressed", "local", "strided", "clustered", "pruned"]
+)
 def test_features_are_what_the_adapter_is_trained_on(tiny_bundle, tmp_path, adapter):
-    """A feature bundle and the trained part of the adapter make together what the whole adapter makes."""
+    """A feature bundle and the trained part of the adapter make together what the
+    whole adapter makes.
+    """
 
     config = ArchitectureConfig(adapter=adapter, tokens=4, adapter_hidden=20)
     start = make_start(config, 0, model=tiny_bundle)
     whole = start.save(tmp_path / "whole")
-    info = replace(start, adapter=build_adapter(start.adapter.config.features(16))).save(tmp_path / "features")
+    info = replace(
+        start, adapter=build_adapter(start.adapter.config.features(16))
+    ).save(tmp_path / "features")
     assert feature_fingerprint(whole, start.adapter.config) == info.encoder_fingerprint
     pixels = torch.randn(3, 3, 32, 32, generator=torch.Generator().manual_seed(0))
-    features, embeddings = ImageEncoder.open(tmp_path / "features", device="cpu").encode(pixels)
-    tokens, same_embeddings = ImageEncoder.open(tmp_path / "whole", device="cpu").encode(pixels)
+    features, embeddings = ImageEncoder.open(
+        tmp_path / "features", device="cpu"
+    ).encode(pixels)
+    tokens, same_embeddings = ImageEncoder.open(
+        tmp_path / "whole", device="cpu"
+    ).encode(pixels)
     assert (embeddings == same_embeddings).all()
     assert features.shape == (3, 16 if adapter in ("compressed", "local") else 4, 32)
-    made = trained_part(start.adapter)(torch.from_numpy(features.astype("float32"))).detach().numpy()
+    made = (
+        trained_part(start.adapter)(torch.from_numpy(features.astype("float32")))
+        .detach()
+        .numpy()
+    )
     assert abs(made - tokens.astype("float32")).max() < 0.05
 
 
 @pytest.mark.parametrize(("adapter", "positions"), [("local", 80), ("compressed", 67)])
-def test_positions_reach_to_the_last_image_token_and_are_trained(tiny_bundle, language, tmp_path, adapter, positions):
-    """As published: 64 for the row without its image, and one per image token; added rows repeat the last one."""
+def test_positions_reach_to_the_last_image_token_and_are_trained(
+    tiny_bundle, language, tmp_path, adapter, positions
+):
+    """As published: 64 for the row without its image, and one per image token;
+    added rows repeat the last one.
+    """
     config = json.loads((language / "config.json").read_text())
-    (language / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 66}))
+    (language / "config.json").write_text(
+        json.dumps({**config, "max_position_embeddings": 66})
+    )
     state = load_file(language / "model.safetensors")
     name = "embeddings.position_embeddings.weight"
     state[name] = state[name][:66].clone()
     save_file(state, language / "model.safetensors")
-    start = make_start(SMALL.model_copy(update={"adapter": adapter}), 1, model=tiny_bundle, language=language)
+    start = make_start(
+        SMALL.model_copy(update={"adapter": adapter}),
+        1,
+        model=tiny_bundle,
+        language=language,
+    )
     table = start.joint.language_model.bert.embeddings.position_embeddings.weight
     assert table.shape == (positions, 24)
     assert torch.equal(table[:66], state[name].float())
@@ -151,6 +200,8 @@ def test_the_settings_decide_what_is_trained_and_how_captions_are_read(tiny_bund
         layer.attention.output.dropout,
         layer.output.dropout,
     ]
-    assert [module.p for module in (*dropouts, layer.attention.self.dropout)] == [0.3] * 4
+    assert [module.p for module in (*dropouts, layer.attention.self.dropout)] == [
+        0.3
+    ] * 4
     assert not start.joint.tokenizer.canonical
     assert start.joint.config.max_position_embeddings == 512

@@ -1,4 +1,6 @@
-"""The page of `explain`, read back by an HTML parser that this project did not write."""
+"""The page of `explain`, read back by an HTML parser that this project did not
+write.
+"""
 
 from __future__ import annotations
 
@@ -27,44 +29,78 @@ HOSTILE = "<img src=x onerror=alert(1)>.jpg"
 
 @pytest.fixture(scope="module")
 def case(tmp_path_factory, tiny_bundle) -> Path:
-    """Photos with captions, their index with two precisions, and one built by another model."""
+    """Photos with captions, their index with two precisions, and one built by
+    another model.
+    """
     folder = tmp_path_factory.mktemp("explain")
     names = [*(f"{seed}.jpg" for seed in range(6)), HOSTILE]
     for seed, name in enumerate(names):
         write_photo(folder / "photos" / name, seed)
     (folder / "photos" / "broken.jpg").write_bytes(b"nothing")
-    build_index(folder / "photos", folder / "photos.edje", tiny_bundle, engine="inline", threads=1)
+    build_index(
+        folder / "photos",
+        folder / "photos.edje",
+        tiny_bundle,
+        engine="inline",
+        threads=1,
+    )
     quantize_index(folder / "photos.edje", ["sign1"])
     create_untrained_bundle(folder / "other", seed=5, sizes=TINY)
-    build_index(folder / "photos", folder / "other.edje", folder / "other", engine="inline", threads=1)
+    build_index(
+        folder / "photos",
+        folder / "other.edje",
+        folder / "other",
+        engine="inline",
+        threads=1,
+    )
     texts = ["a red dog", "two cats run", "the", "snow and water"]
-    lines = [{"image": name, "captions": texts[at % 3 :]} for at, name in enumerate(names)]
-    (folder / "captions.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    lines = [
+        {"image": name, "captions": texts[at % 3 :]} for at, name in enumerate(names)
+    ]
+    (folder / "captions.jsonl").write_text(
+        "".join(json.dumps(line) + "\n" for line in lines)
+    )
     return folder
 
 
 def explained(case, run, tmp_path, *arguments: object) -> tuple[Page, dict]:
     out = tmp_path / "page.html"
-    code, printed, err = run("explain", case / "photos.edje", *arguments, "--out", out, "--quiet", "--json")
+    code, printed, err = run(
+        "explain", case / "photos.edje", *arguments, "--out", out, "--quiet", "--json"
+    )
     assert code == 0, err
     return Page(out.read_text()), json.loads(printed)
 
 
-def test_rows_show_their_image_and_the_words_of_their_tokens(case, run, tmp_path, tiny_bundle):
+def test_rows_show_their_image_and_the_words_of_their_tokens(
+    case, run, tmp_path, tiny_bundle
+):
     precision = "sign1"
     page, result = explained(case, run, tmp_path, "4", "1", "--precision", precision)
     assert [row["row_id"] for row in result["rows"]] == [4, 1]
-    assert len([tag for tag, _ in page.tags if tag == "img"]) == 2 + 2 * 4, "two photos, and a map per token"
+    assert len([tag for tag, _ in page.tags if tag == "img"]) == 2 + 2 * 4, (
+        "two photos, and a map per token"
+    )
     joint = ModelBundle.load(tiny_bundle).joint
     words = joint.text_embeddings.weight.detach().double().numpy()
-    words = words / np.linalg.norm(words, axis=1, keepdims=True).clip(min=1e-12)  # [PAD] has length 0
+    # [PAD] has length 0
+    words = words / np.linalg.norm(words, axis=1, keepdims=True).clip(min=1e-12)
     words[joint.tokenizer.image_token_id] = 0
-    blocks = TokenStore.open(case / "photos.edje", precision).fetch([4, 1]).astype(np.float64)
+    blocks = (
+        TokenStore.open(case / "photos.edje", precision)
+        .fetch([4, 1])
+        .astype(np.float64)
+    )
     for block, row in zip(blocks, result["rows"], strict=True):
         nearest = [int(np.argmax(words @ token)) for token in block]
-        assert row["token_words"] == [*map(joint.tokenizer.tokenizer.id_to_token, nearest)]
+        assert row["token_words"] == [
+            *map(joint.tokenizer.tokenizer.id_to_token, nearest)
+        ]
         expected = sorted(row["token_words"])
-        assert sorted(word for word, count in row["words"]["words"] for _ in range(count)) == expected
+        assert (
+            sorted(word for word, count in row["words"]["words"] for _ in range(count))
+            == expected
+        )
     text = " ".join(page.text)
     assert all(word in text for word, _ in result["rows"][0]["words"]["words"])
     assert f"{precision} tokens" in text
@@ -72,9 +108,25 @@ def test_rows_show_their_image_and_the_words_of_their_tokens(case, run, tmp_path
 
 
 def test_the_page_loads_nothing_from_elsewhere_and_escapes_names(case, run, tmp_path):
-    page, _ = explained(case, run, tmp_path, "--captions", case / "captions.jsonl", "--images", case / "photos")
-    photos = [reference for reference in page.references() if reference.startswith("data:image/jpeg;base64,")]
-    masks = [reference for reference in page.references() if reference.startswith("data:image/png;base64,")]
+    page, _ = explained(
+        case,
+        run,
+        tmp_path,
+        "--captions",
+        case / "captions.jsonl",
+        "--images",
+        case / "photos",
+    )
+    photos = [
+        reference
+        for reference in page.references()
+        if reference.startswith("data:image/jpeg;base64,")
+    ]
+    masks = [
+        reference
+        for reference in page.references()
+        if reference.startswith("data:image/png;base64,")
+    ]
     assert (len(photos), len(masks), len(page.references())) == (6, 6 * 4, 6 * 5)
     rows = read_rows(case / "photos.edje", None, ["row_id", "status"]).to_pylist()
     indexed = [row["row_id"] for row in rows if row["status"] == "indexed"]
@@ -85,11 +137,15 @@ def test_the_page_loads_nothing_from_elsewhere_and_escapes_names(case, run, tmp_
 
 def test_alignment_is_compared_pair_by_pair(case, run, tmp_path):
     captions = ["--captions", case / "captions.jsonl", "--images", case / "photos"]
-    page, result = explained(case, run, tmp_path, *captions, "--against", f"{case}/other.edje={case}/other")
+    page, result = explained(
+        case, run, tmp_path, *captions, "--against", f"{case}/other.edje={case}/other"
+    )
     alignment = result["alignment"]
     assert alignment["first"]["pairs"] == alignment["second"]["pairs"]
     assert alignment["left_out"] == 7, "the captions 'the' have no content word"
-    assert alignment["test"]["difference"] == pytest.approx(alignment["second"]["mean"] - alignment["first"]["mean"])
+    assert alignment["test"]["difference"] == pytest.approx(
+        alignment["second"]["mean"] - alignment["first"]["mean"]
+    )
     bars = [attributes for tag, attributes in page.tags if tag == "rect"]
     assert len(bars) == 2 * 30
     assert max(float(bar["height"]) for bar in bars) == 100
@@ -97,26 +153,49 @@ def test_alignment_is_compared_pair_by_pair(case, run, tmp_path):
 
 
 def test_maps_are_bright_where_a_query_looks(case, run, tmp_path, tiny_bundle):
-    """Against the formula of attention, head by head, on the pixels of open_clip's own transform."""
+    """Against the formula of attention, head by head, on the pixels of open_clip's
+    own transform.
+    """
     page, result = explained(case, run, tmp_path, "2")
     assert result["rows"][0]["attention"] == ""
     bundle = ModelBundle.load(tiny_bundle)
     image = Image.open(result["rows"][0]["uri"]).convert("RGB")
     patches, _ = bundle.vision.encode(eval_transform(bundle.clip_config)(image)[None])
     adapter = bundle.adapter
-    width, heads = patches.shape[2], adapter.config.num_heads
-    weight, bias = adapter.attention.in_proj_weight.double(), adapter.attention.in_proj_bias.double()
+    width = patches.shape[2]
+    heads = adapter.config.num_heads
+    weight = adapter.attention.in_proj_weight.double()
+    bias = adapter.attention.in_proj_bias.double()
     queries = adapter.query[0].double() @ weight[:width].T + bias[:width]
-    keys = adapter.key(patches[0]).double() @ weight[width : 2 * width].T + bias[width : 2 * width]
+    keys = (
+        adapter.key(patches[0]).double() @ weight[width : 2 * width].T
+        + bias[width : 2 * width]
+    )
     part = width // heads
-    scores = [queries[:, h : h + part] @ keys[:, h : h + part].T / part**0.5 for h in range(0, width, part)]
-    expected = torch.stack([score.softmax(dim=1) for score in scores]).mean(dim=0).detach().numpy()
-    masks = [reference for reference in page.references() if reference.startswith("data:image/png")]
+    scores = [
+        queries[:, h : h + part] @ keys[:, h : h + part].T / part**0.5
+        for h in range(0, width, part)
+    ]
+    expected = (
+        torch.stack([score.softmax(dim=1) for score in scores])
+        .mean(dim=0)
+        .detach()
+        .numpy()
+    )
+    masks = [
+        reference
+        for reference in page.references()
+        if reference.startswith("data:image/png")
+    ]
     for mask, weights in zip(masks, expected, strict=True):
-        darkness = np.asarray(Image.open(io.BytesIO(base64.b64decode(mask.partition(",")[2]))))[:, :, 1]
+        darkness = np.asarray(
+            Image.open(io.BytesIO(base64.b64decode(mask.partition(",")[2])))
+        )[:, :, 1]
         side = math.isqrt(len(weights))
         np.testing.assert_allclose(
-            darkness, 230 * (1 - (weights / weights.max()) ** 0.5).reshape(side, side), atol=1.01
+            darkness,
+            230 * (1 - (weights / weights.max()) ** 0.5).reshape(side, side),
+            atol=1.01,
         )
 
 
@@ -127,7 +206,14 @@ def test_what_cannot_be_explained_is_refused(case, run, tmp_path):
         (["--precision", "fp8"], "fp8"),
         (["--model", case / "other"], "did not build"),
     ):
-        code, _, err = run("explain", case / "photos.edje", *arguments, "--out", tmp_path / "page.html", "--quiet")
+        code, _, err = run(
+            "explain",
+            case / "photos.edje",
+            *arguments,
+            "--out",
+            tmp_path / "page.html",
+            "--quiet",
+        )
         assert code != 0
         assert words in err
         assert not (tmp_path / "page.html").exists()

@@ -1,4 +1,6 @@
-"""The page that `search --html` writes, read back by an HTML parser that this project did not write."""
+"""The page that `search --html` writes, read back by an HTML parser that this
+project did not write.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,12 @@ class Page(HTMLParser):
     def references(self) -> list[str]:
         """Every address that a browser would load."""
         names = ("src", "href", "srcset", "data", "action", "poster")
-        return [value for _, attributes in self.tags for name in names if (value := attributes.get(name))]
+        return [
+            value
+            for _, attributes in self.tags
+            for name in names
+            if (value := attributes.get(name))
+        ]
 
 
 @pytest.fixture(scope="module")
@@ -39,13 +46,23 @@ def index(tmp_path_factory, tiny_bundle) -> Path:
         write_photo(folder / "photos" / f"{seed}.jpg", seed)
     write_photo(folder / "photos" / "<img src=x onerror=alert(1)>.jpg", 6)
     (folder / "photos" / "0.txt").write_text("a <b>red</b> canoe")
-    build_index(folder / "photos", folder / "photos.edje", tiny_bundle, engine="inline", threads=1)
+    build_index(
+        folder / "photos",
+        folder / "photos.edje",
+        tiny_bundle,
+        engine="inline",
+        threads=1,
+    )
     (folder / "photos" / "5.jpg").unlink()
     return folder / "photos.edje"
 
 
-def page_of(index, run, tmp_path, query: str = "a dog", *options: str) -> tuple[Page, str]:
-    code, out, err = run("search", index, query, "-k", "7", "--html", tmp_path / "page.html", *options)
+def page_of(
+    index, run, tmp_path, query: str = "a dog", *options: str
+) -> tuple[Page, str]:
+    code, out, err = run(
+        "search", index, query, "-k", "7", "--html", tmp_path / "page.html", *options
+    )
     assert code == 0, err
     return Page((tmp_path / "page.html").read_text()), out
 
@@ -57,19 +74,36 @@ def test_the_answer_comes_first_and_both_orders_show_every_photo(index, run, tmp
     assert "0.jpg  a <b>red</b> canoe\n" in out
     assert "untrained" in text
     printed = [line.split()[1] for line in out.splitlines()[1:]]
-    shown = [line.split(",")[0].removeprefix("row ") for line in map(str.strip, page.text) if line.startswith("row ")]
+    shown = [
+        line.split(",")[0].removeprefix("row ")
+        for line in map(str.strip, page.text)
+        if line.startswith("row ")
+    ]
     assert (len(shown), shown[:7]) == (14, printed)
-    top, before = Path(out.splitlines()[1].split("  ")[-1]).name, shown[7:].index(printed[0]) + 1
-    assert (f"Re-ranking moved {top} from {before} to the top" if before > 1 else f"{top} is first before") in text
+    top = Path(out.splitlines()[1].split("  ")[-1]).name
+    before = shown[7:].index(printed[0]) + 1
+    assert (
+        f"Re-ranking moved {top} from {before} to the top"
+        if before > 1
+        else f"{top} is first before"
+    ) in text
     assert len(page.references()) == 12
-    assert all(reference.startswith("data:image/jpeg;base64,") for reference in page.references())
+    assert all(
+        reference.startswith("data:image/jpeg;base64,")
+        for reference in page.references()
+    )
     assert "url(" not in (tmp_path / "page.html").read_text()
 
 
 def test_queries_and_names_are_escaped(index, run, tmp_path):
     page, _ = page_of(index, run, tmp_path, "</title><script>alert(1)</script>")
     assert not [tag for tag, _ in page.tags if tag == "script"]
-    assert not [name for _, attributes in page.tags for name in attributes if name.startswith("on")]
+    assert not [
+        name
+        for _, attributes in page.tags
+        for name in attributes
+        if name.startswith("on")
+    ]
     text = "".join(page.text)
     assert "</title><script>alert(1)</script>" in text
     assert "<img src=x onerror=alert(1)>.jpg" in text

@@ -23,13 +23,17 @@ def index(tmp_path_factory, tiny_bundle) -> Path:
     (folder / "photos").mkdir()
     for row in range(ROWS):
         path = folder / "photos" / f"{row:02d}.jpg"
-        pixels = np.random.default_rng(row).integers(0, 255, (48, 64, 3), dtype=np.uint8)
+        pixels = np.random.default_rng(row).integers(
+            0, 255, (48, 64, 3), dtype=np.uint8
+        )
         Image.fromarray(pixels).save(path, quality=95)
     (folder / "photos" / f"{HOLE:02d}.jpg").write_bytes(b"not an image")
     (folder / "photos" / "03.txt").write_text("a red canoe\n<b>two</b> dogs\n")
     (folder / "photos" / "03.json").write_text('{"author": "Ada"}')
     root = folder / "photos.edje"
-    build_index(folder / "photos", root, tiny_bundle, engine="inline", threads=1, shard_size=8)
+    build_index(
+        folder / "photos", root, tiny_bundle, engine="inline", threads=1, shard_size=8
+    )
     quantize_index(root, ["nvfp4"])
     return root
 

@@ -42,16 +42,27 @@ class Service:
 
     def cpu_seconds(self) -> float:
         """Processor time that the service has used."""
-        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
+        fields = (
+            Path(f"/proc/{self.process.pid}/stat")
+            .read_text()
+            .rpartition(")")[2]
+            .split()
+        )
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 @contextmanager
-def serving(folder: Path, arguments: list[str], variables: dict[str, str] | None = None) -> Iterator[Service]:
+def serving(
+    folder: Path, arguments: list[str], variables: dict[str, str] | None = None
+) -> Iterator[Service]:
     log = folder / f"service-{time.monotonic_ns()}.log"
     with log.open("w") as errors:
         process = subprocess.Popen(
-            arguments, stdout=subprocess.PIPE, stderr=errors, text=True, env={**environment(), **(variables or {})}
+            arguments,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            env={**environment(), **(variables or {})},
         )
     try:
         assert process.stdout is not None
@@ -70,17 +81,23 @@ def serving(folder: Path, arguments: list[str], variables: dict[str, str] | None
 @contextmanager
 def serve(folder: Path, *arguments: str | Path, **variables: str) -> Iterator[Service]:
     """`edje-index serve ARGUMENTS` on a free port."""
-    with serving(folder, command("serve", *arguments, "--port", "0"), variables) as service:
+    with serving(
+        folder, command("serve", *arguments, "--port", "0"), variables
+    ) as service:
         yield service
 
 
 @contextmanager
 def serve_with(folder: Path, index: Path, **limits: float) -> Iterator[Service]:
     """A service with limits that no option sets."""
-    with serving(folder, [sys.executable, "-c", _WITH_LIMITS, str(index), json.dumps(limits)]) as service:
+    with serving(
+        folder, [sys.executable, "-c", _WITH_LIMITS, str(index), json.dumps(limits)]
+    ) as service:
         yield service
 
 
 def resident_bytes(process: int) -> int:
     """Memory of a process."""
-    return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * os.sysconf(
+        "SC_PAGE_SIZE"
+    )

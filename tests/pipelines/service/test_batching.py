@@ -1,4 +1,6 @@
-"""The queue of the model: what shares a batch, what is refused, and what is not computed."""
+"""The queue of the model: what shares a batch, what is refused, and what is not
+computed.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,15 @@ class Model:
 
     def __init__(self, **limits: float) -> None:
         self.batches: list[list[int]] = []
-        self.begun, self.may_run = threading.Event(), threading.Event()
+        self.begun = threading.Event()
+        self.may_run = threading.Event()
         self.may_run.set()
         self.batcher = Batcher(Limits(**limits), Metrics())
 
     async def of(self, number: int, kind: str | None = "a", cost: int = 1) -> int:
-        result, timing = await self.batcher.submit(number, self._run, cost=cost, kind=kind)
+        result, timing = await self.batcher.submit(
+            number, self._run, cost=cost, kind=kind
+        )
         assert timing.waited >= 0
         assert timing.batch in map(len, self.batches)
         return result
@@ -57,9 +62,24 @@ def together(*answers: Coroutine[Any, Any, int]) -> list[Any]:
 
 def test_requests_of_one_kind_share_a_batch_within_the_budget():
     model = Model(batch_tokens=10)
-    works = [(1, "a", 4), (2, "b", 4), (3, "a", 4), (4, "a", 4), (5, None, 1), (6, None, 1), (7, "b", 99)]
+    works = [
+        (1, "a", 4),
+        (2, "b", 4),
+        (3, "a", 4),
+        (4, "a", 4),
+        (5, None, 1),
+        (6, None, 1),
+        (7, "b", 99),
+    ]
     assert together(*(model.of(*work) for work in works)) == [2, 4, 6, 8, 10, 12, 14]
-    assert model.batches == [[1, 3], [2], [4], [5], [6], [7]], "a request over the budget runs alone"
+    assert model.batches == [
+        [1, 3],
+        [2],
+        [4],
+        [5],
+        [6],
+        [7],
+    ], "a request over the budget runs alone"
 
 
 @pytest.mark.parametrize(("bad", "kind"), [(13, ValueError), (99, RuntimeError)])

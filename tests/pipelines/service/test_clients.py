@@ -9,7 +9,8 @@ from edje_index import TokenIndex
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),  # clients leave connections open
+    # clients leave connections open
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 ROWS = [3, 0, 9, 7]
 
@@ -17,19 +18,32 @@ ROWS = [3, 0, 9, 7]
 @pytest.fixture(scope="module")
 def expected(index) -> list[tuple[int, float]]:
     """(position, relevance) of `ROWS`, best first, from the library."""
-    return [(ROWS.index(hit.row_id), hit.relevance) for hit in TokenIndex.open(index).rerank("a dog", ROWS)]
+    return [
+        (ROWS.index(hit.row_id), hit.relevance)
+        for hit in TokenIndex.open(index).rerank("a dog", ROWS)
+    ]
 
 
 def check(pairs: list[tuple[int, float]], expected: list[tuple[int, float]]) -> None:
     assert [position for position, _ in pairs] == [position for position, _ in expected]
-    assert [score for _, score in pairs] == pytest.approx([score for _, score in expected], abs=5e-6)
+    assert [score for _, score in pairs] == pytest.approx(
+        [score for _, score in expected], abs=5e-6
+    )
 
 
 def test_the_client_of_cohere(service, expected):
     cohere = pytest.importorskip("cohere")
     client = cohere.ClientV2(api_key="any", base_url=service.url)
-    answer = client.rerank(model="rerank-v3.5", query="a dog", documents=[str(row) for row in ROWS], top_n=3)
-    check([(result.index, result.relevance_score) for result in answer.results], expected[:3])
+    answer = client.rerank(
+        model="rerank-v3.5",
+        query="a dog",
+        documents=[str(row) for row in ROWS],
+        top_n=3,
+    )
+    check(
+        [(result.index, result.relevance_score) for result in answer.results],
+        expected[:3],
+    )
     with pytest.raises(cohere.errors.UnprocessableEntityError, match="out of range"):
         client.rerank(model="any", query="a dog", documents=["99"])
 
@@ -47,4 +61,6 @@ def test_the_client_of_hugging_face(service, index):
     hub = pytest.importorskip("huggingface_hub")
     client = hub.InferenceClient(model=f"{service.url}/embed")
     embedding = client.feature_extraction("a dog")
-    np.testing.assert_allclose(embedding, TokenIndex.open(index).model.text.encode(["a dog"]), atol=1e-5)
+    np.testing.assert_allclose(
+        embedding, TokenIndex.open(index).model.text.encode(["a dog"]), atol=1e-5
+    )

@@ -31,7 +31,9 @@ def rows_of(index: TokenIndex) -> list[int]:
 def test_a_new_snapshot_takes_what_has_changed_and_nothing_else(changing):
     begun = TokenIndex.open(changing)
     assert begun.at_current_snapshot() is begun, "nothing has changed"
-    assert begun.with_precision("nvfp4").store is begun.with_precision("nvfp4").store, "opened once"
+    assert begun.with_precision("nvfp4").store is begun.with_precision("nvfp4").store, (
+        "opened once"
+    )
     delete_rows(changing, [3])
     quantize_index(changing, ["int8"])
     index = begun.at_current_snapshot()
@@ -45,7 +47,9 @@ def test_a_new_snapshot_takes_what_has_changed_and_nothing_else(changing):
 def test_another_model_needs_a_restart(changing):
     index = TokenIndex.open(changing)
     manifest = Manifest.load(changing)
-    replace(manifest, model={**manifest.model, "fingerprint": "0" * 64}).write(Layout(changing))
+    replace(manifest, model={**manifest.model, "fingerprint": "0" * 64}).write(
+        Layout(changing)
+    )
     with pytest.raises(UsageError, match="with another model"):
         index.at_current_snapshot()
     assert rows_of(index)
@@ -54,12 +58,20 @@ def test_another_model_needs_a_restart(changing):
 @pytest.mark.slow
 def test_deleted_rows_leave_the_answers_while_requests_run(changing, tmp_path):
     stop = threading.Event()
-    with serve(tmp_path, changing) as service, Client(service.url) as client, ThreadPoolExecutor(4) as pool:
+    with (
+        serve(tmp_path, changing) as service,
+        Client(service.url) as client,
+        ThreadPoolExecutor(4) as pool,
+    ):
 
         def load() -> set[int]:
             statuses = set()
             while not stop.is_set():
-                answer = httpx.post(f"{service.url}/search", json={"query": "a dog", "k": 11, "pool": 11}, timeout=60)
+                answer = httpx.post(
+                    f"{service.url}/search",
+                    json={"query": "a dog", "k": 11, "pool": 11},
+                    timeout=60,
+                )
                 statuses.add(answer.status_code)
             return statuses
 
@@ -68,7 +80,8 @@ def test_deleted_rows_leave_the_answers_while_requests_run(changing, tmp_path):
             assert 3 in [hit.row_id for hit in client.search("a dog", 12)]
             delete_rows(changing, [3])
             while 3 in [hit.row_id for hit in client.search("a dog", 12)]:
-                pass  # the service reads the manifest every two seconds
+                # the service reads the manifest every two seconds
+                pass
         finally:
             stop.set()
         assert httpx.get(f"{service.url}/thumbnails/3").status_code == 404

@@ -1,4 +1,6 @@
-"""A fuzzer that this project did not write sends requests made from the service's own description."""
+"""A fuzzer that this project did not write sends requests made from the service's
+own description.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,10 @@ from pathlib import Path
 
 import pytest
 
-CHECKS = "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance"
+CHECKS = (
+    "not_a_server_error,status_code_conformance,content_type_conformance,"
+    "response_schema_conformance"
+)
 
 
 @pytest.mark.slow
@@ -18,7 +23,16 @@ def test_no_request_made_from_the_description_is_a_server_error(service, tmp_pat
     program = shutil.which("st", path=str(Path(sys.executable).parent))
     assert program is not None
     done = subprocess.run(
-        [program, "run", f"{service.url}/openapi.json", "--checks", CHECKS, "--max-examples", "60", "--no-color"],
+        [
+            program,
+            "run",
+            f"{service.url}/openapi.json",
+            "--checks",
+            CHECKS,
+            "--max-examples",
+            "60",
+            "--no-color",
+        ],
         capture_output=True,
         text=True,
         cwd=tmp_path,

@@ -1,4 +1,6 @@
-"""The page in a real browser: Chromium, driven by Playwright, and checked by axe-core."""
+"""The page in a real browser: Chromium, driven by Playwright, and checked by
+axe-core.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +26,17 @@ from tests.pipelines.service.server import serve, serving
 
 pytestmark = pytest.mark.slow
 sync_api = pytest.importorskip("playwright.sync_api")
-CHROMIUM = shutil.which("chromium") or pytest.skip("there is no chromium", allow_module_level=True)
+CHROMIUM = shutil.which("chromium") or pytest.skip(
+    "there is no chromium", allow_module_level=True
+)
 
 
 @pytest.fixture(scope="module")
 def browser():
     with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        browser = playwright.chromium.launch(
+            executable_path=CHROMIUM, args=["--no-sandbox"]
+        )
         yield browser
         browser.close()
 
@@ -41,7 +47,12 @@ def axe(tmp_path_factory) -> str:
     if shutil.which("npm") is None:
         pytest.skip("there is no npm")
     folder = tmp_path_factory.mktemp("axe")
-    subprocess.run(["npm", "pack", "--silent", "axe-core@4"], cwd=folder, check=True, capture_output=True)
+    subprocess.run(
+        ["npm", "pack", "--silent", "axe-core@4"],
+        cwd=folder,
+        check=True,
+        capture_output=True,
+    )
     with tarfile.open(next(folder.glob("*.tgz"))) as archive:
         return archive.extractfile("package/axe.min.js").read().decode()
 
@@ -55,10 +66,22 @@ class Watched:
     problems: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        own, said, problems = (self.home, "blob:", "data:"), ("error", "warning"), self.problems
-        self.page.on("console", lambda message: problems.append(message.text) if message.type in said else None)
+        own = (self.home, "blob:", "data:")
+        said = ("error", "warning")
+        problems = self.problems
+        self.page.on(
+            "console",
+            lambda message: (
+                problems.append(message.text) if message.type in said else None
+            ),
+        )
         self.page.on("pageerror", lambda error: problems.append(str(error)))
-        self.page.on("request", lambda request: None if request.url.startswith(own) else problems.append(request.url))
+        self.page.on(
+            "request",
+            lambda request: (
+                None if request.url.startswith(own) else problems.append(request.url)
+            ),
+        )
         self.page.on("dialog", lambda dialog: problems.append(dialog.message))
 
     def search(self, query: str) -> None:
@@ -69,13 +92,17 @@ class Watched:
 
     def wait(self) -> None:
         """Wait until the search is finished and its photos are loaded."""
-        sync_api.expect(self.page.locator("#status")).to_contain_text("photo", timeout=60_000)
+        sync_api.expect(self.page.locator("#status")).to_contain_text(
+            "photo", timeout=60_000
+        )
         self.page.wait_for_selector("body:not(.busy)")
         self.page.wait_for_load_state("networkidle")
 
     def rows(self) -> list[int]:
         """Rows of the photos, in the order of the page."""
-        links = self.page.locator("#photos a").evaluate_all("links => links.map(link => link.search)")
+        links = self.page.locator("#photos a").evaluate_all(
+            "links => links.map(link => link.search)"
+        )
         return [int(link.removeprefix("?row=")) for link in links]
 
     def answer(self, **body: object) -> list[int]:
@@ -97,12 +124,19 @@ def watched(browser, service) -> Iterator[Watched]:
 
 def test_the_grid_goes_on_after_the_pool_in_the_order_of_the_embeddings(watched):
     page = watched.page
-    assert len(set(watched.rows())) == ROWS - 1, "the first page shows the photos of the index"
+    assert len(set(watched.rows())) == ROWS - 1, (
+        "the first page shows the photos of the index"
+    )
     page.goto(f"{watched.home}/?q=a+red+canoe&pool=10")
     watched.wait()
     further = watched.answer(query="a red canoe", score="embedding", skip=10)
-    assert watched.rows() == watched.answer(query="a red canoe", k=10, pool=10) + further
-    assert page.locator("#photos > li").all_inner_texts()[10] == "Further photos, by embedding only"
+    assert (
+        watched.rows() == watched.answer(query="a red canoe", k=10, pool=10) + further
+    )
+    assert (
+        page.locator("#photos > li").all_inner_texts()[10]
+        == "Further photos, by embedding only"
+    )
     images = page.locator("#photos img")
     for image in images.all():
         image.scroll_into_view_if_needed()
@@ -110,12 +144,19 @@ def test_the_grid_goes_on_after_the_pool_in_the_order_of_the_embeddings(watched)
     assert all(images.evaluate_all("images => images.map(image => image.naturalWidth)"))
     page.route("**/search", lambda route: route.abort(), times=1)
     page.goto(f"{watched.home}/?q=a+dog")
-    sync_api.expect(page.locator("#status.error")).to_contain_text("The service cannot be reached.")
-    assert (watched.rows(), watched.problems.pop()) == ([], "Failed to load resource: net::ERR_FAILED")
+    sync_api.expect(page.locator("#status.error")).to_contain_text(
+        "The service cannot be reached."
+    )
+    assert (watched.rows(), watched.problems.pop()) == (
+        [],
+        "Failed to load resource: net::ERR_FAILED",
+    )
     page.click("#filter-button")
     page.fill("#where", "width > 9999")
     page.press("#where", "Enter")
-    sync_api.expect(page.locator("#status")).to_contain_text("No photo passes the filter.")
+    sync_api.expect(page.locator("#status")).to_contain_text(
+        "No photo passes the filter."
+    )
     assert watched.rows() == []
 
 
@@ -156,17 +197,27 @@ GIVE = """([data, event, member]) => {
   const bytes = Uint8Array.from(atob(data), letter => letter.charCodeAt(0));
   transfer.items.add(new File([bytes], "7.jpg", { type: "image/jpeg" }));
   const how = { [member]: transfer, bubbles: true, cancelable: true };
-  document.body.dispatchEvent(event === "drop" ? new DragEvent(event, how) : new ClipboardEvent(event, how));
+  const Kind = event === "drop" ? DragEvent : ClipboardEvent;
+  document.body.dispatchEvent(new Kind(event, how));
 }"""
 
 
 def test_an_image_is_chosen_dropped_or_pasted_and_joined_with_text(watched, index):
-    page, path = watched.page, index.parent / "photos" / "07.jpg"
+    page = watched.page
+    path = index.parent / "photos" / "07.jpg"
     data = base64.b64encode(path.read_bytes()).decode()
     (row,) = watched.answer(image=data, k=1)
-    for event, member in (("", ""), ("drop", "dataTransfer"), ("paste", "clipboardData")):
+    for event, member in (
+        ("", ""),
+        ("drop", "dataTransfer"),
+        ("paste", "clipboardData"),
+    ):
         with page.expect_response("**/search"):
-            page.evaluate(GIVE, [data, event, member]) if event else page.set_input_files("#image", path)
+            (
+                page.evaluate(GIVE, [data, event, member])
+                if event
+                else page.set_input_files("#image", path)
+            )
         sync_api.expect(page.locator("#status")).to_contain_text("most similar first")
         assert watched.rows()[0] == row
         page.click("#remove")
@@ -195,20 +246,36 @@ def test_the_comparison_shows_both_orders_and_what_a_precision_changes(watched):
     assert rows("before") == [hit["row_id"] for hit in expected["by_embedding"]]
     assert rows("after") == [hit["row_id"] for hit in expected["hits"]]
     moved = expected["hits"][0]["embedding_rank"] - 1
-    assert (f"up {moved}" if moved else "stays") in page.locator("#after .movement").first.inner_text()
+    assert (f"up {moved}" if moved else "stays") in page.locator(
+        "#after .movement"
+    ).first.inner_text()
     assert "logit" in page.locator("#after details table").first.text_content()
-    assert f"relevance {expected['hits'][0]['relevance']:.2f}" in page.inner_text("#after summary")
+    assert f"relevance {expected['hits'][0]['relevance']:.2f}" in page.inner_text(
+        "#after summary"
+    )
     exact = rows("after")
     with page.expect_response("**/search"):
         page.select_option("#precision", "nvfp4")
     watched.wait()
-    changed = sum(left != right for left, right in zip(exact, rows("after"), strict=True))
-    assert f"With nvfp4 instead of bf16, {changed} of {ROWS - 1} ranks" in page.inner_text("#changes")
+    changed = sum(
+        left != right for left, right in zip(exact, rows("after"), strict=True)
+    )
+    assert (
+        f"With nvfp4 instead of bf16, {changed} of {ROWS - 1} ranks"
+        in page.inner_text("#changes")
+    )
 
 
 def test_a_link_can_inject_nothing(watched):
-    script, page = "<script>alert(1)</script>", watched.page
-    parameters = {"q": script, "pool": "abc", "precision": "x", "row": "1x", "photo": "<b>"}
+    script = "<script>alert(1)</script>"
+    page = watched.page
+    parameters = {
+        "q": script,
+        "pool": "abc",
+        "precision": "x",
+        "row": "1x",
+        "photo": "<b>",
+    }
     page.goto(f"{watched.home}/?{urlencode(parameters)}")
     watched.wait()
     assert (page.input_value("#query"), len(watched.rows())) == (script, ROWS - 1)
@@ -226,10 +293,18 @@ def test_a_link_can_inject_nothing(watched):
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [390, 1280])
 def test_every_state_is_accessible_and_fits(browser, service, axe, scheme, width):
-    context = browser.new_context(viewport={"width": width, "height": 800}, color_scheme=scheme)
+    context = browser.new_context(
+        viewport={"width": width, "height": 800}, color_scheme=scheme
+    )
     page = context.new_page()
     watched = Watched(page, service.url)
-    for address in ("?q=a+canoe&pool=10", "?row=3&q=dog&where=width>9", "?q=dog&compare=1", "?q=dog&photo=3", "docs"):
+    for address in (
+        "?q=a+canoe&pool=10",
+        "?row=3&q=dog&where=width>9",
+        "?q=dog&compare=1",
+        "?q=dog&photo=3",
+        "docs",
+    ):
         page.goto(f"{service.url}/{address}")
         page.wait_for_load_state("networkidle")
         if address != "docs":
@@ -253,9 +328,15 @@ def test_the_key_is_asked_first_and_the_query_kept(browser, index, tmp_path):
     with serve(tmp_path, index, EDJE_API_KEYS="a-key-of-enough-letters") as service:
         page = browser.new_page()
         page.goto(f"{service.url}/?q=a+dog&photo=3")
-        for key, problem in (("wrong", ""), ("a-key-of-enough-letters", "This key is not accepted.")):
+        for key, problem in (
+            ("wrong", ""),
+            ("a-key-of-enough-letters", "This key is not accepted."),
+        ):
             sync_api.expect(page.locator("#key")).to_be_focused()
-            assert (page.is_hidden("#query"), page.inner_text("#status")) == (True, problem)
+            assert (page.is_hidden("#query"), page.inner_text("#status")) == (
+                True,
+                problem,
+            )
             with page.expect_response("**/info"):
                 page.fill("#key", key)
                 page.press("#key", "Enter")
@@ -274,15 +355,22 @@ def test_the_key_is_asked_first_and_the_query_kept(browser, index, tmp_path):
 def test_a_thousand_hits_scroll_without_a_pause(browser, tiny_bundle, tmp_path):
     for row in range(1000):
         write_photo(tmp_path / "photos" / f"{row}.jpg", row)
-    build_index(tmp_path / "photos", tmp_path / "photos.edje", tiny_bundle, engine="inline", threads=1)
+    build_index(
+        tmp_path / "photos",
+        tmp_path / "photos.edje",
+        tiny_bundle,
+        engine="inline",
+        threads=1,
+    )
     with serve(tmp_path, tmp_path / "photos.edje") as service:
         page = browser.new_page(viewport={"width": 1280, "height": 800})
         watched = Watched(page, service.url)
         page.goto(f"{service.url}/?q=a+dog")
         watched.wait()
         page.evaluate(
-            "() => { window.tasks = []; new PerformanceObserver(list => "
-            "tasks.push(...list.getEntries().map(entry => entry.duration))).observe({ type: 'longtask' }); }"
+            "() => { window.tasks = []; new PerformanceObserver(list =>"
+            " tasks.push(...list.getEntries().map(entry => entry.duration))).observe({"
+            " type: 'longtask' }); }"
         )
         page.mouse.move(600, 400)
         while page.is_visible("#more"):
@@ -297,12 +385,20 @@ def test_one_command_shows_a_folder_and_what_was_added_to_it(tmp_path, tiny_bund
     (tmp_path / "browser").chmod(0o755)
     os.mkfifo(tmp_path / "opened")
     (tmp_path / "cache").mkdir()
-    (tmp_path / "cache" / "model").symlink_to(tiny_bundle)  # `model get` downloads 174 MB
-    variables = {"BROWSER": f"{tmp_path}/browser %s", "EDJE_CACHE": str(tmp_path / "cache")}
+    # `model get` downloads 174 MB
+    (tmp_path / "cache" / "model").symlink_to(tiny_bundle)
+    variables = {
+        "BROWSER": f"{tmp_path}/browser %s",
+        "EDJE_CACHE": str(tmp_path / "cache"),
+    }
     for photos in (1, 3):
         for row in range(photos):
             write_photo(tmp_path / "photos" / f"{row}.png", row)
-        with serving(tmp_path, command("show", tmp_path / "photos"), variables) as service:
+        with serving(
+            tmp_path, command("show", tmp_path / "photos"), variables
+        ) as service:
             assert (tmp_path / "opened").read_text().strip() == service.url
-            answer = httpx.post(f"{service.url}/search", json={"query": "a dog", "k": 10}, timeout=60)
+            answer = httpx.post(
+                f"{service.url}/search", json={"query": "a dog", "k": 10}, timeout=60
+            )
             assert len(answer.json()["hits"]) == photos

@@ -1,4 +1,6 @@
-"""`edje-index serve`: addresses, keys, signals, limits, and clients that are slow, large or many."""
+"""`edje-index serve`: addresses, keys, signals, limits, and clients that are slow,
+large or many.
+"""
 
 from __future__ import annotations
 
@@ -45,13 +47,28 @@ def test_responses_do_not_wait_for_acknowledgements():
 
 def test_requests_need_a_key():
     answer = PlainTextResponse("ok")
-    client = TestClient(Guard(answer, Limits(), ["another-key-of-letters", KEY], Metrics()))
-    for headers in ({}, {"Authorization": KEY}, {"Authorization": f"Bearer {KEY}x"}, {"Authorization": "Bearer"}):
+    client = TestClient(
+        Guard(answer, Limits(), ["another-key-of-letters", KEY], Metrics())
+    )
+    for headers in (
+        {},
+        {"Authorization": KEY},
+        {"Authorization": f"Bearer {KEY}x"},
+        {"Authorization": "Bearer"},
+    ):
         refused = client.get("/info", headers=headers)
-        assert (refused.status_code, refused.json()["error"]["code"]) == (401, "unauthorized")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (
+            401,
+            "unauthorized",
+        )
     assert client.get("/info", headers={"Authorization": f"bearer {KEY}"}).text == "ok"
-    assert {client.get(f"/{path}").status_code for path in ("thumbnails/0", "metrics", "openapi.json")} == {401}
-    assert {client.get(path).status_code for path in ("/healthz", "/app.js", "/")} == {200}
+    assert {
+        client.get(f"/{path}").status_code
+        for path in ("thumbnails/0", "metrics", "openapi.json")
+    } == {401}
+    assert {client.get(path).status_code for path in ("/healthz", "/app.js", "/")} == {
+        200
+    }
 
 
 def test_a_request_ends_at_its_deadline():
@@ -60,7 +77,10 @@ def test_a_request_ends_at_its_deadline():
 
     client = TestClient(Guard(never, Limits(deadline_seconds=0.01), [], Metrics()))
     answer = client.get("/info")
-    assert (answer.status_code, answer.json()["error"]["code"]) == (504, "deadline_exceeded")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (
+        504,
+        "deadline_exceeded",
+    )
 
 
 def test_invalid_keys_are_refused_and_not_shown(index, run, monkeypatch):
@@ -87,7 +107,9 @@ def test_other_machines_are_served_if_asked(index, tmp_path):
     options = ["--host", "0.0.0.0", "--insecure", "--allowed-host", "Photos.example"]
     with serve(tmp_path, index, *options) as service:
         statuses = [
-            httpx.get(f"http://127.0.0.1:{service.port}/info", headers={"Host": host}).status_code
+            httpx.get(
+                f"http://127.0.0.1:{service.port}/info", headers={"Host": host}
+            ).status_code
             for host in ("photos.example", "localhost", "any.example")
         ]
         assert statuses == [200, 200, 400]
@@ -96,14 +118,24 @@ def test_other_machines_are_served_if_asked(index, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_requests_finish_after_a_signal(index, tmp_path, number):
-    """Eight requests whose bodies arrive after the signal are answered before the service exits."""
-    bodies = [json.dumps({"query": f"{query} dogs", "documents": [0, 1, 2, 3] * 25}).encode() for query in range(8)]
-    with serve(tmp_path, index, EDJE_API_KEYS=KEY) as service, contextlib.ExitStack() as connections:
+    """Eight requests whose bodies arrive after the signal are answered before the
+    service exits.
+    """
+    bodies = [
+        json.dumps({"query": f"{query} dogs", "documents": [0, 1, 2, 3] * 25}).encode()
+        for query in range(8)
+    ]
+    with (
+        serve(tmp_path, index, EDJE_API_KEYS=KEY) as service,
+        contextlib.ExitStack() as connections,
+    ):
         with Client(service.url, KEY) as client:
             assert len(client.search("a dog", 2)) == 2
         clients = [connections.enter_context(connect(service)) for _ in bodies]
         for client, body in zip(clients, bodies, strict=True):
-            begin_request(client, "/v2/rerank", len(body), f"Authorization: Bearer {KEY}")
+            begin_request(
+                client, "/v2/rerank", len(body), f"Authorization: Bearer {KEY}"
+            )
         service.process.send_signal(number)
         wait_until_refused(service)
         for client, body in zip(clients, bodies, strict=True):
@@ -116,8 +148,12 @@ def test_requests_finish_after_a_signal(index, tmp_path, number):
     assert re.fullmatch(r"loading \S*photos\.edje\n", service.log.read_text())
 
 
-def begin_request(client: socket.socket, path: str, body_bytes: int, *headers: str) -> None:
-    """Send the headers of a request, and wait until the service has begun the request and asks for the body."""
+def begin_request(
+    client: socket.socket, path: str, body_bytes: int, *headers: str
+) -> None:
+    """Send the headers of a request, and wait until the service has begun the
+    request and asks for the body.
+    """
     lines = [
         f"POST {path} HTTP/1.1",
         "Host: localhost",
@@ -151,12 +187,21 @@ def test_large_bodies_are_refused_without_taking_memory(index, tmp_path):
         httpx.post(f"{service.url}/search", json={"query": "a"})
         before = resident_bytes(service.process.pid)
         with connect(service) as client:
-            client.sendall(b"POST /search HTTP/1.1\r\nHost: localhost\r\nContent-Length: 200000000\r\n\r\n")
+            client.sendall(
+                b"POST /search HTTP/1.1\r\nHost: localhost\r\nContent-Length:"
+                b" 200000000\r\n\r\n"
+            )
             assert client.recv(64).startswith(b"HTTP/1.1 413 ")
         json_body = {"content-type": "application/json"}
         body = (b"x" * (1 << 20) for _ in range(200))
-        with contextlib.suppress(httpx.TransportError):  # the service hangs up while the client still sends
-            assert httpx.post(f"{service.url}/search", content=body, headers=json_body).status_code == 413
+        # the service hangs up while the client still sends
+        with contextlib.suppress(httpx.TransportError):
+            assert (
+                httpx.post(
+                    f"{service.url}/search", content=body, headers=json_body
+                ).status_code
+                == 413
+            )
         assert resident_bytes(service.process.pid) - before < 48 << 20
         clients = [connect(service) for _ in range(40)]
 
@@ -165,7 +210,8 @@ def test_large_bodies_are_refused_without_taking_memory(index, tmp_path):
                 begin_request(client, "/search", 12_000_000)
                 client.sendall(b"x" * 11_000_000)
 
-        list(pool.map(send_most, clients))  # 440 MB in all
+        # 440 MB in all
+        list(pool.map(send_most, clients))
         assert resident_bytes(service.process.pid) - before < 200 << 20
         for client in clients:
             client.close()
@@ -182,17 +228,24 @@ def test_slow_clients_are_hung_up_on(index, tmp_path):
         for client in silent[:20]:
             client.sendall(b"GET /healthz HTTP/1.1\r\nHost: loc")
         with connect(service) as body:
-            body.sendall(b"POST /search HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n")
+            body.sendall(
+                b"POST /search HTTP/1.1\r\nHost: localhost\r\nContent-Type:"
+                b" application/json\r\n"
+            )
             body.sendall(b"Content-Length: 50\r\n\r\n{")
             assert body.recv(64).startswith(b"HTTP/1.1 408 ")
         more = [connect(service) for _ in range(10)]
-        assert httpx.get(f"{service.url}/healthz").status_code == 503, "all connections are taken"
+        assert httpx.get(f"{service.url}/healthz").status_code == 503, (
+            "all connections are taken"
+        )
         for client in [*silent, *more]:
             assert client.recv(64) == b""
             client.close()
         assert httpx.get(f"{service.url}/healthz").status_code == 200
         kept.request("GET", "/healthz")
-        assert kept.getresponse().status == 200, "a connection that waits for its next request is kept"
+        assert kept.getresponse().status == 200, (
+            "a connection that waits for its next request is kept"
+        )
         kept.close()
 
 
@@ -204,11 +257,21 @@ def black(side: int) -> str:
 
 @pytest.mark.slow
 def test_image_requests_leave_memory_and_searches_alone(index, tmp_path):
-    """Eight requests at the limit of pixels, eight far above, and eight whose clients leave."""
-    with serve(tmp_path, index) as service, ThreadPoolExecutor(8) as pool, contextlib.ExitStack() as context:
-        bodies = {side: {"inputs": [{"image": black(side)}] * 16} for side in (2500, 6300)}
+    """Eight requests at the limit of pixels, eight far above, and eight whose
+    clients leave.
+    """
+    with (
+        serve(tmp_path, index) as service,
+        ThreadPoolExecutor(8) as pool,
+        contextlib.ExitStack() as context,
+    ):
+        bodies = {
+            side: {"inputs": [{"image": black(side)}] * 16} for side in (2500, 6300)
+        }
         httpx.post(f"{service.url}/search", json={"query": "a"})
-        before, peak, stopped = resident_bytes(service.process.pid), [0], threading.Event()
+        before = resident_bytes(service.process.pid)
+        peak = [0]
+        stopped = threading.Event()
 
         def watch() -> None:
             while not stopped.wait(0.02):
@@ -220,31 +283,50 @@ def test_image_requests_leave_memory_and_searches_alone(index, tmp_path):
 
         def send(side: int, timeout: float) -> int:
             with contextlib.suppress(httpx.ReadTimeout):
-                return httpx.post(f"{service.url}/embed", json=bodies[side], timeout=timeout).status_code
+                return httpx.post(
+                    f"{service.url}/embed", json=bodies[side], timeout=timeout
+                ).status_code
             return 0
 
-        for side, timeout, allowed in ((2500, 120, {200, 504}), (6300, 120, {413}), (2500, 1, {0, 200})):
-            sent, seconds = [pool.submit(send, side, timeout) for _ in range(8)], []
+        for side, timeout, allowed in (
+            (2500, 120, {200, 504}),
+            (6300, 120, {413}),
+            (2500, 1, {0, 200}),
+        ):
+            sent = [pool.submit(send, side, timeout) for _ in range(8)]
+            seconds = []
             while not all(answer.done() for answer in sent):
                 started = time.monotonic()
-                assert httpx.post(f"{service.url}/search", json={"query": f"{len(seconds)} dogs"}).status_code == 200
+                assert (
+                    httpx.post(
+                        f"{service.url}/search", json={"query": f"{len(seconds)} dogs"}
+                    ).status_code
+                    == 200
+                )
                 seconds.append(time.monotonic() - started)
             assert {answer.result() for answer in sent} <= allowed
             assert np.quantile(seconds, 0.95) < 2
         assert peak[0] - before < 500 << 20
         used = service.cpu_seconds()
         time.sleep(3)
-        assert service.cpu_seconds() - used < 2, "requests whose clients have left are still computed"
+        assert service.cpu_seconds() - used < 2, (
+            "requests whose clients have left are still computed"
+        )
 
 
 @pytest.mark.slow
 def test_clients_that_leave_do_no_harm(index, tmp_path):
     with serve(tmp_path, index) as service:
         body = b'{"query": "a dog", "texts": [' + b",".join([b'"1"'] * 500) + b"]}"
-        head = f"POST /rerank HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
+        head = (
+            "POST /rerank HTTP/1.1\r\nHost: localhost\r\nContent-Length:"
+            f" {len(body)}\r\n"
+        )
         for _ in range(20):
             with connect(service) as client:
-                client.sendall(head.encode() + b"Content-Type: application/json\r\n\r\n" + body)
+                client.sendall(
+                    head.encode() + b"Content-Type: application/json\r\n\r\n" + body
+                )
         garbage = [
             b"\x16\x03\x01\x02\x00",
             b"GET / HTTP/9.9\r\n\r\n",
@@ -256,4 +338,9 @@ def test_clients_that_leave_do_no_harm(index, tmp_path):
             with connect(service) as client, contextlib.suppress(OSError):
                 client.sendall(data)
                 client.recv(1024)
-        assert httpx.post(f"{service.url}/search", json={"query": "a dog"}, timeout=60).status_code == 200
+        assert (
+            httpx.post(
+                f"{service.url}/search", json={"query": "a dog"}, timeout=60
+            ).status_code
+            == 200
+        )

@@ -20,7 +20,8 @@ from storage_formats.reading.embeddings import read_embeddings
 from tests.pipelines.service.conftest import HOLE, ROWS
 from tests.pipelines.service.server import resident_bytes
 
-_CLOSE = 5e-6  # the tiny model's scores of two photos differ by some 4e-5
+# the tiny model's scores of two photos differ by some 4e-5
+_CLOSE = 5e-6
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +41,9 @@ def photo(index, row: int) -> bytes:
 
 def same_hits(left, right) -> bool:
     """Whether the rows are the same and the scores agree to float32 rounding."""
-    return [hit.row_id for hit in left] == [hit.row_id for hit in right] and np.allclose(
+    return [hit.row_id for hit in left] == [
+        hit.row_id for hit in right
+    ] and np.allclose(
         [[hit.score, hit.embedding_score] for hit in left],
         [[hit.score, hit.embedding_score] for hit in right],
         atol=_CLOSE,
@@ -51,22 +54,40 @@ def test_search_gives_the_hits_of_the_library(client, library):
     hits = client.search("a red canoe", k=4, pool=8)
     expected = library.search("a red canoe", 4, 8)
     assert same_hits(hits, expected)
-    assert [asdict(hit).keys() for hit in hits] == [asdict(hit).keys() for hit in expected]
+    assert [asdict(hit).keys() for hit in hits] == [
+        asdict(hit).keys() for hit in expected
+    ]
     assert [hit.uri for hit in hits] == [hit.uri for hit in expected]
-    assert same_hits(client.search("a red canoe", score="embedding"), library.search("a red canoe", score="embedding"))
+    assert same_hits(
+        client.search("a red canoe", score="embedding"),
+        library.search("a red canoe", score="embedding"),
+    )
     rough = library.with_precision("nvfp4").search("a red canoe", 5)
     assert same_hits(client.search("a red canoe", 5, precision="nvfp4"), rough)
     assert not same_hits(client.search("a red canoe", 5), rough)
 
 
 def test_search_by_image_and_by_row(client, library, index, http):
-    assert same_hits(client.search(photo(index, 7), k=3), library.search_image(photo(index, 7), 3))
+    assert same_hits(
+        client.search(photo(index, 7), k=3), library.search_image(photo(index, 7), 3)
+    )
     answer = http.post("/search", json={"row_id": 7, "k": 3, "skip": 2}).json()
-    assert [hit["row_id"] for hit in answer["hits"]] == [hit.row_id for hit in library.search_image(7, 5)][2:]
+    assert [hit["row_id"] for hit in answer["hits"]] == [
+        hit.row_id for hit in library.search_image(7, 5)
+    ][2:]
     both = library.search("a dog", 4, image=7)
-    expected = library.model.text.encode(["a dog"])[0] + read_embeddings(library.committed, [7])[0]
-    cosines = read_embeddings(library.committed, [hit.row_id for hit in both]) @ expected / np.linalg.norm(expected)
-    np.testing.assert_allclose([hit.embedding_score for hit in both], cosines, atol=_CLOSE)
+    expected = (
+        library.model.text.encode(["a dog"])[0]
+        + read_embeddings(library.committed, [7])[0]
+    )
+    cosines = (
+        read_embeddings(library.committed, [hit.row_id for hit in both])
+        @ expected
+        / np.linalg.norm(expected)
+    )
+    np.testing.assert_allclose(
+        [hit.embedding_score for hit in both], cosines, atol=_CLOSE
+    )
     answer = http.post("/search", json={"query": "a dog", "row_id": 7, "k": 4}).json()
     assert [hit["row_id"] for hit in answer["hits"]] == [hit.row_id for hit in both]
 
@@ -76,51 +97,99 @@ TEXTS = ["a red canoe", "two dogs", "snow", "a man on a bicycle", "a red canoe"]
 
 def test_texts_for_an_image_and_for_a_row(client, library, index, http):
     for image in (7, photo(index, 7)):
-        expected = library.with_precision("nvfp4").search_texts(image, TEXTS, k=2, pool=2)
+        expected = library.with_precision("nvfp4").search_texts(
+            image, TEXTS, k=2, pool=2
+        )
         hits = client.search_texts(image, TEXTS, k=2, pool=2, precision="nvfp4")
-        assert [(hit.position, hit.text) for hit in hits] == [(hit.position, hit.text) for hit in expected]
-        assert np.allclose([hit.score for hit in hits], [hit.score for hit in expected], atol=_CLOSE)
-    answer = http.post("/search/texts", json={"row_id": 7, "texts": TEXTS, "score": "embedding"}).json()
+        assert [(hit.position, hit.text) for hit in hits] == [
+            (hit.position, hit.text) for hit in expected
+        ]
+        assert np.allclose(
+            [hit.score for hit in hits], [hit.score for hit in expected], atol=_CLOSE
+        )
+    answer = http.post(
+        "/search/texts", json={"row_id": 7, "texts": TEXTS, "score": "embedding"}
+    ).json()
     expected = library.search_texts(7, TEXTS, score="embedding")
-    assert [hit["position"] for hit in answer["hits"]] == [hit.position for hit in expected]
+    assert [hit["position"] for hit in answer["hits"]] == [
+        hit.position for hit in expected
+    ]
     assert answer["weights"] == {"embedding": 1.0}
 
 
 def test_a_search_with_a_filter(client, library, http):
     where = "row_id > 3 and uri like '%.jpg'"
-    assert same_hits(client.search("a dog", 4, where=where), library.search("a dog", 4, where=where))
-    by_row = http.post("/search", json={"row_id": 7, "k": 20, "pool": 20, "where": where}).json()["hits"]
+    assert same_hits(
+        client.search("a dog", 4, where=where), library.search("a dog", 4, where=where)
+    )
+    by_row = http.post(
+        "/search", json={"row_id": 7, "k": 20, "pool": 20, "where": where}
+    ).json()["hits"]
     assert {hit["row_id"] for hit in by_row} == {4, 6, 8, 9, 10, 11}
-    assert http.post("/search", json={"query": "a dog", "where": "width > 9999"}).json()["hits"] == []
+    assert (
+        http.post("/search", json={"query": "a dog", "where": "width > 9999"}).json()[
+            "hits"
+        ]
+        == []
+    )
     assert http.get("/info").json()["indexes"][0]["columns"]["width"] == "int32"
 
 
 def test_hits_bring_captions_or_the_chosen_columns(client, library):
     of_row = {3: ["a red canoe", "<b>two</b> dogs"]}
-    for hits in (client.search("a dog", 11), library.search("a dog", 11), library.search_image(0, 11)):
-        assert [hit.columns for hit in hits] == [{"captions": of_row.get(hit.row_id)} for hit in hits]
+    for hits in (
+        client.search("a dog", 11),
+        library.search("a dog", 11),
+        library.search_image(0, 11),
+    ):
+        assert [hit.columns for hit in hits] == [
+            {"captions": of_row.get(hit.row_id)} for hit in hits
+        ]
     (hit,) = client.search("a dog", where="row_id = 3", columns=["author", "width"])
     assert hit.columns == {"author": "Ada", "width": 64}
-    with pytest.raises(ServiceError, match="the rows have no column x; choose from: row_id"):
+    with pytest.raises(
+        ServiceError, match="the rows have no column x; choose from: row_id"
+    ):
         client.search("a dog", columns=["x"])
 
 
 def test_search_returns_both_orders(http, library):
-    answer = http.post("/search", json={"query": "a dog", "k": 4, "pool": 9, "embedding_order": True}).json()
+    answer = http.post(
+        "/search", json={"query": "a dog", "k": 4, "pool": 9, "embedding_order": True}
+    ).json()
     before = library.search("a dog", 4, score="embedding")
-    assert [hit["row_id"] for hit in answer["by_embedding"]] == [hit.row_id for hit in before]
+    assert [hit["row_id"] for hit in answer["by_embedding"]] == [
+        hit.row_id for hit in before
+    ]
     assert [hit["embedding_rank"] for hit in answer["by_embedding"]] == [1, 2, 3, 4]
-    assert [hit["row_id"] for hit in answer["hits"]] == [hit.row_id for hit in library.search("a dog", 4, 9)]
+    assert [hit["row_id"] for hit in answer["hits"]] == [
+        hit.row_id for hit in library.search("a dog", 4, 9)
+    ]
     assert [hit["rank"] for hit in answer["hits"]] == [1, 2, 3, 4]
     assert answer["weights"] == {"logit": 1.0}
     stages = answer["timing"]["stages_ms"]
-    assert list(stages) == ["text_tower", "nearest", "fetch", "joint_encoder", "hits", "total"]
-    assert sum(stages.values()) - stages["total"] <= stages["total"] <= answer["timing"]["computed_ms"]
+    assert list(stages) == [
+        "text_tower",
+        "nearest",
+        "fetch",
+        "joint_encoder",
+        "hits",
+        "total",
+    ]
+    assert (
+        sum(stages.values()) - stages["total"]
+        <= stages["total"]
+        <= answer["timing"]["computed_ms"]
+    )
 
 
 def test_a_long_list_of_wrong_items_costs_little(service, http):
     before = resident_bytes(service.process.pid)
-    for path, member, item in (("rerank", "texts", None), ("rerank", "documents", {}), ("embed", "inputs", None)):
+    for path, member, item in (
+        ("rerank", "texts", None),
+        ("rerank", "documents", {}),
+        ("embed", "inputs", None),
+    ):
         answer = http.post(f"/{path}", json={"query": "a", member: [item] * 300_000})
         assert answer.status_code == 422
         assert len(answer.text) < 2000
@@ -131,25 +200,55 @@ def test_the_dialects_of_tei_and_cohere(http, library):
     rows = [3, 0, library.search("x", 1)[0].row_id]
     texts = ["3", "0", library.search("x", 1)[0].uri]
     expected = library.rerank("a dog", rows)
-    answer = http.post("/rerank", json={"query": "a dog", "texts": texts, "return_text": True}).json()
+    answer = http.post(
+        "/rerank", json={"query": "a dog", "texts": texts, "return_text": True}
+    ).json()
     assert [rows[item["index"]] for item in answer] == [hit.row_id for hit in expected]
-    assert [item["score"] for item in answer] == pytest.approx([hit.relevance for hit in expected], abs=_CLOSE)
-    raw = http.post("/rerank", json={"query": "a dog", "texts": texts, "raw_scores": True}).json()
-    assert [item["score"] for item in raw] == pytest.approx([hit.score for hit in expected], abs=_CLOSE)
-    assert [item["text"] for item in answer] == [texts[item["index"]] for item in answer]
-    body = {"model": "any", "query": "a dog", "documents": texts, "top_n": 2, "return_documents": True}
+    assert [item["score"] for item in answer] == pytest.approx(
+        [hit.relevance for hit in expected], abs=_CLOSE
+    )
+    raw = http.post(
+        "/rerank", json={"query": "a dog", "texts": texts, "raw_scores": True}
+    ).json()
+    assert [item["score"] for item in raw] == pytest.approx(
+        [hit.score for hit in expected], abs=_CLOSE
+    )
+    assert [item["text"] for item in answer] == [
+        texts[item["index"]] for item in answer
+    ]
+    body = {
+        "model": "any",
+        "query": "a dog",
+        "documents": texts,
+        "top_n": 2,
+        "return_documents": True,
+    }
     for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
         results = http.post(path, json=body).json()["results"]
         scores = [(result["index"], result["relevance_score"]) for result in results]
-        assert scores == [(item["index"], pytest.approx(item["score"], abs=_CLOSE)) for item in answer[:2]]
-        assert [result["score"] for result in results] == [pytest.approx(hit.score) for hit in expected[:2]]
-        assert [result["document"]["text"] for result in results] == [item["text"] for item in answer[:2]]
+        assert scores == [
+            (item["index"], pytest.approx(item["score"], abs=_CLOSE))
+            for item in answer[:2]
+        ]
+        assert [result["score"] for result in results] == [
+            pytest.approx(hit.score) for hit in expected[:2]
+        ]
+        assert [result["document"]["text"] for result in results] == [
+            item["text"] for item in answer[:2]
+        ]
 
 
 def test_rows_and_images_are_scored_together(client, library, index):
     expected = {hit.row_id: hit.relevance for hit in library.rerank("a dog", [3, 7, 9])}
-    scores = dict(client.rerank("a dog", [3, photo(index, 7), str(index.parent / "photos" / "09.jpg")]))
-    assert scores == {position: pytest.approx(expected[row], abs=_CLOSE) for position, row in enumerate((3, 7, 9))}
+    scores = dict(
+        client.rerank(
+            "a dog", [3, photo(index, 7), str(index.parent / "photos" / "09.jpg")]
+        )
+    )
+    assert scores == {
+        position: pytest.approx(expected[row], abs=_CLOSE)
+        for position, row in enumerate((3, 7, 9))
+    }
     assert abs(expected[3] - expected[7]) > _CLOSE
 
 
@@ -157,33 +256,55 @@ def test_every_spelling_of_an_image(http, index):
     data = base64.b64encode(photo(index, 7)).decode()
     uri = f"data:image/jpeg;base64,{data}"
     documents = [uri, {"image": data}, {"image": uri}, {"text": uri}]
-    results = http.post("/rerank", json={"query": "a dog", "documents": documents}).json()["results"]
+    results = http.post(
+        "/rerank", json={"query": "a dog", "documents": documents}
+    ).json()["results"]
     assert len(results) == len(documents)
     assert len({round(result["relevance_score"], 3) for result in results}) == 1
 
 
 def test_embed_texts_and_images(client, library, index, http):
-    one, many = (http.post("/embed", json={"inputs": inputs}).json() for inputs in ("a dog", ["a dog"]))
+    one, many = (
+        http.post("/embed", json={"inputs": inputs}).json()
+        for inputs in ("a dog", ["a dog"])
+    )
     assert one == many
     assert http.post("/embed", json={"inputs": []}).json() == []
-    np.testing.assert_allclose(client.embed(["a dog", "b"]), library.model.text.encode(["a dog", "b"]), atol=1e-5)
+    np.testing.assert_allclose(
+        client.embed(["a dog", "b"]),
+        library.model.text.encode(["a dog", "b"]),
+        atol=1e-5,
+    )
     embedding = client.embed([photo(index, 7)])[0]
     assert library.search_image(7, 1)
     np.testing.assert_allclose(
-        library.search_image(photo(index, 7), 1)[0].embedding_score, embedding @ embedding, atol=1e-5
+        library.search_image(photo(index, 7), 1)[0].embedding_score,
+        embedding @ embedding,
+        atol=1e-5,
     )
 
 
 def test_thumbnails_are_those_of_the_rows(client, index, http):
     assert client.thumbnail(3) == read_thumbnails(index, [3])[0].jpeg
     assert http.get("/thumbnails/3").headers["content-type"] == "image/jpeg"
-    assert Image.open(io.BytesIO(http.get("/thumbnails/3?side=16").content)).size == (16, 12)
+    assert Image.open(io.BytesIO(http.get("/thumbnails/3?side=16").content)).size == (
+        16,
+        12,
+    )
     assert http.get("/photos/3").content == photo(index, 3)
     for path in ("thumbnails", "photos"):
         hole = http.get(f"/{path}/{HOLE}")
         assert hole.status_code == 404
         assert "not-an-image" in hole.json()["error"]["message"]
-    for row in ("99", "-1", "1e3", "..%2F..%2Fetc%2Fpasswd", "%00", "3/../../etc/passwd", "9" * 400):
+    for row in (
+        "99",
+        "-1",
+        "1e3",
+        "..%2F..%2Fetc%2Fpasswd",
+        "%00",
+        "3/../../etc/passwd",
+        "9" * 400,
+    ):
         answer = http.get(f"/thumbnails/{row}")
         assert answer.status_code in (404, 422)
         assert set(answer.json()) == {"error"}
@@ -192,52 +313,138 @@ def test_thumbnails_are_those_of_the_rows(client, index, http):
 def test_info_describes_the_index_and_the_limits(client, library):
     value = client.info()
     (index,) = value["indexes"]
-    assert (index["name"], index["rows"], index["indexed"]) == ("photos", ROWS, ROWS - 1)
+    assert (index["name"], index["rows"], index["indexed"]) == (
+        "photos",
+        ROWS,
+        ROWS - 1,
+    )
     assert index["precisions"] == ["bf16", "nvfp4"]
     assert index["bundle_fingerprint"] == library.model.info.fingerprint
     assert value["limits"]["documents"] == 1000
 
 
-HEADER = {"image": "iVBORw0KGgoAAAANSUhEUgAAGJwAABicAQAAAADixwjHAAAS50lEQVR4nO3BMQEAAADCoPVPbQlPoAAA"}
+HEADER = {
+    "image": (
+        "iVBORw0KGgoAAAANSUhEUgAAGJwAABicAQAAAADixwjHAAAS50lEQVR4nO3BMQE"
+        "AAADCoPVPbQlPoAAA"
+    )
+}
 
 
 @pytest.mark.parametrize(
     ("path", "body", "status", "message"),
     [
-        ("/search", {"query": "a", "skip": 1}, 422, "skip with a query needs the score embedding"),
+        (
+            "/search",
+            {"query": "a", "skip": 1},
+            422,
+            "skip with a query needs the score embedding",
+        ),
         ("/search", {}, 422, "query, image or row_id"),
         ("/search", {"query": " "}, 422, "the query is empty"),
-        *(("/search", {"query": "a", "k": value}, 422, "k:") for value in (0, 1.5, True, "3")),
-        *(("/search", {"row_id": value}, 422, "row_id:") for value in (True, -1, "1", 2**70)),
-        ("/search", {"query": "a", "k": 20, "pool": 10}, 422, "pool must be at least k"),
+        *(
+            ("/search", {"query": "a", "k": value}, 422, "k:")
+            for value in (0, 1.5, True, "3")
+        ),
+        *(
+            ("/search", {"row_id": value}, 422, "row_id:")
+            for value in (True, -1, "1", 2**70)
+        ),
+        (
+            "/search",
+            {"query": "a", "k": 20, "pool": 10},
+            422,
+            "pool must be at least k",
+        ),
         ("/search", {"query": "a", "pool": 10**9}, 422, "pool:"),
         ("/search", {"query": "a", "unknown": 1}, 422, "unknown: Extra inputs"),
         ("/search", {"query": "a" * 2001}, 413, "over the limit of 2000"),
         ("/search", {"query": "a", "score": "beauty"}, 422, "unknown part 'beauty'"),
-        ("/search", {"query": "a", "precision": "fp2"}, 422, "does not have precision 'fp2'"),
+        (
+            "/search",
+            {"query": "a", "precision": "fp2"},
+            422,
+            "does not have precision 'fp2'",
+        ),
         ("/search", {"row_id": HOLE}, 422, "has no tokens"),
         ("/search", {"image": "file:///etc/passwd"}, 422, "URLs are not fetched"),
         ("/search", {"image": "/etc/passwd"}, 422, "not valid base64"),
-        ("/search", {"image": "bm8gaW1hZ2U="}, 422, "cannot read an image: not-an-image"),
+        (
+            "/search",
+            {"image": "bm8gaW1hZ2U="},
+            422,
+            "cannot read an image: not-an-image",
+        ),
         ("/search", {"image": "data:image/png;base64,!"}, 422, "not valid base64"),
-        ("/search", {"query": "a", "where": "licence = 1"}, 422, "the columns are row_id"),
+        (
+            "/search",
+            {"query": "a", "where": "licence = 1"},
+            422,
+            "the columns are row_id",
+        ),
         ("/search", {"query": "a", "where": "x" * 5000}, 422, "where:"),
-        ("/search/texts", {"row_id": 7, "image": "AAAA", "texts": ["a"]}, 422, "exactly one of image and row_id"),
+        (
+            "/search/texts",
+            {"row_id": 7, "image": "AAAA", "texts": ["a"]},
+            422,
+            "exactly one of image and row_id",
+        ),
         ("/search/texts", {"row_id": 7, "texts": []}, 422, "texts"),
-        ("/search/texts", {"row_id": 7, "texts": ["a", "  "]}, 422, "the query is empty"),
-        ("/search/texts", {"row_id": 7, "texts": ["a"] * 1001}, 413, "over the limit of 1000"),
+        (
+            "/search/texts",
+            {"row_id": 7, "texts": ["a", "  "]},
+            422,
+            "the query is empty",
+        ),
+        (
+            "/search/texts",
+            {"row_id": 7, "texts": ["a"] * 1001},
+            413,
+            "over the limit of 1000",
+        ),
         ("/rerank", {"query": "a"}, 422, "Field required"),
-        ("/rerank", {"query": "a", "texts": ["https://x/y.jpg"]}, 422, "URLs are not fetched"),
+        (
+            "/rerank",
+            {"query": "a", "texts": ["https://x/y.jpg"]},
+            422,
+            "URLs are not fetched",
+        ),
         ("/rerank", {"query": "a", "texts": ["99"]}, 422, "out of range"),
-        ("/rerank", {"query": "a", "texts": ["no.jpg"]}, 422, "no row has the uri 'no.jpg'"),
-        ("/rerank", {"query": "a", "texts": ["0"] * 1001}, 413, "send fewer documents: 1001 are over"),
+        (
+            "/rerank",
+            {"query": "a", "texts": ["no.jpg"]},
+            422,
+            "no row has the uri 'no.jpg'",
+        ),
+        (
+            "/rerank",
+            {"query": "a", "texts": ["0"] * 1001},
+            413,
+            "send fewer documents: 1001 are over",
+        ),
         ("/rerank", {"query": "a", "documents": [{}]}, 422, "document 0 is empty"),
-        ("/rerank", {"query": "a", "documents": [{"image": "http://x"}]}, 422, "URLs are not fetched"),
-        ("/rerank", {"query": "a", "documents": [{"image": "AAAA"}] * 17}, 413, "send fewer images: 17 are"),
+        (
+            "/rerank",
+            {"query": "a", "documents": [{"image": "http://x"}]},
+            422,
+            "URLs are not fetched",
+        ),
+        (
+            "/rerank",
+            {"query": "a", "documents": [{"image": "AAAA"}] * 17},
+            413,
+            "send fewer images: 17 are",
+        ),
         ("/embed", {"inputs": [3]}, 422, "inputs"),
         ("/embed", {"inputs": ["a", {"image": "AAAA"}]}, 422, "either texts or images"),
-        # HEADER is the start of a PNG of 6,300 x 6,300 pixels; pixels are counted before anything is decoded.
-        ("/embed", {"inputs": [HEADER] * 3}, 413, "119070000 in all are over the limits"),
+        # HEADER is the start of a PNG of 6,300 x 6,300 pixels; pixels are counted
+        # before anything is decoded.
+        (
+            "/embed",
+            {"inputs": [HEADER] * 3},
+            413,
+            "119070000 in all are over the limits",
+        ),
         ("/embed", {"inputs": [HEADER] * 2}, 422, "cannot read an image: truncated"),
         ("/embed", {"inputs": ["a"] * 1001}, 413, "1001 inputs: send at most"),
     ],
@@ -245,16 +452,31 @@ HEADER = {"image": "iVBORw0KGgoAAAANSUhEUgAAGJwAABicAQAAAADixwjHAAAS50lEQVR4nO3B
 def test_invalid_requests_have_one_shape(http, index, path, body, status, message):
     answer = http.post(path, json=body)
     (error,) = answer.json().values()
-    assert (answer.status_code, *answer.json(), *sorted(error)) == (status, "error", "code", "message"), answer.text
+    assert (answer.status_code, *answer.json(), *sorted(error)) == (
+        status,
+        "error",
+        "code",
+        "message",
+    ), answer.text
     assert message in error["message"]
     assert str(index.parent) not in answer.text, "a path of the server"
 
 
 def test_malformed_bodies_are_refused(http):
-    bodies = (b"{", b"\xff\xfe", b"[" * 100_000, b'{"query": NaN}', b'"a"', b"", b'{"query": "\\ud800"}')
+    bodies = (
+        b"{",
+        b"\xff\xfe",
+        b"[" * 100_000,
+        b'{"query": NaN}',
+        b'"a"',
+        b"",
+        b'{"query": "\\ud800"}',
+    )
     for body in (*bodies, b'{"query": "a", "k": ' + b"9" * 5000 + b"}"):
         for path in ("/search", "/rerank", "/embed"):
-            answer = http.post(path, content=body, headers={"content-type": "application/json"})
+            answer = http.post(
+                path, content=body, headers={"content-type": "application/json"}
+            )
             assert answer.status_code in (400, 422), (path, answer.text)
             assert set(answer.json()) == {"error"}
 
@@ -263,14 +485,17 @@ def test_concurrent_requests_share_batches_and_get_their_own_answers(service, li
     queries = [f"{number} red canoes" for number in range(12)]
     with Client(service.url) as client, ThreadPoolExecutor(12) as pool:
         found = list(pool.map(lambda query: client.search(query, 3, 9), queries))
-        reranked = list(pool.map(lambda query: client.rerank(query, [3, 7, 9]), queries))
+        reranked = list(
+            pool.map(lambda query: client.rerank(query, [3, 7, 9]), queries)
+        )
     for query, hits, pairs in zip(queries, found, reranked, strict=True):
         assert same_hits(hits, library.search(query, 3, 9))
         expected = [hit.row_id for hit in library.rerank(query, [3, 7, 9])]
         assert [[3, 7, 9][position] for position, _ in pairs] == expected
     text = httpx.get(f"{service.url}/metrics").text
     batches, requests = (
-        float(re.search(rf"^edje_batch_requests_{name} (\S+)$", text, re.MULTILINE)[1]) for name in ("count", "sum")
+        float(re.search(rf"^edje_batch_requests_{name} (\S+)$", text, re.MULTILINE)[1])
+        for name in ("count", "sum")
     )
     assert requests >= 24
     assert batches < requests, "no two requests shared a batch"
@@ -292,7 +517,15 @@ def test_pages_are_offline_and_cannot_be_embedded(http):
         assert http.get(path).json()["error"]["code"] == "not_found"
     assert http.delete("/search").json()["error"]["code"] == "method_not_allowed"
     paths = http.get("/openapi.json").json()["paths"]
-    assert {"/search", "/rerank", "/embed", "/thumbnails/{row_id}", "/healthz", "/info", "/metrics"} <= set(paths)
+    assert {
+        "/search",
+        "/rerank",
+        "/embed",
+        "/thumbnails/{row_id}",
+        "/healthz",
+        "/info",
+        "/metrics",
+    } <= set(paths)
     headers = http.get("/").headers
     assert "default-src 'none'" in headers["content-security-policy"]
     assert headers["cross-origin-resource-policy"] == "same-origin"
@@ -303,13 +536,24 @@ def test_pages_are_offline_and_cannot_be_embedded(http):
 def test_other_sites_get_no_access(http):
     answer = http.get("/info", headers={"Origin": "https://evil.example"})
     assert not [name for name in answer.headers if name.startswith("access-control")]
-    assert http.options("/search", headers={"Origin": "https://evil.example"}).status_code == 405
-    plain = http.post("/search", content=b'{"query": "a"}', headers={"content-type": "text/plain"})
+    assert (
+        http.options("/search", headers={"Origin": "https://evil.example"}).status_code
+        == 405
+    )
+    plain = http.post(
+        "/search", content=b'{"query": "a"}', headers={"content-type": "text/plain"}
+    )
     assert plain.status_code == 422, "a form of another site can send no search"
 
 
 def test_a_name_that_resolves_to_loopback_is_not_answered(http):
-    for host in ("evil.example", "127.0.0.1.evil.example:80", "[", "localhost#x", "user@localhost"):
+    for host in (
+        "evil.example",
+        "127.0.0.1.evil.example:80",
+        "[",
+        "localhost#x",
+        "user@localhost",
+    ):
         assert http.get("/info", headers={"Host": host}).status_code == 400
     for host in ("localhost:1", "LOCALHOST", "[::1]:9", "127.0.0.1"):
         assert http.get("/info", headers={"Host": host}).status_code == 200
@@ -322,6 +566,9 @@ def test_the_client_reports_what_the_service_says(client):
     for wrong in (object(), "a \ud800 dog", float("nan")):
         with pytest.raises(UsageError, match="cannot be sent as JSON"):
             client.search(wrong)
-    with Client("http://127.0.0.1:9") as nobody, pytest.raises(ServiceError, match="cannot reach") as unreachable:
+    with (
+        Client("http://127.0.0.1:9") as nobody,
+        pytest.raises(ServiceError, match="cannot reach") as unreachable,
+    ):
         nobody.info()
     assert unreachable.value.status is None
