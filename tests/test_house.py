@@ -1,4 +1,6 @@
-"""The rules of the source tree: which package may import which, and what its messages may name."""
+"""The rules of the source tree: which package may import which, and what its
+messages may name.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,7 @@ import itertools
 import re
 import subprocess
 import sys
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,12 +20,14 @@ import pytest
 
 REPO = Path(__file__).resolve().parents[1]
 ORDER = ["storage_formats", "edje_index", "pipelines", "benchmarks"]
-# The only places that may import a library at all; a folder includes everything below it.
+# The only places that may import a library at all; a folder includes everything below
+# it.
 HOMES = {
     "ray": ["pipelines/engines"],
     "faiss": ["edje_index/indexing/faiss_index.py"],
     "click": ["pipelines/cli", "benchmarks/cli.py"],
-    # storage_formats stays light: `TokenStore.fetch` imports torch when it is asked for a tensor.
+    # storage_formats stays light: `TokenStore.fetch` imports torch when it is asked for
+    # a tensor.
     "torch": ["storage_formats/token_store.py", "edje_index", "benchmarks"],
     "open_clip": ["edje_index"],
     "transformers": ["edje_index"],
@@ -50,7 +55,9 @@ def parsed(path: Path) -> ast.Module:
 
 @functools.cache
 def imported_names(path: Path) -> set[str]:
-    """Dotted names of everything that a file imports, at its top or inside its functions."""
+    """Dotted names of everything that a file imports, at its top or inside its
+    functions.
+    """
     names: set[str] = set()
     for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
@@ -120,12 +127,16 @@ def test_help_loads_nothing_heavy():
 
 
 def part_of(module: str) -> str:
-    """The second-level part that a module belongs to: `edje_index.models.adapter` is of `edje_index.models`."""
+    """The second-level part that a module belongs to: `edje_index.models.adapter`
+    is of `edje_index.models`.
+    """
     return ".".join(module.split(".")[:2])
 
 
 def imported_parts(path: Path) -> set[str]:
-    """Second-level parts of the file's own top-level package that it imports, itself excluded."""
+    """Second-level parts of the file's own top-level package that it imports,
+    itself excluded.
+    """
     relative = path.relative_to(REPO).with_suffix("").parts
     parts = {
         part_of(name)
@@ -158,7 +169,8 @@ def test_parts_of_a_package_import_one_another_without_cycles(package):
     arrows: dict[str, dict[str, Path]] = {}
     for path in sorted((REPO / package).rglob("*.py")):
         if path == REPO / package / "__init__.py":
-            continue  # exports the public names of all parts
+            # exports the public names of all parts
+            continue
         part = part_of(".".join(path.relative_to(REPO).with_suffix("").parts))
         for target in imported_parts(path):
             arrows.setdefault(part, {})[target] = path.relative_to(REPO)
@@ -188,7 +200,9 @@ FLAG = re.compile(r"(?<![\w-])--[a-z]")
 
 
 def messages(path: Path) -> Iterator[tuple[int, str]]:
-    """Line and text of every string of a file that is neither a docstring nor an argument of another program."""
+    """Line and text of every string of a file that is neither a docstring nor an
+    argument of another program.
+    """
     tree = parsed(path)
     docstrings = {
         id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)
@@ -205,7 +219,9 @@ def messages(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def test_messages_of_the_library_name_no_flag():
-    """A library function is called from Python as well: its errors name parameters, the command line names flags."""
+    """A library function is called from Python as well: its errors name parameters,
+    the command line names flags.
+    """
     naming = [
         f"{path.relative_to(REPO)}:{line} {text!r}"
         for path in modules()
@@ -227,7 +243,9 @@ PARQUET_READERS = {
 
 
 def test_one_module_reads_parquet_files():
-    """Threads of pyarrow can abort the interpreter at its exit, so only the module that starts none reads Parquet."""
+    """Threads of pyarrow can abort the interpreter at its exit, so only the module
+    that starts none reads Parquet.
+    """
     home = REPO / "storage_formats" / "format" / "parquet.py"
     users = [
         f"{path.relative_to(REPO)}:{node.lineno}"
@@ -245,6 +263,74 @@ def test_one_module_reads_parquet_files():
     }
     assert not names & {f"pyarrow.parquet.{reader}" for reader in PARQUET_READERS}
     assert not {name for name in names if name.startswith("pyarrow.dataset")}
+
+
+LAYOUT_TOKENS = {
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENCODING,
+    tokenize.ENDMARKER,
+}
+
+
+def docstring_lines(path: Path) -> set[int]:
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    lines: set[int] = set()
+    for node in ast.walk(parsed(path)):
+        if isinstance(node, kinds) and ast.get_docstring(node, clean=False) is not None:
+            docstring = node.body[0]
+            lines |= set(range(docstring.lineno, docstring.end_lineno + 1))
+    return lines
+
+
+def is_packed(node: ast.AST) -> bool:
+    """Return True for an assignment like `a, b = x, y`."""
+    return (
+        isinstance(node, ast.Assign)
+        and isinstance(node.value, ast.Tuple)
+        and any(isinstance(target, ast.Tuple) for target in node.targets)
+    )
+
+
+def test_the_code_is_small_and_has_air():
+    """Tokens price concepts, and denser lines do not make them fewer."""
+    tokens = 0
+    code_lines = 0
+    packed = 0
+    for path in modules():
+        docstrings = docstring_lines(path)
+        with path.open("rb") as file:
+            for token in tokenize.tokenize(file.readline):
+                is_docstring = (
+                    token.type == tokenize.STRING and token.start[0] in docstrings
+                )
+                tokens += token.type not in LAYOUT_TOKENS and not is_docstring
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            is_comment = line.lstrip().startswith("#")
+            code_lines += (
+                bool(line.strip()) and not is_comment and (number not in docstrings)
+            )
+        packed += sum(is_packed(node) for node in ast.walk(parsed(path)))
+    assert tokens <= 268_900
+    assert tokens / code_lines <= 7.2
+    assert 1000 * packed / code_lines <= 2.5
+
+
+def test_no_line_is_wider_than_88_columns():
+    command = ["git", "ls-files", "*.py"]
+    listed = subprocess.run(command, cwd=REPO, capture_output=True, text=True)
+    wide = [
+        f"{name}:{number}"
+        for name in listed.stdout.splitlines()
+        if (REPO / name).exists()
+        for number, line in enumerate((REPO / name).read_text().splitlines(), 1)
+        if len(line) > 88 and "://" not in line
+    ]
+    assert listed.stdout
+    assert not wide, wide
 
 
 def test_the_command_line_stays_small():
