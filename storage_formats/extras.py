@@ -62,8 +62,11 @@ class MissingExtraError(EdjeError, ImportError):
     Examples:
         >>> from storage_formats.extras import missing_extra
         >>> error = ModuleNotFoundError("No module named 'onnx'", name="onnx")
-        >>> str(missing_extra(error))
-        "this needs the package onnx, which is not installed; run: pip install ..."
+        >>> needs, remedy = str(missing_extra(error)).split("; ")
+        >>> needs
+        'this needs the package onnx, which is not installed'
+        >>> remedy
+        "run: pip install 'edje-index[towers]'"
     """
 
 

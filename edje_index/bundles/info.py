@@ -3,15 +3,15 @@ Finds the bundle of an index.
 
 The files of a bundle are:
 
-    bundle.json                      sizes, score weights, file hashes, fingerprints
-    vision/open_clip_config.json     open_clip's model and preprocessing configuration
-    vision/open_clip_model.safetensorsweights of the vision and text tower
-    vision/...                       tokenizer of the text tower, if from Hugging Face
-    adapter.safetensors              weights of the adapter
-    joint/config.json                BERT configuration of the joint encoder
-    joint/model.safetensors          weights of joint encoder, pooled similarity
-    joint/...                        tokenizer of the joint encoder
-    bank.safetensors                 bank of the hubness correction
+    bundle.json                        sizes, score weights, file hashes, fingerprints
+    vision/open_clip_config.json       open_clip's model and preprocessing configuration
+    vision/open_clip_model.safetensors weights of the vision and text tower
+    vision/...                         tokenizer of the text tower, if from Hugging Face
+    adapter.safetensors                weights of the adapter
+    joint/config.json                  BERT configuration of the joint encoder
+    joint/model.safetensors            weights of joint encoder, pooled similarity
+    joint/...                          tokenizer of the joint encoder
+    bank.safetensors                   bank of the hubness correction
 """
 
 from __future__ import annotations

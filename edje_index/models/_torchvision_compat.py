@@ -28,8 +28,9 @@ def prepare_torchvision() -> None:
         # the library that needs torchvision reports this
         pass
     except RuntimeError:
-        open_library = torch.library.Library
-        library = open_library("torchvision", "FRAGMENT")  # type: ignore
+        library = torch.library.Library(  # type: ignore[no-untyped-call]
+            "torchvision", "FRAGMENT"
+        )
         for name in OPERATORS:
             library.define(
                 f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"

@@ -164,9 +164,11 @@ class Teacher:
         """
         assert batch.teacher is not None
         inputs, tokens = batch.teacher
-        if tokens is None:
-            tokens = self.adapter(batch.patches.float())  # type: ignore[misc]
-        tokens = gather(tokens.float())
+        tokens = gather(
+            self.adapter(batch.patches.float())  # type: ignore[misc]
+            if tokens is None
+            else tokens.float()
+        )
         parts = []
         for start in range(0, len(inputs.input_ids), _TEACHER_BATCH):
             rows = slice(start, start + _TEACHER_BATCH)

@@ -73,7 +73,8 @@ class WorkerGroup:
         """
         if self.size == 1:
             return rows
-        gathered: torch.Tensor = _Gather.apply(rows, self)  # type: ignore
+        apply = _Gather.apply
+        gathered: torch.Tensor = apply(rows, self)  # type: ignore[no-untyped-call]
         return gathered
 
     def share(self, value: Any) -> Any:

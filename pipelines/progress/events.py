@@ -159,7 +159,13 @@ class JobStopped(EdjeError):
     Examples:
         >>> from edje_index import JobStopped, build_index
         >>> try:
-        ...     build_index("photos", "new.edje", "model", should_stop=lambda: True)
+        ...     build_index(
+        ...         "photos",
+        ...         "new.edje",
+        ...         "model",
+        ...         engine="inline",
+        ...         should_stop=lambda: True,
+        ...     )
         ... except JobStopped:
         ...     print("stopped")
         stopped
