@@ -20,6 +20,7 @@ EXTRAS_OF_MODULE = {
     "lark": ("search", "build", "train"),
     "llama_index": ("llama-index",),
     "lmdb": ("bench",),
+    "mcp": ("mcp",),
     "obstore": ("remote",),
     "onnx": ("towers", "demo"),
     "open_clip": ("search", "build", "train"),

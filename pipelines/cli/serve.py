@@ -60,6 +60,15 @@ _LOCAL_NAMES = ["localhost", "127.0.0.1", "[::1]"]
     show_default=True,
     help="Maximum seconds per request; slower requests fail with HTTP status 504.",
 )
+@click.option(
+    "--mcp",
+    "is_mcp",
+    is_flag=True,
+    help=(
+        "Serve one assistant through the Model Context Protocol on standard input and"
+        " output, instead of HTTP."
+    ),
+)
 def serve(
     index: Path,
     host: str,
@@ -70,6 +79,7 @@ def serve(
     hosts: tuple[str, ...],
     insecure: bool,
     deadline: float,
+    is_mcp: bool,
 ) -> None:
     """Serve search and re-ranking of INDEX over HTTP, with a search page for browsers.
 
@@ -86,7 +96,14 @@ def serve(
       edje-index serve photos.edje
       edje-index serve photos.edje --port 9000
       edje-index serve photos.edje --host 0.0.0.0 --allowed-host photos.example.org
+      edje-index serve photos.edje --mcp
     """
+    if is_mcp:
+        with name_missing_extra("mcp"):
+            from edje_index.search.token_index import TokenIndex
+            from pipelines.service.mcp import mcp_server
+        mcp_server(TokenIndex.open(index, model, device=device, dtype=dtype)).run()
+        return
     text = os.environ.get(_KEYS_VARIABLE)
     keys = [] if text is None else [key for key in re.split(r"[,\s]+", text) if key]
     if text is not None and not keys:

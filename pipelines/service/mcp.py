@@ -1,0 +1,111 @@
+"""A server of the Model Context Protocol, through which assistants search an index.
+
+The tools read the index and the photos of its rows, and change nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+from mcp.server.mcpserver import Image, MCPServer
+from mcp.server.mcpserver.exceptions import ToolError
+
+from edje_index import __version__
+from edje_index.images.thumbnails import read_thumbnails
+from edje_index.search.hits import Hit
+from edje_index.search.token_index import TokenIndex
+from storage_formats.errors import EdjeError
+from storage_formats.format.rows import read_index_rows
+
+_MAX_HITS = 100
+_INSTRUCTIONS = (
+    "Search photos by a description or by a photo of the index. A hit has a row id,"
+    " with which the other tools describe the photo or show a thumbnail of it."
+)
+
+
+@contextlib.contextmanager
+def _refused() -> Iterator[None]:
+    """Answer an error of the index with its message, which says what to do."""
+    try:
+        yield
+    except (EdjeError, OSError, MemoryError) as error:
+        raise ToolError(str(error) or type(error).__name__) from error
+
+
+def _described(hit: Hit) -> dict[str, Any]:
+    return {
+        "row_id": hit.row_id,
+        "uri": hit.uri,
+        "relevance": hit.relevance,
+        "score": hit.score,
+        **hit.columns,
+    }
+
+
+def mcp_server(index: TokenIndex) -> MCPServer[Any]:
+    """Return a server whose tools search `index`. After a change of the index, they
+    search its current snapshot.
+    """
+    server: MCPServer[Any] = MCPServer(
+        "edje-index", instructions=_INSTRUCTIONS, version=__version__
+    )
+    # One search uses all processors, so that searches side by side gain nothing.
+    turn = threading.Lock()
+
+    @contextlib.contextmanager
+    def opened() -> Iterator[TokenIndex]:
+        nonlocal index
+        with turn, _refused():
+            index = index.at_current_snapshot()
+            yield index
+
+    @server.tool()
+    def search_by_text(
+        query: str, k: int = 10, where: str | None = None
+    ) -> list[dict[str, Any]]:
+        """Return the k photos that match a description best, best first.
+
+        Args:
+            query: what the photo shows, for example "a red canoe on a lake".
+            k: number of hits, at most 100.
+            where: filter on columns, for example "width > 800 and licence = 'cc0'".
+        """
+        with opened() as current:
+            hits = current.search(query, k=min(k, _MAX_HITS), where=where)
+            return [_described(hit) for hit in hits]
+
+    @server.tool()
+    def search_by_image(
+        row_id: int, k: int = 10, where: str | None = None
+    ) -> list[dict[str, Any]]:
+        """Return the k other photos that resemble the photo of a row, best first."""
+        with opened() as current:
+            hits = current.search_image(row_id, k=min(k, _MAX_HITS), where=where)
+            return [_described(hit) for hit in hits]
+
+    @server.tool()
+    def describe_row(row_id: int) -> dict[str, Any]:
+        """Return all that the index knows of a row: path, size, captions and others."""
+        with opened() as current:
+            row = read_index_rows(current.committed, [row_id]).to_pylist()[0]
+            return {
+                name: value
+                for name, value in row.items()
+                if value is not None and not isinstance(value, bytes)
+            }
+
+    @server.tool()
+    def show_thumbnail(row_id: int, side: int = 256) -> Image:
+        """Return the photo of a row as a JPEG whose longer side has `side` pixels."""
+        with opened() as current:
+            side = min(max(side, 16), 1024)
+            thumbnail = read_thumbnails(current.committed, [row_id], side)[0]
+            if thumbnail.jpeg is None:
+                raise ToolError(f"row {row_id} has no photo: {thumbnail.problem}")
+            return Image(data=thumbnail.jpeg, format="jpeg")
+
+    return server
