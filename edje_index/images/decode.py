@@ -80,6 +80,7 @@ _FORMATS = (
     "TIFF",
     "WEBP",
     "AVIF",
+    "HEIF",
     "BMP",
     "PPM",
     "JPEG2000",
@@ -167,7 +168,8 @@ def undecoded_format(head: bytes) -> str | None:
     None if the format is unknown.
     """
     if head[4:8] == b"ftyp":
-        return f"ISO media of brand {head[8:12].decode('latin-1')!r} (HEIC?)"
+        brand = head[8:12].decode("latin-1")
+        return f"ISO media of brand {brand!r} (for HEIC, install the package pi-heif)"
     return next((name for magic, name in _NOT_DECODED if head.startswith(magic)), None)
 
 
@@ -436,6 +438,16 @@ def _pillow_formats() -> dict[str, Any]:
     its first bytes) by format name.
     """
     Image.init()
+    # An installation without the plugin reads all other formats. Its wheels hold
+    # decoders only, under the LGPL; those of pillow-heif also hold an encoder under
+    # the GPL.
+    with contextlib.suppress(ImportError):
+        import pi_heif
+
+        # Reading the depth images of a damaged file has crashed the process.
+        pi_heif.register_heif_opener(
+            thumbnails=False, depth_images=False, aux_images=False, decode_threads=1
+        )
     # otherwise its errors go to stderr
     logging.getLogger("PIL").setLevel(logging.CRITICAL)
     PngImagePlugin.MAX_TEXT_CHUNK = PngImagePlugin.MAX_TEXT_MEMORY = _MAX_PNG_TEXT

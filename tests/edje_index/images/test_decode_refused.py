@@ -32,7 +32,7 @@ def test_nothing_and_other_things() -> None:
     assert reason(b"\0") == "not-an-image"
     assert reason(b"<html>no photo here</html>") == "not-an-image"
     assert reason(b"PK\x03\x04" + bytes(100)) == "not-an-image"
-    assert reason(b"\0\0\0\x18ftypheic\0\0\0\0mif1heic") == "unsupported-image"
+    assert reason(b"\0\0\0\x18ftypcrx \0\0\0\0crx isom") == "unsupported-image"
     assert reason(b"\xff\x0a" + bytes(40)) == "unsupported-image"
 
 
