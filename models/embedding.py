@@ -33,11 +33,11 @@ from torch.nn import functional
 from edje_index.bundles.shipped_model import IMAGE_TOWER, TEXT_TOWER
 from edje_index.captions.reading import CaptionedImage
 from edje_index.errors import ModelError
-from edje_index.filesystem import new_folder, write_json
 from edje_index.images.decode import decode_rgb
 from edje_index.images.preprocessing import Preprocessor
 from edje_index.models.clip_config import HF_TEXT_FOLDER, WEIGHTS_FILE, ClipConfig
 from edje_index.models.clip_model import build_clip
+from edje_index.models.filesystem import new_folder, write_json
 from edje_index.models.text_tower import save_text_tokenizer, text_tokenizer
 from edje_index.models.weights import assign_weights, read_weights, save_weights
 

@@ -44,7 +44,7 @@ from edje_index.bundles.shipped_model import (
     write_weights,
 )
 from edje_index.captions.reading import check_apart, read_captions
-from edje_index.filesystem import new_folder, write_json
+from edje_index.models.filesystem import new_folder, write_json
 from models.embedding import TOWER_WEIGHTS, pair_features, start_model, train_heads
 
 WEIGHT_FILES = (VISION_WEIGHTS, ADAPTER_WEIGHTS, JOINT_WEIGHTS)

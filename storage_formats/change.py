@@ -50,10 +50,10 @@ from storage_formats.format.manifest import (
     earlier_snapshots,
     kept_snapshots,
 )
-from storage_formats.format.object_store import local_path
 from storage_formats.format.receipts import ShardReceipt, read_receipts
 from storage_formats.format.shard_table import FileEntry, read_shard_table
 from storage_formats.format.zarr_metadata import zarr_documents
+from storage_formats.remote.urls import local_path
 
 _NAMES = "|".join(precisions())
 _PRECISION_FOLDER = re.compile(rf"(tokens|checksums)/({_NAMES})")

@@ -22,7 +22,6 @@ from storage_formats.extras import name_missing_extra
 from storage_formats.format.index_files import check_inside
 from storage_formats.format.layout import Layout, padded_shard_bytes
 from storage_formats.format.manifest import CommittedIndex
-from storage_formats.format.object_store import IndexLocation
 from storage_formats.format.remote import cache_directory, open_index
 from storage_formats.format.row_map import translate_row_ids
 from storage_formats.format.tombstones import (
@@ -39,6 +38,7 @@ from storage_formats.reading.destination import Destination, copy_blocks
 from storage_formats.reading.local_reads import LocalReads
 from storage_formats.reading.memory import BufferPool, aligned_blocks, aligned_bytes
 from storage_formats.reading.object_reads import OBJECT_STORE, ObjectReads
+from storage_formats.remote.urls import IndexLocation
 from storage_formats.row_ids import RowIds, check_row_ids
 
 if TYPE_CHECKING:

@@ -27,12 +27,6 @@ from storage_formats.format.manifest import (
     Counts,
     kept_snapshots,
 )
-from storage_formats.format.object_store import (
-    STORE_SCHEMES,
-    IndexLocation,
-    ObjectFolder,
-    is_url,
-)
 from storage_formats.format.remote import (
     CLAIM,
     ROOT,
@@ -44,6 +38,8 @@ from storage_formats.format.row_map import check_row_map
 from storage_formats.format.shard_table import FileEntry
 from storage_formats.format.zarr_metadata import zarr_documents
 from storage_formats.ordered_results import ordered_results
+from storage_formats.remote.objects import ObjectFolder
+from storage_formats.remote.urls import STORE_SCHEMES, IndexLocation, is_url
 from storage_formats.shard_check import Problem, check_file, check_shard, shard_paths
 from storage_formats.writing.publish import add_counts
 

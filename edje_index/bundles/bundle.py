@@ -29,7 +29,6 @@ from edje_index.bundles.info import (
     verify_files,
 )
 from edje_index.errors import ModelError
-from edje_index.filesystem import new_folder, write_json
 from edje_index.models.adapter import (
     LOCAL,
     PATCHES,
@@ -40,6 +39,7 @@ from edje_index.models.adapter import (
 )
 from edje_index.models.clip_config import HF_TEXT_FOLDER, ClipConfig, read_clip_config
 from edje_index.models.devices import resolve_device, resolve_dtype
+from edje_index.models.filesystem import new_folder, write_json
 from edje_index.models.joint_inputs import load_joint_tokenizer
 from edje_index.models.joint_scorer import JointScorer
 from edje_index.models.safety import read_configuration

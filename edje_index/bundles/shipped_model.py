@@ -38,7 +38,7 @@ from edje_index.bundles.info import (
     verify_files,
 )
 from edje_index.errors import ModelError
-from edje_index.filesystem import new_folder
+from edje_index.models.filesystem import new_folder
 
 SHIPPED_MODEL = Path(__file__).parent / "shipped"
 """Folder of the packed model. In the repository, it is a link to a folder in

@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from edje_index.captions.reading import CaptionedImage
-from edje_index.images.inputs import display_path
+from edje_index.inputs.refs import display_path
 from storage_formats.errors import UsageError
 from storage_formats.format.rows import DUPLICATE, INDEXED
 

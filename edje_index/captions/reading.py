@@ -26,11 +26,11 @@ from typing import Any
 
 import pyarrow as pa
 
-from edje_index.filesystem import read_json_lines
 from edje_index.images.decode import ImageError
-from edje_index.images.inputs import display_path
-from edje_index.images.ranges import open_ranged
-from edje_index.images.tars import TarArchive
+from edje_index.inputs.json_lines import read_json_lines
+from edje_index.inputs.ranges import open_ranged
+from edje_index.inputs.refs import display_path
+from edje_index.inputs.tars import TarArchive
 from storage_formats.errors import UsageError
 from storage_formats.format.parquet import iter_batches, open_parquet
 

@@ -40,13 +40,13 @@ from edje_index.captions.reading import read_captions
 from edje_index.errors import ModelError
 from edje_index.images.clips import is_clip
 from edje_index.images.decode import DEFAULT_MAX_PIXELS, decode_partial
-from edje_index.images.thumbnails import (
+from edje_index.indexing.image_encoder import ImageEncoder
+from edje_index.inputs.thumbnails import (
     PHOTO_COLUMNS,
     PHOTO_ERRORS,
     describe_photo_error,
     read_photo,
 )
-from edje_index.indexing.image_encoder import ImageEncoder
 from edje_index.models.adapter import COMPRESSED, CompressionAdapter
 from edje_index.models.devices import as_tensor
 from edje_index.models.joint_inputs import SPECIAL_TOKEN_NAMES

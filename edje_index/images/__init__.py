@@ -1,3 +1,3 @@
-"""Reads image files and video clips, and converts them to the input of the vision
+"""Decodes image files and video clips, and converts them to the input of the vision
 tower.
 """

@@ -28,9 +28,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edje_index.images.decode import ImageError, content_hash
-from edje_index.images.input_lists import read_shard_inputs
-from edje_index.images.inputs import DecodeSettings, InputRef, decode_input, read_bytes
-from edje_index.images.urls import is_remote
+from edje_index.images.frames import DecodeSettings, decode_input
+from edje_index.inputs.input_lists import read_shard_inputs
+from edje_index.inputs.refs import InputRef, read_bytes
 from edje_index.progress import ShardProgress
 from storage_formats.atomic import naming
 from storage_formats.errors import TaskInterrupted
@@ -46,6 +46,7 @@ from storage_formats.format.rows import (
 )
 from storage_formats.format.source_columns import SourceColumn
 from storage_formats.ordered_results import ordered_results
+from storage_formats.remote.urls import is_url
 from storage_formats.writing.shard_writer import ShardWriter
 
 if TYPE_CHECKING:
@@ -221,7 +222,7 @@ def encode_shard(
     ]
     entries = [image.entry for image in images]
     stages = dict.fromkeys(("wait", "encode", "write"), 0.0)
-    is_remote_shard = any(is_remote(ref.path) for ref in refs)
+    is_remote_shard = any(is_url(ref.path) for ref in refs)
     threads = (
         max(task.decode_threads, _REMOTE_THREADS)
         if is_remote_shard

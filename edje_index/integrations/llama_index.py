@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from edje_index.images.urls import scheme_of
 from edje_index.integrations.documents import METADATA, rerank_metadata
 from edje_index.search.client import Client
 from edje_index.search.token_index import TokenIndex
 from storage_formats.errors import UsageError
 from storage_formats.extras import name_missing_extra
+from storage_formats.remote.urls import scheme_of
 
 with name_missing_extra("llama-index"):
     from llama_index.core.postprocessor.types import BaseNodePostprocessor

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from edje_index.errors import ModelError
-from edje_index.filesystem import write_json
+from edje_index.models.filesystem import write_json
 from edje_index.models.safety import read_configuration
 
 CONFIG_FILE = "open_clip_config.json"

@@ -24,8 +24,8 @@ import torch
 from tokenizers import Tokenizer
 
 from edje_index.errors import ModelError
-from edje_index.filesystem import write_json
 from edje_index.models._torchvision_compat import prepare_torchvision
+from edje_index.models.filesystem import write_json
 from edje_index.models.safety import check_tokenizer_folder, read_configuration
 
 IMAGE_TOKEN = "<image>"

@@ -20,7 +20,6 @@ from tokenizers import Tokenizer
 from torch.nn import functional
 
 from edje_index.errors import HubUnreachableError, ModelError
-from edje_index.filesystem import write_json
 from edje_index.models._torchvision_compat import prepare_torchvision
 from edje_index.models.bert import Bert, BertWeights
 from edje_index.models.clip_config import (
@@ -29,6 +28,7 @@ from edje_index.models.clip_config import (
     WEIGHTS_FILE,
     ClipConfig,
 )
+from edje_index.models.filesystem import write_json
 from edje_index.models.joint_inputs import (
     CLEANERS,
     TOKENIZER_FILE,

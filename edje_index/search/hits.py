@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from edje_index.search.rows import CAPTIONS
 from storage_formats.errors import EdjeError
-from storage_formats.format.object_store import IndexLocation
+from storage_formats.remote.urls import IndexLocation
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -185,7 +185,7 @@ class Hits(list[Hit]):
     def _repr_html_(self) -> str:
         from jinja2 import Template
 
-        from edje_index.images.thumbnails import read_thumbnails
+        from edje_index.inputs.thumbnails import read_thumbnails
 
         hits = self[:_SHOWN]
         images = {}

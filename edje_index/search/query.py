@@ -158,7 +158,7 @@ def encode_images(
     from PIL import Image, ImageOps
 
     from edje_index.images.decode import ImageError, decode_rgb, to_rgb
-    from edje_index.images.inputs import InputRef, display_path, read_bytes
+    from edje_index.inputs.refs import InputRef, display_path, read_bytes
 
     pixels = []
     for image in images:

@@ -48,10 +48,10 @@ from storage_formats.describe import repr_of
 from storage_formats.errors import CorruptIndexError, UsageError
 from storage_formats.extras import name_missing_extra
 from storage_formats.format.manifest import CommittedIndex, Manifest
-from storage_formats.format.object_store import IndexLocation
 from storage_formats.format.remote import open_index
 from storage_formats.reading.embeddings import read_embeddings
 from storage_formats.reading.memory import BufferPool
+from storage_formats.remote.urls import IndexLocation
 from storage_formats.token_store import TokenStore
 
 if TYPE_CHECKING:

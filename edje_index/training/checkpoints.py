@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from edje_index.errors import ModelError
-from edje_index.filesystem import read_json_lines
+from edje_index.inputs.json_lines import read_json_lines
 from edje_index.models.weights import check_finite, read_checkpoint
 from storage_formats.atomic import fsync_path, replacing, write_bytes_atomic
 

@@ -16,17 +16,12 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
-from edje_index.filesystem import read_json_lines
 from edje_index.images.decode import ImageError, content_hash
-from edje_index.images.input_lists import InputTable
-from edje_index.images.inputs import (
-    LOAD,
-    DecodeSettings,
-    InputRef,
-    decode_input,
-    read_bytes,
-)
+from edje_index.images.frames import LOAD, DecodeSettings, decode_input
 from edje_index.indexing.image_encoder import ImageEncoder
+from edje_index.inputs.input_lists import InputTable
+from edje_index.inputs.json_lines import read_json_lines
+from edje_index.inputs.refs import InputRef, read_bytes
 from edje_index.models.devices import as_tensor
 from edje_index.training.random_streams import VIEWS, stream
 from storage_formats.errors import CorruptIndexError, EdjeError

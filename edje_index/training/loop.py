@@ -21,9 +21,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from edje_index.bundles.bundle import ModelBundle
 from edje_index.errors import ModelError
-from edje_index.images.input_lists import InputTable
 from edje_index.images.preprocessing import Preprocessor
 from edje_index.indexing.image_encoder import ImageEncoder
+from edje_index.inputs.input_lists import InputTable
 from edje_index.models.adapter import CompressionAdapter, build_adapter
 from edje_index.models.devices import autocast, resolve_device, resolve_dtype
 from edje_index.scoring.parts import content_token_mask
@@ -84,7 +84,7 @@ class TrainTask:
             hard negatives.
         steps: number of optimiser steps of the joint phase.
         new_adapter: True if the adapter in `start` has random weights.
-        inputs: file of an `edje_index.images.input_lists.InputTable` with the image of
+        inputs: file of an `edje_index.inputs.input_lists.InputTable` with the image of
             each row, for online features; None for stored features.
         views: index of the stored features of augmented views, and the row of each view
             of each training image, int64 [n, views], -1 for a missing view; None

@@ -8,7 +8,7 @@ from pipelines.cli.lazy_group import LazyGroup
 from pipelines.cli.options import json_option, location, memory_option, quiet_option
 from pipelines.cli.output import note, print_json, print_line, running_job
 from pipelines.progress.wording import counted, human_bytes
-from storage_formats.format.object_store import IndexLocation
+from storage_formats.remote.urls import IndexLocation
 
 
 @click.group(

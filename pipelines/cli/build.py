@@ -29,7 +29,7 @@ from pipelines.cli.options import (
 from pipelines.cli.output import note, print_json, print_line, print_result, running_job
 from pipelines.progress.wording import counted, human_bytes
 from storage_formats.errors import UsageError
-from storage_formats.format.object_store import IndexLocation
+from storage_formats.remote.urls import IndexLocation
 
 if TYPE_CHECKING:
     from pipelines.jobs.build import BuildResult

@@ -24,7 +24,7 @@ from pipelines.cli.options import (
 from pipelines.cli.output import note, print_json, print_line, print_result, running_job
 from pipelines.progress.wording import counted, human_bytes
 from storage_formats.errors import UsageError
-from storage_formats.format.object_store import IndexLocation, hub_kind
+from storage_formats.remote.urls import IndexLocation, hub_kind
 
 _SHOWN = 10
 
@@ -441,9 +441,9 @@ def failed_rows(index: IndexLocation) -> Iterator[dict[str, Any]]:
     """
     from storage_formats.change import is_unfinished
     from storage_formats.format.layout import Layout
-    from storage_formats.format.object_store import is_url
     from storage_formats.format.remote import open_index
     from storage_formats.format.rows import FAILED, iter_rows, read_shard_rows
+    from storage_formats.remote.urls import is_url
 
     layout = Layout(Path(index))
     columns = ["row_id", "reason", "uri", "detail", "status"]

@@ -17,11 +17,7 @@ from edje_index.scoring.weights import (
 from pipelines.progress.wording import parse_bytes
 from storage_formats.errors import UsageError
 from storage_formats.format.layout import SHARD_SIZE
-from storage_formats.format.object_store import (
-    IndexLocation,
-    index_location,
-    local_path,
-)
+from storage_formats.remote.urls import IndexLocation, index_location, local_path
 
 
 class _LocalPath(click.Path):

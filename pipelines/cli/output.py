@@ -16,7 +16,7 @@ import click
 from pipelines.progress.events import INTERRUPTED, JobStopped, OnEvent, ShouldStop
 from pipelines.progress.wording import printable
 from storage_formats.format.layout import Layout
-from storage_formats.format.object_store import IndexLocation
+from storage_formats.remote.urls import IndexLocation
 
 LOG_KEY = "pipelines.cli.log"
 """Key of the value of `--log` in `click.Context.meta`."""

@@ -19,7 +19,7 @@ from pipelines.cli.options import (
 from pipelines.cli.output import print_json, print_line, running_job
 from pipelines.progress.wording import counted
 from storage_formats.errors import UsageError
-from storage_formats.format.object_store import IndexLocation
+from storage_formats.remote.urls import IndexLocation
 
 _PRINT_ONLY = Path("-")
 

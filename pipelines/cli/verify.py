@@ -10,7 +10,7 @@ from pipelines.cli.options import json_option, location, quiet_option
 from pipelines.cli.output import note, print_json, print_line, running_job
 from pipelines.progress.events import Progress
 from pipelines.progress.wording import counted
-from storage_formats.format.object_store import IndexLocation
+from storage_formats.remote.urls import IndexLocation
 
 
 @click.command()

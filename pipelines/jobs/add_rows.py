@@ -52,11 +52,11 @@ from storage_formats.errors import UsageError
 from storage_formats.extras import name_missing_extra
 from storage_formats.format.layout import Segment
 from storage_formats.format.manifest import CommittedIndex, Counts, Manifest
-from storage_formats.format.object_store import local_path
 from storage_formats.format.receipts import ShardReceipt
 from storage_formats.format.remote import open_index
 from storage_formats.format.rows import INDEXED, iter_rows, read_rows, read_shard_rows
 from storage_formats.format.shard_table import write_shard_table
+from storage_formats.remote.urls import local_path
 from storage_formats.writing.publish import (
     add_counts,
     check_receipts,
@@ -379,7 +379,7 @@ def add_images(
     import PIL.Image
     from PIL import ImageOps
 
-    from edje_index.images.inputs import InputRef, rows_digest
+    from edje_index.inputs.refs import InputRef, rows_digest
 
     started = time.monotonic()
     images = as_list(images, "images", "images")

@@ -60,8 +60,8 @@ from storage_formats.errors import UsageError
 from storage_formats.extras import name_missing_extra
 from storage_formats.format.layout import SHARD_SIZE, IndexSpec, Layout
 from storage_formats.format.manifest import CommittedIndex, Counts, Manifest
-from storage_formats.format.object_store import local_path
 from storage_formats.format.receipts import ShardReceipt, read_receipts
+from storage_formats.remote.urls import local_path
 from storage_formats.verify import check_files
 from storage_formats.writing.publish import new_manifest
 

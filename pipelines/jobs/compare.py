@@ -15,9 +15,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from edje_index.images.containers import split_uri
-from edje_index.images.inputs import InputRef, display_path, rows_digest
-from edje_index.images.urls import is_remote
+from edje_index.inputs.containers import split_uri
+from edje_index.inputs.refs import InputRef, display_path, rows_digest
 from pipelines.jobs.plan import SourceGroup, holds_clips, recorded_sources
 from pipelines.progress.events import OnEvent, ShouldStop, StatusMessage
 from pipelines.progress.wording import counted
@@ -35,6 +34,7 @@ from pipelines.sources.packed import is_packed_name, packed_source
 from storage_formats.errors import EdjeError, UsageError
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.rows import DUPLICATE, FAILED, iter_rows, iter_stored_rows
+from storage_formats.remote.urls import is_url
 
 _COLUMNS = (
     "row_id",
@@ -228,7 +228,7 @@ def compare_sources(
     without_row = pending
     pending = []
     for each in without_row:
-        is_refused = each.ref.problem == "unreadable" and is_remote(each.ref.path)
+        is_refused = each.ref.problem == "unreadable" and is_url(each.ref.path)
         if is_refused or each.ref.problem == "unreachable":
             each.row = take(each.ref, any_content=True)
         if each.row is None or each.row.failed_for is not None:
@@ -418,7 +418,7 @@ def refs_of_rows(
         elif os.path.isdir(path):
             yield from FolderSource(os.fsdecode(path), clips=clips).iter_inputs()
         elif row["reason"] == "bad-list-line" or (
-            row["reason"] == "not-a-local-path" and not is_remote(path)
+            row["reason"] == "not-a-local-path" and not is_url(path)
         ):
             yield InputRef(
                 row["uri"], path, problem=row["reason"], metadata=_metadata(row, names)

@@ -51,13 +51,6 @@ from storage_formats.errors import UsageError
 from storage_formats.extras import name_missing_extra
 from storage_formats.format.layout import IndexSpec, Segment
 from storage_formats.format.manifest import CommittedIndex, Counts, Manifest, RowMap
-from storage_formats.format.object_store import (
-    ObjectFolder,
-    hub_kind,
-    index_location,
-    is_url,
-    local_path,
-)
 from storage_formats.format.receipts import ShardReceipt
 from storage_formats.format.remote import ROOT, open_index, read_root
 from storage_formats.format.row_map import write_row_map
@@ -71,6 +64,8 @@ from storage_formats.format.selection import Selection
 from storage_formats.format.shard_table import FileEntry
 from storage_formats.format.tombstones import check_rows_in_use, live_rows
 from storage_formats.ordered_results import ordered_map
+from storage_formats.remote.objects import ObjectFolder
+from storage_formats.remote.urls import hub_kind, index_location, is_url, local_path
 from storage_formats.row_ids import check_row_ids
 from storage_formats.writing.copying import RowCopier, count_values, with_values
 from storage_formats.writing.index_copy import (

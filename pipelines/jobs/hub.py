@@ -35,10 +35,10 @@ from pipelines.progress.wording import counted, human_bytes
 from storage_formats.atomic import replacing, write_bytes_atomic
 from storage_formats.errors import EdjeError, UsageError
 from storage_formats.extras import name_missing_extra
-from storage_formats.format.object_store import (
+from storage_formats.remote.objects import ObjectFolder
+from storage_formats.remote.urls import (
     HUB_CREDENTIALS,
     IndexLocation,
-    ObjectFolder,
     hub_address,
     hub_kind,
     local_path,

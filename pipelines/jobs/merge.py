@@ -24,11 +24,11 @@ from storage_formats.errors import UsageError
 from storage_formats.extras import name_missing_extra
 from storage_formats.format.layout import Segment
 from storage_formats.format.manifest import CommittedIndex
-from storage_formats.format.object_store import local_path
 from storage_formats.format.receipts import ShardReceipt
 from storage_formats.format.rows import INDEXED, iter_rows
 from storage_formats.format.source_columns import MAX_COLUMNS, merge_columns
 from storage_formats.format.tombstones import Tombstones
+from storage_formats.remote.urls import local_path
 from storage_formats.writing.copying import ShardCopier
 from storage_formats.writing.publish import new_manifest
 

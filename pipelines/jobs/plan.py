@@ -35,7 +35,8 @@ from storage_formats.format.source_columns import (
 )
 
 if TYPE_CHECKING:
-    from edje_index.images.inputs import DecodeSettings, InputRef
+    from edje_index.images.frames import DecodeSettings
+    from edje_index.inputs.refs import InputRef
 
 TOO_LONG = "(metadata too long)"
 TOO_MANY = "(too many metadata columns)"
@@ -139,7 +140,7 @@ class BuildSettings:
     @property
     def decoding(self) -> DecodeSettings:
         """The settings of decoding."""
-        from edje_index.images.inputs import DecodeSettings
+        from edje_index.images.frames import DecodeSettings
 
         return DecodeSettings(
             **{each.name: getattr(self, each.name) for each in fields(DecodeSettings)}
@@ -333,7 +334,7 @@ def store_inputs(
         plan, and the number of `rows`. `ignored` counts the values of source columns
         that are not stored.
     """
-    from edje_index.images.input_lists import write_input_lists
+    from edje_index.inputs.input_lists import write_input_lists
 
     directory = layout.input_lists
     shutil.rmtree(directory, ignore_errors=True)
@@ -407,7 +408,7 @@ class CollectedColumns:
         Values are left out if the metadata is too long or if there are too many
         columns. `ignored` counts these values.
         """
-        from edje_index.images.inputs import metadata_text
+        from edje_index.inputs.refs import metadata_text
 
         if not ref.metadata:
             return ref

@@ -33,16 +33,16 @@ from storage_formats.errors import EdjeError
 from storage_formats.extras import name_missing_extra
 from storage_formats.format.layout import Layout
 from storage_formats.format.manifest import CommittedIndex
-from storage_formats.format.object_store import local_path
 from storage_formats.format.rows import INDEXED, iter_stored_rows
 from storage_formats.format.shard_table import FileEntry
+from storage_formats.remote.urls import local_path
 from storage_formats.shard_check import Problem
 from storage_formats.verify import verify_index
 from storage_formats.writing.repair import RepairedFile, ShardRepair
 
 if TYPE_CHECKING:
-    from edje_index.images.inputs import InputRef
     from edje_index.indexing.image_encoder import ImageEncoder
+    from edje_index.inputs.refs import InputRef
 
 _WORDING = {"changed-since-plan": "its content has changed"}
 _COLUMNS = ("row_id", "uri", "uri_raw", "content_hash", "status", "reason")
@@ -275,7 +275,7 @@ class ShardEncoder:
         return self._blocks
 
     def _read_inputs(self) -> dict[int, InputRef]:
-        from edje_index.images.inputs import InputRef
+        from edje_index.inputs.refs import InputRef
         from pipelines.jobs.compare import refs_of_rows
 
         (table,) = iter_stored_rows(self._index, _COLUMNS, [self._shard])

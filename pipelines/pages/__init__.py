@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edje_index.images.thumbnails import read_thumbnails
+from edje_index.inputs.thumbnails import read_thumbnails
 from edje_index.scoring.weights import PART_NAMES
 from edje_index.search.hits import rank_hits
 from storage_formats.extras import name_missing_extra

@@ -17,7 +17,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TextIO
 
-from edje_index.images.urls import without_credentials
 from pipelines.progress.events import (
     Event,
     OnEvent,
@@ -28,6 +27,7 @@ from pipelines.progress.events import (
 )
 from pipelines.progress.wording import counted, duration, printable
 from storage_formats.errors import UsageError
+from storage_formats.remote.urls import without_credentials
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar

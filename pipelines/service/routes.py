@@ -22,7 +22,7 @@ from starlette.exceptions import HTTPException
 
 from edje_index import __version__
 from edje_index.images.decode import ImageError, declared_pixels, decode_rgb
-from edje_index.images.thumbnails import (
+from edje_index.inputs.thumbnails import (
     PHOTO_COLUMNS,
     PHOTO_ERRORS,
     describe_photo_error,

@@ -20,16 +20,9 @@ from typing import Any
 
 import pyarrow as pa
 
-from edje_index.images.containers import ARCHIVE_SUFFIXES, PARQUET_SUFFIX
 from edje_index.images.decode import ImageError, content_hash
-from edje_index.images.inputs import InputRef, metadata_text, read_bytes
-from edje_index.images.remote import list_remote_folder, require_libraries
-from edje_index.images.urls import (
-    has_credentials,
-    is_remote,
-    scheme_of,
-    without_credentials,
-)
+from edje_index.inputs.containers import ARCHIVE_SUFFIXES, PARQUET_SUFFIX
+from edje_index.inputs.refs import InputRef, metadata_text, read_bytes
 from pipelines.progress.events import JobStopped, OnEvent, Progress, ShouldStop
 from pipelines.sources.base import (
     STANDARD_INPUT,
@@ -39,7 +32,6 @@ from pipelines.sources.base import (
     has_input_suffix,
     holds_inputs,
     is_input,
-    is_url,
     read_head,
 )
 from pipelines.sources.folder import FolderSource
@@ -59,8 +51,15 @@ from pipelines.sources.packed import (
     scan_ahead,
 )
 from storage_formats.errors import UsageError
-from storage_formats.format.object_store import WEB_SCHEMES
 from storage_formats.ordered_results import ordered_map
+from storage_formats.remote.files import list_remote_folder, require_libraries
+from storage_formats.remote.urls import (
+    WEB_SCHEMES,
+    has_credentials,
+    is_url,
+    scheme_of,
+    without_credentials,
+)
 
 ACCEPTED = (
     f"a directory, an archive ({', '.join(ARCHIVE_SUFFIXES)}), a Parquet file of"
@@ -404,7 +403,7 @@ def expand_braces(pattern: str) -> list[str]:
 
 
 def _real_path(source: Source) -> bytes:
-    return source.path if is_remote(source.path) else os.path.realpath(source.path)
+    return source.path if is_url(source.path) else os.path.realpath(source.path)
 
 
 def _contained(sources: Sequence[Source]) -> Iterator[tuple[Source, Source]]:
@@ -435,9 +434,9 @@ def _contained(sources: Sequence[Source]) -> Iterator[tuple[Source, Source]]:
         is_part = isinstance(source, FolderSource | ImageFileSource)
         # a directory does not read archives beside images or clips
         if isinstance(source, _PACKED):
-            if not is_remote(path) and parents[0] not in names_in:
+            if not is_url(path) and parents[0] not in names_in:
                 names_in[parents[0]] = os.listdir(parents[0])
-            is_part = not is_remote(path) and not holds_inputs(
+            is_part = not is_url(path) and not holds_inputs(
                 names_in[parents[0]], source.clips
             )
         if is_part:

@@ -15,27 +15,22 @@ from typing import Any, TypeVar
 
 from edje_index.images.clips import clip_format
 from edje_index.images.decode import HEAD_BYTES, ImageError, image_format
-from edje_index.images.inputs import InputRef, display_path
-from edje_index.images.remote import (
-    read_remote_range,
-    remote_version,
-    require_libraries,
-)
 from edje_index.images.transient import (
     TransientInputError,
     is_transient,
     transient_error,
 )
-from edje_index.images.urls import (
+from edje_index.inputs.refs import InputRef, display_path
+from storage_formats.errors import UsageError
+from storage_formats.format.source_columns import Value
+from storage_formats.remote.files import (
     ChangedFileError,
     FileVersion,
-    has_credentials,
-    is_remote,
-    scheme_of,
+    read_remote_range,
+    remote_version,
+    require_libraries,
 )
-from storage_formats.errors import UsageError
-from storage_formats.format.object_store import WEB_SCHEMES
-from storage_formats.format.source_columns import Value
+from storage_formats.remote.urls import WEB_SCHEMES, has_credentials, is_url, scheme_of
 
 STANDARD_INPUT = "-"
 
@@ -122,11 +117,6 @@ class ImageFileSource(Source):
         yield file_input(self.path)
 
 
-def is_url(spec: str) -> bool:
-    """Return True if a source is named by a URL that this package reads."""
-    return is_remote(os.fsencode(spec))
-
-
 def absolute_path(spec: str) -> bytes:
     """Return the absolute path of a source, or its URL."""
     return os.fsencode(spec) if is_url(spec) else os.path.abspath(os.fsencode(spec))
@@ -206,7 +196,7 @@ def file_input(
     known. Without `uri`, the uri of the input is derived from `path`.
     """
     uri = display_path(path) if uri is None else uri
-    if is_remote(path):
+    if is_url(path):
         require_libraries(os.fsdecode(path))
         return InputRef(uri, path, size=size, metadata=metadata)
     try:
@@ -243,7 +233,7 @@ def listed_input(value: Any, directory: bytes) -> InputRef | None:
             path = os.fsencode(url)
             return (
                 file_input(path)
-                if is_remote(path)
+                if is_url(path)
                 else InputRef(url, path, problem="not-a-local-path")
             )
         try:
@@ -255,11 +245,11 @@ def listed_input(value: Any, directory: bytes) -> InputRef | None:
         except UnicodeEncodeError:
             # a lone surrogate, from a JSON escape
             return None
-        if scheme and is_remote(directory):
+        if scheme and is_url(directory):
             return None
     if not isinstance(value, bytes) or not value or b"\0" in value:
         return None
-    if is_remote(directory):
+    if is_url(directory):
         is_below = not value.startswith(b"/") and b".." not in value.split(b"/")
         return file_input(directory + b"/" + value) if is_below else None
     return file_input(os.path.join(directory, value))
@@ -301,7 +291,7 @@ def lost_file(source: Source, error: Exception) -> InputRef:
         isinstance(error, OSError) and error.errno is None
     )
     problem = "damaged-archive" if is_damage else problem_of(error)
-    if is_remote(source.path) and problem in ("missing", "unreadable"):
+    if is_url(source.path) and problem in ("missing", "unreadable"):
         reason = getattr(error, "strerror", None) or error
         raise UsageError(
             f"cannot read {source.spec}: {reason}; check the URL", parameter="sources"
@@ -315,7 +305,7 @@ def read_head(path: bytes, size: int | None = None) -> bytes:
 
     `size` is the number of bytes of a file at a URL, if it is known.
     """
-    if is_remote(path):
+    if is_url(path):
         url = os.fsdecode(path)
         version = remote_version(url) if size is None else FileVersion(size)
         length = min(HEAD_BYTES, version.length)

@@ -9,9 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from edje_index.images.inputs import InputRef, display_path
-from edje_index.images.remote import list_remote_folder, read_remote
-from edje_index.images.urls import is_remote
+from edje_index.inputs.refs import InputRef, display_path
 from pipelines.sources.base import (
     Source,
     file_input,
@@ -29,6 +27,8 @@ from pipelines.sources.metadata import (
 from pipelines.sources.packed import is_packed_name, packed_source, scan_ahead
 from storage_formats.format.layout import Layout
 from storage_formats.ordered_results import ordered_map
+from storage_formats.remote.files import list_remote_folder, read_remote
+from storage_formats.remote.urls import is_url
 
 _FILES_AT_ONCE = 16
 # device and inode: the same for every path to a file or directory
@@ -73,7 +73,7 @@ class FolderSource(Source):
         # files already used through a link, by directory
         self._linked: dict[_FileId, set[bytes]] = {}
         self._packed_seen: set[_FileId] = set()
-        pending = [self.path.rstrip(b"/") if is_remote(self.path) else self.path]
+        pending = [self.path.rstrip(b"/") if is_url(self.path) else self.path]
         while pending:
             path = pending.pop()
             try:
@@ -89,7 +89,7 @@ class FolderSource(Source):
 
     def _list(self, path: bytes) -> _Directory:
         directory = _Directory(path)
-        if is_remote(path):
+        if is_url(path):
             contents = list_remote_folder(os.fsdecode(path))
             if contents is None:
                 raise ValueError(
@@ -167,7 +167,7 @@ class FolderSource(Source):
             )
             (packed if is_packed else files).append(name)
         read = functools.partial(self._file, directory, sidecars)
-        is_server = is_remote(directory.path)
+        is_server = is_url(directory.path)
         refs = (
             ordered_map(read, files, _FILES_AT_ONCE, 4 * _FILES_AT_ONCE)
             if is_server
@@ -250,7 +250,7 @@ class FolderSource(Source):
 def _read_sidecar(path: bytes) -> bytes | None:
     """Return the content of a metadata file; None if it cannot be used."""
     try:
-        if is_remote(path):
+        if is_url(path):
             return read_remote(os.fsdecode(path), MAX_SIDECAR_BYTES)
         with open(path, "rb", buffering=0) as file:
             is_too_large = os.fstat(file.fileno()).st_size > MAX_SIDECAR_BYTES

@@ -19,10 +19,8 @@ from typing import Any, TypeAlias
 import pyarrow as pa
 
 from edje_index.captions.reading import ID_KEY, SPLIT_KEY, CaptionRecord, read_records
-from edje_index.filesystem import read_json_lines
-from edje_index.images.inputs import MAX_INPUT_BYTES, InputRef, display_path
-from edje_index.images.remote import read_remote
-from edje_index.images.urls import is_remote
+from edje_index.inputs.json_lines import read_json_lines
+from edje_index.inputs.refs import MAX_INPUT_BYTES, InputRef, display_path
 from pipelines.sources.base import STANDARD_INPUT, Source, file_name, listed_input
 from pipelines.sources.metadata import (
     BAD_NAME,
@@ -34,6 +32,8 @@ from pipelines.sources.metadata import (
 from storage_formats.errors import UsageError
 from storage_formats.format.parquet import open_parquet
 from storage_formats.format.source_columns import PlainText
+from storage_formats.remote.files import read_remote
+from storage_formats.remote.urls import is_url
 
 TABLE_SUFFIXES = (".parquet", ".csv", ".tsv", ".jsonl", ".ndjson")
 LINES_SUFFIX = ".txt"
@@ -119,7 +119,7 @@ class ListSource(Source):
         self._suffix = os.path.splitext(name)[1].lower()
         self._file: str | bytes = self.path
         try:
-            if is_remote(self.path):
+            if is_url(self.path):
                 self._directory = os.path.dirname(os.fsencode(name))
                 # it lives as long as this object
                 copy = tempfile.NamedTemporaryFile(prefix="edje-list-")  # noqa: SIM115

@@ -12,7 +12,13 @@ from typing import Any
 
 import pyarrow as pa
 
-from edje_index.images.containers import (
+from edje_index.images.decode import (
+    HEAD_BYTES,
+    ImageError,
+    image_format,
+    undecoded_format,
+)
+from edje_index.inputs.containers import (
     ARCHIVES,
     PARQUET,
     PARQUET_SUFFIX,
@@ -21,15 +27,9 @@ from edje_index.images.containers import (
     container_kind,
     image_leaf,
 )
-from edje_index.images.decode import (
-    HEAD_BYTES,
-    ImageError,
-    image_format,
-    undecoded_format,
-)
-from edje_index.images.inputs import InputRef, display_path
-from edje_index.images.ranges import RangedFile, open_ranged
-from edje_index.images.tars import Member
+from edje_index.inputs.ranges import RangedFile, open_ranged
+from edje_index.inputs.refs import InputRef, display_path
+from edje_index.inputs.tars import Member
 from pipelines.sources.base import (
     Source,
     file_name,

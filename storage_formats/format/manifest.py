@@ -22,6 +22,7 @@ from storage_formats.errors import (
     cannot_read,
 )
 from storage_formats.format.checksum import json_checksum
+from storage_formats.format.downloads import download
 from storage_formats.format.index_files import read_index_file
 from storage_formats.format.layout import (
     FORMAT,
@@ -30,10 +31,11 @@ from storage_formats.format.layout import (
     Layout,
     Segment,
 )
-from storage_formats.format.object_store import IndexLocation, ObjectFolder
 from storage_formats.format.shard_table import FileEntry, read_shard_table
 from storage_formats.format.source_columns import SourceColumn, columns_from_json
 from storage_formats.format.tombstones import Tombstones, read_tombstones
+from storage_formats.remote.objects import ObjectFolder
+from storage_formats.remote.urls import IndexLocation
 
 MAX_MANIFEST_BYTES = 64 << 20
 SNAPSHOT_FILE = re.compile(r"snapshots/\d+\.json")
@@ -401,7 +403,7 @@ class CommittedIndex:
         Call this before you read one of these files.
         """
         if self.remote is not None:
-            self.remote.download(self.root, entries)
+            download(self.remote, self.root, entries)
 
 
 def kept_snapshots(index: CommittedIndex) -> list[Manifest]:

@@ -16,12 +16,8 @@ from storage_formats.atomic import write_bytes_atomic
 from storage_formats.errors import CorruptIndexError, IncompleteIndexError, UsageError
 from storage_formats.format.layout import Layout
 from storage_formats.format.manifest import MAX_MANIFEST_BYTES, CommittedIndex, Manifest
-from storage_formats.format.object_store import (
-    IndexLocation,
-    ObjectFolder,
-    ObjectVersion,
-    is_url,
-)
+from storage_formats.remote.objects import ObjectFolder, ObjectVersion
+from storage_formats.remote.urls import IndexLocation, is_url
 
 CLAIM = Layout(Path()).claim.as_posix()
 """Key of the object that keeps other writers away from an index on an object store

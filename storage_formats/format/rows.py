@@ -20,12 +20,12 @@ from storage_formats.format.committed_files import CommittedFiles
 from storage_formats.format.index_files import read_index_file
 from storage_formats.format.layout import Layout
 from storage_formats.format.manifest import CommittedIndex
-from storage_formats.format.object_store import IndexLocation
 from storage_formats.format.parquet import read_table
 from storage_formats.format.remote import open_index
 from storage_formats.format.shard_table import FileEntry, check_content
 from storage_formats.format.source_columns import SourceColumn, Value, as_type
 from storage_formats.format.tombstones import check_rows_in_use
+from storage_formats.remote.urls import IndexLocation
 from storage_formats.row_ids import RowIds, check_row_ids
 
 INDEXED = "indexed"

@@ -14,11 +14,11 @@ from typing import TypeAlias
 import numpy as np
 
 from storage_formats.errors import CorruptIndexError
-from storage_formats.format.object_store import ObjectFolder
 from storage_formats.reading.batch import Batch, Ints, Part
 from storage_formats.reading.block_cache import BlockCache
 from storage_formats.reading.destination import Destination
 from storage_formats.reading.memory import BufferPool, Bytes
+from storage_formats.remote.objects import ObjectFolder
 from storage_formats.threads import Crew, settle, unsettled
 
 OBJECT_STORE = "object-store"

@@ -23,6 +23,7 @@ from storage_formats.atomic import (
 from storage_formats.change import DATA_FILE
 from storage_formats.errors import CorruptIndexError, EdjeError, UsageError, cannot_read
 from storage_formats.format.checksum import crc32c, to_hex
+from storage_formats.format.downloads import committed_chunks
 from storage_formats.format.index_files import open_index_file, read_index_file
 from storage_formats.format.layout import Layout
 from storage_formats.format.manifest import (
@@ -31,9 +32,11 @@ from storage_formats.format.manifest import (
     Manifest,
     kept_snapshots,
 )
-from storage_formats.format.object_store import (
+from storage_formats.format.remote import CLAIM, REPLACED, ROOT, open_index, read_root
+from storage_formats.format.shard_table import EXCHANGED, FileEntry
+from storage_formats.format.zarr_metadata import zarr_documents
+from storage_formats.remote.objects import (
     CHUNK_BYTES,
-    STORE_SCHEMES,
     Chunk,
     ObjectChangedError,
     ObjectFolder,
@@ -41,9 +44,7 @@ from storage_formats.format.object_store import (
     ObjectVersion,
     UncertainWriteError,
 )
-from storage_formats.format.remote import CLAIM, REPLACED, ROOT, open_index, read_root
-from storage_formats.format.shard_table import EXCHANGED, FileEntry
-from storage_formats.format.zarr_metadata import zarr_documents
+from storage_formats.remote.urls import STORE_SCHEMES
 from storage_formats.writing.copying import copy_file
 
 # name of the object metadata
@@ -107,7 +108,7 @@ def copy_to_directory(index: CommittedIndex, entry: FileEntry, root: Path) -> bo
             copy_file(index.root, entry, temporary)
         else:
             with open(temporary, "xb") as file:
-                file.writelines(index.remote.committed_chunks(entry))
+                file.writelines(committed_chunks(index.remote, entry))
         fsync_path(temporary)
         os.replace(temporary, path)
     finally:
@@ -369,7 +370,7 @@ def file_contents(index: CommittedIndex, entry: FileEntry) -> Iterator[Chunk]:
         yield _zarr_files(index)[entry.path]
         return
     if index.remote is not None:
-        yield from index.remote.committed_chunks(entry)
+        yield from committed_chunks(index.remote, entry)
         return
     path = index.root / entry.path
     crc = 0

@@ -12,8 +12,8 @@ import obstore
 import pytest
 from huggingface_hub import constants
 
-from edje_index.images import remote
-from storage_formats.format.object_store import ObjectFolder
+from storage_formats.remote import files as remote
+from storage_formats.remote.objects import ObjectFolder
 from tests.command_line import environment
 from tests.conftest import REPO
 from tests.docs.guide_files import write_guide_files

@@ -24,8 +24,8 @@ from storage_formats import (
     UsageError,
     verify_index,
 )
-from storage_formats.format import object_store
-from storage_formats.format.object_store import ObjectFolder
+from storage_formats.remote import objects
+from storage_formats.remote.objects import ObjectFolder
 from tests.conftest import write_random_index
 from tests.object_store import FaultyProxy, s3_server, use_endpoint
 
@@ -73,8 +73,8 @@ def test_every_request_of_a_copy_meets_every_fault(
     monkeypatch.setenv("EDJE_CACHE", str(tmp_path / "cache"))
     # so that the requests have an order
     monkeypatch.setattr(copy, "_FILES_AT_ONCE", 1)
-    monkeypatch.setattr(object_store, "_FIRST_WAIT", 0.01)
-    monkeypatch.setattr(object_store, "_RETRIES", 1)
+    monkeypatch.setattr(objects, "_FIRST_WAIT", 0.01)
+    monkeypatch.setattr(objects, "_RETRIES", 1)
     counts: Counter[str] = Counter()
     with s3_server() as server, FaultyProxy(server).running() as proxy:
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from edje_index.images.thumbnails import read_thumbnails
+from edje_index.inputs.thumbnails import read_thumbnails
 from pipelines import append_index, update_index
 from storage_formats import TokenStore, read_rows, verify_index
 from tests.edje_index.clip_cases import KINDS, clip, panned, photo

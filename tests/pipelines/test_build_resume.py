@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from edje_index.images.input_lists import read_shard_inputs, write_input_lists
 from edje_index.indexing import ann_kind, shard_encoding
+from edje_index.inputs.input_lists import read_shard_inputs, write_input_lists
 from pipelines import append_index, update_index
 from pipelines.jobs.plan import Plan
 from pipelines.progress.events import JobStopped, PlanReady

@@ -15,7 +15,7 @@ import pytest
 
 from pipelines import copy_index
 from storage_formats import EdjeError, IndexSpec, TokenStore
-from storage_formats.format.object_store import ObjectFolder
+from storage_formats.remote.objects import ObjectFolder
 from tests.command_line import command, environment
 from tests.conftest import write_random_index
 from tests.object_store import every, use_endpoint

@@ -29,11 +29,9 @@ from storage_formats import (
     read_rows,
     verify_index,
 )
-from storage_formats.format import object_store
 from storage_formats.format.checksum import json_checksum
 from storage_formats.format.layout import Layout
 from storage_formats.format.manifest import CommittedIndex, Manifest
-from storage_formats.format.object_store import ObjectFolder
 from storage_formats.format.remote import open_index
 from storage_formats.format.rows import read_index_rows
 from storage_formats.format.shard_table import (
@@ -41,6 +39,8 @@ from storage_formats.format.shard_table import (
     read_shard_table,
     write_shard_table,
 )
+from storage_formats.remote import objects
+from storage_formats.remote.objects import ObjectFolder
 from storage_formats.writing.index_copy import begin_remote_copy
 from tests.edje_index.search.indexes import build_photos
 from tests.pipelines.test_copy import check_equal, contents
@@ -56,7 +56,7 @@ def stores(tmp_path, monkeypatch):
     made = {}
     monkeypatch.setenv("EDJE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(
-        object_store,
+        objects,
         "_open_store",
         lambda url: made.setdefault(url, obstore_store.MemoryStore()),
     )

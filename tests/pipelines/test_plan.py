@@ -15,7 +15,7 @@ import pytest
 
 from edje_index.bundles.info import read_bundle_info
 from edje_index.bundles.random_bundle import TINY, create_untrained_bundle
-from edje_index.images.input_lists import read_shard_inputs
+from edje_index.inputs.input_lists import read_shard_inputs
 from pipelines import environment
 from pipelines.engines import ray_engine
 from pipelines.jobs import plan as planning

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from edje_index.images.inputs import InputRef
+from edje_index.inputs.refs import InputRef
 from pipelines.jobs.plan import CollectedColumns
 from pipelines.sources import count_ignored, iter_all, open_sources
 from storage_formats import Manifest, read_rows, verify_index

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edje_index.images.decode import content_hash
-from edje_index.images.inputs import InputRef
+from edje_index.inputs.refs import InputRef
 from pipelines.sources import hash_and_mark_duplicates
 
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edje_index.images.inputs import read_bytes
+from edje_index.inputs.refs import read_bytes
 from pipelines.sources import open_source
 from pipelines.sources.folder import FolderSource
 

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from edje_index.images.inputs import InputRef, read_bytes
+from edje_index.inputs.refs import InputRef, read_bytes
 from pipelines.sources import open_source, open_sources
 from pipelines.sources.lists import PATH_COLUMNS
 from storage_formats.errors import UsageError

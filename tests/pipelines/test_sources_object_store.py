@@ -12,15 +12,15 @@ from typing import Any
 import obstore
 import pytest
 
-from edje_index.images import remote
-from edje_index.images.inputs import read_bytes
-from edje_index.images.ranges import open_ranged
-from edje_index.images.urls import ChangedFileError
+from edje_index.inputs.ranges import open_ranged
+from edje_index.inputs.refs import read_bytes
 from pipelines import update_index
 from pipelines.sources import iter_all, open_sources
 from storage_formats import TokenStore, UsageError
-from storage_formats.format import object_store
-from storage_formats.format.object_store import ObjectFolder
+from storage_formats.remote import files as remote
+from storage_formats.remote import objects
+from storage_formats.remote.files import ChangedFileError
+from storage_formats.remote.objects import ObjectFolder
 from tests.object_store import FaultyProxy, every
 from tests.pipelines.conftest import run_build, write_photo
 from tests.pipelines.test_build_packed import _pack
@@ -32,7 +32,7 @@ BUCKET = "images"
 
 @pytest.fixture
 def proxy(proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyProxy]:
-    monkeypatch.setattr(object_store, "_FIRST_WAIT", 0.01)
+    monkeypatch.setattr(objects, "_FIRST_WAIT", 0.01)
     monkeypatch.setattr("edje_index.images.transient.PAUSES", (0.0,))
     remote._bucket.cache_clear()
     yield proxy

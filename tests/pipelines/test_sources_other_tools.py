@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from edje_index.images.decode import decode_rgb
-from edje_index.images.inputs import InputRef, read_bytes
+from edje_index.inputs.refs import InputRef, read_bytes
 from pipelines.sources import open_source
 
 GOLDEN = Path(__file__).parents[1] / "golden/sources"

@@ -18,11 +18,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edje_index.images import containers, tars
 from edje_index.images.decode import REASONS, ImageError
-from edje_index.images.inputs import InputRef, read_bytes
-from edje_index.images.ranges import RangedFile, open_ranged
-from edje_index.images.tars import TarArchive
+from edje_index.inputs import containers, tars
+from edje_index.inputs.ranges import RangedFile, open_ranged
+from edje_index.inputs.refs import InputRef, read_bytes
+from edje_index.inputs.tars import TarArchive
 from pipelines.sources import open_source
 
 PHOTOS = {
@@ -230,7 +230,7 @@ def test_a_large_list_of_members_is_refused(
     with zipfile.ZipFile(path, "w") as archive:
         for number in range(200):
             archive.writestr(f"{number:050d}.jpg", b"x")
-    monkeypatch.setattr("edje_index.images.ranges.MAX_READ", 10_000)
+    monkeypatch.setattr("edje_index.inputs.ranges.MAX_READ", 10_000)
     (ref,) = scan(path)
     assert ref.problem == "damaged-archive"
 

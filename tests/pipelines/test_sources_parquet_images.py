@@ -15,11 +15,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edje_index.images import ranges
-from edje_index.images.containers import ParquetImages
 from edje_index.images.decode import REASONS, ImageError
-from edje_index.images.inputs import read_bytes
-from edje_index.images.ranges import open_ranged
+from edje_index.inputs import ranges
+from edje_index.inputs.containers import ParquetImages
+from edje_index.inputs.ranges import open_ranged
+from edje_index.inputs.refs import read_bytes
 from pipelines.sources import open_source, open_sources
 from storage_formats.errors import UsageError
 

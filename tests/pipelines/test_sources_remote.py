@@ -16,14 +16,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edje_index.images import ranges, remote, tars
-from edje_index.images.inputs import InputRef, read_bytes
 from edje_index.images.transient import TransientInputError
+from edje_index.inputs import ranges, tars
+from edje_index.inputs.refs import InputRef, read_bytes
 from pipelines import update_index
 from pipelines.cli.changes import failed_rows
 from pipelines.progress.events import StatusMessage
 from pipelines.sources import iter_all, open_source, open_sources
 from storage_formats import TokenStore, UsageError, read_rows
+from storage_formats.remote import files as remote
 from tests.pipelines.conftest import run_build
 from tests.pipelines.test_build_packed import _pack
 from tests.web_server import WebServer, web_server

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edje_index.images import tars
 from edje_index.images.decode import REASONS
-from edje_index.images.inputs import InputRef, read_bytes
-from edje_index.images.ranges import open_ranged
-from edje_index.images.tars import TarArchive
+from edje_index.inputs import tars
+from edje_index.inputs.ranges import open_ranged
+from edje_index.inputs.refs import InputRef, read_bytes
+from edje_index.inputs.tars import TarArchive
 from pipelines.sources import iter_all, open_sources
 from pipelines.sources.packed import ArchiveSource
 

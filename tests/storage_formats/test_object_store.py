@@ -21,12 +21,12 @@ from storage_formats import (
     UsageError,
     read_rows,
 )
-from storage_formats.format import object_store
 from storage_formats.format.checksum import json_checksum
 from storage_formats.format.layout import Layout
-from storage_formats.format.object_store import ObjectFolder, ObjectStoreError
 from storage_formats.format.remote import open_index
 from storage_formats.reading.embeddings import read_embeddings
+from storage_formats.remote import objects
+from storage_formats.remote.objects import ObjectFolder, ObjectStoreError
 from tests.conftest import same_bits
 from tests.object_store import every, use_endpoint
 from tests.storage_formats.reading_cases import SPEC
@@ -144,8 +144,8 @@ def test_blocks_are_equal_if_every_third_request_is_disturbed(
 def test_a_store_that_never_responds_gives_an_error_that_names_the_object(
     stored, proxy, monkeypatch, fault
 ):
-    monkeypatch.setattr(object_store, "_RETRIES", 1)
-    monkeypatch.setattr(object_store, "_ATTEMPTS", 2)
+    monkeypatch.setattr(objects, "_RETRIES", 1)
+    monkeypatch.setattr(objects, "_ATTEMPTS", 2)
     store = TokenStore.open(URL)
     store.fetch([1])
     proxy.fault = every(1, fault, TOKENS)

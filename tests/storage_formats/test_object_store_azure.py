@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from storage_formats.errors import UsageError
-from storage_formats.format.object_store import ObjectFolder
+from storage_formats.remote.objects import ObjectFolder
 from tests.web_server import web_server
 
 pytest.importorskip("obstore")

@@ -9,7 +9,7 @@ import json
 import pytest
 
 from storage_formats.errors import UsageError
-from storage_formats.format.object_store import ObjectChangedError, ObjectFolder
+from storage_formats.remote.objects import ObjectChangedError, ObjectFolder
 from tests.web_server import Response, web_server
 
 obstore_store = pytest.importorskip("obstore.store")

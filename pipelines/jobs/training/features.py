@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from edje_index.bundles.bundle import ModelBundle
     from edje_index.captions.matching import MatchedRows
     from edje_index.captions.reading import CaptionedImage
-    from edje_index.images.inputs import InputRef
+    from edje_index.inputs.refs import InputRef
     from edje_index.models.adapter import AdapterConfig
     from edje_index.training.config import TrainSettings
     from storage_formats.format.manifest import CommittedIndex
@@ -160,7 +160,7 @@ def online_features(
     exists, the images are not checked again, so a run can be resumed even if images are
     missing.
     """
-    from edje_index.images.input_lists import write_input_table
+    from edje_index.inputs.input_lists import write_input_table
     from edje_index.models.adapter import STRIDED
     from pipelines.sources import iter_all, open_sources
     from storage_formats.format.manifest import CommittedIndex
@@ -199,7 +199,7 @@ def stored_views(
     The second value is the row of each view of each item, int64 [n, views]; -1 for a
     view that could not be indexed.
     """
-    from edje_index.images.inputs import display_path
+    from edje_index.inputs.refs import display_path
     from pipelines.sources import iter_all, open_sources
     from storage_formats.format.layout import Layout
     from storage_formats.format.manifest import CommittedIndex
@@ -282,7 +282,8 @@ def write_views(
     decoded gets no views.
     """
     from edje_index.images.decode import ImageError
-    from edje_index.images.inputs import LOAD, DecodeSettings, decode_input, read_bytes
+    from edje_index.images.frames import LOAD, DecodeSettings, decode_input
+    from edje_index.inputs.refs import read_bytes
     from edje_index.training.features import photo_view
 
     try:

@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edje_index.images import ranges
-from edje_index.images.ranges import AHEAD_BLOCKS, KEPT_BLOCKS, BlockReader
+from edje_index.inputs import ranges
+from edje_index.inputs.ranges import AHEAD_BLOCKS, KEPT_BLOCKS, BlockReader
 
 BLOCK = 1000
 DATA = random.Random(0).randbytes(60 * BLOCK + 321)

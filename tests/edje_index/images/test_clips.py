@@ -17,7 +17,7 @@ from PIL import Image
 from edje_index.images import clips
 from edje_index.images.clips import decode_frames, is_clip
 from edje_index.images.decode import REASONS, ImageError
-from edje_index.images.inputs import DecodeSettings, decode_input
+from edje_index.images.frames import DecodeSettings, decode_input
 from tests.edje_index.clip_cases import KINDS, all_frames, clip, panned, photo
 from tests.edje_index.image_cases import encoded, gradient
 

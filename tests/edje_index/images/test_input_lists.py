@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edje_index.images import input_lists
-from edje_index.images.containers import ARCHIVES, Container
 from edje_index.images.decode import REASONS
-from edje_index.images.input_lists import read_shard_inputs, write_input_lists
-from edje_index.images.inputs import InputRef, display_path
+from edje_index.inputs import input_lists
+from edje_index.inputs.containers import ARCHIVES, Container
+from edje_index.inputs.input_lists import read_shard_inputs, write_input_lists
+from edje_index.inputs.refs import InputRef, display_path
 from storage_formats.errors import CorruptIndexError
 from storage_formats.format.layout import IndexSpec, Layout, Segment
 

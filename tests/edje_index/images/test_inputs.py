@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from edje_index.images import inputs
-from edje_index.images.containers import Container
 from edje_index.images.decode import REASONS, ImageError
-from edje_index.images.inputs import InputRef, read_bytes
+from edje_index.inputs import refs as inputs
+from edje_index.inputs.containers import Container
+from edje_index.inputs.refs import InputRef, read_bytes
 
 
 def reason(ref: InputRef) -> str:

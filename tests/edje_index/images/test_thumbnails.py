@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from edje_index.images.thumbnails import MAX_PHOTO_BYTES, read_thumbnails
+from edje_index.inputs.thumbnails import MAX_PHOTO_BYTES, read_thumbnails
 from storage_formats.change import begin_index
 from storage_formats.format.layout import IndexSpec
 from storage_formats.format.rows import RowEntry, rows_table

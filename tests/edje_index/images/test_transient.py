@@ -11,8 +11,8 @@ import pytest
 
 from edje_index.images import transient
 from edje_index.images.decode import ImageError
-from edje_index.images.inputs import InputRef, read_bytes
 from edje_index.images.transient import TransientInputError, retry
+from edje_index.inputs.refs import InputRef, read_bytes
 
 ERRORS = ("EIO", "ESTALE", "EMFILE", "ENFILE", "ENOMEM", "ETIMEDOUT")
 CONTENT = b"0123456789"

@@ -7,13 +7,18 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from edje_index.images import remote
-from edje_index.images.containers import Container
 from edje_index.images.decode import ImageError
-from edje_index.images.inputs import InputRef, read_bytes
-from edje_index.images.remote import read_remote, read_remote_range, remote_version
 from edje_index.images.transient import TransientInputError
-from edje_index.images.urls import ChangedFileError, UnreachableError
+from edje_index.inputs.containers import Container
+from edje_index.inputs.refs import InputRef, read_bytes
+from storage_formats.remote import files as remote
+from storage_formats.remote.files import (
+    ChangedFileError,
+    UnreachableError,
+    read_remote,
+    read_remote_range,
+    remote_version,
+)
 from tests.web_server import WebServer, web_server
 
 DATA = bytes(range(256)) * 40

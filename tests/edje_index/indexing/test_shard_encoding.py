@@ -17,11 +17,12 @@ from PIL import Image, ImageFile
 
 from edje_index.bundles.random_bundle import TINY, create_untrained_bundle
 from edje_index.images.decode import content_hash, decode_rgb
-from edje_index.images.input_lists import write_input_lists
-from edje_index.images.inputs import DecodeSettings, InputRef
+from edje_index.images.frames import DecodeSettings
 from edje_index.images.transient import TransientInputError
 from edje_index.indexing.image_encoder import ImageEncoder
 from edje_index.indexing.shard_encoding import ShardTask, encode_shard
+from edje_index.inputs.input_lists import write_input_lists
+from edje_index.inputs.refs import InputRef
 from storage_formats.change import begin_index
 from storage_formats.errors import TaskInterrupted
 from storage_formats.format.layout import IndexSpec, Layout

@@ -16,10 +16,10 @@ from PIL import Image
 
 from edje_index.bundles.bundle import ModelBundle
 from edje_index.images.decode import decode_rgb
-from edje_index.images.input_lists import InputTable, write_input_table
-from edje_index.images.inputs import InputRef
 from edje_index.images.preprocessing import Preprocessor
 from edje_index.indexing.image_encoder import ImageEncoder
+from edje_index.inputs.input_lists import InputTable, write_input_table
+from edje_index.inputs.refs import InputRef
 from edje_index.models.adapter import build_adapter
 from edje_index.training import loop
 from edje_index.training.batches import BatchSource, Sampler

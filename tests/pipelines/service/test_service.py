@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 from edje_index import Client, ServiceError, TokenIndex
-from edje_index.images.thumbnails import read_thumbnails
+from edje_index.inputs.thumbnails import read_thumbnails
 from storage_formats import UsageError
 from storage_formats.reading.embeddings import read_embeddings
 from tests.pipelines.service.conftest import HOLE, ROWS

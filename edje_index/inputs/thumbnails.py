@@ -16,23 +16,22 @@ from dataclasses import dataclass
 from typing import Any
 
 from edje_index.images.clips import is_clip, key_frame
-from edje_index.images.containers import (
+from edje_index.images.decode import ImageError, content_hash, decode_partial
+from edje_index.images.transient import TransientInputError
+from edje_index.inputs.containers import (
     ARCHIVES,
     PARQUET,
     Container,
     container_kind,
     split_uri,
 )
-from edje_index.images.decode import ImageError, content_hash, decode_partial
-from edje_index.images.inputs import InputRef, read_bytes
-from edje_index.images.ranges import open_ranged
-from edje_index.images.transient import TransientInputError
-from edje_index.images.urls import is_remote
+from edje_index.inputs.ranges import open_ranged
+from edje_index.inputs.refs import InputRef, read_bytes
 from storage_formats.extras import MissingExtraError
 from storage_formats.format.manifest import CommittedIndex
-from storage_formats.format.object_store import IndexLocation
 from storage_formats.format.remote import open_index
 from storage_formats.format.rows import INDEXED, read_index_rows
+from storage_formats.remote.urls import IndexLocation, is_url
 
 MAX_PHOTO_BYTES = 1 << 26
 """Largest number of bytes of a photo with a thumbnail. The limit bounds time and
@@ -175,7 +174,7 @@ def _locate(row: dict[str, Any]) -> InputRef:
     uri = row["uri"]
     size = row["size"]
     path = row["uri_raw"] or os.fsencode(uri)
-    if is_remote(path):
+    if is_url(path):
         raise ImageError(
             reason="not-a-local-path",
             detail="the photo is on a server; only local photos are shown",

@@ -19,9 +19,8 @@ from contextlib import contextmanager
 from typing import NamedTuple, TypeAlias
 
 from edje_index.images.decode import ImageError
-from edje_index.images.remote import read_remote_range, remote_version
-from edje_index.images.urls import is_remote, scheme_of
-from storage_formats.format.object_store import STORE_SCHEMES
+from storage_formats.remote.files import read_remote_range, remote_version
+from storage_formats.remote.urls import STORE_SCHEMES, is_url, scheme_of
 
 ReadAt: TypeAlias = Callable[[int, int], bytes]
 """A function `read_at(size, offset)` that returns the bytes of a range, or fewer if
@@ -121,7 +120,7 @@ def open_ranged(path: bytes, *, only_headers: bool = False) -> RangedFile:
         only_headers: True if small parts of a local file are read. Read-ahead would
             fetch the whole file.
     """
-    if is_remote(path):
+    if is_url(path):
         url = os.fsdecode(path)
         version = remote_version(url)
         # A web server may stop answering. The library for object stores could crash in

@@ -1,8 +1,4 @@
-"""Defines `InputRef`, which locates one input of a build. Reads and decodes inputs.
-
-An input is decoded to frames: an image to one frame, a clip to the number of frames in
-the settings.
-"""
+"""Defines `InputRef`, which locates one input of a build, and reads its bytes."""
 
 from __future__ import annotations
 
@@ -10,43 +6,21 @@ import errno
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TypeVar
 
-from PIL.Image import Image
-
-from edje_index.images import clips
-from edje_index.images.containers import Container, read_packed
-from edje_index.images.decode import (
-    DEFAULT_MAX_PIXELS,
-    ImageError,
-    decode_partial,
-    decode_rgb,
-)
-from edje_index.images.decode_limits import BYTES_PER_PIXEL
-from edje_index.images.ranges import open_file, read_range
-from edje_index.images.remote import read_remote
+from edje_index.images.decode import ImageError
 from edje_index.images.transient import retry
-from edje_index.images.urls import (
-    ChangedFileError,
-    UnreachableError,
-    is_remote,
-    scheme_of,
-)
-from storage_formats.format.object_store import WEB_SCHEMES
+from edje_index.inputs.containers import Container, read_packed
+from edje_index.inputs.ranges import open_file, read_range
 from storage_formats.format.source_columns import Value, text_of
+from storage_formats.remote.files import ChangedFileError, UnreachableError, read_remote
+from storage_formats.remote.urls import WEB_SCHEMES, is_url, scheme_of
 
 MAX_INPUT_BYTES = 1 << 30
 """Largest number of bytes of an input. Larger inputs are rejected, to bound the
 memory of a reader.
 """
-
-FAIL = "fail"
-LOAD = "load"
-"""What to do with a truncated image: report it as failed, or load the readable part."""
-
-Pixels = TypeVar("Pixels")
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +122,6 @@ def read_bytes(ref: InputRef) -> bytes:
     """
     if ref.problem is not None:
         raise ImageError(reason=ref.problem, detail="found while planning")
-    is_url = is_remote(ref.path)
 
     def read() -> bytes:
         try:
@@ -160,7 +133,7 @@ def read_bytes(ref: InputRef) -> bytes:
                     size=ref.size,
                     max_bytes=MAX_INPUT_BYTES,
                 )
-            if is_url:
+            if is_url(ref.path):
                 return read_remote(os.fsdecode(ref.path), MAX_INPUT_BYTES)
             fd, length = open_file(ref.path)
             with open(fd, "rb", buffering=0):
@@ -179,7 +152,9 @@ def read_bytes(ref: InputRef) -> bytes:
             return data
         except FileNotFoundError as error:
             # the file was there
-            if not is_url and (ref.size is not None or ref.container is not None):
+            if not is_url(ref.path) and (
+                ref.size is not None or ref.container is not None
+            ):
                 try:
                     with os.scandir(os.path.dirname(ref.path)) as entries:
                         # for example after an unmount
@@ -227,70 +202,3 @@ def read_bytes(ref: InputRef) -> bytes:
     if not data:
         raise ImageError(reason="empty", detail="0 bytes")
     return data
-
-
-@dataclass(frozen=True)
-class DecodeSettings:
-    """Settings of decoding that change its result.
-
-    Attributes:
-        max_pixels: limit on the pixels of an image. Larger images fail with the reason
-            "too-many-pixels".
-        truncated: what to do with a truncated image. `FAIL`: the image fails. `LOAD`:
-            the readable part is loaded.
-        frames: number of frames per input, to decode images and clips. The frame of an
-            image is repeated. None decodes only images, to one frame each, and rejects
-            clips.
-    """
-
-    max_pixels: int = DEFAULT_MAX_PIXELS
-    truncated: str = FAIL
-    frames: int | None = None
-
-    def inputs_per_batch(self, batch_size: int) -> int:
-        """Return the inputs per forward pass of `batch_size` frames. A longer input
-        gets a pass of its own.
-        """
-        return max(1, batch_size // (self.frames or 1))
-
-
-def decode_input(
-    data: bytes, uri: str, settings: DecodeSettings, convert: Callable[[Image], Pixels]
-) -> tuple[tuple[int, int], list[Pixels], str | None]:
-    """Decode the bytes of the input `uri`, and apply `convert` to each RGB frame.
-
-    A build and online training share this function, so that they treat bad images
-    alike.
-
-    Returns:
-        The size (width, height) of the upright image, or of the first frame of a clip;
-        the converted frames; and a description of what is missing in a truncated image,
-        otherwise None.
-
-    Raises:
-        ImageError: the input cannot be decoded or converted.
-        TransientInputError: there is too little memory at this moment.
-    """
-    if settings.frames is not None and clips.is_clip(data):
-
-        def decode_clip() -> list[tuple[tuple[int, int], Pixels]]:
-            frames = clips.decode_frames(
-                data, settings.frames or 1, settings.max_pixels
-            )
-            return [(frame.size, convert(frame)) for frame in frames]
-
-        enough_bytes = clips.BYTES_PER_PIXEL * min(
-            settings.max_pixels, clips.MAX_FRAME_PIXELS
-        )
-        sizes, frames = zip(*retry(decode_clip, uri, enough_bytes), strict=True)
-        return sizes[0], list(frames), None
-
-    def decode_image() -> tuple[tuple[int, int], list[Pixels], str | None]:
-        if settings.truncated == LOAD:
-            image, truncation = decode_partial(data, settings.max_pixels)
-        else:
-            image = decode_rgb(data, settings.max_pixels)
-            truncation = None
-        return image.size, [convert(image)] * (settings.frames or 1), truncation
-
-    return retry(decode_image, uri, BYTES_PER_PIXEL * settings.max_pixels)

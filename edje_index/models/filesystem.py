@@ -1,4 +1,4 @@
-"""Reads and writes JSON and JSON Lines files, and creates folders atomically."""
+"""Writes JSON files, and creates folders atomically."""
 
 from __future__ import annotations
 
@@ -11,33 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from edje_index.errors import ModelError
-
-
-def read_json_lines(
-    path: str | bytes | Path, *, decode_errors: str = "strict"
-) -> Iterator[tuple[int, Any, str]]:
-    """Yield (number, value, "") for each line of a JSON Lines file, or (number, None,
-    error) if a line is not JSON.
-
-    Blank lines are skipped.
-
-    Args:
-        path: path of the file, which is UTF-8.
-        decode_errors: error handler for bytes that are not UTF-8, as in `bytes.decode`.
-    """
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, 1):
-            if line.strip(b" \t\r\n\xef\xbb\xbf"):
-                try:
-                    yield (
-                        number,
-                        json.loads(line.decode("utf-8-sig", decode_errors)),
-                        "",
-                    )
-                except UnicodeDecodeError as error:
-                    yield number, None, f"the text is not UTF-8: {error}"
-                except (ValueError, RecursionError) as error:
-                    yield number, None, f"the text is not JSON: {error}"
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

@@ -23,10 +23,10 @@ from typing import Any, Protocol
 import pyarrow as pa
 
 from edje_index.images.decode import ImageError
-from edje_index.images.ranges import RangedFile, StreamWindow, open_ranged
-from edje_index.images.tars import Member, TarArchive, check_bytes
-from edje_index.images.urls import is_remote
+from edje_index.inputs.ranges import RangedFile, StreamWindow, open_ranged
+from edje_index.inputs.tars import Member, TarArchive, check_bytes
 from storage_formats.format.parquet import iter_batches, open_parquet
+from storage_formats.remote.urls import is_url
 
 PARQUET = "parquet"
 PARQUET_SUFFIX = ".parquet"
@@ -330,7 +330,7 @@ def read_packed(
         ImageError: the container has changed or is damaged, or the input is too large.
     """
     try:
-        modified = None if is_remote(path) else os.stat(path).st_mtime_ns
+        modified = None if is_url(path) else os.stat(path).st_mtime_ns
         with _OPENING:
             # a forked process lacks the threads of its parent
             opened = _open(path, container, modified, os.getpid())

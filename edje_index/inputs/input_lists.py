@@ -23,9 +23,9 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from edje_index.images.containers import Container
-from edje_index.images.inputs import InputRef, metadata_text
 from edje_index.images.transient import is_transient
+from edje_index.inputs.containers import Container
+from edje_index.inputs.refs import InputRef, metadata_text
 from storage_formats.atomic import fsync_path, naming, replacing
 from storage_formats.errors import CorruptIndexError
 from storage_formats.format.layout import IndexSpec, Layout

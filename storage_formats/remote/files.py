@@ -11,29 +11,26 @@ import errno
 import functools
 import http.client
 import importlib
+import importlib.metadata
 import json
 import re
 import time
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import quote
 
-from edje_index.images.transient import retry
-from edje_index.images.urls import (
-    ChangedFileError,
-    FileVersion,
-    UnreachableError,
-    scheme_of,
-)
 from storage_formats.extras import name_missing_extra
-from storage_formats.format.object_store import (
-    HUB_SCHEME,
-    STORE_SCHEMES,
+from storage_formats.remote.objects import (
     ObjectChangedError,
     ObjectFolder,
     ObjectStoreError,
+)
+from storage_formats.remote.urls import (
+    HUB_SCHEME,
+    STORE_SCHEMES,
     hub_address,
     hub_kind,
+    scheme_of,
 )
 
 if TYPE_CHECKING:
@@ -67,6 +64,37 @@ _CHUNK = 1 << 20
 _TEMPORARY = frozenset({408, 425, 429, 500, 502, 503, 504})
 _GONE = frozenset({404, 410})
 _TOTAL = re.compile(r"bytes (?:\d+-\d+|\*)/(\d+)")
+
+
+class FileVersion(NamedTuple):
+    """What a server says about a file, so that ranges of two versions are never
+    combined.
+
+    Attributes:
+        etag: identifier of the contents; None if the server sends none.
+        modified: time of the last modification, in the words of the server; None if the
+            server sends none.
+    """
+
+    length: int
+    etag: str | None = None
+    modified: str | None = None
+
+
+class UnreachableError(OSError):
+    """A server does not respond, or cannot respond now. A later attempt may succeed."""
+
+    def __init__(self, reason: str, url: str) -> None:
+        super().__init__(errno.EHOSTUNREACH, reason, url)
+
+
+class ChangedFileError(OSError):
+    """A file on a server has changed while it was read."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(
+            errno.EPROTO, "the file on the server has changed while it was read", url
+        )
 
 
 def require_libraries(url: str) -> None:
@@ -168,21 +196,13 @@ def list_remote_folder(url: str) -> tuple[dict[str, int], list[str]] | None:
     Raises:
         OSError, ValueError, MissingExtraError: see `read_remote`.
     """
-    files: dict[str, int] = {}
-    directories: list[str] = []
     if scheme_of(url) in STORE_SCHEMES:
-        # obstore does not repeat a list that is cut off
-        result = retry(lambda: _list_objects(url), url)
-        files = {
-            each["path"].rpartition("/")[2]: int(each["size"])
-            for each in result["objects"]
-        }
-        return files, [
-            prefix.rstrip("/").rpartition("/")[2]
-            for prefix in result["common_prefixes"]
-        ]
+        with _object(url.rstrip("/")) as (bucket, key):
+            return bucket.list_folder(key)
     if scheme_of(url) != HUB_SCHEME:
         return None
+    files: dict[str, int] = {}
+    directories: list[str] = []
     server, repository, revision, path, headers = hub_address(url)
     kind = "models/" if hub_kind(url) == "models" else ""
     tree = f"{server}/api/{kind}{repository}/tree"
@@ -204,19 +224,6 @@ def list_remote_folder(url: str) -> tuple[dict[str, int], list[str]] | None:
         following = _NEXT.search(answered.get("Link", ""))
         page = following[1] if following else None
     return files, directories
-
-
-def _list_objects(url: str) -> Any:
-    import obstore
-    from obstore.exceptions import BaseError
-
-    with _object(url.rstrip("/")) as (bucket, key):
-        try:
-            return obstore.list_with_delimiter(bucket.store, key or None)
-        except BaseError as error:
-            raise UnreachableError(
-                str(error).partition("\n")[0].partition(": <?xml")[0], url
-            ) from error
 
 
 def _web_address(url: str) -> tuple[str, dict[str, str]]:
@@ -265,10 +272,9 @@ def _request(
     """
     with name_missing_extra("remote"):
         import urllib3.exceptions
-    from edje_index import __version__
 
     sent = {
-        "User-Agent": f"edje-index/{__version__}",
+        "User-Agent": f"edje-index/{importlib.metadata.version('edje-index')}",
         "Accept-Encoding": "identity",
         **headers,
     }

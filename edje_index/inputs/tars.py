@@ -14,7 +14,7 @@ from typing import IO, Any, cast
 import pyarrow as pa
 
 from edje_index.images.decode import ImageError
-from edje_index.images.ranges import RangedFile, StreamWindow
+from edje_index.inputs.ranges import RangedFile, StreamWindow
 
 MAX_EXPANSION = 100
 FREE_EXPANSION = 256 << 20

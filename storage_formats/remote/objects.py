@@ -15,33 +15,23 @@ import itertools
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote, urlsplit
 
-from storage_formats.arguments import as_path
-from storage_formats.atomic import replacing
-from storage_formats.errors import CorruptIndexError, EdjeError, UsageError
+from storage_formats.errors import EdjeError, UsageError
 from storage_formats.extras import name_missing_extra
-from storage_formats.format.index_files import check_inside
+from storage_formats.remote.urls import HUB_CREDENTIALS, HUB_SCHEME, hub_address
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
-    from storage_formats.format.shard_table import FileEntry
 
-STORE_SCHEMES = ("s3", "gs", "az")
-WEB_SCHEMES = ("http", "https")
-HUB_SCHEME = "hf"
-INDEX_SCHEMES = (*STORE_SCHEMES, *WEB_SCHEMES, HUB_SCHEME)
-HUB_CREDENTIALS = "set HF_TOKEN to a token that may do this, or run 'hf auth login'"
 # longer requests would not fit into the time-out on a slow line
 CHUNK_BYTES = 8 << 20
 
-_HUB_KINDS = ("datasets", "spaces")
 _REQUEST_TIMEOUT = timedelta(seconds=60)
 _ENDPOINTS = {
     "s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"),
@@ -66,15 +56,9 @@ _MAX_PARTS = 9_000
 # each takes memory
 _PARTS_AT_ONCE = 4
 _KEYS_PER_DELETION = 1_000
-_PARALLEL_DOWNLOADS = 16
 
 _Result = TypeVar("_Result")
 Chunk = bytes | memoryview
-
-IndexLocation = str | Path
-"""Location of an index: the path of a directory, or a URL such as
-`s3://bucket/photos.edje`.
-"""
 
 
 class ObjectStoreError(EdjeError):
@@ -89,87 +73,6 @@ class UncertainWriteError(ObjectStoreError):
     """A conditional write got no response, and the object cannot be read to find
     out whether it was written.
     """
-
-
-def is_url(location: IndexLocation) -> bool:
-    """Return True if `location` is a URL of an object store and not a path."""
-    return (
-        isinstance(location, str)
-        and location.partition("://")[0].lower() in INDEX_SCHEMES
-        and "://" in location
-    )
-
-
-def local_path(location: IndexLocation, *, advice: str = "") -> Path:
-    """Return the path of a file or directory on this machine. A URL raises a
-    UsageError that ends in `advice`.
-    """
-    if _looks_like_url(location):
-        raise UsageError(
-            f"{location} is a URL, but a path on this machine is needed{advice}"
-        )
-    return as_path(location, "location")
-
-
-def index_location(location: IndexLocation) -> IndexLocation:
-    """Return the URL or the path of an index.
-
-    Raises:
-        UsageError: `location` is a URL that does not begin with one of `INDEX_SCHEMES`.
-    """
-    if is_url(location):
-        return location
-    if _looks_like_url(location):
-        raise UsageError(
-            f"an index cannot be at {location}; give a directory, or a URL that begins"
-            " with " + ", ".join(f"{scheme}://" for scheme in INDEX_SCHEMES)
-        )
-    return as_path(location, "location")
-
-
-def hub_kind(location: IndexLocation) -> str | None:
-    """Return what a URL of the Hub names: "models", "datasets" or "spaces". Return
-    None for other locations.
-    """
-    scheme, _, rest = str(location).partition("://")
-    if not is_url(location) or scheme.lower() != HUB_SCHEME:
-        return None
-    return rest.split("/")[0] if rest.split("/")[0] in _HUB_KINDS else "models"
-
-
-def hub_address(url: str) -> tuple[str, str, str, str, dict[str, str]]:
-    """Take a URL of the Hub apart: (server, repository such as "datasets/OWNER/NAME",
-    revision, path, headers).
-
-    The headers have the token of `HF_TOKEN`, or that of `hf auth login`. Raises
-    ValueError without a repository.
-    """
-    parts = url.partition("://")[2].strip("/").split("/")
-    length = 3 if parts[0] in _HUB_KINDS else 2
-    if len(parts) < length or not all(parts):
-        raise ValueError(
-            f"{url} names no repository; give a URL such as hf://datasets/OWNER/NAME"
-        )
-    repository, _, revision = "/".join(parts[:length]).partition("@")
-    token = os.environ.get("HF_TOKEN", "")
-    if not token:
-        cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-        with contextlib.suppress(OSError):
-            token = (
-                Path(os.environ.get("HF_HOME") or f"{cache}/huggingface", "token")
-                .expanduser()
-                .read_text()
-                .strip()
-            )
-    endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
-    headers = {"Authorization": f"Bearer {token}"} if token else {}
-    return endpoint, repository, revision or "main", "/".join(parts[length:]), headers
-
-
-def _looks_like_url(location: IndexLocation) -> bool:
-    # a `Path` of a URL has one slash after the colon
-    scheme, colon, _ = str(location).partition(":/")
-    return bool(colon) and "/" not in scheme
 
 
 @dataclass(frozen=True)
@@ -310,48 +213,6 @@ class ObjectFolder:
         for start in range(0, length, CHUNK_BYTES):
             yield self.read_range(key, start, min(length, start + CHUNK_BYTES))
 
-    def committed_chunks(self, entry: FileEntry) -> Iterator[memoryview]:
-        """Yield the contents of a committed file in pieces.
-
-        Raises:
-            CorruptIndexError: the object is missing, or its length or CRC-32C differs
-                from `entry`. A wrong CRC-32C raises the error only after the last
-                piece.
-        """
-        # the help text of the command line loads without NumPy
-        from storage_formats.format.checksum import crc32c
-
-        crc = 0
-        try:
-            for chunk in self.chunks(entry.path, entry.bytes):
-                crc = crc32c(bytes(chunk), crc)
-                yield chunk
-        except (FileNotFoundError, EOFError) as error:
-            raise CorruptIndexError(
-                f"{self.url_of(entry.path)} is missing or too short; open the index"
-                " again. If the error remains, copy the index again from a sound copy"
-            ) from error
-        if crc != entry.crc32c:
-            raise CorruptIndexError(
-                f"{self.url_of(entry.path)} is not the file that was committed; open"
-                " the index again. If the error remains, delete this object, and copy"
-                " the index again from a sound copy"
-            )
-
-    def download(self, root: Path, entries: Iterable[FileEntry]) -> None:
-        """Download the committed files that are missing below `root`, in parallel."""
-
-        def fetch(entry: FileEntry) -> None:
-            path = check_inside(root, root / entry.path)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with replacing(path) as file:
-                file.writelines(self.committed_chunks(entry))
-
-        missing = [entry for entry in entries if not (root / entry.path).exists()]
-        if missing:
-            with ThreadPoolExecutor(min(_PARALLEL_DOWNLOADS, len(missing))) as pool:
-                list(pool.map(fetch, missing))
-
     def info(self, key: str) -> ObjectInfo | None:
         """Return length and metadata of an object; None if there is no such object."""
         import obstore
@@ -385,6 +246,24 @@ class ObjectFolder:
                 for each in page
             },
         )
+
+    def list_folder(self, key: str) -> tuple[dict[str, int], list[str]]:
+        """Return the lengths in bytes of the objects directly below `key` by name, and
+        the names of the folders there.
+        """
+        import obstore
+
+        listed = self._repeated(
+            key, lambda: obstore.list_with_delimiter(self.store, key or None)
+        )
+        sizes = {
+            each["path"].rpartition("/")[2]: each["size"] for each in listed["objects"]
+        }
+        folders = [
+            prefix.rstrip("/").rpartition("/")[2]
+            for prefix in listed["common_prefixes"]
+        ]
+        return sizes, folders
 
     def put(
         self,

@@ -1,0 +1,3 @@
+"""Finds and reads the bytes of inputs: files, members of archives, rows of Parquet
+files, and files on servers.
+"""

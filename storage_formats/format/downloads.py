@@ -1,0 +1,56 @@
+"""Reads and downloads the committed files of an index at a URL, and checks them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from storage_formats.atomic import replacing
+from storage_formats.errors import CorruptIndexError
+from storage_formats.format.checksum import crc32c
+from storage_formats.format.index_files import check_inside
+from storage_formats.format.shard_table import FileEntry
+from storage_formats.remote.objects import ObjectFolder
+
+_PARALLEL_DOWNLOADS = 16
+
+
+def committed_chunks(folder: ObjectFolder, entry: FileEntry) -> Iterator[memoryview]:
+    """Yield the contents of a committed file in pieces.
+
+    Raises:
+        CorruptIndexError: the object is missing, or its length or CRC-32C differs from
+            `entry`. A wrong CRC-32C raises the error only after the last piece.
+    """
+    crc = 0
+    try:
+        for chunk in folder.chunks(entry.path, entry.bytes):
+            crc = crc32c(bytes(chunk), crc)
+            yield chunk
+    except (FileNotFoundError, EOFError) as error:
+        raise CorruptIndexError(
+            f"{folder.url_of(entry.path)} is missing or too short; open the index"
+            " again. If the error remains, copy the index again from a sound copy"
+        ) from error
+    if crc != entry.crc32c:
+        raise CorruptIndexError(
+            f"{folder.url_of(entry.path)} is not the file that was committed; open the"
+            " index again. If the error remains, delete this object, and copy the index"
+            " again from a sound copy"
+        )
+
+
+def download(folder: ObjectFolder, root: Path, entries: Iterable[FileEntry]) -> None:
+    """Download the committed files that are missing below `root`, in parallel."""
+
+    def fetch(entry: FileEntry) -> None:
+        path = check_inside(root, root / entry.path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as file:
+            file.writelines(committed_chunks(folder, entry))
+
+    missing = [entry for entry in entries if not (root / entry.path).exists()]
+    if missing:
+        with ThreadPoolExecutor(min(_PARALLEL_DOWNLOADS, len(missing))) as pool:
+            list(pool.map(fetch, missing))

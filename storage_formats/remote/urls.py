@@ -1,0 +1,125 @@
+"""What URLs name: objects, files on web servers, and repositories of the Hugging Face
+Hub, `hf://[datasets/]OWNER/NAME[@REVISION]/PATH`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from pathlib import Path
+
+from storage_formats.arguments import as_path
+from storage_formats.errors import UsageError
+
+STORE_SCHEMES = ("s3", "gs", "az")
+WEB_SCHEMES = ("http", "https")
+HUB_SCHEME = "hf"
+INDEX_SCHEMES = (*STORE_SCHEMES, *WEB_SCHEMES, HUB_SCHEME)
+HUB_CREDENTIALS = "set HF_TOKEN to a token that may do this, or run 'hf auth login'"
+
+_HUB_KINDS = ("datasets", "spaces")
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+_USER = re.compile(r"(?<=://)[^/?#\s]*@")
+
+IndexLocation = str | Path
+"""Location of an index: the path of a directory, or a URL such as
+`s3://bucket/photos.edje`.
+"""
+
+
+def scheme_of(text: str) -> str | None:
+    """Return the scheme of a URL in lower case; None for a path."""
+    match = _SCHEME.match(text)
+    return None if match is None else match[1].lower()
+
+
+def is_url(location: IndexLocation | bytes) -> bool:
+    """Return True if `location` is a URL that this package reads, and not a path."""
+    return scheme_of(os.fsdecode(location)) in INDEX_SCHEMES
+
+
+def has_credentials(url: str) -> bool:
+    """Return True if `url` contains a user name or a password, as
+    `https://user:password@host` does.
+    """
+    return scheme_of(url) is not None and without_credentials(url) != url
+
+
+def without_credentials(text: str) -> str:
+    """Return `text`, with "..." in place of the user names and passwords of its
+    URLs.
+    """
+    return _USER.sub("...@", text)
+
+
+def local_path(location: IndexLocation, *, advice: str = "") -> Path:
+    """Return the path of a file or directory on this machine. A URL raises a
+    UsageError that ends in `advice`.
+    """
+    if _looks_like_url(location):
+        raise UsageError(
+            f"{location} is a URL, but a path on this machine is needed{advice}"
+        )
+    return as_path(location, "location")
+
+
+def index_location(location: IndexLocation) -> IndexLocation:
+    """Return the URL or the path of an index.
+
+    Raises:
+        UsageError: `location` is a URL that does not begin with one of `INDEX_SCHEMES`.
+    """
+    if is_url(location):
+        return location
+    if _looks_like_url(location):
+        raise UsageError(
+            f"an index cannot be at {location}; give a directory, or a URL that begins"
+            " with " + ", ".join(f"{scheme}://" for scheme in INDEX_SCHEMES)
+        )
+    return as_path(location, "location")
+
+
+def hub_kind(location: IndexLocation) -> str | None:
+    """Return what a URL of the Hub names: "models", "datasets" or "spaces". Return
+    None for other locations.
+    """
+    scheme, _, rest = str(location).partition("://")
+    if not is_url(location) or scheme.lower() != HUB_SCHEME:
+        return None
+    return rest.split("/")[0] if rest.split("/")[0] in _HUB_KINDS else "models"
+
+
+def hub_address(url: str) -> tuple[str, str, str, str, dict[str, str]]:
+    """Take a URL of the Hub apart: (server, repository such as "datasets/OWNER/NAME",
+    revision, path, headers).
+
+    The headers have the token of `HF_TOKEN`, or that of `hf auth login`. Raises
+    ValueError without a repository.
+    """
+    parts = url.partition("://")[2].strip("/").split("/")
+    length = 3 if parts[0] in _HUB_KINDS else 2
+    if len(parts) < length or not all(parts):
+        raise ValueError(
+            f"{url} names no repository; give a URL such as hf://datasets/OWNER/NAME"
+        )
+    repository, _, revision = "/".join(parts[:length]).partition("@")
+    token = os.environ.get("HF_TOKEN", "")
+    if not token:
+        cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+        with contextlib.suppress(OSError):
+            token = (
+                Path(os.environ.get("HF_HOME") or f"{cache}/huggingface", "token")
+                .expanduser()
+                .read_text()
+                .strip()
+            )
+    endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    return endpoint, repository, revision or "main", "/".join(parts[length:]), headers
+
+
+def _looks_like_url(location: IndexLocation) -> bool:
+    # a `Path` of a URL has one slash after the colon
+    scheme, colon, _ = str(location).partition(":/")
+    return bool(colon) and "/" not in scheme
