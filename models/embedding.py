@@ -226,7 +226,7 @@ def train_heads(
     """Train the heads of `clip` in place. Keep the epoch with the highest mean of R@1
     and R@10 on `dev`.
 
-    docs/lab/models.md explains the defaults. The learning rate rises over 3 % of the
+    docs/lab/training.md explains the defaults. The learning rate rises over 3 % of the
     steps to `lr`, then falls along a cosine to 0. Biases, norms and the temperature
     have no weight decay. Dropout affects the features and the hidden activations of
     both heads. Return the recall of the epoch that was kept, see `recall`.
