@@ -14,7 +14,7 @@ from mcp.server.mcpserver import Image, MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
 
 from edje_index import __version__
-from edje_index.images.thumbnails import read_thumbnails
+from edje_index.inputs.thumbnails import read_thumbnails
 from edje_index.search.hits import Hit
 from edje_index.search.token_index import TokenIndex
 from storage_formats.errors import EdjeError
