@@ -5,7 +5,7 @@ finds or builds the indexes of features.
 
 Files in the run folder:
 
-    run.json            all settings and digests of input files that determine the
+    build/journal.json  all settings and digests of input files that determine the
                         trained weights
     start/              bundle with the initial weights
     features-model/     bundle that computes the features
