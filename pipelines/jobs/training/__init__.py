@@ -21,6 +21,5 @@ Files in the run folder:
     .data.part/         finished shards of `data/`, until `data/` is complete
     checkpoints/        checkpoints
     log.jsonl           one record per logged step
-    tensorboard/        the same log for TensorBoard
     result.json         result of the finished run
 """

@@ -347,7 +347,7 @@ def prepare_task(
     """
     from edje_index.bundles.bundle import ModelBundle
     from edje_index.bundles.info import read_bundle_info
-    from edje_index.training.captions import TrainingData, write_caption_table
+    from edje_index.training.captions import write_caption_table
     from edje_index.training.loop import TrainTask, total_steps
     from edje_index.training.start import make_start
 
@@ -382,9 +382,7 @@ def prepare_task(
     steps = total_steps(settings.loop, count)
     mining = features
     mining_rows = captions.rows
-    models = [start.info.fingerprint]
     if inputs.miner is not None:
-        models.append(read_bundle_info(inputs.miner).fingerprint)
         sources = job.sources("miner.edje.jsonl", kept)
         mining = job.build("miner.edje", inputs.miner, sources, "embeddings for mining")
         mining_rows = rows_of_all(mining, kept)
@@ -399,19 +397,11 @@ def prepare_task(
     data = folder / "data"
     if not data.exists():
         on_event(StatusMessage(f"preparing {counted(count, 'caption')}"))
-        models.append(mining.manifest.model["fingerprint"])
-        write_caption_table(data, captions, mining_rows, " ".join(models))
-    elif not np.array_equal(TrainingData.open(data).rows, captions.rows):
-        raise UsageError(
-            f"{data} contains the training data of other images: the features have"
-            " changed, or another version of edje-index chose the images; set run.dir"
-            " to another folder"
-        )
+    write_caption_table(data, captions, mining_rows)
     dev_task = None
     if dev is not None:
         dev_task = (dev, folder / "dev")
-        if not dev_task[1].exists():
-            write_caption_table(dev_task[1], dev, dev.rows, start.info.fingerprint)
+        write_caption_table(dev_task[1], dev, dev.rows)
     task = TrainTask(
         config=settings,
         run=fingerprint,
