@@ -31,7 +31,6 @@ EXTRAS_OF_MODULE = {
     "ray": ("build", "train"),
     "safetensors": ("search", "build", "train"),
     "scipy": ("search", "build", "train"),
-    "tensorboard": ("train",),
     "tensorstore": ("bench",),
     "torch": ("search", "build", "train"),
     "transformers": ("search", "build", "train"),

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import io
 import itertools
-import json
 import math
 import shutil
 import zipfile
@@ -34,7 +33,7 @@ from edje_index.models.joint_inputs import (
 from edje_index.models.text_tower import embed_texts
 from edje_index.training.workers import WorkerGroup
 from storage_formats.atomic import fsync_paths, naming, write_bytes_atomic
-from storage_formats.errors import CorruptIndexError, TaskInterrupted
+from storage_formats.errors import CorruptIndexError, TaskInterrupted, UsageError
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.reading.embeddings import read_embeddings
 
@@ -46,7 +45,7 @@ rounding errors.
 _SHARDS = 32
 
 _TABLE = "captions.arrow"
-_PLAN = "plan"
+_ROWS = "rows.npy"
 _SCHEMA = pa.schema(
     [
         pa.field("caption", pa.large_string(), nullable=False),
@@ -105,12 +104,14 @@ class TrainingData:
 
     @classmethod
     def open(cls, folder: Path) -> TrainingData:
-        """Memory-map the arrays that `prepare_captions` wrote to `folder`."""
+        """Memory-map the arrays that `prepare_captions` wrote to `folder`. Without a
+        mining model, the text tower mines.
+        """
+        paths = {entry.name: folder / f"{entry.name}.npy" for entry in fields(cls)}
+        if not paths["text_mining"].exists():
+            paths["text_mining"] = paths["text_embeddings"]
         return cls(
-            **{
-                f.name: np.load(folder / f"{f.name}.npy", mmap_mode="r")
-                for f in fields(cls)
-            }
+            **{name: np.load(path, mmap_mode="r") for name, path in paths.items()}
         )
 
     @property
@@ -129,51 +130,56 @@ class TrainingData:
 
 
 def write_caption_table(
-    folder: Path, items: CaptionSet, mining_rows: NDArray[np.int64], models: str
+    folder: Path, items: CaptionSet, mining_rows: NDArray[np.int64]
 ) -> None:
-    """Write the captions that `prepare_captions` prepares, in order. Finished shards of
-    another plan are removed.
+    """Write the captions that `prepare_captions` prepares, in order, unless an earlier
+    call wrote them.
 
     The table has one Arrow record batch per shard, so that a worker reads only its
     shards.
 
     Args:
         mining_rows: row of each image in the index of the mining model, int64 [n].
-        models: fingerprints of the models and of the index of the mining model.
+
+    Raises:
+        UsageError: an earlier call wrote the captions of other images.
     """
     root = _parts(folder)
-    root.mkdir(parents=True, exist_ok=True)
-    temporary = root / f".{_TABLE}.part"
-    digest = hashlib.sha256(models.encode())
+    for written in (folder, root):
+        if (written / _ROWS).exists():
+            if not np.array_equal(np.load(written / _ROWS), items.rows):
+                raise UsageError(
+                    f"{written} contains the training data of other images: the"
+                    " features have changed, or another version of edje-index chose"
+                    " the images; set run.dir to another folder"
+                )
+            return
+    shutil.rmtree(root, ignore_errors=True)
+    root.mkdir(parents=True)
     lines = (
         (caption, None if position else int(row))
         for captions, row in zip(items.captions, mining_rows, strict=True)
         for position, caption in enumerate(captions)
     )
+    counts = [len(captions) for captions in items.captions]
     lowest, highest = SHARD_CAPTIONS
-    size = min(max(lowest, math.ceil(sum(map(len, items.captions)) / _SHARDS)), highest)
+    size = min(max(lowest, math.ceil(sum(counts) / _SHARDS)), highest)
+    table = root / _TABLE
     with (
-        naming(temporary),
-        pa.OSFile(str(temporary), "wb") as file,
+        naming(table),
+        pa.OSFile(str(table), "wb") as file,
         pa.ipc.new_file(file, _SCHEMA) as writer,
     ):
         while batch := list(itertools.islice(lines, size)):
             writer.write_batch(
                 pa.record_batch([*map(list, zip(*batch, strict=True))], schema=_SCHEMA)
             )
-            digest.update(json.dumps(batch).encode())
-    plan = root / _PLAN
-    if not plan.exists() or plan.read_text() != digest.hexdigest():
-        for shard in root.glob("*.npz"):
-            shard.unlink()
-        np.save(root / "rows.npy", np.asarray(items.rows, dtype=np.int64))
-        np.save(
-            root / "caption_starts.npy",
-            _starts([len(captions) for captions in items.captions]),
-        )
-        temporary.replace(root / _TABLE)
-        fsync_paths([*root.iterdir()])
-        write_bytes_atomic(plan, digest.hexdigest().encode())
+    np.save(root / "caption_starts.npy", _starts(counts))
+    # the rows are written last: with them, the table is complete
+    fsync_paths([*root.iterdir()])
+    content = io.BytesIO()
+    np.save(content, np.asarray(items.rows, dtype=np.int64))
+    write_bytes_atomic(root / _ROWS, content.getvalue())
 
 
 def prepare_captions(
@@ -239,29 +245,23 @@ def prepare_captions(
         try:
             for number in missing:
                 batch = table.get_batch(number)
-                content = io.BytesIO()
                 captions: list[str] = batch["caption"].to_pylist()
                 token_ids = tokenizer.caption_ids(captions, MAX_TEXT_TOKENS - 2)
+                keys = [_key(caption, canonical) for caption in captions]
+                embeddings = {
+                    name: embed_texts(tower, captions, check)
+                    for name, tower in towers.items()
+                }
+                content = io.BytesIO()
                 np.savez(
                     content,
-                    tokens=np.array(
-                        [token for caption in token_ids for token in caption],
-                        dtype=np.int32,
-                    ),
-                    token_counts=np.array(
-                        [len(caption) for caption in token_ids], dtype=np.int64
-                    ),
-                    caption_keys=np.array(
-                        [_key(caption, canonical) for caption in captions],
-                        dtype=np.int64,
-                    ),
+                    tokens=np.fromiter(itertools.chain(*token_ids), np.int32),
+                    token_counts=np.array([len(ids) for ids in token_ids], np.int64),
+                    caption_keys=np.array(keys, np.int64),
                     image_mining=read_embeddings(
                         mining_index, batch["mining_row"].drop_null().to_numpy()
                     ),
-                    **{
-                        name: embed_texts(tower, captions, check)
-                        for name, tower in towers.items()
-                    },  # type: ignore[arg-type]
+                    **embeddings,  # type: ignore[arg-type]
                 )
                 write_bytes_atomic(shards[number], content.getvalue())
                 on_shard(sum(path.exists() for path in shards), len(shards))
@@ -304,31 +304,21 @@ def _join_shards(root: Path, shards: Sequence[Path], folder: Path) -> None:
     out.mkdir()
     counts = np.concatenate([_read(path, "token_counts") for path in shards])
     np.save(out / "token_starts.npy", _starts(counts))
-    for name in ("rows", "caption_starts"):
-        shutil.copyfile(root / f"{name}.npy", out / f"{name}.npy")
-    lengths = {
-        "tokens": int(counts.sum()),
-        "image_mining": len(np.load(root / "rows.npy")),
-    }
-    names = set(np.load(shards[0])) - {"token_counts"}
-    for name in sorted(names):
-        array = _read(shards[0], name)
-        shape = (lengths.get(name, len(counts)), *array.shape[1:])
-        header = {
-            "descr": np.lib.format.dtype_to_descr(array.dtype),
-            "fortran_order": False,
-            "shape": shape,
-        }
-        with open(out / f"{name}.npy", "wb") as file:
-            np.lib.format.write_array_header_1_0(file, header)
-            for path in shards:
-                file.write(_read(path, name).data)
-    if "text_mining" not in names:
-        try:
-            (out / "text_mining.npy").hardlink_to(out / "text_embeddings.npy")
-        except OSError:
-            # a file system without hard links
-            shutil.copyfile(out / "text_embeddings.npy", out / "text_mining.npy")
+    for name in (_ROWS, "caption_starts.npy"):
+        shutil.copyfile(root / name, out / name)
+    lengths = {"tokens": int(counts.sum()), "image_mining": len(np.load(root / _ROWS))}
+    for name in set(np.load(shards[0])) - {"token_counts"}:
+        first = _read(shards[0], name)
+        shape = (lengths.get(name, len(counts)), *first.shape[1:])
+        joined = np.lib.format.open_memmap(
+            out / f"{name}.npy", "w+", first.dtype, shape
+        )
+        end = 0
+        for path in shards:
+            array = _read(path, name)
+            joined[end : end + len(array)] = array
+            end += len(array)
+        joined.flush()
     fsync_paths([*out.iterdir(), out])
     out.rename(folder)
     fsync_paths([folder.parent])
@@ -338,7 +328,7 @@ def _join_shards(root: Path, shards: Sequence[Path], folder: Path) -> None:
 def _read(path: Path, name: str) -> NDArray[Any]:
     """Read an array of a shard. Its checksum is compared."""
     try:
-        array: NDArray[Any] = np.ascontiguousarray(np.load(path)[name])
+        array: NDArray[Any] = np.load(path)[name]
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
         path.unlink()
         raise CorruptIndexError(

@@ -6,11 +6,10 @@ a checkpoint fails, the file does not exist.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +74,7 @@ class Checkpoints:
         """
         self._folder.mkdir(parents=True, exist_ok=True)
         with replacing(self._path(state.stage, state.step)) as file:
-            torch.save({f.name: getattr(state, f.name) for f in fields(state)}, file)
+            torch.save(vars(state), file)
         fsync_path(self._folder)
         # files of processes that were killed while writing a checkpoint
         unfinished = self._folder.glob(".*.pt.*")
@@ -97,9 +96,9 @@ class Checkpoints:
                 return self._read(self._path(*position))
             except _UnreadableError as error:
                 problem = error
-        if problem is not None:
-            raise problem
-        return None
+        if problem is None:
+            return None
+        raise problem
 
     def at(self, step: int) -> TrainState:
         """Read the checkpoint of `step`, in the last phase that has checkpoints."""
@@ -134,12 +133,11 @@ class Checkpoints:
 
     def _positions(self) -> list[tuple[int, int]]:
         """Return (stage, step) of every checkpoint, in order."""
-        names = (
-            [path.name for path in self._folder.iterdir()]
-            if self._folder.is_dir()
-            else []
-        )
-        matches = [match for name in names if (match := _NAME.fullmatch(name))]
+        matches = [
+            match
+            for path in self._folder.glob("*.pt")
+            if (match := _NAME.fullmatch(path.name))
+        ]
         return sorted((int(match[1]), int(match[2])) for match in matches)
 
 
@@ -147,50 +145,24 @@ class _UnreadableError(ModelError):
     """A checkpoint cannot be read. Other checkpoints may be readable."""
 
 
-class TrainLog:
-    """Appends records to ``log.jsonl``. TensorBoard gets the same records if it is
-    installed.
+def begin_log(run_dir: Path, stage: int, step: int) -> None:
+    """Remove all records after `step` of `stage` from ``log.jsonl``. A killed run may
+    have left such records.
 
-    Opening the log removes all records after `step` of `stage`. A killed run may have
-    left such records.
-
-    Args:
-        stage: number of the phase to continue, counted from 0.
+    `stage` is the number of a phase, counted from 0.
     """
-
-    def __init__(self, run_dir: Path, stage: int, step: int) -> None:
-        kept = [
-            record
-            for record in read_log(run_dir)
-            if (record["stage"], record["step"]) <= (stage, step)
-        ]
-        write_bytes_atomic(run_dir / LOG, b"".join(_line(record) for record in kept))
-        self._run_dir = run_dir
-        self._tensorboard: Any = None
-        with contextlib.suppress(ImportError):
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._tensorboard = SummaryWriter(str(run_dir / "tensorboard"))
-
-    def write(self, record: Record) -> None:
-        """Append a record. The keys ``stage``, ``phase`` and ``step`` are required."""
-        append_record(self._run_dir, record)
-        if self._tensorboard is not None:
-            for name, value in record.items():
-                if isinstance(value, float):
-                    self._tensorboard.add_scalar(
-                        f"{record['phase']}/{name}", value, record["step"]
-                    )
-
-    def close(self) -> None:
-        """Flush all records to disk and close the log."""
-        fsync_path(self._run_dir / LOG)
-        if self._tensorboard is not None:
-            self._tensorboard.close()
+    kept = [
+        _line(record)
+        for record in read_log(run_dir)
+        if (record["stage"], record["step"]) <= (stage, step)
+    ]
+    write_bytes_atomic(run_dir / LOG, b"".join(kept))
 
 
 def append_record(run_dir: Path, record: Record) -> None:
-    """Append a record to ``log.jsonl``."""
+    """Append a record to ``log.jsonl``. The keys ``stage``, ``phase`` and ``step`` are
+    required.
+    """
     with (run_dir / LOG).open("ab") as file:
         file.write(_line(record))
 
@@ -207,13 +179,12 @@ def best_steps(records: list[dict[str, Any]], count: int) -> set[tuple[int, int]
     """Return (stage, step) of the `count` evaluations with the highest recall. Of
     equal recalls, the latest win.
     """
-    evaluations = [record for record in records if record["phase"] == DEV]
-    ranked = sorted(
-        evaluations,
-        key=lambda record: (record[RECALL], record["stage"], record["step"]),
-        reverse=True,
-    )
-    return {(record["stage"], record["step"]) for record in ranked[:count]}
+    evaluations = [
+        (record[RECALL], record["stage"], record["step"])
+        for record in records
+        if record["phase"] == DEV
+    ]
+    return {(stage, step) for _, stage, step in sorted(evaluations)[-count:]}
 
 
 def _line(record: Record) -> bytes:

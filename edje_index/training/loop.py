@@ -33,9 +33,9 @@ from edje_index.training.checkpoints import (
     DEV,
     RECALL,
     Checkpoints,
-    TrainLog,
     TrainState,
     append_record,
+    begin_log,
     best_steps,
     read_log,
 )
@@ -381,11 +381,12 @@ def _run_phase(
         distributed = DistributedDataParallel(
             module, device_ids=[device] if device.type == "cuda" else None
         )
-    log = TrainLog(run_dir, stage, first) if group.rank == 0 else None
+    if group.rank == 0:
+        begin_log(run_dir, stage, first)
 
     def write(record: Record) -> None:
-        if log is not None:
-            log.write(record)
+        if group.rank == 0:
+            append_record(run_dir, record)
             on_record(record)
 
     # of the losses since the last log record
@@ -396,10 +397,7 @@ def _run_phase(
     batches = ordered_map(
         make_batch, range(first * accumulate, steps * accumulate), 1, 1 + _AHEAD
     )
-    with (
-        contextlib.closing(batches),
-        contextlib.nullcontext() if log is None else contextlib.closing(log),
-    ):
+    with contextlib.closing(batches):
         for step in range(first, steps):
             rate = learning_rate(step, steps, epoch, optimization, epochs_before)
             for parameters in optimizer.param_groups:
@@ -457,7 +455,7 @@ def _run_phase(
             stop = group.any(should_stop())
             is_evaluated = evaluate_every > 0 and done % evaluate_every == 0
             if is_evaluated:
-                if log is not None:
+                if group.rank == 0:
                     write({**place, "phase": DEV, **evaluate()})
                     module.train()
                 # the other workers wait
@@ -544,24 +542,18 @@ def continue_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) 
     """Copy the moments of every parameter that has the same name and shape in
     `state`, another optimiser's state.
     """
-    numbers = {
-        name: number
+    moments = {
+        name: state["state"].get(number)
         for group in state["param_groups"]
-        for name, number in _numbered(group)
+        for name, number in zip(group["param_names"], group["params"], strict=True)
     }
-    new = optimizer.state_dict()
-    for own, group in zip(optimizer.param_groups, new["param_groups"], strict=True):
-        for (name, number), parameter in zip(
-            _numbered(group), own["params"], strict=True
-        ):
-            moments = state["state"].get(numbers.get(name))
-            if moments is not None and moments["exp_avg"].shape == parameter.shape:
-                new["state"][number] = moments
-    optimizer.load_state_dict(new)
-
-
-def _numbered(group: dict[str, Any]) -> list[tuple[str, int]]:
-    return list(zip(group["param_names"], group["params"], strict=True))
+    for group in optimizer.param_groups:
+        for name, parameter in zip(group["param_names"], group["params"], strict=True):
+            copied = moments.get(name)
+            if copied is not None and copied["exp_avg"].shape == parameter.shape:
+                optimizer.state[parameter] = {
+                    key: tensor.to(parameter.device) for key, tensor in copied.items()
+                }
 
 
 def total_steps(config: LoopConfig, pairs: int) -> int:

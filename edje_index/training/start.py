@@ -5,12 +5,11 @@ centres at which a new adapter starts.
 from __future__ import annotations
 
 import hashlib
-import tempfile
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors.torch import save
 from torch import nn
 
 from edje_index.bundles.bundle import ModelBundle
@@ -41,9 +40,7 @@ from edje_index.models.weights import (
     check_finite,
     read_checkpoint,
     read_weights,
-    save_weights,
 )
-from edje_index.scoring.weights import DirectionWeights
 from edje_index.training.captions import TrainingData
 from edje_index.training.config import ArchitectureConfig
 from edje_index.training.features import Features
@@ -143,20 +140,14 @@ def make_start(
             with torch.no_grad():
                 embeddings.position_embeddings.weight.copy_(table.weight[rows])
             joint.config.max_position_embeddings = count
-    started = replace(
-        bundle,
+    return ModelBundle(
+        clip=bundle.clip,
+        clip_config=bundle.clip_config,
+        text_tokenizer=bundle.text_tokenizer,
         adapter=adapter,
         joint=joint,
         trained=False,
         notes="start of a training",
-        info=None,
-    )
-    return replace(
-        started,
-        score=DirectionWeights(),
-        pooled=None,
-        hubness_bank=None,
-        logit_range=None,
     )
 
 
@@ -274,13 +265,10 @@ def feature_fingerprint(info: BundleInfo, trained: AdapterConfig) -> str:
     """Return the encoder fingerprint of indexes that the adapter `trained` of the
     bundle `info` can be trained on.
     """
-    adapter = build_adapter(trained.features(int(info.vision["num_patches"])))
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / ADAPTER_WEIGHTS
-        save_weights(adapter, path)
-        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    features = trained.features(int(info.vision["num_patches"]))
+    digest = hashlib.sha256(save(build_adapter(features).state_dict())).hexdigest()
     return encoder_fingerprint(
-        adapter.config.to_json(), {**info.files, ADAPTER_WEIGHTS: {"sha256": digest}}
+        features.to_json(), {**info.files, ADAPTER_WEIGHTS: {"sha256": digest}}
     )
 
 

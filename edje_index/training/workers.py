@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import distributed
+from torch.distributed.nn.functional import all_gather
 
 from storage_formats.errors import EdjeError, UsageError
 
@@ -73,9 +74,7 @@ class WorkerGroup:
         """
         if self.size == 1:
             return rows
-        apply = _Gather.apply
-        gathered: torch.Tensor = apply(rows, self)  # type: ignore[no-untyped-call]
-        return gathered
+        return torch.cat(all_gather(rows.contiguous()))  # type: ignore
 
     def share(self, value: Any) -> Any:
         """Return the `value` of worker 0. The other workers wait for it, for days if
@@ -129,18 +128,3 @@ def joined_group(device: torch.device) -> Iterator[WorkerGroup]:
         )
     finally:
         distributed.destroy_process_group()
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, group: WorkerGroup) -> torch.Tensor:
-        ctx.group = group
-        parts = [torch.empty_like(rows) for _ in range(group.size)]
-        distributed.all_gather(parts, rows.contiguous())
-        return torch.cat(parts)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        total = gradient.clone()
-        distributed.all_reduce(total)
-        return total.chunk(ctx.group.size)[ctx.group.rank], None

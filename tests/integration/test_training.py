@@ -218,7 +218,7 @@ def test_other_settings_in_the_same_folder_are_named(case):
         assert words in error
 
 
-@pytest.mark.parametrize("name", ["run.json", "result.json"])
+@pytest.mark.parametrize("name", ["build/journal.json", "result.json"])
 def test_a_damaged_file_of_the_run_folder_is_named(case, name):
     path = case / "calm.run" / name
     sound = path.read_bytes()

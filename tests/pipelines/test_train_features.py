@@ -35,10 +35,7 @@ def job(tmp_path, tiny_bundle):
         "augmentation": {"views": 2},
     }
     return Preparation(
-        validated(TrainSettings, values),
-        ModelBundle.load(tiny_bundle),
-        lambda event: None,
-        lambda: False,
+        validated(TrainSettings, values), lambda event: None, lambda: False
     )
 
 
@@ -152,7 +149,9 @@ def test_a_view_is_most_of_the_photo_upright(width, height, seed):
     assert seen > 0.35 / (longest * 4 / 3) - 0.25
 
 
-def test_views_are_stored_per_photo_and_a_stopped_run_crops_again(job, tmp_path):
+def test_views_are_stored_per_photo_and_a_stopped_run_crops_again(
+    job, tmp_path, tiny_bundle
+):
     """Three photos: one is no image, and one has two captions."""
     for number in range(2):
         gradient(40 + number, 30).save(tmp_path / f"{number}.png")
@@ -162,15 +161,16 @@ def test_views_are_stored_per_photo_and_a_stopped_run_crops_again(job, tmp_path)
         CaptionedImage(path.name, str(path), ("text",), None, path.name)
         for path in paths
     ]
+    start = ModelBundle.load(tiny_bundle)
     job.folder.mkdir()
     with pytest.raises(JobStopped, match="after cropping 0 photos"):
         stored_views(
-            Preparation(job.settings, job.start, job.on_event, lambda: True), captioned
+            Preparation(job.settings, job.on_event, lambda: True), start, captioned
         )
-    index, rows = stored_views(job, captioned)
+    index, rows = stored_views(job, start, captioned)
     assert rows.tolist() == [[0, 1], [-1, -1], [4, 5], [0, 1]]
     blocks = TokenStore(index, "bf16").fetch([0, 1, 4, 5])
     assert len({block.tobytes() for block in blocks}) == 4
     assert not (job.folder / "views").exists()
     # without the cropped files
-    assert stored_views(job, captioned)[1].tolist() == rows.tolist()
+    assert stored_views(job, start, captioned)[1].tolist() == rows.tolist()

@@ -5,7 +5,7 @@ finds or builds the indexes of features.
 
 Files in the run folder:
 
-    run.json            all settings and digests of input files that determine the
+    build/journal.json  all settings and digests of input files that determine the
                         trained weights
     start/              bundle with the initial weights
     features-model/     bundle that computes the features
@@ -21,6 +21,5 @@ Files in the run folder:
     .data.part/         finished shards of `data/`, until `data/` is complete
     checkpoints/        checkpoints
     log.jsonl           one record per logged step
-    tensorboard/        the same log for TensorBoard
     result.json         result of the finished run
 """

@@ -4,12 +4,11 @@ captioned images in them.
 
 from __future__ import annotations
 
-import itertools
+import contextlib
 import json
 import os
 import shutil
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +19,7 @@ from numpy.typing import NDArray
 from pipelines.progress.events import JobStopped, OnEvent, ShouldStop, StatusMessage
 from storage_formats.atomic import write_bytes_atomic
 from storage_formats.errors import EdjeError, UsageError
+from storage_formats.ordered_results import ordered_map
 
 if TYPE_CHECKING:
     from edje_index.bundles.bundle import ModelBundle
@@ -37,14 +37,13 @@ _CROPS_AHEAD = 256
 
 @dataclass(frozen=True)
 class Preparation:
-    """What every step of the preparation needs.
+    """The settings of a training run, and how its preparation reports and stops.
 
     Attributes:
         should_stop: the preparation stops once `should_stop()` returns True.
     """
 
     settings: TrainSettings
-    start: ModelBundle
     on_event: OnEvent
     should_stop: ShouldStop
 
@@ -88,18 +87,23 @@ class Preparation:
             )
         return CommittedIndex.open(out)
 
-    def tower_bundle(self, name: str, adapter: AdapterConfig) -> Path:
-        """Make a bundle of the towers and a new `adapter` in the run folder, if it
-        is missing. Return its path.
+    def tower_bundle(
+        self, name: str, start: ModelBundle, adapter: AdapterConfig
+    ) -> Path:
+        """Make a bundle of the towers of `start` and a new `adapter` in the run folder,
+        if it is missing. Return its path.
         """
         from edje_index.models.adapter import build_adapter
 
         model = self.folder / name
         if not model.exists():
-            notes = "computes features to train on; it cannot re-rank"
-            replace(
-                self.start, adapter=build_adapter(adapter), notes=notes, info=None
-            ).save(model)
+            bundle = replace(
+                start,
+                adapter=build_adapter(adapter),
+                notes="computes features to train on; it cannot re-rank",
+                info=None,
+            )
+            bundle.save(model)
         return model
 
     def sources(self, name: str, items: Sequence[CaptionedImage]) -> tuple[str, ...]:
@@ -110,9 +114,7 @@ class Preparation:
         """
         paths = list(dict.fromkeys(item.path for item in items))
         archives = {path.partition("!")[0]: None for path in paths if ".tar!" in path}
-        lines = "".join(
-            json.dumps({"path": path}) + "\n" for path in paths if ".tar!" not in path
-        ).encode()
+        lines = _path_lines(path for path in paths if ".tar!" not in path)
         if not lines:
             return tuple(archives)
         list_file = self.folder / name
@@ -121,37 +123,38 @@ class Preparation:
         return (*archives, os.fspath(list_file))
 
 
+def _path_lines(paths: Iterable[str]) -> bytes:
+    return "".join(json.dumps({"path": path}) + "\n" for path in paths).encode()
+
+
 def _path_column(sources: Sequence[str]) -> str | None:
     # only the last source can be a list of paths
     return "path" if sources[-1].endswith(".jsonl") else None
 
 
 def stored_features(
-    job: Preparation, items: Sequence[CaptionedImage], given: CommittedIndex | None
+    job: Preparation,
+    start: ModelBundle,
+    items: Sequence[CaptionedImage],
+    given: CommittedIndex | None,
 ) -> CommittedIndex:
     """Return an index of the features of `items`: the index `given`, or a new index."""
     from edje_index.training.start import feature_fingerprint
 
-    start = job.start
+    trained = start.adapter.config
+    features = trained.features(start.vision.num_patches)
     if given is not None:
         assert start.info is not None
-        kind = start.adapter.config.features(start.vision.num_patches).kind
         return check_encoder(
-            given, feature_fingerprint(start.info, start.adapter.config), kind
+            given, feature_fingerprint(start.info, trained), features.kind
         )
-    model = job.tower_bundle(
-        "features-model", start.adapter.config.features(start.vision.num_patches)
-    )
-    return job.build(
-        "features.edje",
-        model,
-        job.sources("features.edje.jsonl", items),
-        "features of the frozen tower",
-    )
+    model = job.tower_bundle("features-model", start, features)
+    sources = job.sources("features.edje.jsonl", items)
+    return job.build("features.edje", model, sources, "features of the frozen tower")
 
 
 def online_features(
-    job: Preparation, items: Sequence[CaptionedImage]
+    job: Preparation, start: ModelBundle, items: Sequence[CaptionedImage]
 ) -> CommittedIndex:
     """Return an index of the embeddings of the images `items`. Also write the table of
     the images to `INPUT_TABLE`.
@@ -167,14 +170,12 @@ def online_features(
 
     table = job.folder / INPUT_TABLE
     name = "images.edje"
-    start = job.start
     if table.exists():
         return CommittedIndex.open(job.folder / name)
     sources = job.sources("images.edje.jsonl", items)
     features = start.adapter.config.features(start.vision.num_patches)
-    model = job.tower_bundle(
-        "images-model", replace(features, kind=STRIDED, num_tokens=1)
-    )
+    one_patch = replace(features, kind=STRIDED, num_tokens=1)
+    model = job.tower_bundle("images-model", start, one_patch)
     index = job.build(name, model, sources, "embeddings of the frozen tower")
     unchecked = table.with_name(f".{table.name}.part")
     rows = write_input_table(
@@ -192,7 +193,7 @@ def online_features(
 
 
 def stored_views(
-    job: Preparation, items: Sequence[CaptionedImage]
+    job: Preparation, start: ModelBundle, items: Sequence[CaptionedImage]
 ) -> tuple[CommittedIndex, NDArray[np.int64]]:
     """Return an index of the features of the augmented views of `items`.
 
@@ -200,15 +201,14 @@ def stored_views(
     view that could not be indexed.
     """
     from edje_index.inputs.refs import display_path
-    from pipelines.sources import iter_all, open_sources
     from storage_formats.format.layout import Layout
     from storage_formats.format.manifest import CommittedIndex
     from storage_formats.format.rows import INDEXED, read_all_rows
 
-    settings = job.settings
     files = job.folder / "views"
     name = "views.edje"
-    count = settings.augmentation.views
+    count = job.settings.augmentation.views
+    # number of each photo by its uri, in the order of `items`
     photos = dict[str, int]()
     numbers = [
         photos.setdefault(display_path(os.fsencode(item.path)), len(photos))
@@ -220,54 +220,15 @@ def stored_views(
         view_list = files / "views.jsonl"
         if not view_list.exists():
             sources = job.sources("viewed.jsonl", items)
-            refs = (
-                ref
-                for ref in iter_all(open_sources(sources, _path_column(sources)))
-                if ref.uri in photos
-            )
-            viewed = (
-                (
-                    ref,
-                    [files / f"{photos[ref.uri]}-{view}.jpg" for view in range(count)],
-                )
-                for ref in refs
-            )
-            job.on_event(
-                StatusMessage(f"cropping {count} views of {len(photos):,} photos")
-            )
-            shutil.rmtree(files, ignore_errors=True)
-            files.mkdir(parents=True)
-            size = job.start.vision.image_size
-            done = 0
-            with ThreadPoolExecutor(_CROP_THREADS, "edje-views") as pool:
-                while batch := list(itertools.islice(viewed, _CROPS_AHEAD)):
-                    if job.should_stop():
-                        raise JobStopped(
-                            f"stopped after cropping {done:,} photos; the next run"
-                            " crops all photos again"
-                        )
-                    list(
-                        pool.map(
-                            lambda photo: write_views(
-                                photo[0], photo[1], size, settings.loop.seed
-                            ),
-                            batch,
-                        )
-                    )
-                    done += len(batch)
+            crop_photos(job, start.vision.image_size, sources, photos, files)
             paths = (
                 str(files / f"{photo}-{view}.jpg")
                 for photo in range(len(photos))
                 for view in range(count)
             )
-            write_bytes_atomic(
-                view_list,
-                "".join(json.dumps({"path": path}) + "\n" for path in paths).encode(),
-            )
-        model = job.tower_bundle(
-            "features-model",
-            job.start.adapter.config.features(job.start.vision.num_patches),
-        )
+            write_bytes_atomic(view_list, _path_lines(paths))
+        features = start.adapter.config.features(start.vision.num_patches)
+        model = job.tower_bundle("features-model", start, features)
         index = job.build(name, model, (os.fspath(view_list),), "features of the views")
     shutil.rmtree(files, ignore_errors=True)
     status = read_all_rows(index, ["status"])["status"].to_numpy(zero_copy_only=False)
@@ -275,28 +236,58 @@ def stored_views(
     return index, rows.reshape(-1, count)[numbers]
 
 
-def write_views(
-    ref: InputRef, paths: Sequence[Path], size: tuple[int, int], seed: int
+def crop_photos(
+    job: Preparation,
+    size: tuple[int, int],
+    sources: Sequence[str],
+    photos: Mapping[str, int],
+    files: Path,
 ) -> None:
-    """Write the views of the photo `ref` as JPEG files. A photo that cannot be
-    decoded gets no views.
+    """Write all views of the `photos` to the new folder `files`, as PHOTO-VIEW.jpg. A
+    photo that cannot be decoded gets no views.
+
+    Args:
+        size: height and width of a view, in pixels.
+        sources: sources with the photos, and maybe other images.
+        photos: number of each photo, by its uri.
     """
     from edje_index.images.decode import ImageError
     from edje_index.images.frames import LOAD, DecodeSettings, decode_input
     from edje_index.inputs.refs import read_bytes
     from edje_index.training.features import photo_view
+    from pipelines.sources import iter_all, open_sources
 
-    try:
-        data = read_bytes(ref)
-        _, (photo,), _ = decode_input(
-            data, ref.uri, DecodeSettings(truncated=LOAD), lambda image: image
-        )
-    except ImageError:
-        # the photo has no features either; the build of the feature index reports the
-        # failure
-        return
-    for view, path in enumerate(paths):
-        photo_view(photo, data, view, size, seed).save(path, quality=95)
+    settings = job.settings
+    count = settings.augmentation.views
+
+    def crop(ref: InputRef) -> None:
+        try:
+            data = read_bytes(ref)
+            _, (photo,), _ = decode_input(
+                data, ref.uri, DecodeSettings(truncated=LOAD), lambda image: image
+            )
+        except ImageError:
+            # the photo has no features either; the build of the feature index reports
+            # the failure
+            return
+        for view in range(count):
+            cropped = photo_view(photo, data, view, size, settings.loop.seed)
+            cropped.save(files / f"{photos[ref.uri]}-{view}.jpg", quality=95)
+
+    job.on_event(StatusMessage(f"cropping {count} views of {len(photos):,} photos"))
+    shutil.rmtree(files, ignore_errors=True)
+    files.mkdir(parents=True)
+    inputs = iter_all(open_sources(sources, _path_column(sources)))
+    refs = (ref for ref in inputs if ref.uri in photos)
+    with contextlib.closing(
+        ordered_map(crop, refs, _CROP_THREADS, _CROPS_AHEAD)
+    ) as cropped_photos:
+        for done, _ in enumerate(cropped_photos):
+            if job.should_stop():
+                raise JobStopped(
+                    f"stopped after cropping {done:,} photos; the next run crops all"
+                    " photos again"
+                )
 
 
 def check_encoder(index: CommittedIndex, accepted: str, content: str) -> CommittedIndex:

@@ -38,9 +38,10 @@ from pipelines.progress.events import (
 )
 from pipelines.progress.wording import counted
 from storage_formats.atomic import write_json_atomic
-from storage_formats.change import locked
-from storage_formats.errors import EdjeError, UsageError
+from storage_formats.change import Journal, locked, read_journal
+from storage_formats.errors import CorruptIndexError, EdjeError, UsageError
 from storage_formats.extras import name_missing_extra
+from storage_formats.format.layout import Layout
 
 if TYPE_CHECKING:
     from edje_index.bundles.bundle import ModelBundle
@@ -51,8 +52,6 @@ if TYPE_CHECKING:
     from edje_index.training.workers import WorkerGroup
     from storage_formats.format.manifest import CommittedIndex
 
-# of the record in `run.json`
-FORMAT = 6
 BLANK_CAPTION = "blank-caption"
 """The key of `TrainResult.left_out` that counts blank captions instead of images."""
 _LANGUAGE_FILES = (
@@ -62,6 +61,7 @@ _LANGUAGE_FILES = (
     "tokenizer.json",
     "vocab.txt",
 )
+_TOKENIZER = "joint/tokenizer.json"
 _REPORT_SECONDS = 5.0
 _LOSSES = ("loss", "itm", "mlm", "recovery", "distillation", "accuracy")
 
@@ -242,32 +242,25 @@ def _run(
                 " training run"
             )
         on_event(StatusMessage("reading captions"))
-        given = {
-            name: CommittedIndex.open(path)
-            for name, path in (
-                ("features", inputs.features),
-                ("teacher_features", inputs.teacher_features),
-            )
-            if path is not None and path != ONLINE
-        }
+        given = {}
+        if inputs.features not in (None, ONLINE):
+            given["features"] = CommittedIndex.open(inputs.features)
+        if inputs.teacher_features is not None:
+            given["teacher_features"] = CommittedIndex.open(inputs.teacher_features)
         check_image_directory(inputs.images)
         files = [
             read_caption_file(path, inputs.images, inputs.split)
             for path in inputs.captions
         ]
         items = [item for part, _ in files for item in part]
-        dev_files = (
-            [read_caption_file(inputs.dev, inputs.images, inputs.dev_split)]
-            if inputs.dev
-            else []
-        )
+        dev_files = []
+        if inputs.dev is not None:
+            dev_files = [read_caption_file(inputs.dev, inputs.images, inputs.dev_split)]
         dev_items = [item for part, _ in dev_files for item in part]
         check_apart(items, dev_items)
-        continued = (
-            last_step(inputs.init)
-            if settings.optimizer.continued and inputs.init
-            else None
-        )
+        continued = None
+        if settings.optimizer.continued and inputs.init is not None:
+            continued = last_step(inputs.init)
         fingerprint = begin_run(folder, training_record(settings, given))
         if (finished := finished_result(settings, fingerprint)) is not None:
             return finished
@@ -276,22 +269,12 @@ def _run(
                 f"{run.out} exists already; remove this folder, or set run.out to"
                 " another folder"
             )
-        for line in describe_phases(
-            settings,
-            len(items),
-            sum(len(item.captions) for item in items),
-            len(dev_items),
-        ):
+        count = sum(len(item.captions) for item in items)
+        for line in describe_phases(settings, len(items), count, len(dev_items)):
             on_event(StatusMessage(line))
+        job = Preparation(settings, on_event, should_stop)
         task, counts = prepare_task(
-            settings,
-            fingerprint,
-            given,
-            items,
-            dev_items,
-            continued,
-            on_event,
-            should_stop,
+            job, fingerprint, given, items, dev_items, continued
         )
         if blank := sum(count for _, count in (*files, *dev_files)):
             on_event(StatusMessage(f"blank captions left out: {blank:,}"))
@@ -340,24 +323,20 @@ def describe_phases(
             f"phase score: {queries}, {settings.fitting.dev_pool} candidates each"
             " (fitting.dev_pool)"
         )
-    return [
-        *lines,
-        (
-            "each phase shows its time left once it runs; smaller settings in brackets"
-            " shorten it"
-        ),
-    ]
+    lines.append(
+        "each phase shows its time left once it runs; smaller settings in brackets"
+        " shorten it"
+    )
+    return lines
 
 
 def prepare_task(
-    settings: TrainSettings,
+    job: Preparation,
     fingerprint: str,
-    given: dict[str, CommittedIndex],
+    given: Mapping[str, CommittedIndex],
     items: list[CaptionedImage],
     dev_items: list[CaptionedImage],
     continued: tuple[Path, str, int] | None,
-    on_event: OnEvent,
-    should_stop: ShouldStop,
 ) -> tuple[TrainTask, dict[str, Any]]:
     """Make what the run folder lacks: the initial model, the indexes of features, and
     the tables of captions.
@@ -368,28 +347,34 @@ def prepare_task(
     """
     from edje_index.bundles.bundle import ModelBundle
     from edje_index.bundles.info import read_bundle_info
-    from edje_index.training.captions import TrainingData, write_caption_table
+    from edje_index.training.captions import write_caption_table
     from edje_index.training.loop import TrainTask, total_steps
     from edje_index.training.start import make_start
 
+    settings = job.settings
+    on_event = job.on_event
     inputs = settings.inputs
-    folder = settings.run.folder
+    folder = job.folder
     on_event(StatusMessage("loading the initial model"))
     start_path = folder / "start"
     if not start_path.exists():
-        origin = {
-            name: getattr(inputs, name)
-            for name in ("model", "vision", "language", "init")
-        }
-        make_start(settings.architecture, settings.loop.seed, **origin).save(start_path)
+        make_start(
+            settings.architecture,
+            settings.loop.seed,
+            model=inputs.model,
+            vision=inputs.vision,
+            language=inputs.language,
+            init=inputs.init,
+        ).save(start_path)
     start = ModelBundle.load(start_path)
     assert start.info is not None
-    job = Preparation(settings, start, on_event, should_stop)
     is_online = inputs.features == ONLINE
     if is_online:
-        features = online_features(job, [*items, *dev_items])
+        features = online_features(job, start, [*items, *dev_items])
     else:
-        features = stored_features(job, [*items, *dev_items], given.get("features"))
+        features = stored_features(
+            job, start, [*items, *dev_items], given.get("features")
+        )
     kept, captions, dev, left_out, truncated = match_captions(
         features, items, dev_items, on_event
     )
@@ -397,9 +382,7 @@ def prepare_task(
     steps = total_steps(settings.loop, count)
     mining = features
     mining_rows = captions.rows
-    miner = start.info
     if inputs.miner is not None:
-        miner = read_bundle_info(inputs.miner)
         sources = job.sources("miner.edje.jsonl", kept)
         mining = job.build("miner.edje", inputs.miner, sources, "embeddings for mining")
         mining_rows = rows_of_all(mining, kept)
@@ -408,30 +391,17 @@ def prepare_task(
         teacher_tokens = _teacher_tokens(
             inputs.teacher, start, given.get("teacher_features"), features, kept
         )
-    views = (
-        stored_views(job, kept)
-        if settings.augmentation.views and not is_online
-        else None
-    )
+    views = None
+    if settings.augmentation.views and not is_online:
+        views = stored_views(job, start, kept)
     data = folder / "data"
     if not data.exists():
         on_event(StatusMessage(f"preparing {counted(count, 'caption')}"))
-        models = " ".join(
-            [
-                start.info.fingerprint,
-                miner.fingerprint,
-                mining.manifest.model["fingerprint"],
-            ]
-        )
-        write_caption_table(data, captions, mining_rows, models)
-    elif not np.array_equal(TrainingData.open(data).rows, captions.rows):
-        raise UsageError(
-            f"{data} contains the training data of other images: the features have"
-            " changed, or another version of edje-index chose the images; set run.dir"
-            " to another folder"
-        )
-    if dev is not None and not (folder / "dev").exists():
-        write_caption_table(folder / "dev", dev, dev.rows, start.info.fingerprint)
+    write_caption_table(data, captions, mining_rows)
+    dev_task = None
+    if dev is not None:
+        dev_task = (dev, folder / "dev")
+        write_caption_table(dev_task[1], dev, dev.rows)
     task = TrainTask(
         config=settings,
         run=fingerprint,
@@ -449,7 +419,7 @@ def prepare_task(
         teacher=None if inputs.teacher is None else inputs.teacher.absolute(),
         teacher_tokens=teacher_tokens,
         continued=continued,
-        dev=None if dev is None else (dev, folder / "dev"),
+        dev=dev_task,
     )
     return task, {
         "images": len(kept),
@@ -473,10 +443,10 @@ def write_bundle(
     from edje_index.training.features import unreadable_by_reason
     from edje_index.training.finish import finish_model
 
-    folder = task.config.run.folder
-    run = task.config.run
-    inputs = task.config.inputs
     settings = task.config
+    run = settings.run
+    inputs = settings.inputs
+    folder = run.folder
 
     def progress(activity: str, done: int, total: int) -> None:
         if should_stop():
@@ -531,52 +501,38 @@ def write_bundle(
 
 
 def training_record(
-    settings: TrainSettings, given: dict[str, CommittedIndex]
+    settings: TrainSettings, given: Mapping[str, CommittedIndex]
 ) -> dict[str, Any]:
-    """Return everything that determines the trained weights: settings, and digests
-    of all input files.
+    """Return everything that determines the trained weights, by ``group.key``: the
+    settings, with a digest in place of each input file.
     """
     # The settings in `fitting` are applied to the last checkpoint and do not change the
     # trained weights.
-    groups = settings.model_dump(exclude={"fitting", "inputs", "run"})
-    record = {
+    groups = settings.model_dump(mode="json", exclude={"fitting", "run"})
+    inputs = settings.inputs
+    recorded = groups["inputs"]
+    recorded["captions"] = [_file_digest(path) for path in inputs.captions]
+    if inputs.images is not None:
+        recorded["images"] = str(inputs.images.absolute())
+    # the features include the dev images
+    if inputs.dev is not None:
+        recorded["dev"] = _file_digest(inputs.dev)
+    for name, index in given.items():
+        recorded[name] = index.manifest.plan
+    for name in ("model", "language", "init", "teacher", "miner"):
+        path = getattr(inputs, name)
+        if path is not None:
+            recorded[name] = _model_digest(path)
+    return {
         f"{group}.{key}": value
         for group, values in groups.items()
         for key, value in values.items()
     }
-    inputs = settings.inputs
-    inputs_record = {
-        "captions": [_file_digest(path) for path in inputs.captions],
-        "images": None if inputs.images is None else str(inputs.images.absolute()),
-        "split": inputs.split,
-        # the features include the dev images
-        "dev": None if inputs.dev is None else _file_digest(inputs.dev),
-        "dev_split": inputs.dev_split,
-        "vision": inputs.vision,
-        "features": (
-            given["features"].manifest.plan if "features" in given else inputs.features
-        ),
-        "feature_precision": inputs.feature_precision,
-        "teacher_features": (
-            given["teacher_features"].manifest.plan
-            if "teacher_features" in given
-            else None
-        ),
-    }
-    for name in ("model", "language", "init", "teacher", "miner"):
-        inputs_record[name] = _model_digest(getattr(inputs, name))
-    return {
-        "format": FORMAT,
-        **record,
-        **{f"inputs.{key}": value for key, value in inputs_record.items()},
-    }
 
 
-def _model_digest(path: Path | None) -> str | None:
+def _model_digest(path: Path) -> str:
     from edje_index.bundles.info import INFO_FILE, read_bundle_info
 
-    if path is None:
-        return None
     files = [path / name for name in _LANGUAGE_FILES if (path / name).is_file()]
     if (path / INFO_FILE).exists() or not files:
         return read_bundle_info(path).fingerprint
@@ -594,38 +550,32 @@ def _file_digest(path: Path) -> str:
 
 
 def begin_run(folder: Path, record: dict[str, Any]) -> str:
-    """Write `record` to the run folder, or compare it with the stored record.
-    Return the fingerprint of `record`.
+    """Write `record` to the journal of the run folder, or compare it with the record in
+    the journal. Return the fingerprint of `record`.
+
+    The journal is that of the changes of an index. Its base is None, because a run
+    changes no index.
     """
-    path = folder / "run.json"
-    if not path.exists():
+    layout = Layout(folder)
+    try:
+        journal = read_journal(folder)
+    except CorruptIndexError as error:
+        raise EdjeError(
+            f"cannot read {layout.journal}: {error.__cause__}; restore the file, or set"
+            " run.dir to another folder"
+        ) from error
+    if journal is None:
         # holds the lock
-        names = {entry.name for entry in folder.iterdir()} - {"build"}
-        # an unfinished write
-        others = sorted(name for name in names if not name.startswith(f".{path.name}."))
+        others = {entry.name for entry in folder.iterdir()} - {layout.build.name}
         if others:
             raise UsageError(
-                f"{folder} is not a run folder: it contains {others[0]}; set run.dir to"
-                " another folder"
+                f"{folder} is not a run folder of this version of edje-index: it"
+                f" contains {min(others)}; set run.dir to another folder"
             )
-        write_json_atomic(path, record)
-        return _fingerprint(record)
-    try:
-        stored = json.loads(path.read_bytes())
-        if not isinstance(stored, dict):
-            raise ValueError(
-                f"it must contain a JSON object, but contains a {type(stored).__name__}"
-            )
-    except (OSError, ValueError, RecursionError) as error:
-        raise EdjeError(
-            f"cannot read {path}: {error}; restore the file, or set run.dir to another"
-            " folder"
-        ) from error
-    if stored.get("format") != FORMAT:
-        raise UsageError(
-            f"the training run in {folder} was started by another version of"
-            " edje-index, so it cannot be resumed; set run.dir to another folder"
-        )
+        Journal("train", record, base=None).write(layout)
+        stored = record
+    else:
+        stored = journal.request
     lines = [
         f"{name} was {stored.get(name)}, is {record.get(name)}"
         for name in sorted(stored.keys() | record.keys())
@@ -636,17 +586,13 @@ def begin_run(folder: Path, record: dict[str, Any]) -> str:
             f"the run in {folder} was begun with other settings; restore the earlier"
             " settings, or set run.dir to another folder:\n" + "\n".join(lines)
         )
-    return _fingerprint(record)
-
-
-def _fingerprint(record: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
 
 
 def finished_result(settings: TrainSettings, fingerprint: str) -> TrainResult | None:
     """Return the result of the training run if an earlier call finished it, else None.
 
-    `fingerprint` is the fingerprint of the record in `run.json`.
+    `fingerprint` is the fingerprint of the settings and data.
     """
     from edje_index.bundles.info import read_bundle_info
     from edje_index.errors import ModelError
@@ -662,11 +608,8 @@ def finished_result(settings: TrainSettings, fingerprint: str) -> TrainResult | 
         bundle = read_bundle_info(out).fingerprint
     except ModelError:
         return None
-    if (result.run, result.bundle, result.fingerprint) != (
-        fingerprint,
-        str(out),
-        bundle,
-    ):
+    written = (result.run, result.bundle, result.fingerprint)
+    if written != (fingerprint, str(out), bundle):
         # the bundle was replaced
         return None
     if result.fitting != settings.fitting.model_dump():
@@ -787,7 +730,8 @@ def _teacher_tokens(
     from edje_index.models.adapter import AdapterConfig
     from edje_index.training.start import feature_fingerprint
 
-    info, student = read_bundle_info(teacher), start.info
+    info = read_bundle_info(teacher)
+    student = start.info
     assert student is not None
     if student.canonical_captions != info.canonical_captions:
         raise UsageError(
@@ -795,11 +739,7 @@ def _teacher_tokens(
             f" student, but {info.canonical_captions} for the teacher {teacher}; use"
             " the value of the teacher"
         )
-    digests = [
-        bundle.files.get("joint/tokenizer.json", {}).get("sha256")
-        for bundle in (student, info)
-    ]
-    if None in digests or digests[0] != digests[1]:
+    if student.files.get(_TOKENIZER) != info.files.get(_TOKENIZER):
         raise UsageError(
             f"the teacher {teacher} has another tokenizer than the student; set"
             " inputs.language or inputs.init to a model with the tokenizer of the"
@@ -860,25 +800,17 @@ def describe_record(record: dict[str, Any]) -> str:
     parts = [f"{record['phase']} {record['step']:,}/{record['steps']:,}"]
     # an evaluation, or shards of captions
     if "lr" not in record:
-        return ", ".join(
-            parts
-            + [
-                f"{name} R@1 {100 * record[name]:.1f}"
-                for name in ("t2i", "i2t")
-                if name in record
-            ]
-        )
+        for name in ("t2i", "i2t"):
+            if name in record:
+                parts.append(f"{name} R@1 {100 * record[name]:.1f}")
+        return ", ".join(parts)
     parts += [f"{name} {record[name]:.3f}" for name in _LOSSES if name in record]
     parts += [f"lr {record['lr']:.2e}", f"{record['images_per_second']:.1f} images/s"]
-    parts.append(
-        f"{(record['steps'] - record['step']) * record['step_seconds'] / 60:.0f} min"
-        " left"
-    )
-    if record["data_wait"] > 0.1 * record["seconds"]:
-        parts.append(
-            f"waiting for data {record['data_wait'] / record['seconds']:.0%} of the"
-            " time"
-        )
+    minutes = (record["steps"] - record["step"]) * record["step_seconds"] / 60
+    parts.append(f"{minutes:.0f} min left")
+    waited = record["data_wait"] / record["seconds"]
+    if waited > 0.1:
+        parts.append(f"waiting for data {waited:.0%} of the time")
     if record["skipped"]:
         parts.append(f"skipped {record['skipped']}")
     if record.get("unreadable"):

@@ -127,7 +127,7 @@ def prepare(
 ) -> bool:
     """Prepare the captions of `case` on the CPU. Worker 0 writes the table."""
     if group.size == 1 and not folder.exists():
-        write_caption_table(folder, case.items, case.items.rows, str(miner))
+        write_caption_table(folder, case.items, case.items.rows)
     device = torch.device("cpu")
     index = CommittedIndex.open(case.features)
     return prepare_captions(
