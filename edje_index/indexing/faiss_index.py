@@ -14,7 +14,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -203,14 +203,14 @@ def build_ann(
     if replace_file and not lists:
         # as in format version 1.0
         del file["vectors"]
-    ann: Any = {
+    ann: dict[str, Any] = {
         "kind": kind.name,
         "metric": "inner-product",
         "vectors": vectors,
         "files": [file],
         **measured,
     }
-    return ann
+    return cast(Ann, ann)
 
 
 def extend_ann(layout: Layout, spec: IndexSpec, ann: Ann) -> Ann:
