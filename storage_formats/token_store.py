@@ -5,8 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, overload
 
@@ -19,8 +17,7 @@ from storage_formats.codecs.base import check_out
 from storage_formats.describe import repr_of
 from storage_formats.errors import CorruptIndexError, UsageError
 from storage_formats.extras import name_missing_extra
-from storage_formats.format.index_files import check_inside
-from storage_formats.format.layout import Layout, padded_shard_bytes
+from storage_formats.format.layout import padded_shard_bytes
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.remote import cache_directory, open_index
 from storage_formats.format.row_map import translate_row_ids
@@ -35,6 +32,7 @@ from storage_formats.reading.batch import Batch
 from storage_formats.reading.block_cache import BlockCache, cache_bytes, cache_files
 from storage_formats.reading.checksums import BlockChecksums
 from storage_formats.reading.destination import Destination, copy_blocks
+from storage_formats.reading.files import TokenFiles
 from storage_formats.reading.local_reads import LocalReads
 from storage_formats.reading.memory import BufferPool, aligned_blocks, aligned_bytes
 from storage_formats.reading.object_reads import OBJECT_STORE, ObjectReads
@@ -405,7 +403,6 @@ class TokenStore:
         with the `previous` view.
         """
         spec = index.manifest.spec
-        layout = Layout(index.root)
         if as_text(self.precision, "precision") not in spec.precisions:
             held = ", ".join(spec.precisions)
             raise UsageError(
@@ -413,44 +410,25 @@ class TokenStore:
                 f" {held}"
             )
         token_codec = codec(self.precision, spec.block_shape)
-
-        def token_path(shard: int) -> Path:
-            return layout.token_shard(
-                token_codec.name, shard, len(token_codec.record_shape)
-            )
-
-        def path_inside(shard: int) -> Path:
-            return check_inside(layout.root, token_path(shard))
-
-        def key(shard: int) -> str:
-            return layout.relative(token_path(shard))
-
-        checksum_path = partial(layout.checksums, token_codec.name)
         size = token_codec.record_bytes
+        tokens = TokenFiles(index, token_codec)
+        checksums = BlockChecksums(tokens)
         reads: LocalReads | ObjectReads
         if (folder := index.remote) is None:
-            checksums = BlockChecksums(index, checksum_path, token_path)
-            reads = (
-                previous.reads
-                if previous
-                else LocalReads(path_inside, size, spec, self._engine)
-            )
+            reads = previous.reads if previous else LocalReads(tokens, self._engine)
         else:
             if self._engine not in ("auto", OBJECT_STORE):
                 raise UsageError(
                     f"the read engine '{self._engine}' cannot read an index on an"
                     f" object store; choose auto or {OBJECT_STORE}"
                 )
-            checksums = BlockChecksums(
-                index, checksum_path, lambda shard: folder.url_of(key(shard))
-            )
             cache = None
             buffers = BufferPool()
             # the block cache belongs to the snapshot
             if limit := cache_bytes():
                 cached_files = cache_files(cache_directory() / "blocks", limit)
                 cache = BlockCache(folder.url, checksums, size, cached_files, buffers)
-            reads = ObjectReads(folder, key, size, cache, buffers)
+            reads = ObjectReads(folder, tokens, cache, buffers)
         # A reader allocates memory for the sizes in `index.json`, so wrong sizes must
         # be noticed first.
         for shard in {
@@ -462,7 +440,7 @@ class TokenStore:
             )
             if (actual := reads.length(shard)) != length:
                 raise CorruptIndexError(
-                    f"the token file {checksums.token_path(shard)} has {actual} bytes"
+                    f"the token file {tokens.location(shard)} has {actual} bytes"
                     f" instead of {length}; run 'edje-index verify'"
                 )
         return _View(index, index.deleted, token_codec, reads, checksums)
@@ -516,12 +494,7 @@ class _View:
         firsts = order[is_first]
         if len(firsts):
             batch = Batch(*np.divmod(ids[firsts], spec.shard_size), firsts)
-            self.reads.read(
-                batch,
-                lambda part: Destination(
-                    part, out, self.codec, self.checksums.check, query
-                ),
-            )
+            self.reads.read(Destination(batch, out, self.codec, self.checksums, query))
         if not is_first.all():
             copy_blocks(
                 out, firsts[np.cumsum(is_first) - 1][~is_first], order[~is_first]

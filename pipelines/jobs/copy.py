@@ -50,7 +50,13 @@ from storage_formats.change import Change, begin_index, now
 from storage_formats.errors import UsageError
 from storage_formats.extras import name_missing_extra
 from storage_formats.format.layout import IndexSpec, Segment
-from storage_formats.format.manifest import CommittedIndex, Counts, Manifest, RowMap
+from storage_formats.format.manifest import (
+    Ann,
+    CommittedIndex,
+    Counts,
+    Manifest,
+    RowMap,
+)
 from storage_formats.format.receipts import ShardReceipt
 from storage_formats.format.remote import ROOT, open_index, read_root
 from storage_formats.format.row_map import write_row_map
@@ -648,7 +654,7 @@ def build_copied_ann(
     on_event: OnEvent,
     *,
     replace_file: bool = True,
-) -> dict[str, Any]:
+) -> Ann:
     """Build a nearest-neighbour index of copied rows, if one of the indexes `origins`
     has one. Return its entry.
 

@@ -5,7 +5,6 @@ work between threads.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import ml_dtypes
@@ -101,8 +100,19 @@ class Codec(ABC):
         raise NotImplementedError
 
     @abstractmethod
-    def _decode(self, records: Bytes, moves: Moves, bits: Bits, span: Span) -> None:
-        """Decode the items of `moves` with the indices `range(*span)`."""
+    def decode_at(self, memory: Bytes, moves: Moves, bits: Bits, span: Span) -> None:
+        """Decode the items of `moves` with the indices `range(*span)` on the calling
+        thread.
+
+        The offsets and blocks are not checked: a wrong one reads or writes other
+        memory.
+
+        Args:
+            memory: uint8 [bytes], contiguous.
+            moves: (offsets, blocks), int64 [k] each, contiguous; the blocks are
+                distinct.
+            bits: bits of the decoded blocks, uint16 [n * m * d].
+        """
 
     def encode(self, blocks: Blocks, threads: int | None = None) -> Records:
         """Encode blocks, bf16 [k, m, d], to records, uint8 [k, record_bytes].
@@ -148,41 +158,16 @@ class Codec(ABC):
         out = np.empty(shape, dtype=BF16) if out is None else out
         check_out(out, shape)
         order = np.arange(len(records))
+        moves = (order * self.record_bytes, order)
         flat = np.ascontiguousarray(records).reshape(-1)
-        self.scatter(flat, (order * self.record_bytes, order), out, threads)
-        return out
-
-    def scatter(
-        self,
-        memory: Bytes,
-        moves: Moves,
-        out: Blocks,
-        threads: int | None = None,
-        check: Callable[[int, int], None] | None = None,
-    ) -> None:
-        """Decode the record that starts at byte `offsets[i]` of `memory` into
-        `out[blocks[i]]`, for each i.
-
-        The offsets and blocks are not checked: a wrong one reads or writes other
-        memory.
-
-        Args:
-            memory: uint8 [bytes], contiguous.
-            moves: (offsets, blocks), int64 [k] each, contiguous; the blocks are
-                distinct.
-            out: bf16 [n, m, d], C-contiguous.
-            check: called as `check(start, stop)` just before the same thread decodes
-                records [start, stop). The records are then still in the processor's
-                cache. `check` raises an exception if a record is damaged.
-        """
         bits = out.view(np.uint16).reshape(-1)
-
-        def decode(start: int, stop: int) -> None:
-            if check is not None:
-                check(start, stop)
-            self._decode(memory, moves, bits, (start, stop))
-
-        run_chunks(decode, len(moves[0]), 2 * self.values, threads)
+        run_chunks(
+            lambda start, stop: self.decode_at(flat, moves, bits, (start, stop)),
+            len(records),
+            2 * self.values,
+            threads,
+        )
+        return out
 
 
 def check_out(

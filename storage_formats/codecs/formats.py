@@ -75,13 +75,13 @@ class BF16Codec(Codec):
             .reshape(len(blocks), self.record_bytes)
         )
 
-    def _decode(self, records: Bytes, moves: Moves, bits: Bits, span: Span) -> None:
+    def decode_at(self, memory: Bytes, moves: Moves, bits: Bits, span: Span) -> None:
         start, stop = span
         copies = bits.view(np.uint8).reshape(-1, self.record_bytes)
         for offset, index in zip(
             moves[0][start:stop].tolist(), moves[1][start:stop].tolist(), strict=True
         ):
-            copies[index] = records[offset : offset + self.record_bytes]
+            copies[index] = memory[offset : offset + self.record_bytes]
 
 
 class FP16Codec(Codec):
@@ -119,8 +119,8 @@ class FP16Codec(Codec):
             (0, len(blocks)),
         )
 
-    def _decode(self, records: Bytes, moves: Moves, bits: Bits, span: Span) -> None:
-        _kernels().translate(records, moves, _fp16_tables()[1], bits, self.values, span)
+    def decode_at(self, memory: Bytes, moves: Moves, bits: Bits, span: Span) -> None:
+        _kernels().translate(memory, moves, _fp16_tables()[1], bits, self.values, span)
 
 
 @functools.cache
@@ -171,8 +171,8 @@ class Int8Codec(Codec):
     def _encode(self, bits: Bits, records: Bytes, span: Span) -> None:
         _kernels().encode_int8(bits, _int8_scales(), records, self._geometry, span)
 
-    def _decode(self, records: Bytes, moves: Moves, bits: Bits, span: Span) -> None:
-        _kernels().decode_int8(records, moves, bits, self._geometry, span)
+    def decode_at(self, memory: Bytes, moves: Moves, bits: Bits, span: Span) -> None:
+        _kernels().decode_int8(memory, moves, bits, self._geometry, span)
 
 
 @functools.cache
@@ -237,14 +237,14 @@ class GroupScaledCodec(Codec):
                 span,
             )
 
-    def _decode(self, records: Bytes, moves: Moves, bits: Bits, span: Span) -> None:
+    def decode_at(self, memory: Bytes, moves: Moves, bits: Bits, span: Span) -> None:
         if self.element is E4M3:
             _kernels().decode_e4m3(
-                records, moves, self.products(), bits, self._geometry, span
+                memory, moves, self.products(), bits, self._geometry, span
             )
         else:
             _kernels().decode_e2m1(
-                records,
+                memory,
                 moves,
                 self._pairs(),
                 bits.view(np.uint32),
@@ -432,9 +432,9 @@ class Sign1Codec(Codec):
     def _encode(self, bits: Bits, records: Bytes, span: Span) -> None:
         _kernels().encode_sign1(bits, records, self._geometry, span)
 
-    def _decode(self, records: Bytes, moves: Moves, bits: Bits, span: Span) -> None:
+    def decode_at(self, memory: Bytes, moves: Moves, bits: Bits, span: Span) -> None:
         _kernels().decode_sign1(
-            records, moves, _sign_words(), bits.view(np.uint64), self._geometry, span
+            memory, moves, _sign_words(), bits.view(np.uint64), self._geometry, span
         )
 
 

@@ -7,12 +7,13 @@ import functools
 import json
 import re
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, TypedDict, get_args, get_origin, get_type_hints, is_typeddict
 
-from storage_formats.arguments import as_count, as_path
+from storage_formats.arguments import as_count, as_path, shown
 from storage_formats.atomic import write_json_atomic
 from storage_formats.codecs import codec
 from storage_formats.errors import (
@@ -32,7 +33,7 @@ from storage_formats.format.layout import (
     Segment,
 )
 from storage_formats.format.shard_table import FileEntry, read_shard_table
-from storage_formats.format.source_columns import SourceColumn, columns_from_json
+from storage_formats.format.source_columns import SourceColumn, check_columns
 from storage_formats.format.tombstones import Tombstones, read_tombstones
 from storage_formats.remote.objects import ObjectFolder
 from storage_formats.remote.urls import IndexLocation
@@ -97,54 +98,6 @@ class Snapshot:
     deleted_rows: int = 0
     oldest: int | None = field(default=None, compare=False)
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the members of `index.json` that describe the snapshot."""
-        if not self.number and not self.change:
-            return {}
-        value: dict[str, Any] = {
-            "snapshot": self.number,
-            "change": self.change,
-            "next_shard": self.next_shard,
-        }
-        if self.oldest is not None:
-            value["oldest_snapshot"] = self.oldest
-        if self.deleted is None:
-            return value
-        return {
-            **value,
-            "deleted": {**self.deleted.to_json(), "rows": self.deleted_rows},
-        }
-
-    @classmethod
-    def from_json(cls, value: dict[str, Any]) -> Snapshot:
-        """Return the snapshot described by the members `value` of an `index.json`.
-
-        Raises:
-            KeyError, TypeError, ValueError: a member is missing or not valid.
-        """
-        deleted = value.get("deleted")
-        snapshot = cls(
-            number=int(value.get("snapshot", 0)),
-            change=dict(value.get("change", {})),
-            next_shard=int(value.get("next_shard", 0)),
-            deleted=None if deleted is None else FileEntry.from_json(deleted),
-            deleted_rows=0 if deleted is None else int(deleted["rows"]),
-            oldest=(
-                int(value["oldest_snapshot"]) if "oldest_snapshot" in value else None
-            ),
-        )
-        number = snapshot.number
-        oldest = snapshot.oldest
-        if (
-            not 0 <= (oldest or 0) <= number
-            or not 0 <= snapshot.next_shard < _MAX_SHARDS
-        ):
-            raise ValueError(
-                f"the member snapshot ({number}), oldest_snapshot ({oldest}) or"
-                f" next_shard ({snapshot.next_shard}) is out of range"
-            )
-        return snapshot
-
 
 @dataclass(frozen=True)
 class RowMap:
@@ -180,6 +133,81 @@ class RowMap:
         )
 
 
+class AnnFile(TypedDict, total=False):
+    """The entry of a file of the nearest-neighbour index (SPEC.md section 10)."""
+
+    path: str
+    bytes: int
+    crc32c: str
+    vectors: int
+    similarity: float
+
+
+class Recall(TypedDict, total=False):
+    """The measured recall of a nearest-neighbour index (SPEC.md section 10)."""
+
+    k: int
+    value: float
+    target: float
+
+
+class Ann(TypedDict, total=False):
+    """The member `ann` of `index.json`, which describes the nearest-neighbour index
+    (SPEC.md section 10). Other members are kept.
+    """
+
+    kind: str
+    metric: str
+    factory: str
+    vectors: int
+    probes: int
+    recall: Recall
+    files: list[AnnFile]
+
+
+@dataclass(frozen=True)
+class _Precision:
+    name: str
+    record_bytes: int
+    encoded_from: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Segment:
+    first_row: int
+    rows: int
+    shard_table: FileEntry
+
+
+@dataclass(frozen=True)
+class _Document:
+    """The members of `index.json` (SPEC.md section 4), without the checksum."""
+
+    format: str
+    format_version: str
+    created_by: str
+    rows: int
+    shard_size: int
+    shards: int
+    block_shape: tuple[int, ...]
+    embed_dim: int
+    precisions: tuple[_Precision, ...]
+    counts: Counts
+    model: dict[str, Any]
+    settings: dict[str, Any]
+    plan: str
+    shard_table: FileEntry
+    ann: Ann
+    snapshot: int | None = None
+    change: dict[str, Any] | None = None
+    next_shard: int | None = None
+    oldest_snapshot: int | None = None
+    deleted: dict[str, Any] | None = None
+    row_maps: tuple[RowMap, ...] = ()
+    segments: tuple[_Segment, ...] = ()
+    columns: tuple[SourceColumn, ...] = ()
+
+
 @dataclass(frozen=True)
 class Manifest:
     """The contents of `index.json`. SPEC.md section 4 describes the fields.
@@ -205,7 +233,7 @@ class Manifest:
     settings: dict[str, Any]
     plan: str
     shard_table: FileEntry
-    ann: dict[str, Any]
+    ann: Ann
     created_by: str
     format_version: str = FORMAT_VERSION
     encoded_from: dict[str, tuple[str, ...]] = field(default_factory=dict)
@@ -295,50 +323,58 @@ class Manifest:
     def write(self, layout: Layout) -> None:
         """Write `index.json`. This commits the index."""
         spec = self.spec
-        precisions = list[dict[str, Any]]()
-        for name in spec.precisions:
-            precisions.append(
-                {
-                    "name": name,
-                    "record_bytes": codec(name, spec.block_shape).record_bytes,
-                }
+        document = _Document(
+            format=FORMAT,
+            format_version=self.format_version,
+            created_by=self.created_by,
+            rows=spec.rows,
+            shard_size=spec.shard_size,
+            shards=spec.shards,
+            block_shape=spec.block_shape,
+            embed_dim=spec.embed_dim,
+            precisions=tuple(
+                _Precision(
+                    name,
+                    codec(name, spec.block_shape).record_bytes,
+                    tuple(self.encoded_from.get(name, ())),
+                )
+                for name in spec.precisions
+            ),
+            counts=self.counts,
+            model=self.model,
+            settings=self.settings,
+            plan=self.plan,
+            shard_table=self.shard_table,
+            ann=self.ann,
+            segments=tuple(
+                _Segment(segment.first_row, segment.rows, table)
+                for segment, table in zip(
+                    spec.segments, self.shard_tables, strict=bool(spec.segments)
+                )
+            ),
+            row_maps=self.row_maps,
+            columns=self.columns,
+        )
+        snapshot = self.snapshot
+        if snapshot.number or snapshot.change:
+            document = replace(
+                document,
+                snapshot=snapshot.number,
+                change=snapshot.change,
+                next_shard=snapshot.next_shard,
+                oldest_snapshot=snapshot.oldest,
             )
-            if sources := self.encoded_from.get(name):
-                precisions[-1]["encoded_from"] = list(sources)
-        value = {
-            "format": FORMAT,
-            "format_version": self.format_version,
-            "created_by": self.created_by,
-            "rows": spec.rows,
-            "shard_size": spec.shard_size,
-            "shards": spec.shards,
-            "block_shape": list(spec.block_shape),
-            "embed_dim": spec.embed_dim,
-            "precisions": precisions,
-            "counts": asdict(self.counts),
-            "model": self.model,
-            "settings": self.settings,
-            "plan": self.plan,
-            "shard_table": self.shard_table.to_json(),
-            "ann": self.ann,
-            **self.snapshot.to_json(),
-        }
-        if self.row_maps:
-            value["row_maps"] = [row_map.to_json() for row_map in self.row_maps]
-        if spec.segments:
-            pairs = zip(spec.used_segments, self.shard_tables, strict=True)
-            value["segments"] = [
-                {**asdict(segment), "shard_table": table.to_json()}
-                for segment, table in pairs
-            ]
-        if self.columns:
-            value["columns"] = [column.to_json() for column in self.columns]
+            if snapshot.deleted is not None:
+                rows = {"rows": snapshot.deleted_rows}
+                deleted = {**snapshot.deleted.to_json(), **rows}
+                document = replace(document, deleted=deleted)
+        value = _to_json(document)
         write_json_atomic(layout.manifest, {**value, "crc32c": json_checksum(value)})
 
     @property
     def ann_files(self) -> list[FileEntry]:
         """The file entries of the nearest-neighbour index."""
-        return [FileEntry.from_json(value) for value in self.ann.get("files", [])]
+        return [FileEntry.from_json(file) for file in self.ann.get("files", [])]
 
     @property
     def own_files(self) -> list[FileEntry]:
@@ -476,8 +512,8 @@ def _parse(where: IndexLocation, value: Any) -> Manifest:
             " restore the file from a backup"
         )
     try:
-        manifest = _from_members(value)
-        shards = int(value["shards"])
+        document = _from_json(_Document, value, "index.json")
+        manifest = _manifest(document)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CorruptIndexError(
             f"a member of {where} is missing or has the wrong type ({error!r}); restore"
@@ -496,88 +532,135 @@ def _parse(where: IndexLocation, value: Any) -> Manifest:
                 f" for a shard table of {table.bytes} bytes; restore the file from a"
                 " backup"
             )
-    if manifest.counts.inputs != spec.used_rows or shards != spec.shards:
+    if manifest.counts.inputs != spec.used_rows or document.shards != spec.shards:
         raise CorruptIndexError(
             f"{where} is inconsistent: its numbers of rows ({spec.used_rows}), inputs"
-            f" ({manifest.counts.inputs}) and shards ({shards}, of {spec.shard_size}"
-            " rows each) do not match; restore the file from a backup"
+            f" ({manifest.counts.inputs}) and shards ({document.shards}, of"
+            f" {spec.shard_size} rows each) do not match; restore the file from a"
+            " backup"
         )
     return manifest
 
 
-def _from_members(value: dict[str, Any]) -> Manifest:
-    m, d = value["block_shape"]
-    counts = value["counts"]
-    if not value["precisions"]:
+def _manifest(document: _Document) -> Manifest:
+    """Return the manifest that `document` describes.
+
+    Raises:
+        KeyError, TypeError, ValueError: a member is not valid.
+    """
+    m, d = document.block_shape
+    names = tuple(precision.name for precision in document.precisions)
+    if not names:
         raise ValueError("precisions is empty")
-    segments = [
-        (
-            Segment(int(each["first_row"]), int(each["rows"])),
-            FileEntry.from_json(each["shard_table"]),
+    number = document.snapshot or 0
+    oldest = document.oldest_snapshot
+    next_shard = document.next_shard or 0
+    if not 0 <= (oldest or 0) <= number or not 0 <= next_shard < _MAX_SHARDS:
+        raise ValueError(
+            f"the member snapshot ({number}), oldest_snapshot ({oldest}) or next_shard"
+            f" ({next_shard}) is out of range"
         )
-        for each in value.get("segments", [])
-    ]
-    spec = IndexSpec(
-        rows=int(value["rows"]),
-        shard_size=int(value["shard_size"]),
-        block_shape=(int(m), int(d)),
-        embed_dim=int(value["embed_dim"]),
-        precisions=tuple(str(precision["name"]) for precision in value["precisions"]),
-        segments=tuple(segment for segment, _ in segments),
-    )
-    return Manifest(
-        spec=spec,
-        counts=Counts(
-            int(counts["inputs"]),
-            int(counts["indexed"]),
-            int(counts["duplicates"]),
-            {str(reason): int(count) for reason, count in counts["failed"].items()},
+    deleted = document.deleted
+    manifest = Manifest(
+        spec=IndexSpec(
+            rows=document.rows,
+            shard_size=document.shard_size,
+            block_shape=(m, d),
+            embed_dim=document.embed_dim,
+            precisions=names,
+            segments=tuple(
+                Segment(segment.first_row, segment.rows)
+                for segment in document.segments
+            ),
         ),
-        model=dict(value["model"]),
-        settings=dict(value["settings"]),
-        plan=str(value["plan"]),
-        shard_table=FileEntry.from_json(value["shard_table"]),
-        ann=_checked_ann(value["ann"]),
-        created_by=str(value["created_by"]),
-        format_version=str(value["format_version"]),
+        counts=document.counts,
+        model=document.model,
+        settings=document.settings,
+        plan=document.plan,
+        shard_table=document.shard_table,
+        ann=document.ann,
+        created_by=document.created_by,
+        format_version=document.format_version,
         encoded_from={
-            str(precision["name"]): tuple(
-                str(source) for source in precision["encoded_from"]
-            )
-            for precision in value["precisions"]
-            if "encoded_from" in precision
+            precision.name: precision.encoded_from
+            for precision in document.precisions
+            if precision.encoded_from
         },
-        snapshot=Snapshot.from_json(value),
-        further_tables=tuple(table for _, table in segments[1:]),
-        columns=columns_from_json(value.get("columns", [])),
-        row_maps=tuple(map(RowMap.from_json, value.get("row_maps", []))),
+        snapshot=Snapshot(
+            number=number,
+            change=document.change or {},
+            next_shard=next_shard,
+            deleted=None if deleted is None else FileEntry.from_json(deleted),
+            deleted_rows=0 if deleted is None else int(deleted["rows"]),
+            oldest=oldest,
+        ),
+        further_tables=tuple(segment.shard_table for segment in document.segments[1:]),
+        columns=document.columns,
+        row_maps=document.row_maps,
     )
+    check_columns(manifest.columns)
+    # raises the errors of the entries
+    _ = manifest.ann_files
+    return manifest
 
 
-def _checked_ann(value: dict[str, Any]) -> dict[str, Any]:
-    for file in value.get("files", []):
-        FileEntry.from_json(file)
-    recall = value.get("recall", {"value": 1.0})
-    numbers = [
-        value.get("vectors", 0),
-        value.get("probes", 1),
-        recall["value"],
-        recall.get("target", 1.0),
-    ]
-    numbers += [
-        file.get(name, 0)
-        for file in value.get("files", [])
-        for name in ("vectors", "similarity")
-    ]
-    if not all(isinstance(number, int | float) for number in numbers):
-        raise TypeError(
-            f"a member of ann that must be a number is not a number: {numbers}"
-        )
-    if not isinstance(value.get("factory", ""), str):
-        raise TypeError(
-            f"the member factory of ann is not a string: {value['factory']!r}"
-        )
-    return dict(value)
+def _from_json(kind: Any, value: Any, name: str) -> Any:
+    """Return `value`, parsed JSON, as the type `kind`.
+
+    Args:
+        kind: a type of the members of `_Document`. A class with the method `from_json`
+            reads itself. Unknown members of a TypedDict are kept.
+        name: name of the member for error messages.
+
+    Raises:
+        AttributeError, KeyError, TypeError, ValueError: a member is missing or has
+            another type.
+    """
+    if kind is Any:
+        return value
+    if hasattr(kind, "from_json"):
+        return kind.from_json(value)
+    arguments = get_args(kind)
+    origin = get_origin(kind)
+    if origin is UnionType:
+        # T | None
+        return None if value is None else _from_json(arguments[0], value, name)
+    if origin in (tuple, list):
+        items = _from_json(list, value, name)
+        return origin(_from_json(arguments[0], item, name) for item in items)
+    if origin is dict:
+        return {
+            key: _from_json(arguments[1], member, f"{name}.{key}")
+            for key, member in value.items()
+        }
+    if is_typeddict(kind) or is_dataclass(kind):
+        types = get_type_hints(kind)
+        members = {
+            key: _from_json(types.get(key, Any), member, f"{name}.{key}")
+            for key, member in value.items()
+        }
+        if is_typeddict(kind):
+            return members
+        return kind(**{key: members[key] for key in types.keys() & members})
+    if not isinstance(value, int | float if kind is float else kind):
+        raise TypeError(f"{name} must be of type {kind.__name__}, got {shown(value)}")
+    return value
+
+
+def _to_json(value: Any) -> Any:
+    """Return a `_Document` or a part of it as JSON values. A member with the default
+    value is left out.
+    """
+    if hasattr(value, "to_json"):
+        return value.to_json()
+    if is_dataclass(value):
+        members = {each.name: getattr(value, each.name) for each in fields(value)}
+        return {
+            each.name: _to_json(members[each.name])
+            for each in fields(value)
+            if members[each.name] != each.default
+        }
+    return list(map(_to_json, value)) if isinstance(value, tuple) else value
 
 
 def created_by() -> str:

@@ -4,7 +4,7 @@ section 5).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,7 +65,7 @@ class FileEntry:
         return {"path": self.path, "bytes": self.bytes, "crc32c": to_hex(self.crc32c)}
 
     @classmethod
-    def from_json(cls, value: dict[str, Any]) -> FileEntry:
+    def from_json(cls, value: Mapping[str, Any]) -> FileEntry:
         """Return the entry described by `value`, a result of `to_json`.
 
         Raises:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import datetime
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -112,14 +112,18 @@ def columns_from_json(values: Iterable[Mapping[str, Any]]) -> tuple[SourceColumn
         KeyError, TypeError, ValueError: the objects do not describe source columns.
     """
     columns = tuple(map(SourceColumn.from_json, values))
-    if len(columns) > MAX_COLUMNS or len({column.name for column in columns}) < len(
-        columns
-    ):
+    check_columns(columns)
+    return columns
+
+
+def check_columns(columns: Collection[SourceColumn]) -> None:
+    """Raise ValueError if there are too many `columns`, or two have the same name."""
+    names = {column.name for column in columns}
+    if len(columns) > MAX_COLUMNS or len(names) < len(columns):
         raise ValueError(
             f"got {len(columns)} source columns; at most {MAX_COLUMNS} with distinct"
             " names are allowed"
         )
-    return columns
 
 
 def merge_columns(*tables: Iterable[SourceColumn]) -> tuple[SourceColumn, ...]:

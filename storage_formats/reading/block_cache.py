@@ -160,7 +160,7 @@ class BlockCache:
                         is_read[begin : begin + read_bytes // size] = True
         read = np.flatnonzero(is_read)
         if len(read):
-            expected = self._checksums.check(batch[read]).expected
+            expected = self._checksums.expected(batch[read])
             actual = checksums_at(buffer.ctypes.data + read * size, size)
             # A hole of the file would pass for a record of zeros.
             read = read[(actual == expected) & (expected != self._zeros_crc)]

@@ -8,15 +8,16 @@ import ctypes
 import functools
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from storage_formats.codecs import BF16, Codec, Records
+from storage_formats.codecs import Codec, Records
 from storage_formats.format.checksum import crc32c
 from storage_formats.reading.batch import Batch, Ints, Part
-from storage_formats.reading.checksums import BlockCheck
+from storage_formats.reading.checksums import BlockChecksums, Checksums
 from storage_formats.reading.memory import BufferPool, Bytes, memory_at
 from storage_formats.threads import run_chunks
 
@@ -38,42 +39,40 @@ processor's cache. Copies of 480 MB are twice as fast with them
 _buffers = BufferPool()
 
 
+@dataclass(frozen=True)
 class Destination:
     """Receives the records of a batch, compares their checksums, and decodes them.
 
     An engine reads records into memory of its own and passes the memory to `take`. If
     `records` is not None, it may read them into `records` instead, record i of the
-    batch into `records[batch.out_indices[i]]`, and then call `check`.
+    batch into `records[batch.out_indices[i]]`, and then pass `records` to `take`.
 
-    Args:
+    Attributes:
         out: array for the blocks, bfloat16 [k, m, d], or for the records, uint8 [k,
             record_bytes], or for the scores, float32 [k].
-        find_check: function that returns the stored checksums of a batch. It may read
-            files, so it is called after the first records have arrived.
         query: query vectors [q, d] if `out` receives the MaxSim of the query and each
             block.
     """
 
-    def __init__(
-        self,
-        batch: Batch,
-        out: NDArray[Any],
-        codec: Codec,
-        find_check: Callable[[Batch], BlockCheck],
-        query: NDArray[np.float32] | None = None,
-    ) -> None:
-        self.batch = batch
-        self.records: Records | None = None
-        if query is None and (out.dtype == np.uint8 or codec.name == "bf16"):
-            self.records = out.view(np.uint8).reshape(len(out), codec.record_bytes)
-        self._out = out
-        self._codec = codec
-        self._find_check = find_check
-        self._query = query
+    batch: Batch
+    out: NDArray[Any]
+    codec: Codec
+    checksums: BlockChecksums
+    query: NDArray[np.float32] | None = None
 
     @functools.cached_property
-    def _check(self) -> BlockCheck:
-        return self._find_check(self.batch)
+    def records(self) -> Records | None:
+        """`out` as records, uint8 [k, record_bytes]; None if records are decoded."""
+        if self.query is None and (
+            self.out.dtype == np.uint8 or self.codec.name == "bf16"
+        ):
+            return self.out.view(np.uint8).reshape(-1, self.codec.record_bytes)
+        return None
+
+    # May read files, so it is called after the first records have arrived.
+    @functools.cached_property
+    def _expected(self) -> Checksums:
+        return self.checksums.expected(self.batch)
 
     def take(
         self, memory: Bytes, offsets: Ints, part: Part, threads: int | None = None
@@ -81,162 +80,126 @@ class Destination:
         """Check and write the records `batch[part]`. They start at the byte offsets
         `offsets` [k] of `memory`.
         """
-        check = self._check[part]
-        size = self._codec.record_bytes
-        if self._query is not None:
-            self._score(self._query, memory, offsets, part, threads)
-        elif self.records is None:
-            in_memory = _memory_check(memory.ctypes.data + offsets, size, check)
-            self._codec.scatter(
-                memory,
-                (offsets, self.batch.out_indices[part]),
-                self._out,
-                threads,
-                in_memory,
-            )
+        size = self.codec.record_bytes
+        m, d = self.codec.block_shape
+        batch = self.batch[part]
+        expected = self._expected[part]
+        sources = memory.ctypes.data + offsets
+        if self.records is None:
+            targets = None
+            block_bytes = 2 * m * d
+        elif memory.ctypes.data == self.records.ctypes.data:
+            targets = None
+            block_bytes = size
         else:
-            # a thread that works on after an interruption keeps the memory alive
-            sources = memory.ctypes.data + offsets
-            targets = self._addresses(part)
-            _copy(sources, targets, size, check.compare, threads, held=(memory, self))
+            targets = self.records.ctypes.data + batch.out_indices * size
+            block_bytes = size
+        records = _Records(sources, size, targets)
 
-    def _score(
-        self,
-        query: NDArray[np.float32],
-        memory: Bytes,
-        offsets: Ints,
-        part: Part,
-        threads: int | None,
-    ) -> None:
-        """Check, decode and score the records `batch[part]`, see `take`."""
+        # A thread that works on after an interruption keeps the memory alive.
+        def work(start: int, stop: int) -> None:
+            step = stop - start if self.query is None else _SCORED_RECORDS
+            for first in range(start, stop, step):
+                last = min(first + step, stop)
+                actual = records.check(first, last)
+                if actual.tobytes() != expected[first:last].tobytes():
+                    damaged = actual != expected[first:last]
+                    raise self.checksums.damaged(batch[first:last][damaged])
+                self._decode(memory, offsets[first:last], batch.out_indices[first:last])
+
+        run_chunks(work, len(offsets), block_bytes, threads)
+
+    def _decode(self, memory: Bytes, offsets: Ints, blocks: Ints) -> None:
+        """Decode or score the records at `offsets` of `memory`."""
+        if self.records is not None:
+            return
+        if self.query is None:
+            bits = self.out.view(np.uint16).reshape(-1)
+            self.codec.decode_at(memory, (offsets, blocks), bits, (0, len(blocks)))
+            return
         from storage_formats.codecs.kernels import max_sim
 
-        m, d = self._codec.block_shape
-        vectors = len(query)
-        out_indices = self.batch.out_indices[part]
-        check = _memory_check(
-            memory.ctypes.data + offsets, self._codec.record_bytes, self._check[part]
-        )
-        padded = np.concatenate(
-            [query, np.zeros((-vectors % 4, d), np.float32)]
-        ).reshape(-1)
-        order = np.arange(_SCORED_RECORDS)
-
-        def score(start: int, stop: int) -> None:
-            buffer = _buffers.borrow(_SCORED_RECORDS * 2 * m * d)
-            scores = np.empty(_SCORED_RECORDS, np.float32)
-            decoded = buffer[: _SCORED_RECORDS * 2 * m * d].view(BF16).reshape(-1, m, d)
-            for first in range(start, stop, _SCORED_RECORDS):
-                records = slice(first, min(first + _SCORED_RECORDS, stop))
-                check(first, records.stop)
-                blocks = order[: records.stop - first]
-                words = decoded.view(np.uint16).reshape(-1)
-                positions = blocks * (m * d)
-                # scored where they lie
-                if self._codec.name == "bf16":
-                    words = memory[: len(memory) // 2 * 2].view(np.uint16)
-                    positions = offsets[records] // 2
-                else:
-                    self._codec.scatter(
-                        memory, (offsets[records], blocks), decoded, threads=1
-                    )
-                max_sim(words, positions, padded, scores, (m, d, vectors))
-                self._out[out_indices[records]] = scores[: len(blocks)]
-            _buffers.give_back(buffer)
-
-        run_chunks(score, len(offsets), 2 * m * d, threads)
-
-    def check(self, part: Part, threads: int | None = None) -> None:
-        """Check the records `batch[part]`, which the engine has read into
-        `records`. Raises the errors of `take`.
-        """
-        addresses = self._addresses(part)
-        size = self._codec.record_bytes
-        run_chunks(
-            _memory_check(addresses, size, self._check[part]),
-            len(addresses),
-            size,
-            threads,
-        )
-
-    def _addresses(self, part: Part) -> Ints:
-        assert self.records is not None
-        addresses: Ints = (
-            self.records.ctypes.data
-            + self.batch.out_indices[part] * self._codec.record_bytes
-        )
-        return addresses
+        m, d = self.codec.block_shape
+        vectors = len(self.query)
+        padding = np.zeros((-vectors % 4, d), np.float32)
+        padded = np.concatenate([self.query, padding]).reshape(-1)
+        scores = np.empty(len(blocks), np.float32)
+        buffer = _buffers.borrow(len(blocks) * 2 * m * d)
+        if self.codec.name == "bf16":
+            # scored where they lie
+            words = memory[: len(memory) // 2 * 2].view(np.uint16)
+            positions = offsets // 2
+        else:
+            words = buffer.view(np.uint16)
+            order = np.arange(len(blocks))
+            positions = order * (m * d)
+            self.codec.decode_at(memory, (offsets, order), words, (0, len(blocks)))
+        max_sim(words, positions, padded, scores, (m, d, vectors))
+        self.out[blocks] = scores
+        _buffers.give_back(buffer)
 
 
 def copy_blocks(out: NDArray[Any], originals: Ints, duplicates: Ints) -> None:
     """Write the blocks `out[originals]` to `out[duplicates]`. `out` is contiguous."""
     size = out[0].nbytes
-    start = out.ctypes.data
-    _copy(
-        start + originals * size,
-        start + duplicates * size,
-        size,
-        lambda *_: None,
-        None,
-        held=out,
-    )
+    addresses = out.ctypes.data + np.stack([originals, duplicates]) * size
+    records = _Records(addresses[0], size, addresses[1], held=out)
+    run_chunks(records.check, len(originals), size, None)
 
 
-def _copy(
-    sources: Ints,
-    targets: Ints,
-    size: int,
-    compare: Callable[[NDArray[np.uint32], int, int], None],
-    threads: int | None,
-    held: object,
-) -> None:
-    """Copy `size` bytes from each address to another. Call `compare(checksums,
-    start, stop)` after each part.
+class _Records:
+    """Records of `size` bytes at the addresses `sources` [k].
+
+    Args:
+        targets: [k], addresses to which `check` copies the records; None copies
+            nothing.
+        held: object that owns the memory.
     """
-    total = len(sources) * size
-    is_aligned = size % _LINE_BYTES == 0 and not (targets % _LINE_BYTES).any()
-    copies = COPY_NONTEMPORAL if total >= _NONTEMPORAL_FROM and is_aligned else COPY
-    check_records = _loop(total)
 
-    def work(start: int, stop: int, _held: object = held) -> None:
-        actual = np.empty(stop, dtype=np.uint32)
-        check_records(sources, targets, size, actual, copies, start, stop)
-        compare(actual, start, stop)
+    def __init__(
+        self,
+        sources: Ints,
+        size: int,
+        targets: Ints | None = None,
+        held: object = None,
+    ) -> None:
+        total = len(sources) * size
+        self._sources = np.ascontiguousarray(sources)
+        self._size = size
+        self._targets = self._sources
+        self._copies = NO_COPY
+        if targets is not None:
+            is_aligned = size % _LINE_BYTES == 0 and not (targets % _LINE_BYTES).any()
+            bypasses = total >= _NONTEMPORAL_FROM and is_aligned
+            self._copies = COPY_NONTEMPORAL if bypasses else COPY
+            self._targets = targets
+        self._loop = _loop(total)
+        self.checksums = np.empty(len(sources), dtype=np.uint32)
+        self._held = held
 
-    run_chunks(work, len(sources), size, threads)
+    def check(self, start: int, stop: int) -> Checksums:
+        """Copy the records [start, stop) on the calling thread, and return their
+        CRC-32C, uint32 [stop - start].
+        """
+        self._loop(
+            self._sources,
+            self._targets,
+            self._size,
+            self.checksums,
+            self._copies,
+            start,
+            stop,
+        )
+        return self.checksums[start:stop]
 
 
-def _memory_check(
-    sources: Ints, size: int, check: BlockCheck
-) -> Callable[[int, int], None]:
-    """Return a function `(start, stop)` that checks the records at
-    `sources[start:stop]` on the calling thread.
-    """
-    sources = np.ascontiguousarray(sources)
-    check_records = _loop(len(sources) * size)
-    actual = np.empty(len(sources), dtype=np.uint32)
-
-    def check_part(start: int, stop: int) -> None:
-        check_records(sources, sources, size, actual, NO_COPY, start, stop)
-        check.compare(actual, start, stop)
-
-    return check_part
-
-
-def checksums_at(sources: Ints, size: int) -> NDArray[np.uint32]:
+def checksums_at(sources: Ints, size: int) -> Checksums:
     """Return the CRC-32C of the `size` bytes at each address in `sources` [k],
     uint32 [k].
     """
-    sources = np.ascontiguousarray(sources)
-    check_records = _loop(len(sources) * size)
-    actual = np.empty(len(sources), dtype=np.uint32)
-    run_chunks(
-        functools.partial(check_records, sources, sources, size, actual, NO_COPY),
-        len(sources),
-        size,
-        None,
-    )
-    return actual
+    records = _Records(sources, size)
+    run_chunks(records.check, len(sources), size, None)
+    return records.checksums
 
 
 _plainly_checked_bytes = 0

@@ -253,12 +253,9 @@ class _Reader:
         # While reads are in flight the device is the bottleneck: more threads would
         # only cost processor time.
         threads = 1 if self._queue.in_flight else None
-        if flight.buffer is None:
-            self._destination.check(flight.start + indices, threads)
-        else:
-            shifts = np.repeat(flight.memory_offsets - flight.offsets, flight.count)
-            record_offsets = (shifts + flight.batch.positions * self._size)[indices]
-            self._destination.take(
-                flight.buffer, record_offsets, flight.start + indices, threads
-            )
+        shifts = np.repeat(flight.memory_offsets - flight.offsets, flight.count)
+        record_offsets = (shifts + flight.batch.positions * self._size)[indices]
+        self._destination.take(
+            flight.memory, record_offsets, flight.start + indices, threads
+        )
         flight.processed |= is_ready

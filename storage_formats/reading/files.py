@@ -21,9 +21,11 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from storage_formats.codecs import Codec
 from storage_formats.errors import CorruptIndexError, cannot_read
-from storage_formats.format.index_files import open_regular
-from storage_formats.format.layout import PAGE_BYTES
+from storage_formats.format.index_files import check_inside, open_regular
+from storage_formats.format.layout import PAGE_BYTES, Layout
+from storage_formats.format.manifest import CommittedIndex
 from storage_formats.reading.batch import Batch
 from storage_formats.reading.queues import system_call
 
@@ -38,6 +40,39 @@ _CACHESTAT = 451
 _SAMPLED_PAGES = 16
 _AT_FDCWD = -100
 _STATX_DIOALIGN = 0x2000
+
+
+@dataclass(frozen=True)
+class TokenFiles:
+    """The names of the token files and checksum files of one precision of an index."""
+
+    index: CommittedIndex
+    codec: Codec
+
+    @functools.cached_property
+    def _layout(self) -> Layout:
+        return Layout(self.index.root)
+
+    def path(self, shard: int) -> Path:
+        """Return the path of a token file. Raise OSError if it is outside the index."""
+        return check_inside(self.index.root, self._path(shard))
+
+    def key(self, shard: int) -> str:
+        """Return the key of a token object."""
+        return self._layout.relative(self._path(shard))
+
+    def location(self, shard: int) -> Path | str:
+        """Return the path or the URL of a token file, for messages."""
+        remote = self.index.remote
+        return self._path(shard) if remote is None else remote.url_of(self.key(shard))
+
+    def checksums(self, shard: int) -> Path:
+        """Return the path of a checksum file."""
+        return self._layout.checksums(self.codec.name, shard)
+
+    def _path(self, shard: int) -> Path:
+        ndim = len(self.codec.record_shape)
+        return self._layout.token_shard(self.codec.name, shard, ndim)
 
 
 @dataclass

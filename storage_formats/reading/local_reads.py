@@ -18,7 +18,8 @@ import functools
 import mmap
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +27,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from storage_formats.errors import UsageError, cannot_read
-from storage_formats.format.layout import IndexSpec
 from storage_formats.reading.batch import PIECE_RECORDS, Batch
 from storage_formats.reading.destination import Destination
 from storage_formats.reading.direct import read_direct
-from storage_formats.reading.files import TRUSTED_SECONDS, ShardFile, ShardFiles
+from storage_formats.reading.files import (
+    TRUSTED_SECONDS,
+    ShardFile,
+    ShardFiles,
+    TokenFiles,
+)
 from storage_formats.reading.memory import BufferPool, memory_at
 from storage_formats.reading.queues import QueuePool, can_queue
 from storage_formats.threads import run_threads, settle, unsettled
@@ -59,29 +64,27 @@ class LocalReads:
     records.
 
     Args:
-        path: function that takes a shard number and returns the path of the token file.
         name: one of `engines()`, or `auto`.
 
     Raises:
         UsageError: the engine `name` is unknown or does not work on this machine.
     """
 
-    def __init__(
-        self, path: Callable[[int], Path], record_bytes: int, spec: IndexSpec, name: str
-    ) -> None:
+    def __init__(self, tokens: TokenFiles, name: str) -> None:
         if name not in ("auto", *engines()):
             choices = ", ".join(("auto", *engines()))
             raise UsageError(
                 f"the read engine '{name}' is unknown or does not work on this machine;"
                 f" choose one of: {choices}"
             )
-        self._path = path
+        record_bytes = tokens.codec.record_bytes
+        self._path = tokens.path
         self._record_bytes = record_bytes
         self._name = name
         self._buffers = BufferPool()
-        self._index_bytes = spec.used_rows * record_bytes
-        self._cached_files = ShardFiles(path, record_bytes)
-        self._direct_files = ShardFiles(path, record_bytes, direct=can_queue())
+        self._index_bytes = tokens.index.manifest.spec.used_rows * record_bytes
+        self._cached_files = ShardFiles(tokens.path, record_bytes)
+        self._direct_files = ShardFiles(tokens.path, record_bytes, direct=can_queue())
         self._queues = QueuePool()
         # shard and position of records that `_load` has read
         self._loaded: set[tuple[int, int]] = set()
@@ -96,25 +99,19 @@ class LocalReads:
         except OSError as error:
             raise cannot_read(error.filename, error) from error
 
-    def read(
-        self, batch: Batch, destination_of: Callable[[Batch], Destination]
-    ) -> None:
-        """Read the records of `batch`. `destination_of` returns the destination of a
-        part of the batch.
-
-        Afterwards, nothing writes to the destination any more.
+    def read(self, destination: Destination) -> None:
+        """Read the records of `destination.batch`. Afterwards, nothing writes to the
+        destination any more.
         """
         settle(unsettled())
-        for engine, part in self.split(batch):
-            destination = destination_of(part)
+        for engine, batch in self.split(destination.batch):
+            part = replace(destination, batch=batch)
             if engine == "direct":
-                read_direct(
-                    destination, self._direct_files, self._queues, self._buffers
-                )
+                read_direct(part, self._direct_files, self._queues, self._buffers)
             elif engine == "mapped":
-                self._read_mapped(destination)
+                self._read_mapped(part)
             else:
-                self._read_portable(destination)
+                self._read_portable(part)
 
     def _read_mapped(self, destination: Destination) -> None:
         spans = destination.batch.shard_spans

@@ -7,16 +7,16 @@ Blocks that are cached on the local disk are read from there.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
 
 from storage_formats.errors import CorruptIndexError
-from storage_formats.reading.batch import Batch, Ints, Part
+from storage_formats.reading.batch import Ints, Part
 from storage_formats.reading.block_cache import BlockCache
 from storage_formats.reading.destination import Destination
+from storage_formats.reading.files import TokenFiles
 from storage_formats.reading.memory import BufferPool, Bytes
 from storage_formats.remote.objects import ObjectFolder
 from storage_formats.threads import Crew, settle, unsettled
@@ -44,14 +44,12 @@ class ObjectReads:
     `local_reads.LocalReads`.
 
     Attributes:
-        key: function that takes a shard number and returns the key of the token object.
         cache: cached blocks on the local disk; None reads all blocks from the object
             store.
     """
 
     folder: ObjectFolder
-    key: Callable[[int], str]
-    record_bytes: int
+    tokens: TokenFiles
     cache: BlockCache | None
     buffers: BufferPool
 
@@ -59,15 +57,13 @@ class ObjectReads:
         """Return the length of the token object of a shard in bytes; 0 if it does
         not exist.
         """
-        info = self.folder.info(self.key(shard))
+        info = self.folder.info(self.tokens.key(shard))
         return info.size if info else 0
 
-    def read(
-        self, batch: Batch, destination_of: Callable[[Batch], Destination]
-    ) -> None:
-        """Read the records of `batch`, see `local_reads.LocalReads.read`."""
-        destination = destination_of(batch)
-        size = self.record_bytes
+    def read(self, destination: Destination) -> None:
+        """Read the records of `destination.batch`, see `LocalReads.read`."""
+        batch = destination.batch
+        size = self.tokens.codec.record_bytes
         crews: deque[tuple[Crew[_Request], Bytes, Ints, Part]] = deque()
 
         def abandon() -> None:
@@ -136,13 +132,13 @@ class ObjectReads:
 
     def _read(self, request: _Request) -> None:
         shard, start, stop, target, cached_file = request
+        size = self.tokens.codec.record_bytes
+        key = self.tokens.key(shard)
         try:
-            data = self.folder.read_range(
-                self.key(shard), start * self.record_bytes, stop * self.record_bytes
-            )
+            data = self.folder.read_range(key, start * size, stop * size)
         except (FileNotFoundError, EOFError) as error:
             raise CorruptIndexError(
-                f"{self.folder.url_of(self.key(shard))} is missing, or ends before the"
+                f"{self.folder.url_of(key)} is missing, or ends before the"
                 f" record at position {stop - 1}; a later change of the index may have"
                 " removed it. Call refresh(), or open the index again. If the error"
                 " remains, copy the index again from a sound copy"

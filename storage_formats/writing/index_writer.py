@@ -24,13 +24,13 @@ from storage_formats.codecs import BF16, Blocks, codec
 from storage_formats.describe import repr_of
 from storage_formats.errors import UsageError
 from storage_formats.format.layout import IndexSpec, Layout
-from storage_formats.format.manifest import Manifest
+from storage_formats.format.manifest import Ann, Manifest
 from storage_formats.format.receipts import ShardReceipt
 from storage_formats.format.rows import INDEXED, ROW_SCHEMA
 from storage_formats.writing.publish import new_manifest
 from storage_formats.writing.shard_writer import ShardWriter
 
-BuildAnn: TypeAlias = Callable[[Path, IndexSpec], dict[str, Any]]
+BuildAnn: TypeAlias = Callable[[Path, IndexSpec], Ann]
 Rows: TypeAlias = Sequence[str] | Mapping[str, Any] | pa.Table | pa.RecordBatch
 
 ROW_COLUMNS = ("uri", "uri_raw", "size", "content_hash", "width", "height")
@@ -239,7 +239,7 @@ class IndexWriter:
             begin_index(root, spec)
             fingerprint = hashlib.sha256(self._encoder.encode()).hexdigest()
             model = {"encoder": self._encoder, "fingerprint": fingerprint}
-            ann = {"kind": "none"} if build_ann is None else build_ann(root, spec)
+            ann: Ann = {"kind": "none"} if build_ann is None else build_ann(root, spec)
             manifest = new_manifest(
                 self._layout,
                 spec,

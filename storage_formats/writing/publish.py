@@ -15,7 +15,7 @@ from storage_formats.format.layout import (
     IndexSpec,
     Layout,
 )
-from storage_formats.format.manifest import Counts, Manifest, Snapshot, created_by
+from storage_formats.format.manifest import Ann, Counts, Manifest, Snapshot, created_by
 from storage_formats.format.receipts import ShardReceipt
 from storage_formats.format.shard_table import FileEntry, write_shard_table
 from storage_formats.format.source_columns import SourceColumn
@@ -31,7 +31,7 @@ def new_manifest(
     model: dict[str, Any],
     settings: dict[str, Any],
     plan: str,
-    ann: dict[str, Any],
+    ann: Ann,
     encoded_from: Mapping[str, tuple[str, ...]] | None = None,
     change: dict[str, Any] | None = None,
     deleted: Tombstones | None = None,
