@@ -10,7 +10,7 @@ import itertools
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from dataclasses import replace as replaced
 from functools import partial
 from pathlib import Path
@@ -57,7 +57,7 @@ from storage_formats.format.manifest import (
     Manifest,
     RowMap,
 )
-from storage_formats.format.receipts import ShardReceipt
+from storage_formats.format.receipts import ShardReceipt, fingerprint
 from storage_formats.format.remote import ROOT, open_index, read_root
 from storage_formats.format.row_map import write_row_map
 from storage_formats.format.rows import (
@@ -232,11 +232,15 @@ def compact_index(
         )
         segments = (*kept, new) if len(selection) else kept
         target = replaced(spec, rows=segments[-1].stop, segments=segments)
-        text = (
-            f"compact {manifest.snapshot} {manifest.shard_tables} {spec.precisions}"
-            f" {shards}"
+        plan = fingerprint(
+            {
+                "kind": "compact",
+                "snapshot": manifest.snapshot.to_json(),
+                "tables": [table.to_json() for table in manifest.shard_tables],
+                "shards": shards,
+                "spec": asdict(target),
+            }
         )
-        plan = hashlib.sha256(text.encode()).hexdigest()
 
         receipts = (
             _copy_rows(change, source, selection, target, plan, on_event, should_stop)
@@ -421,13 +425,15 @@ def copy_index(
         selection = Selection.of(opened, opened.deleted.with_rows(live[~chosen]))
         count = len(selection)
         spec = replaced(spec, rows=count, segments=())
-        identity = [
-            str(opened.location),
-            manifest.snapshot.number,
-            manifest.plan,
-            live[chosen].tobytes().hex(),
-        ]
-        plan = hashlib.sha256(repr(identity).encode()).hexdigest()
+        row_ids = live[chosen].astype("<i8")
+        plan = fingerprint(
+            {
+                "kind": "copy",
+                "index": str(opened.location),
+                "tables": [table.to_json() for table in manifest.shard_tables],
+                "rows": hashlib.sha256(row_ids.tobytes()).hexdigest(),
+            }
+        )
         with changing(
             local_path(out), "copy", {"plan": plan}, on_event, is_new=True
         ) as change:

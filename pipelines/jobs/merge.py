@@ -24,7 +24,7 @@ from storage_formats.errors import UsageError
 from storage_formats.extras import name_missing_extra
 from storage_formats.format.layout import Segment
 from storage_formats.format.manifest import CommittedIndex
-from storage_formats.format.receipts import ShardReceipt
+from storage_formats.format.receipts import ShardReceipt, fingerprint
 from storage_formats.format.rows import INDEXED, iter_rows
 from storage_formats.format.source_columns import MAX_COLUMNS, merge_columns
 from storage_formats.format.tombstones import Tombstones
@@ -104,10 +104,14 @@ def merge_indexes(
         )
     spec = replaced(first, rows=segments[-1].stop, segments=tuple(segments))
     states = [
-        (str(each.root), each.manifest.shard_tables, each.manifest.snapshot.deleted)
+        {
+            "root": str(each.root),
+            "tables": [table.to_json() for table in each.manifest.shard_tables],
+            "snapshot": each.manifest.snapshot.to_json(),
+        }
         for each in opened
     ]
-    plan = hashlib.sha256(f"merge {states} {columns}".encode()).hexdigest()
+    plan = fingerprint({"kind": "merge", "indexes": states})
     manifests = [each.manifest for each in opened]
     target = local_path(out)
     with changing(target, "merge", {"plan": plan}, on_event, is_new=True) as change:

@@ -5,8 +5,6 @@ or an update.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 import shutil
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -24,6 +22,7 @@ from storage_formats.errors import CorruptIndexError, UsageError
 from storage_formats.format.checksum import crc32c_file, to_hex
 from storage_formats.format.layout import IndexSpec, Layout, Segment
 from storage_formats.format.manifest import Manifest
+from storage_formats.format.receipts import fingerprint
 from storage_formats.format.source_columns import (
     MAX_COLUMNS,
     MAX_ROW_BYTES,
@@ -239,7 +238,7 @@ class Plan:
             "settings": settings,
             "inputs": self.inputs_digest,
         }
-        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+        return fingerprint(parts)
 
     def to_json(self) -> dict[str, Any]:
         """Return this plan as a JSON object."""

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from storage_formats.errors import UsageError
 from storage_formats.extras import name_missing_extra
 from storage_formats.format.layout import IndexSpec, padded_shard_bytes
 from storage_formats.format.manifest import Manifest
-from storage_formats.format.receipts import ShardReceipt
+from storage_formats.format.receipts import ShardReceipt, fingerprint
 from storage_formats.writing.conversion import (
     ConversionTask,
     convert_shard,
@@ -150,11 +149,15 @@ def quantize_index(
                 for _, file in change.index.shard_files()
                 if file.path.startswith(folders)
             ]
-            files = [(file.path, file.bytes, file.crc32c) for file in entries]
-            digest = hashlib.sha256(repr(files).encode()).hexdigest()
-            plan = hashlib.sha256(
-                f"convert {spec} {read} {sorted(missing)} {digest}".encode()
-            ).hexdigest()
+            plan = fingerprint(
+                {
+                    "kind": "quantize",
+                    "spec": asdict(spec),
+                    "source": read,
+                    "targets": sorted(missing),
+                    "files": [file.to_json() for file in entries],
+                }
+            )
             shards = list(spec.shard_numbers())
             receipts = change.receipts(shards, plan)
             left = set(shards) - set(receipts)

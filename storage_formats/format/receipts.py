@@ -4,8 +4,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,14 @@ from storage_formats.format.checksum import json_checksum
 from storage_formats.format.index_files import read_index_file
 from storage_formats.format.layout import Layout
 from storage_formats.format.shard_table import FileEntry
+
+
+def fingerprint(identity: Mapping[str, Any]) -> str:
+    """Return the SHA-256 in hexadecimal of `identity`, a JSON object with everything
+    that determines the bytes of a task's files. Equal objects have equal fingerprints.
+    """
+    text = json.dumps(identity, sort_keys=True, allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 @dataclass(frozen=True)

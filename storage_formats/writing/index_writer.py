@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeAlias
@@ -25,7 +26,7 @@ from storage_formats.describe import repr_of
 from storage_formats.errors import UsageError
 from storage_formats.format.layout import IndexSpec, Layout
 from storage_formats.format.manifest import Ann, Manifest
-from storage_formats.format.receipts import ShardReceipt
+from storage_formats.format.receipts import ShardReceipt, fingerprint
 from storage_formats.format.rows import INDEXED, ROW_SCHEMA
 from storage_formats.writing.publish import new_manifest
 from storage_formats.writing.shard_writer import ShardWriter
@@ -82,8 +83,9 @@ class IndexWriter:
         self._held = 0
         self._blocks = np.empty((spec.shard_size, *spec.block_shape), dtype=BF16)
         self._embeddings = np.empty((spec.shard_size, spec.embed_dim), dtype=np.float32)
-        described = f"arrays {spec} {encoder}"
-        self._plan = hashlib.sha256(described.encode()).hexdigest()
+        self._plan = fingerprint(
+            {"kind": "import-arrays", "spec": asdict(spec), "encoder": encoder}
+        )
 
     @classmethod
     def create(
