@@ -155,7 +155,6 @@ def make_start(
         started,
         score=DirectionWeights(),
         pooled=None,
-        hubness_bank=None,
         logit_range=None,
     )
 
