@@ -61,7 +61,7 @@ _TRAINING = (
         "augmentation.views=0",
         "architecture.dropout=0",
     ),
-    *("run.log_every=1", "fitting.pooled_dim=0", "fitting.hubness_bank=0"),
+    *("run.log_every=1", "fitting.pooled_dim=0"),
 )
 _EXTENSIONS = {".jpg", ".jpeg", ".png"}
 

@@ -6,6 +6,7 @@ neither open_clip nor transformers if they can.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -16,7 +17,7 @@ import torch
 
 from edje_index.bundles.info import (
     ADAPTER_WEIGHTS,
-    BANK_WEIGHTS,
+    HUBNESS_BANK,
     INFO_FILE,
     JOINT_CONFIG,
     JOINT_FOLDER,
@@ -53,7 +54,7 @@ from edje_index.models.weights import (
     save_tensors,
     save_weights,
 )
-from edje_index.scoring.parts import HubnessBank, PooledSimilarity, ScoreModels
+from edje_index.scoring.parts import PooledSimilarity, ScoreModels
 from edje_index.scoring.weights import DirectionWeights, check_parts
 from storage_formats.describe import repr_of
 
@@ -82,7 +83,6 @@ class ModelBundle:
             alone.
         pooled: linear maps of the pooled similarity, a part of the final score; None if
             the bundle has none.
-        hubness_bank: bank of the hubness correction; None if the bundle has none.
         logit_range: see `BundleInfo.logit_range`.
         info: content of the ``bundle.json`` that was loaded, with the fingerprints of
             the files; None for a bundle made in memory.
@@ -103,7 +103,6 @@ class ModelBundle:
     notes: str = ""
     score: DirectionWeights = field(default_factory=DirectionWeights)
     pooled: PooledSimilarity | None = None
-    hubness_bank: HubnessBank | None = None
     logit_range: tuple[float, float] | None = None
     info: BundleInfo | None = None
 
@@ -138,7 +137,7 @@ class ModelBundle:
     @property
     def score_models(self) -> ScoreModels:
         """The models that compute the parts of the final score."""
-        return ScoreModels(self.joint.scorer(), self.pooled, self.hubness_bank)
+        return ScoreModels(self.joint.scorer(), self.pooled)
 
     @classmethod
     def load(
@@ -176,7 +175,7 @@ class ModelBundle:
         joint = load_joint_encoder(info)
         joint.compute_dtype = compute_dtype
         pooled = load_pooled_similarity(info, joint.width)
-        bank = load_hubness_bank(info)
+        warn_about_hubness(info)
         bundle = cls(
             clip=load_clip_towers(info, config).to(target),
             clip_config=config,
@@ -187,7 +186,6 @@ class ModelBundle:
             notes=info.notes,
             score=info.score,
             pooled=None if pooled is None else pooled.to(target),
-            hubness_bank=None if bank is None else bank.to(target),
             logit_range=info.logit_range,
             info=info,
         )
@@ -249,9 +247,6 @@ class ModelBundle:
             save_tensors(state, staging / JOINT_WEIGHTS)
             self.joint.tokenizer.save(joint_folder)
             write_json(staging / JOINT_CONFIG, self.joint.config.to_dict())
-            if self.hubness_bank is not None:
-                save_weights(self.hubness_bank, staging / BANK_WEIGHTS)
-                joint["hubness_bank"] = self.hubness_bank.sizes
             if self.logit_range is not None:
                 joint["logit_range"] = list(self.logit_range)
             vision = {
@@ -411,19 +406,18 @@ def load_pooled_similarity(info: BundleInfo, width: int) -> PooledSimilarity | N
     )
 
 
-def load_hubness_bank(info: BundleInfo) -> HubnessBank | None:
-    """Load the hubness bank of a bundle. Return None if the bundle has none."""
-    sizes = info.hubness_bank
-    if sizes is None:
-        return None
-    if BANK_WEIGHTS not in info.files:
-        raise ModelError(
-            f"the bundle {info.path} lacks {BANK_WEIGHTS}: copy the whole bundle"
-            " directory, or make the bundle again"
+def warn_about_hubness(info: BundleInfo) -> None:
+    """Warn if the score of a bundle names the hubness correction, which earlier
+    versions subtracted. The correction is ignored.
+    """
+    if HUBNESS_BANK in info.joint:
+        warnings.warn(
+            f"the final score of the bundle {info.path} was fitted with a hubness"
+            " correction, which is ignored: train the model again, or get the current"
+            " version of the bundle",
+            RuntimeWarning,
+            stacklevel=1,
         )
-    return load_module(
-        info.path / BANK_WEIGHTS, lambda: HubnessBank(embed_dim=info.embed_dim, **sizes)
-    )
 
 
 def check_scorer_fit(
@@ -440,13 +434,3 @@ def check_scorer_fit(
         )
     for weights in (score.t2i, score.i2t):
         check_parts(weights, models.part_names, "the bundle")
-    if models.bank is None:
-        return
-    bank_dim = models.bank.sizes["dim"]
-    dim = 0 if models.pooled is None else models.pooled.sizes["dim"]
-    if bank_dim != dim:
-        raise ModelError(
-            f"the hubness bank has vectors of width {bank_dim}, but the pooled"
-            f" similarity has width {dim}: use a bank and a pooled similarity of the"
-            " same training run"
-        )

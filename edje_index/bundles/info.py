@@ -11,7 +11,6 @@ The files of a bundle are:
     joint/config.json                  BERT configuration of the joint encoder
     joint/model.safetensors            weights of joint encoder, pooled similarity
     joint/...                          tokenizer of the joint encoder
-    bank.safetensors                   bank of the hubness correction
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from edje_index.errors import BundleNotFoundError, ModelError, NotABundleError
 from edje_index.models.safety import check_bundle_folder
-from edje_index.scoring.weights import DirectionWeights, HubnessSimilarity, ScoreWeights
+from edje_index.scoring.weights import DirectionWeights, ScoreWeights
 from storage_formats.arguments import as_path
 from storage_formats.describe import repr_of
 from storage_formats.format.index_files import open_regular
@@ -47,7 +46,10 @@ VISION_WEIGHTS = "vision/open_clip_model.safetensors"
 ADAPTER_WEIGHTS = "adapter.safetensors"
 JOINT_CONFIG = "joint/config.json"
 JOINT_WEIGHTS = "joint/model.safetensors"
-BANK_WEIGHTS = "bank.safetensors"
+HUBNESS_BANK = "hubness_bank"
+"""Entry of ``joint`` in bundles of earlier versions, whose score had a hubness
+correction. It is ignored.
+"""
 # The files that determine what an index stores. The text tower and the joint encoder
 # only affect searches.
 ENCODER_FILES = (VISION_CONFIG, VISION_WEIGHTS, ADAPTER_WEIGHTS)
@@ -68,10 +70,10 @@ class BundleInfo:
         adapter: fields of the adapter's configuration.
         joint: settings of the joint encoder, by name. ``text_embed_dim``: width of the
             text-embedding head. ``canonical_captions``: True if captions are converted
-            to lower case without punctuation. ``pooled_similarity``, ``hubness_bank``:
-            sizes of these parts, if the bundle has them. ``logit_range``: smallest and
-            largest logit on the dev captions that the weights of the final score were
-            fitted to. ``bfloat16_recall_change``: see the property of this name.
+            to lower case without punctuation. ``pooled_similarity``: sizes
+            of the pooled similarity, if the bundle has one. ``logit_range``: smallest
+            and largest logit on the dev captions that the weights of the final score
+            were fitted to. ``bfloat16_recall_change``: see the property of this name.
         score: weights of the final score.
         trained: False if the weights are random.
         notes: origin of the weights, as free text.
@@ -135,13 +137,6 @@ class BundleInfo:
         has no pooled similarity.
         """
         return _sizes(self.joint.get("pooled_similarity"), words=0, dim=0)
-
-    @property
-    def hubness_bank(self) -> dict[str, int] | None:
-        """Sizes of the hubness bank: ``captions``, ``images`` and ``dim``. None if
-        the bundle has no hubness bank.
-        """
-        return _sizes(self.joint.get("hubness_bank"), captions=1, images=1, dim=0)
 
     @property
     def logit_range(self) -> tuple[float, float] | None:
@@ -266,7 +261,7 @@ def read_bundle_info(path: str | Path) -> BundleInfo:
             encoder_fingerprint=str(content["encoder_fingerprint"]),
         )
         # raises ValueError for invalid numbers
-        _ = info.pooled_similarity, info.hubness_bank, info.logit_range
+        _ = info.pooled_similarity, info.logit_range
         _ = (
             info.bfloat16_recall_change,
             [int(file["bytes"]) for file in info.files.values()],
@@ -371,28 +366,18 @@ def _joint_and_score_of_version_1(
     ``caption_weights`` contains the weights for image-to-text search. The weight of a
     part that the bundle lacks is left out.
     """
-    renamed = {"pooled": "pooled_similarity", "bank": "hubness_bank"}
+    renamed = {"pooled": "pooled_similarity", "bank": HUBNESS_BANK}
     sizes = {new: dict(joint[old]) for old, new in renamed.items() if old in joint}
-    images = {
-        name: joint.get(f"{name}_weight", 0.0) for name in ("late", "pooled", "prior")
-    }
+    images = {name: joint.get(f"{name}_weight", 0.0) for name in ("late", "pooled")}
     images["similarity"] = joint.get("embedding_weight", 0.0)
-    images["temperature"] = joint.get("prior_temperature", 1.0)
-    weights = []
-    for named in (images, joint.get("caption_weights", images)):
-        embedding, late, pooled, prior, temperature = (
-            float(named[name])
-            for name in ("similarity", "late", "pooled", "prior", "temperature")
+    weights = [
+        ScoreWeights(
+            late=float(named["late"]),
+            pooled=float(named["pooled"]) if "pooled_similarity" in sizes else 0.0,
+            embedding=float(named["similarity"]),
         )
-        weights.append(
-            ScoreWeights(
-                late=late,
-                pooled=pooled if "pooled_similarity" in sizes else 0.0,
-                embedding=embedding,
-                hubness=prior if "hubness_bank" in sizes else 0.0,
-                hubness_similarity=HubnessSimilarity(embedding, pooled, temperature),
-            )
-        )
+        for named in (images, joint.get("caption_weights", images))
+    ]
     return {"text_embed_dim": joint["text_embed_dim"], **sizes}, DirectionWeights(
         *weights
     )
@@ -417,7 +402,12 @@ def _stored_fingerprint(content: Mapping[str, Any]) -> str:
     # A score of the logit alone is left out. Such bundles keep the fingerprint that
     # they had in format version 1.
     score = content.get("score")
-    if score is not None and DirectionWeights.from_json(score) == DirectionWeights():
+    if (
+        score is not None
+        and DirectionWeights.from_json(score) == DirectionWeights()
+        # the hubness correction, which is ignored, still counts
+        and not any(weights.get("hubness") for weights in score.values())
+    ):
         score = None
     return _fingerprint(content["adapter"], content["joint"], content["files"], score)
 

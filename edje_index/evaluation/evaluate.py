@@ -264,7 +264,7 @@ def evaluate(
 
     weights = {direction: bundle.weights(direction, score) for direction in directions}
     scores = {direction: FinalScore.of(weights[direction]) for direction in directions}
-    if any(reads_tokens(final.parts, direction) for direction, final in scores.items()):
+    if any(reads_tokens(final.parts) for direction, final in scores.items()):
         bundle.check_reranks()
     if all(final.parts == (EMBEDDING,) for final in scores.values()):
         pools = ()
@@ -306,7 +306,6 @@ def evaluate(
             bundle.score_models,
             weights,
             eval_set,
-            (texts, image_embeddings),
             nearest,
             source,
             pool_sizes=pools,

@@ -18,7 +18,6 @@ from edje_index.scoring.final_score import FinalScore
 from edje_index.scoring.parts import Pairs, ScoreModels
 from edje_index.scoring.weights import (
     EMBEDDING,
-    HUBNESS,
     JOINT_PARTS,
     TEXT_TO_IMAGE,
     ScoreWeights,
@@ -33,8 +32,6 @@ CHUNK_PAIRS = 512
 # a pair is one integer: caption position in the high bits, row id (below 2^40) in the
 # low bits
 _KEY_SHIFT = 40
-# candidates: 13 MB of 64 x 384 bfloat16 blocks
-_HUBNESS_BATCH = 256
 
 
 @dataclass(frozen=True)
@@ -101,7 +98,6 @@ def score_pools(
     models: ScoreModels,
     weights: Mapping[str, ScoreWeights],
     eval_set: EvaluationSet,
-    embeddings: tuple[Floats, Floats],
     pools: Mapping[str, Pools],
     source: TokenSource,
     *,
@@ -111,9 +107,6 @@ def score_pools(
     """Compute the final scores of all candidates in the pools.
 
     Args:
-        embeddings: embeddings of the captions, float32 [c, e], and of the candidate
-            images, float32 [r, e].
-
     Returns:
         (final scores by direction and pool size, float32 [q, pool size]; number of
         distinct pairs that were scored)
@@ -146,29 +139,7 @@ def score_pools(
         for direction, its_pairs in pairs.items():
             values[direction][part] = scores[np.searchsorted(distinct, its_pairs)]
     finals: dict[str, dict[int, Floats]] = {}
-    for direction, pool in pools.items():
-        # once for each distinct candidate
-        if weights[direction].hubness:
-            distinct_candidates, which = np.unique(pool.candidates, return_inverse=True)
-            corrections = []
-            for start in range(0, len(distinct_candidates), _HUBNESS_BATCH):
-                at = distinct_candidates[start : start + _HUBNESS_BATCH]
-                if direction == TEXT_TO_IMAGE:
-                    of_part = Pairs(
-                        tokens=source.fetch(eval_set.rows[at]),
-                        candidate_embeddings=embeddings[1][at],
-                    )
-                else:
-                    of_part = Pairs(
-                        [eval_set.captions[i] for i in at],
-                        candidate_embeddings=embeddings[0][at],
-                    )
-                corrections.append(
-                    models.part(HUBNESS, of_part, direction, weights[direction])
-                )
-            values[direction][HUBNESS] = np.concatenate(corrections)[
-                which.reshape(pool.candidates.shape)
-            ]
+    for direction in pools:
         score = FinalScore.of(weights[direction])
         finals[direction] = {}
         for size in pool_sizes:
@@ -210,8 +181,6 @@ def _score_pairs(
         chunk = order[start : start + CHUNK_PAIRS]
         texts = [captions[position] for position in pairs[chunk] >> _KEY_SHIFT]
         blocks = source.fetch(pairs[chunk] & ((1 << _KEY_SHIFT) - 1))
-        scores[chunk] = models.part(
-            part, Pairs(texts, blocks), TEXT_TO_IMAGE, ScoreWeights()
-        )
+        scores[chunk] = models.part(part, Pairs(texts, blocks))
     on_progress(activity, len(pairs), len(pairs))
     return scores

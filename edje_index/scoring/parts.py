@@ -11,18 +11,6 @@ image.
 - ``pooled``: the cosine similarity of one vector of the image, see `PooledSimilarity`,
   and one vector of the caption.
 - ``embedding``: the cosine similarity of the embeddings of both towers.
-- ``hubness``: minus the hubness of the candidate (query-bank normalisation: Bogolin et
-  al., CVPR 2022; Smith et al., ICLR 2017). It lowers the scores of candidates that are
-  similar to many queries. The hubness of an image is
-
-      t log mean_j exp((w <e, e_j> + u <p, p_j>) / t)
-
-  where e is the embedding and p the pooled vector of the image, and e_j is the
-  embedding and p_j the pooled vector of caption j in the `HubnessBank`.
-  `HubnessSimilarity` has the weights w and u and the temperature t. The hubness of a
-  caption is computed in the same way from the images in the bank. It has a lower limit:
-  the 10 % quantile of the hubness in the bank. Without it, images that are unlike all
-  training images would rank first for every caption.
 
 In shapes, b is the number of pairs, m the tokens per image, d the width of a token, e
 the width of an embedding, and k the width of a pooled vector.
@@ -30,9 +18,8 @@ the width of an embedding, and k the width of a pooled vector.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -48,14 +35,11 @@ from edje_index.models.joint_inputs import SPECIAL_TOKEN_NAMES, JointTokenizer
 from edje_index.models.joint_scorer import JointScorer
 from edje_index.scoring.weights import (
     EMBEDDING,
-    HUBNESS,
+    JOINT_PARTS,
     LATE,
     LOGIT,
     PART_NAMES,
     POOLED,
-    TEXT_TO_IMAGE,
-    HubnessSimilarity,
-    ScoreWeights,
 )
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -69,12 +53,8 @@ doing can could will would may might shall should must of to from by with withou
 in on into onto over under up down out off through about against between during before
 after above below again very just also other another such own same s t """
 _STOP_WORDS = frozenset(_STOP_WORD_TEXT.split())
-_LARGEST_CODE = 127
-# candidates per step; small, so that memory for their products with the bank is reused
-_CHUNK = 256
 # the tokens take 13 MB as float32
 _LATE_BATCH = 128
-_FLOOR_QUANTILE = 0.1
 # the sum of all parts then fits into a float32 with any weights, see `MAX_WEIGHT`
 _MAX_PART = 1e7
 
@@ -264,177 +244,6 @@ def word_bags(
     return functional.normalize(bags, dim=1)
 
 
-def hubness(
-    embedding_products: torch.Tensor,
-    pooled_products: torch.Tensor,
-    *,
-    embedding: Any,
-    pooled: Any,
-    temperature: Any,
-) -> torch.Tensor:
-    """Compute the hubness of n candidates [n], without the lower limit. The result is
-    differentiable.
-
-    Args:
-        embedding_products: inner products of candidate embeddings and bank embeddings
-            [n, b].
-        pooled_products: inner products of candidate pooled vectors and bank pooled
-            vectors. The shape is [n, b] or broadcasts to [n, b].
-        embedding, pooled, temperature: numbers or scalar tensors; see
-        `HubnessSimilarity`.
-    """
-    similarities = (
-        embedding * embedding_products + pooled * pooled_products
-    ) / temperature
-    values: torch.Tensor = temperature * (
-        torch.logsumexp(similarities, dim=1) - math.log(similarities.shape[1])
-    )
-    return values
-
-
-class HubnessBank(nn.Module):
-    """Embeddings and pooled vectors of training captions and training images, as int8
-    codes with one scale per vector.
-
-    Args:
-        captions: number of captions.
-        images: number of images.
-        embed_dim: width of the embeddings.
-        dim: width of the pooled vectors; 0 if the model has no pooled similarity.
-    """
-
-    def __init__(self, captions: int, images: int, embed_dim: int, dim: int) -> None:
-        super().__init__()
-        self.caption_embeddings = _Int8Rows(captions, embed_dim)
-        self.caption_vectors = _Int8Rows(captions, dim)
-        self.image_embeddings = _Int8Rows(images, embed_dim)
-        self.image_vectors = _Int8Rows(images, dim)
-        self._floors: dict[tuple[HubnessSimilarity, str], float] = {}
-
-    @classmethod
-    def of(
-        cls,
-        captions: tuple[torch.Tensor, torch.Tensor],
-        images: tuple[torch.Tensor, torch.Tensor],
-    ) -> HubnessBank:
-        """Make a bank of the (embeddings [b, e], pooled vectors [b, k]) of
-        captions, and of images with another b.
-        """
-        bank = cls(
-            len(captions[0]), len(images[0]), captions[0].shape[1], captions[1].shape[1]
-        )
-        rows = (
-            bank.caption_embeddings,
-            bank.caption_vectors,
-            bank.image_embeddings,
-            bank.image_vectors,
-        )
-        for part, values in zip(rows, (*captions, *images), strict=True):
-            part.fill(values)
-        return bank
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """Numbers of ``captions`` and ``images``, and the width ``dim`` of the
-        pooled vectors.
-        """
-        captions, dim = self.caption_vectors.codes.shape
-        return {
-            "captions": captions,
-            "images": len(self.image_embeddings.codes),
-            "dim": dim,
-        }
-
-    def hubness(
-        self,
-        embeddings: torch.Tensor,
-        vectors: torch.Tensor,
-        similarity: HubnessSimilarity,
-        direction: str,
-    ) -> torch.Tensor:
-        """Compute the hubness of n candidates [n] from their embeddings [n, e] and
-        pooled vectors [n, k].
-
-        In direction "t2i", candidates are images. In "i2t", they are captions.
-        """
-        values = self._values(embeddings, vectors, similarity, direction)
-        return values.clamp(min=self.floor(similarity, direction))
-
-    def floor(self, similarity: HubnessSimilarity, direction: str) -> float:
-        """Return the lower limit of the hubness."""
-        if (similarity, direction) not in self._floors:
-            images = direction == TEXT_TO_IMAGE
-            embeddings = self.image_embeddings if images else self.caption_embeddings
-            vectors = self.image_vectors if images else self.caption_vectors
-            values = self._values(
-                embeddings.dense(), vectors.dense(), similarity, direction
-            )
-            self._floors[similarity, direction] = float(
-                values.quantile(_FLOOR_QUANTILE)
-            )
-        return self._floors[similarity, direction]
-
-    def _values(
-        self,
-        embeddings: torch.Tensor,
-        vectors: torch.Tensor,
-        similarity: HubnessSimilarity,
-        direction: str,
-    ) -> torch.Tensor:
-        chunks = zip(
-            torch.split(embeddings, _CHUNK), torch.split(vectors, _CHUNK), strict=True
-        )
-        return torch.cat(
-            [
-                hubness(*self.products(*chunk, direction), **asdict(similarity))
-                for chunk in chunks
-            ]
-        )
-
-    def products(
-        self, embeddings: torch.Tensor, vectors: torch.Tensor, direction: str
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return inner products of n candidates and the bank, of embeddings [n, b] and
-        of pooled vectors [n, b].
-
-        In direction "t2i", image candidates are compared with the captions in the bank.
-        In "i2t", caption candidates are compared with the images in the bank. Without
-        pooled similarity, the second result is zeros [1, 1].
-        """
-        captions = direction == TEXT_TO_IMAGE
-        bank_embeddings = self.caption_embeddings if captions else self.image_embeddings
-        bank_vectors = self.caption_vectors if captions else self.image_vectors
-        pooled = (
-            vectors @ bank_vectors.dense().T
-            if vectors.shape[1]
-            else vectors.new_zeros(1, 1)
-        )
-        return embeddings @ bank_embeddings.dense().T, pooled
-
-
-class _Int8Rows(nn.Module):
-    """Vectors [n, k], stored as int8 codes and one float32 scale per vector."""
-
-    codes: torch.Tensor
-    scales: torch.Tensor
-
-    def __init__(self, count: int, width: int) -> None:
-        super().__init__()
-        self.register_buffer("codes", torch.zeros(count, width, dtype=torch.int8))
-        self.register_buffer("scales", torch.zeros(count))
-
-    def fill(self, values: torch.Tensor) -> None:
-        """Round `values` [n, k] to int8 codes, and store them."""
-        if values.shape[1]:
-            self.scales = values.float().abs().amax(dim=1) / _LARGEST_CODE
-            self.codes = (
-                (values / self.scales.clamp(min=1e-30)[:, None]).round().to(torch.int8)
-            )
-
-    def dense(self) -> torch.Tensor:
-        return self.codes * self.scales[:, None]
-
-
 @dataclass
 class Pairs:
     """b pairs of a caption and an image. A field may be left out if no computed part
@@ -446,8 +255,6 @@ class Pairs:
             floating type.
         similarities: cosine similarity of the caption embedding and the image embedding
             of each pair, float32 [b].
-        candidate_embeddings: image embeddings in direction "t2i", caption embeddings in
-            "i2t", float32 [b, e].
         image_terms: result of `ScoreModels.image_terms` for the images. If it is None,
             a part computes what it needs.
         caption_vectors: result of `ScoreModels.caption_vectors` for the captions,
@@ -457,7 +264,6 @@ class Pairs:
     captions: Sequence[str] = ()
     tokens: torch.Tensor | Array | None = None
     similarities: Floats | None = None
-    candidate_embeddings: Floats | None = None
     image_terms: Floats | None = None
     caption_vectors: torch.Tensor | None = None
 
@@ -481,11 +287,6 @@ class Pairs:
                 else self.token_tensor[torch.from_numpy(mask)]
             ),
             similarities=None if self.similarities is None else self.similarities[mask],
-            candidate_embeddings=(
-                None
-                if self.candidate_embeddings is None
-                else self.candidate_embeddings[mask]
-            ),
             image_terms=None if self.image_terms is None else self.image_terms[mask],
             caption_vectors=(
                 None
@@ -503,40 +304,31 @@ class ScoreModels:
         joint: the joint encoder. Its language model also reads the captions of the
             pooled similarity.
         pooled: the pooled similarity; None if the bundle has no pooled similarity.
-        bank: the hubness bank; None if the bundle has no hubness bank.
     """
 
     joint: JointScorer
     pooled: PooledSimilarity | None
-    bank: HubnessBank | None
 
     @property
     def part_names(self) -> tuple[str, ...]:
         """Names of the parts that these models can compute."""
-        missing = {POOLED: self.pooled is None, HUBNESS: self.bank is None}
         return tuple(
-            name
-            for name in (LOGIT, LATE, POOLED, EMBEDDING, HUBNESS)
-            if not missing.get(name)
+            name for name in PART_NAMES if name != POOLED or self.pooled is not None
         )
 
-    def part(
-        self, name: str, pairs: Pairs, direction: str, weights: ScoreWeights
-    ) -> Floats:
+    def part(self, name: str, pairs: Pairs) -> Floats:
         """Compute one part of the final score for b `pairs`, float32 [b]. Higher values
         mean better matches.
 
         Args:
             name: a name in `part_names`.
             pairs: pairs of a caption and an image.
-            direction: "t2i" or "i2t".
-            weights: the hubness correction uses `weights.hubness_similarity`.
 
         Raises:
             ModelError: a value is NaN, or so large that the final score could become
                 infinite.
         """
-        values = self._part(name, pairs, direction, weights)
+        values = self._part(name, pairs)
         if not (np.abs(values) <= _MAX_PART).all():
             raise ModelError(
                 f"the model computes a {PART_NAMES[name]} that is NaN, or beyond"
@@ -546,9 +338,7 @@ class ScoreModels:
         return values
 
     @torch.inference_mode()
-    def _part(
-        self, name: str, pairs: Pairs, direction: str, weights: ScoreWeights
-    ) -> Floats:
+    def _part(self, name: str, pairs: Pairs) -> Floats:
         # in the EDJE paper, the score is this logit
         if name == LOGIT:
             return _numpy(self.joint.score(pairs.captions, pairs.token_tensor))
@@ -563,11 +353,7 @@ class ScoreModels:
             content = content_token_mask(tokenizer)
             mean = self.joint.mean_word_vector
             values = np.zeros(len(pairs.captions), dtype=np.float32)
-            scales = (
-                None
-                if terms is None
-                else terms[:, -1 - pairs.token_tensor.shape[1] : -1]
-            )
+            scales = None if terms is None else terms[:, -pairs.token_tensor.shape[1] :]
             for start in range(0, len(values), _LATE_BATCH):
                 batch = slice(start, start + _LATE_BATCH)
                 captions = pairs.captions[batch]
@@ -585,26 +371,11 @@ class ScoreModels:
         if name == EMBEDDING:
             assert pairs.similarities is not None
             return pairs.similarities
-        images = direction == TEXT_TO_IMAGE
-        if name == HUBNESS and images and terms is not None:
-            return -_numpy(terms[:, -1])
-        reads_images = name == POOLED or images
         caption_vectors = pairs.caption_vectors
-        if caption_vectors is None and (name == POOLED or not images):
+        if caption_vectors is None:
             caption_vectors = self.caption_vectors(pairs.captions)
-        vectors = self._image_vectors_of(pairs) if reads_images else caption_vectors
-        assert vectors is not None
-        if name == POOLED:
-            assert caption_vectors is not None
-            return _numpy((vectors * caption_vectors).sum(dim=1))
-        assert self.bank is not None
-        assert pairs.candidate_embeddings is not None
-        embeddings = torch.from_numpy(pairs.candidate_embeddings).to(vectors.device)
-        return -_numpy(
-            self.bank.hubness(
-                embeddings, vectors, weights.hubness_similarity, direction
-            )
-        )
+        vectors = self._image_vectors_of(pairs)
+        return _numpy((vectors * caption_vectors).sum(dim=1))
 
     @torch.inference_mode()
     def caption_vectors(self, captions: Sequence[str]) -> torch.Tensor:
@@ -650,37 +421,18 @@ class ScoreModels:
         )
 
     @torch.inference_mode()
-    def image_terms(
-        self, tokens: torch.Tensor, embeddings: Floats | None, weights: ScoreWeights
-    ) -> Floats:
-        """Return what depends on the image alone, float32 [b, k + m + 1], for direction
-        "t2i".
+    def image_terms(self, tokens: torch.Tensor) -> Floats:
+        """Return what depends on the image alone, float32 [b, k + m].
 
-        A row contains the pooled vector [k], the result of `token_scales` [m], and the
-        hubness of the image.
-
-        Args:
-            tokens: stored tokens of the images [b, m, d].
-            embeddings: embeddings of the images [b, e]. If it is None, the hubness is
-                0.
-            weights: as for `part`.
+        A row contains the pooled vector [k] and the result of `token_scales` [m].
+        `tokens` are the stored tokens of the images [b, m, d].
         """
         mean = self.joint.mean_word_vector
-        hubness = torch.zeros(len(tokens), device=self.joint.device)
         scales = [
             token_scales(batch.to(mean.device), mean)
             for batch in torch.split(tokens, self.joint.batch)
         ]
-        vectors = self.image_vectors(tokens)
-        if embeddings is not None and self.bank is not None:
-            similarity = weights.hubness_similarity
-            hubness = self.bank.hubness(
-                torch.from_numpy(embeddings).to(vectors.device),
-                vectors,
-                similarity,
-                TEXT_TO_IMAGE,
-            )
-        return _numpy(torch.cat([vectors, torch.cat(scales), hubness[:, None]], dim=1))
+        return _numpy(torch.cat([self.image_vectors(tokens), torch.cat(scales)], dim=1))
 
     def _image_vectors_of(self, pairs: Pairs) -> torch.Tensor:
         if pairs.image_terms is None:
@@ -689,11 +441,9 @@ class ScoreModels:
         return torch.from_numpy(pairs.image_terms[:, :dim]).to(self.joint.device)
 
 
-def reads_tokens(parts: Sequence[str], direction: str) -> bool:
-    """Return True if a part in `parts` reads image tokens in `direction`."""
-    return bool({LOGIT, LATE, POOLED} & set(parts)) or (
-        HUBNESS in parts and direction == TEXT_TO_IMAGE
-    )
+def reads_tokens(parts: Sequence[str]) -> bool:
+    """Return True if a part in `parts` reads image tokens."""
+    return bool(set(JOINT_PARTS) & set(parts))
 
 
 def _numpy(values: torch.Tensor) -> Floats:

@@ -1,4 +1,4 @@
-"""A cache of values of images that every query needs, such as the hubness."""
+"""A cache of values of images that every query needs."""
 
 from __future__ import annotations
 

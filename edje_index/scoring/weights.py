@@ -19,13 +19,11 @@ LOGIT = "logit"
 LATE = "late"
 POOLED = "pooled"
 EMBEDDING = "embedding"
-HUBNESS = "hubness"
 PART_NAMES = {
     LOGIT: "logit",
     LATE: "late interaction",
     POOLED: "pooled similarity",
     EMBEDDING: "embedding similarity",
-    HUBNESS: "hubness correction",
 }
 """The parts in the order in which they are summed, with their names in reports."""
 JOINT_PARTS = (LOGIT, LATE, POOLED)
@@ -39,31 +37,6 @@ BUNDLE_SCORE = "bundle"
 
 
 @dataclass(frozen=True)
-class HubnessSimilarity:
-    """Defines the similarity of a candidate and an entry of the hubness bank, a
-    weighted sum of two similarities.
-
-    Attributes:
-        embedding: weight of the cosine similarity of the embeddings.
-        pooled: weight of the pooled similarity.
-        temperature: temperature of the soft maximum over the bank, greater than 0, in
-            units of the weighted sum.
-    """
-
-    embedding: float = 0.0
-    pooled: float = 0.0
-    temperature: float = 1.0
-
-    def __post_init__(self) -> None:
-        _check_finite(asdict(self))
-        if self.temperature <= 0:
-            raise ValueError(
-                "the temperature of the hubness correction must be positive, got"
-                f" {self.temperature}"
-            )
-
-
-@dataclass(frozen=True)
 class ScoreWeights:
     """Weights of the parts of the final score in one direction.
 
@@ -74,10 +47,6 @@ class ScoreWeights:
         late: weight of the late interaction.
         pooled: weight of the pooled similarity.
         embedding: weight of the cosine similarity of the embeddings.
-        hubness: weight of the hubness correction.
-        hubness_similarity: how the hubness correction compares candidates with the
-            hubness bank. The weights in this object are independent of the fields
-            `embedding` and `pooled`.
         calibration: (slope, offset) of the logit of the relevance as a function of the
             final score, with a slope above 0; None if it was not fitted. See
             `final_score.relevance`.
@@ -87,8 +56,6 @@ class ScoreWeights:
     late: float = 0.0
     pooled: float = 0.0
     embedding: float = 0.0
-    hubness: float = 0.0
-    hubness_similarity: HubnessSimilarity = field(default_factory=HubnessSimilarity)
     calibration: tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
@@ -106,46 +73,26 @@ class ScoreWeights:
         return {part: getattr(self, part) for part in PART_NAMES}
 
     @classmethod
-    def of_parts(
-        cls,
-        weights: Mapping[str, float],
-        hubness_similarity: HubnessSimilarity | None = None,
-    ) -> Self:
+    def of_parts(cls, weights: Mapping[str, float]) -> Self:
         """Make weights from a mapping by part name. Parts that are not in it have
         the weight 0, including the logit.
         """
-        logit, late, pooled, embedding, hubness = (
-            float(weights.get(part, 0.0)) for part in PART_NAMES
-        )
-        return cls(
-            logit,
-            late,
-            pooled,
-            embedding,
-            hubness,
-            hubness_similarity or HubnessSimilarity(),
-        )
+        return cls(**{part: float(weights.get(part, 0.0)) for part in PART_NAMES})
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Self:
         """Return weights from `value`, a result of :meth:`to_json`.
 
+        Weights of earlier versions may name the hubness correction, which is ignored. A
+        calibration of scores with this correction is ignored, too.
+
         Raises:
             KeyError, TypeError, ValueError: a weight is missing or is not a finite
                 number.
         """
-        similarity = value["hubness_similarity"]
+        weights = cls.of_parts({part: value[part] for part in PART_NAMES})
         calibration = value.get("calibration")
-        weights = cls.of_parts(
-            {part: value[part] for part in PART_NAMES},
-            HubnessSimilarity(
-                *(
-                    float(similarity[name])
-                    for name in ("embedding", "pooled", "temperature")
-                )
-            ),
-        )
-        if calibration is None:
+        if calibration is None or value.get("hubness"):
             return weights
         return replace(
             weights,
@@ -218,8 +165,7 @@ def parse_score(
         score: "bundle" for `bundle_weights`, or "PART=WEIGHT,..." with keys of
             `PART_NAMES`. A "PART" without "=WEIGHT" has the weight 1, and parts that
             are not listed have the weight 0. `ScoreWeights` are returned unchanged.
-        bundle_weights: weights of the model bundle. The hubness correction of
-            "hubness=WEIGHT" uses `bundle_weights.hubness_similarity`.
+        bundle_weights: weights of the model bundle.
 
     Raises:
         UsageError: a part is unknown, a weight is not a finite number, or all weights
@@ -254,7 +200,7 @@ def parse_score(
             " weight",
             parameter="score",
         )
-    return ScoreWeights.of_parts(weights, bundle_weights.hubness_similarity)
+    return ScoreWeights.of_parts(weights)
 
 
 def check_parts(weights: ScoreWeights, available: Collection[str], what: str) -> None:

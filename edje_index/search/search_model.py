@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 from edje_index.bundles.bundle import (
     check_scorer_fit,
-    load_hubness_bank,
     load_pooled_similarity,
     load_scorer,
     load_text_tower,
+    warn_about_hubness,
 )
 from edje_index.bundles.info import ADAPTER_WEIGHTS, INFO_FILE, BundleInfo, verify_files
 from edje_index.errors import ModelError
@@ -82,11 +82,10 @@ class SearchModel:
         verify_files(info, [name for name in info.files if name != ADAPTER_WEIGHTS])
         self.joint = load_scorer(info, compute_dtype, self._device)
         pooled = load_pooled_similarity(info, self.joint.width)
-        bank = load_hubness_bank(info)
+        warn_about_hubness(info)
         self.score_models = ScoreModels(
             self.joint,
             None if pooled is None else pooled.to(self._device),
-            None if bank is None else bank.to(self._device),
         )
         check_scorer_fit(self.adapter_config, self.score_models, info.score)
 

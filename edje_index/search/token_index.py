@@ -28,14 +28,12 @@ from edje_index.scoring.term_cache import TermCache
 from edje_index.scoring.weights import (
     BUNDLE_SCORE,
     EMBEDDING,
-    HUBNESS,
     IMAGE_TO_TEXT,
     JOINT_PARTS,
     LATE,
     LOGIT,
     POOLED,
     TEXT_TO_IMAGE,
-    HubnessSimilarity,
     ScoreWeights,
 )
 from edje_index.search.hits import Hit, Hits, Stages, TextHit
@@ -128,7 +126,7 @@ class TokenIndex:
         self._columns = columns
         self._refreshing = threading.Lock()
         self._buffers = BufferPool()
-        self._terms: dict[tuple[str, HubnessSimilarity | None], TermCache] = {}
+        self._terms: dict[str, TermCache] = {}
 
     __repr__ = repr_of("store", "model.info.path")
 
@@ -358,7 +356,7 @@ class TokenIndex:
         for start in range(0, len(texts), queries_at_once):
             candidates = nearest[start : start + queries_at_once]
             blocks = None
-            while blocks is None and reads_tokens(final.parts, TEXT_TO_IMAGE):
+            while blocks is None and reads_tokens(final.parts):
                 try:
                     with stages.timed("fetch"):
                         rows = np.concatenate([rows for rows, _ in candidates])
@@ -384,7 +382,7 @@ class TokenIndex:
                         for (rows, values), mask in zip(candidates, kept, strict=True)
                     ]
             queries = texts[start : start + queries_at_once]
-            terms = self._image_terms(candidates, blocks, weights, stages)
+            terms = self._image_terms(candidates, blocks, final, stages)
             scored += self.score_candidates(
                 queries, candidates, blocks, weights, terms=terms, k=k, stages=stages
             )
@@ -433,16 +431,10 @@ class TokenIndex:
             for query, its_pairs in zip(queries, of_each, strict=True)
             for _ in rows[its_pairs]
         ]
-        embeddings = (
-            read_embeddings(self.committed, rows)
-            if HUBNESS in score.parts and terms is None
-            else None
-        )
         pairs = Pairs(
             captions,
             blocks,
             np.concatenate([values for _, values in candidates]),
-            embeddings,
             terms,
         )
         if POOLED in score.parts and captions:
@@ -469,11 +461,9 @@ class TokenIndex:
                         [score.may_be_first(each, k, logit_range) for each in others]
                     )
                     values[name] = np.full(len(rows), np.nan, dtype=np.float32)
-                    values[name][mask] = models.part(
-                        name, pairs.at(mask), TEXT_TO_IMAGE, weights
-                    )
+                    values[name][mask] = models.part(name, pairs.at(mask))
                 else:
-                    values[name] = models.part(name, pairs, TEXT_TO_IMAGE, weights)
+                    values[name] = models.part(name, pairs)
         joint = score.only(JOINT_PARTS)
         scored = []
         for (its_rows, similarities), its_pairs in zip(
@@ -490,34 +480,26 @@ class TokenIndex:
         self,
         candidates: Sequence[Candidates],
         blocks: Blocks | None,
-        weights: ScoreWeights,
+        score: FinalScore,
         stages: Stages,
     ) -> Floats | None:
         """Return `ScoreModels.image_terms` of `blocks`, the stored blocks of
         `candidates`, if the score needs them.
         """
-        parts = FinalScore.of(weights).parts
-        if blocks is None or not {LATE, POOLED, HUBNESS} & set(parts):
+        if blocks is None or not {LATE, POOLED} & set(score.parts):
             return None
         tokens = as_tensor(blocks)
         rows = np.concatenate([rows for rows, _ in candidates])
 
         def compute(missing: NDArray[np.bool_]) -> Floats:
-            embeddings = (
-                read_embeddings(self.committed, rows[missing])
-                if HUBNESS in parts
-                else None
-            )
             return self.model.score_models.image_terms(
-                tokens[torch.from_numpy(missing)], embeddings, weights
+                tokens[torch.from_numpy(missing)]
             )
 
-        key = (
-            self.store.precision,
-            weights.hubness_similarity if HUBNESS in parts else None,
-        )
         with stages.timed("other_parts"):
-            return self._terms.setdefault(key, TermCache()).terms(rows, compute)
+            return self._terms.setdefault(self.store.precision, TermCache()).terms(
+                rows, compute
+            )
 
     def _final_score(
         self, score: str | ScoreWeights | None, direction: str = TEXT_TO_IMAGE
@@ -525,7 +507,7 @@ class TokenIndex:
         """Return the weights of the score to sort by, and the score."""
         weights = self.model.weights(direction, self.score if score is None else score)
         final = FinalScore.of(weights)
-        if reads_tokens(final.parts, direction):
+        if reads_tokens(final.parts):
             self.model.check_reranks()
         return weights, final
 
@@ -626,12 +608,8 @@ class TokenIndex:
             for its_rows, embedding in zip(row_ids, embeddings, strict=True)
         ]
         with stages.timed("fetch"):
-            blocks = (
-                self.store.fetch(every_row)
-                if reads_tokens(final.parts, TEXT_TO_IMAGE)
-                else None
-            )
-        terms = self._image_terms(candidates, blocks, weights, stages)
+            blocks = self.store.fetch(every_row) if reads_tokens(final.parts) else None
+        terms = self._image_terms(candidates, blocks, final, stages)
         scored = self.score_candidates(
             texts, candidates, blocks, weights, terms=terms, stages=stages
         )
@@ -662,7 +640,7 @@ class TokenIndex:
             )
         texts = _texts([text for text, _ in given], "pairs")
         images = [image for _, image in given]
-        weights, final = self._final_score(score)
+        _, final = self._final_score(score)
         if not given:
             return []
         if len(given) > _PAIRS_AT_ONCE:
@@ -681,7 +659,7 @@ class TokenIndex:
                 self.committed, [images[at] for at in np.flatnonzero(is_row)]
             )
             embeddings[is_row] = read_embeddings(self.committed, rows)
-            if reads_tokens(final.parts, TEXT_TO_IMAGE):
+            if reads_tokens(final.parts):
                 tokens[is_row] = self.store.fetch(rows)
         if not is_row.all():
             new = [images[at] for at in np.flatnonzero(~is_row)]
@@ -693,11 +671,8 @@ class TokenIndex:
             embeddings * self.model.text.encode(distinct.tolist())[of_text]
         ).sum(axis=1)
         models = self.model.score_models
-        inputs = Pairs(texts, tokens, similarities, embeddings)
-        values = {
-            name: models.part(name, inputs, TEXT_TO_IMAGE, weights)
-            for name in final.parts
-        }
+        inputs = Pairs(texts, tokens, similarities)
+        values = {name: models.part(name, inputs) for name in final.parts}
         return [float(value) for value in final.sum(values)]
 
     def search_image(
@@ -796,22 +771,19 @@ class TokenIndex:
         weights, final = self._final_score(score, direction=IMAGE_TO_TEXT)
         models = self.model.score_models
         row_id, block, embedding = self._encoded(image)
-        if row_id >= 0 and reads_tokens(final.parts, IMAGE_TO_TEXT):
+        if row_id >= 0 and reads_tokens(final.parts):
             block = self.store.fetch([row_id])
         embeddings = self.model.text.encode(texts)
         similarities = embeddings @ embedding
         nearest = np.argsort(-similarities, kind="stable")[:pool]
         captions = [texts[position] for position in nearest]
         tokens = None if block is None else np.repeat(block, len(nearest), axis=0)
-        pairs = Pairs(captions, tokens, similarities[nearest], embeddings[nearest])
+        pairs = Pairs(captions, tokens, similarities[nearest])
         if block is not None:
-            terms = models.image_terms(as_tensor(block), None, weights)
+            terms = models.image_terms(as_tensor(block))
             pairs.image_terms = terms.repeat(len(nearest), 0)
             pairs.caption_vectors = models.caption_vectors(captions)
-        values = {
-            name: models.part(name, pairs, IMAGE_TO_TEXT, weights)
-            for name in final.parts
-        }
+        values = {name: models.part(name, pairs) for name in final.parts}
         scores = final.sum(values)
         relevances = relevance(scores, weights)
         return [

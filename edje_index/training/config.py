@@ -197,10 +197,6 @@ class FittingConfig(Settings):
 
     pooled_dim: NonNegativeInt = 0
     """Dimensions of the pooled similarity; 0 leaves out the pooled similarity."""
-    hubness_bank: NonNegativeInt = 0
-    """Number of captions, and of images, in the hubness bank; 0 leaves out the
-    hubness correction.
-    """
     dev_captions: PositiveInt = 500
     """Maximum number of dev captions, and of dev images, used as queries."""
     dev_pool: AtLeastTwo = 20
@@ -368,11 +364,8 @@ class TrainSettings(TrainConfig):
             " the batch size must be a multiple of the number of workers": (
                 loop.batch_size % run.workers != 0
             ),
-            "fitting.pooled_dim and fitting.hubness_bank need inputs.dev: the weights"
-            " of the pooled similarity and of the hubness correction are fitted to dev"
-            " captions": (
-                fitting.pooled_dim + fitting.hubness_bank > 0 and inputs.dev is None
-            ),
+            "fitting.pooled_dim needs inputs.dev: the weight of the pooled similarity"
+            " is fitted to dev captions": fitting.pooled_dim > 0 and inputs.dev is None,
             "optimizer.continued needs inputs.init: set optimizer.continued to false to"
             " start with a new optimiser state and a warm-up": (
                 self.optimizer.continued and inputs.init is None
@@ -493,6 +486,6 @@ PRESETS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
             "clip_norm": 1.0,
         },
         "loop": {"steps": 400, "batch_size": 32},
-        "fitting": {"pooled_dim": 300, "hubness_bank": 2500, "dev_captions": 1000},
+        "fitting": {"pooled_dim": 300, "dev_captions": 1000},
     },
 }

@@ -29,7 +29,6 @@ from edje_index.training.config import FittingConfig
 from edje_index.training.features import Features
 from edje_index.training.fit_weights import (
     DevPools,
-    HubnessProducts,
     WeightChoice,
     choose_weights,
 )
@@ -184,7 +183,6 @@ def _pools(
         blocks.append(adapter(values.to(bundle.joint.device).float()).bfloat16().cpu())
     tokens = torch.cat(blocks)
     models = bundle.score_models
-    weights = ScoreWeights()
     scores: dict[str, list[NDArray[np.float32]]] = {
         name: [] for name in names if name in models.part_names
     }
@@ -197,28 +195,7 @@ def _pools(
             [dev.captions[position] for position in caption_row], tokens_of_row
         )
         for name, scored in scores.items():
-            scored.append(models.part(name, pairs, direction, weights))
-    products = None
-    if (bank := bundle.hubness_bank) is not None:
-        distinct, which = np.unique(near, return_inverse=True)
-        if text_queries:
-            vectors = models.image_vectors(tokens)
-        else:
-            vectors = models.caption_vectors(
-                [dev.captions[position] for position in distinct]
-            )
-        of_candidates = torch.from_numpy(candidate_embeddings[distinct]).to(
-            vectors.device
-        )
-        embedding_products, pooled_products = bank.products(
-            of_candidates, vectors, direction
-        )
-        products = HubnessProducts(
-            embedding=embedding_products.cpu(),
-            pooled=pooled_products.cpu(),
-            candidates=which.reshape(near.shape),
-            floor=partial(bank.floor, direction=direction),
-        )
+            scored.append(models.part(name, pairs))
     return DevPools(
         parts={
             EMBEDDING: np.take_along_axis(similarities, near, axis=1),
@@ -226,5 +203,4 @@ def _pools(
         },
         right=dev.caption_images[captions] == images,
         images=dev.rows[dev.caption_images[queries] if text_queries else queries],
-        hubness=products,
     )

@@ -4,16 +4,13 @@ that were not trained on.
 The fit maximises the softmax probability of the relevant candidates of each query.
 Candidate and query are relevant to each other if one is a caption of the other.
 Maximising recall directly overfits a small dev set (docs/lab/score.md).
-
-The hubness correction depends on the embedding similarity and on the pooled similarity.
-Therefore the weights of these three parts are fitted together.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import numpy as np
@@ -22,15 +19,7 @@ from numpy.typing import NDArray
 from scipy.optimize import minimize
 
 from edje_index.scoring.final_score import FinalScore
-from edje_index.scoring.parts import hubness
-from edje_index.scoring.weights import (
-    EMBEDDING,
-    HUBNESS,
-    LOGIT,
-    POOLED,
-    HubnessSimilarity,
-    ScoreWeights,
-)
+from edje_index.scoring.weights import LOGIT, ScoreWeights
 
 Scores = NDArray[np.floating[Any]]
 Columns = Mapping[str, torch.Tensor]
@@ -39,42 +28,7 @@ Columns = Mapping[str, torch.Tensor]
 _REGULARISATION = 0.01
 # smallest factor of the logit, as a share of the largest factor
 _LEAST_LOGIT = 1e-3
-_STEPS = 100
-# how far the logarithm of a weight may move in the fit with the hubness correction
-_LOG_RANGE = math.log(100)
-# smallest decrease of the mean loss for which the hubness correction is used
-_LEAST_GAIN = 1e-6
 _FOLDS = 5
-
-
-@dataclass(frozen=True)
-class HubnessProducts:
-    """Inner products of n candidates with the b captions or images of a hubness bank.
-
-    Attributes:
-        embedding: inner products of the embeddings, float [n, b].
-        pooled: inner products of the pooled vectors, float [n, b] or a shape that
-            broadcasts to [n, b].
-        candidates: the candidate of each pool entry, as an index from 0 to n - 1, int64
-            [q, p].
-        floor: maps a `HubnessSimilarity` to the lower limit of the hubness. Fitting
-            ignores this limit.
-    """
-
-    embedding: torch.Tensor
-    pooled: torch.Tensor
-    candidates: NDArray[np.int64]
-    floor: Callable[[HubnessSimilarity], float] = lambda similarity: -math.inf
-
-    def correction(self, similarity: HubnessSimilarity) -> Scores:
-        """Compute the hubness correction of each pool entry, float32 [q, p]."""
-        values = hubness(self.embedding, self.pooled, **asdict(similarity))
-        correction: Scores = (
-            -values.clamp(min=self.floor(similarity))
-            .float()
-            .numpy(force=True)[self.candidates]
-        )
-        return correction
 
 
 @dataclass(frozen=True)
@@ -82,42 +36,30 @@ class DevPools:
     """The pools of q queries with p candidates each, in one direction.
 
     Attributes:
-        parts: value of each part of the final score except the hubness correction,
-            float32 [q, p] by name.
+        parts: value of each part of the final score, float32 [q, p] by name.
         right: which candidates are relevant to each query, bool [q, p].
         images: number of the image of each query, int64 [q]. Cross-validation keeps
             queries of one image together.
-        hubness: inner products for the hubness correction; None without a hubness bank.
     """
 
     parts: Mapping[str, Scores]
     right: NDArray[np.bool_]
     images: NDArray[np.int64]
-    hubness: HubnessProducts | None = None
 
     def select(self, queries: NDArray[np.bool_]) -> Self:
         """Return only the pools of the queries selected by the mask `queries`, bool
         [q].
         """
-        bank = self.hubness
         return replace(
             self,
             parts={part: values[queries] for part, values in self.parts.items()},
             right=self.right[queries],
             images=self.images[queries],
-            hubness=(
-                None
-                if bank is None
-                else replace(bank, candidates=bank.candidates[queries])
-            ),
         )
 
     def scores(self, weights: ScoreWeights) -> Scores:
         """Compute the final score of each pool entry, float32 [q, p]."""
-        parts = dict(self.parts)
-        if self.hubness is not None:
-            parts[HUBNESS] = self.hubness.correction(weights.hubness_similarity)
-        scores: Scores = FinalScore.of(weights).sum(parts)
+        scores: Scores = FinalScore.of(weights).sum(self.parts)
         return scores
 
     def hits(self, weights: ScoreWeights) -> NDArray[np.bool_]:
@@ -189,9 +131,6 @@ def fit_weights(pools: DevPools) -> ScoreWeights:
     The weight of the logit is 1. Weights are never negative. Queries without a relevant
     candidate are ignored.
     """
-    # The weights are fitted without the hubness correction first and then with it. A
-    # weight that is 0 after the first fit stays 0. The hubness correction has weight 0
-    # if it does not increase the likelihood.
     answered: NDArray[np.bool_] = np.any(pools.right, axis=1)
     if not answered.any():
         return ScoreWeights()
@@ -221,12 +160,7 @@ def fit_weights(pools: DevPools) -> ScoreWeights:
         weights = {part: float(factor / unit) for part, factor in factors.items()} | {
             LOGIT: 1.0
         }
-    start = _weights(weights, temperature=1.0)
-    return (
-        start
-        if pools.hubness is None
-        else _fit_hubness(columns, right, pools.hubness, start)
-    )
+    return ScoreWeights.of_parts(weights)
 
 
 def fit_calibration(
@@ -257,20 +191,6 @@ def fit_calibration(
 
     slope, offset = minimize(loss, np.zeros(2)).x.tolist()
     return (slope / deviation, offset - slope * mean / deviation) if slope > 0 else None
-
-
-def _weights(weights: Mapping[str, Any], temperature: float) -> ScoreWeights:
-    """Convert `weights` to `ScoreWeights`. The hubness correction uses the
-    embedding and pooled weights.
-    """
-    by_part = {
-        part: float(weight.detach()) if isinstance(weight, torch.Tensor) else weight
-        for part, weight in weights.items()
-    }
-    similarity = HubnessSimilarity(
-        by_part.get(EMBEDDING, 0.0), by_part.get(POOLED, 0.0), temperature
-    )
-    return ScoreWeights.of_parts(by_part, similarity)
 
 
 def _likeliest_factors(
@@ -310,74 +230,6 @@ def _minimise(columns: Columns, right: torch.Tensor) -> dict[str, torch.Tensor]:
 
     optimizer.step(loss)  # type: ignore[no-untyped-call]
     return dict(zip(columns, factors.detach(), strict=True))
-
-
-def _fit_hubness(
-    columns: Columns,
-    right: torch.Tensor,
-    products: HubnessProducts,
-    start: ScoreWeights,
-) -> ScoreWeights:
-    """Fit the hubness correction together with the weights in `start` that are not 0.
-
-    Return `start` if no weights have a lower loss.
-    """
-    fixed = {
-        part: weight for part, weight in start.by_part().items() if part in columns
-    }
-    free = [part for part, weight in fixed.items() if part != LOGIT and weight > 0]
-    embedding = products.embedding.double()
-    pooled = products.pooled.double()
-    scores = FinalScore.of(start).sum(columns)
-    deviation = scores.std().clamp(min=1e-9)
-    factor = (
-        _likeliest_factors({LOGIT: scores / deviation}, right)[LOGIT] / deviation
-    ).clamp(min=1e-9)
-    # Factor of the whole score, weight of the hubness correction, temperature of the
-    # hubness correction. Each fitted value is its initial value times a factor between
-    # 1/100 and 100. At `moves` 0 the factor is 1.
-    initial = torch.stack(
-        [factor, torch.ones_like(factor), scores.std(dim=1).mean().clamp(min=1e-9) / 3]
-    )
-    moves = torch.zeros(3 + len(free), dtype=torch.float64, requires_grad=True)
-    optimizer = torch.optim.LBFGS(
-        [moves], max_iter=_STEPS, line_search_fn="strong_wolfe"
-    )
-    best = start
-    limit = float(_mean_loss(factor * scores, right)) - _LEAST_GAIN
-
-    def loss() -> torch.Tensor:
-        nonlocal best, limit
-        optimizer.zero_grad()
-        times = (_LOG_RANGE * torch.tanh(moves / _LOG_RANGE)).exp()
-        factor, correction, temperature = initial * times[:3]
-        weights: dict[str, Any] = {**fixed, HUBNESS: correction}
-        for part, time in zip(free, times[3:], strict=True):
-            weights[part] = fixed[part] * time
-        values = hubness(
-            embedding,
-            pooled,
-            embedding=weights[EMBEDDING],
-            pooled=weights.get(POOLED, 0.0),
-            temperature=temperature,
-        )
-        final = FinalScore(weights).sum(
-            {**columns, HUBNESS: -values[products.candidates]}
-        )
-        mean_loss = _mean_loss(factor * final, right)
-        if mean_loss < limit:
-            limit = float(mean_loss.detach())
-            best = _weights(weights, float(temperature.detach()))
-        squares = [
-            (factor * weights[part] * column.std()).square()
-            for part, column in columns.items()
-        ]
-        total = mean_loss + _REGULARISATION / len(right) * torch.stack(squares).sum()
-        total.backward()  # type: ignore[no-untyped-call]
-        return total
-
-    optimizer.step(loss)  # type: ignore[no-untyped-call]
-    return best
 
 
 def _mean_loss(scores: torch.Tensor, right: torch.Tensor) -> torch.Tensor:

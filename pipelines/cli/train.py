@@ -254,13 +254,6 @@ def describe_result(result: TrainResult) -> list[str]:
             f" {cross_validated}{choice['recall']:.1%} with weights fitted to the same"
             " images"
         )
-    if result.fitting.get("hubness_bank") and not any(
-        part.hubness for part in weights.values()
-    ):
-        lines.append(
-            "the hubness correction did not improve the likelihood of the dev captions"
-            " and was left out"
-        )
     return lines
 
 

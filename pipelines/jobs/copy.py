@@ -235,7 +235,7 @@ def compact_index(
         plan = fingerprint(
             {
                 "kind": "compact",
-                "snapshot": manifest.snapshot.to_json(),
+                "snapshot": asdict(manifest.snapshot),
                 "tables": [table.to_json() for table in manifest.shard_tables],
                 "shards": shards,
                 "spec": asdict(target),

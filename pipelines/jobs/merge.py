@@ -107,7 +107,7 @@ def merge_indexes(
         {
             "root": str(each.root),
             "tables": [table.to_json() for table in each.manifest.shard_tables],
-            "snapshot": each.manifest.snapshot.to_json(),
+            "snapshot": asdict(each.manifest.snapshot),
         }
         for each in opened
     ]

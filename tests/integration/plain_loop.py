@@ -57,11 +57,6 @@ class PlainLoop:
                 if caption is not None
                 else {}
             )
-            parts |= (
-                {"hubness": self._hubness(row, tokens)}
-                if "hubness" in self.weights
-                else {}
-            )
             hits.append(
                 (
                     row,
@@ -123,44 +118,6 @@ class PlainLoop:
             + unit(bag) @ maps.words.numpy()
         )
         return unit(mapped + maps.caption_offset.numpy())
-
-    def _hubness(self, row: int, tokens: np.ndarray) -> float:
-        return -max(
-            self._hubness_of(self._embeddings[row], self._image_vector(tokens)),
-            self._floor,
-        )
-
-    @cached_property
-    def _floor(self) -> float:
-        bank = self.bundle.hubness_bank
-        assert bank is not None
-        images = zip(
-            bank.image_embeddings.dense().numpy(),
-            bank.image_vectors.dense().numpy(),
-            strict=True,
-        )
-        return float(np.quantile([self._hubness_of(*image) for image in images], 0.1))
-
-    @cached_property
-    def _bank(self) -> tuple[np.ndarray, np.ndarray]:
-        bank = self.bundle.hubness_bank
-        assert bank is not None
-        return (
-            bank.caption_embeddings.dense().numpy(),
-            bank.caption_vectors.dense().numpy(),
-        )
-
-    def _hubness_of(self, embedding: np.ndarray, vector: np.ndarray) -> float:
-        similarity = self.bundle.score.t2i.hubness_similarity
-        captions, vectors = self._bank
-        values = similarity.embedding * (captions @ embedding) + similarity.pooled * (
-            vectors @ vector
-        )
-        values = values / similarity.temperature
-        peak = values.max()
-        return float(
-            similarity.temperature * (peak + np.log(np.mean(np.exp(values - peak))))
-        )
 
 
 def unit(vector: np.ndarray) -> np.ndarray:

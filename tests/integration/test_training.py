@@ -267,9 +267,7 @@ def test_the_bundle_builds_and_searches(case, tmp_path):
 
 
 @pytest.mark.slow
-def test_views_a_pooled_similarity_a_hubness_bank_and_another_mining_model(
-    case, tmp_path
-):
+def test_views_a_pooled_similarity_and_another_mining_model(case, tmp_path):
     create_untrained_bundle(tmp_path / "miner", seed=9, sizes=TINY)
     options = [
         "--steps",
@@ -279,7 +277,7 @@ def test_views_a_pooled_similarity_a_hubness_bank_and_another_mining_model(
         "--set",
         "augmentation.views=2",
     ]
-    options += ["--set", "fitting.pooled_dim=8", "--set", "fitting.hubness_bank=8"]
+    options += ["--set", "fitting.pooled_dim=8"]
     options += ["--set", f"inputs.miner={tmp_path}/miner"]
     result = run_here(*training(case, tmp_path / "out"), *options)
     run_dir = tmp_path / "out.run"

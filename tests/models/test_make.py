@@ -19,7 +19,6 @@ from torch import nn
 from edje_index.bundles.bundle import ModelBundle
 from edje_index.bundles.info import (
     ADAPTER_WEIGHTS,
-    BANK_WEIGHTS,
     JOINT_WEIGHTS,
     VISION_WEIGHTS,
     read_bundle_info,
@@ -39,8 +38,7 @@ from edje_index.models.clip_model import load_clip
 from edje_index.models.joint_encoder import JointEncoder, bert_config
 from edje_index.models.text_tower import TextTower, text_tokenizer
 from edje_index.models.vision_tower import vision_tower
-from edje_index.scoring.parts import HubnessBank
-from edje_index.scoring.weights import DirectionWeights, HubnessSimilarity, ScoreWeights
+from edje_index.scoring.weights import DirectionWeights, ScoreWeights
 from edje_index.training.start import load_language_model
 from models.embedding import (
     TOWER_WEIGHTS,
@@ -171,9 +169,7 @@ def test_the_trained_model_is_the_one_that_open_clip_and_the_bundle_use(
 
 
 def test_a_packed_bundle_is_restored(towers, tmp_path):
-    """Up to the rounding of new weights; the bank and the score weights are
-    unchanged.
-    """
+    """Up to the rounding of new weights; the score weights are unchanged."""
     model = tiny_model(towers)
     # its vocabulary has one more row, <image>
     joint = load_language_model(towers / TEXT_TOWER, 12)
@@ -190,15 +186,7 @@ def test_a_packed_bundle_is_restored(towers, tmp_path):
         ),
         joint=joint,
         trained=True,
-        score=DirectionWeights(
-            t2i=ScoreWeights(
-                hubness=0.75, hubness_similarity=HubnessSimilarity(1.0, 0.0, 4.0)
-            )
-        ),
-        hubness_bank=HubnessBank.of(
-            (torch.randn(5, 12), torch.zeros(5, 0)),
-            (torch.randn(3, 12), torch.zeros(3, 0)),
-        ),
+        score=DirectionWeights(t2i=ScoreWeights(embedding=0.75)),
     )
     before = bundle.save(tmp_path / "trained")
     packed = pack_model(tmp_path / "trained", towers, tmp_path / "packed")
@@ -209,12 +197,7 @@ def test_a_packed_bundle_is_restored(towers, tmp_path):
     unpack_model(tmp_path / "packed", bases, tmp_path / "made")
     made = read_bundle_info(tmp_path / "made")
     assert made.fingerprint == packed.fingerprint
-    assert made.files[BANK_WEIGHTS] == before.files[BANK_WEIGHTS]
-    assert (made.hubness_bank, made.score, made.trained) == (
-        before.hubness_bank,
-        before.score,
-        True,
-    )
+    assert (made.score, made.trained) == (before.score, True)
     weights = (VISION_WEIGHTS, ADAPTER_WEIGHTS, JOINT_WEIGHTS)
     assert not any(
         (tmp_path / "packed" / BUNDLE_FOLDER / name).exists() for name in weights

@@ -119,15 +119,9 @@ def by_hand(
     def final(caption, row, direction):
         block = tokens.decode(tokens.encode(blocks[row : row + 1]))
         similarity = np.array([text[caption] @ embeddings[row]])
-        candidate = (
-            embeddings[row : row + 1] if direction == "t2i" else text[caption][None]
-        )
-        pair = Pairs([caption], block, similarity, candidate)
+        pair = Pairs([caption], block, similarity)
         used = {part: w for part, w in weights[direction].by_part().items() if w}
-        return sum(
-            w * float(models.part(part, pair, direction, weights[direction])[0])
-            for part, w in used.items()
-        )
+        return sum(w * float(models.part(part, pair)[0]) for part, w in used.items())
 
     def ranks(pairs, right):
         order = sorted(

@@ -136,7 +136,7 @@ def test_the_command_prints_one_line_per_problem_and_exits_with_2(capsys):
         (
             {"dev": None},
             ["fitting.pooled_dim=8"],
-            "fitting.pooled_dim and fitting.hubness_bank need inputs.dev",
+            "fitting.pooled_dim needs inputs.dev",
         ),
         (
             {"features": "f"},
@@ -185,7 +185,7 @@ def test_the_command_of_the_model_card_means_what_its_options_meant():
             "warmup_steps": 40,
             "clip_norm": 1.0,
         },
-        "fitting": {"pooled_dim": 300, "hubness_bank": 2500, "dev_captions": 1000},
+        "fitting": {"pooled_dim": 300, "dev_captions": 1000},
     }
     card = (
         Path(__file__).parents[2] / "models/flickr8k-dinov2-small/MODEL_CARD.md"

@@ -8,7 +8,6 @@ const PART_NAMES = {
   late: "late interaction",
   pooled: "pooled similarity",
   embedding: "embedding similarity",
-  hubness: "hubness correction",
 };
 
 let last = null; // the latest answer, with what was asked

@@ -8,28 +8,14 @@ from pathlib import Path
 import torch
 
 from edje_index.bundles.bundle import ModelBundle
-from edje_index.scoring.parts import HubnessBank, PooledSimilarity
-from edje_index.scoring.weights import DirectionWeights, HubnessSimilarity, ScoreWeights
+from edje_index.scoring.parts import PooledSimilarity
+from edje_index.scoring.weights import DirectionWeights, ScoreWeights
 
 POOLED_DIM = 5
 WEIGHTS = DirectionWeights(
-    t2i=ScoreWeights(1.0, 0.75, 3.0, 20.0, 0.5, HubnessSimilarity(20.0, 3.0, 2.0)),
-    i2t=ScoreWeights(1.0, 2.0, 6.0, 10.0, 0.25, HubnessSimilarity(10.0, 6.0, 3.0)),
+    t2i=ScoreWeights(1.0, 0.75, 3.0, 20.0),
+    i2t=ScoreWeights(1.0, 2.0, 6.0, 10.0),
 )
-
-
-def unit(rows: int, width: int, seed: int = 0) -> torch.Tensor:
-    """Random unit vectors [rows, width]."""
-    values = torch.randn(rows, width, generator=torch.Generator().manual_seed(seed))
-    return torch.nn.functional.normalize(values, dim=1)
-
-
-def random_bank(dim: int = POOLED_DIM, embed_dim: int = 24) -> HubnessBank:
-    """Seven captions and nine images."""
-    return HubnessBank.of(
-        (unit(7, embed_dim, 1), unit(7, dim, 2)),
-        (unit(9, embed_dim, 3), unit(9, dim, 4)),
-    )
 
 
 def random_pooled_similarity(
@@ -56,6 +42,4 @@ def bundle_with_all_parts(path: Path) -> ModelBundle:
     """The bundle at `path` with all parts of the final score."""
     bundle = ModelBundle.load(path)
     pooled = random_pooled_similarity(bundle, ["a dog", "two cats and a house"])
-    return replace(
-        bundle, pooled=pooled, hubness_bank=random_bank(), score=WEIGHTS, info=None
-    )
+    return replace(bundle, pooled=pooled, score=WEIGHTS, info=None)

@@ -103,16 +103,13 @@ def test_the_first_hits_are_found_without_the_logits_of_the_others(parts, k, wei
         ("logit", {"logit": 1}),
         ("late=2.5", {"late": 2.5}),
         (
-            "logit=1, embedding = 20 ,hubness=0.5",
-            {"logit": 1, "embedding": 20, "hubness": 0.5},
+            "logit=1, embedding = 20 ,late=0.5",
+            {"logit": 1, "embedding": 20, "late": 0.5},
         ),
     ],
 )
 def test_parts_that_are_not_named_have_no_weight(score, expected):
     weights = parse_score(score, WEIGHTS.t2i)
     assert weights.by_part() == {**dict.fromkeys(PART_NAMES, 0), **expected}
-    assert weights.hubness_similarity == WEIGHTS.t2i.hubness_similarity, (
-        "the bundle defines the correction"
-    )
     assert parse_score("bundle", WEIGHTS.i2t) == WEIGHTS.i2t
     assert parse_score(WEIGHTS.t2i, WEIGHTS.i2t) == WEIGHTS.t2i

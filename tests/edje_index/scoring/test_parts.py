@@ -17,7 +17,7 @@ from edje_index.scoring.parts import (
 )
 from edje_index.scoring.weights import MAX_WEIGHT, PART_NAMES, ScoreWeights
 from edje_index.training.step import alignment_scores
-from tests.edje_index.scoring.bundles import WEIGHTS, bundle_with_all_parts, unit
+from tests.edje_index.scoring.bundles import bundle_with_all_parts
 
 CAPTIONS = ["a dog", "two cats and a house", "a dog", "of the"]
 
@@ -41,14 +41,11 @@ def pairs(bundle) -> Pairs:
         CAPTIONS,
         tokens,
         np.linspace(-1, 1, 4, dtype=np.float32),
-        unit(4, 24, 8).numpy(),
     )
 
 
-def part(
-    models: ScoreModels, name: str, pairs: Pairs, direction: str = "t2i"
-) -> np.ndarray:
-    return models.part(name, pairs, direction, WEIGHTS.of(direction))
+def part(models: ScoreModels, name: str, pairs: Pairs) -> np.ndarray:
+    return models.part(name, pairs)
 
 
 def test_the_logit_is_the_joint_encoder_alone(bundle, models, pairs):

@@ -1,6 +1,4 @@
-"""Dev recall during a training, the weights of the final score, and the hubness
-bank.
-"""
+"""Dev recall during a training, and the weights of the final score."""
 
 from __future__ import annotations
 
@@ -11,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from edje_index.bundles.bundle import ModelBundle
 from edje_index.errors import ModelError
 from edje_index.models.devices import to_bf16_array
 from edje_index.scoring.parts import Pairs
@@ -19,13 +16,12 @@ from edje_index.training.checkpoints import DEV, Checkpoints, read_log
 from edje_index.training.config import FittingConfig
 from edje_index.training.dev import DevSet, choose_dev_weights
 from edje_index.training.features import StoredFeatures
-from edje_index.training.finish import finish_model, make_hubness_bank
+from edje_index.training.finish import finish_model
 from edje_index.training.loop import TrainingStopped, TrainTask, run_worker
 from edje_index.training.pooled_similarity import fit_pooled_similarity
 from edje_index.training.start import make_start, trained_part
 from edje_index.training.workers import WorkerGroup
 from storage_formats.format.manifest import CommittedIndex
-from storage_formats.reading.embeddings import read_embeddings
 from tests.edje_index.training.conftest import IMAGES
 
 POOL = 12
@@ -133,10 +129,6 @@ def test_recalls_are_those_of_the_plain_computation(case, setting):
         pooled=fit_pooled_similarity(adapter, bundle.joint, case.source(), 4),
         info=None,
     )
-    bundle = replace(
-        bundle,
-        hubness_bank=make_hubness_bank(adapter, bundle.score_models, case.source(), 10),
-    )
     config = FittingConfig(dev_captions=1000, dev_pool=6)
     choices = choose_dev_weights(bundle, dev, features, config)
     assert (choices["t2i"].queries, choices["t2i"].pool) == (2 * IMAGES, 6)
@@ -153,22 +145,13 @@ def test_recalls_are_those_of_the_plain_computation(case, setting):
             rank = similar[query] if text_queries else similar[:, query]
             near = sorted(range(len(rank)), key=lambda at, rank=rank: -rank[at])[:6]
             texts = [dev.captions[at] for at in ([query] * 6 if text_queries else near)]
-            embeddings = (
-                dev.image_embeddings[near]
-                if text_queries
-                else dev.text_embeddings[near]
-            )
             pairs = Pairs(
                 texts,
                 tokens[near if text_queries else [query] * 6],
                 rank[near],
-                embeddings,
             )
             used = {part: weight for part, weight in weights.items() if weight}
-            values = {
-                part: models.part(part, pairs, direction, choice.weights)
-                for part in {"logit", *used}
-            }
+            values = {part: models.part(part, pairs) for part in {"logit", *used}}
             final = sum(weight * values[part] for part, weight in used.items())
             best = [
                 near[scores.argmax()] for scores in (final, values["logit"], rank[near])
@@ -178,67 +161,3 @@ def test_recalls_are_those_of_the_plain_computation(case, setting):
             )
         recalls = (choice.recall, choice.logit_recall, choice.embedding_recall)
         assert recalls == pytest.approx(np.mean(hits, axis=0))
-
-
-@pytest.mark.parametrize(("count", "pooled"), [(9, True), (1000, False)])
-def test_a_bank_holds_captions_and_images_of_the_training(case, count, pooled):
-    """Each vector is one of those that the plain computation gives, and none comes
-    twice.
-    """
-    bundle = ModelBundle.load(case.bundle)
-    source = case.source()
-    reports = []
-    adapter = trained_part(bundle.adapter)
-    index = CommittedIndex.open(case.features)
-    if pooled:
-        bundle = replace(
-            bundle,
-            pooled=fit_pooled_similarity(adapter, bundle.joint, source, 4),
-            info=None,
-        )
-    models = bundle.score_models
-    bank = make_hubness_bank(
-        adapter, models, source, count, lambda *report: reports.append(report[1:])
-    )
-    data = source.data
-    texts = [
-        bundle.joint.tokenizer.tokenizer.decode(data.caption(at))
-        for at in range(len(data.text_embeddings))
-    ]
-    embedded = read_embeddings(index, data.rows)
-    with torch.no_grad():
-        tokens = adapter(source.features.fetch(data.rows)[0].float()).bfloat16()
-    for embeddings, pooled_vectors, all_embeddings, all_vectors in (
-        (
-            bank.caption_embeddings,
-            bank.caption_vectors,
-            data.text_embeddings,
-            models.caption_vectors(texts).numpy(),
-        ),
-        (
-            bank.image_embeddings,
-            bank.image_vectors,
-            embedded,
-            models.image_vectors(tokens).numpy(),
-        ),
-    ):
-        assert (
-            len(embeddings.codes)
-            == len(pooled_vectors.codes)
-            == min(count, len(all_embeddings))
-        )
-        places = (embeddings.dense().numpy() @ all_embeddings.T).argmax(axis=1)
-        np.testing.assert_allclose(
-            embeddings.dense().numpy(), all_embeddings[places], atol=5e-3
-        )
-        np.testing.assert_allclose(
-            pooled_vectors.dense().numpy(), all_vectors[places], atol=1e-2
-        )
-        assert pooled_vectors.codes.shape[1] == (4 if pooled else 0)
-    total = min(count, 48) + min(count, 24)
-    assert reports == ([(0, total), (min(count, 48), total)] if pooled else [])
-    again = make_hubness_bank(adapter, models, source, count)
-    assert all(
-        torch.equal(value, again.state_dict()[name])
-        for name, value in bank.state_dict().items()
-    )

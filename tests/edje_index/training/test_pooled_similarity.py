@@ -7,7 +7,6 @@ import torch
 
 from edje_index.bundles.bundle import ModelBundle
 from edje_index.scoring.parts import Pairs
-from edje_index.scoring.weights import ScoreWeights
 from edje_index.training.pooled_similarity import (
     MIN_CAPTIONS,
     canonical_maps,
@@ -83,10 +82,8 @@ def test_it_tells_whose_caption_it_is(case):
     numbers = [data.caption(at) for at in data.caption_starts[:-1]]
     texts = [bundle.joint.tokenizer.tokenizer.decode(ids) for ids in numbers]
     models = bundle.score_models
-    weights = ScoreWeights()
     scored = [
-        models.part("pooled", Pairs([text] * len(tokens), tokens), "t2i", weights)
-        for text in texts
+        models.part("pooled", Pairs([text] * len(tokens), tokens)) for text in texts
     ]
     scores = torch.from_numpy(np.stack(scored))
     own = scores.diagonal()
