@@ -94,7 +94,6 @@ def bench_fetch(
     cold: bool | None = None,
     peers: bool = False,
     repeats: int = 5,
-    scratch: Path | None = None,
 ) -> dict[str, Any]:
     """Run the benchmark and return the report. Temporary files are removed at the end.
 
@@ -114,8 +113,7 @@ def bench_fetch(
     precisions = tuple(dict.fromkeys(precisions)) or (finest(spec.precisions),)
     for name in precisions:
         TokenStore.open(index, name).close()
-    scratch = scratch or index.resolve().parent
-    scratch.mkdir(parents=True, exist_ok=True)
+    scratch = index.resolve().parent
     versions = {name: installed_version(name) for name in PEERS if peers}
     ready = [name for name, version in versions.items() if version is not None]
     sizes = {
@@ -128,8 +126,8 @@ def bench_fetch(
     if copies and needed_bytes > free:
         raise UsageError(
             f"{scratch} has {free / 1e9:.1f} GB free, but the copies for other"
-            f" libraries need {needed_bytes / 1e9:.1f} GB; choose another scratch"
-            " folder, or leave out --peers"
+            f" libraries need {needed_bytes / 1e9:.1f} GB; make room, or leave"
+            " out --peers"
         )
     notes = [
         f"{name} is left out: {PEERS[name].package} is not installed"

@@ -280,9 +280,7 @@ def _embeddings_r1(study: Study) -> Values:
 
 def _quantized(study: Study, variant: Variant, precision: str) -> Values:
     options = [word for name in _PRECISIONS for word in ("--precision", name)]
-    results = study.results(
-        study.trained(variant), "flickr", (10,), *options, "--direction", "t2i"
-    )
+    results = study.results(study.trained(variant), "flickr", (10,), *options)
     sizes = (
         each["bytes_per_image"] / 1000
         for each in results
@@ -381,8 +379,6 @@ def _rerank(study: Study, bundle: Path, *options: object) -> dict[str, Any]:
         _BATCH,
         "--threads",
         usable_cpus(),
-        "--repeats",
-        3,
     ]
     return study.command("rerank", *command, *options)[1]
 
