@@ -5,7 +5,6 @@ printing of its results.
 from __future__ import annotations
 
 import itertools
-import json
 import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -24,6 +23,7 @@ from pipelines.cli.options import (
     score_option,
     stored_precisions_option,
 )
+from pipelines.cli.output import print_json
 from storage_formats.extras import name_missing_extra
 from storage_formats.format.layout import SHARD_SIZE, IndexSpec
 
@@ -60,11 +60,15 @@ def _finish(
     `folder`, if that is given.
     """
     if folder is not None:
-        from benchmarks.report import write_report
+        from edje_index.evaluation.report import write_report
 
-        for path in write_report(report, folder, name, lines):
-            _say(f"wrote {path}")
-    click.echo(json.dumps(report, default=str) if as_json else "\n".join(lines))
+        dated = f"{report['environment']['date']}-{name}"
+        write_report(folder, "\n".join(lines) + "\n", report, dated)
+        _say(f"wrote {folder / dated}.md and .json")
+    if as_json:
+        print_json(report)
+    else:
+        click.echo("\n".join(lines))
 
 
 @click.group()
