@@ -29,6 +29,8 @@ from pipelines.environment import environment
 from storage_formats.errors import EdjeError
 
 _BATCH = 8
+_THREADS = 2
+_DTYPE = "float32"
 # <linux/prctl.h>
 _PR_SET_CHILD_SUBREAPER = 36
 _SAMPLE_SECONDS = 0.5
@@ -39,8 +41,6 @@ def bench_build(
     model: Path,
     folder: Path,
     *,
-    threads: int = 2,
-    dtype: str = "float32",
     repeats: int = 3,
     engines: Sequence[str] = ("inline", "ray"),
 ) -> dict[str, Any]:
@@ -55,38 +55,21 @@ def bench_build(
     source = folder / "images.jsonl"
     index = folder / "index"
     source.write_text("".join(json.dumps({"path": path}) + "\n" for path in paths))
-    options = ["--model", str(model), "--threads", str(threads), "--dtype", dtype]
-    loop = [
-        sys.executable,
-        "-m",
-        "benchmarks.build",
-        str(source),
-        str(model),
-        str(threads),
-        dtype,
-    ]
-    commands = {"bare loop": loop}
+    python = [sys.executable, "-m"]
+    commands = {"bare loop": [*python, "benchmarks.build", str(source), str(model)]}
     for engine in engines:
-        of_engine = [
-            "--engine",
-            engine,
-            "--device",
-            "cpu",
-            "--workers",
-            "1",
-            "--batch-size",
-            str(_BATCH),
-        ]
-        build = [
-            sys.executable,
-            "-m",
+        options = (
+            f"--engine {engine} --device cpu --workers 1 --threads {_THREADS}"
+            f" --batch-size {_BATCH} --dtype {_DTYPE} --json --quiet"
+        ).split()
+        paths_of_build = [str(source), "--out", str(index), "--model", str(model)]
+        commands[engine] = [
+            *python,
             "pipelines.cli",
             "build",
-            str(source),
-            "--out",
-            str(index),
+            *paths_of_build,
+            *options,
         ]
-        commands[engine] = [*build, *options, *of_engine, "--json", "--quiet"]
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in commands}
     for _ in range(repeats):
         for name, command in commands.items():
@@ -96,10 +79,12 @@ def bench_build(
     settings = {
         "images": len(images),
         "model": model.name,
-        "threads": threads,
+        "threads": _THREADS,
         "batch_size": _BATCH,
+        "dtype": _DTYPE,
+        "repeats": repeats,
+        "engines": list(engines),
     }
-    settings |= {"dtype": dtype, "repeats": repeats, "engines": list(engines)}
     summary = {}
     # ratios and differences are of runs in the same round
     for name, of_name in runs.items():
@@ -146,7 +131,7 @@ def report_lines(report: dict[str, Any]) -> Iterator[str]:
         )
 
 
-def bare_loop(image_list: str, model: str, threads: str, dtype: str) -> dict[str, Any]:
+def bare_loop(image_list: str, model: str) -> dict[str, Any]:
     """Do the minimum work of a build: decode and preprocess every image in the list,
     and run the model.
 
@@ -158,7 +143,7 @@ def bare_loop(image_list: str, model: str, threads: str, dtype: str) -> dict[str
 
     from edje_index.indexing.image_encoder import ImageEncoder
 
-    encoder = ImageEncoder.open(model, device="cpu", threads=int(threads), dtype=dtype)
+    encoder = ImageEncoder.open(model, device="cpu", threads=_THREADS, dtype=_DTYPE)
     paths = [
         json.loads(line)["path"] for line in Path(image_list).read_text().splitlines()
     ]

@@ -5,7 +5,6 @@ printing of its results.
 from __future__ import annotations
 
 import itertools
-import json
 import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,41 +21,22 @@ from pipelines.cli.options import (
     json_option,
     model_option,
     score_option,
-    shard_size_option,
     stored_precisions_option,
 )
+from pipelines.cli.output import print_json
 from storage_formats.extras import name_missing_extra
-from storage_formats.format.layout import IndexSpec
+from storage_formats.format.layout import SHARD_SIZE, IndexSpec
 
 _EXISTING = click.Path(exists=True, path_type=Path)
 _FOLDER = click.Path(file_okay=False, path_type=Path)
 
 
 def _several(
-    option: str, name: str, kind: Any, text: str, default: tuple[int, ...] = ()
+    option: str, name: str, kind: Any, text: str, default: tuple[Any, ...] = ()
 ) -> Callable[[Any], Any]:
     """Return an option that can be given several times."""
-    metavar = "NAME" if kind is str else None
-    shown = bool(default)
     return click.option(
-        option,
-        name,
-        type=kind,
-        metavar=metavar,
-        multiple=True,
-        default=default,
-        show_default=shown,
-        help=text,
-    )
-
-
-def _repeats(default: int) -> Callable[[Any], Any]:
-    return click.option(
-        "--repeats",
-        type=POSITIVE,
-        default=default,
-        show_default=True,
-        help="Number of runs of each measurement.",
+        option, name, type=kind, multiple=True, default=default, help=text
     )
 
 
@@ -80,11 +60,15 @@ def _finish(
     `folder`, if that is given.
     """
     if folder is not None:
-        from benchmarks.report import write_report
+        from edje_index.evaluation.report import write_report
 
-        for path in write_report(report, folder, name, lines):
-            _say(f"wrote {path}")
-    click.echo(json.dumps(report, default=str) if as_json else "\n".join(lines))
+        dated = f"{report['environment']['date']}-{name}"
+        write_report(folder, "\n".join(lines) + "\n", report, dated)
+        _say(f"wrote {folder / dated}.md and .json")
+    if as_json:
+        print_json(report)
+    else:
+        click.echo("\n".join(lines))
 
 
 @click.group()
@@ -101,28 +85,12 @@ def bench() -> None:
 @click.argument("out", type=PATH)
 @click.option("--rows", type=POSITIVE, required=True, help="Number of rows.")
 @stored_precisions_option
-@shard_size_option
-@click.option(
-    "--tokens",
-    type=POSITIVE,
-    default=64,
-    show_default=True,
-    help="Number of tokens per block.",
-)
-@click.option(
-    "--width", type=POSITIVE, default=384, show_default=True, help="Width of a token."
-)
 @json_option
 def make_synthetic_command(
-    out: Path,
-    rows: int,
-    precisions: tuple[str, ...],
-    shard_size: int,
-    tokens: int,
-    width: int,
-    as_json: bool,
+    out: Path, rows: int, precisions: tuple[str, ...], as_json: bool
 ) -> None:
-    """Write an index of random blocks to OUT for benchmarks.
+    """Write an index of random blocks to OUT for benchmarks. A block has 64 tokens of
+    width 384, as in the EDJE paper.
 
     \b
     Example:
@@ -132,9 +100,9 @@ def make_synthetic_command(
 
     spec = IndexSpec(
         rows,
-        shard_size,
-        (tokens, width),
-        embed_dim=width,
+        SHARD_SIZE,
+        (64, 384),
+        embed_dim=384,
         precisions=tuple(dict.fromkeys(precisions)),
     )
     make_synthetic(out, spec)
@@ -155,7 +123,6 @@ def make_synthetic_command(
     "--pool",
     type=POSITIVE,
     default=50_000,
-    show_default=True,
     help="Number of blocks per large fetch, limited to half the rows of the index.",
 )
 @click.option(
@@ -169,14 +136,8 @@ def make_synthetic_command(
 @click.option(
     "--peers", is_flag=True, help="Also measure other libraries with the same blocks."
 )
-@_repeats(5)
 @click.option(
-    "--scratch",
-    type=click.Path(path_type=Path),
-    help=(
-        "Directory for the copies that other libraries read.  [default: directory that"
-        " contains INDEX]"
-    ),
+    "--repeats", type=POSITIVE, default=5, help="Number of runs of each measurement."
 )
 @_report_option
 @json_option
@@ -187,7 +148,8 @@ def fetch_command(
     of the disk. Linux only.
 
     Each run is a new process. Before a cold run, the command checks that the files are
-    not in the page cache.
+    not in the page cache. The copies that other libraries read are written beside
+    INDEX, and removed at the end.
 
     \b
     Examples:
@@ -206,9 +168,8 @@ def fetch_command(
 
 
 @bench.command("quantize")
-@_repeats(7)
 @json_option
-def quantize_command(repeats: int, as_json: bool) -> None:
+def quantize_command(as_json: bool) -> None:
     """Compare the speed of codecs with casts of torch and ml_dtypes.
 
     Rates are in GB/s of bfloat16 tokens. The task "gather" decodes random records in
@@ -216,7 +177,7 @@ def quantize_command(repeats: int, as_json: bool) -> None:
     """
     from benchmarks.quantize import bench_quantize, report_lines
 
-    report = bench_quantize(repeats=repeats)
+    report = bench_quantize()
     _finish(report, list(report_lines(report)), as_json)
 
 
@@ -232,42 +193,18 @@ def quantize_command(repeats: int, as_json: bool) -> None:
     "--images",
     type=POSITIVE,
     default=1000,
-    show_default=True,
     help=(
         "Number of images to index. If PHOTOS has fewer images, images are used several"
         " times."
     ),
-)
-@click.option(
-    "--threads",
-    type=POSITIVE,
-    default=2,
-    show_default=True,
-    help="Number of CPU threads of the model.",
-)
-@_repeats(3)
-@click.option(
-    "--engine",
-    "engines",
-    type=click.Choice(["inline", "ray"]),
-    default=("inline", "ray"),
-    show_default=True,
-    multiple=True,
-    help="Execution engine to measure; repeatable.",
-)
-@click.option(
-    "--dtype",
-    type=click.Choice(["float32", "bfloat16"]),
-    default="float32",
-    show_default=True,
-    help="Data type of the model's matrix products.",
 )
 @json_option
 def build_command(photos: Path, images: int, as_json: bool, **options: Any) -> None:
     """Compare the cost of `edje-index build` with a loop that only decodes and encodes
     images. Linux only.
 
-    The cost is processor time and memory. A second line shows the seconds per stage,
+    Both engines are measured, on the CPU with two threads in float32. The cost is
+    processor time and memory. A second line shows the seconds per stage,
     and the images per second of the model alone. In a build, "read" and "decode" run
     beside the model, and "wait" is the time that the model waits for them.
 
@@ -320,14 +257,11 @@ def build_command(photos: Path, images: int, as_json: bool, **options: Any) -> N
     "--pool",
     type=POSITIVE,
     default=100,
-    show_default=True,
     help="Number of candidates per query.",
 )
-@_repeats(5)
 @click.option(
     "--device",
     default="auto",
-    show_default=True,
     metavar="NAME",
     help="Device that runs the model: auto, cpu, cuda or cuda:N.",
 )
@@ -358,29 +292,13 @@ def rerank_command(as_json: bool, **options: Any) -> None:
     help="Text file with one query per line, or .jsonl file with the key `query`.",
 )
 @model_option
-@dtype_option
 @_several(
     "--pool", "pools", POSITIVE, "Number of candidates per search; repeatable.", (100,)
-)
-@_several(
-    "--precision",
-    "precisions",
-    str,
-    "Precision of the tokens; repeatable.  [default: the stored precision of the"
-    " highest fidelity]",
-)
-@_several(
-    "--clients",
-    "clients",
-    POSITIVE,
-    "Number of clients that send one search at a time; repeatable.",
-    (1, 4, 16, 64),
 )
 @click.option(
     "--seconds",
     type=click.FloatRange(1),
     default=20.0,
-    show_default=True,
     help="Duration of each measurement in seconds.",
 )
 @_report_option
@@ -420,12 +338,10 @@ def serve_command(
     required=True,
     help="New directory for the files of all systems.",
 )
-@_several("--system", "systems", str, "System to measure; repeatable.  [default: all]")
 @click.option(
     "--queries",
     type=POSITIVE,
     default=200,
-    show_default=True,
     help="Number of captions to search for.",
 )
 @click.option(
@@ -435,12 +351,6 @@ def serve_command(
         "Repeat the images with noise up to this number of rows. Searches get memory"
         " for a quarter of the tokens."
     ),
-)
-@click.option(
-    "--limit",
-    type=POSITIVE,
-    metavar="SECONDS",
-    help="Time for building one system and all its searches.",
 )
 @_report_option
 @json_option

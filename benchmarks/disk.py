@@ -96,24 +96,15 @@ def bytes_read() -> int:
     """Return the bytes that this process has read from storage. Reads from the page
     cache do not count.
     """
-    return int(
-        Path("/proc/self/io").read_text().partition("\nread_bytes: ")[2].split()[0]
-    )
+    return int(psutil.Process().io_counters().read_bytes)
 
 
 def peak_memory(process: int | str = "self") -> int:
     """Return the peak resident memory of a process in bytes. `getrusage` would
     include its parent before exec.
     """
-    return (
-        int(
-            Path(f"/proc/{process}/status")
-            .read_text()
-            .partition("VmHWM:")[2]
-            .split()[0]
-        )
-        << 10
-    )
+    status = Path(f"/proc/{process}/status").read_text()
+    return int(status.partition("VmHWM:")[2].split()[0]) << 10
 
 
 def describe_disk(path: Path) -> dict[str, str | None]:
@@ -129,12 +120,9 @@ def describe_disk(path: Path) -> dict[str, str | None]:
         for each in psutil.disk_partitions(all=True)
         if path.resolve().is_relative_to(each.mountpoint)
     ]
+    innermost = max(mounts, key=lambda each: len(each.mountpoint), default=None)
     return {
-        "file_system": (
-            max(mounts, key=lambda each: len(each.mountpoint)).fstype
-            if mounts
-            else None
-        ),
+        "file_system": None if innermost is None else innermost.fstype,
         "device": folder.name,
         "model": next(
             (model.read_text().strip() for model in models if model.exists()), None

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -22,17 +21,19 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.metadata import distributions
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.report import table, write_report
+from benchmarks.process import run_command
+from benchmarks.report import table
 from benchmarks.rerank import CAPTION
 from benchmarks.synthetic import make_synthetic
 from edje_index.bundles.bundle import ModelBundle
+from edje_index.evaluation.report import write_report
 from edje_index.fetching.device_decode import decode_records_torch
 from edje_index.fetching.device_fetcher import DeviceFetcher
 from edje_index.fetching.token_dataset import TokenDataset
@@ -54,21 +55,33 @@ _PRECISIONS = ("bf16", "fp8", "nvfp4", "sign1")
 _REPEATS = 5
 _PAIRS = 8
 _TRAINING = (
-    *(
-        "loop.steps=6",
-        f"loop.batch_size={_PAIRS}",
-        "alignment.steps=0",
-        "augmentation.views=0",
-        "architecture.dropout=0",
-    ),
-    *("run.log_every=1", "fitting.pooled_dim=0"),
+    "loop.steps=6",
+    f"loop.batch_size={_PAIRS}",
+    "alignment.steps=0",
+    "augmentation.views=0",
+    "architecture.dropout=0",
+    "run.log_every=1",
+    "fitting.pooled_dim=0",
 )
+_SUBJECTS = ("dogs", "snow", "a red car", "two people")
 _EXTENSIONS = {".jpg", ".jpeg", ".png"}
 
 
-_COLUMNS = ("part", "compared with the CPU", "unit", "rate", "bare loop", "limit")
-Line: TypeAlias = tuple[str, str, str, float, float | None, float | None]
-"""A value for each of `_COLUMNS`."""
+class Line(NamedTuple):
+    """One rate, in `unit` per second.
+
+    Attributes:
+        agreed: how the results compare with those of the CPU.
+        bare: rate of a loop that does nothing else; None if there is none.
+        limit: rate that the device allows; None if it is not known.
+    """
+
+    part: str
+    agreed: str
+    unit: str
+    rate: float
+    bare: float | None = None
+    limit: float | None = None
 
 
 def gpu_check(
@@ -114,23 +127,21 @@ class _Check:
         self.repeats = repeats
         self.dtype = resolve_dtype("auto", device)
         cuda = device.type == "cuda"
-        size, self.rows = (8192, 4096) if cuda else (1024, 512)
+        self.rows = 4096 if cuda else 512
+        size = 8192 if cuda else 1024
         square = torch.randn(size, size, device=device).to(self.dtype)
-        self.flops = 2 * size**3 / self.seconds(lambda: square @ square)
-        large = torch.ones(
-            (256 if cuda else 64) << 20, dtype=torch.uint8, device=device
-        )
+        self.flops = self.rate(2 * size**3, lambda: square @ square)
+        mebibytes = 256 if cuda else 64
+        large = torch.ones(mebibytes << 20, dtype=torch.uint8, device=device)
         # each byte is read and written
-        self.memory = 2 * len(large) / self.seconds(large.clone)
+        self.memory = self.rate(2 * len(large), large.clone)
         host = torch.ones(64 << 20, dtype=torch.uint8, pin_memory=cuda)
         part = large[: len(host)]
-        self.copy = len(host) / self.seconds(
-            lambda: part.copy_(host, non_blocking=True)
-        )
+        self.copy = self.rate(len(host), lambda: part.copy_(host, non_blocking=True))
 
-    def seconds(self, work: Callable[[], object]) -> float:
-        """Return the median seconds of `work`, which may return before the device
-        has ended.
+    def rate(self, amount: float, work: Callable[[], object]) -> float:
+        """Return `amount` per median second of `work`, which may return before the
+        device has ended.
         """
         times = []
         # the first run is the warm-up
@@ -140,7 +151,7 @@ class _Check:
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
             times.append(time.perf_counter() - started)
-        return statistics.median(times[1:])
+        return amount / statistics.median(times[1:])
 
     def decoding(self) -> Iterator[Line]:
         """Decode stored records on the device. The bits must be those of the codecs."""
@@ -150,26 +161,17 @@ class _Check:
         # bf16 needs no decoding
         for name in _PRECISIONS[1:]:
             entry = codec(name, _SHAPE)
-            records = torch.from_numpy(entry.encode(blocks.astype("bfloat16"))).to(
-                self.device
+            encoded = entry.encode(blocks.astype("bfloat16"))
+            records = torch.from_numpy(encoded).to(self.device)
+            decode = partial(decode_records_torch, name, records, _SHAPE)
+            decoded = decode()
+            expected = torch.from_numpy(entry.decode(encoded).view(np.int16))
+            agreed = _same_bits(f"decoding {name} on {self.device}", decoded, expected)
+            size = decoded.nbytes / 1e9
+            limit = self.memory * size / (decoded.nbytes + records.nbytes)
+            yield Line(
+                f"decode {name}", agreed, "GB/s", self.rate(size, decode), None, limit
             )
-            decoded = decode_records_torch(name, records, _SHAPE)
-            expected = entry.decode(records.numpy(force=True))
-            if not np.array_equal(
-                decoded.view(torch.int16).numpy(force=True), expected.view(np.int16)
-            ):
-                raise EdjeError(
-                    f"decoding {name} on {self.device} gives other bits than the codec"
-                )
-            rate = (
-                decoded.nbytes
-                / self.seconds(partial(decode_records_torch, name, records, _SHAPE))
-                / 1e9
-            )
-            limit = (
-                self.memory * decoded.nbytes / (decoded.nbytes + records.nbytes) / 1e9
-            )
-            yield (f"decode {name}", "equal bits", "GB/s", rate, None, limit)
 
     def fetching(self, index: Path) -> Iterator[Line]:
         """Fetch rows of a warm index to the device, with `DeviceFetcher` and with a
@@ -177,71 +179,41 @@ class _Check:
         """
         make_synthetic(index, IndexSpec(self.rows, self.rows, _SHAPE, 64, _PRECISIONS))
         rows = np.random.default_rng(1).permutation(self.rows)
+        limit = self.copy / 1e9
         for name in _PRECISIONS:
             store = TokenStore.open(index, name)
-            fetcher = DeviceFetcher(store, str(self.device))
-            expected = store.fetch(rows)
-            if not torch.equal(
-                fetcher.fetch(rows).cpu().view(torch.int16),
-                torch.from_numpy(expected.view(np.int16)),
-            ):
-                raise EdjeError(
-                    f"fetching {name} to {self.device} gives other bits than the store"
-                )
+            fetch = partial(DeviceFetcher(store, str(self.device)).fetch, rows)
+            expected = store.fetch(rows, as_torch=True)
+            agreed = _same_bits(f"fetching {name} to {self.device}", fetch(), expected)
             records = store.fetch_records(rows)
-            size = len(rows) * store.record_bytes / 1e9
-            bare = size / self.seconds(partial(store.fetch_records, rows, records))
-            rate = size / self.seconds(partial(fetcher.fetch, rows))
-            yield (
-                f"DeviceFetcher {name}",
-                "equal bits",
-                "GB/s read",
-                rate,
-                bare,
-                self.copy / 1e9,
-            )
-        dataset = TokenDataset(index, "bf16")
+            size = records.nbytes / 1e9
+            bare = self.rate(size, partial(store.fetch_records, rows, records))
+            rate = self.rate(size, fetch)
+            yield Line(f"DeviceFetcher {name}", agreed, "GB/s read", rate, bare, limit)
         loader = DataLoader(
-            dataset,
+            TokenDataset(index, "bf16"),
             batch_size=256,
             num_workers=min(2, usable_cpus()),
             pin_memory=self.device.type == "cuda",
         )
-        loaded = torch.cat([batch.to(self.device) for batch in loader]).cpu()
-        if not torch.equal(
-            loaded,
-            TokenStore.open(index, "bf16").fetch(np.arange(self.rows), as_torch=True),
-        ):
-            raise EdjeError("the batches of the DataLoader are not the stored blocks")
-        size = self.rows * codec("bf16", _SHAPE).record_bytes / 1e9
-        rate = size / self.seconds(lambda: [batch.to(self.device) for batch in loader])
-        yield ("DataLoader", "equal bits", "GB/s", rate, None, self.copy / 1e9)
+        loaded = torch.cat([batch.to(self.device) for batch in loader])
+        expected = TokenStore.open(index, "bf16").fetch(range(self.rows), as_torch=True)
+        agreed = _same_bits("the DataLoader", loaded, expected)
+        rate = self.rate(
+            loaded.nbytes / 1e9, lambda: [batch.to(self.device) for batch in loader]
+        )
+        yield Line("DataLoader", agreed, "GB/s", rate, None, limit)
 
     def building(self, photos: Path, model: Path, scratch: Path) -> Iterator[Line]:
         """Encode photos, alone and in a build."""
         paths = _photos(photos)
-        encoder, reference = (
-            ImageEncoder.open(model, device=each) for each in (str(self.device), "cpu")
-        )
+        encoder = ImageEncoder.open(model, device=str(self.device))
+        reference = ImageEncoder.open(model, device="cpu")
         pixels = torch.stack(
             [encoder.preprocess(decode_rgb(path.read_bytes())) for path in paths]
         )
         expected = reference.encode(pixels)[0]
         on_device = pixels.to(self.device)
-
-        def compared(tokens: Blocks) -> str:
-            first, second = (
-                torch.from_numpy(each.astype(np.float32)) for each in (tokens, expected)
-            )
-            cosine = float(
-                torch.nn.functional.cosine_similarity(first, second, dim=2).min()
-            )
-            if cosine < 0.98:
-                raise EdjeError(
-                    f"a token of {self.device} has a cosine of {cosine:.3f} with that"
-                    " of the CPU"
-                )
-            return f"tokens: cosine of at least {cosine:.4f}"
 
         @torch.inference_mode()
         def bare() -> object:
@@ -249,54 +221,45 @@ class _Check:
                 return encoder.adapter(encoder.vision.encode(on_device)[0])
 
         limit = len(pixels) * self.flops / _flops(bare)
-        rate, bare_rate = (
-            len(pixels) / self.seconds(work)
-            for work in (lambda: encoder.encode(pixels), bare)
-        )
-        agreed = compared(encoder.encode(pixels)[0])
-        yield ("encode images", agreed, "images/s", rate, bare_rate, limit)
+        rate = self.rate(len(pixels), lambda: encoder.encode(pixels))
+        bare_rate = self.rate(len(pixels), bare)
+        agreed = self._similar(encoder.encode(pixels)[0], expected)
+        yield Line("encode images", agreed, "images/s", rate, bare_rate, limit)
         index = scratch / "photos.edje"
-        command = [
-            "build",
-            photos,
-            "--out",
-            index,
-            "--model",
-            model,
-            "--engine",
-            "inline",
-            "--device",
-            self.device,
-        ]
-        report = _command(*command)
-        rows = {
-            row["uri"]: row["row_id"]
-            for row in read_all_rows(
-                CommittedIndex.open(index), ("uri", "row_id")
-            ).to_pylist()
-        }
-        agreed = compared(
-            TokenStore.open(index).fetch([rows[str(path.absolute())] for path in paths])
-        )
+        options = ["--model", model, "--engine", "inline", "--device", self.device]
+        report = run_command("build", photos, "--out", index, "--quiet", *options)
+        stored = read_all_rows(CommittedIndex.open(index), ("uri", "row_id"))
+        rows = {row["uri"]: row["row_id"] for row in stored.to_pylist()}
+        row_ids = [rows[str(path.absolute())] for path in paths]
+        agreed = self._similar(TokenStore.open(index).fetch(row_ids), expected)
         rate = report["indexed"] / report["stage_seconds"]["encode"]
-        yield ("build, its model stage", agreed, "images/s", rate, bare_rate, limit)
+        yield Line("build, its model stage", agreed, "images/s", rate, bare_rate, limit)
+
+    def _similar(self, tokens: Blocks, expected: Blocks) -> str:
+        first = torch.from_numpy(tokens.astype(np.float32))
+        second = torch.from_numpy(expected.astype(np.float32))
+        cosines = torch.nn.functional.cosine_similarity(first, second, dim=2)
+        cosine = float(cosines.min())
+        if cosine < 0.98:
+            raise EdjeError(
+                f"a token of {self.device} has a cosine of {cosine:.3f} with that"
+                " of the CPU"
+            )
+        return f"tokens: cosine of at least {cosine:.4f}"
 
     def scoring(self, model: Path) -> Iterator[Line]:
         """Score pairs with the joint encoder."""
-        bundles = [
-            ModelBundle.load(model, device=each, verify=False)
-            for each in (str(self.device), "cpu")
-        ]
-        joint = bundles[0].joint
-        captions = [CAPTION] * 256
+        bundle = ModelBundle.load(model, device=str(self.device), verify=False)
+        reference = ModelBundle.load(model, device="cpu", verify=False)
+        joint = bundle.joint
         joint.compute_dtype = self.dtype
+        captions = [CAPTION] * 256
         blocks = torch.randn(
-            256, *bundles[0].block_shape, generator=torch.Generator().manual_seed(0)
+            256, *bundle.block_shape, generator=torch.Generator().manual_seed(0)
         ).bfloat16()
-        scorer = joint.scorer()
-        logits = scorer.score(captions, blocks).cpu()
-        expected = bundles[1].joint.scorer().score(captions, blocks)
-        difference = float((logits - expected).abs().max())
+        score = partial(joint.scorer().score, captions, blocks)
+        expected = reference.joint.scorer().score(captions, blocks)
+        difference = float((score().cpu() - expected).abs().max())
         if difference > (0.2 if self.dtype == torch.bfloat16 else 1e-3):
             raise EdjeError(
                 f"a logit of {self.device} differs by {difference:.3f} from that of"
@@ -309,86 +272,51 @@ class _Check:
         def bare() -> object:
             return joint(inputs, on_device)
 
-        rate, bare_rate = (
-            256 / self.seconds(work)
-            for work in (lambda: scorer.score(captions, blocks), bare)
-        )
-        limit = len(captions) * self.flops / _flops(bare)
-        yield (
+        yield Line(
             "re-rank",
             f"logits differ by at most {difference:.2g}",
             "pairs/s",
-            rate,
-            bare_rate,
-            limit,
+            self.rate(256, score),
+            self.rate(256, bare),
+            256 * self.flops / _flops(bare),
         )
 
     def training(self, photos: Path, model: Path, scratch: Path) -> Iterator[Line]:
         """Train the model for a few steps on photos, with made-up captions. The
         losses must be those of the CPU.
         """
-        words = json.dumps(
-            [
-                f"a picture of {word}"
-                for word in ("dogs", "snow", "a red car", "two people")
-            ]
-        )
-        lines = [
-            f'{{"image": "{path.absolute()}", "captions": {words}}}\n'
-            for path in _photos(photos)
-        ]
         captions = scratch / "captions.jsonl"
+        with captions.open("w") as file:
+            for at, path in enumerate(_photos(photos)):
+                texts = [f"a picture {at} of {subject}" for subject in _SUBJECTS]
+                line = {"image": str(path.absolute()), "captions": texts}
+                file.write(json.dumps(line) + "\n")
         losses = []
         rates = []
-        captions.write_text(
-            "".join(
-                line.replace("picture of", f"picture {at} of")
-                for at, line in enumerate(lines)
-            )
-        )
         for device in (str(self.device), "cpu"):
             out = scratch / f"trained-{device.replace(':', '-')}"
             if not out.exists():
-                changes = (
+                settings = (
                     *_TRAINING,
                     f"run.device={device}",
                     f"loop.dtype={str(self.dtype).removeprefix('torch.')}",
                 )
-                options = [part for change in changes for part in ("--set", change)]
-                _command(
-                    "train",
-                    captions,
-                    "--model",
-                    model,
-                    "--init",
-                    model,
-                    "--out",
-                    out,
-                    *options,
-                )
+                options = [f"--set={setting}" for setting in settings]
+                models = ["--model", model, "--init", model]
+                run_command("train", captions, "--out", out, *models, *options)
             log = out.with_suffix(".run") / "log.jsonl"
             steps = [json.loads(line) for line in log.read_text().splitlines()]
             losses.append(np.array([step["loss"] for step in steps if "loss" in step]))
-            rates.append(
-                _PAIRS
-                / statistics.median(
-                    step["step_seconds"] for step in steps if "step_seconds" in step
-                )
-            )
+            seconds = [step["step_seconds"] for step in steps if "step_seconds" in step]
+            rates.append(_PAIRS / statistics.median(seconds))
         difference = float(np.abs(losses[0] - losses[1]).max())
         if difference > 0.05:
             raise EdjeError(
                 f"losses of {self.device} differ by {difference:.3f} from those of"
                 " the CPU"
             )
-        yield (
-            "train step",
-            f"losses differ by at most {difference:.2g}",
-            "pairs/s",
-            rates[0],
-            None,
-            None,
-        )
+        agreed = f"losses differ by at most {difference:.2g}"
+        yield Line("train step", agreed, "pairs/s", rates[0])
 
     def neighbours(self, index: Path) -> Iterator[Line]:
         """Build a nearest-neighbour index. FAISS uses the GPU if the package
@@ -397,17 +325,19 @@ class _Check:
         has_gpu = self.device.type == "cuda" and "faiss-gpu-cu12" in {
             each.name for each in distributions()
         }
+        processor = "GPU" if has_gpu else "CPU"
         started = time.perf_counter()
         recall = add_ann(index, AnnRequest("IVF16,Flat")).ann["recall"]["value"]
         rate = self.rows / (time.perf_counter() - started)
-        yield (
-            f"FAISS on the {'GPU' if has_gpu else 'CPU'}",
-            f"recall of {recall:.3f}",
-            "rows/s",
-            rate,
-            None,
-            None,
+        yield Line(
+            f"FAISS on the {processor}", f"recall of {recall:.3f}", "rows/s", rate
         )
+
+
+def _same_bits(what: str, found: torch.Tensor, expected: torch.Tensor) -> str:
+    if not torch.equal(found.cpu().view(torch.int16), expected.view(torch.int16)):
+        raise EdjeError(f"{what} gives other bits than the codec on the CPU")
+    return "equal bits"
 
 
 def _photos(folder: Path) -> list[Path]:
@@ -425,25 +355,6 @@ def _flops(work: Callable[[], object]) -> int:
     return int(counter.get_total_flops())
 
 
-def _command(*arguments: object) -> dict[str, Any]:
-    """Run a command of the package with `--json`, and return what it prints."""
-    command = [
-        sys.executable,
-        "-m",
-        "pipelines.cli",
-        *map(str, arguments),
-        "--json",
-        "--quiet",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise EdjeError(
-            f"edje-index {arguments[0]} failed: {done.stderr.strip()[-500:]}"
-        )
-    report: dict[str, Any] = json.loads(done.stdout)
-    return report
-
-
 def report_lines(report: dict[str, Any]) -> list[str]:
     """Return the report as Markdown."""
     limits = report["limits"]
@@ -457,19 +368,26 @@ def report_lines(report: dict[str, Any]) -> list[str]:
         ),
         "",
         *table(
-            (*_COLUMNS, "share of the limit"),
-            [
-                (
-                    *words,
-                    *("" if number is None else f"{number:,.4g}" for number in numbers),
-                    share,
-                )
-                for *words, rate, bare, limit in report["lines"]
-                for numbers, share in [
-                    ((rate, bare, limit), f"{rate / limit:.2f}" if limit else "")
-                ]
-            ],
+            (
+                "part",
+                "compared with the CPU",
+                "unit",
+                "rate",
+                "bare loop",
+                "limit",
+                "share of the limit",
+            ),
+            [_cells(line) for line in report["lines"]],
         ),
+    ]
+
+
+def _cells(line: Line) -> list[str]:
+    share = line.limit and line.rate / line.limit
+    numbers = (line.rate, line.bare, line.limit, share)
+    return [
+        *line[:3],
+        *("" if number is None else f"{number:,.4g}" for number in numbers),
     ]
 
 
@@ -486,7 +404,8 @@ if __name__ == "__main__":
         result = gpu_check(given.photos, given.model, device=given.device)
     except EdjeError as problem:
         sys.exit(f"error: {problem}")
-    text = report_lines(result)
-    print("\n".join(text))
+    text = "\n".join(report_lines(result))
+    print(text)
     if given.report is not None:
-        write_report(result, given.report, "gpu-check", text)
+        dated = f"{result['environment']['date']}-gpu-check"
+        write_report(given.report, f"{text}\n", result, dated)

@@ -54,6 +54,22 @@ def call_in_process(
     return json.loads(done.stdout)
 
 
+def run_command(*arguments: object) -> dict[str, Any]:
+    """Run `edje-index ARGUMENTS --json`, and return the object that it prints.
+
+    Raises:
+        EdjeError: the command failed.
+    """
+    words = [sys.executable, "-m", "pipelines.cli", *map(str, arguments), "--json"]
+    done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        raise EdjeError(
+            f"edje-index {arguments[0]} ended with exit code {done.returncode}"
+        )
+    report: dict[str, Any] = json.loads(done.stdout)
+    return report
+
+
 if __name__ == "__main__":
     answers = os.fdopen(os.dup(1), "w")
     # libraries may print to stdout, which must not look like an answer

@@ -1,13 +1,11 @@
 """What the reports of all benchmarks share: median ratios, Markdown tables, and the
-files of a report.
+machine.
 """
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from typing import Any, TypeAlias
 
 Say: TypeAlias = Callable[[str], None]
@@ -40,19 +38,3 @@ def machine(environment: dict[str, Any]) -> str:
         f" {environment['memory_gib']} GiB, Linux {environment['kernel']}, Python"
         f" {environment['python']}, {versions}."
     )
-
-
-def write_report(
-    report: dict[str, Any], folder: Path, name: str, lines: Sequence[str]
-) -> list[Path]:
-    """Write `<date>-<name>.md` with `lines` and `<date>-<name>.json` to `folder`.
-    Return both paths.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    text, data = (
-        folder / f"{report['environment']['date']}-{name}.{suffix}"
-        for suffix in ("md", "json")
-    )
-    text.write_text("\n".join(lines) + "\n")
-    data.write_text(json.dumps(report, indent=1, sort_keys=True, default=str) + "\n")
-    return [text, data]

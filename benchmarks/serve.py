@@ -65,13 +65,11 @@ def bench_serve(
     say: Say,
     *,
     model: Path | None = None,
-    dtype: str = "float32",
     pools: Sequence[int] = (100,),
-    precisions: Sequence[str] = (),
     clients: Sequence[int] = (1, 4, 16, 64),
     seconds: float = 20.0,
 ) -> dict[str, Any]:
-    """Measure every pool and precision, and return the report. Linux only.
+    """Measure every pool, and return the report. Linux only.
 
     The other arguments are options of `edje-index bench serve`. After the last of
     `queries`, the first is used again. `say` receives one line of text after each
@@ -85,13 +83,10 @@ def bench_serve(
         str(index),
         "--port",
         "0",
-        "--dtype",
-        dtype,
     ]
     command += [] if model is None else ["--model", str(model)]
     settings = {
         "queries": len(queries),
-        "dtype": dtype,
         "pools": pools,
         "clients": clients,
         "seconds": seconds,
@@ -114,10 +109,9 @@ def bench_serve(
                 raise EdjeError(
                     f"the service did not start: {errors.read()[-2000:].strip()}"
                 )
+            precision = finest(Manifest.load(index).spec.precisions)
             report["memory_at_start"] = peak_memory(process.pid)
-            for precision, pool in itertools.product(
-                precisions or [finest(Manifest.load(index).spec.precisions)], pools
-            ):
+            for pool in pools:
                 say(f"pool {pool}, {precision}")
                 bodies = [
                     {
@@ -333,8 +327,7 @@ def report_lines(report: dict[str, Any]) -> Iterator[str]:
     yield f"# Service under load, {report['environment']['date']}\n"
     yield machine(report["environment"])
     yield (
-        f"{settings['queries']} queries, `--dtype {settings['dtype']}`,"
-        f" {settings['seconds']:g} s per measurement.\n"
+        f"{settings['queries']} queries, {settings['seconds']:g} s per measurement.\n"
     )
     for entry in report["workloads"]:
         yield f"## Pool {entry['pool']}, {entry['precision']}\n"

@@ -3,7 +3,8 @@ gives the whole commands.
 
     python -m models.make towers TOWERS python -m models.make embedding CAPTIONS --dev
     DEV_CAPTIONS --towers TOWERS --out EMBEDDING edje-index train CAPTIONS --dev
-    DEV_CAPTIONS --vision local-dir:EMBEDDING --language TOWERS/minilm_l6_h384 ...
+    DEV_CAPTIONS --set inputs.vision=local-dir:EMBEDDING --language
+    TOWERS/minilm_l6_h384 ...
     python -m models.make pack BUNDLE PACKED --towers TOWERS
 
 Packing rounds the weights. Evaluate the bundle that `edje-index model get` writes, not

@@ -58,7 +58,10 @@ _WARM_UP = 1024
 _CHECKED = 32
 FIO = "the device (fio)"
 _FIO_OPTIONS = ("--ioengine=io_uring", "--direct=1", "--iodepth=64")
-_FIO_SETTING = f"the program fio with {' '.join(_FIO_OPTIONS)}, data discarded"
+SETTINGS = {
+    FIO: f"the program fio with {' '.join(_FIO_OPTIONS)}, data discarded",
+    **{name: subject.setting for name, subject in SUBJECTS.items()},
+}
 # a sample of a larger index, because fio opens all files at once
 _FIO_FILES = 500
 # smallest fraction of the requested bytes that a cold run must read from the disk
@@ -78,11 +81,17 @@ class Workload:
         cache: state of the page cache before the run, "cold" or "warm".
     """
 
-    title: str
     is_contiguous: bool
     blocks: int
     pool: int
     cache: str
+
+    @property
+    def title(self) -> str:
+        if self.pool < self.blocks:
+            return f"Queries of {self.pool} blocks each, one at a time, {self.cache}"
+        order = "contiguous" if self.is_contiguous else "random"
+        return f"{self.blocks:,} {order} blocks in one call, {self.cache}"
 
 
 def bench_fetch(
@@ -94,7 +103,6 @@ def bench_fetch(
     cold: bool | None = None,
     peers: bool = False,
     repeats: int = 5,
-    scratch: Path | None = None,
 ) -> dict[str, Any]:
     """Run the benchmark and return the report. Temporary files are removed at the end.
 
@@ -114,8 +122,7 @@ def bench_fetch(
     precisions = tuple(dict.fromkeys(precisions)) or (finest(spec.precisions),)
     for name in precisions:
         TokenStore.open(index, name).close()
-    scratch = scratch or index.resolve().parent
-    scratch.mkdir(parents=True, exist_ok=True)
+    scratch = index.resolve().parent
     versions = {name: installed_version(name) for name in PEERS if peers}
     ready = [name for name, version in versions.items() if version is not None]
     sizes = {
@@ -128,8 +135,8 @@ def bench_fetch(
     if copies and needed_bytes > free:
         raise UsageError(
             f"{scratch} has {free / 1e9:.1f} GB free, but the copies for other"
-            f" libraries need {needed_bytes / 1e9:.1f} GB; choose another scratch"
-            " folder, or leave out --peers"
+            f" libraries need {needed_bytes / 1e9:.1f} GB; make room, or leave"
+            " out --peers"
         )
     notes = [
         f"{name} is left out: {PEERS[name].package} is not installed"
@@ -160,20 +167,20 @@ def bench_fetch(
     ) as temporary:
         for precision in precisions:
             source = StoredRecords(index, precision)
-            folders = {
-                name: Path(temporary) / precision / name
-                for name in ("edje", "memcpy", *ready)
-            }
+            copies_folder = Path(temporary) / precision
             measured_peers = []
             for name in ready:
-                folders[name].mkdir(parents=True)
+                folder = copies_folder / name
+                folder.mkdir(parents=True)
                 try:
                     if PEERS[name].copies:
                         say(f"{precision}: writing the copy for {name}")
-                        arguments = (str(index), precision, str(folders[name]), name)
                         call_in_process(
                             "benchmarks.fetch.bench:write_copy",
-                            *arguments,
+                            str(index),
+                            precision,
+                            str(folder),
+                            name,
                             timeout=_TIMEOUT_SECONDS,
                         )
                     measured_peers.append(name)
@@ -183,7 +190,7 @@ def bench_fetch(
                         f" {error}"
                     )
             sections = {}
-            for name, (workload, subjects) in plan_sections(
+            for name, (workload, subjects) in sections_of(
                 len(source.row_ids), pool, cold, measured_peers
             ).items():
                 say(f"{name}: {workload.title}")
@@ -191,18 +198,13 @@ def bench_fetch(
                 for repeat in range(repeats):
                     turn = repeat % len(subjects)
                     for subject in (*subjects[turn:], *subjects[:turn]):
-                        if subject == FIO:
-                            run = run_fio(source, workload, repeat)
-                        else:
-                            run = _run(
-                                source, folders[subject], subject, workload, repeat
-                            )
+                        folder = copies_folder / subject
+                        run = _run(source, folder, subject, workload, repeat)
                         runs[subject].append({"repeat": repeat, **run})
-                        text = (
-                            f"DISCARDED, {run['discarded']}"
-                            if run["discarded"]
-                            else f"{rate(run):,.0f} blocks/s"
-                        )
+                        if run["discarded"]:
+                            text = f"DISCARDED, {run['discarded']}"
+                        else:
+                            text = f"{rate(run):,.0f} blocks/s"
                         say(
                             f"{name} {precision} {repeat + 1}/{repeats}  {subject}:"
                             f" {text}"
@@ -212,11 +214,7 @@ def bench_fetch(
                     "workload": asdict(workload),
                     "entries": {
                         subject: {
-                            "setting": (
-                                _FIO_SETTING
-                                if subject == FIO
-                                else SUBJECTS[subject].setting
-                            ),
+                            "setting": SETTINGS[subject],
                             "summary": summarise(
                                 runs[subject], source.record_bytes, runs["edje"]
                             ),
@@ -230,7 +228,7 @@ def bench_fetch(
                 "record_bytes": source.record_bytes,
                 "sections": sections,
             }
-            shutil.rmtree(Path(temporary) / precision, ignore_errors=True)
+            shutil.rmtree(copies_folder, ignore_errors=True)
     settings = {"index": index.name, "pool": pool, "peers": peers, "repeats": repeats}
     return {
         "environment": where,
@@ -240,7 +238,7 @@ def bench_fetch(
     }
 
 
-def plan_sections(
+def sections_of(
     rows: int, pool: int, cold: bool | None, peers: Sequence[str]
 ) -> dict[str, tuple[Workload, list[str]]]:
     """Return the workload and the subjects of each section for an index of `rows`
@@ -253,55 +251,19 @@ def plan_sections(
     fast = [name for name in ("np.memmap", "tensorstore") if name in peers]
     sections = {
         "cold random": (
-            Workload(
-                f"{count:,} random blocks in one call, cold",
-                False,
-                count,
-                count,
-                "cold",
-            ),
+            Workload(False, count, count, "cold"),
             [*device, "edje", *peers],
         ),
         "cold contiguous": (
-            Workload(
-                f"{count:,} contiguous blocks in one call, cold",
-                True,
-                count,
-                count,
-                "cold",
-            ),
+            Workload(True, count, count, "cold"),
             [*device, "edje", *fast],
         ),
-        "cold queries": (
-            Workload(
-                f"queries of {query} new blocks each, one at a time, cold",
-                False,
-                queries,
-                query,
-                "cold",
-            ),
-            ["edje", *fast],
-        ),
+        "cold queries": (Workload(False, queries, query, "cold"), ["edje", *fast]),
         "warm random": (
-            Workload(
-                f"{count:,} random blocks in one call, in the page cache",
-                False,
-                count,
-                count,
-                "warm",
-            ),
+            Workload(False, count, count, "warm"),
             ["memcpy", "edje", *fast],
         ),
-        "warm queries": (
-            Workload(
-                f"queries of {query} blocks, in the page cache",
-                False,
-                queries,
-                query,
-                "warm",
-            ),
-            ["edje", *fast],
-        ),
+        "warm queries": (Workload(False, queries, query, "warm"), ["edje", *fast]),
     }
     return {
         name: each
@@ -316,17 +278,18 @@ def _run(
     """Measure one run in a new process, see `measure`. A run that fails is
     discarded, except one of this project.
     """
-    arguments = (
-        str(source.root),
-        source.precision,
-        str(folder),
-        subject,
-        asdict(workload),
-        seed,
-    )
+    if subject == FIO:
+        return run_fio(source, workload, seed)
     try:
         run: Run = call_in_process(
-            "benchmarks.fetch.bench:measure", *arguments, timeout=_TIMEOUT_SECONDS
+            "benchmarks.fetch.bench:measure",
+            str(source.root),
+            source.precision,
+            str(folder),
+            subject,
+            asdict(workload),
+            seed,
+            timeout=_TIMEOUT_SECONDS,
         )
     except EdjeError as error:
         if subject == "edje":
@@ -616,7 +579,7 @@ def report_lines(report: dict[str, Any]) -> Iterator[str]:
         )
         for name, section in measured["sections"].items():
             entries = section["entries"]
-            yield f"\n### {section['title'][0].upper()}{section['title'][1:]}\n"
+            yield f"\n### {section['title']}\n"
             header = (
                 "",
                 "blocks",
@@ -633,12 +596,13 @@ def report_lines(report: dict[str, Any]) -> Iterator[str]:
                     rows.append([subject, "every run was discarded", *[""] * 5])
                     continue
                 low, high = summary["gb_per_s_range"]
+                ratio = "" if summary["ratio"] is None else f"{summary['ratio']:.2f}"
                 rows.append(
                     [
                         subject,
                         f"{summary['blocks']:,.0f}",
                         f"{summary['gb_per_s']:.3f} ({low:.3f} - {high:.3f})",
-                        "" if summary["ratio"] is None else f"{summary['ratio']:.2f}",
+                        ratio,
                         f"{summary['cpu_us_per_block']:.1f}",
                         f"{summary['amplification']:.3f}",
                         " / ".join(

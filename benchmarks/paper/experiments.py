@@ -1,20 +1,24 @@
-"""The tables and figures of the EDJE paper: their rows with the published values,
-and how each row is measured.
+"""The tables and figures of the EDJE paper, and how each of their rows is measured.
+
+`published.toml` has the titles, the columns and the published values.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+import tomllib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from benchmarks.paper.study import (
+    LANGUAGES,
     LOCAL,
     MAIN_TOWER,
     OUT,
     POOL,
+    TOWERS,
     MissingDataError,
     Study,
     Variant,
@@ -27,11 +31,6 @@ Values: TypeAlias = Sequence[float | None]
 """Values by column, without the last columns if they are unknown. None is an
 unknown value.
 """
-Row: TypeAlias = tuple[str, Values, Callable[..., Values] | None, tuple[Any, ...]]
-"""(label, published values, function, arguments). `function(study, *arguments)`
-measures the row. The function is None for other models, which show only the published
-values.
-"""
 
 
 @dataclass(frozen=True)
@@ -40,13 +39,17 @@ class Experiment:
 
     Attributes:
         source: table, figure or section of the EDJE paper.
+        rows: published values by row; a value that the paper does not give is NaN.
+        measurements: function and arguments by row: `function(study, *arguments)`
+            measures the row. Other rows show only the published values.
     """
 
     title: str
     source: str
-    columns: tuple[str, ...]
-    rows: Sequence[Row]
-    notes: tuple[str, ...] = ()
+    columns: Sequence[str]
+    rows: Mapping[str, Sequence[float]]
+    measurements: Mapping[str, tuple[Callable[..., Values], *tuple[Any, ...]]]
+    notes: Sequence[str] = ()
 
 
 def run_experiments(
@@ -69,7 +72,9 @@ def run_experiments(
                 out / f"{name}.md", "\n".join([*report_lines(report), ""]).encode()
             )
         if "prior-art" in reports:
-            figure = scatter_plot(reports["prior-art"]["rows"], "64 pairs, ms", _R1[0])
+            figure = scatter_plot(
+                reports["prior-art"]["rows"], "64 pairs, ms", "Flickr T2I"
+            )
             write_bytes_atomic(out / FIGURE, figure.encode())
     return reports
 
@@ -84,34 +89,31 @@ def measured(experiment: Experiment, study: Study) -> dict[str, Any]:
     """
     rows = []
     has_values = []
-    values: Values
-    for label, paper, function, arguments in experiment.rows:
-        values = ()
+    for label, published in experiment.rows.items():
+        values: Values = ()
         missing = None
-        if function is not None:
+        if label in experiment.measurements:
+            function, *arguments = experiment.measurements[label]
             try:
                 values = function(study, *arguments)
             except MissingDataError as error:
                 missing = str(error)
             has_values.append(any(value is not None for value in values))
-        own, published = (
-            dict(zip(experiment.columns, each, strict=False))
-            for each in (values, paper)
-        )
-        rows.append(
-            {"label": label, "own": own, "paper": published, "missing": missing}
-        )
+        paper = {
+            column: value
+            for column, value in zip(experiment.columns, published, strict=False)
+            if not math.isnan(value)
+        }
+        own = dict(zip(experiment.columns, values, strict=False))
+        rows.append({"label": label, "own": own, "paper": paper, "missing": missing})
+    state = "needs data"
+    if any(has_values):
+        state = "complete" if all(has_values) else "partial"
     return {
         "title": experiment.title,
         "source": experiment.source,
         "columns": experiment.columns,
-        "state": (
-            "complete"
-            if all(has_values)
-            else "partial"
-            if any(has_values)
-            else "needs data"
-        ),
+        "state": state,
         "rows": rows,
         "notes": experiment.notes,
     }
@@ -184,7 +186,9 @@ def scatter_plot(rows: Sequence[dict[str, Any]], x: str, y: str) -> str:
 
 
 def _cell(own: float | None, paper: float | None) -> str:
-    left = "-" if own is None else f"{own:,.1f}" if abs(own) >= 1 else f"{own:.3g}"
+    left = "-"
+    if own is not None:
+        left = f"{own:,.1f}" if abs(own) >= 1 else f"{own:.3g}"
     return left if paper is None else f"{left} ({paper:.4g})"
 
 
@@ -195,7 +199,6 @@ _RECALLS = tuple(
 _FULL_RECALLS = tuple(
     f"{direction} R@{cutoff}" for direction in _DIRECTIONS for cutoff in (5, 10, 20)
 )
-_R1 = ("Flickr T2I", "Flickr I2T", "COCO T2I", "COCO I2T")
 _POOLS = (5, 10, 20, 50, 100)
 _PRECISIONS = ("bf16", "fp8", "nvfp4", "sign1")
 FIGURE = "prior-art.svg"
@@ -280,9 +283,7 @@ def _embeddings_r1(study: Study) -> Values:
 
 def _quantized(study: Study, variant: Variant, precision: str) -> Values:
     options = [word for name in _PRECISIONS for word in ("--precision", name)]
-    results = study.results(
-        study.trained(variant), "flickr", (10,), *options, "--direction", "t2i"
-    )
+    results = study.results(study.trained(variant), "flickr", (10,), *options)
     sizes = (
         each["bytes_per_image"] / 1000
         for each in results
@@ -381,8 +382,6 @@ def _rerank(study: Study, bundle: Path, *options: object) -> dict[str, Any]:
         _BATCH,
         "--threads",
         usable_cpus(),
-        "--repeats",
-        3,
     ]
     return study.command("rerank", *command, *options)[1]
 
@@ -399,331 +398,84 @@ def _vision_milliseconds(study: Study, bundle: Path) -> float | None:
     )
 
 
-# By towers: recalls of the embeddings alone, and re-ranked locally.
-_ZERO_SHOT = {
-    "clip-b16-224": (
-        (62.1, 85.6, 91.8, 81.3, 96.1, 98.3),
-        (76.8, 90.7, 91.7, 91.1, 98.2, 98.4),
-    ),
-    "clip-l14-224": (
-        (65.2, 87.0, 92.1, 85.1, 97.1, 98.9),
-        (80.6, 91.4, 92.2, 92.8, 98.5, 98.9),
-    ),
-    "clip-l14-336": (
-        (67.7, 88.8, 93.3, 86.7, 98.2, 99.0),
-        (81.9, 92.8, 93.3, 93.8, 98.6, 99.9),
-    ),
-    "dfn-l14-224": (
-        (75.1, 92.7, 96.0, 90.0, 98.6, 99.4),
-        (77.5, 94.0, 96.1, 91.1, 98.4, 99.4),
-    ),
-    "metaclip-l14-224": (
-        (76.3, 93.6, 96.3, 90.6, 98.5, 99.5),
-        (79.2, 94.5, 96.3, 91.9, 99.0, 99.5),
-    ),
-    "siglip2-b16-384": (
-        (82.1, 95.5, 97.9, 93.8, 99.3, 99.9),
-        (84.3, 96.6, 97.9, 94.3, 99.9, 99.9),
-    ),
-    "siglip2-l16-384": (
-        (82.3, 96.0, 98.0, 94.8, 99.6, 99.9),
-        (87.8, 97.3, 98.0, 96.5, 99.8, 99.9),
-    ),
-}
-_LOCAL_RECALLS = _ZERO_SHOT[MAIN_TOWER][1]
 _CLIP = "clip-l14-336"
-_SIGLIP = MAIN_TOWER
 _NO_MLM = "objective.mlm_weight=0"
 _NO_RECOVERY = "objective.recovery_weight=0"
-
-EXPERIMENTS: dict[str, Experiment] = {
-    "prior-art": Experiment(
-        "Comparison with prior art, R@1 in percent",
-        "Table 2 and Figure 1 (b)",
-        (
-            *_R1,
-            "kB per image",
-            "joint encoder, M parameters",
-            "64 pairs, ms",
-            "64 images, ms",
+_BOTH = (("local", LOCAL), ("64 tokens", _COMPRESSED))
+_MEASUREMENTS: dict[str, dict[str, tuple[Callable[..., Values], *tuple[Any, ...]]]] = {
+    "prior-art": {
+        "Local, ViT-B/16": (_prior_art, replace(LOCAL, tower="siglip2-b16-384")),
+        "Local, ViT-L/16": (_prior_art, LOCAL),
+        "Compressed-128, ViT-L/16": (_prior_art, Variant(tokens=128)),
+        "Compressed-64, ViT-L/16": (_prior_art, _COMPRESSED),
+    },
+    "zero-shot": {
+        f"{tower}: {kind}": (_recalls, replace(LOCAL, tower=tower), pool)
+        for tower in TOWERS
+        for kind, pool in (("embeddings", None), ("re-ranked", POOL))
+    },
+    "tokens": {
+        "local": (_recalls, LOCAL),
+        **{
+            f"{tokens} tokens": (_recalls, Variant(tokens=tokens))
+            for tokens in (32, 64, 128, 256)
+        },
+    },
+    "pool-size": {
+        f"{name}, pool {pool}": (_recalls, variant, pool, _POOLS)
+        for name, variant in _BOTH
+        for pool in _POOLS
+    },
+    "objectives": {
+        "matching": (_recalls, replace(LOCAL, settings=(_NO_MLM, _NO_RECOVERY))),
+        "matching, masked words": (_recalls, replace(LOCAL, settings=(_NO_RECOVERY,))),
+        "matching, masked words, recovery": (_recalls, LOCAL),
+    },
+    "distillation": {
+        "without": (_recalls, Variant(distilled=False)),
+        "with": (_recalls, _COMPRESSED),
+    },
+    "adapters": {
+        "embeddings alone": (_embeddings_r1,),
+        **{
+            adapter: (_r1, Variant(adapter=adapter))
+            for adapter in ("strided", "clustered", "pruned", "compressed")
+        },
+    },
+    "language-model": {
+        language: (
+            _recalls,
+            replace(LOCAL, tower="siglip2-b16-384", language=language),
+        )
+        for language in LANGUAGES
+    },
+    "mining": {
+        _CLIP: (_r1, replace(LOCAL, tower=_CLIP)),
+        f"{_CLIP}, mined by {MAIN_TOWER}": (
+            _r1,
+            replace(LOCAL, tower=_CLIP, miner=MAIN_TOWER),
         ),
-        [
-            (label, paper, _prior_art if variant else None, (variant,))
-            for label, variant, paper in (
-                ("ALBEF, ViT-B/16", None, (82.8, 94.1, 60.7, 77.6, 1769, 147, 45.92)),
-                (
-                    "BLIP, ViT-B/16",
-                    None,
-                    (84.9, 94.8, 63.1, 80.6, 1769, 139, 83.27, 400),
-                ),
-                (
-                    "BLIP, ViT-L/16",
-                    None,
-                    (86.7, 96.7, 65.1, 82.4, 2359, 139, 101.61, 1400),
-                ),
-                (
-                    "BLIP-2, ViT-L/16",
-                    None,
-                    (88.6, 96.9, 66.3, 83.5, 2359, 167, 98.64, 1400),
-                ),
-                (
-                    "Local, ViT-B/16",
-                    replace(LOCAL, tower="siglip2-b16-384"),
-                    (84.3, 94.3, 60.9, 76.1, 442, 33, 2.86),
-                ),
-                ("Local, ViT-L/16", LOCAL, (87.8, 96.5, 64.9, 81.0, 442, 33, 4.14)),
-                (
-                    "Compressed-128, ViT-L/16",
-                    Variant(tokens=128),
-                    (87.1, 96.3, 64.6, 81.0, 98, 33, 2.04),
-                ),
-                (
-                    "Compressed-64, ViT-L/16",
-                    _COMPRESSED,
-                    (86.9, 96.4, 64.6, 80.9, 49, 33, 1.91),
-                ),
-            )
-        ],
-        (
-            (
-                "The published times were measured on an A6000 GPU, and our times on"
-                " this machine."
-            ),
-            (
-                "64 images is the time of the vision tower, which runs once per image."
-                " The paper's Figure 1 shows it."
-            ),
-            (
-                f"{FIGURE} plots R@1 over the time of 64 pairs, as Figure 1 (b) does."
-                " ALBEF and BLIP were not measured."
-            ),
-        ),
-    ),
-    "zero-shot": Experiment(
-        "Zero-shot retrieval on Flickr30k, in percent",
-        "Table 1",
-        _RECALLS,
-        [
-            (f"{tower}: {kind}", paper, _recalls, (replace(LOCAL, tower=tower), pool))
-            for tower, (embeddings, reranked) in _ZERO_SHOT.items()
-            for kind, paper, pool in (
-                ("embeddings", embeddings, None),
-                ("re-ranked", reranked, POOL),
-            )
-        ],
-    ),
-    "tokens": Experiment(
-        "Recall by number of tokens, in percent",
-        "Figure: retrieval performance vs. number of tokens",
-        _RECALLS,
-        [
-            ("32 tokens", (), _recalls, (Variant(tokens=32),)),
-            ("64 tokens", (86.9, None, None, 96.4), _recalls, (Variant(tokens=64),)),
-            ("128 tokens", (87.1, None, None, 96.3), _recalls, (Variant(tokens=128),)),
-            ("256 tokens", (), _recalls, (Variant(tokens=256),)),
-            ("local", _LOCAL_RECALLS, _recalls, (LOCAL,)),
-        ],
-    ),
-    "pool-size": Experiment(
-        "Recall by pool size, in percent",
-        "Figure: retrieval performance vs. re-ranking pool size",
-        _RECALLS,
-        [
-            (
-                f"{name}, pool {pool}",
-                _LOCAL_RECALLS if (variant, pool) == (LOCAL, POOL) else (),
-                _recalls,
-                (variant, pool, _POOLS),
-            )
-            for name, variant in (("local", LOCAL), ("64 tokens", _COMPRESSED))
-            for pool in _POOLS
-        ],
-        (
-            (
-                "In our R@10 with 5 candidates, the next 5 by embeddings follow them."
-                " The published code counts 5 alone."
-            ),
-        ),
-    ),
-    "objectives": Experiment(
-        "Recall of the local model by training objective, in percent",
-        "Table: ablation on training objectives",
-        _RECALLS,
-        [
-            (
-                "matching",
-                (82.3,),
-                _recalls,
-                (replace(LOCAL, settings=(_NO_MLM, _NO_RECOVERY)),),
-            ),
-            (
-                "matching, masked words",
-                (85.5,),
-                _recalls,
-                (replace(LOCAL, settings=(_NO_RECOVERY,)),),
-            ),
-            ("matching, masked words, recovery", (87.8,), _recalls, (LOCAL,)),
-        ],
-        ("The paper calls text-embedding recovery ITC in this table.",),
-    ),
-    "distillation": Experiment(
-        "Recall with 64 tokens, with and without distillation from the local model, in"
-        " percent",
-        "Table: effect of distillation",
-        _RECALLS,
-        [
-            ("without", (83.8,), _recalls, (Variant(distilled=False),)),
-            ("with", (86.9,), _recalls, (_COMPRESSED,)),
-        ],
-    ),
-    "adapters": Experiment(
-        "Token compression to 64 tokens, R@1 in percent",
-        "Table: comparison of token-compression strategies",
-        _R1,
-        [
-            ("embeddings alone", (82.3, 94.8), _embeddings_r1, ()),
-            ("strided", (83.24, 94.1, 60.09, 77.2), _r1, (Variant(adapter="strided"),)),
-            (
-                "clustered",
-                (85.66, 96.1, 63.31, 79.76),
-                _r1,
-                (Variant(adapter="clustered"),),
-            ),
-            ("pruned", (82.4, 93.7, 58.6, 76.4), _r1, (Variant(adapter="pruned"),)),
-            ("compressed", (86.9, 96.4, 64.6, 80.9), _r1, (_COMPRESSED,)),
-        ],
-    ),
-    "language-model": Experiment(
-        "Recall by language model, in percent",
-        "Table: MiniLM and BERT-Base",
-        _RECALLS,
-        [
-            (
-                language,
-                paper,
-                _recalls,
-                (replace(LOCAL, tower="siglip2-b16-384", language=language),),
-            )
-            for language, paper in (
-                ("minilm-l12", (84.3, 96.6, 97.9, 94.3, 99.9, 99.9)),
-                ("bert-base", (84.52, 96.58, 97.9, 93.9, 99.9, 99.9)),
-            )
-        ],
-        (
-            (
-                "The text of the paper names the compressed model, but the MiniLM row"
-                " has the values of the local model."
-            ),
-        ),
-    ),
-    "mining": Experiment(
-        "Mining of hard negatives with other towers, R@1 in percent",
-        "Tables: cross-model negative mining",
-        _R1,
-        [
-            (label, paper, _r1, (variant,))
-            for label, paper, variant in (
-                (_CLIP, (81.9, 93.8, 54.6, 70.7), replace(LOCAL, tower=_CLIP)),
-                (
-                    f"{_CLIP}, mined by {_SIGLIP}",
-                    (81.8, 93.5, 54.6, 70.8),
-                    replace(LOCAL, tower=_CLIP, miner=_SIGLIP),
-                ),
-                (_SIGLIP, (87.8, 96.5, 64.9, 81.0), LOCAL),
-                (
-                    f"{_SIGLIP}, mined by {_CLIP}",
-                    (81.5, 93.0, 58.9, 74.48),
-                    replace(LOCAL, miner=_CLIP),
-                ),
-            )
-        ],
-    ),
-    "quantization": Experiment(
-        "Recall by precision of the stored tokens",
-        "Figure: recall against storage size, with numbers only for BF16",
-        ("T2I R@1", "kB per image"),
-        [
-            (
-                f"{name}, {precision}",
-                paper if precision == "bf16" else (),
-                _quantized,
-                (variant, precision),
-            )
-            for name, variant, paper in (
-                ("local", LOCAL, (87.8, 442.0)),
-                ("64 tokens", _COMPRESSED, (86.9, 49.0)),
-            )
-            for precision in _PRECISIONS
-        ],
-    ),
-    "alignment": Experiment(
-        "Alignment score S of caption words and image tokens",
-        "Figure: distribution of alignment scores",
-        ("tokens", "mean", "standard deviation", "effect size"),
-        [
-            ("local", (576, 0.2404, 0.0405), _aligned, ("first", LOCAL)),
-            (
-                "compressed",
-                (64, 0.2516, 0.0491, 0.39),
-                _aligned,
-                ("second", _COMPRESSED),
-            ),
-        ],
-    ),
-    "words": Experiment(
-        "Nearest words of the tokens of 1,000 test images",
-        "Figures: three word clouds, without numbers",
-        ("tokens", "different words", "nearest to an unused word, percent"),
-        [
-            ("compressed", (64,), _words, (_COMPRESSED,)),
-            ("local", (576,), _words, (LOCAL,)),
-        ],
-        (
-            (
-                "steps/words-*/explain.html shows the word clouds of six images. The"
-                " paper does not name its two photos."
-            ),
-        ),
-    ),
-    "full-dataset": Experiment(
-        "Retrieval among all images and captions of a dataset, in percent",
-        "Tables: Flickr Full and COCO Full, pool 100",
-        _FULL_RECALLS,
-        [
-            ("flickr, LightningDOT", (60.1, 69.5, 78.3, 75.1, 83.9, 90.5), None, ()),
-            ("flickr", (78.32, 84.54, 89.58, 92.4, 95.9, 97.7), _full, ("flickr",)),
-            ("coco, LightningDOT", (37.3, 46.8, 56.4, 48.0, 59.0, 68.9), None, ()),
-            ("coco", (52.23, 60.55, 68.08, 69.86, 76.96, 82.64), _full, ("coco",)),
-        ],
-    ),
-    "io-test": Experiment(
-        "Fetching half of the blocks of an index, in contiguous and in random order",
-        "Section: Token-Fetch I/O Considerations",
-        ("GB/s, contiguous", "GB/s, random"),
-        [("blocks of 64 x 384", (2.46 / 0.39, 2.46 / 0.59), _fetch, ())],
-        (
-            (
-                "The paper read 50,000 of 100,000 blocks through a memory-mapped NumPy"
-                " array on a PCIe 4.0 disk, and does not say whether the page cache was"
-                " empty. Our runs start with an empty page cache, and decode blocks to"
-                " BF16."
-            ),
-        ),
-    ),
-    "time-breakdown": Experiment(
-        "Time of each stage of a query of 64 candidates",
-        "Figure 1 (a), without numbers",
-        (*(f"{stage}, ms" for stage in _STAGES), "vision tower, ms"),
-        [
-            (name, (), _query_times, (variant,))
-            for name, variant in (("local", LOCAL), ("64 tokens", _COMPRESSED))
-        ],
-        (
-            (
-                "A joint encoder without stored tokens would run the vision tower on"
-                " all candidates of every query."
-            ),
-        ),
-    ),
+        MAIN_TOWER: (_r1, LOCAL),
+        f"{MAIN_TOWER}, mined by {_CLIP}": (_r1, replace(LOCAL, miner=_CLIP)),
+    },
+    "quantization": {
+        f"{name}, {precision}": (_quantized, variant, precision)
+        for name, variant in _BOTH
+        for precision in _PRECISIONS
+    },
+    "alignment": {
+        "local": (_aligned, "first", LOCAL),
+        "compressed": (_aligned, "second", _COMPRESSED),
+    },
+    "words": {"compressed": (_words, _COMPRESSED), "local": (_words, LOCAL)},
+    "full-dataset": {name: (_full, name) for name in ("flickr", "coco")},
+    "io-test": {"blocks of 64 x 384": (_fetch,)},
+    "time-breakdown": {name: (_query_times, variant) for name, variant in _BOTH},
+}
+EXPERIMENTS = {
+    name: Experiment(**published, measurements=_MEASUREMENTS[name])
+    for name, published in tomllib.loads(
+        Path(__file__).with_name("published.toml").read_text()
+    ).items()
 }
 """The experiments of `bench paper`, by name."""

@@ -18,14 +18,13 @@ from __future__ import annotations
 import hashlib
 import json
 import shlex
-import subprocess
-import sys
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.process import run_command
 from benchmarks.report import Say
 from edje_index.captions.reading import read_captions
 from storage_formats.atomic import write_bytes_atomic
@@ -192,15 +191,13 @@ class Study:
         self._listed.add(line)
         if not self._listing:
             folder.mkdir(parents=True, exist_ok=True)
-            words = [sys.executable, "-m", "pipelines.cli", *command, "--json"]
-            done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=False)
-            if done.returncode:
+            try:
+                report = run_command(*command)
+            except EdjeError as error:
                 raise EdjeError(
-                    f"edje-index {command[0]} ended with exit code {done.returncode}:"
-                    " fix the cause in the output above and run the study again, which"
-                    f" keeps finished steps; the command was: {line}"
-                )
-            report = json.loads(done.stdout)
+                    f"{error}: fix the cause in the output above and run the study"
+                    f" again, which keeps finished steps; the command was: {line}"
+                ) from None
             write_bytes_atomic(stored, json.dumps(report, indent=1).encode())
         return folder, report
 

@@ -127,7 +127,7 @@ class ExplainedRow:
 
 
 @dataclass(frozen=True)
-class Distribution:
+class AlignmentScores:
     """Statistics of the alignment scores of many pairs: number, mean, sample
     standard deviation, and histogram.
     """
@@ -169,8 +169,8 @@ class Alignment:
     """
 
     edges: tuple[float, ...]
-    first: Distribution
-    second: Distribution | None
+    first: AlignmentScores
+    second: AlignmentScores | None
     test: PairedTest | None
     left_out: int
 
@@ -197,7 +197,7 @@ class Alignment:
         for values in counted:
             counts = tuple(np.histogram(values, edges)[0].tolist())
             made.append(
-                Distribution(
+                AlignmentScores(
                     len(values), float(values.mean()), float(values.std(ddof=1)), counts
                 )
             )

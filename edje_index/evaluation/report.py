@@ -30,15 +30,18 @@ _RANKING = (
 _DISTRIBUTION = ("p1", "p5", "p50", "mean", "p95", "p99", "worst")
 
 
-def write_report(folder: Path, markdown: str, value: dict[str, Any]) -> None:
-    """Write `report.md` and `report.json` to the directory `folder`. A missing
+def write_report(
+    folder: Path, markdown: str, value: dict[str, Any], name: str = "report"
+) -> None:
+    """Write `<name>.md` and `<name>.json` to the directory `folder`. A missing
     directory is created.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "report.md").write_text(markdown, encoding="utf-8")
-        (folder / "report.json").write_text(
-            json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8"
+        (folder / f"{name}.md").write_text(markdown, encoding="utf-8")
+        (folder / f"{name}.json").write_text(
+            json.dumps(value, indent=2, sort_keys=True, default=str) + "\n",
+            encoding="utf-8",
         )
     except OSError as error:
         raise UsageError(

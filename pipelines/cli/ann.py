@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from pipelines.cli.lazy_group import LazyGroup
-from pipelines.cli.options import json_option, location, memory_option, quiet_option
+from pipelines.cli.options import json_option, location
 from pipelines.cli.output import note, print_json, print_line, running_job
 from pipelines.progress.wording import counted, human_bytes
 from storage_formats.remote.urls import IndexLocation
@@ -23,7 +23,6 @@ def group() -> None:
 @click.option(
     "--ann",
     default="auto",
-    show_default=True,
     metavar="FACTORY",
     help=(
         "Kind of nearest-neighbour index: auto, or a FAISS factory string such as"
@@ -34,18 +33,13 @@ def group() -> None:
     "--recall",
     type=click.FloatRange(0, 1, min_open=True),
     default=0.95,
-    show_default=True,
     help="Target recall: share of the 100 nearest rows that a search finds.",
 )
-@memory_option
-@quiet_option
 @json_option
 def build(
     index: IndexLocation,
     ann: str,
     recall: float,
-    memory: int | None,
-    quiet: bool,
     as_json: bool,
 ) -> None:
     """Build the nearest-neighbour index of INDEX from the stored embeddings, and
@@ -63,15 +57,14 @@ def build(
     \b
     Examples:
       edje-index ann build photos.edje
-      edje-index ann build photos.edje --memory 4G
       edje-index ann build photos.edje --ann IVF4096,PQ96x4fs --recall 0.98
     """
     from edje_index.indexing.faiss_index import AnnRequest, add_ann
     from pipelines.jobs.resources import usable_memory
     from pipelines.progress.events import progress_callback, stop_at_events
 
-    request = AnnRequest(ann, recall, usable_memory(memory))
-    with running_job(quiet=quiet, resumes=False) as (on_event, should_stop):
+    request = AnnRequest(ann, recall, usable_memory(None))
+    with running_job() as (on_event, should_stop):
         report = stop_at_events(
             on_event, should_stop, "stopped; the index was not changed"
         )

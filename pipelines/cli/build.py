@@ -20,13 +20,13 @@ from pipelines.cli.options import (
     json_option,
     location,
     max_failed_option,
-    memory_option,
     model_option,
     quiet_option,
     shard_size_option,
+    size,
     stored_precisions_option,
 )
-from pipelines.cli.output import note, print_json, print_line, print_result, running_job
+from pipelines.cli.output import note, print_json, print_line, print_result, run_job
 from pipelines.progress.wording import counted, human_bytes
 from storage_formats.errors import UsageError
 from storage_formats.remote.urls import IndexLocation
@@ -91,7 +91,6 @@ _NO_MODEL = (
     "--truncated",
     type=click.Choice(["fail", "load"]),
     default="fail",
-    show_default=True,
     help=(
         "What to do with a truncated image: fail makes a failed row, load indexes the"
         " readable part of the image."
@@ -106,7 +105,15 @@ _NO_MODEL = (
         " ignore videos]"
     ),
 )
-@memory_option
+@click.option(
+    "--memory",
+    type=size,
+    metavar="SIZE",
+    help=(
+        "Plan for at most this much memory on this machine, for example 500M or 8G. "
+        " [default: the free memory]"
+    ),
+)
 @click.option(
     "--dry-run",
     is_flag=True,
@@ -151,56 +158,43 @@ def build(as_json: bool, quiet: bool, dry_run: bool, **options: Any) -> None:
     out = options["out"]
     if dry_run:
         del options["max_failed"]
-        with running_job(quiet=quiet, resumes=False) as (on_event, should_stop):
-            estimate = try_build(**options, on_event=on_event, should_stop=should_stop)
+        estimate = run_job(try_build, quiet=quiet, **options)
         if as_json:
             print_json(estimate)
             return
         inputs = estimate["inputs"]
         duplicates = estimate["duplicates"]
-        shards = estimate["shards"]
         failed = sum(estimate["failed_by_reason"].values())
-        finished = (
-            f", {estimate['finished_shards']:,} finished"
-            if estimate["finished_shards"]
-            else ""
-        )
-        print_line(
-            f"{out}: {counted(inputs, 'input')} = {inputs - duplicates - failed:,} to"
-            f" encode + {duplicates:,} duplicates + {failed:,} that cannot be read"
-        )
-        print_line(
-            f"{out}: {counted(estimate['rows'], 'row')} in"
-            f" {counted(shards, 'shard')}{finished}"
-        )
-        free = human_bytes(estimate["free_disk_bytes"])
-        available = human_bytes(estimate["free_memory_bytes"])
-        print_line(f"{out}: disk {described(estimate['disk_bytes'])}; {free} free")
-        print_line(
-            f"{out}: memory at least {described(estimate['memory_bytes'])}; {available}"
-            " available"
-        )
+        shards = counted(estimate["shards"], "shard")
+        if estimate["finished_shards"]:
+            shards += f", {estimate['finished_shards']:,} finished"
+        disk = described(estimate["disk_bytes"])
+        memory = described(estimate["memory_bytes"])
+        for line in (
+            f"{counted(inputs, 'input')} = {inputs - duplicates - failed:,} to encode +"
+            f" {duplicates:,} duplicates + {failed:,} that cannot be read",
+            f"{counted(estimate['rows'], 'row')} in {shards}",
+            f"disk {disk}; {human_bytes(estimate['free_disk_bytes'])} free",
+            f"memory at least {memory};"
+            f" {human_bytes(estimate['free_memory_bytes'])} available",
+        ):
+            print_line(f"{out}: {line}")
         return
-    with running_job(out, quiet=quiet) as (on_event, should_stop):
-        result = build_index(**options, on_event=on_event, should_stop=should_stop)
-    lines = (
-        [f"{out} is already finished; nothing was done"]
-        if result.already_finished
-        else []
-    )
-    lines.append(
+    result = run_job(build_index, resume=out, quiet=quiet, **options)
+    counts = (
         f"{out}: {counted(result.inputs, 'input')} = {result.indexed:,} indexed +"
         f" {result.duplicates:,} duplicates + {result.failed:,} failed, in"
         f" {counted(result.shards, 'shard')}"
     )
-    if not result.already_finished:
-        speed = (
+    speed = f"{result.seconds:.1f} s"
+    if result.images_per_second:
+        speed += (
             f", {result.images_per_second:.1f} images/s, bottleneck"
             f" {result.bottleneck or 'none'}"
         )
-        lines.append(
-            f"{result.seconds:.1f} s{speed if result.images_per_second else ''}"
-        )
+    lines = [counts, speed]
+    if result.already_finished:
+        lines = [f"{out} is already finished; nothing was done", counts]
     print_result(result, *lines, as_json=as_json)
     _note_failures(result, out)
     if result.truncated:
@@ -268,10 +262,7 @@ def append(
     """
     from pipelines.jobs.add_rows import append_index
 
-    with running_job(root, quiet=quiet) as (on_event, should_stop):
-        result = append_index(
-            root, sources, **options, on_event=on_event, should_stop=should_stop
-        )
+    result = run_job(append_index, root, sources, resume=root, quiet=quiet, **options)
     at = "" if result.first_row is None else f" (row ids from {result.first_row:,})"
     line = (
         f"{root}: {counted(result.inputs, 'input')} = {result.indexed:,} indexed{at} +"
@@ -296,7 +287,6 @@ def append(
     type=click.FloatRange(0, 1),
     metavar="SHARE",
     default=0.5,
-    show_default=True,
     help="Stop if the files of more than this share of the rows are missing.",
 )
 @_new_rows_options
@@ -336,11 +326,8 @@ def update(
         raise UsageError(
             "--retry-failed looks up the failed inputs by their names; leave out SOURCE"
         )
-    resumes = not options["dry_run"]
-    with running_job(root, quiet=quiet, resumes=resumes) as (on_event, should_stop):
-        result = update_index(
-            root, sources, **options, on_event=on_event, should_stop=should_stop
-        )
+    resume = not options["dry_run"] and root
+    result = run_job(update_index, root, sources, resume=resume, quiet=quiet, **options)
     done = f"{counted(result.deleted, 'row')} deleted; {result.seconds:.1f} s"
     if result.dry_run:
         done = (

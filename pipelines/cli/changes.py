@@ -21,7 +21,14 @@ from pipelines.cli.options import (
     quiet_option,
     where_option,
 )
-from pipelines.cli.output import note, print_json, print_line, print_result, running_job
+from pipelines.cli.output import (
+    note,
+    print_json,
+    print_line,
+    print_result,
+    run_job,
+    running_job,
+)
 from pipelines.progress.wording import counted, human_bytes
 from storage_formats.errors import UsageError
 from storage_formats.remote.urls import IndexLocation, hub_kind
@@ -39,11 +46,6 @@ _SHOWN = 10
     metavar="N",
     help="Row id to delete; repeatable.",
 )
-@click.option(
-    "--uri",
-    metavar="GLOB",
-    help="Delete the rows whose URI matches this pattern. * also matches slashes.",
-)
 @where_option
 @click.option(
     "--erase",
@@ -53,9 +55,8 @@ _SHOWN = 10
 @click.option(
     "--dry-run", is_flag=True, help="Show what would be deleted and change nothing."
 )
-@quiet_option
 @json_option
-def delete(index: IndexLocation, quiet: bool, as_json: bool, **options: Any) -> None:
+def delete(index: IndexLocation, as_json: bool, **options: Any) -> None:
     """Delete rows of INDEX.
 
     Deleted rows are no longer searched, fetched or evaluated. The other rows keep their
@@ -70,44 +71,32 @@ def delete(index: IndexLocation, quiet: bool, as_json: bool, **options: Any) -> 
     \b
     Examples:
       edje-index delete photos.edje --rows 17 --rows 201
-      edje-index delete photos.edje --uri '*/2019/*.jpg' --dry-run
+      edje-index delete photos.edje --where "uri like '%/2019/%.jpg'" --dry-run
       edje-index delete photos.edje --where "licence is null or width < 100" --dry-run
-      edje-index delete photos.edje --uri '*/jane-doe/*' --erase
+      edje-index delete photos.edje --where "uri like '%/jane-doe/%'" --erase
     """
     from pipelines.jobs.snapshots import delete_rows
 
-    with running_job(index, quiet=quiet) as (on_event, _):
+    with running_job(resume=index) as (on_event, _):
         result = delete_rows(index, on_event=on_event, **options)
-    named = ", ".join(map(str, result.deleted[:_SHOWN]))
-    more = (
-        f" and {len(result.deleted) - _SHOWN:,} more"
-        if len(result.deleted) > _SHOWN
-        else ""
-    )
-    what = f" ({named}{more})" if named else ""
-    verb = "would be deleted" if result.dry_run else "deleted"
-    before = (
-        f", {result.already_deleted:,} were deleted before"
-        if result.already_deleted
-        else ""
-    )
-    erased = (
-        f", {result.erased:,} {'would be erased' if result.dry_run else 'erased'}"
-        if options["erase"]
-        else ""
-    )
-    line = (
-        f"{index}: {counted(len(result.deleted), 'row')} {verb}{what}{before}{erased};"
-        f" {result.left:,} left"
-    )
-    print_result(result, line, as_json=as_json)
+    would = "would be " if result.dry_run else ""
+    line = f"{index}: {counted(len(result.deleted), 'row')} {would}deleted"
+    if result.deleted:
+        named = ", ".join(map(str, result.deleted[:_SHOWN]))
+        if len(result.deleted) > _SHOWN:
+            named += f" and {len(result.deleted) - _SHOWN:,} more"
+        line += f" ({named})"
+    if result.already_deleted:
+        line += f", {result.already_deleted:,} were deleted before"
+    if options["erase"]:
+        line += f", {result.erased:,} {would}erased"
+    print_result(result, f"{line}; {result.left:,} left", as_json=as_json)
 
 
 @click.command()
 @click.argument("index", type=location)
-@quiet_option
 @json_option
-def compact(index: IndexLocation, quiet: bool, as_json: bool) -> None:
+def compact(index: IndexLocation, as_json: bool) -> None:
     """Rewrite INDEX without its deleted rows, or join its small shards.
 
     The remaining rows get new ids. If no row is deleted, only the rows of shards that
@@ -126,8 +115,7 @@ def compact(index: IndexLocation, quiet: bool, as_json: bool) -> None:
     """
     from pipelines.jobs.copy import compact_index
 
-    with running_job(index, quiet=quiet) as (on_event, should_stop):
-        result = compact_index(index, on_event=on_event, should_stop=should_stop)
+    result = run_job(compact_index, index, resume=index)
     lines = [f"{index}: no row is deleted, and no shards can be joined; nothing to do"]
     if result.row_map is not None:
         shards = counted(result.shards, "shard")
@@ -147,9 +135,8 @@ def compact(index: IndexLocation, quiet: bool, as_json: bool) -> None:
 @click.option(
     "--out", required=True, type=LOCAL_INDEX, help="New directory for the merged index."
 )
-@quiet_option
 @json_option
-def merge(indexes: tuple[Path, ...], out: Path, quiet: bool, as_json: bool) -> None:
+def merge(indexes: tuple[Path, ...], out: Path, as_json: bool) -> None:
     """Copy several indexes of the same model into one new index.
 
     All indexes must have the same shard size and precisions. Tokens and embeddings are
@@ -167,8 +154,7 @@ def merge(indexes: tuple[Path, ...], out: Path, quiet: bool, as_json: bool) -> N
     """
     from pipelines.jobs.merge import merge_indexes
 
-    with running_job(out, quiet=quiet) as (on_event, should_stop):
-        result = merge_indexes(indexes, out, on_event=on_event, should_stop=should_stop)
+    result = run_job(merge_indexes, indexes, out, resume=out)
     lines = [
         f"{each['index']}: {counted(each['rows'], 'row')}, {each['duplicates']:,}"
         f" duplicates; row ids plus {each['offset']:,}"
@@ -184,11 +170,6 @@ def merge(indexes: tuple[Path, ...], out: Path, quiet: bool, as_json: bool) -> N
 @click.command()
 @click.argument("index", type=location)
 @click.argument("out", type=location)
-@click.option(
-    "--snapshot",
-    type=click.IntRange(min=0),
-    help="Snapshot to copy.  [default: the current snapshot]",
-)
 @click.option(
     "--replace", is_flag=True, help="Before the copy, remove the index at the URL OUT."
 )
@@ -217,8 +198,8 @@ def copy(
     from hf://OWNER/NAME in the same way. The token is HF_TOKEN, or that of 'hf auth
     login'.
 
-    One snapshot is copied. Blocks are not decoded. If the file system can share disk
-    blocks, a copy to a directory takes no disk space until INDEX or OUT changes.
+    The current snapshot is copied. Blocks are not decoded. If the file system can share
+    disk blocks, a copy to a directory takes no disk space until INDEX or OUT changes.
 
     If OUT is a URL that holds an earlier snapshot of INDEX, only the missing files are
     copied. Readers see the new snapshot once the copy is complete. If two commands copy
@@ -249,22 +230,15 @@ def copy(
                 "a model is copied as a whole: use no option that selects a part of an"
                 " index"
             )
-        with running_job(quiet=quiet) as (on_event, should_stop):
-            bundle = copy_model(index, out, on_event=on_event, should_stop=should_stop)
+        bundle = run_job(copy_model, index, out, resume=True, quiet=quiet)
         report(bundle, as_json=as_json)
         return
 
-    with running_job(out, quiet=quiet) as (on_event, should_stop):
-        result = copy_index(
-            index, out, on_event=on_event, should_stop=should_stop, **options
-        )
-    copied = (
-        f"{counted(result.copied_files, 'file')}, {human_bytes(result.copied_bytes)},"
-        f" {result.seconds:.1f} s"
-    )
+    result = run_job(copy_index, index, out, resume=out, quiet=quiet, **options)
     line = (
         f"{out}: snapshot {result.snapshot} in {counted(result.files, 'file')}; copied"
-        f" {copied}"
+        f" {counted(result.copied_files, 'file')}, {human_bytes(result.copied_bytes)},"
+        f" {result.seconds:.1f} s"
     )
     print_result(result, line, as_json=as_json)
 
@@ -272,9 +246,8 @@ def copy(
 @click.command()
 @click.argument("index", type=location)
 @model_option
-@quiet_option
 @json_option
-def repair(index: IndexLocation, model: Path | None, quiet: bool, as_json: bool) -> int:
+def repair(index: IndexLocation, model: Path | None, as_json: bool) -> int:
     """Rebuild damaged or missing files of INDEX from its other files, or from the
     images.
 
@@ -292,19 +265,12 @@ def repair(index: IndexLocation, model: Path | None, quiet: bool, as_json: bool)
     """
     from pipelines.jobs.repair import repair_index
 
-    with running_job(quiet=quiet, resumes=False) as (on_event, should_stop):
-        result = repair_index(
-            index, model=model, on_event=on_event, should_stop=should_stop
-        )
+    result = run_job(repair_index, index, model=model)
     for problem in result.left:
         note(f"{problem.path}: {problem.message}")
     lines = [f"{file.path}: repaired from {file.source}" for file in result.repaired]
-    left = (
-        f"{counted(len(result.left), 'problem')} left"
-        if result.left
-        else "no problem left"
-    )
-    total = f"{index}: {counted(len(result.repaired), 'file')} repaired, {left}"
+    left = counted(len(result.left), "problem") if result.left else "no problem"
+    total = f"{index}: {counted(len(result.repaired), 'file')} repaired, {left} left"
     print_result(result, *lines, total, as_json=as_json)
     return 1 if result.left else 0
 
@@ -336,29 +302,25 @@ def history(index: IndexLocation, as_json: bool) -> None:
         )
         return
     for snapshot in snapshots:
-        counts = {
-            name: value
+        line = (
+            f"{snapshot.snapshot:>4}  {snapshot.kind:<9} {snapshot.created or '':<26}"
+            f" {counted(snapshot.rows, 'row')}, {snapshot.deleted:,} deleted"
+        )
+        details = ", ".join(
+            f"{name} {value}"
             for name, value in snapshot.change.items()
             if not isinstance(value, list)
-        }
-        details = ", ".join(f"{name} {value}" for name, value in counts.items())
-        print_line(
-            f"{snapshot.snapshot:>4}  {snapshot.kind:<9} {snapshot.created or '':<26}"
-            f" {counted(snapshot.rows, 'row')}, {snapshot.deleted:,}"
-            f" deleted{f' ({details})' if details else ''}"
         )
+        if details:
+            line += f" ({details})"
+        print_line(line)
 
 
 @click.command()
 @click.argument("index", type=location)
 @click.argument("snapshot", type=click.IntRange(min=0))
-@click.option(
-    "--trust",
-    is_flag=True,
-    help="Check only the lengths of the files of SNAPSHOT, not their checksums.",
-)
 @json_option
-def rollback(index: IndexLocation, snapshot: int, trust: bool, as_json: bool) -> None:
+def rollback(index: IndexLocation, snapshot: int, as_json: bool) -> None:
     """Restore the contents that INDEX had at SNAPSHOT, a number that 'edje-index
     history' lists.
 
@@ -371,7 +333,7 @@ def rollback(index: IndexLocation, snapshot: int, trust: bool, as_json: bool) ->
     """
     from pipelines.jobs.snapshots import roll_back
 
-    result = roll_back(index, snapshot, trust=trust)
+    result = roll_back(index, snapshot)
     rows = f"{counted(result.rows, 'row')}, {result.deleted:,} deleted"
     line = (
         f"{index}: snapshot {result.snapshot} has the contents of snapshot {snapshot}:"
@@ -405,7 +367,7 @@ def gc(index: IndexLocation, keep: int | None, as_json: bool) -> None:
     """
     from pipelines.jobs.snapshots import remove_snapshots
 
-    with running_job(quiet=False, resumes=False) as (on_event, _):
+    with running_job() as (on_event, _):
         removal = remove_snapshots(index, keep, on_event)
     files = f"{counted(removal.files, 'file')} of {human_bytes(removal.bytes)}"
     line = f"{index}: {counted(len(removal.snapshots), 'snapshot')} and {files} removed"

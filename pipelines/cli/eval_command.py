@@ -7,7 +7,6 @@ from typing import Any
 
 import click
 
-from edje_index.scoring.weights import DIRECTIONS
 from pipelines.cli.options import (
     PATH,
     POSITIVE,
@@ -57,13 +56,6 @@ from pipelines.cli.output import note, print_json
     ),
 )
 @click.option(
-    "--direction",
-    type=click.Choice(["both", "t2i", "i2t"]),
-    default="both",
-    show_default=True,
-    help="Search direction: text-to-image (t2i), image-to-text (i2t) or both.",
-)
-@click.option(
     "--full",
     is_flag=True,
     help=(
@@ -83,7 +75,6 @@ from pipelines.cli.output import note, print_json
     "resamples",
     type=click.IntRange(min=0),
     default=1000,
-    show_default=True,
     help=(
         "Number of bootstrap resamples for confidence intervals; 0 computes no"
         " intervals."
@@ -97,7 +88,6 @@ from pipelines.cli.output import note, print_json
 def evaluate(
     index: Path,
     captions: Path,
-    direction: str,
     report: Path | None,
     quiet: bool,
     as_json: bool,
@@ -129,12 +119,9 @@ def evaluate(
     from pipelines.progress.display import progress_display
     from pipelines.progress.events import progress_callback
 
-    directions = DIRECTIONS if direction == "both" else (direction,)
     with progress_display(quiet=quiet) as on_event:
         on_progress = progress_callback(on_event)
-        result = measure(
-            index, captions, directions=directions, on_progress=on_progress, **settings
-        )
+        result = measure(index, captions, on_progress=on_progress, **settings)
     if not result.system.trained:
         note("note: the model is untrained, so the order of its hits is random")
     text = evaluation_report(result)

@@ -12,7 +12,6 @@ from pipelines.cli.options import (
     PATH,
     json_option,
     model_option,
-    quiet_option,
     read_precision_option,
 )
 from pipelines.cli.output import note, print_json, print_line
@@ -28,7 +27,6 @@ _FREQUENT = 10
     "--out",
     type=FILE,
     default="explain.html",
-    show_default=True,
     help="HTML file to write.",
 )
 @model_option
@@ -62,7 +60,6 @@ _FREQUENT = 10
         " t-test compares the alignments."
     ),
 )
-@quiet_option
 @json_option
 def explain(
     index: Path,
@@ -74,7 +71,6 @@ def explain(
     images: Path | None,
     split: str | None,
     against: str | None,
-    quiet: bool,
     as_json: bool,
 ) -> None:
     """Write an HTML page that explains the tokens of INDEX with words.
@@ -115,7 +111,7 @@ def explain(
             other_model = Path(bundle)
         else:
             raise UsageError(f"give INDEX or INDEX=MODEL, got '{against}'")
-    with progress_display(quiet=quiet) as on_event:
+    with progress_display() as on_event:
         explanation = explain_index(
             index,
             rows,

@@ -11,11 +11,10 @@ import click
 from pipelines.cli.options import (
     LOCAL_INDEX,
     json_option,
-    quiet_option,
     shard_size_option,
     stored_precisions_option,
 )
-from pipelines.cli.output import print_json, print_line, running_job
+from pipelines.cli.output import print_json, print_line, run_job
 from pipelines.progress.wording import counted
 
 _FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
@@ -33,19 +32,11 @@ _FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
 @click.option(
     "--encoder",
     default="unknown",
-    show_default=True,
     metavar="NAME",
     help="Name and version of your encoder.",
 )
-@click.option(
-    "--ann/--no-ann",
-    default=True,
-    show_default=True,
-    help="Build a nearest-neighbour index of the embeddings.",
-)
-@quiet_option
 @json_option
-def import_arrays(quiet: bool, as_json: bool, **options: Any) -> None:
+def import_arrays(as_json: bool, **options: Any) -> None:
     """Make an index from arrays of tokens and embeddings that your own encoder
     computed.
 
@@ -73,8 +64,7 @@ def import_arrays(quiet: bool, as_json: bool, **options: Any) -> None:
     started = time.monotonic()
     out = options["out"]
     options["precisions"] = tuple(dict.fromkeys(options["precisions"]))
-    with running_job(quiet=quiet, resumes=False) as (on_event, should_stop):
-        manifest = run_import(**options, on_event=on_event, should_stop=should_stop)
+    manifest = run_job(run_import, **options)
     spec = manifest.spec
     seconds = time.monotonic() - started
     record_bytes = {

@@ -47,10 +47,8 @@ def report(info: BundleInfo, *, as_json: bool) -> None:
             }
         )
     else:
-        print_line(
-            f"{path}: {name}, {m} x {d} tokens per"
-            f" image{'' if info.trained else ', untrained'}"
-        )
+        untrained = "" if info.trained else ", untrained"
+        print_line(f"{path}: {name}, {m} x {d} tokens per image{untrained}")
 
 
 @model.command()
@@ -58,7 +56,6 @@ def report(info: BundleInfo, *, as_json: bool) -> None:
     "--out",
     type=PATH,
     default="model",
-    show_default=True,
     help="New directory for the bundle.",
 )
 @click.option(
@@ -137,15 +134,8 @@ def show(bundle: Path, as_json: bool) -> None:
 
 @model.command("init")
 @click.argument("out", type=PATH)
-@click.option(
-    "--seed",
-    type=click.IntRange(min=0),
-    default=0,
-    show_default=True,
-    help="Random seed of the weights.",
-)
 @json_option
-def init_model(out: Path, seed: int, as_json: bool) -> None:
+def init_model(out: Path, as_json: bool) -> None:
     """Write a model bundle with random weights to the new directory OUT.
 
     The model has the size of a trained model, so commands take as long as with a
@@ -157,7 +147,7 @@ def init_model(out: Path, seed: int, as_json: bool) -> None:
     """
     from edje_index.bundles.random_bundle import create_untrained_bundle
 
-    info = create_untrained_bundle(out, seed=seed)
+    info = create_untrained_bundle(out)
     note(
         "note: the weights of this model are untrained; the order of search results"
         " will have no meaning"

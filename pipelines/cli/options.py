@@ -88,14 +88,12 @@ device_option = click.option(
     "--device",
     type=DEVICE,
     default="auto",
-    show_default=True,
     help="Device that runs the model. auto uses cuda if a CUDA device is available.",
 )
 dtype_option = click.option(
     "--dtype",
     type=DTYPE,
     default="auto",
-    show_default=True,
     help=(
         "Data type of the joint encoder's matrix products. bfloat16 is faster than"
         " float32 only on processors with bfloat16 instructions. auto is bfloat16 on"
@@ -122,14 +120,12 @@ stored_precisions_option = click.option(
     metavar="NAME",
     multiple=True,
     default=["bf16"],
-    show_default=True,
     help="Precision of the stored tokens; repeatable.",
 )
 shard_size_option = click.option(
     "--shard-size",
     type=POSITIVE,
     default=SHARD_SIZE,
-    show_default=True,
     help="Number of rows per shard.",
 )
 
@@ -137,7 +133,6 @@ engine_option = click.option(
     "--engine",
     type=click.Choice(["ray", "inline"]),
     default="ray",
-    show_default=True,
     help="Execution engine: this process (inline) or Ray workers (ray).",
 )
 address_option = click.option(
@@ -163,16 +158,6 @@ max_failed_option = click.option(
     ),
 )
 
-memory_option = click.option(
-    "--memory",
-    type=size,
-    metavar="SIZE",
-    help=(
-        "Plan for at most this much memory on this machine, for example 500M or 8G. "
-        " [default: the free memory]"
-    ),
-)
-
 images_option = click.option(
     "--images",
     type=PATH,
@@ -194,7 +179,6 @@ _PARTS = ", ".join(
 score_option = click.option(
     "--score",
     default=BUNDLE_SCORE,
-    show_default=True,
     metavar="SCORE",
     callback=_check_score,
     help=(

@@ -6,10 +6,10 @@ import contextlib
 import json
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 
@@ -18,6 +18,7 @@ from pipelines.progress.wording import printable
 from storage_formats.format.layout import Layout
 from storage_formats.remote.urls import IndexLocation
 
+_Result = TypeVar("_Result")
 LOG_KEY = "pipelines.cli.log"
 """Key of the value of `--log` in `click.Context.meta`."""
 
@@ -54,7 +55,7 @@ def this_command() -> str:
 
 @contextlib.contextmanager
 def running_job(
-    index: IndexLocation | None = None, *, quiet: bool, resumes: bool = True
+    *, resume: IndexLocation | bool = False, quiet: bool = False
 ) -> Iterator[tuple[OnEvent, ShouldStop]]:
     """Yield two callbacks for a job: `on_event` shows progress, and `should_stop`
     returns True after a signal to stop.
@@ -63,9 +64,8 @@ def running_job(
     the job stops early and can be resumed, the error message says how.
 
     Args:
-        index: directory or URL of the index that the job changes; None if it changes no
-            index.
-        resumes: False if the job cannot be resumed.
+        resume: whether the same command resumes a stopped job. A job that changes an
+            index gives the index: it can be resumed once the index has a journal.
     """
     from pipelines.progress.display import log_file, progress_display
     from pipelines.progress.events import stop_on_signals
@@ -82,14 +82,26 @@ def running_job(
         ):
             yield on_event, should_stop
     except (JobStopped, KeyboardInterrupt) as error:
-        if not resumes or (
-            isinstance(index, Path) and not Layout(index).journal.exists()
-        ):
+        if isinstance(resume, Path):
+            resume = Layout(resume).journal.exists()
+        if not resume:
             raise
         stopped = JobStopped(
             f"{str(error) or 'interrupted'}. To resume: {this_command()}"
         )
-        stopped.exit_code = (
-            error.exit_code if isinstance(error, JobStopped) else INTERRUPTED
-        )
+        stopped.exit_code = getattr(error, "exit_code", INTERRUPTED)
         raise stopped from error
+
+
+def run_job(
+    job: Callable[..., _Result],
+    *arguments: Any,
+    resume: IndexLocation | bool = False,
+    quiet: bool = False,
+    **options: Any,
+) -> _Result:
+    """Run a job as `running_job` does, and return its result. `job` takes `on_event`
+    and `should_stop` beside `arguments` and `options`.
+    """
+    with running_job(resume=resume, quiet=quiet) as (on_event, should_stop):
+        return job(*arguments, on_event=on_event, should_stop=should_stop, **options)

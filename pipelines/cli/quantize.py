@@ -16,7 +16,7 @@ from pipelines.cli.options import (
     location,
     quiet_option,
 )
-from pipelines.cli.output import print_json, print_line, running_job
+from pipelines.cli.output import print_json, print_line, run_job, running_job
 from pipelines.progress.wording import counted
 from storage_formats.errors import UsageError
 from storage_formats.remote.urls import IndexLocation
@@ -123,7 +123,7 @@ def quantize(
         from storage_formats.format.manifest import Manifest
 
         reference = precision_to_read(index, Manifest.load(index), source)
-        with running_job(quiet=quiet, resumes=False) as (on_event, should_stop):
+        with running_job(quiet=quiet) as (on_event, should_stop):
             on_progress = progress_callback(
                 stop_at_events(
                     on_event, should_stop, "stopped before the report was done"
@@ -151,22 +151,21 @@ def quantize(
 
         if address is not None and workers is None:
             raise UsageError("--address needs --workers; add --workers")
-        options: dict[str, Any] = {
-            "drop": drop,
-            "source": source,
-            "workers": workers,
-            "address": address,
-        }
-        with running_job(index, quiet=quiet) as (on_event, should_stop):
-            result = quantize_index(
-                index, to, **options, on_event=on_event, should_stop=should_stop
-            )
+        result = run_job(
+            quantize_index,
+            index,
+            to,
+            drop=drop,
+            source=source,
+            workers=workers,
+            address=address,
+            resume=index,
+            quiet=quiet,
+        )
         if not as_json:
             for name, size in result.bytes_per_image.items():
-                print_line(
-                    f"{name:6} {size:7,} bytes per"
-                    f" image{'  (new)' if name in result.added else ''}"
-                )
+                new = "  (new)" if name in result.added else ""
+                print_line(f"{name:6} {size:7,} bytes per image{new}")
             print_line(
                 f"{index}: {counted(result.rows, 'row')}, {result.seconds:.1f} s"
             )

@@ -62,14 +62,11 @@ _IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".t
         " image best."
     ),
 )
-@click.option(
-    "-k", "k", type=POSITIVE, default=10, show_default=True, help="Number of hits."
-)
+@click.option("-k", "k", type=POSITIVE, default=10, help="Number of hits.")
 @click.option(
     "--pool",
     type=POSITIVE,
     default=100,
-    show_default=True,
     help="Number of candidates to re-rank.",
 )
 @score_option

@@ -8,12 +8,11 @@ import re
 import threading
 import webbrowser
 from pathlib import Path
-from typing import Any
 
 import click
 
 from pipelines.cli.options import PATH, device_option, dtype_option, model_option
-from pipelines.cli.output import note, print_line, running_job
+from pipelines.cli.output import note, print_line, run_job
 from storage_formats.errors import UsageError
 from storage_formats.extras import name_missing_extra
 
@@ -27,7 +26,6 @@ _LOCAL_NAMES = ["localhost", "127.0.0.1", "[::1]"]
 @click.option(
     "--host",
     default="127.0.0.1",
-    show_default=True,
     metavar="ADDRESS",
     help="Address to listen on.",
 )
@@ -35,7 +33,6 @@ _LOCAL_NAMES = ["localhost", "127.0.0.1", "[::1]"]
     "--port",
     type=click.IntRange(0, 65535),
     default=8000,
-    show_default=True,
     help="Port to listen on; 0 chooses a free port.",
 )
 @model_option
@@ -57,7 +54,6 @@ _LOCAL_NAMES = ["localhost", "127.0.0.1", "[::1]"]
     "--deadline",
     type=click.FloatRange(0.1, 3600),
     default=30.0,
-    show_default=True,
     help="Maximum seconds per request; slower requests fail with HTTP status 504.",
 )
 @click.option(
@@ -186,17 +182,10 @@ def show(folder: Path, model: Path | None) -> None:
                 " research and education"
             )
             write_shipped_model(model)
-    with running_job(root, quiet=False) as (on_event, should_stop):
-        job: dict[str, Any] = {
-            "engine": "inline",
-            "on_event": on_event,
-            "should_stop": should_stop,
-        }
-        (
-            update_index(root, model=model, **job)
-            if is_built
-            else build_index(folder, root, str(model), **job)
-        )
+    if is_built:
+        run_job(update_index, root, model=model, engine="inline", resume=root)
+    else:
+        run_job(build_index, folder, root, str(model), engine="inline", resume=root)
     with listen("127.0.0.1", 0) as listener:
         print_line(address_of(listener))
         note("opening the page at this address; Ctrl-C ends it")

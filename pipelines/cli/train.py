@@ -14,7 +14,7 @@ import click
 
 from edje_index.scoring.weights import ScoreWeights
 from pipelines.cli.options import DEVICE, PATH, images_option, json_option, quiet_option
-from pipelines.cli.output import print_json, print_result, running_job
+from pipelines.cli.output import print_json, print_result, run_job
 from pipelines.progress.wording import counted
 from storage_formats.errors import UsageError
 from storage_formats.format.index_files import open_regular
@@ -28,12 +28,9 @@ DEDICATED_OPTIONS = {
     "images": "inputs.images",
     "dev": "inputs.dev",
     "model": "inputs.model",
-    "vision": "inputs.vision",
     "language": "inputs.language",
     "init": "inputs.init",
-    "features": "inputs.features",
     "out": "run.out",
-    "workers": "run.workers",
     "device": "run.device",
     "steps": "loop.steps",
     "epochs": "loop.epochs",
@@ -58,11 +55,6 @@ DEDICATED_OPTIONS = {
     "--model", type=PATH, help="Bundle with the frozen vision and text towers."
 )
 @click.option(
-    "--vision",
-    metavar="NAME",
-    help="open_clip name of the frozen towers, instead of --model.",
-)
-@click.option(
     "--language",
     type=PATH,
     help="Initial language model: directory of a Hugging Face BERT model, or a bundle.",
@@ -76,18 +68,9 @@ DEDICATED_OPTIONS = {
     ),
 )
 @click.option(
-    "--features",
-    metavar="INDEX|online",
-    help=(
-        "Index that stores the features of the vision tower. 'online' computes the"
-        " features in every step, and stores no features."
-    ),
-)
-@click.option(
     "--preset",
     type=click.Choice(["paper", "paper-finetune", "small-data"]),
     default="paper",
-    show_default=True,
     help="Named set of settings to start from.",
 )
 @click.option(
@@ -116,11 +99,6 @@ DEDICATED_OPTIONS = {
     help="Number of passes over all captions, instead of --steps.",
 )
 @click.option(
-    "--workers",
-    type=int,
-    help="Number of worker processes; several processes run on Ray.  [default: 1]",
-)
-@click.option(
     "--device",
     type=DEVICE,
     help=(
@@ -144,8 +122,8 @@ def train(
 
     CAPTIONS are files in JSONL, COCO or Karpathy JSON, Parquet or WebDataset tar
     format. The features of the vision tower are computed once and stored in the run
-    folder OUT.run, unless --features is given. Run the same command again to resume an
-    interrupted training run.
+    folder OUT.run, unless the setting inputs.features names other features. Run the
+    same command again to resume an interrupted training run.
 
     Settings come from --preset, --config, --set and the other options, in this order;
     later values override earlier values. --show-settings lists all settings.
@@ -175,11 +153,11 @@ def train(
 
     values = read_settings(preset, config_file, assignments, options)
     if show_settings:
-        (
-            print_json({"settings": describe_settings(values)})
-            if as_json
-            else click.echo(describe_settings(values))
-        )
+        text = describe_settings(values)
+        if as_json:
+            print_json({"settings": text})
+        else:
+            click.echo(text)
         return
     from edje_index.training.workers import is_worker
     from pipelines.jobs.training.run import run_training
@@ -188,8 +166,8 @@ def train(
     is_first = not is_worker() or os.environ["RANK"] == "0"
     try:
         settings = validated(TrainSettings, values)
-        with running_job(quiet=quiet or not is_first) as (on_event, should_stop):
-            result = run_training(settings, on_event, should_stop)
+        quiet = quiet or not is_first
+        result = run_job(run_training, settings, resume=True, quiet=quiet)
     except UsageError as error:
         # an option is named beside its setting, for example "loop.steps (--steps)"
         flags = {

@@ -51,7 +51,7 @@ def verify(
     from storage_formats.verify import verify_index
 
     checked = 0
-    with running_job(quiet=quiet, resumes=False) as (on_event, should_stop):
+    with running_job(quiet=quiet) as (on_event, should_stop):
         show = stop_at_events(
             on_event, should_stop, "stopped; not all files were checked"
         )

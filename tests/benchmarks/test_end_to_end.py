@@ -14,7 +14,7 @@ from benchmarks.end_to_end import (
     report_lines,
     write_collection,
 )
-from benchmarks.report import write_report
+from edje_index.evaluation.report import write_report
 from edje_index.search.token_index import TokenIndex
 from storage_formats import UsageError
 from tests.conftest import REPO
@@ -115,11 +115,11 @@ def test_the_report_has_a_row_for_each_effort(tmp_path, monkeypatch):
         for run in system["runs"]
     )
     assert not (tmp_path / "systems").exists()
-    text, data = write_report(
-        report, tmp_path / "report", "end-to-end", list(report_lines(report))
-    )
-    assert "| edje-index bf16 | pool 4 |" in text.read_text()
-    assert json.loads(data.read_text())["collection"]["images"] > 0
+    text = "\n".join(report_lines(report))
+    write_report(tmp_path, text, report, "end-to-end")
+    assert "| edje-index bf16 | pool 4 |" in (tmp_path / "end-to-end.md").read_text()
+    written = json.loads((tmp_path / "end-to-end.json").read_text())
+    assert written["collection"]["images"] > 0
 
 
 def test_senseless_requests_are_refused(tmp_path):

@@ -17,7 +17,7 @@ from storage_formats import TokenStore
 from tests.benchmarks.conftest import SPEC
 from tests.conftest import same_bits
 
-COLD = Workload("", False, 100, 100, "cold")
+COLD = Workload(False, 100, 100, "cold")
 WARM = replace(COLD, pool=10, cache="warm")
 
 

@@ -34,8 +34,6 @@ def test_everything_on_an_index(index, run, tmp_path):
         "--peers",
         "--repeats",
         1,
-        "--scratch",
-        tmp_path / "s",
     ]
     code, out, err = run(
         "bench", "fetch", index, *options, "--report", tmp_path / "r", "--json"
@@ -61,7 +59,7 @@ def test_everything_on_an_index(index, run, tmp_path):
                 )
     assert "cold random fp8 1/1" in err
     assert "warning: bf16 holds 1.2 MB" in err
-    assert list((tmp_path / "s").iterdir()) == []
+    assert list(index.parent.iterdir()) == [index]
     text, data = sorted((tmp_path / "r").iterdir(), reverse=True)
     assert "### 150 random blocks in one call, cold" in text.read_text()
     assert str(tmp_path) not in data.read_text()
@@ -90,17 +88,17 @@ def test_wrong_usage_is_refused_before_anything_is_written(
 
 
 @pytest.mark.slow
-def test_nothing_is_left_behind_when_it_is_stopped(index, tmp_path):
-    options = [str(index), "--cold", "--peers", "--scratch", str(tmp_path)]
+def test_nothing_is_left_behind_when_it_is_stopped(index):
+    options = [str(index), "--cold", "--peers"]
     command = [sys.executable, "-m", "pipelines.cli", "bench", "fetch", *options]
     with subprocess.Popen(
         command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=REPO
     ) as process:
         while not process.stderr.readline().startswith("cold random bf16 1/5"):
             assert process.poll() is None
-        assert len(list(tmp_path.iterdir())) == 1
+        assert len(list(index.parent.iterdir())) == 2
         process.send_signal(signal.SIGTERM)
         out, err = process.communicate(timeout=60)
     assert (process.returncode, out) == (130, "")
     assert err.splitlines()[-1] == "error: interrupted"
-    assert list(tmp_path.iterdir()) == []
+    assert list(index.parent.iterdir()) == [index]

@@ -23,8 +23,6 @@ def test_the_command_prints_one_object(model, capsys):
         2,
         "--threads",
         1,
-        "--repeats",
-        1,
         "--device",
         "cpu",
     ]
@@ -46,8 +44,6 @@ def test_senseless_requests_are_refused(model, index, capsys):
         "--batch-size",
         1,
         "--threads",
-        1,
-        "--repeats",
         1,
     ]
     assert main(["bench", "rerank", *map(str, arguments)]) == 2

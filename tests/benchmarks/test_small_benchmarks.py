@@ -8,32 +8,20 @@ import numpy as np
 import pytest
 
 from benchmarks import gpu_check, quantize
+from benchmarks.build import bench_build
 from edje_index.bundles.random_bundle import TINY, create_untrained_bundle
 from storage_formats import EdjeError, TokenStore, verify_index
-from tests.command_line import run_process
 from tests.integration.builds import make_photos
 
 
 def test_a_synthetic_index_is_sound_and_repeatable(tmp_path, run):
-    options = (
-        "--rows",
-        300,
-        "--shard-size",
-        128,
-        "--tokens",
-        4,
-        "--width",
-        16,
-        "--precision",
-        "fp8",
-        "--json",
-    )
+    options = ("--rows", 1100, "--precision", "fp8", "--json")
     for name in "ab":
         code, out, _ = run("bench", "make-synthetic", tmp_path / name, *options)
-        assert (code, json.loads(out)["shards"]) == (0, 3)
+        assert (code, json.loads(out)["shards"]) == (0, 2)
         assert verify_index(tmp_path / name) == []
     a, b = (
-        TokenStore.open(tmp_path / name, "fp8").fetch(range(300)).view(np.uint16)
+        TokenStore.open(tmp_path / name, "fp8").fetch(range(1000, 1100)).view(np.uint16)
         for name in "ab"
     )
     assert (a == b).all()
@@ -56,23 +44,13 @@ def test_every_precision_is_measured_beside_its_peers(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_build_is_compared_with_a_bare_loop(tmp_path, monkeypatch):
+def test_a_build_is_compared_with_a_bare_loop(tmp_path):
     make_photos(tmp_path / "photos", 4)
     create_untrained_bundle(tmp_path / "model", sizes=TINY)
-    monkeypatch.chdir(tmp_path)
-    options = [
-        "--model",
-        "model",
-        "--folder",
-        "bench",
-        "--images",
-        8,
-        "--repeats",
-        1,
-        "--engine",
-        "inline",
-    ]
-    report = run_process("bench", "build", "photos", *map(str, options))
+    photos = 2 * sorted((tmp_path / "photos").iterdir())
+    report = bench_build(
+        photos, tmp_path / "model", tmp_path / "bench", repeats=1, engines=["inline"]
+    )
     assert report["runs"]["inline"][0]["stdout"]["indexed"] == 8
     assert report["runs"]["bare loop"][0]["stdout"]["images"] == 8
     assert set(report["summary"]) == {"bare loop", "inline"}

@@ -115,12 +115,7 @@ def call(*words: object) -> tuple[int, str]:
     """Exit code and output of `edje-index WORDS` in this process."""
     output = io.StringIO()
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
-        code = main(
-            [
-                *map(str, words),
-                *([] if words[0] in ("delete", "rollback", "gc") else ["--quiet"]),
-            ]
-        )
+        code = main([*map(str, words)])
     return code, output.getvalue()
 
 

@@ -374,7 +374,7 @@ class Trial:
         run("update", self.root, "--retry-failed", "--engine", "inline", "--quiet")
 
     def compact(self, step: int) -> None:
-        self._run(self.model.compacted(), "compact", self.root, "--quiet")
+        self._run(self.model.compacted(), "compact", self.root)
 
     def rollback(self, step: int) -> None:
         numbers = sorted(self.model.snapshots)[:-1]
@@ -403,7 +403,7 @@ class Trial:
         out = self.folder / f"merged-{step}.edje"
         sources = write_photos(self.folder / f"sources-{step}", photos)
         build(sources, other, self.bundle, self.model.now.precisions)
-        run("merge", self.root, other, "--out", out, "--quiet")
+        run("merge", self.root, other, "--out", out)
         after = self.model.merged(photos)
         self.root = out
         self.model.snapshots = {0: after}

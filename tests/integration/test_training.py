@@ -212,7 +212,7 @@ def test_other_settings_in_the_same_folder_are_named(case):
     for words in (
         "optimizer.lr was 0.001, is 0.0005",
         "loop.seed was 0, is 3",
-        "inputs.features (--features) was None",
+        "inputs.features was None",
         "run.dir",
     ):
         assert words in error
@@ -294,7 +294,7 @@ def test_views_a_pooled_similarity_and_another_mining_model(case, tmp_path):
 
 
 def online(folder: Path, out: Path) -> list[str | Path]:
-    return [*training(folder, out, features=False), "--features", "online"]
+    return [*training(folder, out, features=False), "--set", "inputs.features=online"]
 
 
 @pytest.mark.slow
@@ -331,8 +331,8 @@ def test_features_in_fewer_bits_give_nearly_the_same_loss(case, tmp_path):
         *training(case, tmp_path / "given", features=False),
         "--steps",
         "2",
-        "--features",
-        stored,
+        "--set",
+        f"inputs.features={stored}",
     ]
     assert run_here(*given)["last"]["loss"] == result["last"]["loss"]
     other = run_here(*command, expect=2)["error"]
@@ -547,7 +547,7 @@ def test_two_workers_train_one_model(case, tmp_path):
         *(word for name in zero for word in ("--set", f"{name}=0")),
     ]
     run_here(*training(case, tmp_path / "one"), *still)
-    arguments = [*training(case, tmp_path / "two"), *still, "--workers", "2"]
+    arguments = [*training(case, tmp_path / "two"), *still, "--set", "run.workers=2"]
     process = start(arguments)
     wait_for_steps(process, tmp_path / "two.run", 1)
     process.terminate()
@@ -610,15 +610,15 @@ def test_trainings_in_one_process_start_ray_anew_also_after_it_was_killed(
         *map(str, training(case, tmp_path / "out", features=False)),
         "--steps",
         "60",
-        "--workers",
-        "2",
+        "--set",
+        "run.workers=2",
     ]
     other = [
         *map(str, training(case, tmp_path / "other", features=False)),
         "--steps",
         "2",
-        "--workers",
-        "2",
+        "--set",
+        "run.workers=2",
     ]
     words = [sys.executable, "-c", IN_TURN, json.dumps([arguments, arguments, other])]
     process = subprocess.Popen(

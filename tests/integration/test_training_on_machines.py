@@ -46,8 +46,8 @@ def arguments(folder: Path, out: Path) -> list[str | Path]:
         "alignment.steps=0",
         "--steps",
         str(STEPS),
-        "--workers",
-        "2",
+        "--set",
+        "run.workers=2",
     ]
 
 

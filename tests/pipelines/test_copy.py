@@ -178,6 +178,6 @@ def test_what_cannot_be_copied_is_refused(index, tmp_path, run):
     code, _, err = run("copy", index, tmp_path / "copy", "--replace")
     assert code == 2
     assert "--replace: only an index at a URL can be replaced" in err
-    code, _, err = run("copy", index, tmp_path / "copy", "--snapshot", 9)
-    assert code == 2
-    assert "--snapshot: " in err
+    with pytest.raises(UsageError) as refused:
+        copy_index(index, tmp_path / "copy", snapshot=9)
+    assert refused.value.parameter == "snapshot"

@@ -87,7 +87,7 @@ def test_what_cannot_be_repaired_is_named(index, run, path):
     harm(index / path, "flipped")
     harm(index / "tokens/fp8/c.1.0", "missing")
     harm(index / "ann/index.faiss", "missing")
-    code, out, err = run("repair", index, "--quiet")
+    code, out, err = run("repair", index)
     assert code == 1
     assert f"{path}: " in err
     assert "tokens/fp8/c.1.0: repaired from precision bf16" in out
@@ -97,7 +97,7 @@ def test_what_cannot_be_repaired_is_named(index, run, path):
 
 def test_a_sound_index_stays_as_it_is(index, run):
     before = contents(index)
-    code, out, _ = run("repair", index, "--quiet")
+    code, out, _ = run("repair", index)
     assert (code, contents(index)) == (0, before)
     assert "0 files repaired, no problem left" in out
 

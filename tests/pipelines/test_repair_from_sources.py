@@ -73,7 +73,7 @@ def test_changed_and_missing_photos_are_refused_and_named(index, photos, run):
         harm(index / path, "missing")
     write_photo(photos / "01.jpg", 99)
     (photos / "02.jpg").unlink()
-    code, out, err = run("repair", index, "--quiet")
+    code, out, err = run("repair", index)
     assert code == 1
     assert (
         f"{FIRST}: row 1 cannot be encoded again from {photos / '01.jpg'}: its content"
@@ -129,7 +129,7 @@ def test_a_source_that_cannot_be_read_now_does_not_end_the_repair(
         harm(index / path, "missing")
     with monkeypatch.context() as patched:
         break_reads(patched, photos / "01.jpg", errno.EIO)
-        code, out, err = run("repair", index, "--quiet")
+        code, out, err = run("repair", index)
     assert code == 1
     assert (
         f"{FIRST}: its rows cannot be encoded again: cannot read {photos / '01.jpg'}:"
@@ -158,7 +158,7 @@ def test_a_stopped_repair_changes_nothing(index, text):
 @pytest.mark.slow
 def test_a_killed_repair_can_be_repeated(index):
     before = contents(index)
-    command = [sys.executable, "-m", "pipelines.cli", "repair", str(index), "--quiet"]
+    command = [sys.executable, "-m", "pipelines.cli", "repair", str(index)]
     for delay in (0.5, 1.0, 2.0, 3.0):
         for path in (FIRST, SECOND):
             (index / path).unlink(missing_ok=True)

@@ -109,9 +109,7 @@ def test_an_invalid_file_is_refused(tmp_path, text, words):
 
 def test_the_command_prints_one_line_per_problem_and_exits_with_2(capsys):
     assert (
-        main(
-            ["train", "--workers", "0", "--set", "loop.steps=0", "--set", "loop.sted=1"]
-        )
+        main(["train", "--set=run.workers=0", "--steps", "0", "--set", "loop.sted=1"])
         == 2
     )
     error = capsys.readouterr().err
@@ -120,7 +118,7 @@ def test_the_command_prints_one_line_per_problem_and_exits_with_2(capsys):
     for line in (
         "inputs.captions (CAPTIONS) is missing",
         "run.out (--out) is missing",
-        "run.workers (--workers) is 0",
+        "loop.steps (--steps) is 0",
     ):
         assert line in error
     assert "Traceback" not in error
@@ -130,17 +128,17 @@ def test_the_command_prints_one_line_per_problem_and_exits_with_2(capsys):
     ("changes", "assignments", "words"),
     [
         ({"model": None}, [], "inputs.model and inputs.vision"),
-        ({"vision": "ViT-B-16:openai"}, [], "inputs.model and inputs.vision"),
+        ({}, ["inputs.vision=ViT-B-16:openai"], "inputs.model and inputs.vision"),
         ({"steps": None}, [], "set loop.steps or loop.epochs"),
-        ({"workers": 5}, [], "loop.batch_size is 64 and run.workers is 5"),
+        ({}, ["run.workers=5"], "loop.batch_size is 64 and run.workers is 5"),
         (
             {"dev": None},
             ["fitting.pooled_dim=8"],
             "fitting.pooled_dim needs inputs.dev",
         ),
         (
-            {"features": "f"},
-            ["inputs.feature_precision=fp8"],
+            {},
+            ["inputs.features=f", "inputs.feature_precision=fp8"],
             "inputs.feature_precision is fp8, but inputs.features is",
         ),
     ],

@@ -239,7 +239,6 @@ def test_the_commands_build_and_describe(root, run):
         "--recall",
         "0.9",
         "--json",
-        "--quiet",
     )
     assert code == 0, err
     built = json.loads(out)

@@ -66,7 +66,7 @@ def case(tmp_path_factory, tiny_bundle) -> Path:
 def explained(case, run, tmp_path, *arguments: object) -> tuple[Page, dict]:
     out = tmp_path / "page.html"
     code, printed, err = run(
-        "explain", case / "photos.edje", *arguments, "--out", out, "--quiet", "--json"
+        "explain", case / "photos.edje", *arguments, "--out", out, "--json"
     )
     assert code == 0, err
     return Page(out.read_text()), json.loads(printed)
@@ -212,7 +212,6 @@ def test_what_cannot_be_explained_is_refused(case, run, tmp_path):
             *arguments,
             "--out",
             tmp_path / "page.html",
-            "--quiet",
         )
         assert code != 0
         assert words in err
