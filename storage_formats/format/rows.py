@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from storage_formats.atomic import naming
-from storage_formats.errors import CorruptIndexError, UsageError
+from storage_formats.errors import UsageError, cannot_read
 from storage_formats.format.column_types import ARROW_TYPES, cast_columns
 from storage_formats.format.committed_files import CommittedFiles
 from storage_formats.format.index_files import read_index_file
@@ -181,10 +181,7 @@ def read_shard_rows(
         )
     except (OSError, ValueError, TypeError, pa.ArrowException) as error:
         # damaged names and text raise ValueError
-        raise CorruptIndexError(
-            f"cannot read the rows of shard {shard} in {path}: {error}; run 'edje-index"
-            " verify'"
-        ) from error
+        raise cannot_read(f"the rows of shard {shard} in {path}", error) from error
 
 
 def check_names(columns: Iterable[str], names: Sequence[str]) -> None:

@@ -44,6 +44,7 @@ from storage_formats.format.object_store import (
 from storage_formats.format.remote import CLAIM, REPLACED, ROOT, open_index, read_root
 from storage_formats.format.shard_table import EXCHANGED, FileEntry
 from storage_formats.format.zarr_metadata import zarr_documents
+from storage_formats.system_calls import promised
 from storage_formats.writing.copying import copy_file
 
 # name of the object metadata
@@ -109,7 +110,8 @@ def copy_to_directory(index: CommittedIndex, entry: FileEntry, root: Path) -> bo
             with open(temporary, "xb") as file:
                 file.writelines(index.remote.committed_chunks(entry))
         fsync_path(temporary)
-        os.replace(temporary, path)
+        with promised("rename", path):
+            os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
     fsync_parent(path)
