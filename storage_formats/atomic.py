@@ -107,9 +107,9 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 def json_bytes(value: Any) -> bytes:
     """Return `value` as the JSON that `write_json_atomic` writes."""
-    return (
-        json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
-    ).encode()
+    text = json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
+    # a path that is not UTF-8 has lone surrogates, which JSON can escape
+    return text.encode(errors="backslashreplace")
 
 
 def write_json_atomic(path: Path, value: Any) -> None:

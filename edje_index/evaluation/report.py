@@ -36,7 +36,9 @@ def write_report(folder: Path, markdown: str, value: dict[str, Any]) -> None:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "report.md").write_text(markdown, encoding="utf-8")
+        (folder / "report.md").write_text(
+            markdown, encoding="utf-8", errors="backslashreplace"
+        )
         (folder / "report.json").write_text(
             json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8"
         )

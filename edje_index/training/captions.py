@@ -12,6 +12,7 @@ import io
 import itertools
 import json
 import math
+import os
 import shutil
 import zipfile
 from collections.abc import Callable, Sequence
@@ -154,7 +155,7 @@ def write_caption_table(
     size = min(max(lowest, math.ceil(sum(map(len, items.captions)) / _SHARDS)), highest)
     with (
         naming(temporary),
-        pa.OSFile(str(temporary), "wb") as file,
+        open(temporary, "wb") as file,
         pa.ipc.new_file(file, _SCHEMA) as writer,
     ):
         while batch := list(itertools.islice(lines, size)):
@@ -208,7 +209,7 @@ def prepare_captions(
         return True
     root = _parts(folder)
     try:
-        table = pa.ipc.open_file(pa.memory_map(str(root / _TABLE)))
+        table = pa.ipc.open_file(pa.memory_map(os.fsencode(root / _TABLE)))
     except (OSError, pa.ArrowException) as error:
         raise CorruptIndexError(
             f"cannot read the table of captions {root / _TABLE}: {error}; train again"

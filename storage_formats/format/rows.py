@@ -144,8 +144,9 @@ def with_source_values(
 
 def write_rows(path: Path, table: pa.Table) -> None:
     """Write the rows of one shard as a Parquet file, compressed with zstd."""
-    with naming(path):
-        pq.write_table(table, path, compression="zstd")
+    # PyArrow opens only paths in UTF-8
+    with naming(path), open(path, "wb") as file:
+        pq.write_table(table, file, compression="zstd")
 
 
 def read_shard_rows(
