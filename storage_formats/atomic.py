@@ -13,6 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from storage_formats.system_calls import MissingCallError, promised
+
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
@@ -28,11 +30,16 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def fsync_path(path: Path) -> None:
-    """Call fsync on a file or a directory."""
+    """Call fsync on a file or a directory. Some file systems cannot flush a directory,
+    which is then left to the kernel.
+    """
     fd = os.open(path, os.O_RDONLY)
     try:
-        with naming(path):
+        with promised("fsync", path):
             os.fsync(fd)
+    except MissingCallError:
+        if not path.is_dir():
+            raise
     finally:
         os.close(fd)
 
@@ -88,8 +95,10 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         with naming(path), open(temporary, "xb") as file:
             yield file
             file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+            with promised("fsync", path):
+                os.fsync(file.fileno())
+        with promised("rename", path):
+            os.replace(temporary, path)
     except BaseException:
         with contextlib.suppress(OSError):
             temporary.unlink()
@@ -98,9 +107,9 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 def json_bytes(value: Any) -> bytes:
     """Return `value` as the JSON that `write_json_atomic` writes."""
-    return (
-        json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
-    ).encode()
+    text = json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
+    # a path that is not UTF-8 has lone surrogates, which JSON can escape
+    return text.encode(errors="backslashreplace")
 
 
 def write_json_atomic(path: Path, value: Any) -> None:

@@ -33,9 +33,9 @@ from storage_formats.atomic import (
     write_json_atomic,
 )
 from storage_formats.codecs import precisions
-from storage_formats.errors import CorruptIndexError, EdjeError, UsageError
+from storage_formats.errors import CorruptIndexError, EdjeError, UsageError, cannot_read
 from storage_formats.format.checksum import json_checksum
-from storage_formats.format.index_files import read_index_file
+from storage_formats.format.index_files import check_inside, read_index_file
 from storage_formats.format.layout import (
     EXTENDED_VERSION,
     PARTIAL_VERSION,
@@ -54,6 +54,7 @@ from storage_formats.format.receipts import ShardReceipt, read_receipts
 from storage_formats.format.shard_table import FileEntry, read_shard_table
 from storage_formats.format.zarr_metadata import zarr_documents
 from storage_formats.remote.urls import local_path
+from storage_formats.system_calls import MissingCallError, promised
 
 _NAMES = "|".join(precisions())
 _PRECISION_FOLDER = re.compile(rf"(tokens|checksums)/({_NAMES})")
@@ -136,9 +137,10 @@ def read_journal(root: str | Path) -> Journal | None:
         ValueError,
         RecursionError,
     ) as error:
-        raise CorruptIndexError(
-            f"cannot read {layout.journal}, which names the unfinished change"
-            f" ({error}); {_discard_advice(layout)}"
+        raise cannot_read(
+            f"{layout.journal}, which names the unfinished change",
+            error,
+            _discard_advice(layout),
         ) from error
 
 
@@ -368,6 +370,10 @@ def begin_change(
     else:
         # fails before the lock makes a directory
         Manifest.load(layout.root)
+        # no reader follows such a link, so no writer may
+        for folder in (layout.root, layout.root / "tokens", layout.root / "checksums"):
+            for entry in _entries(folder):
+                check_inside(layout.root, folder / entry)
     with locked(layout.root):
         for path in (
             path for pattern in _TEMPORARY for path in layout.root.glob(pattern)
@@ -552,7 +558,8 @@ def locked(root: str | Path) -> Iterator[None]:
             os.ftruncate(fd, 0)
             os.write(fd, f"{os.getpid()} on {socket.gethostname()}".encode())
             # workers on other machines read it
-            os.fsync(fd)
+            with promised("fsync", layout.lock):
+                os.fsync(fd)
         yield
     finally:
         with contextlib.suppress(OSError):
@@ -583,7 +590,11 @@ def _acquire(layout: Layout) -> int:
             # the previous holder removed the directory
             continue
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with promised("flock", layout.lock):
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except MissingCallError:
+            os.close(fd)
+            raise
         except BlockingIOError:
             holder = os.read(fd, 200).decode(errors="replace")
             os.close(fd)

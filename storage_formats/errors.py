@@ -143,7 +143,22 @@ class MachineError(EdjeError):
     """
 
 
+_DAMAGED = frozenset(
+    {
+        errno.EFBIG,
+        errno.EISDIR,
+        errno.ELOOP,
+        errno.ENOENT,
+        errno.ENOTDIR,
+        errno.ENOTSUP,
+    }
+)
+
 _REMEDIES = {
+    errno.EACCES: (
+        "give this user the right to read the file and to enter the folders above it"
+    ),
+    errno.EPERM: "give this user, or this sandbox, the right to read the file",
     errno.EMFILE: "raise the limit on open files (ulimit -n)",
     errno.ENFILE: (
         "all programs together have too many open files; raise the limit (sysctl"
@@ -171,6 +186,7 @@ def cannot_read(
     """
     number = error.errno if isinstance(error, OSError) else None
     reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
-    if number in _REMEDIES:
-        return MachineError(f"cannot read {path}: {reason}; {_REMEDIES[number]}")
+    if number is not None and number not in _DAMAGED:
+        remedy = _REMEDIES.get(number, "check the file system, then try again")
+        return MachineError(f"cannot read {path}: {reason}; {remedy}")
     return CorruptIndexError(f"cannot read {path}: {reason}; {advice}")

@@ -38,9 +38,12 @@ def write_report(
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{name}.md").write_text(markdown, encoding="utf-8")
+        (folder / f"{name}.md").write_text(
+            markdown, encoding="utf-8", errors="backslashreplace"
+        )
         (folder / f"{name}.json").write_text(
-            json.dumps(value, indent=2, sort_keys=True, default=str) + "\n",
+            json.dumps(value, indent=2, sort_keys=True, default=str) + "
+",
             encoding="utf-8",
         )
     except OSError as error:

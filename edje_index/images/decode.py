@@ -454,8 +454,8 @@ def _pillow_formats() -> dict[str, Any]:
     # libtiff prints errors and warnings. Pillow has no function to turn this off, so
     # the library is looked up in /proc. Without /proc nothing changes.
     with contextlib.suppress(OSError, AttributeError):
-        lines = Path("/proc/self/maps").read_text().splitlines()
-        for path in {line.split()[-1] for line in lines if "libtiff" in line}:
+        lines = Path("/proc/self/maps").read_bytes().splitlines()
+        for path in {line.split()[-1] for line in lines if b"libtiff" in line}:
             library = ctypes.CDLL(path)
             library.TIFFSetErrorHandler(None)
             library.TIFFSetWarningHandler(None)

@@ -25,7 +25,7 @@ from edje_index.indexing.faiss_file import FaissFileError, check_faiss_file
 from edje_index.progress import OnProgress
 from storage_formats.atomic import fsync_path, fsync_paths, make_directories, naming
 from storage_formats.change import Change, begin_change
-from storage_formats.errors import CorruptIndexError, UsageError
+from storage_formats.errors import UsageError, cannot_read
 from storage_formats.extras import name_missing_extra
 from storage_formats.format.checksum import crc32c_file, crc32c_stream
 from storage_formats.format.index_files import open_index_file
@@ -548,11 +548,10 @@ def _open_part(root: Path, spec: IndexSpec, file: dict[str, Any]) -> _FaissIndex
             )
     except (OSError, ValueError, RuntimeError) as error:
         # FAISS raises RuntimeError
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise CorruptIndexError(
-            f"cannot read {path}: {reason}; run 'edje-index verify', or replace the"
-            " file with 'edje-index ann build'"
-        ) from error
+        advice = (
+            "run 'edje-index verify', or replace the file with 'edje-index ann build'"
+        )
+        raise cannot_read(path, error, advice) from error
 
 
 class AnnIndex:

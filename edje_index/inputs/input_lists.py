@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -77,7 +78,9 @@ def write_input_lists(
         )
         with (
             naming(path),
-            pq.ParquetWriter(path, INPUT_SCHEMA, compression="zstd") as writer,
+            # PyArrow opens only paths in UTF-8
+            open(path, "wb") as file,
+            pq.ParquetWriter(file, INPUT_SCHEMA, compression="zstd") as writer,
         ):
             for table in _tables(refs_of_file, row, _GROUP_ROWS):
                 writer.write_table(table)
@@ -147,7 +150,7 @@ class InputTable:
 
     def __init__(self, path: Path) -> None:
         try:
-            self._table = pa.ipc.open_file(pa.memory_map(str(path))).read_all()
+            self._table = pa.ipc.open_file(pa.memory_map(os.fsencode(path))).read_all()
             if self._table.schema != INPUT_SCHEMA:
                 raise ValueError("it has other columns")
         except (OSError, ValueError, pa.ArrowException) as error:

@@ -10,7 +10,6 @@ import io
 import itertools
 import os
 import stat
-import sys
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +20,7 @@ from typing import NamedTuple, TypeAlias
 from edje_index.images.decode import ImageError
 from storage_formats.remote.files import read_remote_range, remote_version
 from storage_formats.remote.urls import STORE_SCHEMES, is_url, scheme_of
+from storage_formats.system_calls import advise
 
 ReadAt: TypeAlias = Callable[[int, int], bytes]
 """A function `read_at(size, offset)` that returns the bytes of a range, or fewer if
@@ -132,8 +132,8 @@ def open_ranged(path: bytes, *, only_headers: bool = False) -> RangedFile:
         )
         return RangedFile(blocks.pread, version.length, blocks.close)
     fd, length = open_file(path)
-    if only_headers and sys.platform == "linux":
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
+    if only_headers:
+        advise(fd, advice="RANDOM")
     return RangedFile(
         functools.partial(read_range, fd), length, functools.partial(os.close, fd)
     )

@@ -11,6 +11,7 @@ import hashlib
 import io
 import itertools
 import math
+import os
 import shutil
 import zipfile
 from collections.abc import Callable, Sequence
@@ -167,7 +168,7 @@ def write_caption_table(
     table = root / _TABLE
     with (
         naming(table),
-        pa.OSFile(str(table), "wb") as file,
+        open(table, "wb") as file,
         pa.ipc.new_file(file, _SCHEMA) as writer,
     ):
         while batch := list(itertools.islice(lines, size)):
@@ -214,7 +215,7 @@ def prepare_captions(
         return True
     root = _parts(folder)
     try:
-        table = pa.ipc.open_file(pa.memory_map(str(root / _TABLE)))
+        table = pa.ipc.open_file(pa.memory_map(os.fsencode(root / _TABLE)))
     except (OSError, pa.ArrowException) as error:
         raise CorruptIndexError(
             f"cannot read the table of captions {root / _TABLE}: {error}; train again"

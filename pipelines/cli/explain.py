@@ -124,7 +124,8 @@ def explain(
             against_model=other_model,
             on_progress=progress_callback(on_event),
         )
-    write_bytes_atomic(out, explain_page(explanation).encode())
+    page = explain_page(explanation)
+    write_bytes_atomic(out, page.encode(errors="backslashreplace"))
     note(f"page: {out}")
     # of the attention, only the reason why it is missing
     if as_json:

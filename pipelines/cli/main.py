@@ -4,7 +4,6 @@ and exit codes.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
@@ -19,7 +18,7 @@ from click.shell_completion import shell_complete
 from edje_index import __version__
 from edje_index.errors import BundleNotFoundError
 from pipelines.cli.lazy_group import LazyGroup
-from pipelines.cli.output import LOG_KEY, print_json
+from pipelines.cli.output import LOG_KEY, open_standard_streams, print_json
 from pipelines.collector import skip_collection_at_exit
 from pipelines.engines.base import EngineUnavailableError, describe_error
 from pipelines.progress.events import INTERRUPTED
@@ -172,6 +171,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise KeyboardInterrupt
 
     if is_process := arguments is None:
+        open_standard_streams()
         skip_collection_at_exit()
         # not ignored, as by nohup
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
@@ -181,15 +181,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments = [*arguments[1:], "--help"]
     try:
         code = _run(arguments, interrupts)
-        sys.stdout.flush()
-        if code == INTERRUPTED and is_process:
-            # not once a thread has its answer from a server
-            os._exit(code)
-        return code
     except BrokenPipeError:
-        # Python flushes standard output once more when it exits.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _BROKEN_PIPE
+    if code == INTERRUPTED and is_process:
+        # not once a thread has its answer from a server
+        os._exit(code)
+    return code
 
 
 def _run(arguments: list[str], interrupts: Sequence[int]) -> int:
@@ -217,7 +214,7 @@ def _run(arguments: list[str], interrupts: Sequence[int]) -> int:
         lines = map(printable, message.splitlines())
         click.echo("error: " + "\n".join(lines), err=True)
         if "--json" in arguments:
-            click.echo(json.dumps({"error": message, "exit_code": code}))
+            print_json({"error": message, "exit_code": code})
         return code
 
 

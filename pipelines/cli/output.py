@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
+import math
+import os
+import select
 import shlex
 import sys
 from collections.abc import Callable, Iterator
@@ -15,6 +19,7 @@ import click
 
 from pipelines.progress.events import INTERRUPTED, JobStopped, OnEvent, ShouldStop
 from pipelines.progress.wording import printable
+from storage_formats.errors import EdjeError
 from storage_formats.format.layout import Layout
 from storage_formats.remote.urls import IndexLocation
 
@@ -23,10 +28,77 @@ LOG_KEY = "pipelines.cli.log"
 """Key of the value of `--log` in `click.Context.meta`."""
 
 
+class _Standard(io.FileIO):
+    """Standard output or standard error, which waits for a slow reader.
+
+    Of standard output, the first error ends the command, and what follows is dropped.
+    Of standard error, every error is ignored: no command fails for want of a reader of
+    its messages.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        super().__init__(descriptor, "w", closefd=False)
+        self._is_lost = descriptor == 2
+
+    def write(self, data: Any, /) -> int:
+        try:
+            # None: the descriptor does not block, and its buffer is full
+            while (count := super().write(data)) is None:
+                select.select([], [self], [])
+            return count
+        except OSError as error:
+            if not self._is_lost:
+                self._is_lost = True
+                if isinstance(error, BrokenPipeError):
+                    raise
+                raise EdjeError(
+                    f"cannot write standard output: {error.strerror}; free some space,"
+                    " or write to another place"
+                ) from error
+            return memoryview(data).nbytes
+
+
+def open_standard_streams() -> None:
+    """Replace standard output and standard error of this process by streams that
+    escape what the terminal cannot show.
+
+    A closed descriptor becomes /dev/null, else the next file of the index that is
+    opened would receive the messages.
+    """
+    for stream in (sys.stdin, sys.stdout, sys.stderr):
+        if stream is None:
+            # the lowest free descriptor
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+    if sys.stdin is None:
+        sys.stdin = io.TextIOWrapper(io.FileIO(0, closefd=False))
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is not None:
+            stream.flush()
+        new = io.TextIOWrapper(
+            io.BufferedWriter(_Standard(1 if name == "stdout" else 2)),
+            encoding=getattr(stream, "encoding", "utf-8"),
+            errors="backslashreplace",
+            line_buffering=True,
+        )
+        setattr(sys, name, new)
+
+
+def finite(value: Any) -> Any:
+    """Return a JSON value with null in place of the numbers that are not finite, for
+    which JSON has no notation.
+    """
+    if isinstance(value, dict):
+        return {name: finite(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def print_json(value: dict[str, Any]) -> None:
     """Print `value` as a JSON object on one line of standard output."""
     # times as text
-    click.echo(json.dumps(value, sort_keys=True, default=str))
+    click.echo(json.dumps(finite(value), sort_keys=True, default=str))
 
 
 def print_line(text: str) -> None:

@@ -284,5 +284,5 @@ def search(
             is_filtered=filtered,
             loading=loading,
         )
-        write_bytes_atomic(html, page.encode())
+        write_bytes_atomic(html, page.encode(errors="backslashreplace"))
         note(f"page: {html}")

@@ -531,7 +531,9 @@ def _local_folder(stack: contextlib.ExitStack) -> str:
             ignore_cleanup_errors=True,
         )
     )
-    stack.enter_context(_locked(folder))
+    # without locks, no other process can lock the folder to remove it
+    with contextlib.suppress(OSError):
+        stack.enter_context(_locked(folder))
     return folder
 
 

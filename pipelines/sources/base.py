@@ -124,9 +124,9 @@ def absolute_path(spec: str) -> bytes:
 
 def absolute_spec(spec: str) -> str:
     """Return a source as the index records it, so that it means the same in every
-    working directory.
+    working directory and names the same file.
     """
-    return spec if spec == STANDARD_INPUT else display_path(absolute_path(spec))
+    return spec if spec == STANDARD_INPUT else os.fsdecode(absolute_path(spec))
 
 
 def file_name(spec: str) -> str:

@@ -85,4 +85,4 @@ def json_checksum(value: dict[str, Any]) -> str:
     text = json.dumps(
         members, sort_keys=True, ensure_ascii=False, separators=(",", ":")
     )
-    return to_hex(crc32c(text.encode()))
+    return to_hex(crc32c(text.encode(errors="backslashreplace")))

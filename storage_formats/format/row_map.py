@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from storage_formats.atomic import write_bytes_atomic
-from storage_formats.errors import CorruptIndexError
+from storage_formats.errors import cannot_read
 from storage_formats.format.checksum import crc32c
 from storage_formats.format.index_files import read_index_file
 from storage_formats.format.layout import Layout
@@ -105,8 +105,8 @@ def _opened(index: CommittedIndex, row_map: RowMap) -> Iterator[bytes]:
         check_content(path, row_map.file, data)
         yield data
     except (OSError, KeyError, ValueError, pa.ArrowException) as error:
-        raise CorruptIndexError(
-            f"cannot read the row map {path}: {error}; restore the file from a backup"
+        raise cannot_read(
+            f"the row map {path}", error, "restore the file from a backup"
         ) from error
 
 

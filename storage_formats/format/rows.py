@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from storage_formats.atomic import naming
-from storage_formats.errors import CorruptIndexError, UsageError
+from storage_formats.errors import UsageError, cannot_read
 from storage_formats.format.column_types import ARROW_TYPES, cast_columns
 from storage_formats.format.committed_files import CommittedFiles
 from storage_formats.format.index_files import read_index_file
@@ -144,8 +144,9 @@ def with_source_values(
 
 def write_rows(path: Path, table: pa.Table) -> None:
     """Write the rows of one shard as a Parquet file, compressed with zstd."""
-    with naming(path):
-        pq.write_table(table, path, compression="zstd")
+    # PyArrow opens only paths in UTF-8
+    with naming(path), open(path, "wb") as file:
+        pq.write_table(table, file, compression="zstd")
 
 
 def read_shard_rows(
@@ -181,10 +182,7 @@ def read_shard_rows(
         )
     except (OSError, ValueError, TypeError, pa.ArrowException) as error:
         # damaged names and text raise ValueError
-        raise CorruptIndexError(
-            f"cannot read the rows of shard {shard} in {path}: {error}; run 'edje-index"
-            " verify'"
-        ) from error
+        raise cannot_read(f"the rows of shard {shard} in {path}", error) from error
 
 
 def check_names(columns: Iterable[str], names: Sequence[str]) -> None:

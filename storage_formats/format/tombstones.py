@@ -9,7 +9,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from storage_formats.errors import CorruptIndexError, DeletedRowError, RowIdError
+from storage_formats.errors import (
+    CorruptIndexError,
+    DeletedRowError,
+    RowIdError,
+    cannot_read,
+)
 from storage_formats.format.index_files import read_index_file
 from storage_formats.format.layout import IndexSpec
 from storage_formats.format.shard_table import check_content
@@ -178,9 +183,8 @@ def read_tombstones(root: Path, spec: IndexSpec, snapshot: Snapshot) -> Tombston
         check_content(path, entry, data)
         tombstones = Tombstones.from_bytes(data, spec)
     except (OSError, ValueError) as error:
-        raise CorruptIndexError(
-            f"cannot read the file of deleted rows {path}: {error}; restore the file"
-            " from a backup"
+        raise cannot_read(
+            f"the file of deleted rows {path}", error, "restore the file from a backup"
         ) from error
     if len(tombstones) != snapshot.deleted_rows:
         raise CorruptIndexError(

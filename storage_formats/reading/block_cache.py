@@ -34,6 +34,7 @@ from storage_formats.reading.batch import Batch
 from storage_formats.reading.checksums import BlockChecksums
 from storage_formats.reading.destination import Destination, checksums_at
 from storage_formats.reading.memory import BufferPool
+from storage_formats.system_calls import advise
 
 SETTING = "EDJE_CACHE_BYTES"
 _DEFAULT_BYTES = 10 << 30
@@ -143,14 +144,7 @@ class BlockCache:
                     if shard in descriptors
                 ]
                 for descriptor, offset, begin, end in requests:
-                    # not on macOS
-                    if hasattr(os, "posix_fadvise"):
-                        os.posix_fadvise(
-                            descriptor,
-                            offset,
-                            (end - begin) * size,
-                            os.POSIX_FADV_WILLNEED,
-                        )
+                    advise(descriptor, offset, (end - begin) * size)
                 for descriptor, offset, begin, end in requests:
                     # the bytes may be wrong, and are compared below
                     with contextlib.suppress(OSError):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 from collections import OrderedDict
 
@@ -16,6 +15,7 @@ from storage_formats.format.index_files import open_index_file
 from storage_formats.format.shard_table import check_content
 from storage_formats.reading.batch import Batch
 from storage_formats.reading.files import TokenFiles
+from storage_formats.system_calls import advise
 
 # the checksums of 16 million rows
 _KEPT_BYTES = 64 << 20
@@ -106,11 +106,7 @@ class BlockChecksums:
                     files[shard] = opened.enter_context(
                         open_index_file(self._index.root, path)
                     )
-                    # not on macOS
-                    if hasattr(os, "posix_fadvise"):
-                        os.posix_fadvise(
-                            files[shard].fileno(), 0, 0, os.POSIX_FADV_WILLNEED
-                        )
+                    advise(files[shard].fileno())
                 for shard, file in files.items():
                     path = self._tokens.checksums(shard)
                     rows = tuple(self._spec.shard_rows(shard))

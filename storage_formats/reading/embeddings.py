@@ -23,6 +23,7 @@ from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.shard_table import EXCHANGED, FileEntry
 from storage_formats.format.tombstones import check_rows_in_use
 from storage_formats.row_ids import RowIds, check_row_ids
+from storage_formats.system_calls import advise
 
 # read single rows if fewer than one row in 16 of a full shard is requested
 _SPARSE = 16
@@ -89,11 +90,9 @@ def read_shard_embeddings(
                     dtype="<f4",
                     count=len(spec.shard_rows(shard)) * spec.embed_dim,
                 ).reshape(-1, spec.embed_dim)
-            if committed is None and hasattr(os, "posix_fadvise"):
+            if committed is None:
                 for position in positions.tolist():
-                    os.posix_fadvise(
-                        file.fileno(), position * size, size, os.POSIX_FADV_WILLNEED
-                    )
+                    advise(file.fileno(), position * size, size)
             parts = [
                 os.pread(file.fileno(), size, position * size)
                 for position in positions.tolist()

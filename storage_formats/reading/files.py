@@ -28,6 +28,7 @@ from storage_formats.format.layout import PAGE_BYTES, Layout
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.reading.batch import Batch
 from storage_formats.reading.queues import system_call
+from storage_formats.system_calls import LACKING
 
 _MAX_OPEN = 256
 # an evaluation has six `ShardFiles`: three precisions, each cached and direct
@@ -152,7 +153,11 @@ class ShardFile:
             np.linspace(first, first + pages - 1, _SAMPLED_PAGES, dtype=np.int64)
         ).tolist()
         state = ctypes.c_ubyte()
-        address = self.mapped_at()
+        try:
+            address = self.mapped_at()
+        except OSError:
+            # a file system without memory maps
+            return None
         cached = 0
         for page in sample:
             at = ctypes.c_void_p(address + page * mmap.PAGESIZE)
@@ -248,7 +253,7 @@ class ShardFiles:
                     try:
                         fd = open_regular(path, os.O_DIRECT if self.is_direct else 0)
                     except OSError as error:
-                        if error.errno != errno.EINVAL or not self.is_direct:
+                        if error.errno not in LACKING or not self.is_direct:
                             raise
                         # this file system has no direct I/O
                         self.is_direct = False

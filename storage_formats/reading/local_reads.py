@@ -16,7 +16,6 @@ import contextlib
 import ctypes
 import functools
 import mmap
-import os
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -38,6 +37,7 @@ from storage_formats.reading.files import (
 )
 from storage_formats.reading.memory import BufferPool, memory_at
 from storage_formats.reading.queues import QueuePool, can_queue
+from storage_formats.system_calls import advise
 from storage_formats.threads import run_threads, settle, unsettled
 
 # files that are mapped at the same time
@@ -123,7 +123,12 @@ class LocalReads:
             batch = destination.batch[part]
             files = files_of_store.acquire(batch)
             try:
-                addresses = [file.mapped_at() for file in files.values()]
+                try:
+                    addresses = [file.mapped_at() for file in files.values()]
+                except OSError:
+                    # a file system without memory maps
+                    self._read_portable(destination)
+                    return
                 start = min(addresses)
                 stop = max(
                     address + file.size
@@ -162,14 +167,7 @@ class LocalReads:
                     )
                 ]
                 for file, position, target in requests:
-                    # not on macOS
-                    if hasattr(os, "posix_fadvise"):
-                        os.posix_fadvise(
-                            file.fd,
-                            position * size,
-                            len(target),
-                            os.POSIX_FADV_WILLNEED,
-                        )
+                    advise(file.fd, position * size, len(target))
                 run_threads(read_run, requests, min(_THREADS, len(requests)))
                 destination.take(buffer, np.arange(len(batch)) * size, piece)
             finally:
@@ -264,7 +262,7 @@ class LocalReads:
             ]
             # all reads start before this thread waits for one
             for fd, start, length, _ in zip(*runs, strict=True):
-                os.posix_fadvise(fd, start, length, os.POSIX_FADV_WILLNEED)
+                advise(fd, start, length)
             madvise = _madvise()
             if any(
                 madvise(at, length, _MADV_POPULATE_READ)
@@ -273,6 +271,9 @@ class LocalReads:
                 return False
             self._loaded.update(_records(batch))
             return True
+        except OSError:
+            # a file system without memory maps
+            return False
         finally:
             self._direct_files.release(files)
 

@@ -5,7 +5,6 @@ No block is decoded.
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import shutil
 from collections import Counter
@@ -44,13 +43,6 @@ PIECE_BYTES = 8 << 20
 _LOST_ORIGINAL = (
     "original-deleted",
     "the original of this duplicate was deleted or left out",
-)
-_NO_COPY_IN_KERNEL = (
-    errno.EXDEV,
-    errno.EINVAL,
-    errno.ENOSYS,
-    errno.EOPNOTSUPP,
-    errno.EPERM,
 )
 Ints = NDArray[np.int64]
 Stop = Callable[[], bool]
@@ -300,11 +292,11 @@ def copy_file(root: Path, source: FileEntry, target: Path) -> None:
         opened = open_index_file(root, path)
     except OSError as error:
         raise cannot_read(path, error) from error
-    with opened, naming(target), open(target, "xb", buffering=0) as copy:
+    with opened, naming(target), open(target, "xb") as copy:
         length = os.fstat(opened.fileno()).st_size
-        if length == source.bytes and not _copy_in_kernel(
-            opened.fileno(), copy.fileno(), length
-        ):
+        if length == source.bytes:
+            _copy_in_kernel(opened.fileno(), copy.fileno(), length)
+            # what the kernel has not copied
             shutil.copyfileobj(opened, copy)
     if crc32c_file(target) != (source.bytes, source.crc32c):
         raise CorruptIndexError(
@@ -312,23 +304,11 @@ def copy_file(root: Path, source: FileEntry, target: Path) -> None:
         )
 
 
-def _copy_in_kernel(source: int, target: int, length: int) -> bool:
-    """Copy `length` bytes between two file descriptors in the kernel. Return False
-    if this is not supported.
+def _copy_in_kernel(source: int, target: int, length: int) -> None:
+    """Copy up to `length` bytes between two file descriptors in the kernel, as many as
+    it can. Both descriptors then stand behind these bytes.
     """
-    # not Linux
-    if not hasattr(os, "copy_file_range"):
-        return False
-    done = 0
-    try:
-        while done < length:
-            count = os.copy_file_range(source, target, length - done)
-            if not count:
-                # the file became shorter; its checksum will differ
-                break
-            done += count
-    except OSError as error:
-        if done or error.errno not in _NO_COPY_IN_KERNEL:
-            raise
-        return False
-    return True
+    # Linux. An error that is none of this call meets the ordinary copy again.
+    with contextlib.suppress(AttributeError, OSError):
+        while length and (count := os.copy_file_range(source, target, length)):
+            length -= count

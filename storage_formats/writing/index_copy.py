@@ -45,6 +45,7 @@ from storage_formats.remote.objects import (
     UncertainWriteError,
 )
 from storage_formats.remote.urls import STORE_SCHEMES
+from storage_formats.system_calls import promised
 from storage_formats.writing.copying import copy_file
 
 # name of the object metadata
@@ -110,7 +111,8 @@ def copy_to_directory(index: CommittedIndex, entry: FileEntry, root: Path) -> bo
             with open(temporary, "xb") as file:
                 file.writelines(committed_chunks(index.remote, entry))
         fsync_path(temporary)
-        os.replace(temporary, path)
+        with promised("rename", path):
+            os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
     fsync_parent(path)

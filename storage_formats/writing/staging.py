@@ -23,6 +23,7 @@ from storage_formats.format.rows import (
     write_rows,
 )
 from storage_formats.format.shard_table import FileEntry
+from storage_formats.system_calls import promised
 from storage_formats.writing.token_shard import TokenShardFile
 
 
@@ -110,7 +111,8 @@ class StagedFiles:
         fsync_paths(path for path, _, _ in self._files)
         for path, final, _ in self._files:
             make_directories(final.parent)
-            path.replace(final)
+            with promised("rename", final):
+                path.replace(final)
         fsync_paths(final.parent for _, final, _ in self._files)
         return tuple(entry for _, _, entry in self._files)
 
@@ -154,7 +156,8 @@ class StagedFiles:
         path.write_bytes(json_bytes(receipt.to_json()))
         fsync_paths([path])
         make_directories(final.parent)
-        path.replace(final)
+        with promised("rename", final):
+            path.replace(final)
         fsync_paths([final.parent])
 
     def remove(self) -> None:

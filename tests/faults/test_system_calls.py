@@ -1,0 +1,214 @@
+"""The table of `storage_formats.system_calls`: without advice a change goes on, and
+without a promise it is refused by name. Both leave an index that every reader accepts.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import shutil
+import stat
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from edje_index import copy_index, delete_rows
+from storage_formats import EdjeError, IndexWriter, TokenStore, verify_index
+from storage_formats.errors import CorruptIndexError
+from storage_formats.reading import engines
+from storage_formats.system_calls import MissingCallError
+
+SHAPE = (4, 32)
+BLOCKS = np.random.default_rng(0).standard_normal((12, *SHAPE)).astype(np.float32)
+LACKS = [errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP]
+
+
+def write(root: Path) -> None:
+    writer = IndexWriter.create(root, block_shape=SHAPE, embed_dim=8, shard_size=8)
+    with writer:
+        writer.append(BLOCKS, BLOCKS[:, 0, :8])
+
+
+def use_all(folder: Path) -> None:
+    """Write, change, copy and read an index."""
+    root = folder / "i.edje"
+    write(root)
+    delete_rows(root, rows=[3])
+    copy_index(root, folder / "copy.edje")
+    for each in (root, folder / "copy.edje"):
+        assert not verify_index(each)
+        for engine in ("auto", *engines()):
+            blocks = TokenStore.open(each, engine=engine).fetch([11, 0, 2])
+            np.testing.assert_allclose(
+                blocks.astype(np.float32), BLOCKS[[11, 0, 2]], rtol=0.01
+            )
+
+
+def failing(
+    monkeypatch: pytest.MonkeyPatch,
+    module: Any,
+    name: str,
+    number: int,
+    applies: Callable[..., bool] = lambda *_: True,
+) -> list[int]:
+    """Let `module.name` fail with the error `number` where `applies` is true. Return a
+    list that gets an item per failure.
+    """
+    real = getattr(module, name)
+    failures: list[int] = []
+
+    def call(*arguments: Any, **named: Any) -> Any:
+        if not applies(*arguments):
+            return real(*arguments, **named)
+        failures.append(number)
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(module, name, call)
+    return failures
+
+
+def is_directory(fd: int) -> bool:
+    return stat.S_ISDIR(os.fstat(fd).st_mode)
+
+
+def is_file_map(fd: int, *_: object) -> bool:
+    return fd >= 0
+
+
+ADVICE = {
+    "fadvise": (os, "posix_fadvise", lambda *_: True),
+    "copy_file_range": (os, "copy_file_range", lambda *_: True),
+    "fsync of a directory": (os, "fsync", is_directory),
+    "mmap of a file": (mmap, "mmap", is_file_map),
+    "O_DIRECT": (os, "open", lambda _, flags, *__: bool(flags & os.O_DIRECT)),
+}
+PROMISES = {
+    "flock": (fcntl, "flock", lambda *_: True),
+    "fsync": (os, "fsync", lambda fd: not is_directory(fd)),
+    "rename": (os, "replace", lambda *_: True),
+}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the calls of Linux")
+@pytest.mark.parametrize("number", LACKS, ids=errno.errorcode.get)
+@pytest.mark.parametrize("call", ADVICE)
+def test_a_change_goes_on_without_advice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, number: int
+) -> None:
+    module, name, applies = ADVICE[call]
+    failures = failing(monkeypatch, module, name, number, applies)
+    use_all(tmp_path)
+    assert failures or call == "O_DIRECT"
+
+
+@pytest.mark.parametrize(
+    "number", [*LACKS, errno.EPERM, errno.EIO], ids=errno.errorcode.get
+)
+def test_a_copy_that_the_kernel_leaves_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    if not hasattr(os, "copy_file_range"):
+        pytest.skip("the calls of Linux")
+    write(tmp_path / "i.edje")
+    real = os.copy_file_range
+    calls: list[int] = []
+
+    def copy_a_part(source: int, target: int, count: int) -> int:
+        calls.append(count)
+        if len(calls) % 2 == 0:
+            raise OSError(number, os.strerror(number))
+        return real(source, target, min(count, 1000))
+
+    monkeypatch.setattr(os, "copy_file_range", copy_a_part)
+    copy_index(tmp_path / "i.edje", tmp_path / "copy.edje")
+    assert calls
+    assert not verify_index(tmp_path / "copy.edje")
+
+
+@pytest.mark.parametrize("number", LACKS, ids=errno.errorcode.get)
+@pytest.mark.parametrize("call", PROMISES)
+def test_a_change_is_refused_without_a_promise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, number: int
+) -> None:
+    root = tmp_path / "i.edje"
+    write(root)
+    module, name, applies = PROMISES[call]
+    with monkeypatch.context() as faults:
+        failing(faults, module, name, number, applies)
+        with pytest.raises(EdjeError, match=f"{call} does not work for .*i.edje"):
+            delete_rows(root, rows=[3])
+        with pytest.raises(MissingCallError, match=r"new\.edje.* on a local disk"):
+            write(tmp_path / "new.edje")
+    assert not verify_index(root)
+    delete_rows(root, rows=[3])
+
+
+@pytest.mark.parametrize(
+    "number", [errno.EACCES, errno.EPERM, errno.ENOTCONN, errno.ETIMEDOUT]
+)
+@pytest.mark.parametrize("part", ["index.json", "rows", "embeddings", "tokens"])
+def test_a_file_of_trouble_is_not_called_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str, number: int
+) -> None:
+    root = tmp_path / "i.edje"
+    write(root)
+    failing(
+        monkeypatch, os, "open", number, lambda path, *_: f"i.edje/{part}" in str(path)
+    )
+    with pytest.raises(EdjeError, match=os.strerror(number)) as caught:
+        copy_index(root, tmp_path / "copy.edje")
+    assert not isinstance(caught.value, CorruptIndexError)
+    assert "backup" not in str(caught.value)
+    assert part in str(caught.value)
+
+
+@pytest.mark.skipif(shutil.which("strace") is None, reason="needs strace")
+@pytest.mark.parametrize(
+    ("call", "number"),
+    [
+        *[("fadvise64", name) for name in ("EINVAL", "ENOSYS", "EPERM")],
+        *[("copy_file_range", name) for name in ("EXDEV", "ENOSYS", "EPERM")],
+        *[("io_setup", name) for name in ("ENOSYS", "EPERM", "EAGAIN")],
+        *[("statx", name) for name in ("ENOSYS", "EPERM")],
+        ("mincore", "ENOSYS"),
+        ("sendfile", "EINVAL"),
+        ("fallocate", "EOPNOTSUPP"),
+    ],
+)
+def test_advice_that_the_kernel_refuses(tmp_path: Path, call: str, number: str) -> None:
+    write(tmp_path / "i.edje")
+    code = (
+        "from edje_index import copy_index\n"
+        "from storage_formats import TokenStore\n"
+        "copy_index('i.edje', 'copy.edje')\n"
+        "print(TokenStore.open('copy.edje').fetch([1, 2]).shape)"
+    )
+    faults = ["-e", f"trace={call}", "-e", f"inject={call}:error={number}"]
+    done = subprocess.run(
+        ["strace", "-f", "-qq", "-o", os.devnull, *faults, sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,
+    )
+    assert done.stdout.strip() == "(2, 4, 32)", done.stderr
+
+
+def test_a_link_to_another_place_is_refused_before_the_change(tmp_path: Path) -> None:
+    for name in ("tokens", "tokens/bf16", "rows", "build", "ann"):
+        root = tmp_path / f"{name.replace('/', '-')}.edje"
+        write(root)
+        folder = root / name
+        folder.mkdir(exist_ok=True)
+        outside = tmp_path / f"outside-{root.name}"
+        shutil.move(folder, outside)
+        folder.symlink_to(outside)
+        with pytest.raises(OSError, match="leads outside the index"):
+            delete_rows(root, rows=[1])

@@ -1,0 +1,122 @@
+"""Standard output and standard error that are closed, full, slow, or of an encoding
+that lacks a letter.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from storage_formats import IndexWriter
+
+SHELL = """exec "$0" -m pipelines.cli "$@" """
+
+
+@pytest.fixture(scope="module")
+def index(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("streams") / "i.edje"
+    writer = IndexWriter.create(root, block_shape=(2, 8), embed_dim=4)
+    with writer:
+        writer.append(np.ones((3, 2, 8), np.float32), np.ones((3, 4), np.float32))
+    return root
+
+
+def command(
+    redirections: str, *arguments: object, encoding: str = "utf-8"
+) -> subprocess.CompletedProcess[bytes]:
+    return subprocess.run(
+        ["bash", "-c", SHELL + redirections, sys.executable, *map(str, arguments)],
+        capture_output=True,
+        check=False,
+        env={**os.environ, "PYTHONIOENCODING": encoding},
+    )
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&-", "<&- >&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_a_closed_stream_does_not_fail_a_command(
+    index: Path, tmp_path: Path, closed: str, options: list[str]
+) -> None:
+    out = tmp_path / "copy.edje"
+    done = command(closed, "copy", index, out, *options)
+    assert (done.returncode, done.stderr.count(b"Traceback")) == (0, 0)
+    assert command("", "verify", out).returncode == 0
+
+
+@pytest.mark.parametrize("options", [[], ["--json"]])
+@pytest.mark.parametrize("arguments", [["info"], ["verify"], ["history"]])
+def test_a_full_disk_ends_the_command_with_one_line(
+    index: Path, arguments: list[str], options: list[str]
+) -> None:
+    done = command(">/dev/full", *arguments, index, *options)
+    assert done.returncode == 1
+    lines = done.stderr.decode().splitlines()
+    assert lines[-1].startswith("error: cannot write standard output: No space left")
+    assert "Traceback" not in done.stderr.decode()
+
+
+@pytest.mark.parametrize("sink", ["2>/dev/full", "2> >(exec true)"])
+def test_messages_that_nobody_reads_do_not_fail_a_job(
+    index: Path, tmp_path: Path, sink: str
+) -> None:
+    done = command(sink, "copy", index, tmp_path / "copy.edje", "--json")
+    assert done.returncode == 0
+    assert json.loads(done.stdout)
+
+
+def test_a_reader_that_leaves_ends_the_command_quietly(index: Path) -> None:
+    done = command(" | true; exit ${PIPESTATUS[0]}", "info", index)
+    # a short output may fit into the pipe before the reader ends
+    assert done.returncode in (0, 141)
+    assert done.stderr == b""
+
+
+@pytest.mark.parametrize("encoding", ["koi8-r", "iso-8859-1", "cp1252", "utf-8"])
+def test_a_letter_outside_the_encoding_is_escaped(
+    tmp_path: Path, encoding: str
+) -> None:
+    missing = tmp_path / "smile ☺ \udce9.edje"
+    done = command("", "info", missing, encoding=encoding)
+    assert done.returncode == 2
+    text = done.stderr.decode(encoding)
+    assert text.startswith("error: ")
+    assert "smile " in text
+    assert "\\udce9" in text
+    assert ("☺" in text) == (encoding == "utf-8")
+
+
+def test_a_descriptor_that_does_not_block_gets_all_output(index: Path) -> None:
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    # fill the pipe, so that the first write of the command cannot proceed
+    filler = 0
+    try:
+        while True:
+            filler += os.write(writer, b"x" * 4096)
+    except BlockingIOError:
+        pass
+    received: list[bytes] = []
+
+    def drain() -> None:
+        while piece := os.read(reader, 65536):
+            received.append(piece)
+
+    process = subprocess.Popen(
+        [sys.executable, "-m", "pipelines.cli", "info", str(index), "--json"],
+        stdout=writer,
+        stderr=subprocess.PIPE,
+    )
+    os.close(writer)
+    thread = threading.Thread(target=drain)
+    threading.Timer(2, thread.start).start()
+    _, messages = process.communicate(timeout=60)
+    thread.join(10)
+    assert (process.returncode, messages) == (0, b"")
+    assert json.loads(b"".join(received)[filler:])["rows"] == 3
