@@ -212,7 +212,10 @@ def default_threads() -> int:
 
 
 def run_chunks(
-    work: Callable[[int, int], None], count: int, block_bytes: int, threads: int | None
+    work: Callable[[int, int], object],
+    count: int,
+    block_bytes: int,
+    threads: int | None,
 ) -> None:
     """Split range(count) into consecutive parts and call `work(start, stop)` for each
     part, see `run_threads`.

@@ -18,8 +18,8 @@ import edje_index
 import storage_formats
 from pipelines.cli.main import SECTIONS, cli
 
-# what click prints on a terminal of 100 columns
-HELP_WIDTH = 98
+# what click prints on a terminal of 80 columns, which fits beside the navigation
+HELP_WIDTH = 78
 PACKAGES = ["storage_formats", "edje_index", "pipelines"]
 NOTEBOOKS = sorted((Path(__file__).resolve().parents[1] / "notebooks").glob("*.ipynb"))
 

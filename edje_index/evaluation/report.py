@@ -42,8 +42,7 @@ def write_report(
             markdown, encoding="utf-8", errors="backslashreplace"
         )
         (folder / f"{name}.json").write_text(
-            json.dumps(value, indent=2, sort_keys=True, default=str) + "
-",
+            json.dumps(value, indent=2, sort_keys=True, default=str) + "\n",
             encoding="utf-8",
         )
     except OSError as error:

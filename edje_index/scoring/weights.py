@@ -77,7 +77,10 @@ class ScoreWeights:
         """Make weights from a mapping by part name. Parts that are not in it have
         the weight 0, including the logit.
         """
-        return cls(**{part: float(weights.get(part, 0.0)) for part in PART_NAMES})
+        values: dict[str, Any] = {
+            part: float(weights.get(part, 0.0)) for part in PART_NAMES
+        }
+        return cls(**values)
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Self:

@@ -20,7 +20,7 @@ def reference():
 
 @pytest.mark.parametrize("heading", SECTIONS)
 def test_the_pages_hold_what_help_prints(reference, heading, run, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("COLUMNS", "80")
     documented = COMMAND.findall(reference.section_page(heading))
     assert len(documented) >= len(SECTIONS[heading])
     for command, text in documented:
