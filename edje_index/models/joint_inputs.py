@@ -89,7 +89,9 @@ class JointTokenizer:
                     " a BERT tokenizer"
                 )
             self._special_ids[name] = token_id
-        self.image_token_id: int = tokenizer.token_to_id(IMAGE_TOKEN)
+        image_token_id = tokenizer.token_to_id(IMAGE_TOKEN)
+        assert image_token_id is not None
+        self.image_token_id = image_token_id
 
     def __len__(self) -> int:
         return int(self.tokenizer.get_vocab_size(with_added_tokens=True))

@@ -128,31 +128,36 @@ class HeaderDeadlines:
         deadlines = self
 
         class Connection(H11Protocol):
-            def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            def connection_made(self, transport: Any) -> None:
                 super().connection_made(transport)
-                self._client = tuple(transport.get_extra_info("peername")[:2])
-                self._abort = transport.abort
-                deadlines._wait(self._client, self._abort)
+                self._own_transport = transport
+                deadlines._wait(transport)
 
             def data_received(self, data: bytes) -> None:
-                deadlines._wait(self._client, self._abort)
+                deadlines._wait(self._own_transport)
                 super().data_received(data)
 
             def connection_lost(self, exc: Exception | None) -> None:
-                deadlines._stop_waiting(self._client)
+                deadlines._stop_waiting(_address(self._own_transport))
                 super().connection_lost(exc)
 
         return Connection
 
-    def _wait(self, client: Any, abort: Callable[[], None]) -> None:
+    def _wait(self, transport: Any) -> None:
+        client = _address(transport)
         if client not in self._awaited and client not in self._answered:
             self._awaited[client] = asyncio.get_running_loop().call_later(
-                _PATIENCE_SECONDS, abort
+                _PATIENCE_SECONDS, transport.abort
             )
 
     def _stop_waiting(self, client: Any) -> None:
         if timer := self._awaited.pop(client, None):
             timer.cancel()
+
+
+def _address(transport: asyncio.BaseTransport) -> Any:
+    """Return host and port of a client, as in the scope of its requests."""
+    return transport.get_extra_info("peername")[:2]
 
 
 def run_service(
