@@ -103,8 +103,6 @@ class BertWeights:
         """
         weights = [self.take(f"{name}.weight", rows, columns) for name in names]
         biases = [self.take(f"{name}.bias", rows) for name in names]
-        if len(names) == 1:
-            return Linear(weights[0].to(dtype), biases[0].to(dtype))
         return Linear(torch.cat(weights).to(dtype), torch.cat(biases).to(dtype))
 
     def norm(self, name: str, width: int, eps: float) -> nn.LayerNorm:

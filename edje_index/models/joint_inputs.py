@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import torch
@@ -80,44 +80,18 @@ class JointTokenizer:
         # a tokenizer file may switch on truncation and padding
         tokenizer.no_truncation()
         tokenizer.no_padding()
-        ids = {
-            name: tokenizer.token_to_id(token) for name, token in special_tokens.items()
-        }
-        missing = [
-            special_tokens[name] for name, token_id in ids.items() if token_id is None
-        ]
-        if missing:
-            raise ModelError(
-                f"the tokenizer lacks the special tokens {', '.join(missing)}: give the"
-                " files of a BERT tokenizer"
-            )
-        self._special_ids = {
-            name: int(token_id)
-            for name, token_id in ids.items()
-            if token_id is not None
-        }
+        self._special_ids: dict[str, int] = {}
+        for name, token in special_tokens.items():
+            token_id = tokenizer.token_to_id(token)
+            if token_id is None:
+                raise ModelError(
+                    f"the tokenizer lacks the special token {token}: give the files of"
+                    " a BERT tokenizer"
+                )
+            self._special_ids[name] = token_id
         image_token_id = tokenizer.token_to_id(IMAGE_TOKEN)
         assert image_token_id is not None
-        self.image_token_id = int(image_token_id)
-
-    @classmethod
-    def of(cls, tokenizer: Any, *, canonical: bool = False) -> JointTokenizer:
-        """Wrap a fast tokenizer of transformers."""
-        special_tokens = {
-            name: getattr(tokenizer, name) for name in SPECIAL_TOKEN_NAMES
-        }
-        backend = getattr(tokenizer, "backend_tokenizer", None)
-        if backend is None or None in special_tokens.values():
-            raise ModelError(
-                "the tokenizer lacks one of [CLS], [SEP], [PAD], [UNK] and [MASK]: give"
-                " the files of a BERT tokenizer"
-            )
-        return cls(
-            backend,
-            special_tokens,
-            truncation_side=tokenizer.truncation_side,
-            canonical=canonical,
-        )
+        self.image_token_id = image_token_id
 
     def __len__(self) -> int:
         return int(self.tokenizer.get_vocab_size(with_added_tokens=True))
@@ -279,7 +253,21 @@ def load_joint_tokenizer(folder: Path, *, canonical: bool = False) -> JointToken
         tokenizer = AutoTokenizer.from_pretrained(
             str(folder), local_files_only=True, trust_remote_code=False
         )
-        return JointTokenizer.of(tokenizer, canonical=canonical)
+        special_tokens = {
+            name: getattr(tokenizer, name) for name in SPECIAL_TOKEN_NAMES
+        }
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        if backend is None or None in special_tokens.values():
+            raise ModelError(
+                "the tokenizer lacks one of [CLS], [SEP], [PAD], [UNK] and [MASK]: give"
+                " the files of a BERT tokenizer"
+            )
+        return JointTokenizer(
+            backend,
+            special_tokens,
+            truncation_side=tokenizer.truncation_side,
+            canonical=canonical,
+        )
     except Exception as error:
         raise ModelError(
             f"cannot read the tokenizer in {folder}:"

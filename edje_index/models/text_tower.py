@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -181,7 +180,7 @@ def text_tokenizer(config: ClipConfig, folder: str | Path | None = None) -> Any:
         config.text.get("context_length", DEFAULT_CONTEXT_LENGTH)
     )
     if not name:
-        return _simple_tokenizer(SimpleTokenizer, json.dumps(options))
+        return SimpleTokenizer(**options)
     if folder is not None:
         check_tokenizer_folder(Path(folder))
     options |= {
@@ -203,14 +202,6 @@ def text_tokenizer(config: ClipConfig, folder: str | Path | None = None) -> Any:
             " with the tokenizer files, or copy the directory HF_HOME from a machine"
             " that has downloaded this tokenizer"
         ) from error
-
-
-@lru_cache(maxsize=8)
-def _simple_tokenizer(tokenizer: type, options: str) -> Any:
-    """Build open_clip's own tokenizer from its options in JSON. Models share it,
-    because that takes 0.1 s.
-    """
-    return tokenizer(**json.loads(options))
 
 
 def save_text_tokenizer(tokenizer: Any, folder: Path) -> None:

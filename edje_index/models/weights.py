@@ -7,7 +7,6 @@ limit, a configuration of a few bytes could allocate any amount of memory.
 
 from __future__ import annotations
 
-import math
 import pickle
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,8 +35,6 @@ _FACTORIES = frozenset(
         torch.rand,
         torch.randint,
         torch.randn,
-        torch.tril,
-        torch.triu,
         torch.zeros,
     }
 )
@@ -243,18 +240,8 @@ class _Budget(TorchFunctionMode):
     ) -> Any:
         options = dict(kwargs or {})
         if func in _FACTORIES:
-            tensors = [
-                value.numel() for value in args if isinstance(value, torch.Tensor)
-            ]
-            shape = options.get(
-                "size", args[0] if args and isinstance(args[0], Sequence) else None
-            )
-            if tensors:
-                elements = max(tensors)
-            elif shape is not None:
-                elements = math.prod(int(value) for value in shape)
-            else:
-                elements = int(func(*args, **{**options, "device": "meta"}).numel())
+            # a tensor on this device has a size and takes no memory
+            elements = func(*args, **{**options, "device": "meta"}).numel()
             self._tensors -= 1
             self._elements -= elements
             if min(self._tensors, self._elements) < 0:

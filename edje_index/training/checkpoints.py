@@ -184,7 +184,9 @@ def best_steps(records: list[dict[str, Any]], count: int) -> set[tuple[int, int]
         for record in records
         if record["phase"] == DEV
     ]
-    return {(stage, step) for _, stage, step in sorted(evaluations)[-count:]}
+    return {
+        (stage, step) for _, stage, step in sorted(evaluations, reverse=True)[:count]
+    }
 
 
 def _line(record: Record) -> bytes:

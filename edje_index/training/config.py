@@ -183,9 +183,7 @@ class LoopConfig(Settings):
     epochs: PositiveFloat | None = None
     """Number of epochs. Set either steps or epochs."""
     batch_size: AtLeastTwo = 64
-    """Pairs per forward pass, summed over all workers."""
-    accumulate: PositiveInt = 1
-    """Forward passes per optimiser step."""
+    """Pairs per optimiser step, summed over all workers."""
     seed: NonNegativeInt = 0
     """Seed of all random numbers."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"

@@ -263,7 +263,6 @@ def run_worker(
                 module=AlignmentObjective(adapter, start.joint, config.augmentation),
                 make_batch=source.alignment(content_token_mask(start.joint.tokenizer)),
                 steps=settings.steps,
-                accumulate=1,
                 images=min(settings.batch_size, source.data.images),
                 optimization=config.optimizer.model_copy(update=changes),
                 epoch=1,
@@ -273,6 +272,10 @@ def run_worker(
             start.adapter.requires_grad_(False)
         epoch = steps_per_epoch(config.loop, len(source.data.caption_keys))
         every = config.run.evaluate_every
+        if task.dev is None:
+            every = 0
+        elif every is None:
+            every = epoch
         previous = None
         if task.continued is not None:
             folder, run, last = task.continued
@@ -293,19 +296,12 @@ def run_worker(
             ),
             make_batch=source.joint,
             steps=task.steps,
-            accumulate=config.loop.accumulate,
-            images=config.loop.batch_size * config.loop.accumulate,
+            images=config.loop.batch_size,
             optimization=config.optimizer,
             epoch=epoch,
             previous=previous,
             evaluate=evaluate,
-            evaluate_every=(
-                0
-                if task.dev is None
-                else max(1, round(epoch))
-                if every is None
-                else every
-            ),
+            evaluate_every=every,
         )
 
 
@@ -324,10 +320,9 @@ def _run_phase(
     module: nn.Module,
     make_batch: Callable[[int], Any],
     steps: int,
-    accumulate: int,
     images: int,
     optimization: OptimizerConfig,
-    epoch: float,
+    epoch: int,
     previous: TrainState | None = None,
     evaluate: Callable[[], dict[str, float]] = dict,
     evaluate_every: int = 0,
@@ -342,9 +337,8 @@ def _run_phase(
         module: module to train. Its ``forward`` maps a batch to losses by name.
         make_batch: makes a batch from the batch number, which counts from 0 in each
             phase.
-        accumulate: number of batches per optimiser step.
         images: number of images per optimiser step, over all workers.
-        epoch: number of optimiser steps per epoch, may be fractional.
+        epoch: number of optimiser steps per epoch.
         previous: last checkpoint of the training run that this phase continues; None
             for a new optimiser.
         evaluate: returns recalls by name; called every `evaluate_every` steps, or never
@@ -378,9 +372,8 @@ def _run_phase(
         skipped = resumed.skipped
     distributed: Any = module
     if group.size > 1:
-        distributed = DistributedDataParallel(
-            module, device_ids=[device] if device.type == "cuda" else None
-        )
+        devices = [device] if device.type == "cuda" else None
+        distributed = DistributedDataParallel(module, device_ids=devices)
     if group.rank == 0:
         begin_log(run_dir, stage, first)
 
@@ -390,58 +383,40 @@ def _run_phase(
             on_record(record)
 
     # of the losses since the last log record
-    sums: dict[str, torch.Tensor] = {}
+    sums: dict[str, Any] = {}
     started = time.monotonic()
     waited = 0.0
     since = first
-    batches = ordered_map(
-        make_batch, range(first * accumulate, steps * accumulate), 1, 1 + _AHEAD
-    )
+    batches = ordered_map(make_batch, range(first, steps), 1, 1 + _AHEAD)
     with contextlib.closing(batches):
         for step in range(first, steps):
             rate = learning_rate(step, steps, epoch, optimization, epochs_before)
             for parameters in optimizer.param_groups:
                 parameters["lr"] = rate * parameters["factor"]
-            for part in range(accumulate):
-                waiting_since = time.monotonic()
-                batch = to_device(next(batches), device)
-                waited += time.monotonic() - waiting_since
-                batch = source.with_features(batch)
-                # Seeds dropout, so that a resumed training run draws the same random
-                # numbers.
-                number = step * accumulate + part
-                torch.manual_seed(
-                    int(
-                        stream(loop.seed, DROPOUT, stage, number, group.rank).integers(
-                            2**63
-                        )
-                    )
-                )
-                # The workers exchange gradients after the last part.
-                alone = group.size > 1 and part < accumulate - 1
-                with distributed.no_sync() if alone else contextlib.nullcontext():
-                    with autocast(resolve_dtype(loop.dtype, device), device):
-                        losses = distributed(batch)
-                    (losses[TOTAL] / accumulate).backward()
-                for loss, value in losses.items():
-                    sums[loss] = (
-                        sums.get(loss, torch.zeros_like(value))
-                        + (value / accumulate).detach()
-                    )
-            trained = [
-                parameter
-                for parameter in module.parameters()
-                if parameter.grad is not None
-            ]
-            gradients = [parameter.grad for parameter in trained]
-            norm = nn.utils.get_total_norm(gradients)  # type: ignore[arg-type]
+            waiting_since = time.monotonic()
+            batch = to_device(next(batches), device)
+            waited += time.monotonic() - waiting_since
+            batch = source.with_features(batch)
+            # Seeds dropout, so that a resumed training run draws the same random
+            # numbers.
+            dropout = stream(loop.seed, DROPOUT, stage, step, group.rank)
+            torch.manual_seed(int(dropout.integers(2**63)))
+            with autocast(resolve_dtype(loop.dtype, device), device):
+                losses = distributed(batch)
+            losses[TOTAL].backward()
+            for loss, value in losses.items():
+                sums[loss] = sums.get(loss, 0) + value.detach()
+            trained = [part for part in module.parameters() if part.grad is not None]
+            norm = nn.utils.get_total_norm(
+                [parameter.grad for parameter in trained]  # type: ignore[misc]
+            )
             if optimization.clip_norm:
                 nn.utils.clip_grads_with_norm_(trained, optimization.clip_norm, norm)
             is_bad = group.any(not bool(torch.isfinite(norm)))
             if not is_bad:
                 optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-            sums["gradient"] = sums.get("gradient", torch.zeros_like(norm)) + norm
+            sums["gradient"] = sums.get("gradient", 0) + norm
             skipped = (skipped[0] + 1, skipped[1] + 1) if is_bad else (skipped[0], 0)
             done = step + 1
             if skipped[1] >= MAX_BAD_STEPS:
@@ -490,11 +465,7 @@ def _run_phase(
                         key: tensor.detach().cpu()
                         for key, tensor in module.state_dict().items()
                     }
-                    kept = (
-                        best_steps(read_log(run_dir), run.keep_best)
-                        if run.keep_best
-                        else set()
-                    )
+                    kept = best_steps(read_log(run_dir), run.keep_best)
                     epochs = round(epochs_before + done / epoch, 6)
                     saved = TrainState(
                         task.run,
@@ -568,22 +539,19 @@ def total_steps(config: LoopConfig, pairs: int) -> int:
             f"{pairs} captions do not fill a batch of {config.batch_size}; lower"
             " loop.batch_size"
         )
-    return config.steps or max(
-        1, math.ceil((config.epochs or 0) * steps_per_epoch(config, pairs))
-    )
+    epochs = config.epochs or 0
+    return config.steps or max(1, math.ceil(epochs * steps_per_epoch(config, pairs)))
 
 
-def steps_per_epoch(config: LoopConfig, pairs: int) -> float:
-    """Return the number of optimiser steps per epoch of `pairs` pairs. The number
-    may be fractional.
-    """
-    return (pairs // config.batch_size) / config.accumulate
+def steps_per_epoch(config: LoopConfig, pairs: int) -> int:
+    """Return the number of optimiser steps per epoch of `pairs` pairs."""
+    return pairs // config.batch_size
 
 
 def learning_rate(
     step: int,
     total_steps: int,
-    steps_per_epoch: float,
+    steps_per_epoch: int,
     config: OptimizerConfig,
     epochs_before: int = 0,
 ) -> float:
@@ -596,7 +564,7 @@ def learning_rate(
       where `epochs_before` epochs of a run that this run continues count too.
     - "cosine": falls along a cosine to `config.min_lr` at the last step.
     """
-    epoch = epochs_before + int(step // steps_per_epoch)
+    epoch = epochs_before + step // steps_per_epoch
     # As in the published code, warm-up with decay ``epoch`` is in the first epoch only.
     if step < config.warmup_steps and (
         epoch == 0 or (config.decay == "cosine" and not epochs_before)

@@ -237,16 +237,12 @@ class JointObjective(nn.Module):
         )
         pairs = batch.pairs * (1 + 2 * batch.negatives)
         logits = self.joint.classification_head(hidden[:pairs])[:, 0].float()
-        sizes = [
-            batch.pairs,
-            batch.pairs * batch.negatives,
-            batch.pairs * batch.negatives,
-        ]
+        negatives = batch.pairs * batch.negatives
+        sizes = [batch.pairs, negatives, negatives]
         parts = torch.split(logits, sizes)
-        positive, images, texts = (
-            parts[0],
-            *(part.view(batch.pairs, batch.negatives) for part in parts[1:]),
-        )
+        positive = parts[0]
+        images = parts[1].view(batch.pairs, batch.negatives)
+        texts = parts[2].view(batch.pairs, batch.negatives)
         losses = {"itm": itm_loss(positive, images, texts)}
         if batch.masked is not None:
             positions, targets = batch.masked

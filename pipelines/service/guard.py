@@ -130,16 +130,10 @@ async def answer_error(_: Request | None, error: Exception) -> JSONResponse:
             else ""
         )
         message = "; ".join(problems[:_SHOWN_PROBLEMS]) + more
-        status = (
-            400
-            if any(problem["type"] == "json_invalid" for problem in error.errors())
-            else 422
-        )
-    elif isinstance(error, FilterTimeoutError):
-        status = 504
-        message = str(error)
-    elif isinstance(error, UsageError | RowIdError | ModelError):
-        status = 422
+        kinds = {problem["type"] for problem in error.errors()}
+        status = 400 if "json_invalid" in kinds else 422
+    elif isinstance(error, FilterTimeoutError | UsageError | RowIdError | ModelError):
+        status = 504 if isinstance(error, FilterTimeoutError) else 422
         message = str(error)
     elif isinstance(error, EdjeError):
         logger.error("request failed: %s", error)

@@ -16,6 +16,8 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from edje_index import __version__
 from edje_index.search.token_index import TokenIndex
@@ -26,6 +28,8 @@ from storage_formats.errors import EdjeError, UsageError
 
 _WARM_UP_POOL = 32
 _WATCH_SECONDS = 2.0
+# for the headers of a request, and for a client that does not read an answer
+_PATIENCE_SECONDS = 10.0
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -46,6 +50,10 @@ def listen(host: str, port: int) -> socket.socket:
     # body of a response would wait 40 ms for the client's acknowledgement of the
     # headers.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    # The system closes a connection whose client does not read. Only Linux has it.
+    if hasattr(socket, "TCP_USER_TIMEOUT"):
+        milliseconds = int(1000 * _PATIENCE_SECONDS)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
     return listener
 
 
@@ -91,6 +99,67 @@ async def follow_changes(state: ServiceState) -> None:
         before = problem
 
 
+class HeaderDeadlines:
+    """Closes connections whose headers do not arrive in time.
+
+    A connection and the application know each other by the address of the client.
+
+    Args:
+        app: the application.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        self._awaited: dict[Any, asyncio.TimerHandle] = {}
+        self._answered: set[Any] = set()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request, whose headers have arrived."""
+        client = scope.get("client")
+        self._stop_waiting(client)
+        self._answered.add(client)
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._answered.discard(client)
+
+    def connection_class(self) -> type[asyncio.Protocol]:
+        """Return uvicorn's class of connections, with a deadline for headers."""
+        deadlines = self
+
+        class Connection(H11Protocol):
+            def connection_made(self, transport: Any) -> None:
+                super().connection_made(transport)
+                self._own_transport = transport
+                deadlines._wait(transport)
+
+            def data_received(self, data: bytes) -> None:
+                deadlines._wait(self._own_transport)
+                super().data_received(data)
+
+            def connection_lost(self, exc: Exception | None) -> None:
+                deadlines._stop_waiting(_address(self._own_transport))
+                super().connection_lost(exc)
+
+        return Connection
+
+    def _wait(self, transport: Any) -> None:
+        client = _address(transport)
+        if client not in self._awaited and client not in self._answered:
+            self._awaited[client] = asyncio.get_running_loop().call_later(
+                _PATIENCE_SECONDS, transport.abort
+            )
+
+    def _stop_waiting(self, client: Any) -> None:
+        if timer := self._awaited.pop(client, None):
+            timer.cancel()
+
+
+def _address(transport: asyncio.BaseTransport) -> Any:
+    """Return host and port of a client, as in the scope of its requests."""
+    return transport.get_extra_info("peername")[:2]
+
+
 def run_service(
     index: TokenIndex,
     limits: Limits,
@@ -102,11 +171,11 @@ def run_service(
     """Answer requests until SIGTERM or SIGINT. Then answer the requests that have
     arrived, and return.
 
-    Every 10 seconds, the connections are closed that have sent no complete headers, or
-    not read an answer, for 10 seconds. Uvicorn has no limit on this time: 600
-    connections that sent nothing, or a part of the headers, kept the service from
-    answering anybody until they ended. With this limit, the service answered again
-    after 15 s. A connection that waits for its next request is closed after 75 seconds.
+    A connection is closed if the headers of a request do not arrive within 10 seconds,
+    or if, on Linux, the client reads nothing of an answer for 10 seconds. Uvicorn has
+    no limit on this time: 600 connections that sent nothing, or a part of the headers,
+    kept the service from answering anybody until they ended. A connection that waits
+    for its next request is closed after 75 seconds.
 
     Args:
         index: the open index.
@@ -154,34 +223,16 @@ def run_service(
         Exception,
     ):
         app.add_exception_handler(kind, answer_error)
-    idle: dict[Any, tuple[Any, int]] = {}
-
-    async def close_idle_connections() -> None:
-        nonlocal idle
-        before = idle
-        idle = {}
-        connections: set[Any] = server.server_state.connections
-        for connection in tuple(connections):
-            cycle = connection.cycle
-            unread = connection.transport.get_write_buffer_size()
-            is_kept_alive = (
-                connection.timeout_keep_alive_task is not None and not unread
-            )
-            if cycle is None or (cycle.response_complete and not is_kept_alive):
-                idle[connection] = cycle, unread
-                if before.get(connection) == idle[connection]:
-                    connection.transport.abort()
-
+    guarded = Guard(
+        TrustedHostMiddleware(app, list(allowed_hosts) or ["*"], www_redirect=False),
+        limits,
+        api_keys,
+        metrics,
+    )
+    deadlines = HeaderDeadlines(guarded)
     config = uvicorn.Config(
-        Guard(
-            TrustedHostMiddleware(
-                app, list(allowed_hosts) or ["*"], www_redirect=False
-            ),
-            limits,
-            api_keys,
-            metrics,
-        ),
-        http="h11",
+        deadlines,
+        http=deadlines.connection_class(),
         loop="asyncio",
         lifespan="on",
         ws="none",
@@ -195,8 +246,6 @@ def run_service(
         # end of it
         timeout_keep_alive=75,
         timeout_graceful_shutdown=int(limits.deadline_seconds) + 1,
-        timeout_notify=10,
-        callback_notify=close_idle_connections,
     )
     server = uvicorn.Server(config)
     # Uvicorn raises a signal again after it has stopped. With these handlers, a

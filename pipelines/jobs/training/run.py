@@ -311,8 +311,7 @@ def describe_phases(
             " (alignment.steps, 0 leaves it out)"
         )
     lines.append(
-        f"phase joint: {counted(steps, 'step')} of {loop.batch_size * loop.accumulate}"
-        " pairs (loop.steps)"
+        f"phase joint: {counted(steps, 'step')} of {loop.batch_size} pairs (loop.steps)"
     )
     if dev_images:
         queries = (
@@ -457,7 +456,7 @@ def write_bundle(
         on_event(Progress(activity, done, total))
 
     bundle, steps, choices = finish_model(task, run.export_step, progress)
-    pairs = settings.loop.batch_size * settings.loop.accumulate
+    pairs = settings.loop.batch_size
     names = ", ".join(path.name for path in inputs.captions)
     teacher = f", distilled from {inputs.teacher.name}" if inputs.teacher else ""
     notes = (

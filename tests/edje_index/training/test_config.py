@@ -59,7 +59,6 @@ SOURCES = {
         64,
         "ours: the published configuration has 32 per GPU and its README 8 GPUs",
     ),
-    "loop.accumulate": (1, TRAINER),
     "loop.dtype": ("auto", f"{TRAINER}: bfloat16 on a GPU; ours: float32 on a CPU"),
 }
 # what the second phase changes

@@ -63,9 +63,7 @@ def calm(case, tmp_path_factory):
     """
     run_dir = tmp_path_factory.mktemp("calm")
     run_worker(
-        case.task(
-            run_dir, alignment__steps=2, alignment__batch_size=8, loop__accumulate=2
-        ),
+        case.task(run_dir, alignment__steps=2, alignment__batch_size=8),
         WorkerGroup(),
         never,
     )
@@ -74,9 +72,7 @@ def calm(case, tmp_path_factory):
 
 @pytest.mark.parametrize("calls", [1, 5])
 def test_a_stopped_training_goes_on_to_the_same_bits(case, calm, tmp_path, calls):
-    task = case.task(
-        tmp_path, alignment__steps=2, alignment__batch_size=8, loop__accumulate=2
-    )
+    task = case.task(tmp_path, alignment__steps=2, alignment__batch_size=8)
     with pytest.raises(TrainingStopped, match="stopped after step"):
         run_worker(task, WorkerGroup(), StopAfter(calls))
     run_worker(task, WorkerGroup(), never)
@@ -313,11 +309,5 @@ def test_fine_tuning_goes_on_with_adam_and_the_epochs_as_published(case, tmp_pat
 def test_steps_follow_from_epochs(case):
     assert total_steps(case.config().loop, 100) == 6
     assert total_steps(case.config(loop__steps=None, loop__epochs=2.5).loop, 100) == 30
-    assert (
-        total_steps(
-            case.config(loop__steps=None, loop__epochs=2, loop__accumulate=5).loop, 100
-        )
-        == 5
-    )
     with pytest.raises(UsageError, match="do not fill a batch"):
         total_steps(case.config().loop, 7)
