@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import unicodedata
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -91,7 +92,7 @@ def match_items(
 
     A duplicate gets the row of its original. If two rows share a name, the first wins.
     If a name is not in the index, symbolic links in the folders of the name are
-    resolved, and the resolved name is looked up.
+    resolved, and the resolved name is looked up, in the Unicode form NFC.
 
     Args:
         table: the rows table, with the columns `NAME_COLUMNS`. See
@@ -107,10 +108,12 @@ def match_items(
 
         def resolved(name: bytes) -> bytes:
             """Resolve symbolic links in the folders of `name`, but not in the file
-            name, as a build does.
+            name, as a build does. Compose its characters (NFC), which macOS stores
+            decomposed.
             """
             folder, base = os.path.split(name)
-            return os.path.join(real_folder(folder), base)
+            path = os.fsdecode(os.path.join(real_folder(folder), base))
+            return os.fsencode(unicodedata.normalize("NFC", path))
 
         names = [resolved(os.fsencode(items[position].path)) for position in unmatched]
         for position, match in zip(

@@ -6,7 +6,7 @@
 - ``*.json``: a list of these objects, a Karpathy split file, or a COCO caption file.
 - ``*.parquet``: one column per key of these objects.
 - ``*.tar``: a WebDataset shard. A sample is KEY.jpg with KEY.txt (one caption per
-  line), or KEY.jpg with KEY.json (the object without "image").
+  line), or KEY.jpg with KEY.json (the object without "image"), joined as a build does.
 
 Records of the same image and split are merged.
 """
@@ -27,7 +27,9 @@ from typing import Any
 import pyarrow as pa
 
 from edje_index.images.decode import ImageError
+from edje_index.inputs.containers import members_with_sidecars
 from edje_index.inputs.json_lines import read_json_lines
+from edje_index.inputs.names import MAX_SIDECAR_BYTES
 from edje_index.inputs.ranges import open_ranged
 from edje_index.inputs.refs import display_path
 from edje_index.inputs.tars import TarArchive
@@ -49,10 +51,7 @@ _BLANK_CHARACTERS = frozenset(string.punctuation + "\u115f\u1160\u3164\uffa0")
 Hangul fillers, which are letters without a shape. Emoji and other symbols are words.
 """
 
-_IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm")
 _PARQUET_BATCH = 4096
-# of the captions of one image
-_MAX_TEXT_BYTES = 1 << 26
 # In Karpathy's COCO split, "restval" names validation images that are used for training
 # by convention.
 _PARTS_OF_SPLIT = {"train": frozenset({"train", "restval"})}
@@ -68,7 +67,8 @@ class CaptionRecord:
             symbols of ASCII) and invisible characters.
         split: name of the split; None if the record has no split.
         image_id: identifier of the image; None if the record has no identifier.
-        blank: number of blank captions, which are not in `captions`.
+        blank: number of captions that are blank or missing, and so are not in
+            `captions`. A photo without captions misses one.
     """
 
     image: str
@@ -105,12 +105,12 @@ def read_captions(
 ) -> list[CaptionedImage]:
     """Read a caption file with `read_caption_file`, and return the captioned images.
 
-    Warn if blank captions are left out.
+    Warn if photos without captions, or blank captions, are left out.
     """
     items, blank = read_caption_file(path, images, split)
     if blank:
         warnings.warn(
-            f"{path}: blank captions are left out: {blank:,}",
+            f"{path}: missing or blank captions are left out: {blank:,}",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -131,8 +131,8 @@ def read_caption_file(
             "restval".
 
     Returns:
-        The captioned images in file order, and the number of blank captions. Blank
-        captions, and images with only blank captions, are left out.
+        The captioned images in file order, and the number of captions that are left
+        out, because they are missing or blank. So are images without other captions.
 
     Raises:
         UsageError: the file cannot be read, a record is malformed, or the file has no
@@ -168,8 +168,8 @@ def read_caption_file(
             )
     if not merged:
         raise UsageError(
-            f"{file} contains no captions"
-            + (f" except {blank:,} blank captions" if blank else "")
+            f"{file} contains no captions ({blank:,} are blank or missing); give each"
+            " photo 'captions', a list of strings, or 'caption', a string"
         )
     items = [item for item in merged.values() if parts is None or item.split in parts]
     if not items:
@@ -269,13 +269,13 @@ def _json_file(path: Path) -> Iterator[_Located]:
             " 'annotations')"
         )
     annotations = content.get("annotations")
-    texts_by_image = dict[Any, list[Any]]()
+    texts_by_image: dict[str, list[Any]] = {}
     if annotations is not None and not isinstance(annotations, list):
         raise UsageError(
             f"'annotations' in {path} must be a list, but is a"
             f" {type(annotations).__name__}"
         )
-    # https://cocodataset.org/#format-data, section 4
+    # https://cocodataset.org/#format-data, section 4. Some tools write ids as texts.
     for number, value in enumerate(annotations or (), 1):
         if not (
             isinstance(value, dict)
@@ -286,26 +286,29 @@ def _json_file(path: Path) -> Iterator[_Located]:
                 f"{path}, annotations {number}: the annotation has no 'image_id' or no"
                 " 'caption'"
             )
-        texts_by_image.setdefault(value["image_id"], []).append(value["caption"])
+        texts = texts_by_image.setdefault(str(value["image_id"]), [])
+        texts.append(value["caption"])
+    ids: set[str] = set()
     for number, value in enumerate(images, 1):
         if annotations is not None and isinstance(value, dict):
-            image_id = value.get("id")
-            texts = (
-                texts_by_image.pop(image_id, [])
-                if isinstance(image_id, int | str)
-                else []
-            )
+            image_id = str(value.get("id"))
+            if image_id in ids:
+                raise UsageError(
+                    f"{path}, images {number}: an earlier image has the same id"
+                    f" {image_id}; give each image an id of its own"
+                )
+            ids.add(image_id)
             value = {
                 "file_name": value.get("file_name"),
-                CAPTION_KEYS[0]: texts,
+                CAPTION_KEYS[0]: texts_by_image.get(image_id),
                 ID_KEY: image_id,
             }
         yield f"images {number}", value
-    if texts_by_image:
+    if unknown := texts_by_image.keys() - ids:
         raise UsageError(
-            f"{path} has captions of {len(texts_by_image)} images that are not in"
-            f" 'images', for example of the image_id {next(iter(texts_by_image))}: add"
-            " these images, or remove their captions"
+            f"{path} has captions of {len(unknown)} images that are not in 'images',"
+            f" for example of the image_id {min(unknown)}: add these images, or remove"
+            " their captions"
         )
 
 
@@ -327,55 +330,39 @@ def _parquet(path: Path) -> Iterator[_Located]:
 
 
 def _webdataset(path: Path) -> Iterator[_Located]:
-    """Yield the samples of a WebDataset shard: members whose paths agree up to the
-    first dot of the name.
-    """
-    # names of images, and content of texts by suffix
-    samples: dict[str, tuple[list[str], dict[str, bytes]]] = {}
+    """Yield the images of a WebDataset shard that have metadata beside them."""
     try:
         with open_ranged(os.fsencode(path), only_headers=True) as file:
-            archive = TarArchive(file)
-            for member in archive.members():
-                name = os.fsdecode(member.name)
-                folder, slash, base = name.rpartition("/")
-                stem, _, suffix = base.partition(".")
-                if member.problem is not None or not stem:
-                    continue
-                images, texts = samples.setdefault(folder + slash + stem, ([], {}))
-                if suffix.lower() in _IMAGE_SUFFIXES:
-                    images.append(name)
-                elif suffix.lower() in ("txt", "json"):
-                    texts[suffix.lower()] = archive.read(
-                        member.offset, member.size, _MAX_TEXT_BYTES
-                    )
+            for member, contents in members_with_sidecars(
+                TarArchive(file), clips=False
+            ):
+                if contents:
+                    name = os.fsdecode(member.name)
+                    yield f"sample {name}", _sample(name, contents)
     except ImageError as damage:
         raise UsageError(
-            f"{path} is not an intact uncompressed tar file: {damage.detail}; write or"
-            " copy this file again"
+            f"{path} is not an intact tar file: {damage.detail}; write or copy this"
+            " file again"
         ) from damage
-    for key, (images, texts) in samples.items():
-        try:
-            value = _parse_json(texts["json"]) if "json" in texts else {}
-            if isinstance(value, dict) and "txt" in texts:
+
+
+def _sample(name: str, contents: Mapping[str, bytes | None]) -> Any:
+    if None in contents.values():
+        return _RecordError(
+            f"the text beside it cannot be read, or has over {MAX_SIDECAR_BYTES} bytes"
+        )
+    texts = {suffix: content or b"" for suffix, content in contents.items()}
+    try:
+        value = _parse_json(texts[".json"]) if ".json" in texts else {}
+        if isinstance(value, dict):
+            if ".txt" in texts:
                 value[CAPTION_KEYS[0]] = [
-                    line for line in _decode(texts["txt"]).splitlines() if line.strip()
+                    line for line in _decode(texts[".txt"]).splitlines() if line.strip()
                 ] or [""]
-            if len(images) > 1:
-                raise _RecordError(
-                    f"a sample must have one image, but this one has {len(images)}:"
-                    f" {', '.join(images)}"
-                )
-        except _RecordError as error:
-            value = error
-        if images:
-            yield (
-                f"sample {key}",
-                (
-                    {**value, IMAGE_KEYS[0]: images[0], ID_KEY: key}
-                    if isinstance(value, dict)
-                    else value
-                ),
-            )
+            value |= {IMAGE_KEYS[0]: name, ID_KEY: os.path.splitext(name)[0]}
+        return value
+    except _RecordError as error:
+        return error
 
 
 _READERS: Mapping[str, Callable[[Path], Iterator[_Located]]] = {
@@ -396,13 +383,13 @@ def _record(value: Any) -> CaptionRecord:
     key = next((key for key in IMAGE_KEYS if value.get(key) is not None), IMAGE_KEYS[0])
     name = value.get(key)
     texts = next(
-        (value[key] for key in CAPTION_KEYS if value.get(key) is not None), None
+        (value[key] for key in CAPTION_KEYS if not _is_missing(value.get(key))), None
     )
     image_id = value.get(ID_KEY)
     # of a Karpathy file
     if texts is None and isinstance(sentences := value.get("sentences"), list):
         texts = [
-            sentence.get("raw") if isinstance(sentence, dict) else None
+            sentence.get("raw", sentence) if isinstance(sentence, dict) else sentence
             for sentence in sentences
         ]
         image_id = value.get("cocoid", value.get("imgid"))
@@ -423,11 +410,14 @@ def _record(value: Any) -> CaptionRecord:
         raise _RecordError(f"the value {name!r} of '{key}' cannot be a file name")
     if isinstance(texts, str):
         texts = [texts]
-    if not isinstance(texts, list) or not texts:
+    if texts is None:
+        texts = [None]
+    if not isinstance(texts, list):
         raise _RecordError(
-            "this photo has no captions: give 'captions', a list of strings, or"
-            " 'caption', a string"
+            "the captions are neither a string nor a list of strings; correct them"
         )
+    given = len(texts)
+    texts = [text for text in texts if not _is_missing(text)]
     if not all(isinstance(text, str) for text in texts):
         raise _RecordError("one of the captions is not a string; remove this caption")
     try:
@@ -443,7 +433,12 @@ def _record(value: Any) -> CaptionRecord:
         None if label is None else str(label)
         for label in (value.get(SPLIT_KEY), image_id)
     )
-    return CaptionRecord(name, kept, split, image_id, blank=len(texts) - len(kept))
+    return CaptionRecord(name, kept, split, image_id, blank=(given or 1) - len(kept))
+
+
+def _is_missing(value: Any) -> bool:
+    """Return True for null, and for the NaN that pandas writes in its place."""
+    return value is None or value != value
 
 
 def _is_blank(text: str) -> bool:

@@ -124,6 +124,7 @@ _SMALLEST_SPAN = 1e-30
 _BAND_PIXELS = 1 << 20
 _TIFF_BITS = 258
 _TIFF_PHOTOMETRIC = 262
+_TIFF_SIGN = 339
 
 
 class ImageError(Exception):
@@ -327,6 +328,10 @@ def to_rgb(image: Image.Image) -> Image.Image:
             grey.paste(Image.fromarray(to_bytes(band)), (0, top))
             top += len(band)
         return grey.convert("RGB")
+    tags: Any = getattr(image, "tag_v2", {})
+    # Pillow keeps signed samples of 8 bits in unsigned numbers
+    if image.mode == "L" and 2 in tags.get(_TIFF_SIGN, ()):
+        image = image.point([value ^ 128 for value in range(256)])
     if image.mode not in _WITH_ALPHA and "transparency" not in image.info:
         return image if image.mode == "RGB" else image.convert("RGB")
     key = image.info.get("transparency")
@@ -348,11 +353,15 @@ def to_rgb(image: Image.Image) -> Image.Image:
 
 def _bands(image: Image.Image) -> Iterator[NDArray[Any]]:
     """Yield bands of rows of a grey image, each as samples [h, w]."""
+    tags: Any = getattr(image, "tag_v2", {})
+    # Pillow keeps unsigned samples of 32 bits in signed numbers
+    is_unsigned = tags.get(_TIFF_BITS) == (32,) and 1 in tags.get(_TIFF_SIGN, (1,))
     rows = max(1, _BAND_PIXELS // image.width)
     for top in range(0, image.height, rows):
-        yield np.asarray(
+        band = np.asarray(
             image.crop((0, top, image.width, min(top + rows, image.height)))
         )
+        yield band.view(np.uint32) if is_unsigned else band
 
 
 def _from_16_bits(image: Image.Image) -> _ToBytes:

@@ -6,6 +6,7 @@ like `ZipArchive` and an entry of `ARCHIVES`.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import os
@@ -16,15 +17,16 @@ import threading
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import pyarrow as pa
 
 from edje_index.images.decode import ImageError
+from edje_index.inputs.names import MAX_SIDECAR_BYTES, join_sidecars, sample_of
 from edje_index.inputs.ranges import RangedFile, StreamWindow, open_ranged
 from edje_index.inputs.tars import Member, TarArchive, check_bytes
+from storage_formats.format.column_types import BYTES, column_kind
 from storage_formats.format.parquet import iter_batches, open_parquet
 from storage_formats.remote.urls import is_url
 
@@ -41,6 +43,7 @@ times its compressed size.
 # to gigabytes at once.
 _ZIP_METHODS = frozenset({zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED})
 _ENCRYPTED = 0x1
+_UTF8 = 0x800
 _ZIP_STEP = 1 << 20
 # bytes of a column that are read at once; without it, whole columns of a row group are
 _PARQUET_BUFFER = 1 << 20
@@ -56,14 +59,10 @@ class Archive(Protocol):
     """An open archive. Thread-safe.
 
     Attributes:
-        is_stream: True if the members are listed by reading through the file. Then the
-            members of a sample, for example an image and its caption, are next to each
-            other.
         is_compressed: True if a member can be read only by reading everything before
             it.
     """
 
-    is_stream: bool
     is_compressed: bool
 
     def members(self) -> Iterator[Member]:
@@ -94,7 +93,7 @@ class ZipArchive:
         ImageError: the list of members is damaged.
     """
 
-    is_stream = is_compressed = False
+    is_compressed = False
 
     def __init__(self, file: RangedFile) -> None:
         self._file = file
@@ -109,9 +108,11 @@ class ZipArchive:
         for info in self._archive.infolist():
             # `ZipInfo.is_dir` fails for an empty name
             if not info.filename.endswith("/"):
-                name = info.filename.encode("utf-8", "backslashreplace")
                 yield Member(
-                    name, info.header_offset, info.file_size, _zip_problem(info)
+                    _zip_name(info),
+                    info.header_offset,
+                    info.file_size,
+                    _zip_problem(info),
                 )
 
     def read(self, offset: int, size: int, max_bytes: int) -> bytes:
@@ -132,6 +133,16 @@ class ZipArchive:
         self._file.close()
 
 
+def _zip_name(info: zipfile.ZipInfo) -> bytes:
+    """Return the name of a member as UTF-8. macOS and other systems write UTF-8 without
+    the flag that says so, and `zipfile` reads it as code page 437.
+    """
+    if not info.flag_bits & _UTF8:
+        with contextlib.suppress(UnicodeError):
+            return info.filename.encode("cp437").decode().encode()
+    return info.filename.encode("utf-8", "backslashreplace")
+
+
 def _zip_problem(info: zipfile.ZipInfo) -> str | None:
     is_link = stat.S_ISLNK(info.external_attr >> 16)
     if is_link or info.flag_bits & _ENCRYPTED or info.compress_type not in _ZIP_METHODS:
@@ -141,7 +152,7 @@ def _zip_problem(info: zipfile.ZipInfo) -> str | None:
     return None
 
 
-@contextmanager
+@contextlib.contextmanager
 def _named_damage(part: str) -> Iterator[None]:
     """Turn the errors of a parser at a damaged file into ImageError. Operating
     system errors stay unchanged.
@@ -236,11 +247,7 @@ def image_leaf(schema: Any, column: str) -> str | None:
     if pa.types.is_struct(arrow_type) and arrow_type.get_field_index("bytes") >= 0:
         arrow_type = arrow_type.field("bytes").type
         leaf = f"{column}.bytes"
-    return (
-        leaf
-        if pa.types.is_binary(arrow_type) or pa.types.is_large_binary(arrow_type)
-        else None
-    )
+    return leaf if column_kind(arrow_type) == BYTES else None
 
 
 ARCHIVES: dict[str, tuple[Callable[[RangedFile], Archive], tuple[str, ...]]] = {
@@ -271,6 +278,83 @@ _MEMBER_MARK = re.compile(
     f"(?:{'|'.join(map(re.escape, (*ARCHIVE_SUFFIXES, PARQUET_SUFFIX)))})(?=!)",
     re.IGNORECASE,
 )
+
+
+def members_with_sidecars(
+    archive: Archive, clips: bool
+) -> Iterator[tuple[Member, dict[str, bytes | None]]]:
+    """Yield the members of an archive in order, with the contents of their metadata
+    files by suffix, or None for a file that cannot be used. See `join_sidecars`.
+
+    All members are listed first, because the captions may lie behind all images.
+
+    Raises:
+        ImageError: the archive is damaged after the last yielded member.
+    """
+    members: list[Member] = []
+    contents: dict[bytes, bytes | None] = {}
+    damage = None
+    try:
+        # those beside their images, so that a stream is not read a second time
+        for sample in _samples(archive):
+            members += sample
+            _read_sidecars(
+                archive, sample, join_sidecars(_names(sample), clips), contents
+            )
+    except ImageError as error:
+        damage = error
+    joined = join_sidecars(_names(members), clips)
+    used = _read_sidecars(archive, members, joined, contents)
+    for member in members:
+        if member not in used:
+            sidecars = joined.get(member.name, {})
+            yield member, {key: contents[name] for key, name in sidecars.items()}
+    if damage is not None:
+        raise damage
+
+
+def _samples(archive: Archive) -> Iterator[list[Member]]:
+    """Yield the neighbours whose paths agree up to the first dot of the file name, as
+    in WebDataset. If the archive is damaged, first yield the members before the damage.
+    """
+    sample: list[Member] = []
+    try:
+        for member in archive.members():
+            if sample and sample_of(member.name) != sample_of(sample[0].name):
+                yield sample
+                sample = []
+            sample.append(member)
+    except ImageError:
+        yield sample
+        raise
+    yield sample
+
+
+def _names(members: list[Member]) -> list[bytes]:
+    return [member.name for member in members]
+
+
+def _read_sidecars(
+    archive: Archive,
+    members: list[Member],
+    joined: dict[bytes, dict[str, bytes]],
+    contents: dict[bytes, bytes | None],
+) -> set[Member]:
+    """Add the content of each metadata file in `joined` to `contents`, by name. Return
+    these members; of members with the same name, the first.
+    """
+    names = {name for sidecars in joined.values() for name in sidecars.values()}
+    first = {each.name: each for each in reversed(members) if each.name in names}
+    for member in sorted(first.values(), key=lambda each: each.offset):
+        if member.name in contents:
+            continue
+        contents[member.name] = None
+        if member.problem is None:
+            with contextlib.suppress(ImageError):
+                contents[member.name] = archive.read(
+                    member.offset, member.size, MAX_SIDECAR_BYTES
+                )
+    return set(first.values())
 
 
 @dataclass(frozen=True, slots=True)

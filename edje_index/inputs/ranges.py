@@ -94,7 +94,8 @@ class RangedFile(io.RawIOBase):
             ]
         )
         if position < 0:
-            raise ValueError(f"the position {position} is before the first byte")
+            # as other files do: `zipfile` looks for a table before an empty archive
+            raise OSError(f"the position {position} is before the first byte")
         self._position = position
         return position
 

@@ -64,8 +64,6 @@ class TarArchive:
     `containers.Archive`.
     """
 
-    is_stream = True
-
     def __init__(self, file: RangedFile) -> None:
         self._file = file
         magic = file.pread(6, 0)
@@ -159,12 +157,14 @@ class TarArchive:
                 raise ImageError(
                     "damaged-archive", f"the header at byte {end} is invalid"
                 )
-            following = self.pread(tarfile.RECORDSIZE, end + tarfile.BLOCKSIZE)
-            zeros = len(following) - len(following.lstrip(b"\0"))
-            if zeros == len(following):
+            # a concatenated archive may follow, after padding of any length
+            while marker and not marker.strip(b"\0"):
+                end += len(marker)
+                marker = self.pread(_CHUNK, end)
+            if not marker:
                 return
-            # of a concatenated archive
-            end += tarfile.BLOCKSIZE * (1 + zeros // tarfile.BLOCKSIZE)
+            zeros = len(marker) - len(marker.lstrip(b"\0"))
+            end += zeros // tarfile.BLOCKSIZE * tarfile.BLOCKSIZE
 
     def read(self, offset: int, size: int, max_bytes: int) -> bytes:
         """Return the data of a member, or fewer bytes if the archive ends earlier."""

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 # their hits appear together
 _QUERIES_AT_ONCE = 64
-_IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 
 
 @click.command()
@@ -167,6 +166,7 @@ def search(
             " raise --pool"
         )
 
+    from edje_index.inputs.names import has_input_suffix
     from edje_index.search.query import read_queries
 
     query_texts = (
@@ -175,7 +175,7 @@ def search(
     choices = [] if texts is None else read_queries(texts)
     if (
         text is not None
-        and text.lower().endswith(_IMAGE_SUFFIXES)
+        and has_input_suffix(os.fsencode(text), clips=False)
         and os.path.isfile(text)
     ):
         note(

@@ -5,8 +5,10 @@ that are whole files.
 from __future__ import annotations
 
 import os
+import re
 import stat
 import threading
+import unicodedata
 import urllib.parse
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -20,6 +22,7 @@ from edje_index.images.transient import (
     is_transient,
     transient_error,
 )
+from edje_index.inputs.names import has_input_suffix
 from edje_index.inputs.refs import InputRef, display_path
 from storage_formats.errors import UsageError
 from storage_formats.format.source_columns import Value
@@ -34,20 +37,10 @@ from storage_formats.remote.urls import WEB_SCHEMES, has_credentials, is_url, sc
 
 STANDARD_INPUT = "-"
 
-IMAGE_SUFFIXES = frozenset(
-    b".jpg .jpeg .jpe .jfif .jif .png .apng .gif .webp .bmp .dib .tif .tiff .ppm .pgm"
-    b" .pbm .pnm .pfm .avif .avifs .heic .heif .hif .jp2 .j2k .j2c .jpc .jpf .jpx .jxl"
-    b" .mpo .qoi".split()
-)
-"""Suffixes of inputs. Formats that cannot be decoded (HEIC, JPEG XL) become failed
-rows instead of ignored files.
-"""
-
-VIDEO_SUFFIXES = frozenset(b".mp4 .m4v .mov .qt .3gp .3g2 .webm .mkv .avi".split())
-"""Suffixes of inputs if clips are indexed."""
-
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
+# control characters and lone surrogates; requests encode all others
+_NOT_IN_URL = re.compile(r"[\0-\x1f\x7f-\x9f\ud800-\udfff]")
 _LONGEST_SUFFIX = 12
 _MAX_KEYS = 100
 
@@ -138,14 +131,6 @@ def file_name(spec: str) -> str:
     return urllib.parse.urlsplit(spec)._replace(query="", fragment="").geturl()
 
 
-def has_input_suffix(name: bytes, clips: bool) -> bool:
-    """Return True if the file name has an image suffix, or with `clips` a video
-    suffix.
-    """
-    suffix = os.path.splitext(name)[1].lower()
-    return suffix in IMAGE_SUFFIXES or (clips and suffix in VIDEO_SUFFIXES)
-
-
 def holds_inputs(names: Iterable[bytes], clips: bool) -> bool:
     """Return True if `names` contains the name of an image file, or with `clips`
     the name of a video clip.
@@ -221,12 +206,8 @@ def listed_input(value: Any, directory: bytes) -> InputRef | None:
         if scheme is not None and scheme != "file":
             url = value.strip()
             bucket, _, key = url.partition("://")[2].partition("/")
-            # keys of an object store are no encoded addresses
-            if scheme not in WEB_SCHEMES:
-                key = key.replace(" ", "")
-            is_valid = all(
-                letter.isprintable() and not letter.isspace() for letter in bucket + key
-            )
+            is_valid = bucket.isprintable() and not re.search(r"\s", bucket)
+            is_valid &= not _NOT_IN_URL.search(key)
             # the index would store a password in clear text
             if not is_valid or has_credentials(url):
                 return None
@@ -252,7 +233,15 @@ def listed_input(value: Any, directory: bytes) -> InputRef | None:
     if is_url(directory):
         is_below = not value.startswith(b"/") and b".." not in value.split(b"/")
         return file_input(directory + b"/" + value) if is_below else None
-    return file_input(os.path.join(directory, value))
+    path = os.path.join(directory, value)
+    ref = file_input(path)
+    # lists have names in NFC, disks that macOS wrote in NFD
+    if ref.problem == "missing" and not path.isascii():
+        for form in ("NFC", "NFD"):
+            other = os.fsencode(unicodedata.normalize(form, os.fsdecode(path)))
+            if other != path and os.path.isfile(other):
+                return file_input(other)
+    return ref
 
 
 def problem_of(error: Exception) -> str:

@@ -5,25 +5,25 @@ from __future__ import annotations
 import functools
 import os
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from edje_index.inputs.names import (
+    MAX_SIDECAR_BYTES,
+    has_input_suffix,
+    join_sidecars,
+)
 from edje_index.inputs.refs import InputRef, display_path
 from pipelines.sources.base import (
     Source,
     file_input,
-    has_input_suffix,
     holds_inputs,
     ignored_as,
     problem_of,
     read_head,
 )
-from pipelines.sources.metadata import (
-    MAX_SIDECAR_BYTES,
-    SIDECAR_SUFFIXES,
-    sidecar_values,
-)
+from pipelines.sources.metadata import sidecar_values
 from pipelines.sources.packed import is_packed_name, packed_source, scan_ahead
 from storage_formats.format.layout import Layout
 from storage_formats.ordered_results import ordered_map
@@ -33,6 +33,8 @@ from storage_formats.remote.urls import is_url
 _FILES_AT_ONCE = 16
 # device and inode: the same for every path to a file or directory
 _FileId = tuple[int, int]
+# names of the metadata files by suffix, by the name of the input
+_Sidecars = dict[bytes, dict[str, bytes]]
 
 
 @dataclass
@@ -147,15 +149,10 @@ class FolderSource(Source):
         """Yield the inputs among the files of a directory, and then those in its
         archives and Parquet files.
         """
-        sidecars = (
-            find_sidecars([*directory.files, *directory.links], self.clips)
-            - directory.links
-        )
-        names = [
-            name
-            for name in sorted([*directory.files, *directory.links])
-            if name not in sidecars
-        ]
+        links = [name for name in directory.links if has_input_suffix(name, self.clips)]
+        sidecars = join_sidecars(sorted([*directory.files, *links]), self.clips)
+        used = {name for each in sidecars.values() for name in each.values()}
+        names = sorted({*directory.files, *directory.links} - used)
         reads_packed = not holds_inputs(names, self.clips)
         files: list[bytes] = []
         packed: list[bytes] = []
@@ -197,7 +194,10 @@ class FolderSource(Source):
                 self.ignored.count(key, count)
 
     def _file(
-        self, directory: _Directory, sidecars: frozenset[bytes], name: bytes
+        self,
+        directory: _Directory,
+        sidecars: _Sidecars,
+        name: bytes,
     ) -> InputRef | None:
         """Return the input for a file. Return None if it is no input, and count it
         as ignored.
@@ -209,13 +209,11 @@ class FolderSource(Source):
         except (OSError, EOFError) as error:
             return InputRef(display_path(path), path, problem=problem_of(error))
         if key is not None:
-            self.ignored.count(key)
+            self.ignored.count(key, 1 + len(sidecars.get(name, ())))
             return None
-        stem = os.path.splitext(name)[0]
         contents = {
-            suffix: _read_sidecar(os.path.join(directory.path, stem + suffix.encode()))
-            for suffix in SIDECAR_SUFFIXES
-            if stem + suffix.encode() in sidecars
+            suffix: _read_sidecar(os.path.join(directory.path, sidecar))
+            for suffix, sidecar in sidecars.get(name, {}).items()
         }
         metadata = sidecar_values(contents, self.ignored) if contents else None
         return file_input(path, size=size, metadata=metadata)
@@ -259,25 +257,6 @@ def _read_sidecar(path: bytes) -> bytes | None:
         # raises TransientInputError, for example because the disk fails
         problem_of(error)
         return None
-
-
-def find_sidecars(names: Iterable[bytes], clips: bool) -> frozenset[bytes]:
-    """Return the names of the metadata files in a directory: NAME.json and NAME.txt, if
-    there is an input NAME.jpg.
-
-    With `clips`, NAME can also be the name of a clip such as NAME.mp4.
-    """
-    stems = {
-        os.path.splitext(name)[0]
-        for name in names
-        if has_input_suffix(name, clips) and not name.startswith(b".")
-    }
-    suffixes = tuple(suffix.encode() for suffix in SIDECAR_SUFFIXES)
-    return frozenset(
-        name
-        for name in names
-        if name.endswith(suffixes) and os.path.splitext(name)[0] in stems
-    )
 
 
 def _file_id(path: bytes) -> _FileId:

@@ -30,6 +30,7 @@ from pipelines.sources.metadata import (
     source_values,
 )
 from storage_formats.errors import UsageError
+from storage_formats.format.column_types import BYTES, TEXT, column_kind
 from storage_formats.format.parquet import open_parquet
 from storage_formats.format.source_columns import PlainText
 from storage_formats.remote.files import read_remote
@@ -236,28 +237,7 @@ class ListSource(Source):
             return list(next(filter(None, objects), {}))
         with open_parquet(os.fsdecode(self._file)) as file:
             schema = file.schema_arrow
-        is_text = (
-            pa.types.is_string,
-            pa.types.is_large_string,
-            pa.types.is_binary,
-            pa.types.is_large_binary,
-        )
-        types = [
-            (
-                each.name,
-                (
-                    each.type.value_type
-                    if pa.types.is_dictionary(each.type)
-                    else each.type
-                ),
-            )
-            for each in schema
-        ]
-        return [
-            name
-            for name, value_type in types
-            if any(test(value_type) for test in is_text)
-        ]
+        return [each.name for each in schema if column_kind(each.type) in (TEXT, BYTES)]
 
     def _lines(self) -> Iterator[_Entry]:
         is_standard_input = self.spec == STANDARD_INPUT

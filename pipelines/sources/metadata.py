@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
+import math
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -16,17 +18,19 @@ from typing import Any
 import pyarrow as pa
 
 from pipelines.sources.base import Ignored
+from storage_formats.format.column_types import BYTES, TEXT, column_kind
 from storage_formats.format.parquet import iter_batches
 from storage_formats.format.source_columns import Value, is_allowed, stored_name
 
 CAPTIONS = "captions"
 """Name of the column with the lines of a `.txt` file beside an image."""
 
-SIDECAR_SUFFIXES = (".json", ".txt")
-MAX_SIDECAR_BYTES = 1 << 20
 BINARY = "(binary column)"
 UNREADABLE = "(unreadable metadata)"
+NOT_FINITE = "(number not finite)"
 BAD_NAME = "(column name not allowed)"
+# surrogates stand for bytes that are not UTF-8, and come from JSON escapes
+_BROKEN = re.compile("[\ud800-\udfff]")
 _INT64 = range(-(1 << 63), 1 << 63)
 
 
@@ -38,20 +42,26 @@ def source_values(
     Nulls are left out. A value of a type that the rows table does not support, such as
     a JSON object, becomes text.
 
-    `ignored` counts names that a column cannot have.
+    `ignored` counts names that a column cannot have, and values that are left out:
+    numbers that are not finite, and texts that are not Unicode.
     """
     from storage_formats.format.rows import ROW_SCHEMA
 
     result: dict[str, Value] = {}
     for name, value in values.items():
-        if value is None:
+        try:
+            checked = _checked(value, ignored)
+        except RecursionError:
+            ignored.count(UNREADABLE)
+            continue
+        if checked is None:
             continue
         if not isinstance(name, str) or not is_allowed(
             column := stored_name(name, ROW_SCHEMA.names)
         ):
             ignored.count(BAD_NAME)
         else:
-            result[column] = _typed(value)
+            result[column] = _typed(checked)
     return result or None
 
 
@@ -106,15 +116,8 @@ def metadata_columns(schema: Any, input_column: str, ignored: Ignored) -> list[s
 
 
 def _holds_binary(arrow_type: Any) -> bool:
-    if pa.types.is_dictionary(arrow_type):
-        return _holds_binary(arrow_type.value_type)
-    tests = (
-        pa.types.is_binary,
-        pa.types.is_large_binary,
-        pa.types.is_fixed_size_binary,
-    )
     fields = [arrow_type.field(index) for index in range(arrow_type.num_fields)]
-    return any(test(arrow_type) for test in tests) or any(
+    return column_kind(arrow_type) == BYTES or any(
         _holds_binary(field.type) for field in fields
     )
 
@@ -143,8 +146,8 @@ def parquet_rows(
     """Yield the values of the columns `names` of each row of an open Parquet file, as
     Python objects.
 
-    A class label of Hugging Face Datasets is its name. If a text is not UTF-8, the
-    texts of its batch become bytes. If a value has no Python object, they become text.
+    A class label of Hugging Face Datasets is its name. A text that is not UTF-8 becomes
+    bytes. A value without a Python object becomes text.
     `rows` rows are read at once. `leaves` are the columns to read, if only parts of
     structs are needed.
     """
@@ -157,11 +160,8 @@ def parquet_rows(
                 column = column.cast(pa.timestamp("us", column.type.tz), safe=False)
             try:
                 values.append(column.to_pylist())
-            except UnicodeDecodeError:
-                values.append(column.cast(pa.binary()).to_pylist())
             except (ValueError, OverflowError):
-                # a date after the year 9999, for example
-                values.append(column.cast(pa.string()).to_pylist())
+                values.append(list(map(_python_value, column)))
             classes = features.get(name, {}).get("names")
             # -1 is no label
             if isinstance(classes, list) and pa.types.is_integer(column.type):
@@ -172,11 +172,42 @@ def parquet_rows(
         yield from zip(*values, strict=True)
 
 
+def _python_value(scalar: Any) -> Any:
+    """Return an Arrow value as a Python object, see `parquet_rows`."""
+    value = scalar.value if isinstance(scalar, pa.DictionaryScalar) else scalar
+    try:
+        return value.as_py()
+    except UnicodeDecodeError:
+        is_text = column_kind(value.type) == TEXT
+        return value.as_buffer().to_pybytes() if is_text else b""
+    except (ValueError, OverflowError):
+        # a date after the year 9999, for example
+        with contextlib.suppress(pa.ArrowException):
+            return value.cast(pa.string()).as_py()
+        return b""
+
+
+def _checked(value: Any, ignored: Ignored) -> Any:
+    """Return a value without numbers that are not finite and texts that are not
+    Unicode, which are counted in `ignored`. In their place are nulls.
+    """
+    if isinstance(value, list):
+        return [_checked(item, ignored) for item in value]
+    if isinstance(value, dict):
+        return {key: _checked(item, ignored) for key, item in value.items()}
+    if isinstance(value, float) and not math.isfinite(value):
+        ignored.count(NOT_FINITE)
+        return None
+    is_broken = isinstance(value, str) and not value.isascii() and _BROKEN.search(value)
+    if is_broken or isinstance(value, bytes):
+        ignored.count(UNREADABLE)
+        return None
+    return value
+
+
 def _typed(value: Any) -> Value:
     """Convert a value to one of the types of source columns."""
-    if isinstance(value, str):
-        return value if value.isascii() else type(value)(_as_unicode(value))
-    if isinstance(value, bool | float):
+    if isinstance(value, bool | float | str):
         return value
     if isinstance(value, int):
         return value if value in _INT64 else str(value)
@@ -190,17 +221,12 @@ def _typed(value: Any) -> Value:
         return datetime.datetime(
             value.year, value.month, value.day, tzinfo=datetime.UTC
         )
-    if isinstance(value, list) and all(isinstance(item, str) for item in value):
-        return [_as_unicode(item) for item in value]
-    return _as_unicode(
-        json.dumps(value, ensure_ascii=False, default=str)
-        if isinstance(value, list | dict)
-        else str(value)
-    )
-
-
-def _as_unicode(text: str) -> str:
-    """Return `text` with lone surrogates, which UTF-8 cannot encode, replaced by
-    escapes such as \\udc80.
-    """
+    if isinstance(value, list):
+        texts = [item for item in value if item is not None]
+        if all(isinstance(item, str) for item in texts):
+            return texts
+    if not isinstance(value, list | dict):
+        return str(value)
+    # names of members can have lone surrogates
+    text = json.dumps(value, ensure_ascii=False, default=str)
     return text.encode("utf-8", "backslashreplace").decode()

@@ -26,7 +26,9 @@ from edje_index.inputs.containers import (
     Container,
     container_kind,
     image_leaf,
+    members_with_sidecars,
 )
+from edje_index.inputs.names import MAX_SIDECAR_BYTES
 from edje_index.inputs.ranges import RangedFile, open_ranged
 from edje_index.inputs.refs import InputRef, display_path
 from edje_index.inputs.tars import Member
@@ -38,8 +40,6 @@ from pipelines.sources.base import (
     lost_file,
 )
 from pipelines.sources.metadata import (
-    MAX_SIDECAR_BYTES,
-    SIDECAR_SUFFIXES,
     features_of,
     metadata_columns,
     parquet_rows,
@@ -48,7 +48,6 @@ from pipelines.sources.metadata import (
 )
 from storage_formats.errors import UsageError
 from storage_formats.format.parquet import iter_batches, open_parquet
-from storage_formats.format.source_columns import Value
 from storage_formats.ordered_results import ordered_map
 
 NO_IMAGE = "(row without an image)"
@@ -83,10 +82,9 @@ class ArchiveSource(Source):
     """The images in one archive, in the order of the archive, with the metadata beside
     them.
 
-    In a tar, consecutive members form a sample if their paths are equal up to the first
-    dot of the file name (WebDataset). The `.json` and `.txt` members of a sample
-    contain the metadata of its images. In other archives, NAME.json and NAME.txt
-    contain the metadata of NAME.jpg. Other members that are not images are ignored.
+    NAME.json and NAME.txt contain the metadata of NAME.jpg, see
+    `edje_index.inputs.names.join_sidecars`. Other members that are not images are
+    ignored.
 
     Members that cannot be read, for example links, become inputs with a problem such as
     "unsupported-member". If the archive is damaged, one input with the problem
@@ -103,114 +101,47 @@ class ArchiveSource(Source):
             ) as file:
                 archive = ARCHIVES[kind][0](file)
                 container = Container(kind, file.length)
-                for sample in _samples(archive):
-                    yield from self._inputs(archive, container, sample)
+                for member, contents in members_with_sidecars(archive, self.clips):
+                    key = self._ignored_as(archive, member)
+                    if key is not None:
+                        self.ignored.count(key, 1 + len(contents))
+                        continue
+                    metadata = None
+                    if contents:
+                        metadata = sidecar_values(contents, self.ignored)
+                    yield InputRef(
+                        f"{display_path(self.path)}!{display_path(member.name)}",
+                        self.path,
+                        None if member.problem else container,
+                        member.offset,
+                        member.size,
+                        problem=member.problem,
+                        metadata=metadata,
+                    )
         except (ImageError, OSError, ValueError, EOFError) as error:
             yield lost_file(self, error)
 
-    def _inputs(
-        self, archive: Archive, container: Container, sample: list[Member]
-    ) -> Iterator[InputRef]:
-        """Yield the images of a sample with their metadata. Count all other members
-        as ignored.
-        """
-        sidecars: dict[bytes, dict[str, Member]] = {}
-        inputs: list[tuple[bytes, Member]] = []
-        for member in sample:
-            stem, suffix = _split(member, archive)
-            is_sidecar = stem and suffix in SIDECAR_SUFFIXES and member.problem is None
-            if is_sidecar and suffix not in sidecars.get(stem, {}):
-                sidecars.setdefault(stem, {})[suffix] = member
-            elif self._is_input(archive, member):
-                inputs.append((stem, member))
-        stems = {stem for stem, _ in inputs}
-        metadata: dict[bytes, dict[str, Value] | None] = {}
-        for stem, members in sidecars.items():
-            if stem in stems:
-                contents = {
-                    suffix: _read(archive, member, member.size)
-                    for suffix, member in members.items()
-                }
-                metadata[stem] = sidecar_values(contents, self.ignored)
-            else:
-                for member in members.values():
-                    self._is_input(archive, member)
-        for stem, member in inputs:
-            yield InputRef(
-                f"{display_path(self.path)}!{display_path(member.name)}",
-                self.path,
-                None if member.problem else container,
-                member.offset,
-                member.size,
-                problem=member.problem,
-                metadata=metadata.get(stem),
-            )
-
-    def _is_input(self, archive: Archive, member: Member) -> bool:
-        """Return True if a member is an input. Otherwise count it as ignored."""
+    def _ignored_as(self, archive: Archive, member: Member) -> str | None:
+        """Return the key under which a member is ignored; None if it is an input."""
         parts = [
             part for part in member.name.split(b"/") if part not in (b"", b".", b"..")
         ]
         if not parts:
-            self.ignored.count("(not a file)")
-            return False
+            return "(not a file)"
         # macOS puts the attributes of files into a directory of its own
         name = next(
             (part for part in parts if part.startswith(b".") or part == b"__MACOSX"),
             parts[-1],
         )
         name = b"." if name == b"__MACOSX" else name
-        size = min(HEAD_BYTES, member.size)
-        key = ignored_as(
-            name,
-            lambda: (_read(archive, member, size) or b"")[:HEAD_BYTES],
-            clips=self.clips,
-        )
-        if key is not None:
-            self.ignored.count(key)
-        return key is None
 
+        def read_start() -> bytes:
+            size = min(HEAD_BYTES, member.size)
+            with contextlib.suppress(ImageError):
+                return archive.read(member.offset, size, MAX_SIDECAR_BYTES)[:HEAD_BYTES]
+            return b""
 
-def _samples(archive: Archive) -> Iterator[list[Member]]:
-    """Yield the members of each sample. If the archive is damaged, first yield the
-    members before the damage.
-    """
-    if not archive.is_stream:
-        yield list(archive.members())
-        return
-    sample: list[Member] = []
-    try:
-        for member in archive.members():
-            if sample and _split(member, archive)[0] != _split(sample[0], archive)[0]:
-                yield sample
-                sample = []
-            sample.append(member)
-    except ImageError:
-        yield sample
-        raise
-    yield sample
-
-
-def _split(member: Member, archive: Archive) -> tuple[bytes, str]:
-    """Return the path that an image has in common with its metadata, and the suffix
-    in lower case.
-    """
-    folder, slash, base = member.name.rpartition(b"/")
-    stem, suffix = os.path.splitext(base)
-    if archive.is_stream:
-        stem, dot, suffix = base.partition(b".")
-        suffix = dot + suffix
-    return folder + slash + stem if stem else b"", os.fsdecode(suffix).lower()
-
-
-def _read(archive: Archive, member: Member, size: int) -> bytes | None:
-    """Return the content of a member; None if it cannot be read or has more than a
-    megabyte.
-    """
-    try:
-        return archive.read(member.offset, size, MAX_SIDECAR_BYTES)
-    except ImageError:
-        return None
+        return ignored_as(name, read_start, clips=self.clips)
 
 
 @dataclass

@@ -29,6 +29,39 @@ ARROW_TYPES = {
 """The Arrow type of each type of source column."""
 
 
+TEXT = "text"
+BYTES = "bytes"
+NUMBER = "number"
+
+
+def column_kind(arrow_type: pa.DataType) -> str | None:
+    """Return whether a column holds `TEXT`, `BYTES` or `NUMBER`; None for any other
+    type, for example a list.
+
+    Every layout counts: plain, large, view, fixed size, dictionary, run-end encoded,
+    and extension types that store one of them.
+    """
+    types = pa.types
+    if types.is_dictionary(arrow_type) or types.is_run_end_encoded(arrow_type):
+        return column_kind(arrow_type.value_type)
+    if isinstance(arrow_type, pa.BaseExtensionType):
+        return column_kind(arrow_type.storage_type)
+    kinds = {
+        TEXT: (types.is_string, types.is_large_string, types.is_string_view),
+        BYTES: (
+            types.is_binary,
+            types.is_large_binary,
+            types.is_binary_view,
+            types.is_fixed_size_binary,
+        ),
+        NUMBER: (types.is_integer, types.is_floating, types.is_decimal),
+    }
+    for kind, tests in kinds.items():
+        if any(test(arrow_type) for test in tests):
+            return kind
+    return None
+
+
 def cast_columns(
     table: pa.Table, schema: pa.Schema, source_names: Collection[str]
 ) -> pa.Table:

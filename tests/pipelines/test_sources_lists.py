@@ -205,7 +205,7 @@ def test_caption_files(tmp_path: Path) -> None:
         [{"image": "a.jpg", "caption": text} for text in ("one", "two")]
     )
     assert ref.metadata == {"captions": ["one", "two"]}
-    (ref,) = captions_in([{"image": "https://host/a b.jpg", "caption": "x"}])
+    (ref,) = captions_in([{"image": "https://host/a\tb.jpg", "caption": "x"}])
     assert (ref.uri, ref.problem) == (f"{tmp_path}/captions.json#1", "bad-list-line")
     for unusable in (
         {"a": 1},

@@ -1,0 +1,525 @@
+"""Collections as people have them: every name, every order, every column type."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import os
+import struct
+import tarfile
+import unicodedata
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from edje_index.captions.matching import match_items
+from edje_index.captions.reading import CaptionedImage, read_caption_file
+from edje_index.images.decode import _FORMATS, decode_rgb
+from edje_index.inputs.names import IMAGE_SUFFIXES, join_sidecars
+from edje_index.inputs.refs import InputRef, read_bytes
+from pipelines.sources import count_ignored, iter_all, open_sources
+from pipelines.sources.base import listed_input
+from storage_formats.errors import UsageError
+from storage_formats.format.column_types import BYTES, NUMBER, TEXT, column_kind
+from storage_formats.format.rows import INDEXED
+
+JPEG = b"\xff\xd8\xff"
+
+
+def scan(path: Path | str) -> tuple[list[InputRef], dict[str, int]]:
+    sources = open_sources([str(path)])
+    return list(iter_all(sources)), count_ignored(sources)
+
+
+def write_tar(path: Path, members: dict[str, bytes], suffix: str = "") -> Path:
+    with tarfile.open(path, f"w:{suffix}") as archive:
+        for name, data in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            archive.addfile(info, io.BytesIO(data))
+    return path
+
+
+def write_zip(path: Path, members: dict[str, bytes]) -> Path:
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, data in members.items():
+            archive.writestr(name, data)
+    return path
+
+
+def captions_of(path: Path) -> dict[str, object]:
+    """The captions of each image, by its name in the directory or archive."""
+    refs, _ = scan(path)
+    assert {ref.problem for ref in refs} <= {None}
+    return {
+        ref.uri.removeprefix(f"{path}").lstrip("!/"): (ref.metadata or {}).get(
+            "captions"
+        )
+        for ref in refs
+    }
+
+
+STEMS = ["a", "a.left", "2024.05.06", "2024.05.07", "2024", "x/a", "x/b.c"]
+FILES = [
+    f"{stem}{suffix}"
+    for stem in STEMS
+    for suffix in (".jpg", ".PNG", ".txt", ".TXT", ".json")
+]
+
+
+@settings(max_examples=40, deadline=None)
+@given(names=st.lists(st.sampled_from(FILES), unique=True, min_size=1))
+def test_folders_tars_and_zips_give_the_same_captions(tmp_path_factory, names):
+    """In whatever order an archive has its members."""
+    tmp_path = tmp_path_factory.mktemp("odd")
+    members = {
+        name: JPEG
+        if name[-4:] in (".jpg", ".PNG")
+        else json.dumps({"captions": [name]}).encode()
+        if name.endswith(".json")
+        else name.encode()
+        for name in names
+    }
+    # a directory may have files whose suffixes differ by case only; which one is
+    # read is the order of the names
+    if len({name.lower() for name in names}) < len(names):
+        return
+    for name, data in members.items():
+        (tmp_path / "d" / name).parent.mkdir(exist_ok=True, parents=True)
+        (tmp_path / "d" / name).write_bytes(data)
+    in_folder = captions_of(tmp_path / "d")
+    assert captions_of(write_tar(tmp_path / "a.tar", members)) == in_folder
+    assert captions_of(write_tar(tmp_path / "a.tgz", members, "gz")) == in_folder
+    assert captions_of(write_zip(tmp_path / "a.zip", members)) == in_folder
+    captioned = {name for name, texts in in_folder.items() if texts}
+    if captioned:
+        items, _ = read_caption_file(tmp_path / "a.tar")
+        assert {item.image for item in items} == captioned
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(6)))[::37])
+@pytest.mark.parametrize("names", [["0", "1", "2"], ["a.b.c", "a.b.d", "a.e"]])
+def test_no_caption_of_a_tar_is_lost_in_any_order(tmp_path, order, names):
+    members = [(f"{name}.jpg", JPEG) for name in names]
+    members += [(f"{name}.txt", name.encode()) for name in names]
+    path = write_tar(tmp_path / "t.tar", dict(members[number] for number in order))
+    assert captions_of(path) == {f"{name}.jpg": [name] for name in names}
+    assert scan(path)[1] == {}
+
+
+def test_the_parts_of_a_sample_share_metadata_unless_one_has_its_name():
+    names = [b"s/a.left.jpg", b"s/a.right.jpg", b"s/a.txt", b"b.jpg", b"b.seg.png"]
+    names += [b"b.json", b".a.jpg", b".a.txt", b"c.txt", b"c"]
+    assert join_sidecars(names, clips=False) == {
+        b"s/a.left.jpg": {".txt": b"s/a.txt"},
+        b"s/a.right.jpg": {".txt": b"s/a.txt"},
+        b"b.jpg": {".json": b"b.json"},
+        b"c": {".txt": b"c.txt"},
+    }
+
+
+def test_members_are_accounted_for(tmp_path):
+    members = {"0.jpg": JPEG, "lost.txt": b"", "note.cls": b"", "0.txt": b"one"}
+    members |= {"._0.jpg": b"", "__MACOSX/0.jpg": b"", "__MACOSX/0.txt": b"fork"}
+    for path in (
+        write_tar(tmp_path / "a.tar", members),
+        write_zip(tmp_path / "a.zip", members),
+    ):
+        refs, ignored = scan(path)
+        assert [ref.metadata for ref in refs] == [{"captions": ["one"]}]
+        assert len(refs) + sum(ignored.values()) + 1 == len(members), ignored
+
+
+@pytest.mark.parametrize("blocks", [0, 1, 19, 20, 21, 2047, 2048, 5000])
+def test_an_archive_behind_padding_of_any_length_is_read(tmp_path, blocks):
+    first = write_tar(tmp_path / "1.tar", {"a.jpg": JPEG}).read_bytes()
+    second = write_tar(tmp_path / "2.tar", {"b.jpg": JPEG, "b.txt": b"b"}).read_bytes()
+    (tmp_path / "t.tar").write_bytes(first + bytes(512 * blocks) + second)
+    assert captions_of(tmp_path / "t.tar") == {"a.jpg": None, "b.jpg": ["b"]}
+    (tmp_path / "t.tar").write_bytes(first + bytes(512 * blocks) + b"x" * 512)
+    assert [ref.problem for ref in scan(tmp_path / "t.tar")[0]] == [
+        None,
+        "damaged-archive",
+    ]
+
+
+@pytest.mark.parametrize("comment", [0, 1, 19, 20, 41, 42, 600])
+def test_a_zip_without_members_is_no_damage(tmp_path, comment):
+    with zipfile.ZipFile(tmp_path / "e.zip", "w") as archive:
+        archive.comment = b"x" * comment
+    assert scan(tmp_path / "e.zip") == ([], {})
+    (tmp_path / "e.zip").write_bytes(b"PK")
+    assert [ref.problem for ref in scan(tmp_path / "e.zip")[0]] == ["damaged-archive"]
+
+
+@pytest.mark.parametrize(
+    ("stored", "flag", "name"),
+    [
+        ("café".encode(), False, "café"),
+        ("café".encode(), True, "café"),
+        (unicodedata.normalize("NFD", "é").encode(), False, "e\u0301"),
+        ("猫の写真".encode(), False, "猫の写真"),
+        ("🐈".encode(), False, "🐈"),
+        # Windows: code page 437
+        (b"caf\x82", False, "café"),
+        (b"\x81\x94", False, "üö"),
+    ],
+)
+def test_names_in_a_zip_of_any_system(tmp_path, stored, flag, name):
+    blank = "x" * len(stored)
+    write_zip(tmp_path / "z.zip", {f"{blank}.jpg": JPEG, f"{blank}.txt": b"caption"})
+    data = (tmp_path / "z.zip").read_bytes().replace(blank.encode(), stored)
+    if flag:
+        for mark, offset in ((b"PK\x03\x04", 6), (b"PK\x01\x02", 8)):
+            parts = data.split(mark)
+            at = offset - 4
+            parts[1:] = [part[:at] + b"\x00\x08" + part[at + 2 :] for part in parts[1:]]
+            data = mark.join(parts)
+    (tmp_path / "z.zip").write_bytes(data)
+    (ref,), ignored = scan(tmp_path / "z.zip")
+    assert (ref.uri, ref.metadata) == (
+        f"{tmp_path}/z.zip!{name}.jpg",
+        {"captions": ["caption"]},
+    )
+    assert ignored == {}
+    assert read_bytes(ref) == JPEG
+
+
+def test_every_suffix_is_an_image_wherever_it_lies(tmp_path):
+    Image.init()
+    known = {suffix for suffix, name in Image.EXTENSION.items() if name in _FORMATS} | {
+        ".heic",
+        ".heif",
+        ".jxl",
+    }
+    assert {os.fsencode(suffix) for suffix in known} <= IMAGE_SUFFIXES
+    members = {}
+    for number, suffix in enumerate(sorted(IMAGE_SUFFIXES)):
+        for each in (suffix.decode(), suffix.decode().upper()):
+            name = f"{number}{'u' * each.isupper()}"
+            members[f"{name}{each}"] = JPEG
+            members[f"{name}.txt"] = name.encode()
+    path = write_tar(tmp_path / "a.tar", members)
+    items, blank = read_caption_file(path)
+    assert (len(items), blank) == (len(members) // 2, 0)
+    assert {item.image: list(item.captions) for item in items} == captions_of(path)
+
+
+TEXT_TYPES = [
+    pa.string(),
+    pa.large_string(),
+    pa.string_view(),
+    pa.dictionary(pa.int32(), pa.string()),
+    pa.dictionary(pa.int8(), pa.large_string()),
+]
+BYTE_TYPES = [pa.binary(), pa.large_binary(), pa.binary_view(), pa.binary(3)]
+BYTE_TYPES.append(pa.dictionary(pa.int32(), pa.binary()))
+
+
+def test_every_layout_has_the_kind_of_its_values():
+    for each in [*TEXT_TYPES, pa.run_end_encoded(pa.int32(), pa.string()), pa.json_()]:
+        assert column_kind(each) == TEXT, each
+    for each in [*BYTE_TYPES, pa.run_end_encoded(pa.int16(), pa.binary()), pa.uuid()]:
+        assert column_kind(each) == BYTES, each
+    numbers = [pa.int8(), pa.uint64(), pa.float16(), pa.float64(), pa.decimal128(9, 2)]
+    for each in [*numbers, pa.dictionary(pa.int8(), pa.int64())]:
+        assert column_kind(each) == NUMBER, each
+    for each in (pa.bool_(), pa.list_(pa.string()), pa.date32(), pa.null()):
+        assert column_kind(each) is None, each
+
+
+@pytest.mark.parametrize("arrow_type", [*TEXT_TYPES, *BYTE_TYPES], ids=str)
+def test_a_list_of_paths_in_any_layout(tmp_path, arrow_type):
+    names = ["a.x", "b.x", "a.x"] if arrow_type != pa.binary(3) else ["a.x"]
+    is_text = column_kind(arrow_type) == TEXT
+    values = names if is_text else [name.encode() for name in names]
+    column = pa.array(values).cast(arrow_type)
+    pq.write_table(pa.table({"image_path": column}), tmp_path / "list.parquet")
+    refs, _ = scan(tmp_path / "list.parquet")
+    assert [ref.uri for ref in refs] == [f"{tmp_path}/{name}" for name in names]
+
+
+@pytest.mark.parametrize("in_struct", [False, True])
+@pytest.mark.parametrize("arrow_type", BYTE_TYPES, ids=str)
+def test_images_in_any_layout(tmp_path, arrow_type, in_struct):
+    images = pa.array([JPEG, JPEG]).cast(arrow_type)
+    other = pa.array([b"abc", b"def"]).cast(arrow_type)
+    captions = pa.array([["one"], ["two", "three"]])
+    if in_struct:
+        try:
+            images = pa.StructArray.from_arrays([images], ["bytes"])
+            pq.write_table(pa.table({"image": images}), tmp_path / "probe.parquet")
+        except pa.ArrowNotImplementedError:
+            pytest.skip("Arrow does not write this layout in a struct")
+    table = pa.table({"image": images, "thumb": other, "captions": captions})
+    pq.write_table(table, tmp_path / "images.parquet")
+    refs, ignored = scan(tmp_path / "images.parquet")
+    assert [read_bytes(ref) for ref in refs] == [JPEG, JPEG]
+    assert [ref.metadata for ref in refs] == [
+        {"captions": texts} for texts in captions.to_pylist()
+    ]
+    assert ignored == {"(binary column)": 1}
+
+
+@pytest.mark.parametrize(
+    "arrow_type",
+    [
+        pa.list_(pa.string()),
+        pa.large_list(pa.large_string()),
+        pa.list_(pa.string(), 2),
+        pa.list_view(pa.string_view()),
+    ],
+    ids=str,
+)
+def test_lists_of_captions_in_any_layout(tmp_path, arrow_type):
+    try:
+        column = pa.array([["a", "b"]], arrow_type)
+        table = pa.table({"path": ["0.jpg"], "captions": column})
+        pq.write_table(table, tmp_path / "list.parquet")
+    except pa.ArrowNotImplementedError:
+        pytest.skip("Arrow does not write this layout")
+    (ref,), _ = scan(tmp_path / "list.parquet")
+    assert ref.metadata == {"captions": ["a", "b"]}
+    assert read_caption_file(tmp_path / "list.parquet")[0][0].captions == ("a", "b")
+
+
+@pytest.mark.parametrize(
+    ("value", "expected", "counted"),
+    [
+        ("NaN", None, 1),
+        ("Infinity", None, 1),
+        ("-Infinity", None, 1),
+        ('["a", NaN]', ["a"], 1),
+        ('["a", null]', ["a"], 0),
+        ("[1, NaN]", "[1, null]", 1),
+        ('{"a": {"b": NaN}}', '{"a": {"b": null}}', 1),
+        ("1e999", None, 1),
+        ("1.5", 1.5, 0),
+    ],
+)
+def test_numbers_that_are_not_finite_are_missing(tmp_path, value, expected, counted):
+    (tmp_path / "0.jpg").write_bytes(JPEG)
+    (tmp_path / "0.json").write_text(f'{{"caption": {value}}}')
+    (tmp_path / "list.jsonl").write_text(f'{{"path": "0.jpg", "caption": {value}}}')
+    for source in (tmp_path, tmp_path / "list.jsonl"):
+        refs, ignored = scan(source)
+        assert refs[0].metadata == (expected and {"caption": expected})
+        assert ignored.get("(number not finite)", 0) == counted
+
+
+def test_columns_of_floats_with_nan(tmp_path):
+    scores = pa.array([0.5, float("nan"), float("inf")], pa.float32())
+    table = pa.table({"path": ["0.jpg"] * 3, "score": scores})
+    pq.write_table(table, tmp_path / "list.parquet")
+    refs, ignored = scan(tmp_path / "list.parquet")
+    assert [ref.metadata for ref in refs] == [{"score": 0.5}, None, None]
+    assert ignored == {"(number not finite)": 2}
+
+
+def latin_1_parquet(path: Path, arrow_type: pa.DataType) -> None:
+    table = pa.table({"path": ["0", "1"], "captions": [b"caf\xe9", b"dogs"]})
+    buffers = table["captions"].chunk(0).buffers()
+    plain = pa.Array.from_buffers(pa.string(), 2, buffers)
+    column = plain.dictionary_encode() if pa.types.is_dictionary(arrow_type) else plain
+    pq.write_table(table.set_column(1, "captions", column), path)
+
+
+@pytest.mark.parametrize(
+    "name", ["l.csv", "l.tsv", "l.jsonl", "l.parquet", "d.parquet"]
+)
+def test_texts_that_are_not_unicode_are_left_out_and_counted(tmp_path, name):
+    path = tmp_path / name
+    if name.endswith("parquet"):
+        kind = pa.dictionary(pa.int32(), pa.string()) if name[0] == "d" else pa.string()
+        latin_1_parquet(path, kind)
+    elif name == "l.jsonl":
+        path.write_bytes(
+            b'{"path": "0", "captions": "caf\xe9"}\n{"path": "1", "captions": "dogs"}\n'
+        )
+    else:
+        comma = b"," if name == "l.csv" else b"\t"
+        lines = [(b"path", b"captions"), (b"0", b"caf\xe9"), (b"1", b"dogs")]
+        path.write_bytes(b"".join(comma.join(line) + b"\n" for line in lines))
+    refs, ignored = scan(path)
+    assert [ref.metadata for ref in refs] == [None, {"captions": "dogs"}]
+    assert ignored == {"(unreadable metadata)": 1}
+
+
+COCO = [{"id": number, "file_name": f"{number}.jpg"} for number in range(3)]
+NOTES = [{"image_id": number, "caption": f"caption {number}"} for number in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("images", "notes", "read", "missing"),
+    [
+        (COCO, NOTES, 3, 0),
+        ([{**each, "id": str(each["id"])} for each in COCO], NOTES, 3, 0),
+        (COCO, [{**each, "image_id": str(each["image_id"])} for each in NOTES], 3, 0),
+        (COCO, NOTES[:2], 2, 1),
+        (COCO, [*NOTES, {"image_id": 1, "caption": None}], 3, 1),
+        (COCO, [NOTES[0], {"image_id": 1, "caption": " "}], 1, 2),
+    ],
+)
+def test_coco_files_of_other_tools(tmp_path, images, notes, read, missing):
+    for number in range(3):
+        (tmp_path / f"{number}.jpg").write_bytes(JPEG)
+    path = tmp_path / "c.json"
+    path.write_text(json.dumps({"images": images, "annotations": notes}))
+    items, blank = read_caption_file(path)
+    assert (len(items), blank) == (read, missing)
+    refs, _ = scan(path)
+    assert [ref.problem for ref in refs] == [None] * 3
+
+
+@pytest.mark.parametrize(
+    ("images", "notes", "words"),
+    [
+        ([*COCO, {"id": 1, "file_name": "other.jpg"}], NOTES, "images 4: .* same id 1"),
+        ([*COCO, {"id": "1", "file_name": "other.jpg"}], NOTES, "same id 1"),
+        (COCO, [*NOTES, {"image_id": "77", "caption": "x"}], "image_id 77"),
+        (COCO, [], "contains no captions"),
+    ],
+)
+def test_wrong_ids_are_named(tmp_path, images, notes, words):
+    path = tmp_path / "c.json"
+    path.write_text(json.dumps({"images": images, "annotations": notes}))
+    with pytest.raises(UsageError, match=words):
+        read_caption_file(path)
+
+
+@pytest.mark.parametrize("missing", [{}, {"captions": None}, {"captions": []}])
+@pytest.mark.parametrize("form", ["jsonl", "json", "karpathy"])
+def test_a_photo_without_captions_leaves_the_others(tmp_path, form, missing):
+    records = [{"image": "0.jpg", "captions": ["a"]}, {"image": "1.jpg", **missing}]
+    path = tmp_path / ("c.jsonl" if form == "jsonl" else "c.json")
+    if form == "karpathy":
+        sentences = [{"raw": "a"}]
+        images = [
+            {"filename": "0.jpg", "sentences": sentences},
+            {"filename": "1.jpg", "sentences": []},
+        ]
+        path.write_text(json.dumps({"images": images}))
+    elif form == "json":
+        path.write_text(json.dumps(records))
+    else:
+        path.write_text("".join(json.dumps(each) + "\n" for each in records))
+    items, blank = read_caption_file(path)
+    assert ([item.image for item in items], blank) == (["0.jpg"], 1)
+
+
+def test_nan_is_no_caption(tmp_path):
+    path = tmp_path / "c.jsonl"
+    path.write_text(
+        '{"image": "0.jpg", "caption": NaN, "text": "a"}\n'
+        '{"image": "1.jpg", "captions": ["b", NaN]}\n{"image": "2.jpg", "text": NaN}\n'
+    )
+    items, blank = read_caption_file(path)
+    assert ([item.captions for item in items], blank) == ([("a",), ("b",)], 2)
+
+
+@pytest.mark.parametrize(
+    ("url", "is_input"),
+    [
+        ("http://h/a b.jpg", True),
+        ("http://h/a.jpg ", True),
+        ("http://h/é.jpg", True),
+        ("http://h/a|b?c=d e#f", True),
+        ("http://h/a\u3000b.jpg", True),
+        ("http://h/a\u00a0b.jpg", True),
+        ("s3://bucket/a b.jpg", True),
+        ("http://h h/a.jpg", False),
+        ("http://h/a\tb.jpg", False),
+        ("http://h/a\nb.jpg", False),
+        ("http://h/\x00.jpg", False),
+        ("http://h/\ud800.jpg", False),
+        ("http://user:secret@h/a.jpg", False),
+    ],
+)
+def test_web_addresses(url, is_input):
+    ref = listed_input(url, b"/")
+    assert (ref.uri if ref else None) == (url.strip() if is_input else None)
+
+
+NAMES = ["café.jpg", "Ångström.jpg", "が.jpg", "한.jpg"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("stored", ["NFC", "NFD"])
+@pytest.mark.parametrize("listed", ["NFC", "NFD"])
+def test_both_unicode_forms_of_a_name(tmp_path, name, stored, listed):
+    path = tmp_path / unicodedata.normalize(stored, f"d/{name}")
+    path.parent.mkdir()
+    path.write_bytes(JPEG)
+    given = unicodedata.normalize(listed, name)
+    # the name of the disk is the address
+    ref = listed_input(given, os.fsencode(path.parent))
+    assert (ref.problem, ref.path) == (None, os.fsencode(path))
+    rows = {
+        "row_id": [0, 1],
+        "uri": [f"{tmp_path}/z.zip!{path.name}", str(path)],
+        "uri_raw": pa.array([None, None], pa.binary()),
+        "status": [INDEXED] * 2,
+        "reason": pa.array([None, None], pa.string()),
+        "detail": pa.array([None, None], pa.string()),
+        "duplicate_of": pa.array([None, None], pa.int64()),
+    }
+    items = [
+        CaptionedImage(given, f"{folder}{given}", ("x",), None, given)
+        for folder in (f"{tmp_path}/z.zip!", f"{path.parent}/")
+    ]
+    matched = match_items(tmp_path, pa.table(rows), items)
+    assert matched.rows.tolist() == [0, 1]
+
+
+def test_the_exact_form_of_a_name_wins(tmp_path):
+    paths = [tmp_path / unicodedata.normalize(form, "é.jpg") for form in ("NFC", "NFD")]
+    for path in paths:
+        path.write_bytes(os.fsencode(path.name))
+    for path in paths:
+        ref = listed_input(path.name, os.fsencode(tmp_path))
+        assert read_bytes(ref) == os.fsencode(path.name)
+
+
+def tiff(samples: np.ndarray, signed: int, photometric: int = 1) -> bytes:
+    """A TIFF of one strip; `signed` is the tag SampleFormat."""
+    data = samples.astype(samples.dtype.newbyteorder("<")).tobytes()
+    height, width = samples.shape
+    bits = 8 * samples.dtype.itemsize
+    tags = [(256, width), (257, height), (258, bits), (259, 1), (262, photometric)]
+    tags += [(273, 0), (277, 1), (278, height), (279, len(data)), (339, signed)]
+    start = 8 + 2 + 12 * len(tags) + 4
+    fields = b"".join(
+        struct.pack("<HHII", tag, 4, 1, start if tag == 273 else value)
+        for tag, value in tags
+    )
+    head = b"II*\0" + struct.pack("<IH", 8, len(tags))
+    return head + fields + bytes(4) + data
+
+
+@pytest.mark.parametrize("dtype", ["u1", "i1", "u2", "i2", "u4", "i4", "f4"])
+@pytest.mark.parametrize("low", [0, 1 / 3, 1 / 2])
+def test_brighter_samples_give_brighter_pixels(dtype, low):
+    """In every TIFF of one channel, over a whole or a half of the range of its type."""
+    kind = np.dtype(dtype)
+    limits = np.finfo(kind) if kind.kind == "f" else np.iinfo(kind)
+    bottom, top = (-1.0, 1.0) if kind.kind == "f" else (limits.min, limits.max)
+    ramp = np.linspace(bottom + low * (float(top) - bottom), float(top), 200)
+    samples = np.tile(ramp.clip(bottom, top).astype(np.float64), (4, 1))
+    if kind.kind != "f":
+        samples = np.minimum(samples, float(np.nextafter(top, 0)))
+    signed = {"u": 1, "i": 2, "f": 3}[kind.kind]
+    grey = np.asarray(decode_rgb(tiff(samples.astype(kind), signed)))[0, :, 0]
+    steps = np.diff(grey.astype(int))
+    assert (steps >= 0).all()
+    # signed samples of 16 bits without a negative one come out dark
+    if (dtype, low) != ("i2", 1 / 2):
+        assert grey[-1] > 250
+        assert grey[-1] - grey[0] > 100
