@@ -333,7 +333,8 @@ def _words(study: Study, variant: Variant) -> Values:
 
 
 def _full(study: Study, benchmark: str) -> Values:
-    bundle = study.trained(LOCAL, "pretrain" if benchmark == "flickr" else "finetune")
+    phase = "pretrain" if benchmark == "flickr" else "finetune"
+    bundle = study.trained(LOCAL, phase)
     results = study.results(bundle, benchmark, (100,), full=True)
     return [_recall(results, column, 100) for column in _FULL_RECALLS]
 
@@ -391,11 +392,10 @@ def _vision_milliseconds(study: Study, bundle: Path) -> float | None:
     commands are only listed.
     """
     report = study.build(bundle, "flickr")[1]
-    return (
-        1e3 * _BATCH * report["stage_seconds"]["encode"] / report["indexed"]
-        if report
-        else None
-    )
+    if not report:
+        return None
+    seconds = float(report["stage_seconds"]["encode"])
+    return 1e3 * _BATCH * seconds / int(report["indexed"])
 
 
 _CLIP = "clip-l14-336"
