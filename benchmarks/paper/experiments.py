@@ -340,17 +340,9 @@ def _full(study: Study, benchmark: str) -> Values:
 
 
 def _fetch(study: Study) -> Values:
-    make = [
-        "bench",
-        "make-synthetic",
-        f"{OUT}/random.edje",
-        "--rows",
-        FETCH_ROWS,
-        "--precision",
-        "bf16",
-    ]
-    index = study.command("synthetic", *make)[0] / "random.edje"
-    options = ["--pool", FETCH_ROWS // 2, "--cold", "--repeats", 3]
+    make = f"bench make-synthetic {OUT}/random.edje --rows {FETCH_ROWS}"
+    index = study.command("synthetic", *make.split())[0] / "random.edje"
+    options = f"--pool {FETCH_ROWS // 2} --cold --repeats 3".split()
     report = study.command("fetch", "bench", "fetch", index, *options)[1]
     if not report:
         return ()
@@ -374,17 +366,8 @@ def _query_times(study: Study, variant: Variant) -> Values:
 
 
 def _rerank(study: Study, bundle: Path, *options: object) -> dict[str, Any]:
-    command = [
-        "bench",
-        "rerank",
-        "--model",
-        bundle,
-        "--batch-size",
-        _BATCH,
-        "--threads",
-        usable_cpus(),
-    ]
-    return study.command("rerank", *command, *options)[1]
+    command = f"bench rerank --batch-size {_BATCH} --threads {usable_cpus()} --model"
+    return study.command("rerank", *command.split(), bundle, *options)[1]
 
 
 def _vision_milliseconds(study: Study, bundle: Path) -> float | None:

@@ -208,12 +208,9 @@ def describe_result(result: TrainResult) -> list[str]:
             f"{counted(result.truncated, 'truncated image')} used, but decoded only in"
             " part"
         )
-    weights = {
-        direction: ScoreWeights.from_json(values)
-        for direction, values in result.score.items()
-    }
     lines += [
-        f"{direction} score: {part.described()}" for direction, part in weights.items()
+        f"{direction} score: {ScoreWeights.from_json(values).described()}"
+        for direction, values in result.score.items()
     ]
     # candidates: "images" or "captions"
     for candidates, choice in (result.dev or {}).items():
@@ -229,13 +226,6 @@ def describe_result(result: TrainResult) -> list[str]:
             f" {choice['pool']}: embeddings {choice['embedding_recall']:.1%},"
             f" {cross_validated}{choice['recall']:.1%} with weights fitted to the same"
             " images"
-        )
-    if result.fitting.get("hubness_bank") and not any(
-        part.hubness for part in weights.values()
-    ):
-        lines.append(
-            "the hubness correction did not improve the likelihood of the dev captions"
-            " and was left out"
         )
     return lines
 
