@@ -39,7 +39,6 @@ _SAMPLE_SECONDS = 0.5
 def bench_build(
     images: Sequence[Path],
     model: Path,
-    folder: Path,
     *,
     repeats: int = 3,
     engines: Sequence[str] = ("inline", "ray"),
@@ -47,35 +46,30 @@ def bench_build(
     """Measure all runs on `images`, and return a report that compares each engine with
     the loop.
 
-    The other arguments are options of `edje-index bench build`.
+    Args:
+        repeats: number of runs of the loop and of each engine.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    # paths of a list are relative to the list
-    paths = [str(path.absolute()) for path in images]
-    source = folder / "images.jsonl"
-    index = folder / "index"
-    source.write_text("".join(json.dumps({"path": path}) + "\n" for path in paths))
-    python = [sys.executable, "-m"]
-    commands = {"bare loop": [*python, "benchmarks.build", str(source), str(model)]}
-    for engine in engines:
-        options = (
-            f"--engine {engine} --device cpu --workers 1 --threads {_THREADS}"
-            f" --batch-size {_BATCH} --dtype {_DTYPE} --json --quiet"
-        ).split()
-        paths_of_build = [str(source), "--out", str(index), "--model", str(model)]
-        commands[engine] = [
-            *python,
-            "pipelines.cli",
-            "build",
-            *paths_of_build,
-            *options,
-        ]
-    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in commands}
-    for _ in range(repeats):
-        for name, command in commands.items():
-            shutil.rmtree(index, ignore_errors=True)
-            runs[name].append(call_in_process("benchmarks.build:measure", *command))
-    shutil.rmtree(index, ignore_errors=True)
+    runs: dict[str, list[dict[str, Any]]] = {"bare loop": []}
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "images.jsonl"
+        index = Path(folder) / "index"
+        # paths of a list are relative to the list
+        lines = [json.dumps({"path": str(path.absolute())}) + "\n" for path in images]
+        source.write_text("".join(lines))
+        python = [sys.executable, "-m"]
+        commands = {"bare loop": [*python, "benchmarks.build", str(source), str(model)]}
+        for engine in engines:
+            options = (
+                f"--engine {engine} --device cpu --workers 1 --threads {_THREADS}"
+                f" --batch-size {_BATCH} --dtype {_DTYPE} --json --quiet"
+            ).split()
+            build = [*python, "pipelines.cli", "build", str(source), *options]
+            commands[engine] = [*build, "--out", str(index), "--model", str(model)]
+            runs[engine] = []
+        for _ in range(repeats):
+            for name, command in commands.items():
+                shutil.rmtree(index, ignore_errors=True)
+                runs[name].append(call_in_process("benchmarks.build:measure", *command))
     settings = {
         "images": len(images),
         "model": model.name,

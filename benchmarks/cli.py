@@ -174,6 +174,10 @@ def quantize_command(as_json: bool) -> None:
 
     Rates are in GB/s of bfloat16 tokens. The task "gather" decodes random records in
     the page cache.
+
+    \b
+    Example:
+      edje-index bench quantize
     """
     from benchmarks.quantize import bench_quantize, report_lines
 
@@ -187,9 +191,6 @@ def quantize_command(as_json: bool) -> None:
     "--model", type=_EXISTING, required=True, help="Directory of the model bundle."
 )
 @click.option(
-    "--folder", type=PATH, required=True, help="Directory for temporary indexes."
-)
-@click.option(
     "--images",
     type=POSITIVE,
     default=1000,
@@ -199,7 +200,7 @@ def quantize_command(as_json: bool) -> None:
     ),
 )
 @json_option
-def build_command(photos: Path, images: int, as_json: bool, **options: Any) -> None:
+def build_command(photos: Path, model: Path, images: int, as_json: bool) -> None:
     """Compare the cost of `edje-index build` with a loop that only decodes and encodes
     images. Linux only.
 
@@ -210,7 +211,7 @@ def build_command(photos: Path, images: int, as_json: bool, **options: Any) -> N
 
     \b
     Example:
-      edje-index bench build ~/photos --model model/ --folder /tmp/bench --images 2000
+      edje-index bench build ~/photos --model model/ --images 2000
     """
     from benchmarks.build import bench_build, report_lines
 
@@ -219,9 +220,7 @@ def build_command(photos: Path, images: int, as_json: bool, **options: Any) -> N
         raise click.UsageError(
             f"{photos} contains no .jpg files; choose another directory"
         )
-    report = bench_build(
-        list(itertools.islice(itertools.cycle(paths), images)), **options
-    )
+    report = bench_build(list(itertools.islice(itertools.cycle(paths), images)), model)
     _finish(report, list(report_lines(report)), as_json)
 
 

@@ -75,16 +75,9 @@ def bench_serve(
     `queries`, the first is used again. `say` receives one line of text after each
     measurement.
     """
-    command = [
-        sys.executable,
-        "-m",
-        "pipelines.cli",
-        "serve",
-        str(index),
-        "--port",
-        "0",
-    ]
-    command += [] if model is None else ["--model", str(model)]
+    options = [] if model is None else ["--model", str(model)]
+    command = [sys.executable, "-m", "pipelines.cli", "serve", str(index)]
+    command += ["--port", "0", *options]
     settings = {
         "queries": len(queries),
         "pools": pools,

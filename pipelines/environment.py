@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterable
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
@@ -35,26 +37,19 @@ def environment() -> dict[str, Any]:
     """Return the date (UTC), the hardware, the kernel, and the versions of Python
     and of the main packages.
     """
-    lines = (
-        Path("/proc/cpuinfo").read_text().splitlines()
-        if Path("/proc/cpuinfo").exists()
-        else []
-    )
-    names = [
-        line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")
-    ]
+    import psutil
+
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text() if info.exists() else ""
+    name = re.search(r"^model name\s*: (.+)", lines, re.MULTILINE)
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "processor": names[0] if names else platform.processor(),
+        "processor": name[1] if name else platform.processor(),
         "cores": os.cpu_count(),
-        "memory_gib": round(
-            os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1
-        ),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "kernel": platform.release(),
         "python": platform.python_version(),
-        "versions": {
-            name: installed for name in _PACKAGES if (installed := _version(name))
-        },
+        "versions": _versions(_PACKAGES),
     }
 
 
@@ -68,18 +63,16 @@ def dependencies() -> dict[str, str]:
         # run from a checkout that is not installed
         return {}
     names = {match[0] for line in lines if (match := re.match(r"[\w.-]+", line))}
-    return {
-        name: installed
-        for name in sorted(names, key=str.lower)
-        if (installed := _version(name))
-    }
+    return _versions(sorted(names, key=str.lower))
 
 
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
+def _versions(names: Iterable[str]) -> dict[str, str]:
+    """Return the versions of the packages in `names` that are installed."""
+    versions = {}
+    for name in names:
+        with contextlib.suppress(PackageNotFoundError):
+            versions[name] = version(name)
+    return versions
 
 
 def available_memory() -> int:

@@ -395,12 +395,11 @@ def measure(
     if is_cold:
         # rows that no timed call requests
         unused = np.setdiff1d(source.row_ids, np.concatenate(calls))
-        warm_up = np.random.default_rng(0).permutation(
-            unused if len(unused) else calls[0]
-        )
-        subject.fetch(
-            warm_up[: len(buffer)][:_WARM_UP], buffer[: len(warm_up)][:_WARM_UP]
-        )
+        if not len(unused):
+            unused = calls[0]
+        count = min(_WARM_UP, len(buffer))
+        warm_up = np.random.default_rng(0).permutation(unused)[:count]
+        subject.fetch(warm_up, buffer[: len(warm_up)])
         # the pages that the first one mapped could not be evicted
         subject = SUBJECTS[name](source, Path(folder))
         subject.open()

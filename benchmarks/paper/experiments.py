@@ -333,23 +333,16 @@ def _words(study: Study, variant: Variant) -> Values:
 
 
 def _full(study: Study, benchmark: str) -> Values:
-    bundle = study.trained(LOCAL, "pretrain" if benchmark == "flickr" else "finetune")
+    phase = "pretrain" if benchmark == "flickr" else "finetune"
+    bundle = study.trained(LOCAL, phase)
     results = study.results(bundle, benchmark, (100,), full=True)
     return [_recall(results, column, 100) for column in _FULL_RECALLS]
 
 
 def _fetch(study: Study) -> Values:
-    make = [
-        "bench",
-        "make-synthetic",
-        f"{OUT}/random.edje",
-        "--rows",
-        FETCH_ROWS,
-        "--precision",
-        "bf16",
-    ]
-    index = study.command("synthetic", *make)[0] / "random.edje"
-    options = ["--pool", FETCH_ROWS // 2, "--cold", "--repeats", 3]
+    make = f"bench make-synthetic {OUT}/random.edje --rows {FETCH_ROWS}"
+    index = study.command("synthetic", *make.split())[0] / "random.edje"
+    options = f"--pool {FETCH_ROWS // 2} --cold --repeats 3".split()
     report = study.command("fetch", "bench", "fetch", index, *options)[1]
     if not report:
         return ()
@@ -373,17 +366,8 @@ def _query_times(study: Study, variant: Variant) -> Values:
 
 
 def _rerank(study: Study, bundle: Path, *options: object) -> dict[str, Any]:
-    command = [
-        "bench",
-        "rerank",
-        "--model",
-        bundle,
-        "--batch-size",
-        _BATCH,
-        "--threads",
-        usable_cpus(),
-    ]
-    return study.command("rerank", *command, *options)[1]
+    command = f"bench rerank --batch-size {_BATCH} --threads {usable_cpus()} --model"
+    return study.command("rerank", *command.split(), bundle, *options)[1]
 
 
 def _vision_milliseconds(study: Study, bundle: Path) -> float | None:
@@ -391,11 +375,10 @@ def _vision_milliseconds(study: Study, bundle: Path) -> float | None:
     commands are only listed.
     """
     report = study.build(bundle, "flickr")[1]
-    return (
-        1e3 * _BATCH * report["stage_seconds"]["encode"] / report["indexed"]
-        if report
-        else None
-    )
+    if not report:
+        return None
+    seconds = float(report["stage_seconds"]["encode"])
+    return 1e3 * _BATCH * seconds / int(report["indexed"])
 
 
 _CLIP = "clip-l14-336"

@@ -6,7 +6,7 @@ import click
 
 from pipelines.cli.lazy_group import LazyGroup
 from pipelines.cli.options import json_option, location
-from pipelines.cli.output import note, print_json, print_line, running_job
+from pipelines.cli.output import note, print_json, print_line, run_steps
 from pipelines.progress.wording import counted, human_bytes
 from storage_formats.remote.urls import IndexLocation
 
@@ -61,14 +61,10 @@ def build(
     """
     from edje_index.indexing.faiss_index import AnnRequest, add_ann
     from pipelines.jobs.resources import usable_memory
-    from pipelines.progress.events import progress_callback, stop_at_events
 
     request = AnnRequest(ann, recall, usable_memory(None))
-    with running_job() as (on_event, should_stop):
-        report = stop_at_events(
-            on_event, should_stop, "stopped; the index was not changed"
-        )
-        built = add_ann(index, request, progress_callback(report)).ann
+    stopped = "stopped; the index was not changed"
+    built = run_steps(add_ann, index, request, stopped=stopped).ann
     measured = built.get("recall")
     file_bytes = sum(file["bytes"] for file in built["files"])
     if as_json:

@@ -18,7 +18,7 @@ from pipelines.cli.options import (
     quiet_option,
     score_option,
 )
-from pipelines.cli.output import note, print_json
+from pipelines.cli.output import note, print_json, run_steps
 
 
 @click.command("eval")
@@ -116,12 +116,11 @@ def evaluate(
     """
     from edje_index.evaluation.evaluate import evaluate as measure
     from edje_index.evaluation.report import evaluation_report, write_report
-    from pipelines.progress.display import progress_display
-    from pipelines.progress.events import progress_callback
 
-    with progress_display(quiet=quiet) as on_event:
-        on_progress = progress_callback(on_event)
-        result = measure(index, captions, on_progress=on_progress, **settings)
+    stopped = "stopped before the evaluation was done"
+    result = run_steps(
+        measure, index, captions, quiet=quiet, stopped=stopped, **settings
+    )
     if not result.system.trained:
         note("note: the model is untrained, so the order of its hits is random")
     text = evaluation_report(result)

@@ -14,7 +14,7 @@ from pipelines.cli.options import (
     model_option,
     read_precision_option,
 )
-from pipelines.cli.output import note, print_json, print_line
+from pipelines.cli.output import note, print_json, print_line, run_steps
 from storage_formats.errors import UsageError
 
 _FREQUENT = 10
@@ -96,8 +96,6 @@ def explain(
         )
     from edje_index.evaluation.explain import explain_index
     from pipelines.pages import explain_page
-    from pipelines.progress.display import progress_display
-    from pipelines.progress.events import progress_callback
     from storage_formats.atomic import write_bytes_atomic
 
     other = None
@@ -111,19 +109,19 @@ def explain(
             other_model = Path(bundle)
         else:
             raise UsageError(f"give INDEX or INDEX=MODEL, got '{against}'")
-    with progress_display() as on_event:
-        explanation = explain_index(
-            index,
-            rows,
-            model=model,
-            precision=precision,
-            captions=captions,
-            images=images,
-            split=split,
-            against=other,
-            against_model=other_model,
-            on_progress=progress_callback(on_event),
-        )
+    explanation = run_steps(
+        explain_index,
+        index,
+        rows,
+        model=model,
+        precision=precision,
+        captions=captions,
+        images=images,
+        split=split,
+        against=other,
+        against_model=other_model,
+        stopped="stopped before the page was written",
+    )
     page = explain_page(explanation)
     write_bytes_atomic(out, page.encode(errors="backslashreplace"))
     note(f"page: {out}")
@@ -156,15 +154,14 @@ def explain(
     )
     if alignment is None:
         return
-    for name, scores in (
-        (explanation.root, alignment.first),
-        (explanation.against, alignment.second),
-    ):
-        if scores is not None:
-            print_line(
-                f"alignment S of {name}: {scores.mean:.4f} +- {scores.deviation:.4f},"
-                f" {scores.pairs:,} pairs"
-            )
+    scores_of = {explanation.root: alignment.first}
+    if explanation.against is not None and alignment.second is not None:
+        scores_of[explanation.against] = alignment.second
+    for name, scores in scores_of.items():
+        print_line(
+            f"alignment S of {name}: {scores.mean:.4f} +- {scores.deviation:.4f},"
+            f" {scores.pairs:,} pairs"
+        )
     if alignment.test is not None:
         test = alignment.test
         print_line(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from pipelines.progress.wording import counted, human_bytes
 from storage_formats.format.layout import Layout
 
 if TYPE_CHECKING:
+    from storage_formats.format.layout import IndexSpec
     from storage_formats.format.manifest import Manifest
 
 
@@ -60,11 +62,9 @@ def describe_index(root: Path | str) -> dict[str, Any]:
 
     index = open_index(root)
     manifest = index.manifest
-    files = [*(file for _, file in index.shard_files()), *manifest.ann_files]
-    spec = manifest.spec
     counts = manifest.counts
     bytes_by_folder: Counter[str] = Counter()
-    for file in files:
+    for file in (*(file for _, file in index.shard_files()), *manifest.ann_files):
         bytes_by_folder[file.path.rpartition("/")[0]] += file.bytes
     return {
         "index": str(root),
@@ -72,13 +72,8 @@ def describe_index(root: Path | str) -> dict[str, Any]:
         "unfinished": _unfinished(root) if isinstance(root, Path) else None,
         "snapshot": manifest.snapshot.number,
         "deleted": manifest.snapshot.deleted_rows,
-        "rows": spec.rows,
         "counts": {**asdict(counts), "failed_total": counts.failed_total},
-        "shards": spec.used_shards,
-        "shard_size": spec.shard_size,
-        "block_shape": list(spec.block_shape),
-        "embed_dim": spec.embed_dim,
-        "precisions": list(spec.precisions),
+        **_describe_spec(manifest.spec),
         "columns": _columns(manifest),
         "encoded_from": {
             name: list(sources) for name, sources in manifest.encoded_from.items()
@@ -95,6 +90,17 @@ def describe_index(root: Path | str) -> dict[str, Any]:
     }
 
 
+def _describe_spec(spec: IndexSpec) -> dict[str, Any]:
+    return {
+        "rows": spec.rows,
+        "shards": spec.used_shards,
+        "shard_size": spec.shard_size,
+        "block_shape": list(spec.block_shape),
+        "embed_dim": spec.embed_dim,
+        "precisions": list(spec.precisions),
+    }
+
+
 def _describe_begun(root: Path) -> dict[str, Any] | None:
     """Return a JSON object that describes the unfinished index at `root`; None if
     there is no unfinished index.
@@ -104,21 +110,17 @@ def _describe_begun(root: Path) -> dict[str, Any] | None:
 
     if Layout(root).manifest.exists() or (journal := is_unfinished(root)) is None:
         return None
+    unfinished = _unfinished(root)
     value: dict[str, Any] = {
         "index": str(root),
         "state": "begun",
-        "unfinished": _unfinished(root),
+        "unfinished": unfinished,
     }
-    if journal.kind == "build" and journal.plan:
+    if unfinished and journal.kind == "build" and journal.plan:
         plan = Plan.from_json(journal.plan)
+        value |= _describe_spec(plan.spec)
         value |= {
-            "finished_shards": value["unfinished"]["finished_shards"],
-            "rows": plan.spec.rows,
-            "shards": plan.spec.shards,
-            "shard_size": plan.spec.shard_size,
-            "block_shape": list(plan.spec.block_shape),
-            "embed_dim": plan.spec.embed_dim,
-            "precisions": list(plan.spec.precisions),
+            "finished_shards": unfinished["finished_shards"],
             "model": plan.model,
             "plan": plan.fingerprint,
         }
@@ -134,12 +136,8 @@ def _unfinished(root: Path) -> dict[str, Any] | None:
     journal = is_unfinished(root)
     if journal is None:
         return None
-    return {
-        "kind": journal.kind,
-        "finished_shards": sum(
-            1 for _ in Layout(root).receipt(0).parent.glob("*.json")
-        ),
-    }
+    receipts = Layout(root).receipt(0).parent.glob("*.json")
+    return {"kind": journal.kind, "finished_shards": len(list(receipts))}
 
 
 def _columns(manifest: Manifest) -> list[dict[str, Any]]:
@@ -160,101 +158,77 @@ def _columns(manifest: Manifest) -> list[dict[str, Any]]:
     ]
 
 
-def _lines(value: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return the most important entries of `value` as (name, text) pairs."""
-    lines = [("index", value["index"]), ("state", value["state"])]
+def _lines(value: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the most important entries of `value` as (name, text) pairs."""
+    is_begun = value["state"] == "begun"
+    yield "index", value["index"]
+    yield "state", value["state"]
     if change := value["unfinished"]:
-        discard = "delete the directory" if value["state"] == "begun" else "'gc'"
-        again = f"run '{change['kind']}' again to finish it, or {discard} to discard it"
-        lines.append(
-            (
-                "unfinished",
-                (
-                    f"{change['kind']},"
-                    f" {counted(change['finished_shards'], 'finished shard')}; {again}"
-                ),
-            )
+        discard = "delete the directory" if is_begun else "'gc'"
+        shards = counted(change["finished_shards"], "finished shard")
+        yield (
+            "unfinished",
+            f"{change['kind']}, {shards}; run '{change['kind']}' again to finish it, or"
+            f" {discard} to discard it",
         )
     if "block_shape" not in value:
-        return lines
-    m, d = value["block_shape"]
-    if value["state"] == "begun":
-        lines.append(
-            ("shards", f"{value['finished_shards']:,} of {value['shards']:,} finished")
-        )
+        return
+    if is_begun:
+        finished = f"{value['finished_shards']:,} of {value['shards']:,} finished"
+        yield "shards", finished
     else:
-        counts = value["counts"]
-        ann = value["ann"]
-        columns = value["columns"]
-        kind = " ".join(filter(None, [str(ann.get("kind")), ann.get("factory")]))
-        ann_line = (
-            f"{kind}, {counted(ann.get('vectors', 0), 'vector')} in"
-            f" {counted(len(ann.get('files', [])), 'file')}"
-        )
-        if recall := ann.get("recall"):
-            ann_line += (
-                f", recall@{recall['k']} {recall['value']:.3f} with {ann.get('probes')}"
-                " lists per query"
-            )
-        failed = "".join(
-            f", {reason} {count:,}" for reason, count in counts["failed"].items()
-        )
-        sizes = ", ".join(
-            f"{name} {human_bytes(size)}"
-            for name, size in value["bytes_by_folder"].items()
-        )
-        lines += [
-            ("inputs", f"{counts['inputs']:,}"),
-            ("indexed", f"{counts['indexed']:,}"),
-            ("duplicates", f"{counts['duplicates']:,}"),
-            ("failed", f"{counts['failed_total']:,}{failed}"),
-            *([("deleted", f"{value['deleted']:,}")] if value["deleted"] else []),
-            ("shards", f"{value['shards']:,} of {value['shard_size']:,} rows each"),
-            ("size", f"{human_bytes(value['bytes'])} ({sizes})"),
-            ("search", ann_line),
-            *(
-                ("", f"run 'edje-index ann build': {reason}")
-                for reason in value["ann_rebuild"]
-            ),
-            (
-                "columns",
-                ", ".join(each["name"] for each in columns if each["values"] is None),
-            ),
-            *(
-                (
-                    "",
-                    (
-                        f"{each['name']} ({each['type']}),"
-                        f" {counted(each['values'], 'value')}"
-                    ),
-                )
-                for each in columns
-                # from the sources
-                if each["values"] is not None
-            ),
-        ]
+        yield from _content_lines(value)
+    m, d = value["block_shape"]
+    precisions = ", ".join(_precision_line(value, name) for name in value["precisions"])
+    yield "tokens", f"{m} x {d} per image, {precisions}"
+    yield "embeddings", f"{value['embed_dim']} dimensions, float32"
     model = value["model"]
     untrained = "" if model.get("trained", True) else ", untrained"
-    return [
-        *lines,
-        (
-            "tokens",
-            (
-                f"{m} x {d} per image,"
-                " "
-                + ", ".join(
-                    _precision_line(value, name) for name in value["precisions"]
-                )
-            ),
-        ),
-        ("embeddings", f"{value['embed_dim']} dimensions, float32"),
-        (
-            "model",
-            f"{model.get('vision') or model.get('encoder', 'unknown')}{untrained}",
-        ),
-        ("", f"encoder fingerprint {model['fingerprint']}"),
-        ("plan", value["plan"]),
-    ]
+    name = model.get("vision") or model.get("encoder", "unknown")
+    yield "model", f"{name}{untrained}"
+    yield "", f"encoder fingerprint {model['fingerprint']}"
+    yield "plan", value["plan"]
+
+
+def _content_lines(value: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield what `_lines` shows only of a finished index."""
+    counts = value["counts"]
+    failed = "".join(
+        f", {reason} {count:,}" for reason, count in counts["failed"].items()
+    )
+    yield "inputs", f"{counts['inputs']:,}"
+    yield "indexed", f"{counts['indexed']:,}"
+    yield "duplicates", f"{counts['duplicates']:,}"
+    yield "failed", f"{counts['failed_total']:,}{failed}"
+    if value["deleted"]:
+        yield "deleted", f"{value['deleted']:,}"
+    yield "shards", f"{value['shards']:,} of {value['shard_size']:,} rows each"
+    sizes = ", ".join(
+        f"{name} {human_bytes(size)}" for name, size in value["bytes_by_folder"].items()
+    )
+    yield "size", f"{human_bytes(value['bytes'])} ({sizes})"
+    ann = value["ann"]
+    kind = " ".join(filter(None, [str(ann.get("kind")), ann.get("factory")]))
+    ann_line = (
+        f"{kind}, {counted(ann.get('vectors', 0), 'vector')} in"
+        f" {counted(len(ann.get('files', [])), 'file')}"
+    )
+    if recall := ann.get("recall"):
+        ann_line += (
+            f", recall@{recall['k']} {recall['value']:.3f} with {ann.get('probes')}"
+            " lists per query"
+        )
+    yield "search", ann_line
+    for reason in value["ann_rebuild"]:
+        yield "", f"run 'edje-index ann build': {reason}"
+    columns = value["columns"]
+    standard = [each["name"] for each in columns if each["values"] is None]
+    yield "columns", ", ".join(standard)
+    # from the sources
+    for each in columns:
+        if each["values"] is not None:
+            values = counted(each["values"], "value")
+            yield "", f"{each['name']} ({each['type']}), {values}"
 
 
 def _precision_line(value: dict[str, Any], name: str) -> str:

@@ -46,12 +46,11 @@ class LazyGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
+        name = args[0]
+        nearest = difflib.get_close_matches(name, self._listed, 1)
         # a shell that completes gets no error
-        is_known = args[0] in self._listed or ctx.resilient_parsing
-        if nearest := difflib.get_close_matches(
-            args[0], [] if is_known else self._listed, 1
-        ):
-            ctx.fail(f"No such command '{args[0]}'. Did you mean '{nearest[0]}'?")
+        if nearest and name not in self._listed and not ctx.resilient_parsing:
+            ctx.fail(f"No such command '{name}'. Did you mean '{nearest[0]}'?")
         return super().resolve_command(ctx, args)
 
     def format_commands(
@@ -76,16 +75,13 @@ class LazyGroup(click.Group):
             return super().invoke(ctx)
         except EdjeError as error:
             command = self.get_command(ctx, ctx.invoked_subcommand or "")
-            for parameter in (
-                *(command.params if command is not None else []),
-                *self.params,
-            ):
+            parameters = [*self.params]
+            if command is not None:
+                parameters += command.params
+            for parameter in parameters:
                 if parameter.name == error.parameter:
-                    is_argument = isinstance(parameter, click.Argument)
-                    name = (
-                        parameter.metavar or parameter.name.upper()
-                        if is_argument
-                        else max(parameter.opts, key=len)
-                    )
+                    name = max(parameter.opts, key=len)
+                    if isinstance(parameter, click.Argument):
+                        name = parameter.metavar or parameter.name.upper()
                     error.args = (f"{name}: {error}",)
             raise

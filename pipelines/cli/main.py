@@ -176,7 +176,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # not ignored, as by nohup
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, interrupt)
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if arguments is None:
+        arguments = sys.argv[1:]
+    arguments = list(arguments)
     if not arguments or arguments[0] == "help":
         arguments = [*arguments[1:], "--help"]
     try:

@@ -17,7 +17,7 @@ from edje_index.scoring.weights import (
 from pipelines.progress.wording import parse_bytes
 from storage_formats.errors import UsageError
 from storage_formats.format.layout import SHARD_SIZE
-from storage_formats.remote.urls import IndexLocation, index_location, local_path
+from storage_formats.remote.urls import index_location, local_path
 
 
 class _LocalPath(click.Path):
@@ -46,17 +46,10 @@ LOCAL_INDEX = _LocalPath(
 )
 
 
-def location(value: str) -> IndexLocation:
-    """Return the URL of an index on an object store unchanged. Return any other
-    argument as a path.
-
-    Raises:
-        click.BadParameter: `value` is a URL of another kind.
-    """
-    try:
-        return index_location(value)
-    except UsageError as error:
-        raise click.BadParameter(str(error)) from error
+location = index_location
+"""Type of an index: a URL on an object store stays a text, any other argument becomes a
+path.
+"""
 
 
 def size(value: str | int) -> int:

@@ -177,3 +177,21 @@ def run_job(
     """
     with running_job(resume=resume, quiet=quiet) as (on_event, should_stop):
         return job(*arguments, on_event=on_event, should_stop=should_stop, **options)
+
+
+def run_steps(
+    function: Callable[..., _Result],
+    *arguments: Any,
+    stopped: str,
+    quiet: bool = False,
+    **options: Any,
+) -> _Result:
+    """Call a function of a library that reports its steps to `on_progress`, and return
+    its result. After a signal to stop, it ends at its next step with the message
+    `stopped`.
+    """
+    from pipelines.progress.events import progress_callback, stop_at_events
+
+    with running_job(quiet=quiet) as (on_event, should_stop):
+        on_progress = progress_callback(stop_at_events(on_event, should_stop, stopped))
+        return function(*arguments, on_progress=on_progress, **options)

@@ -16,7 +16,7 @@ from pipelines.cli.options import (
     location,
     quiet_option,
 )
-from pipelines.cli.output import print_json, print_line, run_job, running_job
+from pipelines.cli.output import print_json, print_line, run_job, run_steps
 from pipelines.progress.wording import counted
 from storage_formats.errors import UsageError
 from storage_formats.remote.urls import IndexLocation
@@ -119,24 +119,19 @@ def quantize(
         from edje_index.evaluation.quantization import measure_precisions
         from edje_index.evaluation.report import quantization_report, write_report
         from pipelines.jobs.quantize import precision_to_read
-        from pipelines.progress.events import progress_callback, stop_at_events
         from storage_formats.format.manifest import Manifest
 
         reference = precision_to_read(index, Manifest.load(index), source)
-        with running_job(quiet=quiet) as (on_event, should_stop):
-            on_progress = progress_callback(
-                stop_at_events(
-                    on_event, should_stop, "stopped before the report was done"
-                )
-            )
-            measured = measure_precisions(
-                index,
-                reference,
-                to,
-                queries=queries,
-                model=model,
-                on_progress=on_progress,
-            )
+        measured = run_steps(
+            measure_precisions,
+            index,
+            reference,
+            to,
+            queries=queries,
+            model=model,
+            quiet=quiet,
+            stopped="stopped before the report was done",
+        )
         text = quantization_report(measured)
         if report != _PRINT_ONLY:
             write_report(report, text, asdict(measured))

@@ -87,9 +87,6 @@ _QUERIES_AT_ONCE = 64
     type=FILE,
     help="Also write an HTML page that shows the hits before and after re-ranking.",
 )
-@click.option(
-    "--verbose", is_flag=True, help="Also show the score, its parts and its formula."
-)
 @json_option
 def search(
     index: Path | str,
@@ -107,7 +104,6 @@ def search(
     device: str,
     dtype: str,
     html: Path | None,
-    verbose: bool,
     as_json: bool,
 ) -> None:
     """Find the images that match TEXT best. Give TEXT, --queries or --image.
@@ -120,7 +116,8 @@ def search(
     Hits have a relevance between 0 and 1, an estimate of the probability that the text
     describes the image.
 
-    With --json, each hit also has the final score and its parts before weighting.
+    'edje-index model show' shows the formula of the score. With --json, each hit also
+    has the final score and its parts before weighting.
     `embedding_score` is the cosine similarity of the embeddings. `joint_score` is the
     weighted sum of logit, late interaction and pooled similarity. With --queries,
     --json prints one line per query.
@@ -150,16 +147,10 @@ def search(
         "--where": where is not None and texts is not None,
         "--html": html is not None and text is None,
     }
-    for option, is_useless in useless.items():
-        if is_useless:
-            with_ = (
-                "--texts"
-                if texts is not None
-                else "--image"
-                if image is not None
-                else "--queries"
-            )
-            raise UsageError(f"{option} has no effect with {with_}: leave out {option}")
+    given = {"--texts": texts, "--image": image, "--queries": queries}
+    for option in filter(useless.get, useless):
+        other = next(name for name, value in given.items() if value is not None)
+        raise UsageError(f"{option} has no effect with {other}: leave out {option}")
     if pool < k:
         raise UsageError(
             f"--pool {pool} is smaller than -k {k}: only candidates can become hits, so"
@@ -169,9 +160,9 @@ def search(
     from edje_index.inputs.names import has_input_suffix
     from edje_index.search.query import read_queries
 
-    query_texts = (
-        [text] if text is not None else [] if queries is None else read_queries(queries)
-    )
+    query_texts = [] if text is None else [text]
+    if queries is not None:
+        query_texts = read_queries(queries)
     choices = [] if texts is None else read_queries(texts)
     if (
         text is not None
@@ -206,83 +197,54 @@ def search(
         if as_json:
             print_json({"query": str(image), "hits": [asdict(hit) for hit in found]})
             return
-        print_line(
-            "relevance"
-            + (f" {'score':>9} {'embedding':>10}" if verbose else "")
-            + "  text"
-        )
+        print_line("relevance  text")
         for text_hit in found:
-            scores = (
-                f" {text_hit.score:>9.4f} {text_hit.embedding_score:>10.4f}"
-                if verbose
-                else ""
-            )
-            print_line(f"{text_hit.relevance:>9.3f}{scores}  {text_hit.text}")
+            print_line(f"{text_hit.relevance:>9.3f}  {text_hit.text}")
         return
-
-    def show(query: str, hits: Hits) -> None:
-        if as_json:
-            stages = {
-                stage: round(1000 * seconds, 3)
-                for stage, seconds in hits.stages.items()
-            }
-            print_json(
-                {
-                    "query": query,
-                    "hits": [asdict(hit) for hit in hits],
-                    "stages_ms": stages,
-                }
-            )
-            return
-        if not hits:
-            note(
-                "no photo passes the filter"
-                if where is not None
-                else "no hits: the index has no photos"
-            )
-            return
-        heads = f" {'score':>9} {'joint':>9} {'embedding':>10}" if verbose else ""
-        print_line(f"relevance{heads} {'row':>9}  image")
-        for hit in hits:
-            joint = "-" if hit.joint_score is None else f"{hit.joint_score:.4f}"
-            scores = (
-                f" {hit.score:>9.4f} {joint:>9} {hit.embedding_score:>10.4f}"
-                if verbose
-                else ""
-            )
-            numbers = f"{hit.relevance:>9.3f}{scores} {hit.row_id:>9}"
-            print_line("  ".join(filter(None, [numbers, hit.uri, hit.described()])))
-
     if image is not None:
-        show(str(image), opened.search_image(image, k, where=where))
+        hits = opened.search_image(image, k, where=where)
+        _print_hits(str(image), hits, where, as_json)
         return
+    shown = k if html is None else pool
     for start in range(0, len(query_texts), _QUERIES_AT_ONCE):
         batch = query_texts[start : start + _QUERIES_AT_ONCE]
-        results = opened.search(batch, k if html is None else pool, pool, where=where)
+        results = opened.search(batch, shown, pool, where=where)
         for query, hits in zip(batch, results, strict=True):
             if queries is not None and not as_json:
                 print_line(f"query: {query}")
-            show(query, hits.first(k))
-    if verbose and not as_json:
-        note(
-            f"score = {opened.model.weights('t2i', score).described()}; scores order"
-            " the hits of one query and cannot be compared between queries. joint:"
-            " share of the score from logit, late interaction and pooled similarity."
-            " embedding: cosine similarity of the embeddings."
-        )
+            _print_hits(query, hits.first(k), where, as_json)
     if html is not None:
         from pipelines.pages import search_page
         from storage_formats.atomic import write_bytes_atomic
 
-        filtered = where is not None
         page = search_page(
             opened,
             query_texts[0],
             results[0],
             k,
             score,
-            is_filtered=filtered,
+            is_filtered=where is not None,
             loading=loading,
         )
         write_bytes_atomic(html, page.encode(errors="backslashreplace"))
         note(f"page: {html}")
+
+
+def _print_hits(query: str, hits: Hits, where: str | None, as_json: bool) -> None:
+    if as_json:
+        stages = {
+            stage: round(1000 * seconds, 3) for stage, seconds in hits.stages.items()
+        }
+        listed = [asdict(hit) for hit in hits]
+        print_json({"query": query, "hits": listed, "stages_ms": stages})
+        return
+    if not hits:
+        reason = "no photo passes the filter"
+        if where is None:
+            reason = "no hits: the index has no photos"
+        note(reason)
+        return
+    print_line(f"relevance {'row':>9}  image")
+    for hit in hits:
+        numbers = f"{hit.relevance:>9.3f} {hit.row_id:>9}"
+        print_line("  ".join(filter(None, [numbers, hit.uri, hit.described()])))

@@ -189,11 +189,9 @@ def train(
 
 def describe_result(result: TrainResult) -> list[str]:
     """Return lines of text that describe the result of a training run."""
-    lines = (
-        [f"{result.bundle} is already finished; nothing was done"]
-        if result.already_finished
-        else []
-    )
+    lines = []
+    if result.already_finished:
+        lines.append(f"{result.bundle} is already finished; nothing was done")
     lines.append(
         f"{result.bundle}: {result.steps:,} steps on {result.images:,} images with"
         f" {result.captions:,} captions, {result.seconds:.1f} s"
@@ -210,12 +208,9 @@ def describe_result(result: TrainResult) -> list[str]:
             f"{counted(result.truncated, 'truncated image')} used, but decoded only in"
             " part"
         )
-    weights = {
-        direction: ScoreWeights.from_json(values)
-        for direction, values in result.score.items()
-    }
     lines += [
-        f"{direction} score: {part.described()}" for direction, part in weights.items()
+        f"{direction} score: {ScoreWeights.from_json(values).described()}"
+        for direction, values in result.score.items()
     ]
     # candidates: "images" or "captions"
     for candidates, choice in (result.dev or {}).items():
@@ -276,9 +271,8 @@ def read_settings(
         if value is not None and value != ():
             group, _, key = DEDICATED_OPTIONS[option].partition(".")
             given.setdefault(group, {})[key] = value
-    return merge_settings(
-        preset, {} if config_file is None else _read_toml(config_file), assigned, given
-    )
+    from_file = {} if config_file is None else _read_toml(config_file)
+    return merge_settings(preset, from_file, assigned, given)
 
 
 def _parse_value(text: str) -> Any:
@@ -331,13 +325,9 @@ def describe_settings(values: Values) -> str:
         for key, setting in kind.model_fields.items():
             default = None if setting.is_required() else setting.default
             value = values.get(group, {}).get(key, default)
-            shown = (
-                "required"
-                if setting.is_required()
-                else "not set"
-                if default is None
-                else _toml(default)
-            )
+            shown = "not set" if default is None else _toml(default)
+            if setting.is_required():
+                shown = "required"
             names = [
                 choice
                 for choice in get_args(setting.annotation)
@@ -346,13 +336,15 @@ def describe_settings(values: Values) -> str:
             choices = f" One of {', '.join(names)}." if names else ""
             description = " ".join(str(setting.description).split())
             lines.append(f"# {description}{choices}  [default: {shown}]")
-            lines.append(
-                f"# {key} is not set" if value is None else f"{key} = {_toml(value)}"
-            )
+            line = f"# {key} is not set"
+            if value is not None:
+                line = f"{key} = {_toml(value)}"
+            lines.append(line)
     return "\n".join(lines)
 
 
 def _toml(value: Any) -> str:
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(_toml, value))}]"
-    return json.dumps(value if isinstance(value, bool | int | float) else str(value))
+    # paths are texts
+    return json.dumps(value, default=str)

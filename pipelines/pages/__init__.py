@@ -89,22 +89,18 @@ def explain_page(explanation: Explanation) -> str:
     thumbnails = read_thumbnails(
         explanation.root, [row.row_id for row in explanation.rows]
     )
-    photos = []
-    for row in explanation.rows:
-        photos.append("")
+    rows = []
+    for row, thumbnail in zip(explanation.rows, thumbnails, strict=True):
+        photo = ""
+        maps = []
         if row.pixels is not None:
             image = Image.fromarray(row.pixels)
             image.thumbnail((_MAP_SIDE, _MAP_SIDE))
-            photos[-1] = _data_uri(image, "JPEG")
-    maps = [
-        [] if row.attention is None else [_mask(weights) for weights in row.attention]
-        for row in explanation.rows
-    ]
-    return render(
-        "explain.html",
-        page=explanation,
-        rows=list(zip(explanation.rows, thumbnails, photos, maps, strict=True)),
-    )
+            photo = _data_uri(image, "JPEG")
+        if row.attention is not None:
+            maps = [_mask(weights) for weights in row.attention]
+        rows.append((row, thumbnail, photo, maps))
+    return render("explain.html", page=explanation, rows=rows)
 
 
 def _mask(weights: NDArray[np.float32]) -> str:
@@ -115,12 +111,8 @@ def _mask(weights: NDArray[np.float32]) -> str:
 
     # without the root, only the peaks would be visible
     alpha = _DARKEST * (1 - np.sqrt(weights / weights.max()))
-    return _data_uri(
-        Image.fromarray(
-            np.stack([np.zeros_like(alpha), alpha], axis=2).astype(np.uint8)
-        ),
-        "PNG",
-    )
+    pixels = np.stack([np.zeros_like(alpha), alpha], axis=2).astype(np.uint8)
+    return _data_uri(Image.fromarray(pixels), "PNG")
 
 
 def _data_uri(image: Image.Image, kind: str) -> str:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, TextIO
+from typing import IO, Any, TextIO
 
 from pipelines.progress.events import (
     Event,
@@ -28,9 +28,6 @@ from pipelines.progress.events import (
 from pipelines.progress.wording import counted, duration, printable
 from storage_formats.errors import UsageError
 from storage_formats.remote.urls import without_credentials
-
-if TYPE_CHECKING:
-    from rich.progress import Progress as Bar
 
 # rates are averages over this time; it has to span several batches of a slow model
 _RATE_SECONDS = 120.0
@@ -50,11 +47,7 @@ def progress_display(
     If `quiet` is True, the callback only logs.
     """
     display = Display(stream or sys.stderr, quiet=quiet)
-    with (
-        display.bar
-        if display.bar is not None and display.is_live
-        else contextlib.nullcontext()
-    ):
+    with display.bar:
         yield display
 
 
@@ -63,9 +56,7 @@ class Display:
     plain lines elsewhere.
 
     Attributes:
-        bar: progress bar that shows the line, and measures speeds; None if nothing is
-            shown.
-        is_live: True if the stream is a terminal.
+        bar: progress bar that shows the line on a terminal, and measures speeds.
     """
 
     def __init__(
@@ -75,24 +66,30 @@ class Display:
         quiet: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.bar: Bar | None = None
-        if not quiet:
-            from rich import progress
-            from rich.console import Console
+        from rich import progress
+        from rich.console import Console
 
-            self.bar = progress.Progress(
-                progress.TextColumn("{task.description}", markup=False),
-                progress.BarColumn(bar_width=24),
-                progress.TextColumn("{task.fields[line]}", markup=False),
-                console=Console(file=stream),
-                refresh_per_second=4,
-                speed_estimate_period=_RATE_SECONDS,
-                redirect_stdout=False,
-                redirect_stderr=False,
-                get_time=clock,
-            )
-        self.is_live = stream.isatty()
-        self._stream = stream
+        self._console = Console(
+            file=stream,
+            quiet=quiet,
+            soft_wrap=True,
+            markup=False,
+            emoji=False,
+            highlight=False,
+        )
+        self._is_live = stream.isatty()
+        self.bar = progress.Progress(
+            progress.TextColumn("{task.description}", markup=False),
+            progress.BarColumn(bar_width=24),
+            progress.TextColumn("{task.fields[line]}", markup=False),
+            console=self._console,
+            disable=quiet or not self._is_live,
+            refresh_per_second=4,
+            speed_estimate_period=_RATE_SECONDS,
+            redirect_stdout=False,
+            redirect_stderr=False,
+            get_time=clock,
+        )
         self._clock = clock
         self._activity = ""
         self._shown_at = 0.0
@@ -104,11 +101,8 @@ class Display:
         match event:
             case StatusMessage(text, is_warning):
                 self._print(text)
-                _log(
-                    "message",
-                    logging.WARNING if is_warning else logging.INFO,
-                    text=text,
-                )
+                level = logging.WARNING if is_warning else logging.INFO
+                _log("message", level, text=text)
             case PlanReady():
                 for line in describe_plan(event):
                     self._print(line)
@@ -123,55 +117,36 @@ class Display:
             }
             counts = {"shard": shard.shard, "rows": shard.done, "failed": shard.failed}
             _log("shard", activity=event.activity, **counts, stage_seconds=seconds)
-        line = ""
-        if self.bar is not None:
-            task = next(
-                (task for task in self.bar.tasks if task.description == event.activity),
-                None,
-            )
-            # the speed is measured from the first event of an activity
-            if task is None:
-                for old in self.bar.task_ids:
-                    self.bar.remove_task(old)
-                self.bar.add_task(
-                    event.activity, total=event.total, completed=event.done, line=""
-                )
-                task = self.bar.tasks[0]
-            self.bar.update(task.id, total=event.total, completed=event.done)
-            line = describe_progress(
-                event, speed=task.speed, seconds_left=task.time_remaining
-            )
-            self.bar.update(task.id, line=line)
         is_new = event.activity != self._activity
-        if (
-            is_new
-            or event.done == event.total
-            or self._clock() - self._shown_at >= _LINE_SECONDS
-        ):
-            self._activity, self._shown_at = event.activity, self._clock()
-            if not self.is_live:
+        if is_new:
+            for old in self.bar.task_ids:
+                self.bar.remove_task(old)
+            # the speed is measured from the first event of an activity
+            self.bar.add_task(event.activity, completed=event.done, line="")
+        (task,) = self.bar.tasks
+        self.bar.update(task.id, total=event.total, completed=event.done)
+        line = describe_progress(event, task.speed, task.time_remaining)
+        self.bar.update(task.id, line=line)
+        is_due = self._clock() - self._shown_at >= _LINE_SECONDS
+        if is_new or is_due or event.done == event.total:
+            self._activity = event.activity
+            self._shown_at = self._clock()
+            if not self._is_live:
                 self._print(f"{event.activity}: {line}")
             fields = asdict(event)
             del fields["finished_shard"]
             _log("progress", **fields)
 
     def _print(self, line: str) -> None:
-        if self.bar is None:
-            return
-        if self.is_live:
-            self.bar.console.print(
-                printable(line), highlight=False, markup=False, soft_wrap=True
-            )
-        else:
-            print(printable(line), file=self._stream, flush=True)
+        self._console.print(printable(line))
 
 
 def describe_plan(plan: PlanReady) -> list[str]:
     """Return lines of text that describe a plan."""
-    workers = "" if plan.workers is None else f", {counted(plan.workers, 'worker')}"
-    lines = [
-        f"{counted(plan.inputs, 'input')} in {counted(plan.shards, 'shard')}{workers}"
-    ]
+    work = f"{counted(plan.inputs, 'input')} in {counted(plan.shards, 'shard')}"
+    if plan.workers is not None:
+        work += f", {counted(plan.workers, 'worker')}"
+    lines = [work]
     if plan.duplicates:
         lines.append(
             f"{counted(plan.duplicates, 'duplicate')} of earlier inputs will not be"
@@ -193,19 +168,16 @@ def describe_plan(plan: PlanReady) -> list[str]:
 
 
 def describe_progress(
-    progress: Progress, *, speed: float | None = None, seconds_left: float | None = None
+    progress: Progress, speed: float | None, seconds_left: float | None
 ) -> str:
     """Return one line of text on the progress, without the name of the activity.
 
     `speed` is the number of units of work per second.
     """
-    parts = [
-        (
-            f"{progress.done:,}"
-            if progress.total is None
-            else f"{progress.done:,}/{progress.total:,}"
-        )
-    ]
+    done = f"{progress.done:,}"
+    if progress.total is not None:
+        done += f"/{progress.total:,}"
+    parts = [done]
     if speed is not None:
         parts.append(f"{speed:,.1f}/s")
     if seconds_left:
@@ -234,8 +206,9 @@ def log_file(path: Path, command: str) -> Iterator[None]:
         problem = f"cannot write the log {path}: {error.strerror}; choose another file"
         raise UsageError(problem, parameter="log") from error
     started = time.monotonic()
-    level = _LOGGER.level
-    end: dict[str, Any] = {"status": "finished"}
+    level_before = _LOGGER.level
+    level = logging.INFO
+    end = {"status": "finished"}
     with file:
         handler = _JsonLines(file)
         _LOGGER.addHandler(handler)
@@ -244,18 +217,16 @@ def log_file(path: Path, command: str) -> Iterator[None]:
         try:
             yield
         except BaseException as error:
-            status = "stopped" if is_stop_request(error) else "failed"
-            end = {"status": status, "error": str(error) or type(error).__name__}
+            is_stop = is_stop_request(error)
+            level = logging.WARNING if is_stop else logging.ERROR
+            end["status"] = "stopped" if is_stop else "failed"
+            end["error"] = str(error) or type(error).__name__
             raise
         finally:
-            level_of_end = {"finished": logging.INFO, "stopped": logging.WARNING}.get(
-                end["status"], logging.ERROR
-            )
-            _log(
-                "end", level_of_end, **end, seconds=round(time.monotonic() - started, 3)
-            )
+            seconds = round(time.monotonic() - started, 3)
+            _log("end", level, **end, seconds=seconds)
             _LOGGER.removeHandler(handler)
-            _LOGGER.setLevel(level)
+            _LOGGER.setLevel(level_before)
 
 
 class _JsonLines(logging.Handler):

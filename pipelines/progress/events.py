@@ -118,7 +118,8 @@ class ShardMeter:
         self._shards = shards
         self._running: dict[int, ShardProgress] = {}
         self._finished: set[int] = set()
-        self._done = self._failed = 0
+        self._done = 0
+        self._failed = 0
         self._seconds = dict.fromkeys(_STAGES, 0.0)
 
     def update(self, shard: ShardProgress, *, is_final: bool = False) -> Progress:
@@ -134,13 +135,13 @@ class ShardMeter:
             self._done += shard.done - before.done
             self._failed += shard.failed - before.failed
             for stage in _STAGES:
-                self._seconds[stage] += shard.stage_seconds.get(
-                    stage, 0.0
-                ) - before.stage_seconds.get(stage, 0.0)
+                self._seconds[stage] += shard.stage_seconds.get(stage, 0.0)
+                self._seconds[stage] -= before.stage_seconds.get(stage, 0.0)
             if is_final:
                 self._finished.add(shard.shard)
             else:
                 self._running[shard.shard] = shard
+        finished_shard = shard if is_final else None
         return Progress(
             self._activity,
             self._done,
@@ -149,7 +150,7 @@ class ShardMeter:
             len(self._finished),
             self._failed,
             bottleneck(self._seconds),
-            shard if is_final else None,
+            finished_shard,
         )
 
 

@@ -46,13 +46,9 @@ def duration(seconds: float) -> str:
     """Format a duration, given in seconds, with the two largest units: "3m13s"."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return (
-        f"{hours}h{minutes:02d}m"
-        if hours
-        else f"{minutes}m{rest:02d}s"
-        if minutes
-        else f"{rest}s"
-    )
+    if hours:
+        return f"{hours}h{minutes:02d}m"
+    return f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"
 
 
 def printable(text: str) -> str:

@@ -48,9 +48,7 @@ def test_a_build_is_compared_with_a_bare_loop(tmp_path):
     make_photos(tmp_path / "photos", 4)
     create_untrained_bundle(tmp_path / "model", sizes=TINY)
     photos = 2 * sorted((tmp_path / "photos").iterdir())
-    report = bench_build(
-        photos, tmp_path / "model", tmp_path / "bench", repeats=1, engines=["inline"]
-    )
+    report = bench_build(photos, tmp_path / "model", repeats=1, engines=["inline"])
     assert report["runs"]["inline"][0]["stdout"]["indexed"] == 8
     assert report["runs"]["bare loop"][0]["stdout"]["images"] == 8
     assert set(report["summary"]) == {"bare loop", "inline"}
