@@ -66,7 +66,8 @@ def build(
       edje-index ann build photos.edje --memory 4G
       edje-index ann build photos.edje --ann IVF4096,PQ96x4fs --recall 0.98
     """
-    from edje_index.indexing.faiss_index import AnnRequest, add_ann
+    from edje_index.indexing.faiss_build import AnnRequest
+    from pipelines.jobs.ann import add_ann
     from pipelines.jobs.resources import usable_memory
     from pipelines.progress.events import progress_callback, stop_at_events
 
