@@ -35,12 +35,13 @@ from benchmarks.process import call_in_process
 from benchmarks.report import Say, machine, table
 from edje_index.captions.matching import NAME_COLUMNS, match_items
 from edje_index.captions.reading import read_captions
-from edje_index.indexing.faiss_index import AnnIndex, add_ann
+from edje_index.indexing.faiss_index import AnnIndex
 from edje_index.models.joint_scorer import JointScorer
 from edje_index.scoring.parts import content_token_mask
 from edje_index.search.late_interaction_search import LateInteractionSearch, max_sim
 from edje_index.search.token_index import TokenIndex
 from pipelines.environment import environment
+from pipelines.jobs.ann import add_ann
 from storage_formats.codecs import Blocks
 from storage_formats.errors import EdjeError, UsageError
 from storage_formats.format.layout import Layout

@@ -38,10 +38,11 @@ from edje_index.fetching.device_decode import decode_records_torch
 from edje_index.fetching.device_fetcher import DeviceFetcher
 from edje_index.fetching.token_dataset import TokenDataset
 from edje_index.images.decode import decode_rgb
-from edje_index.indexing.faiss_index import AnnRequest, add_ann
+from edje_index.indexing.faiss_build import AnnRequest
 from edje_index.indexing.image_encoder import ImageEncoder
 from edje_index.models.devices import autocast, resolve_device, resolve_dtype
 from pipelines.environment import environment
+from pipelines.jobs.ann import add_ann
 from storage_formats.codecs import Blocks, codec
 from storage_formats.cpus import usable_cpus
 from storage_formats.errors import EdjeError

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from edje_index.evaluation.evaluate import evaluate as evaluate
     from edje_index.fetching.device_fetcher import DeviceFetcher as DeviceFetcher
     from edje_index.fetching.token_dataset import TokenDataset as TokenDataset
-    from edje_index.indexing.faiss_index import add_ann as add_ann
     from edje_index.indexing.image_encoder import ImageEncoder as ImageEncoder
     from edje_index.models.joint_encoder import JointEncoder as JointEncoder
     from edje_index.models.text_tower import TextTower as TextTower
@@ -71,7 +70,6 @@ _NAMES = {
     "edje_index.evaluation.evaluate": "evaluate",
     "edje_index.fetching.device_fetcher": "DeviceFetcher",
     "edje_index.fetching.token_dataset": "TokenDataset",
-    "edje_index.indexing.faiss_index": "add_ann",
     "edje_index.indexing.image_encoder": "ImageEncoder",
     "edje_index.models.joint_encoder": "JointEncoder",
     "edje_index.models.text_tower": "TextTower",
@@ -94,6 +92,7 @@ _NAMES = {
 }
 JOBS = {
     "pipelines.jobs.add_rows": "add_images append_index update_index",
+    "pipelines.jobs.ann": "add_ann",
     "pipelines.jobs.build": "BuildResult build_index",
     "pipelines.jobs.copy": "CopyResult compact_index copy_index",
     "pipelines.jobs.hub": "copy_model",

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from pipelines.jobs.add_rows import add_images as add_images
     from pipelines.jobs.add_rows import append_index as append_index
     from pipelines.jobs.add_rows import update_index as update_index
+    from pipelines.jobs.ann import add_ann as add_ann
     from pipelines.jobs.build import BuildResult as BuildResult
     from pipelines.jobs.build import build_index as build_index
     from pipelines.jobs.copy import CopyResult as CopyResult

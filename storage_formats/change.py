@@ -35,7 +35,7 @@ from storage_formats.atomic import (
 from storage_formats.codecs import precisions
 from storage_formats.errors import CorruptIndexError, EdjeError, UsageError, cannot_read
 from storage_formats.format.checksum import json_checksum
-from storage_formats.format.index_files import check_inside, read_index_file
+from storage_formats.format.index_files import read_index_file
 from storage_formats.format.layout import (
     EXTENDED_VERSION,
     PARTIAL_VERSION,
@@ -154,21 +154,20 @@ def is_unfinished(root: str | Path) -> Journal | None:
 
 
 class Change:
-    """A change of an index, which holds the lock of the index. `begin_change` makes it.
+    """A change that holds the lock of an index, see `IndexChange` and `NewIndex`.
 
     Attributes:
-        index: the index before the change; None if the change writes a new index.
         plan: the stored plan of an earlier run of this change; None if there is none.
     """
 
     def __init__(
-        self, layout: Layout, kind: str, index: CommittedIndex | None, journal: Journal
+        self, layout: Layout, kind: str, request: Mapping[str, Any] | None
     ) -> None:
         self.layout = layout
-        self.kind = kind
-        self.index = index
-        self._journal = journal
         self._is_abandoned = False
+        # as it is read
+        wanted = json.loads(json.dumps(request or {}))
+        self._journal = Journal(kind, wanted, _digest(layout))
 
     @property
     def plan(self) -> dict[str, Any] | None:
@@ -200,111 +199,16 @@ class Change:
         self._journal = replace(self._journal, plan=None)
         self._journal.write(self.layout)
 
-    def commit(
-        self, manifest: Manifest, details: Mapping[str, Any] | None = None
-    ) -> CommittedIndex:
-        """Replace `index.json`. Return the index after the change.
-
-        All files of `manifest` must be on disk.
-
-        Args:
-            manifest: manifest after the change. The snapshot number and the format
-                version are set here.
-            details: members of `change` in `index.json`. None keeps the number of the
-                snapshot: rows do not change.
-
-        Raises:
-            OSError: a file cannot be written. If the index has changed, `begin_change`
-                turns this into an EdjeError.
-        """
-        layout = self.layout
-        if self.index is not None and details is not None:
-            current = self.index.manifest
-            kept = layout.snapshot(current.snapshot.number)
-            make_directories(kept.parent)
-            write_bytes_atomic(kept, read_index_file(layout.root, layout.manifest))
-            snapshot = replace(
-                manifest.snapshot,
-                number=current.snapshot.number + 1,
-                change={"kind": self.kind, **details, "created": now()},
-                next_shard=max(
-                    current.snapshot.next_shard,
-                    current.spec.shards,
-                    manifest.spec.shards,
-                ),
-                oldest=[*earlier_snapshots(layout, current), current.snapshot.number][
-                    0
-                ],
-            )
-            version = (
-                EXTENDED_VERSION
-                if manifest.columns or manifest.row_maps
-                else SNAPSHOT_VERSION
-            )
-            if any(row_map.is_partial for row_map in manifest.row_maps):
-                version = PARTIAL_VERSION
-            manifest = replace(
-                manifest,
-                snapshot=snapshot,
-                format_version=version,
-                created_by=created_by(),
-            )
-        if self.index is None or manifest.spec.rows > self.index.manifest.spec.rows:
-            # a reader that sees the new manifest needs the new shapes
-            write_array_shapes(layout, manifest.spec)
-        manifest.write(layout)
-        write_array_shapes(layout, manifest.spec)
-        return CommittedIndex(layout.root, manifest)
-
-    def commit_copy(self, data: bytes) -> None:
-        """Write `index.json` with the contents `data`, the manifest of the copied
-        index.
-        """
-        write_bytes_atomic(self.layout.manifest, data)
-
-    def remove_files(self, keep: int | None = None, *, tables: bool = False) -> Removal:
-        """Remove the snapshots before the newest `keep`, and the files that no kept
-        snapshot names.
-
-        Args:
-            keep: number of snapshots to keep; None keeps all.
-            tables: whether to remove shard tables too. Readers that opened the index
-                before a conversion need the earlier shard tables.
-        """
-        current = Manifest.load(self.layout.root)
-        numbers = earlier_snapshots(self.layout, current)
-        removed = [] if keep is None else numbers[: max(0, len(numbers) + 1 - keep)]
-        if removed:
-            oldest = [*numbers, current.snapshot.number][len(removed)]
-            self.commit(
-                replace(current, snapshot=replace(current.snapshot, oldest=oldest))
-            )
-        sizes = _remove_what_is_not_kept(self.layout, tables=tables)
-        return Removal(tuple(removed), len(sizes), sum(sizes))
-
-    def _has_work(self) -> bool:
-        receipts = self.layout.receipt(0).parent
-        return self.plan is not None or (receipts.is_dir() and any(receipts.iterdir()))
+    def _remove_data(self) -> None:
+        """Remove the data files of this change, which is not committed."""
+        raise NotImplementedError
 
     def _remove_files(self) -> None:
-        """Remove the files of this change, which is not committed."""
-        layout = self.layout
-        if self.index is None:
-            for path in (*layout.data_folders(), layout.snapshot(0).parent):
-                _remove(path)
-            fsync_path(layout.root)
-        else:
-            wrote_shards = any(
-                folder.exists() for folder in (layout.staging, layout.receipt(0).parent)
-            )
-            folders = (
-                layout.data_folders()
-                if wrote_shards
-                else [layout.root / "manifest", layout.ann]
-            )
-            remove_unnamed_files(layout, kept_snapshots(self.index), folders=folders)
-            write_array_shapes(layout, self.index.manifest.spec)
-        for path in set(layout.build.iterdir()) - {layout.lock, layout.journal}:
+        self._remove_data()
+        for path in set(self.layout.build.iterdir()) - {
+            self.layout.lock,
+            self.layout.journal,
+        }:
             _remove(path)
 
     def _is_committed(self) -> bool:
@@ -318,11 +222,115 @@ class Change:
         with contextlib.suppress(OSError, EdjeError):
             if self._is_committed():
                 return
-            if self._has_work() and not self._is_abandoned:
+            if _has_work(self.layout, self._journal) and not self._is_abandoned:
                 shutil.rmtree(self.layout.staging, ignore_errors=True)
             else:
                 self._remove_files()
                 remove_build(self.layout)
+
+
+class IndexChange(Change):
+    """A change of an index that exists. `begin_change` makes it.
+
+    All files of a manifest that is committed must be on disk. If one of the methods
+    raises OSError after the index has changed, `begin_change` turns the error into an
+    EdjeError.
+
+    Attributes:
+        index: the index before the change.
+    """
+
+    def __init__(
+        self, layout: Layout, kind: str, request: Mapping[str, Any] | None
+    ) -> None:
+        super().__init__(layout, kind, request)
+        self.index = CommittedIndex.open(layout.root)
+
+    def commit(self, manifest: Manifest, details: Mapping[str, Any]) -> Manifest:
+        """Commit `manifest` as a new snapshot, and return it as it was written.
+
+        Args:
+            manifest: manifest after the change. The snapshot number and the format
+                version are set here.
+            details: members of `change` in `index.json`.
+        """
+        layout = self.layout
+        current = self.index.manifest
+        number = current.snapshot.number
+        kept = layout.snapshot(number)
+        make_directories(kept.parent)
+        write_bytes_atomic(kept, read_index_file(layout.root, layout.manifest))
+        snapshot = replace(
+            manifest.snapshot,
+            number=number + 1,
+            change={"kind": self._journal.kind, **details, "created": now()},
+            next_shard=max(
+                current.snapshot.next_shard, current.spec.shards, manifest.spec.shards
+            ),
+            oldest=[*earlier_snapshots(layout, current), number][0],
+        )
+        version = SNAPSHOT_VERSION
+        if manifest.columns or manifest.row_maps:
+            version = EXTENDED_VERSION
+        if any(row_map.is_partial for row_map in manifest.row_maps):
+            version = PARTIAL_VERSION
+        manifest = replace(
+            manifest,
+            snapshot=snapshot,
+            format_version=version,
+            created_by=created_by(),
+        )
+        self._write(manifest)
+        return manifest
+
+    def commit_same_rows(self, manifest: Manifest) -> None:
+        """Commit `manifest` without a new snapshot, because no row changes. Remove the
+        files that no kept snapshot names then.
+        """
+        self._write(manifest)
+        # readers that opened the index before need the earlier shard tables
+        _remove_what_is_not_kept(self.layout, tables=False)
+
+    def _write(self, manifest: Manifest) -> None:
+        before = self.index.manifest.spec
+        after = manifest.spec
+        if after.rows > before.rows or {*after.precisions} - {*before.precisions}:
+            # a reader that sees the new manifest needs the new shapes
+            write_array_shapes(self.layout, after)
+        manifest.write(self.layout)
+        write_array_shapes(self.layout, after)
+
+    def _remove_data(self) -> None:
+        layout = self.layout
+        wrote_shards = any(
+            folder.exists() for folder in (layout.staging, layout.receipt(0).parent)
+        )
+        folders = [layout.root / "manifest", layout.ann]
+        if wrote_shards:
+            folders = layout.data_folders()
+        remove_unnamed_files(layout, kept_snapshots(self.index), folders=folders)
+        write_array_shapes(layout, self.index.manifest.spec)
+
+
+class NewIndex(Change):
+    """A change that writes a new index. `begin_new_index` makes it."""
+
+    def commit(self, manifest: Manifest) -> None:
+        """Write `index.json`. All files of `manifest` must be on disk."""
+        write_array_shapes(self.layout, manifest.spec)
+        manifest.write(self.layout)
+
+    def commit_copy(self, data: bytes) -> None:
+        """Write `index.json` with the contents `data`, the manifest of the copied
+        index.
+        """
+        write_bytes_atomic(self.layout.manifest, data)
+
+    def _remove_data(self) -> None:
+        layout = self.layout
+        for path in (*layout.data_folders(), layout.snapshot(0).parent):
+            _remove(path)
+        fsync_path(layout.root)
 
 
 @contextlib.contextmanager
@@ -330,12 +338,7 @@ def begin_change(
     root: str | Path,
     kind: str,
     request: Mapping[str, Any] | None = None,
-    *,
-    is_new: bool = False,
-    resumes: bool = True,
-    discards: bool = False,
-    notify: Notify = lambda message: None,
-) -> Iterator[Change]:
+) -> Iterator[IndexChange]:
     """Lock the index at `root` and begin a change, or resume the same change if it was
     stopped.
 
@@ -345,90 +348,160 @@ def begin_change(
     Args:
         kind: kind of the change, for example "append".
         request: JSON object with what the change is asked to do.
-        is_new: True to write a new index. `root` must then be missing, empty, or hold
-            this unfinished index.
-        resumes: False to discard an earlier, unfinished change of the same kind without
-            a message.
-        discards: True to discard an unfinished change of any kind.
 
     Raises:
-        UsageError: there is no index at `root`; or `is_new` is True, and `root` is not
-            free; or `root` is a URL.
+        UsageError: there is no index at `root`, or `root` is a URL.
         UnfinishedChangeError: another change of the index was stopped, and has finished
             shards.
         EdjeError: another process is changing the index; or the change is committed,
             but something failed afterwards.
         OSError: the index cannot be written. It has not changed.
     """
-    advice = (
-        "; to change an index at a URL, copy it to a directory, change the copy, and"
-        " copy it back"
-    )
-    layout = Layout(local_path(root, advice=advice).absolute())
-    if is_new:
-        check_free(layout)
-    else:
-        # fails before the lock makes a directory
-        Manifest.load(layout.root)
-        # no reader follows such a link, so no writer may
-        for folder in (layout.root, layout.root / "tokens", layout.root / "checksums"):
-            for entry in _entries(folder):
-                check_inside(layout.root, folder / entry)
+    layout = _local_layout(root)
+    # fails before the lock makes a directory
+    Manifest.load(layout.root)
     with locked(layout.root):
-        for path in (
-            path for pattern in _TEMPORARY for path in layout.root.glob(pattern)
-        ):
-            # a killed process left it while it wrote a manifest or metadata
-            path.unlink()
-        journal = _unfinished(layout, discards=discards, notify=notify)
-        index = None if is_new else CommittedIndex.open(layout.root)
-        if is_new and layout.manifest.exists():
+        earlier = _unfinished(layout)
+        change = IndexChange(layout, kind, request)
+        if earlier is not None and not _is_same(earlier, change):
+            _refuse_work(layout, earlier)
+            change._remove_files()
+            earlier = None
+        with _running(change, earlier):
+            yield change
+
+
+@contextlib.contextmanager
+def begin_new_index(
+    root: str | Path,
+    kind: str,
+    request: Mapping[str, Any] | None = None,
+    *,
+    notify: Notify = lambda message: None,
+) -> Iterator[NewIndex]:
+    """Lock the directory `root` and begin to write a new index, or resume the same
+    change if it was stopped. See `begin_change`.
+
+    An unfinished index of the same kind but another request is discarded: what was
+    copied is copied again.
+
+    Raises:
+        UsageError: `root` is neither missing nor empty, and does not hold this
+            unfinished index; or `root` is a URL.
+    """
+    layout = _local_layout(root)
+    check_free(layout)
+    with locked(layout.root):
+        earlier = _unfinished(layout)
+        if layout.manifest.exists():
             raise UsageError(
                 f"{layout.root} exists already; choose another directory",
                 parameter="out",
             )
-        # as it is read
-        wanted = Journal(kind, json.loads(json.dumps(request or {})), _digest(layout))
-        if journal is not None:
-            change = Change(layout, journal.kind, index, journal)
-            is_same = (journal.kind, journal.request) == (
-                kind,
-                wanted.request,
-            ) and resumes
-            if not is_same:
-                # what was copied is copied again
-                discards = discards or (is_new and journal.kind == kind)
-                if change._has_work() and not discards:
-                    raise UnfinishedChangeError(
-                        f"'{journal.kind}' of {layout.root} has not finished"
-                        f" ({_finished(layout)}); run the same 'edje-index"
-                        f" {journal.kind}' again to finish it, or"
-                        f" {_discard_advice(layout)}"
-                    )
-                if change._has_work() and resumes:
-                    notify(
-                        f"discarding the unfinished '{journal.kind}', which had"
-                        f" {_finished(layout)}"
-                    )
-                change._remove_files()
-                journal = None
-        if journal is None:
-            wanted.write(layout)
-        change = Change(layout, kind, index, journal or wanted)
-        try:
+        change = NewIndex(layout, kind, request)
+        if earlier is not None and not _is_same(earlier, change):
+            if earlier.kind != kind:
+                _refuse_work(layout, earlier)
+            _tell_discarded(layout, earlier, notify)
+            change._remove_files()
+            earlier = None
+        with _running(change, earlier):
             yield change
-            if change._is_committed():
-                remove_build(layout)
-        except (OSError, EdjeError) as error:
-            if not change._is_committed():
-                raise
-            raise EdjeError(
-                f"the change is committed, but something failed afterwards ({error});"
-                " the next change of the index does what is left, for example"
-                f" 'edje-index gc {layout.root}'"
-            ) from error
-        finally:
-            change._close()
+
+
+def collect_garbage(
+    root: str | Path, keep: int | None = None, *, notify: Notify = lambda message: None
+) -> Removal:
+    """Remove an unfinished change of the index at `root`, the snapshots before the
+    newest `keep`, and the files that no kept snapshot names.
+
+    Args:
+        keep: number of snapshots to keep; None keeps all.
+
+    Raises:
+        UsageError, EdjeError, OSError: see `begin_change`.
+    """
+    layout = _local_layout(root)
+    Manifest.load(layout.root)
+    with locked(layout.root):
+        try:
+            earlier = _unfinished(layout)
+        except CorruptIndexError:
+            notify("discarding an unfinished change whose journal is damaged")
+            earlier = Journal("unknown", {}, _digest(layout), plan={})
+        change = IndexChange(layout, "gc", None)
+        if earlier is not None:
+            _tell_discarded(layout, earlier, notify)
+            change._remove_files()
+        with _running(change, None):
+            current = change.index.manifest
+            numbers = earlier_snapshots(layout, current)
+            removed = [] if keep is None else numbers[: max(0, len(numbers) + 1 - keep)]
+            if removed:
+                oldest = [*numbers, current.snapshot.number][len(removed)]
+                snapshot = replace(current.snapshot, oldest=oldest)
+                change._write(replace(current, snapshot=snapshot))
+            sizes = _remove_what_is_not_kept(layout, tables=True)
+            return Removal(tuple(removed), len(sizes), sum(sizes))
+
+
+def _local_layout(root: str | Path) -> Layout:
+    advice = (
+        "; to change an index at a URL, copy it to a directory, change the copy, and"
+        " copy it back"
+    )
+    return Layout(local_path(root, advice=advice).absolute())
+
+
+def _is_same(earlier: Journal, change: Change) -> bool:
+    wanted = change._journal
+    return (earlier.kind, earlier.request) == (wanted.kind, wanted.request)
+
+
+def _has_work(layout: Layout, journal: Journal) -> bool:
+    """Return True if a later run of the change can use what it has stored."""
+    return journal.plan is not None or bool(_entries(layout.receipt(0).parent))
+
+
+def _refuse_work(layout: Layout, earlier: Journal) -> None:
+    """Raise UnfinishedChangeError if `earlier` has a plan or finished shards."""
+    if _has_work(layout, earlier):
+        raise UnfinishedChangeError(
+            f"'{earlier.kind}' of {layout.root} has not finished ({_finished(layout)});"
+            f" run the same 'edje-index {earlier.kind}' again to finish it, or"
+            f" {_discard_advice(layout)}"
+        )
+
+
+def _tell_discarded(layout: Layout, earlier: Journal, notify: Notify) -> None:
+    if _has_work(layout, earlier):
+        notify(
+            f"discarding the unfinished '{earlier.kind}', which had {_finished(layout)}"
+        )
+
+
+@contextlib.contextmanager
+def _running(change: Change, earlier: Journal | None) -> Iterator[None]:
+    """Context manager of a change that begins, or resumes `earlier`."""
+    layout = change.layout
+    if earlier is None:
+        change._journal.write(layout)
+    else:
+        change._journal = earlier
+    try:
+        yield
+        if change._is_committed():
+            remove_build(layout)
+    except (OSError, EdjeError) as error:
+        if not change._is_committed():
+            raise
+        raise EdjeError(
+            f"the change is committed, but something failed afterwards ({error});"
+            " the next change of the index does what is left, for example"
+            f" 'edje-index gc {layout.root}'"
+        ) from error
+    finally:
+        change._close()
 
 
 def finish_committed(root: str | Path) -> None:
@@ -439,31 +512,28 @@ def finish_committed(root: str | Path) -> None:
     if layout.build.is_dir():
         # a read-only index, or another process works on it
         with contextlib.suppress(OSError, EdjeError), locked(root):
-            _unfinished(layout, discards=False, notify=lambda message: None)
+            _unfinished(layout)
 
 
-def _unfinished(layout: Layout, *, discards: bool, notify: Notify) -> Journal | None:
+def _unfinished(layout: Layout) -> Journal | None:
     """Return the journal of a change that was stopped before its commit. Finish a
     change that was killed after it.
     """
-    try:
-        journal = read_journal(layout.root)
-    except CorruptIndexError:
-        if not discards:
-            raise
-        notify("discarding an unfinished change whose journal is damaged")
-        journal = Journal("unknown", {}, _digest(layout), plan={})
+    for path in (path for pattern in _TEMPORARY for path in layout.root.glob(pattern)):
+        # a killed process left it while it wrote a manifest or metadata
+        path.unlink()
+    journal = read_journal(layout.root)
     if journal is None or journal.base == _digest(layout):
         return journal
     # what the former manifest names may go only once the new one is durable
     fsync_path(layout.root)
     write_array_shapes(layout, Manifest.load(layout.root).spec)
-    _remove_what_is_not_kept(layout)
+    _remove_what_is_not_kept(layout, tables=False)
     remove_build(layout)
     return None
 
 
-def _remove_what_is_not_kept(layout: Layout, *, tables: bool = False) -> list[int]:
+def _remove_what_is_not_kept(layout: Layout, *, tables: bool) -> list[int]:
     """Remove the manifests of snapshots that are no longer kept, and then as
     `remove_unnamed_files`.
     """

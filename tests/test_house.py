@@ -24,7 +24,10 @@ ORDER = ["storage_formats", "edje_index", "pipelines", "benchmarks"]
 # it.
 HOMES = {
     "ray": ["pipelines/engines"],
-    "faiss": ["edje_index/indexing/faiss_index.py"],
+    "faiss": [
+        "edje_index/indexing/faiss_build.py",
+        "edje_index/indexing/faiss_index.py",
+    ],
     "click": ["pipelines/cli", "benchmarks/cli.py"],
     # storage_formats stays light: `TokenStore.fetch` imports torch when it is asked for
     # a tensor.

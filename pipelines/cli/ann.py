@@ -59,7 +59,8 @@ def build(
       edje-index ann build photos.edje
       edje-index ann build photos.edje --ann IVF4096,PQ96x4fs --recall 0.98
     """
-    from edje_index.indexing.faiss_index import AnnRequest, add_ann
+    from edje_index.indexing.faiss_build import AnnRequest
+    from pipelines.jobs.ann import add_ann
     from pipelines.jobs.resources import usable_memory
 
     request = AnnRequest(ann, recall, usable_memory(None))

@@ -18,9 +18,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from edje_index.bundles.info import BundleInfo, matching_bundle
-from edje_index.indexing.faiss_index import extend_ann
 from pipelines.jobs.build import BuildResult, result_of, source_names
-from pipelines.jobs.changing import changing
+from pipelines.jobs.changing import Edit, commit_edit, next_first_row, resumable
 from pipelines.jobs.compare import SourceChanges, compare_sources, find_failed
 from pipelines.jobs.encode import encode_rows
 from pipelines.jobs.plan import (
@@ -36,7 +35,7 @@ from pipelines.jobs.plan import (
     with_sources,
 )
 from pipelines.jobs.resources import check_disk, check_extension_memory, choose_workers
-from pipelines.progress.events import OnEvent, ShouldStop, StatusMessage, ignore, never
+from pipelines.progress.events import OnEvent, ShouldStop, ignore, never
 from pipelines.sources import (
     count_ignored,
     digested,
@@ -47,7 +46,7 @@ from pipelines.sources import (
 from pipelines.sources.base import Ignored, absolute_spec
 from pipelines.sources.metadata import source_values
 from storage_formats.arguments import as_list, as_path, as_text
-from storage_formats.change import Change
+from storage_formats.change import IndexChange, begin_change
 from storage_formats.errors import UsageError
 from storage_formats.extras import name_missing_extra
 from storage_formats.format.layout import Segment
@@ -55,13 +54,9 @@ from storage_formats.format.manifest import CommittedIndex, Counts, Manifest
 from storage_formats.format.receipts import ShardReceipt
 from storage_formats.format.remote import open_index
 from storage_formats.format.rows import INDEXED, iter_rows, read_rows, read_shard_rows
-from storage_formats.format.shard_table import write_shard_table
 from storage_formats.remote.urls import local_path
 from storage_formats.writing.publish import (
-    add_counts,
-    check_receipts,
     total_counts,
-    write_tombstones,
 )
 
 if TYPE_CHECKING:
@@ -112,10 +107,8 @@ def append_index(
     """
     started = time.monotonic()
     group = _source_group(sources, column)
-    with changing(
-        index, "append", {"sources": group.sources, "column": column}, on_event
-    ) as change:
-        assert change.index is not None
+    request = {"sources": group.sources, "column": column}
+    with begin_change(index, "append", request) as change, resumable(index):
         settings, info = _settings_and_bundle(change.index, group, model)
         workers = choose_workers(
             settings, info, engine=engine, workers=workers, address=address
@@ -257,10 +250,8 @@ def update_index(
             changes.refs[position].problem is None for position in changes.changed
         )
     else:
-        with changing(
-            index, "update", {"retry_failed": retry_failed}, on_event
-        ) as change:
-            assert change.index is not None
+        request = {"retry_failed": retry_failed}
+        with begin_change(index, "update", request) as change, resumable(index):
             manifest = change.index.manifest
             changes = compare(change.index)
             if changes.refs:
@@ -403,9 +394,9 @@ def add_images(
         )
     with (
         tempfile.TemporaryDirectory(prefix="edje-add-") as folder,
-        changing(index, "add", None, on_event) as change,
+        begin_change(index, "add") as change,
+        resumable(index),
     ):
-        assert change.index is not None
         # its images are removed with the folder, so no later run could finish it
         change.abandon()
         refs = []
@@ -497,7 +488,10 @@ def _settings_and_bundle(
 
 
 def _plan_rows(
-    change: Change, changes: SourceChanges, settings: BuildSettings, info: BundleInfo
+    change: IndexChange,
+    changes: SourceChanges,
+    settings: BuildSettings,
+    info: BundleInfo,
 ) -> Plan | None:
     """Plan the new rows of `changes` in new shards, and store the plan. Return None if
     there are no rows.
@@ -505,7 +499,6 @@ def _plan_rows(
     Finished shards of an earlier run of `change` count if its plan was the same;
     otherwise its files are removed.
     """
-    assert change.index is not None
     if not changes.refs:
         return None
     spec = change.index.manifest.spec
@@ -514,8 +507,8 @@ def _plan_rows(
     rows = len(changes.refs)
     check_extension_memory(manifest, rows)
     check_disk(root, replace(spec, rows=rows, segments=()))
-    first_shard = max(spec.shards, manifest.snapshot.next_shard)
-    segments = (*spec.used_segments, Segment(first_shard * spec.shard_size, rows))
+    first_row = next_first_row(manifest, spec.shard_size)
+    segments = (*spec.used_segments, Segment(first_row, rows))
     spec = replace(spec, rows=segments[-1].stop, segments=segments)
     plan = Plan(
         spec,
@@ -535,7 +528,7 @@ def _plan_rows(
         change.layout,
         changes.refs,
         spec.shard_size,
-        first_shard=first_shard,
+        first_shard=first_row // spec.shard_size,
         earlier_columns=manifest.columns,
     )
     plan = replace(
@@ -549,7 +542,7 @@ def _plan_rows(
 
 
 def _commit(
-    change: Change,
+    change: IndexChange,
     plan: Plan | None,
     receipts: list[ShardReceipt],
     deleted: Sequence[int],
@@ -563,38 +556,17 @@ def _commit(
     there are no rows to add or delete, nothing is committed, and the current manifest
     is returned.
     """
-    assert change.index is not None
     manifest = change.index.manifest
-    index = change.index
-    if plan is None and not len(deleted):
-        return manifest
     details: dict[str, Any] = {}
     if plan is not None:
-        check_receipts(receipts, plan.shards)
-        on_event(StatusMessage("extending the nearest-neighbour index"))
-        files = [
-            (receipt.shard, file) for receipt in receipts for file in receipt.files
-        ]
-        manifest = replace(
-            manifest,
-            spec=plan.spec,
-            counts=add_counts(manifest.counts, total_counts(receipts)),
-            ann=extend_ann(change.layout, plan.spec, manifest.ann),
-            further_tables=(
-                *manifest.further_tables,
-                write_shard_table(change.layout, files),
-            ),
-            columns=plan.columns,
-        )
         details = {"first_row": plan.first_row, "rows": plan.rows}
     if len(deleted):
-        tombstones = index.deleted.with_rows(list(deleted))
-        entry = write_tombstones(change.layout, tombstones)
-        manifest = replace(
-            manifest,
-            snapshot=replace(
-                manifest.snapshot, deleted=entry, deleted_rows=len(tombstones)
-            ),
-        )
         details["deleted"] = len(deleted)
-    return change.commit(with_sources(manifest, groups), details).manifest
+    edit = Edit(
+        manifest.spec if plan is None else plan.spec,
+        details=details,
+        deleted=deleted,
+        columns=None if plan is None else plan.columns,
+        settings=with_sources(manifest, groups),
+    )
+    return commit_edit(change, edit, receipts, on_event)

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from edje_index.bundles.info import BundleInfo, read_bundle_info
-from edje_index.indexing.faiss_index import AnnRequest, build_ann
+from edje_index.indexing.faiss_build import AnnRequest, build_ann
 from pipelines.environment import free_disk
-from pipelines.jobs.changing import changing
+from pipelines.jobs.changing import notifier, resumable
 from pipelines.jobs.encode import encode_rows
 from pipelines.jobs.plan import (
     BuildSettings,
@@ -52,6 +52,7 @@ from pipelines.sources import (
 )
 from storage_formats.change import (
     begin_index,
+    begin_new_index,
     check_free,
     finish_committed,
     is_unfinished,
@@ -301,7 +302,8 @@ def build_index(
             stage_seconds={},
             already_finished=True,
         )
-    with changing(out, "build", None, on_event, is_new=True) as change:
+    notify = notifier(on_event)
+    with begin_new_index(out, "build", notify=notify) as change, resumable(out):
         plan = None if change.plan is None else Plan.from_json(change.plan)
         settings = BuildSettings.choose(
             None if plan is None else plan.settings, **requested

@@ -8,8 +8,8 @@ import contextlib
 import hashlib
 import itertools
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from dataclasses import replace as replaced
 from functools import partial
@@ -17,27 +17,25 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from edje_index.indexing.ann_kind import AnnKind
-from edje_index.indexing.faiss_index import (
-    AnnRequest,
-    ann_without_rows,
-    build_ann,
-    extend_ann,
-)
 from edje_index.progress import ShardProgress
 from edje_index.search.rows import IndexRows
-from pipelines.engines.base import open_engine
-from pipelines.jobs.changing import changing
-from pipelines.jobs.encode import run_shards
+from pipelines.jobs.ann import build_copied_ann
+from pipelines.jobs.changing import (
+    Edit,
+    ShardWork,
+    apply,
+    finish_work,
+    next_first_row,
+    notifier,
+    resumable,
+)
 from pipelines.jobs.hub import send_to_hub
 from pipelines.jobs.plan import recorded_sources, with_sources
 from pipelines.jobs.resources import check_free_disk, disk_need
 from pipelines.progress.events import (
     JobStopped,
     OnEvent,
-    PlanReady,
     Progress,
     ShouldStop,
     StatusMessage,
@@ -46,24 +44,19 @@ from pipelines.progress.events import (
     stop_at_events,
 )
 from pipelines.progress.wording import counted, human_bytes
-from storage_formats.change import Change, begin_index, now
+from storage_formats.change import (
+    begin_change,
+    begin_index,
+    begin_new_index,
+    now,
+)
 from storage_formats.errors import UsageError
 from storage_formats.extras import name_missing_extra
-from storage_formats.format.layout import IndexSpec, Segment
-from storage_formats.format.manifest import (
-    Ann,
-    CommittedIndex,
-    Counts,
-    Manifest,
-    RowMap,
-)
-from storage_formats.format.receipts import ShardReceipt, fingerprint
+from storage_formats.format.layout import IndexSpec, Layout, Segment
+from storage_formats.format.manifest import CommittedIndex
+from storage_formats.format.receipts import ShardReceipt
 from storage_formats.format.remote import ROOT, open_index, read_root
-from storage_formats.format.row_map import write_row_map
 from storage_formats.format.rows import (
-    DUPLICATE,
-    INDEXED,
-    failures_by_reason,
     iter_stored_rows,
 )
 from storage_formats.format.selection import Selection
@@ -84,17 +77,8 @@ from storage_formats.writing.index_copy import (
     what_is_lost,
 )
 from storage_formats.writing.publish import (
-    add_counts,
     new_manifest,
-    total_counts,
-    write_shard_tables,
 )
-
-Ints = NDArray[np.int64]
-CopyShard = Callable[[int, Callable[[int], None], ShouldStop], "ShardReceipt"]
-"""Function that writes the shard with a number and returns its receipt. It reports
-the number of rows copied so far.
-"""
 
 _FILES_AT_ONCE = 8
 
@@ -190,125 +174,140 @@ def compact_index(
     """
     started = time.monotonic()
     request = {"only_shards_with_deleted": only_shards_with_deleted}
-    with changing(index, "compact", request, on_event) as change:
-        assert change.index is not None
-        spec = change.index.manifest.spec
-        manifest = change.index.manifest
-        source = change.index
-        removed = len(source.deleted)
-        shards = list(spec.shard_numbers())
-        if only_shards_with_deleted:
-            shards = _with_duplicates(source, source.deleted.shards.tolist())
-        elif not removed:
-            small = {
-                shard: rows
-                for shard in shards
-                if (rows := len(spec.shard_rows(shard))) < spec.shard_size
-            }
-            is_saving = -(-sum(small.values()) // spec.shard_size) < len(small)
-            shards = _with_duplicates(source, small) if is_saving else []
-        if not shards:
-            rows = spec.used_rows
-            first_row = spec.used_segments[0].first_row
-            return CopyResult(
-                rows,
-                spec.used_shards,
-                manifest.snapshot.number,
-                time.monotonic() - started,
-                first_row,
-            )
-
-        # The plan: rows of `shards` move to one new segment, the others stay.
-        selection = Selection.of(source, shards=shards)
-        kept = _segments_without(spec, set(shards))
-        if not len(selection) and not kept:
-            raise UsageError(
-                f"cannot compact {index}: all its rows are deleted; delete the"
-                " directory instead"
-            )
-        new = Segment(
-            max(spec.shards, manifest.snapshot.next_shard) * spec.shard_size,
-            len(selection),
-        )
-        segments = (*kept, new) if len(selection) else kept
-        target = replaced(spec, rows=segments[-1].stop, segments=segments)
-        plan = fingerprint(
-            {
-                "kind": "compact",
-                "snapshot": asdict(manifest.snapshot),
-                "tables": [table.to_json() for table in manifest.shard_tables],
-                "shards": shards,
-                "spec": asdict(target),
-            }
-        )
-
-        receipts = (
-            _copy_rows(change, source, selection, target, plan, on_event, should_stop)
-            if len(selection)
-            else []
-        )
-
-        left_out = Counter[str]()
-        failed = Counter(manifest.counts.failed)
-        values = Counter({column.name: column.values for column in manifest.columns})
-        for table in iter_stored_rows(source, ["status", "reason", *values], shards):
-            left_out.update(table["status"].to_pylist())
-            failed.subtract(failures_by_reason(table))
-            values.subtract(
-                {name: len(table) - table[name].null_count for name in values}
-            )
-        values.update(
-            count_values(
-                change.layout, [receipt.shard for receipt in receipts], manifest.columns
-            )
-        )
-        counts = Counts(
-            manifest.counts.inputs - left_out.total(),
-            manifest.counts.indexed - left_out[INDEXED],
-            manifest.counts.duplicates - left_out[DUPLICATE],
-            {reason: number for reason, number in failed.items() if number},
-        )
-        if not kept:
-            ann = build_copied_ann(
-                source.root, target, [manifest], on_event, replace_file=False
-            )
-        elif manifest.ann_files:
-            on_event(StatusMessage("changing the nearest-neighbour index"))
-            ann = ann_without_rows(
-                source, [row for shard in shards for row in spec.shard_rows(shard)]
-            )
-            ann = extend_ann(change.layout, target, ann) if receipts else ann
-        else:
-            ann = manifest.ann
-        lines = [line for line in source.shard_files() if line[0] not in set(shards)]
-        parts = (
-            (row_ids, new.first_row + ranks) for row_ids, ranks in selection.by_shard()
-        )
-        row_map = RowMap(
-            write_row_map(change.layout, parts), new.first_row, is_partial=bool(kept)
-        )
-        groups = recorded_sources(manifest)
-        changed = replaced(
-            manifest if groups is None else with_sources(manifest, groups),
-            spec=target,
-            counts=add_counts(counts, total_counts(receipts)),
-            ann=ann,
-            snapshot=replaced(manifest.snapshot, deleted=None, deleted_rows=0),
-            columns=with_values(manifest.columns, values),
-            row_maps=(*manifest.row_maps, row_map),
-            **write_shard_tables(change.layout, target, receipts, lines),
-        )
-        details = {"first_row": new.first_row, "rows": new.rows, "removed": removed}
-        manifest = change.commit(changed, details).manifest
+    with begin_change(index, "compact", request) as change, resumable(index):
+        before = change.index.manifest
+        removed = before.snapshot.deleted_rows
+        edit = compaction(change.index, only_shards_with_deleted)
+        manifest, _ = apply(change, edit, on_event, should_stop)
+    row_map = None
+    if edit.moved is None:
+        removed = 0
+    else:
+        path = manifest.row_maps[-1].file.path
+        row_map = f"{str(index).rstrip('/')}/{path}"
+    segments = manifest.spec.used_segments
     return CopyResult(
-        rows=target.used_rows,
-        shards=target.used_shards,
+        rows=manifest.spec.used_rows,
+        shards=manifest.spec.used_shards,
         snapshot=manifest.snapshot.number,
         seconds=time.monotonic() - started,
-        first_row=target.used_segments[-1].first_row,
+        first_row=segments[0 if edit.moved is None else -1].first_row,
         removed=removed,
-        row_map=f"{str(index).rstrip('/')}/{row_map.file.path}",
+        row_map=row_map,
     )
+
+
+def compaction(index: CommittedIndex, only_shards_with_deleted: bool) -> Edit:
+    """Return the edit that compacts an index. See `compact_index`."""
+    spec = index.manifest.spec
+    shards = list(spec.shard_numbers())
+    if only_shards_with_deleted:
+        shards = _with_duplicates(index, index.deleted.shards.tolist())
+    elif not len(index.deleted):
+        small = {
+            shard: rows
+            for shard in shards
+            if (rows := len(spec.shard_rows(shard))) < spec.shard_size
+        }
+        is_saving = -(-sum(small.values()) // spec.shard_size) < len(small)
+        shards = _with_duplicates(index, small) if is_saving else []
+    if not shards:
+        return Edit(spec)
+    return rewriting(index, shards, spec.shard_size)
+
+
+def rewriting(index: CommittedIndex, shards: Sequence[int], shard_size: int) -> Edit:
+    """Return the edit that moves the rows of `shards` to one new segment with
+    `shard_size` rows per shard, without the deleted rows.
+
+    Raises:
+        UsageError: no row would be left, or the disk is too small.
+    """
+    manifest = index.manifest
+    spec = manifest.spec
+    selection = Selection.of(index, shards=shards)
+    segments = _segments_without(spec, set(shards))
+    first_row = next_first_row(manifest, shard_size)
+    if len(selection):
+        segments = (*segments, Segment(first_row, len(selection)))
+    if not segments:
+        raise UsageError(
+            f"cannot compact {index.root}: all its rows are deleted; delete the"
+            " directory instead"
+        )
+    target = replaced(
+        spec, rows=segments[-1].stop, segments=segments, shard_size=shard_size
+    )
+    identity = {
+        "kind": "compact",
+        "snapshot": manifest.snapshot.to_json(),
+        "tables": [table.to_json() for table in manifest.shard_tables],
+        "shards": list(shards),
+        "spec": asdict(target),
+    }
+    groups = recorded_sources(manifest)
+    return Edit(
+        target,
+        details={
+            "first_row": first_row,
+            "rows": len(selection),
+            "removed": len(index.deleted),
+        },
+        work=(
+            copying(index, selection, Layout(index.root), target, identity)
+            if len(selection)
+            else None
+        ),
+        moved=selection,
+        settings=None if groups is None else with_sources(manifest, groups),
+    )
+
+
+def copying(
+    source: CommittedIndex,
+    selection: Selection,
+    target: Layout,
+    spec: IndexSpec,
+    identity: Mapping[str, Any],
+) -> ShardWork:
+    """Return the work that copies selected rows to the last segment of an index with
+    the shape `spec`, in this process.
+
+    Raises:
+        UsageError: the disk is too small.
+    """
+    segment = spec.used_segments[-1]
+    need = disk_need(replaced(spec, rows=segment.rows, segments=()))
+    check_free_disk(target.root, need, f"a copy of {counted(segment.rows, 'row')}")
+    copier = RowCopier(source, selection, target, spec)
+
+    def copy(
+        task: CopyTask, on_progress: Callable[[Any], None], should_stop: ShouldStop
+    ) -> ShardReceipt:
+        return copier.copy_shard(
+            task.shard,
+            task.plan,
+            lambda done: on_progress(ShardProgress(task.shard, done)),
+            should_stop,
+        )
+
+    return ShardWork(
+        "copying",
+        spec.segment_shards(segment),
+        segment.rows,
+        identity,
+        CopyTask,
+        lambda: copy,
+        close=copier.close,
+    )
+
+
+@dataclass(frozen=True)
+class CopyTask:
+    """Task that copies rows to a shard, in this process."""
+
+    shard: int
+    plan: str
 
 
 def _with_duplicates(index: CommittedIndex, some: Iterable[int]) -> list[int]:
@@ -426,29 +425,25 @@ def copy_index(
         count = len(selection)
         spec = replaced(spec, rows=count, segments=())
         row_ids = live[chosen].astype("<i8")
-        plan = fingerprint(
-            {
-                "kind": "copy",
-                "index": str(opened.location),
-                "tables": [table.to_json() for table in manifest.shard_tables],
-                "rows": hashlib.sha256(row_ids.tobytes()).hexdigest(),
-            }
-        )
-        with changing(
-            local_path(out), "copy", {"plan": plan}, on_event, is_new=True
-        ) as change:
-            root = change.layout.root
+        identity = {
+            "kind": "copy",
+            "index": str(opened.location),
+            "tables": [table.to_json() for table in manifest.shard_tables],
+            "rows": hashlib.sha256(row_ids.tobytes()).hexdigest(),
+        }
+        root = local_path(out)
+        with (
+            begin_new_index(root, "copy", identity, notify=notifier(on_event)) as new,
+            resumable(root),
+        ):
             begin_index(root, spec)
-            finished = change.receipts(range(spec.shards), plan)
-            receipts = _copy_rows(
-                change, opened, selection, spec, plan, on_event, should_stop
-            )
+            work = copying(opened, selection, new.layout, spec, identity)
+            finished = new.receipts(work.shards, work.fingerprint)
+            receipts = finish_work(new, work, on_event, should_stop)
             columns = with_values(
                 manifest.columns,
-                count_values(change.layout, range(spec.shards), manifest.columns),
+                count_values(new.layout, work.shards, manifest.columns),
             )
-            ann = build_copied_ann(root, spec, [manifest], on_event)
-            settings = with_sources(manifest, None).settings
             details = {
                 "kind": "copy",
                 "created": now(),
@@ -456,18 +451,18 @@ def copy_index(
                 "snapshot": manifest.snapshot.number,
             }
             part = new_manifest(
-                change.layout,
+                new.layout,
                 spec,
                 receipts,
                 columns,
                 change=details,
                 model=manifest.model,
-                settings=settings,
-                plan=plan,
-                ann=ann,
+                settings=with_sources(manifest, None),
+                plan=work.fingerprint,
+                ann=build_copied_ann(new.layout.root, spec, [manifest], on_event),
                 encoded_from=manifest.encoded_from,
             )
-            change.commit(part)
+            new.commit(part)
         files = [file for receipt in receipts for file in receipt.files]
         copied = [
             file
@@ -530,17 +525,23 @@ def copy_index(
         else:
             data = manifest_bytes(opened)
             request = {"manifest": hashlib.sha256(data).hexdigest()}
-            with changing(target, "copy", request, on_event, is_new=True) as change:
-                root = change.layout.root
+            root = local_path(out)
+            with (
+                begin_new_index(
+                    root, "copy", request, notify=notifier(on_event)
+                ) as new,
+                resumable(root),
+            ):
                 begin_index(root, spec)
-                change.store_plan({})
+                # there are no receipts, but a later run finds the copied files
+                new.store_plan({"files": len(files)})
                 copied = _copy_files(
                     files,
                     lambda file: copy_to_directory(opened, file, root),
                     on_event,
                     should_stop,
                 )
-                change.commit_copy(data)
+                new.commit_copy(data)
     return CopyResult(
         rows=count,
         shards=spec.used_shards,
@@ -576,124 +577,3 @@ def _copy_files(
             " kept"
         )
     return copied
-
-
-def _copy_rows(
-    change: Change,
-    source: CommittedIndex,
-    selection: Selection,
-    spec: IndexSpec,
-    plan: str,
-    on_event: OnEvent,
-    should_stop: ShouldStop,
-) -> list[ShardReceipt]:
-    """Copy the selected rows to the last segment of an index with the shape `spec`.
-    Return the receipts.
-    """
-    segment = spec.used_segments[-1]
-    root = change.layout.root
-    need = disk_need(replaced(spec, rows=segment.rows, segments=()))
-    check_free_disk(root, need, f"a copy of {counted(segment.rows, 'row')}")
-    copier = RowCopier(source, selection, change.layout, spec, plan)
-    try:
-        shards = spec.segment_shards(segment)
-        return copy_shards(
-            change, shards, segment.rows, plan, copier.copy_shard, on_event, should_stop
-        )
-    finally:
-        copier.close()
-
-
-def copy_shards(
-    change: Change,
-    shards: Sequence[int],
-    rows: int,
-    plan: str,
-    copy_shard: CopyShard,
-    on_event: OnEvent,
-    should_stop: ShouldStop,
-) -> list[ShardReceipt]:
-    """Write the shards that earlier runs did not finish, in this process. Return the
-    receipts of all `shards`.
-
-    Raises:
-        JobStopped: `should_stop()` returned True, or a shard failed. Finished shards
-            are kept.
-    """
-    receipts = change.receipts(shards, plan)
-    on_event(PlanReady(rows, len(shards), len(receipts)))
-
-    def run(
-        shard: _Shard, on_progress: Callable[[Any], None], should_stop: ShouldStop
-    ) -> ShardReceipt:
-        return copy_shard(
-            shard.shard,
-            lambda done: on_progress(ShardProgress(shard.shard, done)),
-            should_stop,
-        )
-
-    finished = run_shards(
-        "copying",
-        shards,
-        rows,
-        receipts,
-        engine=open_engine("inline", None),
-        make_worker=lambda: run,
-        make_task=_Shard,
-        on_event=on_event,
-        should_stop=should_stop,
-    )
-    return sorted(finished, key=lambda receipt: receipt.shard)
-
-
-@dataclass(frozen=True)
-class _Shard:
-    """Task that writes the shard with the number `shard`."""
-
-    shard: int
-
-
-def build_copied_ann(
-    root: Path,
-    spec: IndexSpec,
-    origins: Sequence[Manifest],
-    on_event: OnEvent,
-    *,
-    replace_file: bool = True,
-) -> Ann:
-    """Build a nearest-neighbour index of copied rows, if one of the indexes `origins`
-    has one. Return its entry.
-
-    It keeps the kind that they have, with the highest of their target recalls. It gets
-    the default kind if their kinds differ, or if all have the default kind for their
-    rows.
-    """
-    searchable = [manifest for manifest in origins if manifest.ann_files]
-    if not searchable:
-        return origins[0].ann
-    requests = [AnnRequest.like(manifest.ann) for manifest in searchable]
-    kind, *others = sorted({request.ann for request in requests})
-    if others:
-        kinds = ", ".join([kind, *others])
-        on_event(
-            StatusMessage(
-                f"nearest-neighbour indexes of different kinds ({kinds}); the new one"
-                " has the default kind"
-            )
-        )
-    if others or all(
-        AnnKind.choose(manifest.spec.used_rows, manifest.spec.embed_dim).factory == kind
-        for manifest in searchable
-    ):
-        kind = "auto"
-    on_event(StatusMessage("building the nearest-neighbour index"))
-    request = AnnRequest(kind, max(request.recall for request in requests))
-    ann = build_ann(root, spec, replace_file=replace_file, request=request)
-    if kind not in ("auto", ann.get("factory", "Flat")):
-        on_event(
-            StatusMessage(
-                f"there are too few rows for a nearest-neighbour index {kind}; it is"
-                " Flat now"
-            )
-        )
-    return ann

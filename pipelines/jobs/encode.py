@@ -1,8 +1,4 @@
-"""Runs one task per shard on an engine, and encodes new rows in this way.
-
-A shard is finished once its receipt is stored. A resumed job runs only shards without a
-receipt.
-"""
+"""Encodes new rows, one task per shard."""
 
 from __future__ import annotations
 
@@ -12,34 +8,18 @@ import itertools
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from edje_index.progress import ShardProgress
-from pipelines.engines.base import (
-    Engine,
-    EngineUnavailableError,
-    Task,
-    TaskFailedError,
-    Worker,
-    WorkerFactory,
-    describe_error,
-    open_engine,
-    worker_machine,
-)
+from pipelines.engines.base import Worker, open_engine, worker_machine
+from pipelines.jobs.changing import ShardWork, run_shards
 from pipelines.jobs.plan import Plan
-from pipelines.progress.events import (
-    JobStopped,
-    OnEvent,
-    PlanReady,
-    Progress,
-    ShardMeter,
-    ShouldStop,
-)
+from pipelines.progress.events import OnEvent, PlanReady, ShouldStop
 from pipelines.progress.wording import counted
-from storage_formats.change import Change
+from storage_formats.change import Change, IndexChange
 from storage_formats.cpus import usable_cpus
-from storage_formats.errors import EdjeError, UsageError
+from storage_formats.errors import EdjeError
 from storage_formats.format.layout import Layout
 from storage_formats.format.receipts import ShardReceipt
 from storage_formats.format.rows import FAILED, read_shard_rows
@@ -91,8 +71,7 @@ def encode_rows(
 
     layout = change.layout
     settings = plan.settings
-    fingerprint = plan.fingerprint
-    earlier = change.receipts(plan.shards, fingerprint)
+    earlier = change.receipts(plan.shards, plan.fingerprint)
     on_event(
         PlanReady(
             plan.rows,
@@ -121,23 +100,12 @@ def encode_rows(
     )
     threads = min(max(1, threads), _MAX_DECODE_THREADS)
     bundle = str(plan.model["bundle"])
-    run = run_shards(
+    work = ShardWork(
         "indexing",
         plan.shards,
         plan.rows,
-        earlier,
-        engine=open_engine(
-            engine,
-            workers,
-            cpus=settings.threads,
-            gpus=1 if settings.device == "cuda" else 0,
-            address=address,
-            lock=layout.lock.absolute(),
-        ),
-        make_worker=functools.partial(
-            open_worker, bundle, settings.device, settings.threads, settings.dtype
-        ),
-        make_task=lambda shard: ShardTask(
+        plan.identity,
+        make_task=lambda shard, fingerprint: ShardTask(
             root=str(layout.root.absolute()),
             shard=shard,
             spec=plan.spec,
@@ -147,10 +115,20 @@ def encode_rows(
             decode_threads=threads,
             columns=plan.columns,
         ),
-        on_event=on_event,
-        should_stop=should_stop,
+        make_worker=functools.partial(
+            open_worker, bundle, settings.device, settings.threads, settings.dtype
+        ),
+        engine=open_engine(
+            engine,
+            workers,
+            cpus=settings.threads,
+            gpus=1 if settings.device == "cuda" else 0,
+            address=address,
+            lock=layout.lock.absolute(),
+        ),
         shows_failed=True,
     )
+    run = run_shards(work, earlier, on_event, should_stop)
     with contextlib.closing(run):
         for receipt in run:
             receipts.append(receipt)
@@ -169,7 +147,7 @@ def encode_rows(
     if needs_one and not any(receipt.indexed for receipt in receipts):
         # until then, `failures` lists them
         restart = f"remove {layout.root}, and run the command again"
-        if change.index is not None:
+        if isinstance(change, IndexChange):
             change.abandon()
             restart = "and run the command again"
         raise EdjeError(
@@ -223,80 +201,3 @@ def open_worker(bundle: str, device: str, threads: int, dtype: str) -> Worker:
         )
 
     return encode
-
-
-def run_shards(
-    activity: str,
-    shards: Sequence[int],
-    rows: int,
-    earlier: Mapping[int, ShardReceipt],
-    *,
-    engine: Engine,
-    make_worker: WorkerFactory,
-    make_task: Callable[[int], Task],
-    on_event: OnEvent,
-    should_stop: ShouldStop,
-    shows_failed: bool = False,
-) -> Generator[ShardReceipt, None, None]:
-    """Run the tasks of the shards that have no receipt in `earlier`. Yield the receipts
-    of all shards.
-
-    Args:
-        activity: name of the job in progress events, such as "indexing".
-        shards: numbers of the shards, ascending.
-        earlier: receipts of earlier runs, by shard. They are yielded first.
-        make_worker: function that returns the worker of a process; see
-            `pipelines.engines.base`. The worker reports `ShardProgress`.
-        make_task: function that takes a shard number and returns the task.
-        should_stop: called often; the job stops once it returns True.
-        shows_failed: whether the failed rows of the receipts are part of the progress.
-
-    Raises:
-        JobStopped: `should_stop()` returned True, a shard failed, or the engine failed.
-            Finished shards are kept.
-        UsageError, EngineUnavailableError: the engine cannot run as requested.
-    """
-    meter = ShardMeter(activity, rows, len(shards))
-    finished = finished_rows = 0
-
-    def finish(receipt: ShardReceipt, seconds: Mapping[str, float]) -> Progress:
-        nonlocal finished, finished_rows
-        finished = finished + 1
-        finished_rows = finished_rows + receipt.rows
-        failed = sum(receipt.failed.values()) if shows_failed else 0
-        return meter.update(
-            ShardProgress(receipt.shard, receipt.rows, failed, seconds), is_final=True
-        )
-
-    try:
-        for receipt in earlier.values():
-            # times of earlier runs do not count
-            finish(receipt, {})
-            yield receipt
-        missing = [shard for shard in shards if shard not in earlier]
-        receipts = engine(
-            make_worker,
-            map(make_task, missing),
-            on_progress=lambda report: on_event(meter.update(report)),
-            on_event=on_event,
-            should_stop=should_stop,
-        )
-        with contextlib.closing(receipts):
-            for receipt in receipts if missing else ():
-                on_event(finish(receipt, receipt.seconds))
-                yield receipt
-        # what follows may take long
-        if finished < len(shards) or should_stop():
-            raise JobStopped("stopped")
-    except (UsageError, EngineUnavailableError):
-        raise
-    except (EdjeError, OSError) as error:
-        # a second run may succeed
-        of_shard = (
-            f"shard {error.task.shard}: " if isinstance(error, TaskFailedError) else ""
-        )
-        raise JobStopped(
-            f"{of_shard}{describe_error(error)}; {finished_rows:,} of"
-            f" {counted(rows, 'row')} are kept, {finished:,} of"
-            f" {counted(len(shards), 'shard')} are finished"
-        ) from error

@@ -7,7 +7,7 @@ from __future__ import annotations
 import bisect
 import hashlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from dataclasses import replace as replaced
 from pathlib import Path
@@ -15,16 +15,17 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from pipelines.jobs.changing import changing
-from pipelines.jobs.copy import CopyResult, build_copied_ann, copy_shards
+from pipelines.jobs.ann import build_copied_ann
+from pipelines.jobs.changing import ShardWork, finish_work, notifier, resumable
+from pipelines.jobs.copy import CopyResult, CopyTask
 from pipelines.jobs.plan import SOURCES_MEMBER, holds_clips, recorded_sources
 from pipelines.progress.events import OnEvent, ShouldStop, StatusMessage, ignore, never
-from storage_formats.change import begin_index, now
+from storage_formats.change import begin_index, begin_new_index, now
 from storage_formats.errors import UsageError
 from storage_formats.extras import name_missing_extra
 from storage_formats.format.layout import Segment
 from storage_formats.format.manifest import CommittedIndex
-from storage_formats.format.receipts import ShardReceipt, fingerprint
+from storage_formats.format.receipts import ShardReceipt
 from storage_formats.format.rows import INDEXED, iter_rows
 from storage_formats.format.source_columns import MAX_COLUMNS, merge_columns
 from storage_formats.format.tombstones import Tombstones
@@ -111,29 +112,33 @@ def merge_indexes(
         }
         for each in opened
     ]
-    plan = fingerprint({"kind": "merge", "indexes": states})
+    identity = {"kind": "merge", "indexes": states}
     manifests = [each.manifest for each in opened]
-    target = local_path(out)
-    with changing(target, "merge", {"plan": plan}, on_event, is_new=True) as change:
-        begin_index(change.layout.root, spec)
-        change.store_plan({})
+    root = local_path(out)
+    with (
+        begin_new_index(root, "merge", identity, notify=notifier(on_event)) as change,
+        resumable(root),
+    ):
+        begin_index(root, spec)
         copiers = [
-            ShardCopier(each, offset, change.layout, plan)
+            ShardCopier(each, offset, change.layout)
             for each, offset in zip(opened, offsets, strict=True)
         ]
 
-        def copy_shard(
-            shard: int, on_rows: Callable[[int], None], should_stop: ShouldStop
-        ) -> ShardReceipt:
-            position = bisect.bisect_right(firsts, shard) - 1
-            return copiers[position].copy_shard(
-                shard - offsets[position] // spec.shard_size
-            )
+        def copy(task: CopyTask, _: object, should_stop: ShouldStop) -> ShardReceipt:
+            position = bisect.bisect_right(firsts, task.shard) - 1
+            moved = offsets[position] // spec.shard_size
+            return copiers[position].copy_shard(task.shard - moved, task.plan)
 
-        shards = list(spec.shard_numbers())
-        receipts = copy_shards(
-            change, shards, spec.used_rows, plan, copy_shard, on_event, should_stop
+        work = ShardWork(
+            "copying",
+            list(spec.shard_numbers()),
+            spec.used_rows,
+            identity,
+            CopyTask,
+            lambda: copy,
         )
+        receipts = finish_work(change, work, on_event, should_stop)
         ann = build_copied_ann(change.layout.root, spec, manifests, on_event)
         on_event(StatusMessage("looking for duplicates"))
         # contents of the indexed rows of earlier indexes
@@ -211,7 +216,7 @@ def merge_indexes(
             columns,
             model=manifests[0].model,
             settings=settings,
-            plan=plan,
+            plan=work.fingerprint,
             ann=ann,
             encoded_from=encoded_from,
             change={"kind": "merge", "created": now(), "inputs": merged},

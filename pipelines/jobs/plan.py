@@ -224,21 +224,25 @@ class Plan:
         return self.spec.used_segments[-1].first_row
 
     @property
-    def fingerprint(self) -> str:
-        """SHA-256 of everything that determines the stored bytes, in hexadecimal."""
+    def identity(self) -> dict[str, Any]:
+        """Everything that determines the stored bytes, as a JSON object."""
         settings = asdict(self.settings)
         # a setting that a later version adds changes no plan of this version
         for each in fields(self.settings):
             if settings[each.name] == each.default:
                 del settings[each.name]
         encoder = self.model["fingerprint"]
-        parts = {
+        return {
             "version": 1,
             "encoder": encoder,
             "settings": settings,
             "inputs": self.inputs_digest,
         }
-        return fingerprint(parts)
+
+    @property
+    def fingerprint(self) -> str:
+        """Fingerprint of the tasks that encode the rows."""
+        return fingerprint(self.identity)
 
     def to_json(self) -> dict[str, Any]:
         """Return this plan as a JSON object."""
@@ -494,14 +498,14 @@ def _texts(value: Sequence[Any]) -> tuple[str, ...]:
     return tuple(map(str, value))
 
 
-def with_sources(manifest: Manifest, groups: Iterable[SourceGroup] | None) -> Manifest:
-    """Return a copy of `manifest` that records `groups` as the sources of all rows;
-    None if they are unknown.
+def with_sources(
+    manifest: Manifest, groups: Iterable[SourceGroup] | None
+) -> dict[str, Any]:
+    """Return the settings of `manifest` with `groups` as the sources of all rows; None
+    if they are unknown.
     """
     recorded = None if groups is None else [asdict(group) for group in groups]
-    return dataclasses.replace(
-        manifest, settings={**manifest.settings, SOURCES_MEMBER: recorded}
-    )
+    return {**manifest.settings, SOURCES_MEMBER: recorded}
 
 
 def holds_clips(manifest: Manifest) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -11,24 +10,18 @@ from typing import Any
 
 from edje_index.progress import ShardProgress
 from pipelines.engines.base import open_engine
-from pipelines.jobs.changing import changing
-from pipelines.jobs.encode import run_shards
+from pipelines.jobs.changing import Edit, ShardWork, apply, resumable
 from pipelines.jobs.resources import check_free_disk
-from pipelines.progress.events import OnEvent, PlanReady, ShouldStop, ignore, never
+from pipelines.progress.events import OnEvent, ShouldStop, ignore, never
 from pipelines.progress.wording import counted
-from storage_formats.change import write_array_shapes
+from storage_formats.change import begin_change
 from storage_formats.codecs import codec, precisions
 from storage_formats.errors import UsageError
 from storage_formats.extras import name_missing_extra
-from storage_formats.format.layout import IndexSpec, padded_shard_bytes
-from storage_formats.format.manifest import Manifest
-from storage_formats.format.receipts import ShardReceipt, fingerprint
-from storage_formats.writing.conversion import (
-    ConversionTask,
-    convert_shard,
-    with_precisions,
-    without_precisions,
-)
+from storage_formats.format.layout import IndexSpec, Layout, padded_shard_bytes
+from storage_formats.format.manifest import CommittedIndex, Manifest
+from storage_formats.format.receipts import ShardReceipt, read_receipts
+from storage_formats.writing.conversion import ConversionTask, convert_shard
 
 
 @dataclass(frozen=True)
@@ -106,118 +99,105 @@ def quantize_index(
     """
     started = time.monotonic()
     request = {"to": sorted(to), "drop": sorted(drop), "source": source}
-    with changing(index, "quantize", request, on_event) as change:
-        assert change.index is not None
-        root = change.layout.root
-        layout = change.layout
-        before = change.index.manifest
-        manifest = before
-        spec = before.spec
-        for name in (*to, *drop, *filter(None, [source])):
-            codec(name)
-        if both := sorted({*to} & {*drop}):
-            raise UsageError(
-                f"{', '.join(both)} cannot be both added and dropped; name each"
-                " precision once",
-                parameter="drop",
-            )
-        if drop and not {*spec.precisions, *to} - {*drop}:
-            raise UsageError(
-                f"dropping {', '.join(drop)} would leave {root} without tokens; keep at"
-                " least one precision",
-                parameter="drop",
-            )
-        missing = tuple(
-            name for name in dict.fromkeys(to) if name not in spec.precisions
-        )
-        read = None
-        if missing:
-            read = precision_to_read(root, manifest, source)
-            lossy = _least_accurate(manifest, read)
-            for name in missing if source is None else ():
-                if _rank(name) < _rank(lossy):
-                    raise UsageError(
-                        f"'{name}' would be larger but not more accurate, because all"
-                        f" tokens in {root} have the errors of '{lossy}'. Build the"
-                        f" index again with '{name}', or set the source to '{read}' to"
-                        " convert anyway",
-                        parameter="source",
-                    )
-            folders = (f"tokens/{read}/", f"checksums/{read}/")
-            entries = [
-                file
-                for _, file in change.index.shard_files()
-                if file.path.startswith(folders)
-            ]
-            plan = fingerprint(
-                {
-                    "kind": "quantize",
-                    "spec": asdict(spec),
-                    "source": read,
-                    "targets": sorted(missing),
-                    "files": [file.to_json() for file in entries],
-                }
-            )
-            shards = list(spec.shard_numbers())
-            receipts = change.receipts(shards, plan)
-            left = set(shards) - set(receipts)
-            sizes = [_record_bytes(spec, name) for name in missing]
-            rows = [len(spec.shard_rows(n)) for n in left]
-            need = sum(
-                padded_shard_bytes(held, spec.shard_size, size)[1]
-                for held in rows
-                for size in sizes
-            )
-            what = f"converting {counted(len(left), 'shard')} to {', '.join(missing)}"
-            check_free_disk(root, {"tokens": need}, what, parameter="to")
-            write_array_shapes(
-                layout, replace(spec, precisions=(*spec.precisions, *missing))
-            )
-            on_event(PlanReady(spec.used_rows, len(shards), len(receipts)))
-            task = functools.partial(
-                ConversionTask,
-                str(root),
-                spec=spec,
-                source=read,
-                targets=missing,
-                plan=plan,
-            )
-            run = run_shards(
-                "converting",
-                shards,
-                spec.used_rows,
-                receipts,
-                engine=open_engine(
-                    "inline" if workers is None else "ray",
-                    workers,
-                    address=address,
-                    lock=layout.lock,
-                ),
-                make_worker=lambda: convert,
-                make_task=task,
-                on_event=on_event,
-                should_stop=should_stop,
-            )
-            manifest = with_precisions(change.index, missing, list(run), source=read)
-        dropped = tuple(name for name in before.spec.precisions if name in drop)
-        if dropped:
-            manifest = without_precisions(layout, manifest, dropped)
-        if manifest is not before:
-            manifest = change.commit(manifest).manifest
-            change.remove_files()
+    with begin_change(index, "quantize", request) as change, resumable(index):
+        before = change.index.manifest.spec.precisions
+        edit = conversion(change.index, to, drop, source, workers, address)
+        manifest, _ = apply(change, edit, on_event, should_stop)
+    after = manifest.spec.precisions
+    read = next((chain[-1] for chain in edit.encoded_from.values()), None)
     return QuantizeResult(
         source=read,
-        added=missing,
-        dropped=dropped,
-        precisions=manifest.spec.precisions,
+        added=tuple(name for name in after if name not in before),
+        dropped=tuple(name for name in before if name not in after),
+        precisions=after,
         rows=manifest.spec.used_rows,
         shards=manifest.spec.used_shards,
-        bytes_per_image={
-            name: _record_bytes(manifest.spec, name)
-            for name in manifest.spec.precisions
-        },
+        bytes_per_image={name: _record_bytes(manifest.spec, name) for name in after},
         seconds=time.monotonic() - started,
     )
+
+
+def conversion(
+    index: CommittedIndex,
+    to: Sequence[str],
+    drop: Sequence[str],
+    source: str | None,
+    workers: int | None,
+    address: str | None,
+) -> Edit:
+    """Return the edit that adds and removes precisions. See `quantize_index`."""
+    layout = Layout(index.root)
+    manifest = index.manifest
+    spec = manifest.spec
+    for name in (*to, *drop, *filter(None, [source])):
+        codec(name)
+    if both := sorted({*to} & {*drop}):
+        raise UsageError(
+            f"{', '.join(both)} cannot be both added and dropped; name each"
+            " precision once",
+            parameter="drop",
+        )
+    missing = tuple(name for name in dict.fromkeys(to) if name not in spec.precisions)
+    after = tuple(name for name in (*spec.precisions, *missing) if name not in drop)
+    if not after:
+        raise UsageError(
+            f"dropping {', '.join(drop)} would leave {index.root} without tokens; keep"
+            " at least one precision",
+            parameter="drop",
+        )
+    target = replace(spec, precisions=after)
+    if not missing:
+        return Edit(target)
+    read = precision_to_read(index.root, manifest, source)
+    lossy = _least_accurate(manifest, read)
+    for name in missing if source is None else ():
+        if _rank(name) < _rank(lossy):
+            raise UsageError(
+                f"'{name}' would be larger but not more accurate, because all"
+                f" tokens in {index.root} have the errors of '{lossy}'. Build the"
+                f" index again with '{name}', or set the source to '{read}' to"
+                " convert anyway",
+                parameter="source",
+            )
+    folders = (f"tokens/{read}/", f"checksums/{read}/")
+    work = ShardWork(
+        "converting",
+        list(spec.shard_numbers()),
+        spec.used_rows,
+        {
+            "kind": "quantize",
+            "spec": asdict(spec),
+            "source": read,
+            "targets": sorted(missing),
+            "files": [
+                file.to_json()
+                for _, file in index.shard_files()
+                if file.path.startswith(folders)
+            ],
+        },
+        make_task=lambda shard, plan: ConversionTask(
+            str(index.root), shard, spec, read, missing, plan
+        ),
+        make_worker=lambda: convert,
+        engine=open_engine(
+            "inline" if workers is None else "ray",
+            workers,
+            address=address,
+            lock=layout.lock,
+        ),
+    )
+    left = {*work.shards} - {*read_receipts(layout, work.shards, work.fingerprint)}
+    need = sum(
+        padded_shard_bytes(
+            len(spec.shard_rows(shard)), spec.shard_size, _record_bytes(spec, name)
+        )[1]
+        for shard in left
+        for name in missing
+    )
+    what = f"converting {counted(len(left), 'shard')} to {', '.join(missing)}"
+    check_free_disk(index.root, {"tokens": need}, what, parameter="to")
+    chain = (*manifest.encoded_from.get(read, ()), read)
+    return Edit(target, work=work, encoded_from=dict.fromkeys(missing, chain))
 
 
 def precision_to_read(root: Path, manifest: Manifest, requested: str | None) -> str:

@@ -14,7 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edje_index.bundles.info import matching_bundle
-from edje_index.indexing.faiss_index import AnnRequest, replace_ann
+from edje_index.indexing.faiss_build import AnnRequest
+from pipelines.jobs.ann import replace_ann
 from pipelines.jobs.plan import holds_clips, settings_of
 from pipelines.progress.events import (
     JobStopped,
@@ -119,7 +120,7 @@ def repair_index(
         problems = verify_index(
             root, lambda done, total: on_event(Progress("verifying", done, total))
         )
-        opened = CommittedIndex.open(root)
+        opened = change.index
         layout = Layout(opened.root)
         damaged = {problem.path for problem in problems}
         metadata = [

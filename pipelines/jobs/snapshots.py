@@ -7,15 +7,20 @@ from __future__ import annotations
 import fnmatch
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from pipelines.progress.events import OnEvent, StatusMessage, ignore
-from storage_formats.change import Removal, begin_change, is_unfinished
+from pipelines.jobs.changing import Edit, apply, notifier
+from pipelines.progress.events import OnEvent, StatusMessage, ignore, never
+from storage_formats.change import (
+    Removal,
+    begin_change,
+    collect_garbage,
+    is_unfinished,
+)
 from storage_formats.errors import UsageError
 from storage_formats.format.manifest import CommittedIndex, Manifest, kept_snapshots
 from storage_formats.format.remote import open_index
@@ -23,7 +28,6 @@ from storage_formats.format.rows import iter_rows
 from storage_formats.format.tombstones import check_rows_in_use, rows_in_use
 from storage_formats.remote.urls import IndexLocation
 from storage_formats.row_ids import check_row_ids
-from storage_formats.writing.publish import write_tombstones
 
 
 @dataclass(frozen=True)
@@ -100,36 +104,23 @@ def delete_rows(
             "no rows are selected; give row ids, a uri pattern or a filter",
             parameter="rows",
         )
+    if erase and not dry_run:
+        journal = is_unfinished(index)
+        # of an interrupted erasure
+        if journal is not None and journal.kind == "compact":
+            compact_index(index, only_shards_with_deleted=True, on_event=on_event)
     if dry_run:
         opened = open_index(index)
-        requested, new = _select(opened, rows, uri, where, erase=erase)
         manifest = opened.manifest
+        selected, edit = deletion(opened, rows, uri, where, with_duplicates=erase)
     else:
-        if erase:
-            journal = is_unfinished(index)
-            # of an interrupted erasure
-            if journal is not None and journal.kind == "compact":
-                compact_index(index, only_shards_with_deleted=True, on_event=on_event)
         with begin_change(index, "delete") as change:
-            assert change.index is not None
             opened = change.index
-            manifest = change.index.manifest
-            requested, new = _select(opened, rows, uri, where, erase=erase)
-            if len(new):
-                tombstones = opened.deleted.with_rows(new)
-                snapshot = replace(
-                    manifest.snapshot,
-                    deleted=write_tombstones(change.layout, tombstones),
-                    deleted_rows=len(tombstones),
-                )
-                manifest = change.commit(
-                    replace(manifest, snapshot=snapshot), {"rows": len(new)}
-                ).manifest
-    left = (
-        opened.manifest.counts.inputs - opened.manifest.snapshot.deleted_rows - len(new)
-    )
+            selected, edit = deletion(opened, rows, uri, where, with_duplicates=erase)
+            manifest, _ = apply(change, edit, on_event, never)
+    new = len(edit.deleted)
     number = manifest.snapshot.number
-    erased = manifest.snapshot.deleted_rows if erase else 0
+    deleted_rows = opened.manifest.snapshot.deleted_rows + new
     if erase and not dry_run:
         on_event(
             StatusMessage("copying the other rows of the shards with deleted rows")
@@ -139,25 +130,25 @@ def delete_rows(
         ).snapshot
         remove_snapshots(index, keep=1)
     return DeleteResult(
-        deleted=tuple(new.tolist()),
-        already_deleted=len(requested) - len(new),
-        left=left,
+        deleted=tuple(edit.deleted),
+        already_deleted=selected - new,
+        left=opened.manifest.counts.inputs - deleted_rows,
         snapshot=number,
         dry_run=dry_run,
-        erased=erased + len(new) if dry_run and erase else erased,
+        erased=deleted_rows if erase else 0,
     )
 
 
-def _select(
+def deletion(
     index: CommittedIndex,
     rows: Sequence[int],
     uri: str | None,
     where: str | None,
     *,
-    erase: bool,
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the ids of the selected rows, and of those that are not deleted yet,
-    ascending.
+    with_duplicates: bool,
+) -> tuple[int, Edit]:
+    """Return the number of selected rows, and the edit that deletes them. See
+    `delete_rows`.
     """
     matching: list[int] = []
     if uri is not None:
@@ -181,10 +172,10 @@ def _select(
         )
     )
     # the first run of an interrupted erasure may have removed rows
-    if erase:
+    if with_duplicates:
         requested = requested[rows_in_use(requested, index.manifest.spec)]
     check_rows_in_use(requested, index.manifest.spec)
-    if erase and len(requested) and index.manifest.counts.duplicates:
+    if with_duplicates and len(requested) and index.manifest.counts.duplicates:
         for table in iter_rows(index, ["row_id", "duplicate_of"]):
             originals = np.array(
                 [
@@ -195,7 +186,10 @@ def _select(
             )
             duplicates = table["row_id"].to_numpy()[np.isin(originals, requested)]
             requested = np.union1d(requested, duplicates)
-    return requested, requested[~index.deleted.contain(requested)]
+    new = requested[~index.deleted.contain(requested)].tolist()
+    return len(requested), Edit(
+        index.manifest.spec, details={"rows": len(new)}, deleted=new
+    )
 
 
 @dataclass(frozen=True)
@@ -262,7 +256,6 @@ def roll_back(
     from storage_formats.verify import check_files
 
     with begin_change(index, "rollback") as change:
-        assert change.index is not None
         if snapshot == change.index.manifest.snapshot.number:
             raise UsageError(
                 f"snapshot {snapshot} is the current snapshot; choose an earlier"
@@ -271,9 +264,7 @@ def roll_back(
             )
         earlier = CommittedIndex.open(change.layout.root, snapshot)
         check_files(earlier, only_lengths=trust)
-        return SnapshotEntry.of(
-            change.commit(earlier.manifest, {"to": snapshot}).manifest
-        )
+        return SnapshotEntry.of(change.commit(earlier.manifest, {"to": snapshot}))
 
 
 def remove_snapshots(
@@ -293,7 +284,4 @@ def remove_snapshots(
             f"keep must be at least 1, got {keep}; the current snapshot is always kept",
             parameter="keep",
         )
-    with begin_change(
-        index, "gc", discards=True, notify=lambda text: on_event(StatusMessage(text))
-    ) as change:
-        return change.remove_files(keep, tables=True)
+    return collect_garbage(index, keep, notify=notifier(on_event))

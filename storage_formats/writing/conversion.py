@@ -8,7 +8,7 @@ Readers can use the index during the conversion. They see a new precision after
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,10 +18,9 @@ import numpy as np
 from storage_formats.codecs import BF16, Blocks, codec
 from storage_formats.errors import TaskInterrupted
 from storage_formats.format.layout import IndexSpec, Layout
-from storage_formats.format.manifest import CommittedIndex, Manifest
+from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.receipts import ShardReceipt
 from storage_formats.token_store import TokenStore
-from storage_formats.writing.publish import check_receipts, write_shard_tables
 from storage_formats.writing.staging import StagedFiles
 
 _PIECE_BYTES = 8 << 20
@@ -130,65 +129,3 @@ def _read_ahead(pieces: Iterator[tuple[int, Blocks]]) -> Generator[tuple[int, Bl
         while (piece := next_piece.result()) is not None:
             next_piece = thread.submit(next, pieces, None)
             yield piece
-
-
-def with_precisions(
-    index: CommittedIndex,
-    targets: Sequence[str],
-    receipts: Sequence[ShardReceipt],
-    *,
-    source: str,
-) -> Manifest:
-    """Write the shard tables with converted precisions. Return the manifest with them,
-    which is not written.
-
-    Args:
-        targets: converted precisions, which the index does not have yet.
-
-    Raises:
-        CorruptIndexError: a shard has no receipt.
-    """
-    layout = Layout(index.root)
-    manifest = index.manifest
-    check_receipts(receipts, list(manifest.spec.shard_numbers()))
-    spec = replace(manifest.spec, precisions=(*manifest.spec.precisions, *targets))
-    origins = dict.fromkeys(targets, (*manifest.encoded_from.get(source, ()), source))
-    return replace(
-        manifest,
-        spec=spec,
-        encoded_from={**manifest.encoded_from, **origins},
-        **write_shard_tables(layout, spec, receipts, index.shard_files()),
-    )
-
-
-def without_precisions(
-    layout: Layout, manifest: Manifest, names: Sequence[str]
-) -> Manifest:
-    """Write the shard tables without the precisions `names`. Return the manifest
-    without them, which is not written.
-    """
-    spec = replace(
-        manifest.spec,
-        precisions=tuple(
-            held for held in manifest.spec.precisions if held not in names
-        ),
-    )
-    folders = [
-        folder
-        for name in names
-        for folder in (layout.token_array(name), layout.checksums(name, 0).parent)
-    ]
-    dropped = tuple(f"{layout.relative(folder)}/" for folder in folders)
-    lines = CommittedIndex(layout.root, manifest).shard_files()
-    tables = write_shard_tables(
-        layout,
-        spec,
-        (),
-        [line for line in lines if not line[1].path.startswith(dropped)],
-    )
-    origins = {
-        held: sources
-        for held, sources in manifest.encoded_from.items()
-        if held not in names
-    }
-    return replace(manifest, spec=spec, encoded_from=origins, **tables)

@@ -5,6 +5,7 @@ No block is decoded.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import shutil
 from collections import Counter
@@ -63,13 +64,11 @@ class RowCopier:
         selection: Selection,
         target: Layout,
         spec: IndexSpec,
-        plan: str,
     ) -> None:
         self._source = source
         self._selection = selection
         self._target = target
         self._spec = spec
-        self._plan = plan
         self._stores = {name: TokenStore(source, name) for name in spec.precisions}
         self._embedding_files = CommittedFiles(
             source, Layout(source.root).embedding_shard
@@ -81,7 +80,11 @@ class RowCopier:
             store.close()
 
     def copy_shard(
-        self, shard: int, on_progress: Callable[[int], None], should_stop: Stop
+        self,
+        shard: int,
+        plan: str,
+        on_progress: Callable[[int], None],
+        should_stop: Stop,
     ) -> ShardReceipt:
         """Write and commit the files of one shard of the target, and write the receipt.
 
@@ -127,7 +130,7 @@ class RowCopier:
             staged.add_bytes(
                 "embeddings", self._target.embedding_shard(shard), embeddings.tobytes()
             )
-            return staged.commit_rows(rows, self._plan)
+            return staged.commit_rows(rows, plan)
 
     def _embeddings(self, old_ids: Ints, indexed: Ints) -> NDArray[np.float32]:
         """Return the embeddings of a new shard, float32 [shard_size, embed_dim].
@@ -136,7 +139,9 @@ class RowCopier:
         values = np.full(
             (self._spec.shard_size, self._spec.embed_dim), np.nan, dtype="<f4"
         )
-        shards, positions = np.divmod(old_ids[indexed], self._spec.shard_size)
+        stored_shape = (self._source.manifest.spec.shard_size, self._spec.embed_dim)
+        stored_bytes = 4 * math.prod(stored_shape)
+        shards, positions = np.divmod(old_ids[indexed], stored_shape[0])
         entries = self._embedding_files.files(np.unique(shards).tolist())
         self._source.fetch(entries.values())
         for shard, committed in entries.items():
@@ -148,12 +153,12 @@ class RowCopier:
             except OSError as error:
                 raise cannot_read(path, error) from error
             check_content(path, committed, data)
-            if len(data) != values.nbytes:
+            if len(data) != stored_bytes:
                 raise CorruptIndexError(
-                    f"{path} has {len(data)} bytes instead of {values.nbytes}; run"
+                    f"{path} has {len(data)} bytes instead of {stored_bytes}; run"
                     " 'edje-index verify'"
                 )
-            stored = np.frombuffer(data, dtype="<f4").reshape(values.shape)
+            stored = np.frombuffer(data, dtype="<f4").reshape(stored_shape)
             of_shard = shards == shard
             values[indexed[of_shard]] = stored[positions[of_shard]]
         return values
@@ -166,16 +171,13 @@ class ShardCopier:
         offset: number to add to the row ids, a multiple of the shard size.
     """
 
-    def __init__(
-        self, source: CommittedIndex, offset: int, target: Layout, plan: str
-    ) -> None:
+    def __init__(self, source: CommittedIndex, offset: int, target: Layout) -> None:
         self._source = source
         self._offset = offset
         self._target = target
-        self._plan = plan
         self._entries = {file.path: file for _, file in source.shard_files()}
 
-    def copy_shard(self, shard: int) -> ShardReceipt:
+    def copy_shard(self, shard: int, plan: str) -> ShardReceipt:
         """Copy and commit the files of shard `shard` of the source, and write the
         receipt.
         """
@@ -209,7 +211,7 @@ class ShardCopier:
                 range(rows.start + self._offset, rows.stop + self._offset),
                 originals,
             )
-            return staged.commit_rows(table, self._plan)
+            return staged.commit_rows(table, plan)
         finally:
             staged.remove()
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -20,7 +21,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from storage_formats.change import Change, begin_change, begin_index
+from storage_formats.change import NewIndex, begin_index, begin_new_index
 from storage_formats.codecs import BF16, Blocks, codec
 from storage_formats.describe import repr_of
 from storage_formats.errors import UsageError
@@ -76,7 +77,7 @@ class IndexWriter:
         self._spec = spec
         self._encoder = encoder
         self._held_change = contextlib.ExitStack()
-        self._change: Change
+        self._change: NewIndex
         self._open = True
         self._receipts: list[ShardReceipt] = []
         self._tables: list[pa.Table] = []
@@ -127,7 +128,9 @@ class IndexWriter:
             codec(name, spec.block_shape)
         root = Path(path)
         writer = cls(root, spec, encoder)
-        change = begin_change(root, "import-arrays", is_new=True, resumes=False)
+        # so that it never resumes an earlier one
+        request = {"writer": uuid.uuid4().hex}
+        change = begin_new_index(root, "import-arrays", request)
         writer._change = writer._held_change.enter_context(change)
         return writer
 

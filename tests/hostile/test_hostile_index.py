@@ -17,8 +17,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from edje_index.indexing.faiss_index import add_ann
 from pipelines import delete_rows
+from pipelines.jobs.ann import add_ann
 from storage_formats.format.layout import IndexSpec, Layout
 from storage_formats.format.manifest import Manifest
 from storage_formats.format.rows import ROW_SCHEMA

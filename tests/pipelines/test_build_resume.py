@@ -102,11 +102,11 @@ def test_too_little_memory_for_the_search_index_is_refused_before_a_resumed_job_
 
 
 def test_a_full_disk_while_faiss_writes_is_one_clear_error(config, monkeypatch):
-    from edje_index.indexing import faiss_index
+    from edje_index.indexing import faiss_build
 
-    write = faiss_index.write_part
+    write = faiss_build.write_part
     monkeypatch.setattr(
-        faiss_index, "write_part", lambda index, _: write(index, Path("/dev/full"))
+        faiss_build, "write_part", lambda index, _: write(index, Path("/dev/full"))
     )
     with pytest.raises(
         JobStopped, match=r"No space left on device.*; what is finished is kept"

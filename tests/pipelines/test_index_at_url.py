@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from edje_index import TokenIndex, add_ann
-from edje_index.indexing.faiss_index import AnnIndex, AnnRequest
+from edje_index.indexing.faiss_build import AnnRequest
+from edje_index.indexing.faiss_index import AnnIndex
 from pipelines import (
     compact_index,
     copy_index,

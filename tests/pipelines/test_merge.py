@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from edje_index.indexing.faiss_index import AnnRequest, add_ann
+from edje_index.indexing.faiss_build import AnnRequest
 from pipelines import JobStopped, compact_index, delete_rows, merge_indexes
+from pipelines.jobs.ann import add_ann
 from pipelines.progress.events import StatusMessage
 from storage_formats import (
     IncompleteIndexError,

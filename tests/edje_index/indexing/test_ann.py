@@ -11,14 +11,10 @@ import numpy as np
 import pytest
 
 from edje_index.indexing.ann_kind import AnnKind, rebuild_reasons
-from edje_index.indexing.faiss_index import (
-    AnnIndex,
-    AnnRequest,
-    add_ann,
-    extend_ann,
-    recall_queries,
-)
+from edje_index.indexing.faiss_build import AnnRequest, extend_ann, recall_queries
+from edje_index.indexing.faiss_index import AnnIndex
 from pipelines import repair_index
+from pipelines.jobs.ann import add_ann
 from storage_formats import Manifest, UsageError, verify_index
 from storage_formats.format.layout import IndexSpec, Layout, Segment
 from storage_formats.format.manifest import CommittedIndex

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 
 from edje_index.errors import ModelError
+from edje_index.indexing.faiss_build import AnnRequest, build_ann
 from edje_index.indexing.faiss_file import FaissFileError, check_faiss_file
-from edje_index.indexing.faiss_index import AnnIndex, AnnRequest, add_ann, build_ann
+from edje_index.indexing.faiss_index import AnnIndex
+from pipelines.jobs.ann import add_ann
 from storage_formats import CorruptIndexError, Manifest
 from storage_formats.format.layout import IndexSpec, Layout
 from storage_formats.format.manifest import CommittedIndex

@@ -12,9 +12,11 @@ import numpy as np
 import pytest
 
 from edje_index import TokenIndex
-from edje_index.indexing.faiss_index import AnnIndex, AnnRequest, add_ann
+from edje_index.indexing.faiss_build import AnnRequest
+from edje_index.indexing.faiss_index import AnnIndex
 from edje_index.search.rows import FilterTimeoutError, IndexRows
 from pipelines import delete_rows
+from pipelines.jobs.ann import add_ann
 from storage_formats import IndexWriter, UsageError
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.rows import read_rows

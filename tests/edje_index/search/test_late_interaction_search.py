@@ -6,8 +6,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from edje_index.indexing.faiss_index import add_ann
 from edje_index.search.late_interaction_search import LateInteractionSearch, max_sim
+from pipelines.jobs.ann import add_ann
 from storage_formats import IndexWriter, TokenStore, verify_index
 from storage_formats.codecs import kernels
 from storage_formats.errors import UsageError

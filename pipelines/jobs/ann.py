@@ -1,0 +1,150 @@
+"""The job `ann build`, and the nearest-neighbour index after other changes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from edje_index.indexing.ann_kind import AnnKind
+from edje_index.indexing.faiss_build import (
+    AnnRequest,
+    ann_without_rows,
+    build_ann,
+    extend_ann,
+)
+from edje_index.progress import OnProgress
+from pipelines.progress.events import OnEvent, StatusMessage
+from storage_formats.change import IndexChange, begin_change
+from storage_formats.extras import name_missing_extra
+from storage_formats.format.checksum import crc32c_stream
+from storage_formats.format.index_files import open_index_file
+from storage_formats.format.layout import IndexSpec, Layout
+from storage_formats.format.manifest import CommittedIndex, Manifest
+
+_DEFAULT = AnnRequest()
+
+
+def add_ann(
+    root: str | Path,
+    request: AnnRequest = _DEFAULT,
+    on_progress: OnProgress | None = None,
+) -> Manifest:
+    """Build the nearest-neighbour index of a finished index, and commit the result.
+
+    Examples:
+        >>> from edje_index import add_ann
+        >>> add_ann("pages.edje").ann["kind"]
+        'flat'
+
+    Raises:
+        UsageError, IncompleteIndexError, CorruptIndexError: as for `Manifest.load`.
+        UsageError: `request` is invalid.
+        MissingExtraError: FAISS is not installed.
+    """
+    with name_missing_extra("search"), begin_change(root, "ann build") as change:
+        return replace_ann(change, request, on_progress)
+
+
+def replace_ann(
+    change: IndexChange, request: AnnRequest, on_progress: OnProgress | None = None
+) -> Manifest:
+    """Build the nearest-neighbour index of the index that `change` changes, and
+    commit the result. See `add_ann`.
+    """
+    manifest = change.index.manifest
+    layout = change.layout
+    # Readers may need the file `ann/index.faiss`: the current snapshot until the
+    # commit, and earlier ones afterwards.
+    in_use = bool(manifest.snapshot.number)
+    if not in_use:
+        committed = {file.path: file for file in manifest.ann_files}.get(
+            layout.relative(layout.ann_index)
+        )
+        with (
+            contextlib.suppress(OSError),
+            open_index_file(layout.root, layout.ann_index) as file,
+        ):
+            in_use = committed is not None and crc32c_stream(file) == committed.crc32c
+    ann = build_ann(
+        layout.root,
+        manifest.spec,
+        replace_file=not in_use,
+        request=request,
+        on_progress=on_progress,
+    )
+    changed = replace(manifest, ann=ann)
+    change.commit_same_rows(changed)
+    return changed
+
+
+def changed_ann(
+    index: CommittedIndex, spec: IndexSpec, on_event: OnEvent
+) -> dict[str, Any]:
+    """Change the nearest-neighbour index of `index` for the shards of `spec`, whose new
+    shards are the last segment. Return its entry.
+
+    If no shard of `index` stays, the nearest-neighbour index is built anew.
+    """
+    before = index.manifest
+    old = before.spec
+    left_out = {*old.shard_numbers()} - {*spec.shard_numbers()}
+    if left_out == {*old.shard_numbers()}:
+        return build_copied_ann(
+            index.root, spec, [before], on_event, replace_file=False
+        )
+    ann = before.ann
+    if left_out:
+        rows = [row for shard in sorted(left_out) for row in old.shard_rows(shard)]
+        ann = ann_without_rows(index, rows)
+    if {*spec.shard_numbers()} - {*old.shard_numbers()}:
+        ann = extend_ann(Layout(index.root), spec, ann)
+    return ann
+
+
+def build_copied_ann(
+    root: Path,
+    spec: IndexSpec,
+    origins: Sequence[Manifest],
+    on_event: OnEvent,
+    *,
+    replace_file: bool = True,
+) -> dict[str, Any]:
+    """Build a nearest-neighbour index of copied rows, if one of the indexes `origins`
+    has one. Return its entry.
+
+    It keeps the kind that they have, with the highest of their target recalls. It gets
+    the default kind if their kinds differ, or if all have the default kind for their
+    rows.
+    """
+    searchable = [manifest for manifest in origins if manifest.ann_files]
+    if not searchable:
+        return origins[0].ann
+    requests = [AnnRequest.like(manifest.ann) for manifest in searchable]
+    kind, *others = sorted({request.ann for request in requests})
+    if others:
+        kinds = ", ".join([kind, *others])
+        on_event(
+            StatusMessage(
+                f"nearest-neighbour indexes of different kinds ({kinds}); the new one"
+                " has the default kind"
+            )
+        )
+    if others or all(
+        AnnKind.choose(manifest.spec.used_rows, manifest.spec.embed_dim).factory == kind
+        for manifest in searchable
+    ):
+        kind = "auto"
+    on_event(StatusMessage("building the nearest-neighbour index"))
+    request = AnnRequest(kind, max(request.recall for request in requests))
+    ann = build_ann(root, spec, replace_file=replace_file, request=request)
+    if kind not in ("auto", ann.get("factory", "Flat")):
+        on_event(
+            StatusMessage(
+                f"there are too few rows for a nearest-neighbour index {kind}; it is"
+                " Flat now"
+            )
+        )
+    return ann
