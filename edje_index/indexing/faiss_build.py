@@ -8,7 +8,7 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,7 +30,7 @@ from storage_formats.errors import UsageError
 from storage_formats.extras import name_missing_extra
 from storage_formats.format.checksum import crc32c_file
 from storage_formats.format.layout import IndexSpec, Layout
-from storage_formats.format.manifest import CommittedIndex
+from storage_formats.format.manifest import Ann, CommittedIndex
 from storage_formats.format.shard_table import FileEntry
 from storage_formats.reading.embeddings import IndexedEmbeddings
 
@@ -87,7 +87,7 @@ def build_ann(
     replace_file: bool = True,
     request: AnnRequest = AnnRequest(),
     on_progress: OnProgress | None = None,
-) -> dict[str, Any]:
+) -> Ann:
     """Build the FAISS index of the committed embeddings. Return the description of the
     FAISS index for the manifest.
 
@@ -126,21 +126,24 @@ def build_ann(
         }
     else:
         kind = AnnKind()
-    file = _write(layout, index, layout.ann_index if replace_file else None, embeddings)
+    file: Any = _write(
+        layout, index, layout.ann_index if replace_file else None, embeddings
+    )
     vectors = file["vectors"]
     if replace_file and not lists:
         # as in format version 1.0
         del file["vectors"]
-    return {
+    ann: dict[str, Any] = {
         "kind": kind.name,
         "metric": "inner-product",
         "vectors": vectors,
         "files": [file],
         **measured,
     }
+    return cast(Ann, ann)
 
 
-def extend_ann(layout: Layout, spec: IndexSpec, ann: dict[str, Any]) -> dict[str, Any]:
+def extend_ann(layout: Layout, spec: IndexSpec, ann: Ann) -> Ann:
     """Write the last segment of `spec` to a new FAISS file.
 
     If the first FAISS file has inverted lists, the new file uses the same centroids and
@@ -154,7 +157,7 @@ def extend_ann(layout: Layout, spec: IndexSpec, ann: dict[str, Any]) -> dict[str
         return ann
     segment = spec.used_segments[-1]
     embeddings = IndexedEmbeddings(layout, spec, spec.segment_shards(segment))
-    files = [{"vectors": ann["vectors"], **file} for file in ann["files"]]
+    files: list[Any] = [{"vectors": ann["vectors"], **file} for file in ann["files"]]
     index = open_part(layout.root, spec, files[0])
     if count_lists(index):
         # keeps the centroids
@@ -164,11 +167,11 @@ def extend_ann(layout: Layout, spec: IndexSpec, ann: dict[str, Any]) -> dict[str
             AnnKind.choose(segment.rows, spec.embed_dim), embeddings, segment.rows
         )
     _fill(index, embeddings)
-    file = _write(layout, index, None, embeddings)
+    file: Any = _write(layout, index, None, embeddings)
     return {**ann, "vectors": ann["vectors"] + file["vectors"], "files": [*files, file]}
 
 
-def ann_without_rows(index: CommittedIndex, row_ids: Sequence[int]) -> dict[str, Any]:
+def ann_without_rows(index: CommittedIndex, row_ids: Sequence[int]) -> Ann:
     """Remove the rows `row_ids` from all FAISS files. A file that contains one of these
     rows is written again.
 
@@ -179,8 +182,9 @@ def ann_without_rows(index: CommittedIndex, row_ids: Sequence[int]) -> dict[str,
     """
     layout = Layout(index.root)
     ann = index.manifest.ann
-    files = []
-    for file in ({"vectors": ann["vectors"], **file} for file in ann.get("files", [])):
+    files: list[Any] = []
+    for described in ann.get("files", []):
+        file: Any = {"vectors": ann["vectors"], **described}
         part = open_part(index.root, index.manifest.spec, file)
         if part.remove_ids(np.array(row_ids, dtype=np.int64)):
             file = {**file, **_write(layout, part, None)}

@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from edje_index.indexing.ann_kind import AnnKind
 from edje_index.indexing.faiss_build import (
@@ -22,7 +21,7 @@ from storage_formats.extras import name_missing_extra
 from storage_formats.format.checksum import crc32c_stream
 from storage_formats.format.index_files import open_index_file
 from storage_formats.format.layout import IndexSpec, Layout
-from storage_formats.format.manifest import CommittedIndex, Manifest
+from storage_formats.format.manifest import Ann, CommittedIndex, Manifest
 
 _DEFAULT = AnnRequest()
 
@@ -80,9 +79,7 @@ def replace_ann(
     return changed
 
 
-def changed_ann(
-    index: CommittedIndex, spec: IndexSpec, on_event: OnEvent
-) -> dict[str, Any]:
+def changed_ann(index: CommittedIndex, spec: IndexSpec, on_event: OnEvent) -> Ann:
     """Change the nearest-neighbour index of `index` for the shards of `spec`, whose new
     shards are the last segment. Return its entry.
 
@@ -111,7 +108,7 @@ def build_copied_ann(
     on_event: OnEvent,
     *,
     replace_file: bool = True,
-) -> dict[str, Any]:
+) -> Ann:
     """Build a nearest-neighbour index of copied rows, if one of the indexes `origins`
     has one. Return its entry.
 

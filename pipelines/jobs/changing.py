@@ -39,7 +39,13 @@ from pipelines.progress.wording import counted
 from storage_formats.change import Change, IndexChange
 from storage_formats.errors import EdjeError, UsageError
 from storage_formats.format.layout import IndexSpec, Layout
-from storage_formats.format.manifest import CommittedIndex, Counts, Manifest, RowMap
+from storage_formats.format.manifest import (
+    Ann,
+    CommittedIndex,
+    Counts,
+    Manifest,
+    RowMap,
+)
 from storage_formats.format.receipts import ShardReceipt, fingerprint
 from storage_formats.format.row_map import write_row_map
 from storage_formats.format.rows import (
@@ -178,7 +184,7 @@ def edited(
     index: CommittedIndex,
     edit: Edit,
     receipts: Sequence[ShardReceipt],
-    ann: dict[str, Any],
+    ann: Ann,
 ) -> Manifest:
     """Return the manifest of `index` after `edit`. It is not written.
 

@@ -240,7 +240,7 @@ def rewriting(index: CommittedIndex, shards: Sequence[int], shard_size: int) -> 
     )
     identity = {
         "kind": "compact",
-        "snapshot": manifest.snapshot.to_json(),
+        "snapshot": asdict(manifest.snapshot),
         "tables": [table.to_json() for table in manifest.shard_tables],
         "shards": list(shards),
         "spec": asdict(target),
