@@ -21,7 +21,9 @@ import torch
 
 from benchmarks.report import median_ratio
 from pipelines.environment import environment
-from storage_formats.codecs import BF16, codec, precisions
+from storage_formats.codecs import BF16, Blocks, Codec, codec, precisions
+from storage_formats.codecs.base import Bytes, Moves
+from storage_formats.threads import run_chunks
 
 BLOCK_SHAPE = (64, 384)
 _CASTS = {
@@ -31,6 +33,16 @@ _CASTS = {
     "nvfp4": "float4_e2m1fn",
 }
 Subjects: TypeAlias = dict[str, Callable[[], Any]]
+
+
+def _gather(ours: Codec, memory: Bytes, moves: Moves, out: Blocks) -> None:
+    bits = out.view(np.uint16).reshape(-1)
+    run_chunks(
+        lambda start, stop: ours.decode_at(memory, moves, bits, (start, stop)),
+        len(out),
+        out[0].nbytes,
+        None,
+    )
 
 
 def bench_quantize(*, blocks: int = 512, repeats: int = 7) -> dict[str, Any]:
@@ -55,9 +67,8 @@ def bench_quantize(*, blocks: int = 512, repeats: int = 7) -> dict[str, Any]:
         with tempfile.TemporaryFile() as file:
             records.tofile(file)
             mapped = np.memmap(file, dtype=np.uint8, mode="r")
-        gathers[name] = partial(
-            ours.scatter, mapped, (order * ours.record_bytes, rows), out
-        )
+        moves = (order * ours.record_bytes, rows)
+        gathers[name] = partial(_gather, ours, mapped, moves, out)
         if name == "bf16":
             continue
         encoders: Subjects = {"edje": partial(ours.encode, tokens)}

@@ -118,7 +118,7 @@ class Crew(Generic[_Item]):
         work: thread-safe function that processes one item.
     """
 
-    def __init__(self, work: Callable[[_Item], None], items: Iterable[_Item]) -> None:
+    def __init__(self, work: Callable[[_Item], object], items: Iterable[_Item]) -> None:
         self._work = work
         self._items = iter(items)
         self._closed = False
@@ -180,7 +180,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def run_threads(
-    work: Callable[[_Item], None], items: Sequence[_Item], threads: int
+    work: Callable[[_Item], object], items: Sequence[_Item], threads: int
 ) -> None:
     """Call `work(item)` for each of `items` on at most `threads` threads, including the
     calling thread.
@@ -212,7 +212,10 @@ def default_threads() -> int:
 
 
 def run_chunks(
-    work: Callable[[int, int], None], count: int, block_bytes: int, threads: int | None
+    work: Callable[[int, int], object],
+    count: int,
+    block_bytes: int,
+    threads: int | None,
 ) -> None:
     """Split range(count) into consecutive parts and call `work(start, stop)` for each
     part, see `run_threads`.

@@ -441,7 +441,8 @@ class TokenStore:
             if (actual := reads.length(shard)) != length:
                 raise CorruptIndexError(
                     f"the token file {tokens.location(shard)} has {actual} bytes"
-                    f" instead of {length}; run 'edje-index verify'"
+                    f" instead of {length}",
+                    remedy="verify",
                 )
         return _View(index, index.deleted, token_codec, reads, checksums)
 

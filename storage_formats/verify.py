@@ -401,9 +401,9 @@ def check_files(index: CommittedIndex, *, only_lengths: bool) -> None:
         )
         raise CorruptIndexError(
             f"snapshot {index.manifest.snapshot.number} of {index.location} is finished"
-            f" but damaged: {'; '.join(problems[:_PROBLEMS_SHOWN])}{rest}. Run"
-            f" 'edje-index verify {index.location}' to list all damage. Then restore"
-            " the damaged files from a backup, or build the index again"
+            f" but damaged: {'; '.join(problems[:_PROBLEMS_SHOWN])}{rest}."
+            " Restore the damaged files from a backup, or build the index again",
+            remedy="verify",
         )
 
 

@@ -34,6 +34,7 @@ _HINTS: dict[type[EdjeError], str] = {
     EngineUnavailableError: "; '--engine inline' works without Ray",
     BundleNotFoundError: " with --model",
 }
+_REMEDIES = {"verify": "; run 'edje-index verify' to list all damage"}
 # the exit code of a program that SIGPIPE ends
 _BROKEN_PIPE = 128 + signal.SIGPIPE
 
@@ -228,7 +229,7 @@ def _explain(error: BaseException) -> tuple[int, str]:
         hint = next(
             (text for kind, text in _HINTS.items() if isinstance(error, kind)), ""
         )
-        return error.exit_code, f"{error}{hint}"
+        return error.exit_code, f"{error}{hint}{_REMEDIES.get(error.remedy or '', '')}"
     if isinstance(error, KeyboardInterrupt | click.Abort):
         return INTERRUPTED, "interrupted"
     if isinstance(error, OSError) and error.strerror:

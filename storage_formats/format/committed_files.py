@@ -75,8 +75,8 @@ class CommittedFiles:
         for shard in shards:
             if shard not in self._files:
                 raise CorruptIndexError(
-                    f"the shard table {table.path} does not list {self._path(shard)};"
-                    " run 'edje-index verify'"
+                    f"the shard table {table.path} does not list {self._path(shard)}",
+                    remedy="verify",
                 )
 
 

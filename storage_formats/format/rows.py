@@ -182,8 +182,8 @@ def read_shard_rows(
     except (OSError, ValueError, TypeError, pa.ArrowException) as error:
         # damaged names and text raise ValueError
         raise CorruptIndexError(
-            f"cannot read the rows of shard {shard} in {path}: {error}; run 'edje-index"
-            " verify'"
+            f"cannot read the rows of shard {shard} in {path}: {error}",
+            remedy="verify",
         ) from error
 
 

@@ -21,7 +21,7 @@ from storage_formats.format.parquet import read_table
 
 EXCHANGED = (
     "the file was damaged or replaced, or the whole index was replaced while the index"
-    " was open. Open the index again; if the error remains, run 'edje-index verify'"
+    " was open. Open the index again; if the error remains, verify the index"
 )
 """Part of an error message: why a file may differ from the committed file, and what
 to do.

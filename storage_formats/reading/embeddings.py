@@ -58,7 +58,8 @@ def read_shard_embeddings(
             if status.st_size != spec.shard_size * size:
                 raise CorruptIndexError(
                     f"the embedding file {path} has {status.st_size} bytes instead of"
-                    f" {spec.shard_size * size}; run 'edje-index verify'"
+                    f" {spec.shard_size * size}",
+                    remedy="verify",
                 )
             if committed is not None:
                 # A file that has not changed since the last comparison is not compared
