@@ -30,6 +30,15 @@ def open_regular(path: str | Path, flags: int = 0) -> int:
     return fd
 
 
+def read_ahead(fd: int, offset: int = 0, length: int = 0) -> None:
+    """Let the kernel read a part of a file into the page cache. By default, the whole
+    file.
+    """
+    # not on macOS
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(fd, offset, length, os.POSIX_FADV_WILLNEED)
+
+
 def check_inside(root: str | Path, path: Path) -> Path:
     """Return `path`. Symbolic links are followed to check that `path` lies inside the
     index at `root`.

@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 
 from storage_formats.errors import UsageError
 from storage_formats.format.checksum import crc32c
+from storage_formats.format.index_files import read_ahead
 from storage_formats.reading.batch import Batch
 from storage_formats.reading.checksums import BlockChecksums
 from storage_formats.reading.destination import Destination, checksums_at
@@ -128,29 +129,18 @@ class BlockCache:
                     if (descriptor := self._files.open(names[shard])) is not None:
                         opened.callback(os.close, descriptor)
                         descriptors[shard] = descriptor
-                starts, counts = batch[part].runs(size)
-                starts += part.start
-                columns = (
-                    batch.shards[starts],
-                    batch.positions[starts] * size,
-                    starts,
-                    starts + counts,
-                )
-                runs = zip(*(column.tolist() for column in columns), strict=True)
                 requests = [
-                    (descriptors[shard], offset, begin, end)
-                    for shard, offset, begin, end in runs
+                    (
+                        descriptors[shard],
+                        position * size,
+                        part.start + begin,
+                        part.start + end,
+                    )
+                    for shard, position, begin, end in batch[part].run_list(size)
                     if shard in descriptors
                 ]
                 for descriptor, offset, begin, end in requests:
-                    # not on macOS
-                    if hasattr(os, "posix_fadvise"):
-                        os.posix_fadvise(
-                            descriptor,
-                            offset,
-                            (end - begin) * size,
-                            os.POSIX_FADV_WILLNEED,
-                        )
+                    read_ahead(descriptor, offset, (end - begin) * size)
                 for descriptor, offset, begin, end in requests:
                     # the bytes may be wrong, and are compared below
                     with contextlib.suppress(OSError):

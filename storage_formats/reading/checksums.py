@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 from collections import OrderedDict
 
@@ -12,7 +11,7 @@ from numpy.typing import NDArray
 
 from storage_formats.errors import CorruptIndexError, cannot_read
 from storage_formats.format.committed_files import CommittedFiles
-from storage_formats.format.index_files import open_index_file
+from storage_formats.format.index_files import open_index_file, read_ahead
 from storage_formats.format.shard_table import check_content
 from storage_formats.reading.batch import Batch
 from storage_formats.reading.files import TokenFiles
@@ -106,11 +105,7 @@ class BlockChecksums:
                     files[shard] = opened.enter_context(
                         open_index_file(self._index.root, path)
                     )
-                    # not on macOS
-                    if hasattr(os, "posix_fadvise"):
-                        os.posix_fadvise(
-                            files[shard].fileno(), 0, 0, os.POSIX_FADV_WILLNEED
-                        )
+                    read_ahead(files[shard].fileno())
                 for shard, file in files.items():
                     path = self._tokens.checksums(shard)
                     rows = tuple(self._spec.shard_rows(shard))

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from storage_formats.errors import CorruptIndexError, cannot_read
 from storage_formats.format.checksum import crc32c_stream
 from storage_formats.format.committed_files import CommittedFiles
-from storage_formats.format.index_files import open_index_file
+from storage_formats.format.index_files import open_index_file, read_ahead
 from storage_formats.format.layout import IndexSpec, Layout
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.shard_table import EXCHANGED, FileEntry
@@ -90,11 +90,9 @@ def read_shard_embeddings(
                     dtype="<f4",
                     count=len(spec.shard_rows(shard)) * spec.embed_dim,
                 ).reshape(-1, spec.embed_dim)
-            if committed is None and hasattr(os, "posix_fadvise"):
+            if committed is None:
                 for position in positions.tolist():
-                    os.posix_fadvise(
-                        file.fileno(), position * size, size, os.POSIX_FADV_WILLNEED
-                    )
+                    read_ahead(file.fileno(), position * size, size)
             parts = [
                 os.pread(file.fileno(), size, position * size)
                 for position in positions.tolist()
