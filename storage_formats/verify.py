@@ -43,8 +43,8 @@ from storage_formats.format.remote import (
 from storage_formats.format.row_map import check_row_map
 from storage_formats.format.shard_table import FileEntry
 from storage_formats.format.zarr_metadata import zarr_documents
-from storage_formats.ordered_results import ordered_results
 from storage_formats.shard_check import Problem, check_file, check_shard, shard_paths
+from storage_formats.threads import ordered_map
 from storage_formats.writing.publish import add_counts
 
 # also with fewer CPUs, because the threads mostly wait for data (docs/lab)
@@ -177,45 +177,38 @@ def _problems(
     problems = list(_check_metadata(index))
     counts = Counts(0, 0, 0)
     values = Counter[str]()
-    pool = ThreadPoolExecutor(_THREADS, "edje-verify")
-    waits = True
-    try:
-        check = functools.partial(_check_shard, index)
-        results = ordered_results(
+    for done, (of_shard, its_counts, its_values) in enumerate(
+        ordered_map(
+            lambda item: _check_shard(index, *item),
             iter_shard_files(index, shards),
-            lambda item: pool.submit(check, *item),
-            ahead=2 * _THREADS,
-        )
-        for done, (of_shard, its_counts, its_values) in enumerate(results, 1):
-            problems += of_shard
-            counts = add_counts(counts, its_counts)
-            values = values + Counter(its_values)
-            if on_progress:
-                on_progress(done, len(shards))
-        # else a rows table cannot be read
-        if checks_all and counts.inputs == manifest.spec.used_rows:
-            held = {column.name: column.values for column in manifest.columns}
-            if counts != manifest.counts:
-                message = (
-                    f"lists the counts {asdict(manifest.counts)}, but the rows tables"
-                    f" have {asdict(counts)}"
-                )
-                problems.append(Problem(ROOT, "counts", message))
-            elif any(values[name] != held[name] for name in held):
-                message = (
-                    f"lists {held} values of the columns, but the rows tables have"
-                    f" {dict(values)}"
-                )
-                problems.append(Problem(ROOT, "columns", message))
-        problems += _check_own_files(index, checks_all=checks_all)
-        if checks_all:
-            problems += _check_earlier_snapshots(index, pool)
-    except KeyboardInterrupt:
-        # of a second signal
-        waits = False
-        raise
-    finally:
-        pool.shutdown(wait=waits, cancel_futures=True)
+            _THREADS,
+            2 * _THREADS,
+        ),
+        1,
+    ):
+        problems += of_shard
+        counts = add_counts(counts, its_counts)
+        values = values + Counter(its_values)
+        if on_progress:
+            on_progress(done, len(shards))
+    # else a rows table cannot be read
+    if checks_all and counts.inputs == manifest.spec.used_rows:
+        held = {column.name: column.values for column in manifest.columns}
+        if counts != manifest.counts:
+            message = (
+                f"lists the counts {asdict(manifest.counts)}, but the rows tables"
+                f" have {asdict(counts)}"
+            )
+            problems.append(Problem(ROOT, "counts", message))
+        elif any(values[name] != held[name] for name in held):
+            message = (
+                f"lists {held} values of the columns, but the rows tables have"
+                f" {dict(values)}"
+            )
+            problems.append(Problem(ROOT, "columns", message))
+    problems += _check_own_files(index, checks_all=checks_all)
+    if checks_all:
+        problems += _check_earlier_snapshots(index)
     return problems
 
 
@@ -407,9 +400,7 @@ def check_files(index: CommittedIndex, *, only_lengths: bool) -> None:
         )
 
 
-def _check_earlier_snapshots(
-    index: CommittedIndex, pool: ThreadPoolExecutor
-) -> Iterator[Problem]:
+def _check_earlier_snapshots(index: CommittedIndex) -> Iterator[Problem]:
     """Check each file that only earlier snapshots name, and look for data files
     that no snapshot names.
     """
@@ -434,7 +425,8 @@ def _check_earlier_snapshots(
             "snapshots", "snapshot", f"contains a snapshot that cannot be read: {error}"
         )
         return
-    yield from filter(None, pool.map(lambda entry: _check_file(index, entry), others))
+    check = functools.partial(_check_file, index)
+    yield from filter(None, ordered_map(check, others, _THREADS, 2 * _THREADS))
     # other files may be those of the change; the next change finishes it or removes
     # them
     if _is_changing(index):

@@ -89,8 +89,8 @@ def _print_version(
         return
     if ctx.params["as_json"]:
         from pipelines.environment import dependencies, environment
-        from storage_formats.cpus import has_bfloat16
         from storage_formats.reading import engines
+        from storage_formats.threads import has_bfloat16
 
         machine = {
             **environment(),

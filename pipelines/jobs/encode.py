@@ -38,11 +38,11 @@ from pipelines.progress.events import (
 )
 from pipelines.progress.wording import counted
 from storage_formats.change import Change
-from storage_formats.cpus import usable_cpus
 from storage_formats.errors import EdjeError, UsageError
 from storage_formats.format.layout import Layout
 from storage_formats.format.receipts import ShardReceipt
 from storage_formats.format.rows import FAILED, read_shard_rows
+from storage_formats.threads import usable_cpus
 
 if TYPE_CHECKING:
     from edje_index.indexing.shard_encoding import ShardTask

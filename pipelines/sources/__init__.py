@@ -60,7 +60,7 @@ from pipelines.sources.packed import (
 )
 from storage_formats.errors import UsageError
 from storage_formats.format.object_store import WEB_SCHEMES
-from storage_formats.ordered_results import ordered_map
+from storage_formats.threads import ordered_map
 
 ACCEPTED = (
     f"a directory, an archive ({', '.join(ARCHIVE_SUFFIXES)}), a Parquet file of"

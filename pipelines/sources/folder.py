@@ -28,7 +28,7 @@ from pipelines.sources.metadata import (
 )
 from pipelines.sources.packed import is_packed_name, packed_source, scan_ahead
 from storage_formats.format.layout import Layout
-from storage_formats.ordered_results import ordered_map
+from storage_formats.threads import ordered_map
 
 _FILES_AT_ONCE = 16
 # device and inode: the same for every path to a file or directory

@@ -11,8 +11,8 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from storage_formats.arguments import repr_of
 from storage_formats.codecs.minifloat import NAN_CODE
-from storage_formats.describe import repr_of
 from storage_formats.errors import UsageError
 from storage_formats.threads import run_chunks
 

@@ -21,8 +21,7 @@ from storage_formats.format.layout import Layout
 from storage_formats.format.manifest import CommittedIndex, RowMap
 from storage_formats.format.parquet import ParquetRowGroups, iter_batches, open_parquet
 from storage_formats.format.shard_table import FileEntry, check_content
-from storage_formats.format.tombstones import rows_in_use
-from storage_formats.row_ids import RowIds, check_row_ids
+from storage_formats.format.tombstones import RowIds, check_row_ids, rows_in_use
 
 Ints = NDArray[np.int64]
 

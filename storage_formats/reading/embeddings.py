@@ -21,8 +21,7 @@ from storage_formats.format.index_files import open_index_file, read_ahead
 from storage_formats.format.layout import IndexSpec, Layout
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.shard_table import EXCHANGED, FileEntry
-from storage_formats.format.tombstones import check_rows_in_use
-from storage_formats.row_ids import RowIds, check_row_ids
+from storage_formats.format.tombstones import RowIds, check_row_ids, check_rows_in_use
 
 # read single rows if fewer than one row in 16 of a full shard is requested
 _SPARSE = 16
