@@ -43,7 +43,13 @@ from storage_formats.format.remote import (
 from storage_formats.format.row_map import check_row_map
 from storage_formats.format.shard_table import FileEntry
 from storage_formats.format.zarr_metadata import zarr_documents
-from storage_formats.shard_check import Problem, check_file, check_shard, shard_paths
+from storage_formats.shard_check import (
+    Problem,
+    check_file,
+    check_shard,
+    difference,
+    shard_paths,
+)
 from storage_formats.threads import ordered_map
 from storage_formats.writing.publish import add_counts
 
@@ -346,25 +352,16 @@ def _check_file(
     if index.remote is None:
         return check_file(index.root, entry, only_length=only_length)
     info = index.remote.info(entry.path)
-    crc = 0
     if info is None:
         return Problem(
             entry.path, "missing-file", "cannot be read: No such file or directory"
         )
-    if info.size != entry.bytes:
-        message = (
-            f"has {info.size} bytes instead of the {entry.bytes} that were committed"
-        )
-        return Problem(entry.path, "length", message)
-    for chunk in () if only_length else index.remote.chunks(entry.path, entry.bytes):
-        crc = crc32c(bytes(chunk), crc)
-    if not only_length and crc != entry.crc32c:
-        return Problem(
-            entry.path,
-            "checksum",
-            f"has CRC-32C {crc:08x} instead of {entry.crc32c:08x}",
-        )
-    return None
+    crc = entry.crc32c
+    if info.size == entry.bytes and not only_length:
+        crc = 0
+        for chunk in index.remote.chunks(entry.path, entry.bytes):
+            crc = crc32c(bytes(chunk), crc)
+    return difference(entry, info.size, crc)
 
 
 def check_files(index: CommittedIndex, *, only_lengths: bool) -> None:
