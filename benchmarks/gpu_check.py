@@ -44,11 +44,11 @@ from edje_index.models.devices import autocast, resolve_device, resolve_dtype
 from pipelines.environment import environment
 from pipelines.jobs.ann import add_ann
 from storage_formats.codecs import Blocks, codec
-from storage_formats.cpus import usable_cpus
 from storage_formats.errors import EdjeError
 from storage_formats.format.layout import IndexSpec
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.rows import read_all_rows
+from storage_formats.threads import usable_cpus
 from storage_formats.token_store import TokenStore
 
 _SHAPE = (64, 384)

@@ -21,9 +21,9 @@ from edje_index.models.joint_encoder import JointEncoder
 from edje_index.scoring.weights import BUNDLE_SCORE
 from edje_index.search.token_index import TokenIndex
 from pipelines.environment import environment
-from storage_formats.cpus import usable_cpus
 from storage_formats.errors import UsageError
 from storage_formats.format.manifest import Manifest
+from storage_formats.threads import usable_cpus
 
 CAPTION = "a brown dog runs over wet sand towards a red ball near the sea"
 """13 common words: 16 tokens with [CLS] and both [SEP], 80 with the 64 tokens of an

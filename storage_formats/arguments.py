@@ -1,13 +1,14 @@
-"""Checks arguments of the public interface. A wrong value raises UsageError with
-the name and the value.
+"""Checks arguments of the public interface, and describes values. A wrong value raises
+UsageError with the name and the value.
 """
 
 from __future__ import annotations
 
 import os
 import reprlib
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from numbers import Integral
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -100,3 +101,16 @@ def shown(value: object) -> str:
     except ValueError:
         # an integer of thousands of digits
         return f"a value of type {type(value).__name__}"
+
+
+def repr_of(*paths: str) -> Callable[[object], str]:
+    """Return a method `__repr__` that shows the type of an object and its
+    attributes, such as `info.path`.
+    """
+    readers = {path.rpartition(".")[2].strip("_"): attrgetter(path) for path in paths}
+
+    def describe(shown: object) -> str:
+        attributes = (f"{name}={read(shown)}" for name, read in readers.items())
+        return f"{type(shown).__name__}({', '.join(attributes)})"
+
+    return describe

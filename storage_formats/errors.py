@@ -17,6 +17,9 @@ class EdjeError(Exception):
         parameter: name of the parameter with the wrong value. None if no single
             parameter is wrong. The command line adds the name of the matching option to
             the message.
+        remedy: what to do, a word that a program can handle: "verify" means that
+            `verify_index` lists all damage. None if the message says what to do. The
+            command line adds the matching command to the message.
 
     Examples:
         >>> from storage_formats import EdjeError, TokenStore
@@ -29,9 +32,15 @@ class EdjeError(Exception):
 
     exit_code = 1
 
-    def __init__(self, *arguments: object, parameter: str | None = None) -> None:
+    def __init__(
+        self,
+        *arguments: object,
+        parameter: str | None = None,
+        remedy: str | None = None,
+    ) -> None:
         super().__init__(*arguments)
         self.parameter = parameter
+        self.remedy = remedy
 
 
 class UsageError(EdjeError):
@@ -126,8 +135,10 @@ class CorruptIndexError(EdjeError):
         damaged
     """
 
-    def __init__(self, message: str, *, row_ids: tuple[int, ...] = ()) -> None:
-        super().__init__(message)
+    def __init__(
+        self, message: str, *, row_ids: tuple[int, ...] = (), remedy: str | None = None
+    ) -> None:
+        super().__init__(message, remedy=remedy)
         self.row_ids = row_ids
 
 
@@ -165,7 +176,7 @@ _REMEDIES = {
         " fs.file-max)"
     ),
     errno.ENOMEM: "free some memory",
-    errno.EIO: "check the device; if it is sound again, run 'edje-index verify'",
+    errno.EIO: "check the device; if it is sound again, verify the index",
     errno.EAGAIN: "try again",
     errno.ESTALE: (
         "the network file system has lost the file; check its server, then open the"
@@ -174,19 +185,21 @@ _REMEDIES = {
 }
 
 
-def cannot_read(
-    path: object, error: Exception, advice: str = "run 'edje-index verify'"
-) -> EdjeError:
+def cannot_read(path: object, error: Exception, advice: str = "") -> EdjeError:
     """Return the exception to raise if `error` prevents the reading of a file of the
     index.
 
     The errno decides. If the machine is in trouble, for example out of file
     descriptors, the result is a `MachineError` with a remedy. Otherwise the file is
-    missing or damaged, and the result is a `CorruptIndexError`.
+    missing or damaged, and the result is a `CorruptIndexError`, whose remedy is
+    "verify" unless `advice` says what to do.
     """
     number = error.errno if isinstance(error, OSError) else None
     reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
+    message = f"cannot read {path}: {reason}"
     if number is not None and number not in _DAMAGED:
         remedy = _REMEDIES.get(number, "check the file system, then try again")
-        return MachineError(f"cannot read {path}: {reason}; {remedy}")
-    return CorruptIndexError(f"cannot read {path}: {reason}; {advice}")
+        return MachineError(f"{message}; {remedy}")
+    if advice:
+        return CorruptIndexError(f"{message}; {advice}")
+    return CorruptIndexError(message, remedy="verify")

@@ -66,25 +66,25 @@ def check_file(
     try:
         with open_index_file(root, root / entry.path) as file:
             length = os.fstat(file.fileno()).st_size
-            if length != entry.bytes:
-                message = (
-                    f"has {length} bytes instead of the {entry.bytes} that were"
-                    " committed"
-                )
-                return Problem(entry.path, "length", message)
-            crc = entry.crc32c if only_length else crc32c_stream(file)
+            has_contents = length == entry.bytes and not only_length
+            crc = crc32c_stream(file) if has_contents else entry.crc32c
     except OSError as error:
         failure = cannot_read(entry.path, error)
         # EIO: this part of the device is damaged
         if isinstance(failure, MachineError) and error.errno != errno.EIO:
             raise failure from error
         return Problem(entry.path, "missing-file", f"cannot be read: {error.strerror}")
+    return difference(entry, length, crc)
+
+
+def difference(entry: FileEntry, length: int, crc: int) -> Problem | None:
+    """Compare the length and the CRC-32C of a file with its entry."""
+    if length != entry.bytes:
+        message = f"has {length} bytes instead of the {entry.bytes} that were committed"
+        return Problem(entry.path, "length", message)
     if crc != entry.crc32c:
-        return Problem(
-            entry.path,
-            "checksum",
-            f"has CRC-32C {crc:08x} instead of {entry.crc32c:08x}",
-        )
+        message = f"has CRC-32C {crc:08x} instead of {entry.crc32c:08x}"
+        return Problem(entry.path, "checksum", message)
     return None
 
 

@@ -1,5 +1,5 @@
-"""Threads that work on a task together with the calling thread, and cleanup after an
-exception of a signal handler.
+"""Threads that work on a task together with the calling thread, cleanup after an
+exception of a signal handler, and the CPUs that this process may use.
 
 An exception that a signal handler raises, for example KeyboardInterrupt after Ctrl-C,
 can come between any two instructions of the main thread. It can end a function that has
@@ -22,7 +22,7 @@ the next use of this pattern in the same thread calls it.
 
 Code with this pattern uses no locks except `threading.Lock` in a `with` statement and
 `queue.SimpleQueue`. An exception can leave the lock of a class written in Python taken
-for ever, so this module does not use `concurrent.futures`. The thread pools of Numba
+for ever, so it does not use `concurrent.futures`. The thread pools of Numba
 abort a process that forks or calls them from two threads. Without this pattern, each
 fetch would need a thread of its own, which no exception interrupts: a warm fetch of 100
 blocks would take 5 % longer.
@@ -31,15 +31,18 @@ blocks would take 5 % longer.
 from __future__ import annotations
 
 import _thread
+import functools
 import os
 import queue
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Generic, TypeAlias, TypeVar
 
-from storage_formats.cpus import usable_cpus
-
 _Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
 Unsettled: TypeAlias = list[Callable[[], None]]
 
 _MAX_THREADS = max(64, os.cpu_count() or 1)
@@ -47,6 +50,9 @@ _MAX_THREADS = max(64, os.cpu_count() or 1)
 _ATTEMPTS = 10_000
 # of bfloat16: about 0.3 ms of work, much longer than handing it to a thread
 _CHUNK_BYTES = 2 << 20
+# x86, x86, ARM
+_BFLOAT16_FEATURES = ("avx512bf16", "amx-bf16", "bf16")
+QUOTA_FILE = Path("/sys/fs/cgroup/cpu.max")
 
 
 class _PerThread(threading.local):
@@ -237,4 +243,78 @@ def run_chunks(
         lambda start: work(start, min(start + chunk, count)),
         starts,
         min(limit, len(starts)),
+    )
+
+
+def ordered_results(
+    items: Iterable[_Item], submit: Callable[[_Item], Future[_Result]], *, ahead: int
+) -> Iterator[_Result]:
+    """Yield the result of `submit(item)` for each of `items`, in their order.
+
+    Args:
+        items: the items. They are taken one by one, while the results are consumed.
+        ahead: number of items that are submitted before the first result is yielded,
+            and kept submitted from then on.
+    """
+    pending: deque[Future[_Result]] = deque()
+    for item in items:
+        pending.append(submit(item))
+        if len(pending) >= ahead:
+            yield pending.popleft().result()
+    while pending:
+        yield pending.popleft().result()
+
+
+def ordered_map(
+    work: Callable[[_Item], _Result], items: Iterable[_Item], threads: int, ahead: int
+) -> Generator[_Result, None, None]:
+    """Yield `work(item)` of each item, in order. Threads work on at most `ahead`
+    items ahead.
+    """
+    with ThreadPoolExecutor(threads, "edje-ahead") as pool:
+        try:
+            yield from ordered_results(
+                items, lambda item: pool.submit(work, item), ahead=ahead
+            )
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def usable_cpus() -> int:
+    """Return the number of CPUs that this process may use, at most the CPU quota of
+    the container (cgroup v2).
+    """
+    cpus = (
+        len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count() or 1
+    )
+    return min(cpus, _quota(QUOTA_FILE) or cpus)
+
+
+@functools.cache
+def has_bfloat16() -> bool:
+    """Return True if the processor has instructions for products of bfloat16
+    matrices.
+    """
+    from llvmlite import binding  # type: ignore[import-untyped]
+
+    features = binding.get_host_cpu_features()
+    return any(features.get(name, False) for name in _BFLOAT16_FEATURES)
+
+
+# called for each fetch, and the quota of a container does not change
+@functools.cache
+def _quota(path: Path) -> int | None:
+    """Return the number of CPUs that the `cpu.max` file at `path` allows, at least
+    1; None if there is no limit.
+    """
+    try:
+        allowed, _, period = path.read_text().strip().partition(" ")
+    except OSError:
+        return None
+    return (
+        max(1, int(allowed) // int(period))
+        if allowed.isdigit() and period.isdigit()
+        else None
     )

@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any, Literal, Self, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from storage_formats.arguments import as_text
+from storage_formats.arguments import as_text, repr_of
 from storage_formats.codecs import Blocks, Codec, Records, codec, fill_record, finest
 from storage_formats.codecs.base import check_out
-from storage_formats.describe import repr_of
 from storage_formats.errors import CorruptIndexError, UsageError
 from storage_formats.extras import name_missing_extra
 from storage_formats.format.layout import padded_shard_bytes
@@ -22,12 +21,13 @@ from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.remote import cache_directory, open_index
 from storage_formats.format.row_map import translate_row_ids
 from storage_formats.format.tombstones import (
+    RowIds,
     Tombstones,
+    check_row_ids,
     live_rows,
     refuse_before_first,
     rows_in_use,
 )
-from storage_formats.ordered_results import ordered_map
 from storage_formats.reading.batch import Batch
 from storage_formats.reading.block_cache import BlockCache, cache_bytes, cache_files
 from storage_formats.reading.checksums import BlockChecksums
@@ -37,7 +37,7 @@ from storage_formats.reading.local_reads import LocalReads
 from storage_formats.reading.memory import BufferPool, aligned_blocks, aligned_bytes
 from storage_formats.reading.object_reads import OBJECT_STORE, ObjectReads
 from storage_formats.remote.urls import IndexLocation
-from storage_formats.row_ids import RowIds, check_row_ids
+from storage_formats.threads import ordered_map
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -441,7 +441,8 @@ class TokenStore:
             if (actual := reads.length(shard)) != length:
                 raise CorruptIndexError(
                     f"the token file {tokens.location(shard)} has {actual} bytes"
-                    f" instead of {length}; run 'edje-index verify'"
+                    f" instead of {length}",
+                    remedy="verify",
                 )
         return _View(index, index.deleted, token_codec, reads, checksums)
 

@@ -37,10 +37,16 @@ from storage_formats.format.remote import (
 from storage_formats.format.row_map import check_row_map
 from storage_formats.format.shard_table import FileEntry
 from storage_formats.format.zarr_metadata import zarr_documents
-from storage_formats.ordered_results import ordered_results
 from storage_formats.remote.objects import ObjectFolder
 from storage_formats.remote.urls import STORE_SCHEMES, IndexLocation, is_url
-from storage_formats.shard_check import Problem, check_file, check_shard, shard_paths
+from storage_formats.shard_check import (
+    Problem,
+    check_file,
+    check_shard,
+    difference,
+    shard_paths,
+)
+from storage_formats.threads import ordered_map
 from storage_formats.writing.publish import add_counts
 
 # also with fewer CPUs, because the threads mostly wait for data (docs/lab)
@@ -173,45 +179,38 @@ def _problems(
     problems = list(_check_metadata(index))
     counts = Counts(0, 0, 0)
     values = Counter[str]()
-    pool = ThreadPoolExecutor(_THREADS, "edje-verify")
-    waits = True
-    try:
-        check = functools.partial(_check_shard, index)
-        results = ordered_results(
+    for done, (of_shard, its_counts, its_values) in enumerate(
+        ordered_map(
+            lambda item: _check_shard(index, *item),
             iter_shard_files(index, shards),
-            lambda item: pool.submit(check, *item),
-            ahead=2 * _THREADS,
-        )
-        for done, (of_shard, its_counts, its_values) in enumerate(results, 1):
-            problems += of_shard
-            counts = add_counts(counts, its_counts)
-            values = values + Counter(its_values)
-            if on_progress:
-                on_progress(done, len(shards))
-        # else a rows table cannot be read
-        if checks_all and counts.inputs == manifest.spec.used_rows:
-            held = {column.name: column.values for column in manifest.columns}
-            if counts != manifest.counts:
-                message = (
-                    f"lists the counts {asdict(manifest.counts)}, but the rows tables"
-                    f" have {asdict(counts)}"
-                )
-                problems.append(Problem(ROOT, "counts", message))
-            elif any(values[name] != held[name] for name in held):
-                message = (
-                    f"lists {held} values of the columns, but the rows tables have"
-                    f" {dict(values)}"
-                )
-                problems.append(Problem(ROOT, "columns", message))
-        problems += _check_own_files(index, checks_all=checks_all)
-        if checks_all:
-            problems += _check_earlier_snapshots(index, pool)
-    except KeyboardInterrupt:
-        # of a second signal
-        waits = False
-        raise
-    finally:
-        pool.shutdown(wait=waits, cancel_futures=True)
+            _THREADS,
+            2 * _THREADS,
+        ),
+        1,
+    ):
+        problems += of_shard
+        counts = add_counts(counts, its_counts)
+        values = values + Counter(its_values)
+        if on_progress:
+            on_progress(done, len(shards))
+    # else a rows table cannot be read
+    if checks_all and counts.inputs == manifest.spec.used_rows:
+        held = {column.name: column.values for column in manifest.columns}
+        if counts != manifest.counts:
+            message = (
+                f"lists the counts {asdict(manifest.counts)}, but the rows tables"
+                f" have {asdict(counts)}"
+            )
+            problems.append(Problem(ROOT, "counts", message))
+        elif any(values[name] != held[name] for name in held):
+            message = (
+                f"lists {held} values of the columns, but the rows tables have"
+                f" {dict(values)}"
+            )
+            problems.append(Problem(ROOT, "columns", message))
+    problems += _check_own_files(index, checks_all=checks_all)
+    if checks_all:
+        problems += _check_earlier_snapshots(index)
     return problems
 
 
@@ -349,25 +348,16 @@ def _check_file(
     if index.remote is None:
         return check_file(index.root, entry, only_length=only_length)
     info = index.remote.info(entry.path)
-    crc = 0
     if info is None:
         return Problem(
             entry.path, "missing-file", "cannot be read: No such file or directory"
         )
-    if info.size != entry.bytes:
-        message = (
-            f"has {info.size} bytes instead of the {entry.bytes} that were committed"
-        )
-        return Problem(entry.path, "length", message)
-    for chunk in () if only_length else index.remote.chunks(entry.path, entry.bytes):
-        crc = crc32c(bytes(chunk), crc)
-    if not only_length and crc != entry.crc32c:
-        return Problem(
-            entry.path,
-            "checksum",
-            f"has CRC-32C {crc:08x} instead of {entry.crc32c:08x}",
-        )
-    return None
+    crc = entry.crc32c
+    if info.size == entry.bytes and not only_length:
+        crc = 0
+        for chunk in index.remote.chunks(entry.path, entry.bytes):
+            crc = crc32c(bytes(chunk), crc)
+    return difference(entry, info.size, crc)
 
 
 def check_files(index: CommittedIndex, *, only_lengths: bool) -> None:
@@ -397,15 +387,13 @@ def check_files(index: CommittedIndex, *, only_lengths: bool) -> None:
         )
         raise CorruptIndexError(
             f"snapshot {index.manifest.snapshot.number} of {index.location} is finished"
-            f" but damaged: {'; '.join(problems[:_PROBLEMS_SHOWN])}{rest}. Run"
-            f" 'edje-index verify {index.location}' to list all damage. Then restore"
-            " the damaged files from a backup, or build the index again"
+            f" but damaged: {'; '.join(problems[:_PROBLEMS_SHOWN])}{rest}."
+            " Restore the damaged files from a backup, or build the index again",
+            remedy="verify",
         )
 
 
-def _check_earlier_snapshots(
-    index: CommittedIndex, pool: ThreadPoolExecutor
-) -> Iterator[Problem]:
+def _check_earlier_snapshots(index: CommittedIndex) -> Iterator[Problem]:
     """Check each file that only earlier snapshots name, and look for data files
     that no snapshot names.
     """
@@ -430,7 +418,8 @@ def _check_earlier_snapshots(
             "snapshots", "snapshot", f"contains a snapshot that cannot be read: {error}"
         )
         return
-    yield from filter(None, pool.map(lambda entry: _check_file(index, entry), others))
+    check = functools.partial(_check_file, index)
+    yield from filter(None, ordered_map(check, others, _THREADS, 2 * _THREADS))
     # other files may be those of the change; the next change finishes it or removes
     # them
     if _is_changing(index):

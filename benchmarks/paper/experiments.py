@@ -25,7 +25,7 @@ from benchmarks.paper.study import (
 )
 from benchmarks.report import Say, table
 from storage_formats.atomic import write_bytes_atomic
-from storage_formats.cpus import usable_cpus
+from storage_formats.threads import usable_cpus
 
 Values: TypeAlias = Sequence[float | None]
 """Values by column, without the last columns if they are unknown. None is an

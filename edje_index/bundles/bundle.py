@@ -56,7 +56,7 @@ from edje_index.models.weights import (
 )
 from edje_index.scoring.parts import PooledSimilarity, ScoreModels
 from edje_index.scoring.weights import DirectionWeights, check_parts
-from storage_formats.describe import repr_of
+from storage_formats.arguments import repr_of
 
 if TYPE_CHECKING:
     from edje_index.models.joint_encoder import JointEncoder

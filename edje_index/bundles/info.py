@@ -27,8 +27,7 @@ from typing import TYPE_CHECKING, Any
 from edje_index.errors import BundleNotFoundError, ModelError, NotABundleError
 from edje_index.models.safety import check_bundle_folder
 from edje_index.scoring.weights import DirectionWeights, ScoreWeights
-from storage_formats.arguments import as_path
-from storage_formats.describe import repr_of
+from storage_formats.arguments import as_path, repr_of
 from storage_formats.format.index_files import open_regular
 
 if TYPE_CHECKING:

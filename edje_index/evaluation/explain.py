@@ -56,7 +56,7 @@ from storage_formats.codecs import Blocks
 from storage_formats.errors import UsageError
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.rows import INDEXED, read_all_rows, read_rows
-from storage_formats.row_ids import as_indices
+from storage_formats.format.tombstones import as_indices
 from storage_formats.token_store import TokenStore
 
 _ROWS = 6

@@ -13,7 +13,7 @@ import torch
 
 from edje_index.fetching.device_decode import decode_records_torch
 from edje_index.models.devices import resolve_device
-from storage_formats.describe import repr_of
+from storage_formats.arguments import repr_of
 from storage_formats.token_store import RowIds, TokenStore
 
 # takes about 10 ms to read, much longer than starting a copy to the device

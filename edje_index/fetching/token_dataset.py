@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch.utils.data import Dataset
 
-from storage_formats.describe import repr_of
+from storage_formats.arguments import repr_of
 from storage_formats.errors import RowIdError
 from storage_formats.token_store import TokenStore
 

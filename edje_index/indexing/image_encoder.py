@@ -32,7 +32,7 @@ from edje_index.models.devices import (
 )
 from edje_index.models.linear import replace_linear_layers
 from edje_index.models.vision_tower import VisionTower
-from storage_formats.describe import repr_of
+from storage_formats.arguments import repr_of
 
 Array = np.ndarray[Any, np.dtype[Any]]
 

@@ -45,8 +45,8 @@ from storage_formats.format.rows import (
     with_source_values,
 )
 from storage_formats.format.source_columns import SourceColumn
-from storage_formats.ordered_results import ordered_results
 from storage_formats.remote.urls import is_url
+from storage_formats.threads import ordered_results
 from storage_formats.writing.shard_writer import ShardWriter
 
 if TYPE_CHECKING:

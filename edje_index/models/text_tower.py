@@ -38,7 +38,7 @@ from edje_index.models.joint_inputs import (
 from edje_index.models.safety import check_tokenizer_folder, read_configuration
 from edje_index.models.weights import read_weights
 from edje_index.progress import OnProgress
-from storage_formats.describe import repr_of
+from storage_formats.arguments import repr_of
 
 TEXTS_PER_REPORT = 1024
 # where a tokenizer was read from

@@ -17,7 +17,7 @@ from storage_formats.arguments import as_list, as_path, as_text, shown
 from storage_formats.errors import UsageError
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.rows import DUPLICATE, INDEXED, iter_rows, read_index_rows
-from storage_formats.row_ids import check_row_ids
+from storage_formats.format.tombstones import check_row_ids
 
 if TYPE_CHECKING:
     from PIL import Image

@@ -26,7 +26,7 @@ from edje_index.scoring.weights import (
     check_parts,
     parse_score,
 )
-from storage_formats.cpus import has_bfloat16
+from storage_formats.threads import has_bfloat16
 
 if TYPE_CHECKING:
     from edje_index.indexing.image_encoder import ImageEncoder

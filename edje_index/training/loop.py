@@ -46,10 +46,9 @@ from edje_index.training.random_streams import DROPOUT, stream
 from edje_index.training.start import init_from_features, make_trainable, trained_part
 from edje_index.training.step import TOTAL, AlignmentObjective, JointObjective, Teacher
 from edje_index.training.workers import WorkerGroup
-from storage_formats.cpus import usable_cpus
 from storage_formats.errors import EdjeError, UsageError
 from storage_formats.format.manifest import CommittedIndex
-from storage_formats.ordered_results import ordered_map
+from storage_formats.threads import ordered_map, usable_cpus
 
 CAPTIONS = "captions"
 ALIGNMENT = "alignment"

@@ -33,6 +33,7 @@ _HINTS: dict[type[EdjeError], str] = {
     EngineUnavailableError: "; '--engine inline' works without Ray",
     BundleNotFoundError: " with --model",
 }
+_REMEDIES = {"verify": "; run 'edje-index verify' to list all damage"}
 # the exit code of a program that SIGPIPE ends
 _BROKEN_PIPE = 128 + signal.SIGPIPE
 
@@ -87,8 +88,8 @@ def _print_version(
         return
     if ctx.params["as_json"]:
         from pipelines.environment import dependencies, environment
-        from storage_formats.cpus import has_bfloat16
         from storage_formats.reading import engines
+        from storage_formats.threads import has_bfloat16
 
         machine = {
             **environment(),
@@ -231,7 +232,7 @@ def _explain(error: BaseException) -> tuple[int, str]:
         hint = next(
             (text for kind, text in _HINTS.items() if isinstance(error, kind)), ""
         )
-        return error.exit_code, f"{error}{hint}"
+        return error.exit_code, f"{error}{hint}{_REMEDIES.get(error.remedy or '', '')}"
     if isinstance(error, KeyboardInterrupt | click.Abort):
         return INTERRUPTED, "interrupted"
     if isinstance(error, OSError) and error.strerror:

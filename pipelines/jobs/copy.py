@@ -61,11 +61,14 @@ from storage_formats.format.rows import (
 )
 from storage_formats.format.selection import Selection
 from storage_formats.format.shard_table import FileEntry
-from storage_formats.format.tombstones import check_rows_in_use, live_rows
-from storage_formats.ordered_results import ordered_map
+from storage_formats.format.tombstones import (
+    check_row_ids,
+    check_rows_in_use,
+    live_rows,
+)
 from storage_formats.remote.objects import ObjectFolder
 from storage_formats.remote.urls import hub_kind, index_location, is_url, local_path
-from storage_formats.row_ids import check_row_ids
+from storage_formats.threads import ordered_map
 from storage_formats.writing.copying import RowCopier, count_values, with_values
 from storage_formats.writing.index_copy import (
     begin_remote_copy,

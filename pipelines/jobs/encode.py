@@ -18,11 +18,11 @@ from pipelines.jobs.plan import Plan
 from pipelines.progress.events import OnEvent, PlanReady, ShouldStop
 from pipelines.progress.wording import counted
 from storage_formats.change import Change, IndexChange
-from storage_formats.cpus import usable_cpus
 from storage_formats.errors import EdjeError
 from storage_formats.format.layout import Layout
 from storage_formats.format.receipts import ShardReceipt
 from storage_formats.format.rows import FAILED, read_shard_rows
+from storage_formats.threads import usable_cpus
 
 if TYPE_CHECKING:
     from edje_index.indexing.shard_encoding import ShardTask

@@ -17,7 +17,6 @@ from edje_index.models import MAX_FRAMES
 from pipelines.environment import cuda_devices
 from storage_formats.atomic import fsync_paths
 from storage_formats.codecs import codec
-from storage_formats.cpus import has_bfloat16, usable_cpus
 from storage_formats.errors import CorruptIndexError, UsageError
 from storage_formats.format.checksum import crc32c_file, to_hex
 from storage_formats.format.layout import IndexSpec, Layout, Segment
@@ -32,6 +31,7 @@ from storage_formats.format.source_columns import (
     columns_from_json,
     kind_of,
 )
+from storage_formats.threads import has_bfloat16, usable_cpus
 
 if TYPE_CHECKING:
     from edje_index.images.frames import DecodeSettings

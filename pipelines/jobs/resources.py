@@ -12,7 +12,6 @@ from pipelines.environment import available_memory, cuda_devices, free_disk
 from pipelines.jobs.plan import BuildSettings
 from pipelines.progress.wording import counted, human_bytes
 from storage_formats.codecs import codec
-from storage_formats.cpus import usable_cpus
 from storage_formats.errors import UsageError
 from storage_formats.extras import name_missing_extra
 from storage_formats.format.layout import (
@@ -22,6 +21,7 @@ from storage_formats.format.layout import (
     padded_shard_bytes,
 )
 from storage_formats.format.manifest import Manifest
+from storage_formats.threads import usable_cpus
 
 Need = dict[str, int]
 """The required memory or disk space in bytes, by purpose."""

@@ -25,9 +25,12 @@ from storage_formats.errors import UsageError
 from storage_formats.format.manifest import CommittedIndex, Manifest, kept_snapshots
 from storage_formats.format.remote import open_index
 from storage_formats.format.rows import iter_rows
-from storage_formats.format.tombstones import check_rows_in_use, rows_in_use
+from storage_formats.format.tombstones import (
+    check_row_ids,
+    check_rows_in_use,
+    rows_in_use,
+)
 from storage_formats.remote.urls import IndexLocation
-from storage_formats.row_ids import check_row_ids
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,6 @@ from pipelines.sources.packed import (
     scan_ahead,
 )
 from storage_formats.errors import UsageError
-from storage_formats.ordered_results import ordered_map
 from storage_formats.remote.files import list_remote_folder, require_libraries
 from storage_formats.remote.urls import (
     WEB_SCHEMES,
@@ -60,6 +59,7 @@ from storage_formats.remote.urls import (
     scheme_of,
     without_credentials,
 )
+from storage_formats.threads import ordered_map
 
 ACCEPTED = (
     f"a directory, an archive ({', '.join(ARCHIVE_SUFFIXES)}), a Parquet file of"

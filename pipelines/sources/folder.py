@@ -26,9 +26,9 @@ from pipelines.sources.base import (
 from pipelines.sources.metadata import sidecar_values
 from pipelines.sources.packed import is_packed_name, packed_source, scan_ahead
 from storage_formats.format.layout import Layout
-from storage_formats.ordered_results import ordered_map
 from storage_formats.remote.files import list_remote_folder, read_remote
 from storage_formats.remote.urls import is_url
+from storage_formats.threads import ordered_map
 
 _FILES_AT_ONCE = 16
 # device and inode: the same for every path to a file or directory

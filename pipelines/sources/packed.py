@@ -48,7 +48,7 @@ from pipelines.sources.metadata import (
 )
 from storage_formats.errors import UsageError
 from storage_formats.format.parquet import iter_batches, open_parquet
-from storage_formats.ordered_results import ordered_map
+from storage_formats.threads import ordered_map
 
 NO_IMAGE = "(row without an image)"
 _FILES_AT_ONCE = 8

@@ -11,8 +11,8 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from storage_formats.arguments import repr_of
 from storage_formats.codecs.minifloat import NAN_CODE
-from storage_formats.describe import repr_of
 from storage_formats.errors import UsageError
 from storage_formats.threads import run_chunks
 
@@ -53,6 +53,7 @@ class Codec(ABC):
             `int8`.
         width_multiple: the width of a token must be a multiple of this number.
         block_shape: (m, d), tokens per block and values per token.
+        group: number of consecutive values of a token that share one scale.
         record_shape: shape of one record in the Zarr array of the precision.
         fill_value: fill value of the Zarr array. A record of fill values decodes to
             NaN.
@@ -75,8 +76,8 @@ class Codec(ABC):
     fill_value = NAN_CODE
     width_multiple = 1
 
-    def __init__(self, block_shape: tuple[int, int], record_bytes: int) -> None:
-        width = block_shape[1]
+    def __init__(self, block_shape: tuple[int, int]) -> None:
+        tokens, width = block_shape
         multiple = self.width_multiple
         if width % multiple:
             raise UsageError(
@@ -85,13 +86,24 @@ class Codec(ABC):
                 " any width"
             )
         self.block_shape = block_shape
-        self.values = block_shape[0] * width
-        self.record_bytes = record_bytes
-        self.record_shape: tuple[int, ...] = (
-            (record_bytes,) if self.zarr_dtype == "uint8" else block_shape
-        )
+        self.values = tokens * width
+        self.record_bytes = tokens * self.token_bytes(width)
+        self.record_shape: tuple[int, ...] = block_shape
+        if self.zarr_dtype == "uint8":
+            self.record_shape = (self.record_bytes,)
+        self.group = self.group_of(width)
         # see `kernels`
-        self._geometry = (self.values, width, multiple if multiple > 1 else width)
+        self._geometry = (self.values, width, self.group)
+
+    @classmethod
+    def group_of(cls, width: int) -> int:
+        """Return the number of values of a token that share one scale."""
+        return cls.width_multiple if cls.width_multiple > 1 else width
+
+    @classmethod
+    def token_bytes(cls, width: int) -> int:
+        """Return the number of bytes of a record per token of `width` values."""
+        return 2 * width
 
     __repr__ = repr_of("name", "block_shape")
 

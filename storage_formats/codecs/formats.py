@@ -64,9 +64,6 @@ class BF16Codec(Codec):
     zarr_dtype = "uint16"
     fill_value = 0x7FC0
 
-    def __init__(self, block_shape: tuple[int, int]) -> None:
-        super().__init__(block_shape, 2 * block_shape[0] * block_shape[1])
-
     def encode(self, blocks: Blocks, threads: int | None = None) -> Records:
         self._check_blocks(blocks)
         return (
@@ -102,9 +99,6 @@ class FP16Codec(Codec):
     logical_dtype = "float16"
     zarr_dtype = "uint16"
     fill_value = 0x7E00
-
-    def __init__(self, block_shape: tuple[int, int]) -> None:
-        super().__init__(block_shape, 2 * block_shape[0] * block_shape[1])
 
     def _encode(self, bits: Bits, records: Bytes, span: Span) -> None:
         blocks = np.arange(*span)
@@ -158,8 +152,9 @@ class Int8Codec(Codec):
     name = "int8"
     logical_dtype = "int8"
 
-    def __init__(self, block_shape: tuple[int, int]) -> None:
-        super().__init__(block_shape, block_shape[0] * (block_shape[1] + 2))
+    @classmethod
+    def token_bytes(cls, width: int) -> int:
+        return width + 2
 
     @staticmethod
     def scales(largest: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -194,17 +189,19 @@ class GroupScaledCodec(Codec):
     Attributes:
         scale_values: value of each scale code, float32 [256]. The value of code 0xFF is
             NaN.
-        group: number of consecutive values of a token that share one scale.
     """
 
     element: MiniFloat
     scale_values: NDArray[np.float32]
 
     def __init__(self, block_shape: tuple[int, int]) -> None:
-        values = block_shape[0] * block_shape[1]
-        self.group = self.width_multiple if self.width_multiple > 1 else block_shape[1]
-        self.codes_bytes = values if self.element is E4M3 else values // 2
-        super().__init__(block_shape, self.codes_bytes + values // self.group)
+        super().__init__(block_shape)
+        self.codes_bytes = self.values if self.element is E4M3 else self.values // 2
+
+    @classmethod
+    def token_bytes(cls, width: int) -> int:
+        codes = width if cls.element is E4M3 else width // 2
+        return codes + width // cls.group_of(width)
 
     @staticmethod
     @abstractmethod
@@ -212,30 +209,15 @@ class GroupScaledCodec(Codec):
         """Return the scale code of each group, uint8, with the shape of `largest`."""
 
     def _encode(self, bits: Bits, records: Bytes, span: Span) -> None:
-        # with scales that are powers of two, so multiplying by the inverse is exact
+        encode = _kernels().encode_e2m1
+        scales = self.scale_values
         if self.element is E4M3:
-            encode = (
-                _kernels().encode_e4m3_tokens
-                if self.group == self.block_shape[1]
-                else _kernels().encode_e4m3
-            )
-            encode(
-                bits,
-                self._scale_table(),
-                1 / self.scale_values,
-                records,
-                self._geometry,
-                span,
-            )
-        else:
-            _kernels().encode_e2m1(
-                bits,
-                self._scale_table(),
-                self.scale_values,
-                records,
-                self._geometry,
-                span,
-            )
+            encode = _kernels().encode_e4m3
+            # the scales are powers of two, so multiplying by the inverse is exact
+            scales = np.float32(1) / scales
+            if self.group == self.block_shape[1]:
+                encode = _kernels().encode_e4m3_tokens
+        encode(bits, self._scale_table(), scales, records, self._geometry, span)
 
     def decode_at(self, memory: Bytes, moves: Moves, bits: Bits, span: Span) -> None:
         if self.element is E4M3:
@@ -426,8 +408,9 @@ class Sign1Codec(Codec):
     logical_dtype = "sign1"
     width_multiple = 8
 
-    def __init__(self, block_shape: tuple[int, int]) -> None:
-        super().__init__(block_shape, block_shape[0] * (block_shape[1] // 8 + 2))
+    @classmethod
+    def token_bytes(cls, width: int) -> int:
+        return width // 8 + 2
 
     def _encode(self, bits: Bits, records: Bytes, span: Span) -> None:
         _kernels().encode_sign1(bits, records, self._geometry, span)

@@ -42,6 +42,25 @@ Index: TypeAlias = np.uint64
 Geometry: TypeAlias = tuple[Index, Index, Index]
 Span: TypeAlias = tuple[Index, Index]
 
+ZERO = np.uint64(0)
+ONE = np.uint64(1)
+TWO = np.uint64(2)
+THREE = np.uint64(3)
+FOUR = np.uint64(4)
+EIGHT = np.uint64(8)
+NO_BITS = np.uint16(0)
+# without the sign
+MAGNITUDE_BITS = np.uint16(0x7FFF)
+BF16_FRACTION_BITS = np.uint16(7)
+INFINITY_BITS = np.uint16(0x7F80)
+NAN_BITS = np.uint16(0x7FC0)
+# see `codecs.formats`
+NAN_SCALE = np.uint16(0xFFFF)
+NAN_CODE = np.uint8(0xFF)
+E4M3_BIAS = np.uint16(7)
+# a product with a larger or negative scale exponent may exceed the bfloat16 range
+EXTREME_EXPONENT = np.uint16(240)
+
 _GEOMETRY = types.UniTuple(types.uint64, 3)
 _MOVES = types.UniTuple(types.Array(types.int64, 1, "C"), 2)
 _SPAN = types.UniTuple(types.uint64, 2)
@@ -65,7 +84,7 @@ def _rounded_bf16(number: np.float32) -> np.uint16:
     bits = _bits(number)
     even = np.uint32(bits >> np.uint32(16)) & np.uint32(1)
     rounded = np.uint32(bits + np.uint32(0x7FFF) + even) >> np.uint32(16)
-    return np.uint16(rounded) if number == number else np.uint16(0x7FC0)
+    return np.uint16(rounded) if number == number else NAN_BITS
 
 
 @inlined
@@ -94,9 +113,9 @@ def _largest_magnitude(bits: U16, first: Index, count: Index) -> int:
     """Return the bits of the largest magnitude in `bits[first:first + count]`. NaN
     is larger than infinity.
     """
-    largest = np.uint16(0)
+    largest = NO_BITS
     for i in range(count):
-        largest = max(largest, np.uint16(bits[first + i] & np.uint16(0x7FFF)))
+        largest = max(largest, np.uint16(bits[first + i] & MAGNITUDE_BITS))
     return int(largest)
 
 
@@ -114,7 +133,7 @@ def _choose_scales(
     has_nan = False
     for index in range(width // group):
         code = scale_codes[_largest_magnitude(bits, first + index * group, group)]
-        has_nan |= bool(code == np.uint8(0xFF))
+        has_nan |= bool(code == NAN_CODE)
         records[scales_at + index] = code
     return has_nan
 
@@ -139,10 +158,10 @@ def _scale_exponents(
     """
     extreme = False
     for index in range(np.uint64(len(exponents)) // group):
-        exponent = np.uint16(np.uint16(records[scales_at + index]) - np.uint16(7))
-        extreme |= bool(exponent >= np.uint16(240))
+        exponent = np.uint16(np.uint16(records[scales_at + index]) - E4M3_BIAS)
+        extreme |= bool(exponent >= EXTREME_EXPONENT)
         for i in range(group):
-            exponents[index * group + i] = np.uint16(exponent << np.uint16(7))
+            exponents[index * group + i] = np.uint16(exponent << BF16_FRACTION_BITS)
     return extreme
 
 
@@ -151,11 +170,11 @@ def _has_subnormal_codes(bits: U16, first: Index, exponents: U16) -> bool:
     """Return True if a value needs a subnormal E4M3 code. `exponents` contains the
     scale exponent of each value.
     """
-    highest = np.uint16(0)
+    highest = NO_BITS
     for i in range(np.uint64(len(exponents))):
-        magnitude = np.uint16(bits[first + i] & np.uint16(0x7FFF))
+        magnitude = np.uint16(bits[first + i] & MAGNITUDE_BITS)
         above = np.uint16(np.uint16(magnitude - exponents[i]) - np.uint16(0x80))
-        highest = max(highest, above if magnitude else np.uint16(0))
+        highest = max(highest, above if magnitude else NO_BITS)
     return bool(highest > np.uint16(0x7FF - 0x80))
 
 
@@ -164,8 +183,8 @@ def _shifted(number: np.uint16, exponent: np.uint16) -> Any:
     """Return the E4M3 code of a number divided by a power of two. The code must be
     zero or normal.
     """
-    magnitude = np.uint16(number & np.uint16(0x7FFF))
-    field = np.uint16(magnitude - exponent) if magnitude else np.uint16(0)
+    magnitude = np.uint16(number & MAGNITUDE_BITS)
+    field = np.uint16(magnitude - exponent) if magnitude else NO_BITS
     even = np.uint16(field >> np.uint16(4)) & np.uint16(1)
     code = min(
         np.uint16(np.uint16(field + np.uint16(7) + even) >> np.uint16(4)),
@@ -181,7 +200,7 @@ def _magnitude(number: np.uint16) -> Any:
     """Return |number|, limited to 15 x 2**124 because E4M3 would round larger
     numbers to 2**128.
     """
-    return _bf16(min(np.uint16(number & np.uint16(0x7FFF)), np.uint16(0x7F70)))
+    return _bf16(min(np.uint16(number & MAGNITUDE_BITS), np.uint16(0x7F70)))
 
 
 @inlined
@@ -196,10 +215,10 @@ def _extremes(bits: U16, first: Index, count: Index) -> Any:
     """Return (largest, smallest - 1), the bits of the largest and of the smallest
     nonzero magnitude as integers.
     """
-    largest = np.uint16(0)
+    largest = NO_BITS
     below_smallest = np.uint16(0xFFFF)
     for i in range(count):
-        magnitude = np.uint16(bits[first + i] & np.uint16(0x7FFF))
+        magnitude = np.uint16(bits[first + i] & MAGNITUDE_BITS)
         largest = max(largest, magnitude)
         below_smallest = min(below_smallest, np.uint16(magnitude - np.uint16(1)))
     return largest, below_smallest
@@ -211,14 +230,18 @@ def _fill_nan_groups(
 ) -> None:
     """Set all codes of a group to 0xFF if the scale of the group is NaN."""
     for index in range(groups):
-        if records[scales_at + index] == np.uint8(0xFF):
+        if records[scales_at + index] == NAN_CODE:
             for i in range(size):
-                records[codes_at + index * size + i] = np.uint8(0xFF)
+                records[codes_at + index * size + i] = NAN_CODE
 
 
 _GROUP_ENCODER = (
-    *(input_array(types.uint16), input_array(types.uint8), input_array(types.float32)),
-    *(output_array(types.uint8), _GEOMETRY, _SPAN),
+    input_array(types.uint16),
+    input_array(types.uint8),
+    input_array(types.float32),
+    output_array(types.uint8),
+    _GEOMETRY,
+    _SPAN,
 )
 
 
@@ -248,7 +271,7 @@ def encode_e4m3(
     for block in range(start, stop):
         codes_at = block * (values + values // group)
         scales_at = codes_at + values
-        for first in range(block * values, (block + np.uint64(1)) * values, width):
+        for first in range(block * values, (block + ONE) * values, width):
             has_nan = _choose_scales(
                 bits, first, width, group, scale_codes, records, scales_at
             )
@@ -281,17 +304,17 @@ def encode_e4m3_tokens(
     for block in range(start, stop):
         codes_at = block * (values + values // group)
         scales_at = codes_at + values
-        for first in range(block * values, (block + np.uint64(1)) * values, width):
+        for first in range(block * values, (block + ONE) * values, width):
             largest, below_smallest = _extremes(bits, first, width)
             scale = scale_codes[int(largest)]
             records[scales_at] = scale
-            exponent = np.uint16(np.uint16(scale) - np.uint16(7))
-            shift = np.uint16(exponent << np.uint16(7))
-            if scale == np.uint8(0xFF):
+            exponent = np.uint16(np.uint16(scale) - E4M3_BIAS)
+            shift = np.uint16(exponent << BF16_FRACTION_BITS)
+            if scale == NAN_CODE:
                 for i in range(width):
-                    records[codes_at + i] = np.uint8(0xFF)
+                    records[codes_at + i] = NAN_CODE
             elif (
-                exponent >= np.uint16(240)
+                exponent >= EXTREME_EXPONENT
                 or np.int64(below_smallest) + 1 < np.int64(shift) + 0x80
             ):
                 for i in range(width):
@@ -302,7 +325,7 @@ def encode_e4m3_tokens(
                 for i in range(width):
                     records[codes_at + i] = _shifted(bits[first + i], shift)
             codes_at += width
-            scales_at += np.uint64(1)
+            scales_at += ONE
 
 
 @kernel(*_GROUP_ENCODER)
@@ -320,15 +343,15 @@ def encode_e2m1(
     see `encode_e4m3`.
     """
     values, width, group = geometry
-    half = width >> np.uint64(1)
+    half = width >> ONE
     divisors = np.empty(width, dtype=np.float32)
     nibbles = np.empty(width, dtype=np.uint8)
     pairs = nibbles.view(np.uint16)
     start, stop = span
     for block in range(start, stop):
-        codes_at = block * ((values >> np.uint64(1)) + values // group)
-        scales_at = codes_at + (values >> np.uint64(1))
-        for first in range(block * values, (block + np.uint64(1)) * values, width):
+        codes_at = block * ((values >> ONE) + values // group)
+        scales_at = codes_at + (values >> ONE)
+        for first in range(block * values, (block + ONE) * values, width):
             has_nan = _choose_scales(
                 bits, first, width, group, scale_codes, records, scales_at
             )
@@ -343,7 +366,7 @@ def encode_e2m1(
                 records[codes_at + i] = np.uint8(pairs[i] | (pairs[i] >> np.uint16(4)))
             if has_nan:
                 _fill_nan_groups(
-                    records, codes_at, scales_at, width // group, group >> np.uint64(1)
+                    records, codes_at, scales_at, width // group, group >> ONE
                 )
             codes_at += half
             scales_at += width // group
@@ -372,7 +395,7 @@ def _rescaled(code: np.uint8, exponent: np.uint16) -> Any:
     field = (
         np.uint16(np.uint16(magnitude << np.uint16(4)) + exponent)
         if magnitude
-        else np.uint16(0)
+        else NO_BITS
     )
     return np.uint16(
         field | np.uint16(np.uint16(code & np.uint8(0x80)) << np.uint16(8))
@@ -403,12 +426,12 @@ def decode_e4m3(
         block = np.uint64(blocks[move])
         codes_at = np.uint64(offsets[move])
         scales_at = codes_at + values
-        for first in range(block * values, (block + np.uint64(1)) * values, width):
+        for first in range(block * values, (block + ONE) * values, width):
             extreme = _scale_exponents(records, scales_at, group, exponents)
             if extreme or _needs_table(records, codes_at, width):
                 for index in range(width // group):
-                    scale = np.uint64(records[scales_at + index]) << np.uint64(8)
-                    for i in range(index * group, (index + np.uint64(1)) * group):
+                    scale = np.uint64(records[scales_at + index]) << EIGHT
+                    for i in range(index * group, (index + ONE) * group):
                         bits[first + i] = table[
                             scale | np.uint64(records[codes_at + i])
                         ]
@@ -435,8 +458,8 @@ def decode_e2m1(
     `table` [256 scales x 256 bytes] contains the bfloat16 bits of the two values in
     each byte.
     """
-    codes = geometry[0] >> np.uint64(1)
-    group = geometry[2] >> np.uint64(1)
+    codes = geometry[0] >> ONE
+    group = geometry[2] >> ONE
     offsets, blocks = moves
     start, stop = span
     for move in range(start, stop):
@@ -445,7 +468,7 @@ def decode_e2m1(
         scales_at = code_at + codes
         pair = block * codes
         for index in range(codes // group):
-            scale = np.uint64(records[scales_at + index]) << np.uint64(8)
+            scale = np.uint64(records[scales_at + index]) << EIGHT
             for offset in range(group):
                 pairs[pair + offset] = table[
                     scale | np.uint64(records[code_at + offset])
@@ -457,14 +480,13 @@ def decode_e2m1(
 @inlined
 def _write_word(records: U8, at: Index, word: np.uint16) -> None:
     records[at] = np.uint8(word)
-    records[at + np.uint64(1)] = np.uint8(word >> np.uint16(8))
+    records[at + ONE] = np.uint8(word >> np.uint16(8))
 
 
 @inlined
 def _read_word(records: U8, at: Index) -> Any:
     return np.uint16(
-        np.uint16(records[at])
-        | np.uint16(np.uint16(records[at + np.uint64(1)]) << np.uint16(8))
+        np.uint16(records[at]) | np.uint16(np.uint16(records[at + ONE]) << np.uint16(8))
     )
 
 
@@ -488,7 +510,7 @@ def translate(
         source = np.uint64(offsets[move])
         target = np.uint64(blocks[move]) * values
         for i in range(values):
-            out[target + i] = table[_read_word(records, source + (i << np.uint64(1)))]
+            out[target + i] = table[_read_word(records, source + (i << ONE))]
 
 
 @kernel(
@@ -511,9 +533,9 @@ def encode_int8(
     shifter = np.float32(1.5 * 2.0**23)
     start, stop = span
     for block in range(start, stop):
-        codes_at = block * (values + np.uint64(2) * (values // width))
+        codes_at = block * (values + TWO * (values // width))
         scale_at = codes_at + values
-        for first in range(block * values, (block + np.uint64(1)) * values, width):
+        for first in range(block * values, (block + ONE) * values, width):
             scale = scale_bits[_largest_magnitude(bits, first, width)]
             _write_word(records, scale_at, scale)
             divisor = _bf16(scale)
@@ -523,11 +545,11 @@ def encode_int8(
                     np.float32(127),
                 )
                 records[codes_at + i] = np.uint8(_bits(quotient + shifter))
-            if scale == np.uint16(0xFFFF):
+            if scale == NAN_SCALE:
                 for i in range(width):
-                    records[codes_at + i] = np.uint8(0xFF)
+                    records[codes_at + i] = NAN_CODE
             codes_at += width
-            scale_at += np.uint64(2)
+            scale_at += TWO
 
 
 @kernel(input_array(types.uint8), _MOVES, output_array(types.uint16), _GEOMETRY, _SPAN)
@@ -542,44 +564,44 @@ def decode_int8(
         block = np.uint64(blocks[move])
         codes_at = np.uint64(offsets[move])
         scale_at = codes_at + values
-        for first in range(block * values, (block + np.uint64(1)) * values, width):
+        for first in range(block * values, (block + ONE) * values, width):
             scale = _bf16(_read_word(records, scale_at))
             for i in range(width):
                 bits[first + i] = _rounded_bf16(
                     np.float32(np.int8(records[codes_at + i])) * scale
                 )
             codes_at += width
-            scale_at += np.uint64(2)
+            scale_at += TWO
 
 
 @kernel(input_array(types.uint16), output_array(types.uint8), _GEOMETRY, _SPAN)
 def encode_sign1(bits: U16, records: U8, geometry: Geometry, span: Span) -> None:
     """Encode bfloat16 values to sign bits and one bfloat16 scale per token."""
     values, width, _ = geometry
-    size = width >> np.uint64(3)
+    size = width >> THREE
     start, stop = span
     for block in range(start, stop):
-        codes_at = block * (values // width) * (size + np.uint64(2))
-        scale_at = codes_at + (values >> np.uint64(3))
-        for first in range(block * values, (block + np.uint64(1)) * values, width):
+        codes_at = block * (values // width) * (size + TWO)
+        scale_at = codes_at + (values >> THREE)
+        for first in range(block * values, (block + ONE) * values, width):
             total = 0.0
             for i in range(size):
                 code = np.uint32(0)
-                for bit in range(np.uint64(8)):
-                    number = bits[first + (i << np.uint64(3)) + bit]
+                for bit in range(EIGHT):
+                    number = bits[first + (i << THREE) + bit]
                     code |= np.uint32(
                         np.uint32(number >> np.uint16(15)) << np.uint32(bit)
                     )
-                    total += np.float64(_bf16(np.uint16(number & np.uint16(0x7FFF))))
+                    total += np.float64(_bf16(np.uint16(number & MAGNITUDE_BITS)))
                 records[codes_at + i] = np.uint8(code)
             scale = _rounded_bf16(np.float32(total / width))
-            if scale >= np.uint16(0x7F80):
-                scale = np.uint16(0xFFFF)
+            if scale >= INFINITY_BITS:
+                scale = NAN_SCALE
                 for i in range(size):
-                    records[codes_at + i] = np.uint8(0xFF)
+                    records[codes_at + i] = NAN_CODE
             _write_word(records, scale_at, scale)
             codes_at += size
-            scale_at += np.uint64(2)
+            scale_at += TWO
 
 
 @kernel(
@@ -599,30 +621,26 @@ def decode_sign1(
     the sign bits of four values.
     """
     values, width, _ = geometry
-    size = width >> np.uint64(3)
+    size = width >> THREE
     offsets, blocks = moves
     start, stop = span
     for move in range(start, stop):
         block = np.uint64(blocks[move])
         codes_at = np.uint64(offsets[move])
-        scale_at = codes_at + (values >> np.uint64(3))
-        quad = (block * values) >> np.uint64(2)
+        scale_at = codes_at + (values >> THREE)
+        quad = (block * values) >> TWO
         for _ in range(values // width):
             scale = _read_word(records, scale_at)
-            nan = np.uint16(scale & np.uint16(0x7FFF)) > np.uint16(0x7F80)
-            four = np.uint64(np.uint16(0x7FC0) if nan else scale) * np.uint64(
-                0x0001000100010001
-            )
-            signs = np.uint64(0) if nan else np.uint64(0xFFFFFFFFFFFFFFFF)
+            nan = np.uint16(scale & MAGNITUDE_BITS) > INFINITY_BITS
+            four = np.uint64(NAN_BITS if nan else scale) * np.uint64(0x0001000100010001)
+            signs = ZERO if nan else np.uint64(0xFFFFFFFFFFFFFFFF)
             for i in range(size):
-                entry = np.uint64(records[codes_at + i]) << np.uint64(1)
+                entry = np.uint64(records[codes_at + i]) << ONE
                 quads[quad] = four ^ (table[entry] & signs)
-                quads[quad + np.uint64(1)] = four ^ (
-                    table[entry | np.uint64(1)] & signs
-                )
-                quad += np.uint64(2)
+                quads[quad + ONE] = four ^ (table[entry | ONE] & signs)
+                quad += TWO
             codes_at += size
-            scale_at += np.uint64(2)
+            scale_at += TWO
 
 
 @summing
@@ -640,8 +658,8 @@ def _products(words: U16, tokens: Any, query: F32, first: Index, width: Index) -
         d = _bf16(words[dt + i])
         p = query[first + i]
         q = query[first + width + i]
-        r = query[first + np.uint64(2) * width + i]
-        s = query[first + np.uint64(3) * width + i]
+        r = query[first + TWO * width + i]
+        s = query[first + THREE * width + i]
         ap = ap + a * p
         aq = aq + a * q
         ar = ar + a * r
@@ -662,12 +680,11 @@ def _products(words: U16, tokens: Any, query: F32, first: Index, width: Index) -
 
 
 @kernel(
-    *(
-        input_array(types.uint16),
-        types.Array(types.int64, 1, "C", readonly=True),
-        input_array(types.float32),
-    ),
-    *(output_array(types.float32), types.UniTuple(types.uint64, 3)),
+    input_array(types.uint16),
+    types.Array(types.int64, 1, "C", readonly=True),
+    input_array(types.float32),
+    output_array(types.float32),
+    _GEOMETRY,
 )
 def max_sim(
     words: U16, offsets: NDArray[np.int64], query: F32, scores: F32, sizes: Geometry
@@ -682,24 +699,23 @@ def max_sim(
         sizes: (tokens per block, values per token, number of query vectors)
     """
     tokens, width, vectors = sizes
-    four = np.uint64(4)
-    last = tokens - np.uint64(1)
+    last = tokens - ONE
     best = np.empty(np.uint64(len(query)) // width, dtype=np.float32)
     for block in range(len(offsets)):
         best[:] = -np.inf
         start = np.uint64(offsets[block])
         # the last token may occur several times, which is harmless
-        for token in range(np.uint64(0), tokens, four):
-            b = min(token + np.uint64(1), last)
-            c = min(token + np.uint64(2), last)
-            d = min(token + np.uint64(3), last)
+        for token in range(ZERO, tokens, FOUR):
+            b = min(token + ONE, last)
+            c = min(token + TWO, last)
+            d = min(token + THREE, last)
             at = (
                 start + token * width,
                 start + b * width,
                 start + c * width,
                 start + d * width,
             )
-            for row in range(np.uint64(0), np.uint64(len(best)), four):
+            for row in range(ZERO, np.uint64(len(best)), FOUR):
                 for vector, products in enumerate(
                     _products(words, at, query, row * width, width)
                 ):

@@ -64,8 +64,8 @@ def read_checksums(
         data = file.read(4 * rows) if length == 4 * rows else b""
     if len(data) != 4 * rows:
         raise CorruptIndexError(
-            f"the checksum file {path} has {length} bytes instead of {4 * rows}; run"
-            " 'edje-index verify'"
+            f"the checksum file {path} has {length} bytes instead of {4 * rows}",
+            remedy="verify",
         )
     return np.frombuffer(data, dtype="<u4")
 

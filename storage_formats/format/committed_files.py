@@ -9,7 +9,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import numpy as np
 import pyarrow as pa
@@ -21,7 +21,12 @@ from storage_formats.format.index_files import open_index_file
 from storage_formats.format.layout import Layout
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.parquet import ParquetRowGroups
-from storage_formats.format.shard_table import EXCHANGED, SHARD_TABLE_SCHEMA, FileEntry
+from storage_formats.format.shard_table import (
+    EXCHANGED,
+    SHARD_TABLE_SCHEMA,
+    FileEntry,
+    table_lines,
+)
 
 # about 20 MB
 _KEPT_ENTRIES = 1 << 16
@@ -67,16 +72,14 @@ class CommittedFiles:
             return files
 
     def _load(self, table: _Table, shards: list[int]) -> None:
-        for line in table.lines(shards):
-            if line["path"] == self._layout.relative(self._path(line["shard"])):
-                self._files[line["shard"]] = FileEntry(
-                    line["path"], line["bytes"], line["crc32c"]
-                )
+        for shard, file in table.lines(shards):
+            if file.path == self._layout.relative(self._path(shard)):
+                self._files[shard] = file
         for shard in shards:
             if shard not in self._files:
                 raise CorruptIndexError(
-                    f"the shard table {table.path} does not list {self._path(shard)};"
-                    " run 'edje-index verify'"
+                    f"the shard table {table.path} does not list {self._path(shard)}",
+                    remedy="verify",
                 )
 
 
@@ -105,10 +108,8 @@ def iter_shard_files(
         for first in range(start, stop, _SHARDS_PER_READ):
             group = list(shards[first : min(first + _SHARDS_PER_READ, stop)])
             files: dict[int, dict[str, FileEntry]] = {shard: {} for shard in group}
-            for line in table.lines(group):
-                files[line["shard"]][line["path"]] = FileEntry(
-                    line["path"], line["bytes"], line["crc32c"]
-                )
+            for shard, file in table.lines(group):
+                files[shard][file.path] = file
             yield from files.items()
 
 
@@ -122,9 +123,9 @@ class _Table:
         self._groups: ParquetRowGroups | None = None
         self._identity: tuple[int, ...] = ()
 
-    def lines(self, shards: list[int]) -> list[dict[str, Any]]:
-        """Return the lines of the table for `shards`. Each line is a dictionary
-        from column name to value.
+    def lines(self, shards: list[int]) -> list[tuple[int, FileEntry]]:
+        """Return a pair (shard number, file entry) for each line of the table for
+        `shards`.
         """
         # `pa.array` would import pandas, which takes 0.25 s.
         wanted = pa.py_buffer(np.array(shards, dtype=np.int32))
@@ -134,14 +135,14 @@ class _Table:
             with open_index_file(self._index.root, self.path) as file:
                 self._open(file)
                 assert self._groups is not None
-                lines = []
+                lines: list[tuple[int, FileEntry]] = []
                 for group in self._groups.read(file, shards):
                     group = group.select(SHARD_TABLE_SCHEMA.names).cast(
                         SHARD_TABLE_SCHEMA
                     )
-                    lines += group.filter(
-                        pc.is_in(group["shard"], requested)
-                    ).to_pylist()
+                    lines += table_lines(
+                        group.filter(pc.is_in(group["shard"], requested))
+                    )
                 return lines
         except (OSError, KeyError, ValueError, pa.ArrowException) as error:
             raise cannot_read(

@@ -13,16 +13,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from storage_formats.atomic import write_bytes_atomic
 from storage_formats.errors import cannot_read
-from storage_formats.format.checksum import crc32c
 from storage_formats.format.index_files import read_index_file
 from storage_formats.format.layout import Layout
 from storage_formats.format.manifest import CommittedIndex, RowMap
 from storage_formats.format.parquet import ParquetRowGroups, iter_batches, open_parquet
-from storage_formats.format.shard_table import FileEntry, check_content
-from storage_formats.format.tombstones import rows_in_use
-from storage_formats.row_ids import RowIds, check_row_ids
+from storage_formats.format.shard_table import (
+    FileEntry,
+    check_content,
+    write_named_file,
+)
+from storage_formats.format.tombstones import RowIds, check_row_ids, rows_in_use
 
 Ints = NDArray[np.int64]
 
@@ -48,10 +49,7 @@ def write_row_map(layout: Layout, parts: Iterable[tuple[Ints, Ints]]) -> FileEnt
             writer.write_table(
                 pa.table([old, new], schema=ROW_MAP_SCHEMA), row_group_size=_GROUP_LINES
             )
-    data = sink.getvalue().to_pybytes()
-    path = layout.row_map(crc32c(data))
-    write_bytes_atomic(path, data)
-    return FileEntry(layout.relative(path), len(data), crc32c(data))
+    return write_named_file(layout, layout.row_map, sink.getvalue().to_pybytes())
 
 
 def translate_row_ids(index: CommittedIndex, row_ids: RowIds) -> Ints:

@@ -4,7 +4,7 @@ shard (SPEC.md section 9).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,18 +15,27 @@ import pyarrow.parquet as pq
 
 from storage_formats.atomic import naming
 from storage_formats.errors import UsageError, cannot_read
-from storage_formats.format.column_types import ARROW_TYPES, cast_columns
 from storage_formats.format.committed_files import CommittedFiles
 from storage_formats.format.index_files import read_index_file
 from storage_formats.format.layout import Layout
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.parquet import read_table
 from storage_formats.format.remote import open_index
+from storage_formats.format.rows import ARROW_TYPES, cast_columns
 from storage_formats.format.shard_table import FileEntry, check_content
-from storage_formats.format.source_columns import SourceColumn, Value, as_type
-from storage_formats.format.tombstones import check_rows_in_use
+from storage_formats.format.source_columns import (
+    BOOL,
+    FLOAT64,
+    INT64,
+    STRING,
+    STRINGS,
+    TIMESTAMP,
+    SourceColumn,
+    Value,
+    as_type,
+)
+from storage_formats.format.tombstones import RowIds, check_row_ids, check_rows_in_use
 from storage_formats.remote.urls import IndexLocation
-from storage_formats.row_ids import RowIds, check_row_ids
 
 INDEXED = "indexed"
 DUPLICATE = "duplicate"
@@ -50,6 +59,15 @@ ROW_SCHEMA = pa.schema(
         pa.field("encode_seconds", pa.float32()),
     ]
 )
+ARROW_TYPES = {
+    BOOL: pa.bool_(),
+    INT64: pa.int64(),
+    FLOAT64: pa.float64(),
+    STRING: pa.string(),
+    TIMESTAMP: pa.timestamp("us", tz="UTC"),
+    STRINGS: pa.list_(pa.string()),
+}
+"""The Arrow type of each type of source column."""
 TIMING_COLUMNS = ("read_seconds", "decode_seconds", "encode_seconds")
 # that are downloaded
 _FILES_AT_ONCE = 16
@@ -183,6 +201,47 @@ def read_shard_rows(
     except (OSError, ValueError, TypeError, pa.ArrowException) as error:
         # damaged names and text raise ValueError
         raise cannot_read(f"the rows of shard {shard} in {path}", error) from error
+
+
+def cast_columns(
+    table: pa.Table, schema: pa.Schema, source_names: Collection[str]
+) -> pa.Table:
+    """Return the columns of `table` with the types of `schema`.
+
+    Args:
+        source_names: names of the source columns. A source column may have a narrower
+            type in `table`, or may be missing from `table`. A missing column is null in
+            the result.
+
+    Raises:
+        ValueError, TypeError, pyarrow.ArrowException: a column cannot be converted.
+    """
+    arrays = []
+    for field in schema:
+        if field.name not in source_names:
+            arrays.append(table[field.name].cast(field.type))
+        elif field.name in table.schema.names:
+            column = table[field.name]
+            arrow_type = field.type
+            if column.type not in ARROW_TYPES.values():
+                raise ValueError(
+                    f"a source column has the type {column.type}, which source columns"
+                    " cannot have"
+                )
+            if column.type != arrow_type:
+                wide = next(
+                    name for name, each in ARROW_TYPES.items() if each == arrow_type
+                )
+                values = [
+                    None if value is None else as_type(value, wide)
+                    for value in column.to_pylist()
+                ]
+                column = pa.chunked_array([pa.array(values, arrow_type)])
+            arrays.append(column)
+        else:
+            arrays.append(pa.nulls(len(table), field.type))
+    # fails if a non-nullable column has nulls
+    return pa.Table.from_arrays(arrays, names=schema.names).cast(schema)
 
 
 def check_names(columns: Iterable[str], names: Sequence[str]) -> None:

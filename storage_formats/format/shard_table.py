@@ -4,7 +4,7 @@ section 5).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from storage_formats.format.parquet import read_table
 
 EXCHANGED = (
     "the file was damaged or replaced, or the whole index was replaced while the index"
-    " was open. Open the index again; if the error remains, run 'edje-index verify'"
+    " was open. Open the index again; if the error remains, verify the index"
 )
 """Part of an error message: why a file may differ from the committed file, and what
 to do.
@@ -99,22 +99,22 @@ def read_shard_table(root: str | Path, table: FileEntry) -> list[tuple[int, File
     path = Path(root) / table.path
     try:
         data = read_index_file(root, path, max_bytes=table.bytes)
-    except OSError as error:
-        raise cannot_read(
-            f"the shard table {path}", error, "restore the file from a backup"
-        ) from error
-    if len(data) != table.bytes or crc32c(data) != table.crc32c:
-        raise CorruptIndexError(
-            f"the shard table {path} does not match its checksum in index.json; restore"
-            " the file from a backup"
-        )
-    try:
+        if len(data) != table.bytes or crc32c(data) != table.crc32c:
+            raise CorruptIndexError(
+                f"the shard table {path} does not match its checksum in index.json;"
+                " restore the file from a backup"
+            )
         lines = read_table(data, SHARD_TABLE_SCHEMA.names).cast(SHARD_TABLE_SCHEMA)
     except (OSError, ValueError, pa.ArrowException) as error:
         raise cannot_read(
             f"the shard table {path}", error, "restore the file from a backup"
         ) from error
-    shards, *columns = (column.to_pylist() for column in lines.columns)
+    return table_lines(lines)
+
+
+def table_lines(table: pa.Table) -> list[tuple[int, FileEntry]]:
+    """Return the lines of a table with the columns of `SHARD_TABLE_SCHEMA`."""
+    shards, *columns = (column.to_pylist() for column in table.columns)
     return list(zip(shards, map(FileEntry, *columns), strict=True))
 
 
@@ -136,7 +136,17 @@ def write_shard_table(
     )
     sink = pa.BufferOutputStream()
     pq.write_table(table, sink, compression="zstd", row_group_size=_TABLE_GROUP_LINES)
-    data = sink.getvalue().to_pybytes()
-    path = layout.shard_table(crc32c(data))
-    write_bytes_atomic(path, data)
-    return FileEntry(layout.relative(path), len(data), crc32c(data))
+    return write_named_file(layout, layout.shard_table, sink.getvalue().to_pybytes())
+
+
+def write_named_file(
+    layout: Layout, path: Callable[[int], Path], data: bytes
+) -> FileEntry:
+    """Write a file that is named after its CRC-32C, and return its entry.
+
+    Args:
+        path: method of `layout` that takes the CRC-32C and returns the path.
+    """
+    crc = crc32c(data)
+    write_bytes_atomic(path(crc), data)
+    return FileEntry(layout.relative(path(crc)), len(data), crc)

@@ -73,6 +73,14 @@ class Batch:
             for start in range(0, len(self), length)
         ]
 
+    def run_list(self, record_bytes: int) -> list[tuple[int, int, int, int]]:
+        """Return (shard, position, start, stop) of each run: the shard and the position
+        of its first record. Its records are [start, stop) of the batch.
+        """
+        first, count = self.runs(record_bytes)
+        columns = (self.shards[first], self.positions[first], first, first + count)
+        return list(zip(*(column.tolist() for column in columns), strict=True))
+
     def runs(
         self,
         record_bytes: int,

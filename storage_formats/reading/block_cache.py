@@ -129,18 +129,14 @@ class BlockCache:
                     if (descriptor := self._files.open(names[shard])) is not None:
                         opened.callback(os.close, descriptor)
                         descriptors[shard] = descriptor
-                starts, counts = batch[part].runs(size)
-                starts += part.start
-                columns = (
-                    batch.shards[starts],
-                    batch.positions[starts] * size,
-                    starts,
-                    starts + counts,
-                )
-                runs = zip(*(column.tolist() for column in columns), strict=True)
                 requests = [
-                    (descriptors[shard], offset, begin, end)
-                    for shard, offset, begin, end in runs
+                    (
+                        descriptors[shard],
+                        position * size,
+                        part.start + begin,
+                        part.start + end,
+                    )
+                    for shard, position, begin, end in batch[part].run_list(size)
                     if shard in descriptors
                 ]
                 for descriptor, offset, begin, end in requests:

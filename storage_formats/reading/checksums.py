@@ -74,9 +74,9 @@ class BlockChecksums:
         where = self._tokens.location(int(batch.shards[0]))
         return CorruptIndexError(
             f"{subject} damaged: the CRC-32C of the data differs from the stored"
-            f" checksum ({where}); run 'edje-index verify' to list the damaged files."
-            " Then restore these files, or build the index again",
+            f" checksum ({where}); restore the damaged files, or build the index again",
             row_ids=tuple(row_ids),
+            remedy="verify",
         )
 
     def file_checksums(self, shards: list[int]) -> dict[int, int]:
@@ -114,8 +114,9 @@ class BlockChecksums:
                     if len(content) != 4 * len(rows):
                         raise CorruptIndexError(
                             f"the checksum file {path} does not have {4 * len(rows)}"
-                            " bytes (4 per row); run 'edje-index verify'",
+                            " bytes (4 per row)",
                             row_ids=rows,
+                            remedy="verify",
                         )
                     check_content(path, entries[shard], content, row_ids=rows)
                     checksums[shard] = np.frombuffer(content, dtype="<u4")

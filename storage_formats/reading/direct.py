@@ -179,18 +179,19 @@ class _Reader:
         results = np.full_like(lengths, _NO_RESULT)
         processed = np.zeros(len(lengths), dtype=bool)
         self._flights[number] = _Flight(
-            *(
-                batch,
-                piece.start,
-                files,
-                first,
-                count,
-                offsets,
-                needed,
-                memory,
-                memory_offsets,
-            ),
-            *(results, processed, len(lengths), buffer),
+            batch,
+            piece.start,
+            files,
+            first,
+            count,
+            offsets,
+            needed,
+            memory,
+            memory_offsets,
+            results,
+            processed,
+            len(lengths),
+            buffer,
         )
         fds = batch.per_record([files[shard].fd for shard, _, _ in batch.shard_spans])[
             first
@@ -233,10 +234,8 @@ class _Reader:
         ).tolist():
             # Read the records of the failed request again, with blocking reads through
             # the page cache.
-            first, last = (
-                int(flight.first[request]),
-                int(flight.first[request] + flight.count[request]) - 1,
-            )
+            first = int(flight.first[request])
+            last = first + int(flight.count[request]) - 1
             file = flight.files[int(flight.batch.shards[first])]
             start = int(flight.batch.positions[first])
             stop = int(flight.batch.positions[last]) + 1

@@ -21,8 +21,7 @@ from storage_formats.format.index_files import open_index_file
 from storage_formats.format.layout import IndexSpec, Layout
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.shard_table import EXCHANGED, FileEntry
-from storage_formats.format.tombstones import check_rows_in_use
-from storage_formats.row_ids import RowIds, check_row_ids
+from storage_formats.format.tombstones import RowIds, check_row_ids, check_rows_in_use
 from storage_formats.system_calls import advise
 
 # read single rows if fewer than one row in 16 of a full shard is requested
@@ -59,7 +58,8 @@ def read_shard_embeddings(
             if status.st_size != spec.shard_size * size:
                 raise CorruptIndexError(
                     f"the embedding file {path} has {status.st_size} bytes instead of"
-                    f" {spec.shard_size * size}; run 'edje-index verify'"
+                    f" {spec.shard_size * size}",
+                    remedy="verify",
                 )
             if committed is not None:
                 # A file that has not changed since the last comparison is not compared

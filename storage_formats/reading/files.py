@@ -108,7 +108,8 @@ class ShardFile:
         if size < self.size:
             raise CorruptIndexError(
                 f"the token file {self.path} was shortened from {self.size} to {size}"
-                " bytes while the file was open; run 'edje-index verify'"
+                " bytes while the file was open",
+                remedy="verify",
             )
         with self._lock:
             if self._map is None:
@@ -187,8 +188,8 @@ class ShardFile:
     def ends_early(self, position: int) -> CorruptIndexError:
         """Return the error for a file that ends before the record at `position`."""
         return CorruptIndexError(
-            f"{self.path} ends before the record at position {position}; run"
-            " 'edje-index verify'"
+            f"{self.path} ends before the record at position {position}",
+            remedy="verify",
         )
 
     def close(self) -> None:

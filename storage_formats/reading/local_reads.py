@@ -153,18 +153,9 @@ class LocalReads:
             try:
                 # a contiguous array is a buffer
                 memory = memoryview(buffer)  # type: ignore[arg-type]
-                first, count = batch.runs(size)
-                columns = (
-                    batch.shards[first],
-                    batch.positions[first],
-                    first * size,
-                    (first + count) * size,
-                )
                 requests = [
-                    (files[shard], position, memory[start:stop])
-                    for shard, position, start, stop in zip(
-                        *(column.tolist() for column in columns), strict=True
-                    )
+                    (files[shard], position, memory[start * size : stop * size])
+                    for shard, position, start, stop in batch.run_list(size)
                 ]
                 for file, position, target in requests:
                     advise(file.fd, position * size, len(target))
@@ -249,24 +240,20 @@ class LocalReads:
         size = self._record_bytes
         files = self._direct_files.acquire(batch)
         try:
-            addresses = batch.per_record([file.mapped_at() for file in files.values()])
-            fds = batch.per_record([file.fd for file in files.values()])
-            first, count = batch.runs(size)
-            starts = batch.positions[first] * size
-            lengths = count * size
-            lengths = lengths + starts % mmap.PAGESIZE
-            starts = starts - starts % mmap.PAGESIZE
-            runs = [
-                column.tolist()
-                for column in (fds[first], starts, lengths, addresses[first] + starts)
-            ]
+            addresses = {shard: file.mapped_at() for shard, file in files.items()}
+            pages = []
+            for shard, position, start, stop in batch.run_list(size):
+                first = position * size
+                before = first % mmap.PAGESIZE
+                length = before + (stop - start) * size
+                pages.append((shard, first - before, length))
             # all reads start before this thread waits for one
-            for fd, start, length, _ in zip(*runs, strict=True):
-                advise(fd, start, length)
+            for shard, offset, length in pages:
+                advise(files[shard].fd, offset, length)
             madvise = _madvise()
             if any(
-                madvise(at, length, _MADV_POPULATE_READ)
-                for _, _, length, at in zip(*runs, strict=True)
+                madvise(addresses[shard] + offset, length, _MADV_POPULATE_READ)
+                for shard, offset, length in pages
             ):
                 return False
             self._loaded.update(_records(batch))
@@ -305,20 +292,20 @@ def cache_room() -> int:
     the control group. It is 0 if the operating system does not report the available
     memory.
     """
+    # importing psutil would take 15 ms
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         limits = [
-            next(
-                int(line.split()[1]) << 10
-                for line in lines
-                if line.startswith("MemAvailable:")
-            )
+            int(line.split()[1]) << 10
+            for line in lines
+            if line.startswith("MemAvailable:")
         ]
         groups = [
             line.split(":", 2)
             for line in Path("/proc/self/cgroup").read_text().splitlines()
         ]
-    except (OSError, StopIteration):
+    except OSError:
+        # not Linux
         return 0
     # version 2 has one group without controllers
     for _, controllers, path in groups:
@@ -331,4 +318,4 @@ def cache_room() -> int:
                 with contextlib.suppress(OSError, ValueError):
                     limits.append(int((folder / name).read_text()))
                 folder = folder.parent
-    return min(limits) // 2
+    return min(limits, default=0) // 2

@@ -41,14 +41,15 @@ _CALLS = {
 # little endian, like all architectures above; opcode 0 is a read
 _REQUEST = np.dtype(
     [
-        *(
-            ("tag", "u8"),
-            ("key_and_flags", "u8"),
-            ("opcode", "u2"),
-            ("priority", "i2"),
-            ("fd", "u4"),
-        ),
-        *(("address", "u8"), ("length", "u8"), ("offset", "i8"), ("unused", "u8", 2)),
+        ("tag", "u8"),
+        ("key_and_flags", "u8"),
+        ("opcode", "u2"),
+        ("priority", "i2"),
+        ("fd", "u4"),
+        ("address", "u8"),
+        ("length", "u8"),
+        ("offset", "i8"),
+        ("unused", "u8", 2),
     ]
 )
 _COMPLETION = np.dtype(
@@ -119,15 +120,11 @@ class Queue:
         """
         # the kernel copies them
         requests = np.zeros(len(fds), dtype=_REQUEST)
-        columns = (
-            ("fd", fds),
-            ("offset", offsets),
-            ("address", addresses),
-            ("length", lengths),
-            ("tag", tags),
-        )
-        for name, column in columns:
-            requests[name] = column
+        requests["fd"] = fds
+        requests["offset"] = offsets
+        requests["address"] = addresses
+        requests["length"] = lengths
+        requests["tag"] = tags
         pointers = requests.ctypes.data + np.arange(len(fds)) * _REQUEST.itemsize
         done = 0
         while done < len(fds):

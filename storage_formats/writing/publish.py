@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from storage_formats.atomic import write_bytes_atomic
 from storage_formats.errors import CorruptIndexError
-from storage_formats.format.checksum import crc32c
 from storage_formats.format.layout import (
     EXTENDED_VERSION,
     FORMAT_VERSION,
@@ -17,7 +15,11 @@ from storage_formats.format.layout import (
 )
 from storage_formats.format.manifest import Ann, Counts, Manifest, Snapshot, created_by
 from storage_formats.format.receipts import ShardReceipt
-from storage_formats.format.shard_table import FileEntry, write_shard_table
+from storage_formats.format.shard_table import (
+    FileEntry,
+    write_named_file,
+    write_shard_table,
+)
 from storage_formats.format.source_columns import SourceColumn
 from storage_formats.format.tombstones import Tombstones
 
@@ -109,10 +111,7 @@ def write_shard_tables(
 
 def write_tombstones(layout: Layout, tombstones: Tombstones) -> FileEntry:
     """Write a tombstones file, and return the file entry."""
-    data = tombstones.to_bytes()
-    path = layout.tombstones(crc32c(data))
-    write_bytes_atomic(path, data)
-    return FileEntry(layout.relative(path), len(data), crc32c(data))
+    return write_named_file(layout, layout.tombstones, tombstones.to_bytes())
 
 
 def total_counts(receipts: Iterable[ShardReceipt]) -> Counts:

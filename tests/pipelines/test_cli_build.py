@@ -150,7 +150,7 @@ def test_a_missing_or_shortened_file_of_a_finished_index_is_reported(run, build,
         assert (code, out) == (1, "")
         assert f"of {index} is finished but damaged: " in err
         assert f"{name} " in err
-        assert f"Run 'edje-index verify {index}' to list all damage" in err
+        assert "; run 'edje-index verify' to list all damage" in err
 
 
 def test_a_finished_index_is_not_rebuilt_for_other_inputs_or_settings(

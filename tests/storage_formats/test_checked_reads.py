@@ -84,9 +84,10 @@ def test_every_engine_checks_blocks_and_records(index, whole, precision, engine)
         for read in (store.fetch, store.fetch_records):
             for ids in ([70], [70, 71, 70], range(SPEC.rows), range(0, SPEC.rows, 5)):
                 with pytest.raises(
-                    CorruptIndexError, match=r"row 70 is damaged.*edje-index verify"
-                ):
+                    CorruptIndexError, match=r"row 70 is damaged"
+                ) as raised:
                     read(ids)
+                assert raised.value.remedy == "verify"
         sound = [row for row in range(SPEC.rows) if row != 70]
         assert same_bits(store.fetch(sound), whole[precision][sound])
 
@@ -97,8 +98,9 @@ def test_lost_checksums_are_an_error_of_checked_reads(index, whole, harm):
     path.unlink() if harm == "missing" else os.truncate(path, 8)
     store = TokenStore.open(index, "fp8")
     assert same_bits(store.fetch([3]), whole["fp8"][[3]])
-    with pytest.raises(CorruptIndexError, match=r"00000001.crc32c.*edje-index verify"):
+    with pytest.raises(CorruptIndexError, match=r"00000001.crc32c") as raised:
         store.fetch([3, 70])
+    assert raised.value.remedy == "verify"
 
 
 @pytest.mark.parametrize("compiled", [True, False])

@@ -6,13 +6,12 @@ import os
 
 import pytest
 
-from storage_formats import cpus
-from storage_formats.threads import default_threads
+from storage_formats import threads
 
 
 def test_without_a_container_the_affinity_decides(tmp_path, monkeypatch):
-    monkeypatch.setattr(cpus, "QUOTA_FILE", tmp_path / "cpu.max")
-    assert cpus.usable_cpus() == len(os.sched_getaffinity(0))
+    monkeypatch.setattr(threads, "QUOTA_FILE", tmp_path / "cpu.max")
+    assert threads.usable_cpus() == len(os.sched_getaffinity(0))
 
 
 @pytest.mark.parametrize(
@@ -29,7 +28,7 @@ def test_the_quota_of_a_container_limits_the_cpus(
     tmp_path, monkeypatch, quota, expected
 ):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
-    monkeypatch.setattr(cpus, "QUOTA_FILE", tmp_path / "cpu.max")
+    monkeypatch.setattr(threads, "QUOTA_FILE", tmp_path / "cpu.max")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     (tmp_path / "cpu.max").write_text(quota)
-    assert cpus.usable_cpus() == default_threads() == expected
+    assert threads.usable_cpus() == threads.default_threads() == expected

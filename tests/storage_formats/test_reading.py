@@ -134,8 +134,9 @@ def test_lost_bytes_are_an_error_with_every_engine(odd, tmp_path, engine, harm):
         path.mkdir()
     store = TokenStore.open(tmp_path, engine=engine)
     store.fetch([0, 85])
-    with pytest.raises(CorruptIndexError, match="edje-index verify"):
+    with pytest.raises(CorruptIndexError) as raised:
         store.fetch([0, 55, 85])
+    assert raised.value.remedy == "verify"
     assert store.fetch([0, 85]).shape == (2, 3, 7), "the store goes on"
 
 
@@ -151,7 +152,7 @@ with TokenStore.open(root, engine=engine) as store:
     try:
         store.fetch(range(64, 128))
     except CorruptIndexError as error:
-        print(error)
+        print(error, 'remedy:', error.remedy)
     print(store.fetch(range(64)).shape)
 """
 
@@ -176,7 +177,7 @@ def test_a_file_that_shrank_while_it_was_open_is_an_error(built, tmp_path, engin
     command = [sys.executable, "-c", _SHORTENED, str(tmp_path), engine]
     done = subprocess.run(command, capture_output=True, text=True, cwd=REPO, timeout=60)
     assert done.returncode == 0, f"{done.returncode}: {done.stderr}"
-    assert "run 'edje-index verify'" in done.stdout
+    assert "remedy: verify" in done.stdout
     assert done.stdout.splitlines()[-1] == "(64, 8, 32)"
 
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from pipelines.progress.events import JobStopped, OnEvent, ShouldStop, StatusMessage
 from storage_formats.atomic import write_bytes_atomic
 from storage_formats.errors import EdjeError, UsageError
-from storage_formats.ordered_results import ordered_map
+from storage_formats.threads import ordered_map
 
 if TYPE_CHECKING:
     from edje_index.bundles.bundle import ModelBundle
