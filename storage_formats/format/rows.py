@@ -21,7 +21,6 @@ from storage_formats.format.layout import Layout
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.parquet import read_table
 from storage_formats.format.remote import open_index
-from storage_formats.format.rows import ARROW_TYPES, cast_columns
 from storage_formats.format.shard_table import FileEntry, check_content
 from storage_formats.format.source_columns import (
     BOOL,
