@@ -4,6 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from operator import attrgetter
+from typing import Any
+
+
+def refuse_pickle(remedy: str) -> Callable[[object], Any]:
+    """Return a method `__reduce__` for objects that cannot be sent to another process.
+    `remedy` says what to do.
+    """
+
+    def reduce(sent: object) -> Any:
+        raise TypeError(
+            f"a {type(sent).__name__} cannot be sent to another process; {remedy}"
+        )
+
+    return reduce
 
 
 def repr_of(*paths: str) -> Callable[[object], str]:

@@ -6,6 +6,7 @@ one line and exits with the `exit_code` of the exception class.
 
 from __future__ import annotations
 
+import copyreg
 import errno
 
 
@@ -32,6 +33,10 @@ class EdjeError(Exception):
     def __init__(self, *arguments: object, parameter: str | None = None) -> None:
         super().__init__(*arguments)
         self.parameter = parameter
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # not through `__init__`, which would make a message of the message
+        return copyreg.__newobj__, (type(self), *self.args), vars(self)
 
 
 class UsageError(EdjeError):

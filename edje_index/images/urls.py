@@ -61,6 +61,9 @@ class UnreachableError(OSError):
     def __init__(self, reason: str, url: str) -> None:
         super().__init__(errno.EHOSTUNREACH, reason, url)
 
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.strerror, self.filename)
+
 
 class ChangedFileError(OSError):
     """A file on a server has changed while it was read."""
@@ -69,3 +72,6 @@ class ChangedFileError(OSError):
         super().__init__(
             errno.EPROTO, "the file on the server has changed while it was read", url
         )
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.filename,)

@@ -23,6 +23,7 @@ from edje_index.errors import ModelError
 from edje_index.indexing.ann_kind import AnnKind
 from edje_index.indexing.faiss_file import FaissFileError, check_faiss_file
 from edje_index.progress import OnProgress
+from storage_formats.arguments import as_finite
 from storage_formats.atomic import fsync_path, fsync_paths, make_directories, naming
 from storage_formats.change import Change, begin_change
 from storage_formats.errors import UsageError, cannot_read
@@ -622,7 +623,7 @@ class AnnIndex:
                 f"the query has width {queries.shape[1]}, but the embeddings of the"
                 f" index have width {width}; use the model that built the index"
             )
-        queries = queries.astype(np.float32)
+        queries = as_finite(queries, "query")
         probes = self._probes
         live = self.live
         if passing is not None and not all(map(_is_exact, self._parts)):

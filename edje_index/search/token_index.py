@@ -44,7 +44,7 @@ from edje_index.search.rows import IndexRows
 from edje_index.search.search_model import SearchModel
 from storage_formats.arguments import as_count, as_list, as_text, shown
 from storage_formats.codecs import BF16, Blocks
-from storage_formats.describe import repr_of
+from storage_formats.describe import refuse_pickle, repr_of
 from storage_formats.errors import CorruptIndexError, UsageError
 from storage_formats.extras import name_missing_extra
 from storage_formats.format.manifest import CommittedIndex, Manifest
@@ -131,6 +131,7 @@ class TokenIndex:
         self._terms: dict[tuple[str, HubnessSimilarity | None], TermCache] = {}
 
     __repr__ = repr_of("store", "model.info.path")
+    __reduce__ = refuse_pickle("open the index there with TokenIndex.open")
 
     @property
     def root(self) -> IndexLocation:
