@@ -543,7 +543,7 @@ def test_other_sites_get_no_access(http):
     plain = http.post(
         "/search", content=b'{"query": "a"}', headers={"content-type": "text/plain"}
     )
-    assert plain.status_code == 422, "a form of another site can send no search"
+    assert plain.status_code == 415, "a form of another site can send no search"
 
 
 def test_a_name_that_resolves_to_loopback_is_not_answered(http):
