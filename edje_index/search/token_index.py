@@ -7,7 +7,6 @@ computes the final scores, and sorts.
 from __future__ import annotations
 
 import contextlib
-import copy
 import math
 import threading
 import warnings
@@ -157,7 +156,9 @@ class TokenIndex:
         Raises:
             UsageError: the index has no tokens of `precision`.
         """
-        other = copy.copy(self)
+        # not copy.copy, which would pickle
+        other = object.__new__(type(self))
+        vars(other).update(vars(self))
         if as_text(precision, "precision") not in self._stores:
             self._stores[precision] = TokenStore(self.committed, precision)
         other.store = self._stores[precision]
