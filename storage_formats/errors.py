@@ -6,7 +6,6 @@ one line and exits with the `exit_code` of the exception class.
 
 from __future__ import annotations
 
-import copyreg
 import errno
 
 
@@ -36,7 +35,11 @@ class EdjeError(Exception):
 
     def __reduce__(self) -> tuple[object, ...]:
         # not through `__init__`, which would make a message of the message
-        return copyreg.__newobj__, (type(self), *self.args), vars(self)
+        return _restored, (type(self), self.args), vars(self)
+
+
+def _restored(kind: type[EdjeError], arguments: tuple[object, ...]) -> EdjeError:
+    return kind.__new__(kind, *arguments)
 
 
 class UsageError(EdjeError):

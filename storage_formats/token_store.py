@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal, Self, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from storage_formats.arguments import as_finite, as_text
+from storage_formats.arguments import as_text
+from storage_formats.arrays import as_finite
 from storage_formats.codecs import Blocks, Codec, Records, codec, fill_record, finest
 from storage_formats.codecs.base import check_out
 from storage_formats.describe import repr_of

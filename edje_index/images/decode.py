@@ -11,6 +11,7 @@ import ctypes
 import functools
 import hashlib
 import logging
+import os
 import re
 import threading
 import warnings
@@ -444,7 +445,7 @@ def _pillow_formats() -> dict[str, Any]:
     with contextlib.suppress(OSError, AttributeError):
         lines = Path("/proc/self/maps").read_bytes().splitlines()
         for path in {line.split()[-1] for line in lines if b"libtiff" in line}:
-            library = ctypes.CDLL(path)
+            library = ctypes.CDLL(os.fsdecode(path))
             library.TIFFSetErrorHandler(None)
             library.TIFFSetWarningHandler(None)
     return {name: Image.OPEN[name] for name in _FORMATS if name in Image.OPEN}

@@ -23,7 +23,7 @@ from edje_index.errors import ModelError
 from edje_index.indexing.ann_kind import AnnKind
 from edje_index.indexing.faiss_file import FaissFileError, check_faiss_file
 from edje_index.progress import OnProgress
-from storage_formats.arguments import as_finite
+from storage_formats.arrays import as_finite
 from storage_formats.atomic import fsync_path, fsync_paths, make_directories, naming
 from storage_formats.change import Change, begin_change
 from storage_formats.errors import UsageError, cannot_read

@@ -21,7 +21,8 @@ from numpy.typing import ArrayLike, NDArray
 from edje_index.indexing.faiss_index import AnnIndex, Neighbours
 from edje_index.search.hits import Hit, Hits
 from edje_index.search.rows import IndexRows
-from storage_formats.arguments import as_count, as_finite
+from storage_formats.arguments import as_count
+from storage_formats.arrays import as_finite
 from storage_formats.codecs import Blocks
 from storage_formats.describe import repr_of
 from storage_formats.errors import UsageError

@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from storage_formats.arguments import as_array
+from storage_formats.arrays import as_array
 from storage_formats.change import Change, begin_change, begin_index
 from storage_formats.codecs import BF16, Blocks, codec
 from storage_formats.describe import refuse_pickle, repr_of
