@@ -42,6 +42,14 @@ class EdjeError(Exception):
         self.parameter = parameter
         self.remedy = remedy
 
+    def __reduce__(self) -> tuple[object, ...]:
+        # not through `__init__`, which would make a message of the message
+        return _restored, (type(self), self.args), vars(self)
+
+
+def _restored(kind: type[EdjeError], arguments: tuple[object, ...]) -> EdjeError:
+    return kind.__new__(kind, *arguments)
+
 
 class UsageError(EdjeError):
     """The request is not possible, for example because an argument is wrong. Exit code

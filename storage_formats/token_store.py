@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from storage_formats.arguments import as_text, repr_of
+from storage_formats.arrays import as_finite
 from storage_formats.codecs import Blocks, Codec, Records, codec, fill_record, finest
 from storage_formats.codecs.base import check_out
 from storage_formats.errors import CorruptIndexError, UsageError
@@ -201,6 +202,10 @@ class TokenStore:
         "block_shape",
     )
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """A copy in another process reads the same snapshot."""
+        return type(self), (self._view.index, self.precision, self._engine)
+
     @property
     def record_bytes(self) -> int:
         """Length of a record in bytes."""
@@ -317,6 +322,7 @@ class TokenStore:
         view = self._view
         width = self.block_shape[1]
         ids = view.checked(row_ids)
+        query = as_finite(query, "query")
         if query.ndim != 2 or not len(query) or query.shape[1] != width:
             raise UsageError(
                 f"a query must have the shape [q, {width}] with q >= 1, got"

@@ -62,6 +62,9 @@ class DeviceFetcher:
 
     __repr__ = repr_of("_store", "device")
 
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self._store, str(self.device), self._buffers[0].nbytes)
+
     def fetch(self, row_ids: RowIds) -> torch.Tensor:
         """Fetch the blocks of `row_ids`, bfloat16 [k, m, d] on the device.
 

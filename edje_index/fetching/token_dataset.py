@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,16 +16,20 @@ from storage_formats.token_store import TokenStore
 
 
 class TokenDataset(Dataset[torch.Tensor]):
-    """A dataset that maps each row id to its block, bfloat16 [m, d]. The values of a
-    hole are NaN.
+    """A dataset of the blocks of all rows that are not deleted, bfloat16 [m, d] each,
+    in the order of `row_ids`. The values of a hole are NaN.
 
     With a `batch_size` or a `batch_sampler`, the `DataLoader` reads each batch with one
-    call.
+    call. The dataset and its copies in other processes read the snapshot that was
+    current when the dataset was made.
 
     Args:
         root: see `TokenStore.open`.
         precision: see `TokenStore.open`.
         engine: see `TokenStore.open`.
+
+    Attributes:
+        row_ids: row id of each item, int64 [n], ascending.
 
     Raises:
         UsageError, IncompleteIndexError, CorruptIndexError: as for `TokenStore.open`.
@@ -40,38 +45,34 @@ class TokenDataset(Dataset[torch.Tensor]):
     def __init__(
         self, root: str | Path, precision: str | None = None, engine: str = "auto"
     ) -> None:
-        self._arguments = (str(root), precision, engine)
-        self._open()
+        self.__setstate__(TokenStore.open(root, precision, engine))
 
     def __len__(self) -> int:
-        return self._length
+        return len(self.row_ids)
 
     __repr__ = repr_of("_store")
 
-    def __getitem__(self, row_id: int) -> torch.Tensor:
-        if not -len(self) <= row_id < len(self):
+    def __getitem__(self, item: int) -> torch.Tensor:
+        if not -len(self) <= item < len(self):
             raise RowIdError(
-                f"row id {row_id} is out of range; the index has the row ids 0 to"
+                f"item {item} is out of range; the dataset has the items 0 to"
                 f" {len(self) - 1}"
             )
-        return self.__getitems__([row_id % len(self)])[0]
+        return self.__getitems__([item])[0]
 
-    def __getitems__(self, row_ids: Sequence[int]) -> list[torch.Tensor]:
+    def __getitems__(self, items: Sequence[int]) -> list[torch.Tensor]:
         """Read the blocks of a batch with one call. The returned blocks are views
         of one tensor.
         """
         if self._owner != os.getpid():
-            self._open()
-        return list(self._store.fetch(row_ids, as_torch=True))
+            # a fork has the files and the threads of its parent
+            self.__setstate__(pickle.loads(pickle.dumps(self._store)))
+        return list(self._store.fetch(self.row_ids[items], as_torch=True))
 
-    def __getstate__(self) -> tuple[str, str | None, str]:
-        return self._arguments
+    def __getstate__(self) -> TokenStore:
+        return self._store
 
-    def __setstate__(self, arguments: tuple[str, str | None, str]) -> None:
-        self._arguments = arguments
-        self._open()
-
-    def _open(self) -> None:
-        self._store = TokenStore.open(*self._arguments)
+    def __setstate__(self, store: TokenStore) -> None:
+        self._store = store
         self._owner = os.getpid()
-        self._length = len(self._store)
+        self.row_ids = store.row_ids()

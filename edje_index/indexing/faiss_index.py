@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from edje_index.errors import ModelError
 from edje_index.indexing.faiss_file import FaissFileError, check_faiss_file
+from storage_formats.arrays import as_finite
 from storage_formats.errors import UsageError, cannot_read
 from storage_formats.format.checksum import crc32c_stream
 from storage_formats.format.index_files import open_index_file
@@ -157,7 +158,7 @@ class AnnIndex:
                 f"the query has width {queries.shape[1]}, but the embeddings of the"
                 f" index have width {width}; use the model that built the index"
             )
-        queries = queries.astype(np.float32)
+        queries = as_finite(queries, "query")
         probes = self._probes
         live = self.live
         if passing is not None and not all(map(_is_exact, self._parts)):

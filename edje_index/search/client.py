@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from storage_formats.arguments import as_count, as_list, repr_of
+from storage_formats.describe import refuse_pickle, repr_of
 from storage_formats.errors import EdjeError, UsageError
 from storage_formats.extras import name_missing_extra
 
@@ -80,6 +81,7 @@ class Client:
         self.url = url.rstrip("/")
 
     __repr__ = repr_of("url")
+    __reduce__ = refuse_pickle("make a client there")
 
     def __enter__(self) -> Self:
         return self

@@ -22,6 +22,7 @@ from edje_index.indexing.faiss_index import AnnIndex, Neighbours
 from edje_index.search.hits import Hit, Hits
 from edje_index.search.rows import IndexRows
 from storage_formats.arguments import as_count, repr_of
+from storage_formats.arrays import as_finite
 from storage_formats.codecs import Blocks
 from storage_formats.errors import UsageError
 from storage_formats.extras import name_missing_extra
@@ -53,6 +54,9 @@ class LateInteractionSearch:
         self._rows = IndexRows(index)
 
     __repr__ = repr_of("store")
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self._index, self.store)
 
     @classmethod
     def open(cls, root: str | Path, precision: str | None = None) -> Self:
@@ -131,14 +135,14 @@ class LateInteractionSearch:
         """Return the MaxSim of `query` [q, d] and each of `row_ids` [k], float32
         [k]. The score of a hole is NaN.
         """
-        return self.store.max_sim(np.asarray(query, dtype=np.float32), row_ids)
+        return self.store.max_sim(as_finite(query, "query"), row_ids)
 
     @name_missing_extra("search")
     def _nearest(self, embedding: ArrayLike | None, pool: int) -> Neighbours:
         """Return the `pool` rows whose embeddings are nearest to `embedding`."""
         if self._ann is None:
             self._ann = AnnIndex(self._index)
-        vector = np.asarray(embedding, dtype=np.float32)
+        vector = as_finite(embedding, "embedding")
         if vector.ndim != 1:
             raise UsageError(
                 "embedding must be a vector [embed_dim], got an array of shape"

@@ -7,7 +7,6 @@ computes the final scores, and sorts.
 from __future__ import annotations
 
 import contextlib
-import copy
 import math
 import threading
 import warnings
@@ -42,6 +41,7 @@ from edje_index.search.rows import IndexRows
 from edje_index.search.search_model import SearchModel
 from storage_formats.arguments import as_count, as_list, as_text, repr_of, shown
 from storage_formats.codecs import BF16, Blocks
+from storage_formats.describe import refuse_pickle, repr_of
 from storage_formats.errors import CorruptIndexError, UsageError
 from storage_formats.extras import name_missing_extra
 from storage_formats.format.manifest import CommittedIndex, Manifest
@@ -128,6 +128,7 @@ class TokenIndex:
         self._terms: dict[str, TermCache] = {}
 
     __repr__ = repr_of("store", "model.info.path")
+    __reduce__ = refuse_pickle("open the index there with TokenIndex.open")
 
     @property
     def root(self) -> IndexLocation:
@@ -153,7 +154,9 @@ class TokenIndex:
         Raises:
             UsageError: the index has no tokens of `precision`.
         """
-        other = copy.copy(self)
+        # not copy.copy, which would pickle
+        other = object.__new__(type(self))
+        vars(other).update(vars(self))
         if as_text(precision, "precision") not in self._stores:
             self._stores[precision] = TokenStore(self.committed, precision)
         other.store = self._stores[precision]

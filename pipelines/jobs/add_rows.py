@@ -44,7 +44,7 @@ from pipelines.sources import (
     open_sources,
 )
 from pipelines.sources.base import Ignored, absolute_spec
-from pipelines.sources.metadata import source_values
+from pipelines.sources.metadata import python_values, source_values
 from storage_formats.arguments import as_list, as_path, as_text
 from storage_formats.change import IndexChange, begin_change
 from storage_formats.errors import UsageError
@@ -419,7 +419,11 @@ def add_images(
                     f"the image of {uri} cannot be read: {error}", parameter="images"
                 ) from error
             refs.append(
-                InputRef(uri, os.fsencode(path), metadata=source_values(row, ignored))
+                InputRef(
+                    uri,
+                    os.fsencode(path),
+                    metadata=source_values(python_values(row), ignored),
+                )
             )
         settings, info = _settings_and_bundle(change.index, SourceGroup(()), model)
         choose_workers(settings, info, engine="inline", workers=1, address=None)

@@ -292,6 +292,10 @@ def compare_sources(
                     "content_hash"
                 ].to_pylist()
             }
+        # photos of rows that go now were only renamed
+        going = [row for same_name in stored.values() for row in same_name]
+        going += [each.row for each in pending if each.row is not None]
+        old -= {row.content_hash.hex() for row in going if row.content_hash}
         back = sum(
             ref.content_hash is not None and ref.content_hash in old for ref in refs
         )

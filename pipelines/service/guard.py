@@ -227,6 +227,10 @@ class Guard:
             await self._app(scope, receive, send)
             return
         limits = self._limits
+        method = scope["method"]
+        if method == "HEAD":
+            # the server sends the headers of GET alone
+            scope = {**scope, "method": "GET"}
         headers = Headers(scope=scope)
         started = time.perf_counter()
         body_bytes = 0
@@ -298,6 +302,12 @@ class Guard:
                         "send a valid API key as 'Authorization: Bearer KEY'",
                         authenticate,
                     )
+            kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+            if method == "POST" and kind != "application/json":
+                # a form on another web page could send any other type unasked
+                raise HTTPException(
+                    415, "send JSON with the header 'Content-Type: application/json'"
+                )
             if int(headers.get("content-length", "0")) > limits.body_bytes:
                 raise too_large
             async with asyncio.timeout(limits.deadline_seconds):

@@ -21,6 +21,8 @@ Items = Annotated[list[_Item], Field(max_length=10_000, fail_fast=True)]
 
 
 class _Request(BaseModel):
+    """A request. An unknown member is refused: it could change the answer."""
+
     model_config = ConfigDict(extra="forbid")
 
 
@@ -127,7 +129,7 @@ class DocumentObject(BaseModel):
 Document = StrictInt | StrictStr | DocumentObject
 
 
-class TeiRerankRequest(BaseModel):
+class TeiRerankRequest(_Request):
     """A re-ranking request in the format of Hugging Face text-embeddings-inference."""
 
     query: Text
@@ -142,9 +144,9 @@ class TeiRerankRequest(BaseModel):
     truncation_direction: str | None = None
 
 
-class CohereRerankRequest(BaseModel):
-    """A re-ranking request in the common format of Cohere and Jina. `model` has no
-    effect.
+class CohereRerankRequest(_Request):
+    """A re-ranking request in the common format of Cohere and Jina. `model`, `user` and
+    the members about the length of documents have no effect.
     """
 
     query: Text
@@ -152,6 +154,10 @@ class CohereRerankRequest(BaseModel):
     model: str | None = None
     top_n: int | None = Field(None, ge=1)
     return_documents: bool = False
+    max_chunks_per_doc: int | None = None
+    max_tokens_per_doc: int | None = None
+    truncation: bool | None = None
+    user: str | None = None
 
 
 class ImageInput(_Request):
@@ -160,13 +166,18 @@ class ImageInput(_Request):
     image: Text
 
 
-class EmbedRequest(BaseModel):
+class EmbedRequest(_Request):
     """Texts or images to embed, in the format of Hugging Face
     text-embeddings-inference.
     """
 
     inputs: Text | ImageInput | Items[Text | ImageInput]
     truncate: bool | None = None
+    truncation_direction: str | None = None
+    prompt_name: None = None
+    dimensions: None = Field(
+        None, description="Embeddings cannot be shortened; leave this out."
+    )
     normalize: Literal[True] = Field(
         True, description="Embeddings always have unit length."
     )

@@ -214,7 +214,8 @@ def run_service(
         redoc_url=None,
     )
     app.include_router(router)
-    app.mount("/", StaticFiles(directory=STATIC, html=True))
+    # not a mount, which would answer a wrong method with 404
+    app.router.default = StaticFiles(directory=STATIC, html=True)
     for kind in (
         HTTPException,
         RequestValidationError,

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
 from pipelines.sources.base import Ignored
@@ -63,6 +64,22 @@ def source_values(
         else:
             result[column] = _typed(checked)
     return result or None
+
+
+def python_values(values: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Return `values` with Python objects in place of the numbers, dates and arrays of
+    NumPy and PyTorch.
+    """
+    return {
+        name: _python_value(value.astype("M8[us]"))
+        if isinstance(value, np.datetime64)
+        else _python_value(value)
+        for name, value in values.items()
+    }
+
+
+def _python_value(value: Any) -> Any:
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def sidecar_values(

@@ -4,6 +4,7 @@ work between threads.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from typing import Any, TypeAlias
 
@@ -52,6 +53,8 @@ class Codec(ABC):
         logical_dtype: number format of the stored values, for example `bfloat16` or
             `int8`.
         width_multiple: the width of a token must be a multiple of this number.
+        token_range: the largest magnitude of a token should be 0 or lie in this range,
+            else the error of its values is larger than the tests allow.
         block_shape: (m, d), tokens per block and values per token.
         group: number of consecutive values of a token that share one scale.
         record_shape: shape of one record in the Zarr array of the precision.
@@ -75,6 +78,7 @@ class Codec(ABC):
     zarr_dtype = "uint8"
     fill_value = NAN_CODE
     width_multiple = 1
+    token_range = (0.0, math.inf)
 
     def __init__(self, block_shape: tuple[int, int]) -> None:
         tokens, width = block_shape

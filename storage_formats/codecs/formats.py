@@ -96,6 +96,7 @@ class FP16Codec(Codec):
     """
 
     name = "fp16"
+    token_range = (2.0**-14, 65504.0)
     logical_dtype = "float16"
     zarr_dtype = "uint16"
     fill_value = 0x7E00
@@ -378,6 +379,8 @@ class NVFP4Codec(GroupScaledCodec):
     """
 
     name = "nvfp4"
+    # the smallest and the largest scale, times the largest code
+    token_range = (6 * 2.0**-12, 6 * 448 / 8)
     logical_dtype = "nvfp4_e2m1"
     width_multiple = 16
     element = E2M1

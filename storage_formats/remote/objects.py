@@ -137,6 +137,10 @@ class ObjectFolder:
         url = url.rstrip("/")
         return cls(url, _open_store(url))
 
+    def __reduce__(self) -> tuple[object, ...]:
+        # a connection belongs to one process
+        return type(self).open, (self.url,)
+
     @property
     def scheme(self) -> str:
         """Scheme of the URL, for example "s3"."""

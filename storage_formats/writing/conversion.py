@@ -22,6 +22,7 @@ from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.receipts import ShardReceipt
 from storage_formats.token_store import TokenStore
 from storage_formats.writing.staging import StagedFiles
+from storage_formats.writing.token_shard import refuse_outside
 
 _PIECE_BYTES = 8 << 20
 
@@ -71,13 +72,11 @@ def convert_shard(
             if should_stop():
                 raise TaskInterrupted
             kept = np.flatnonzero(~np.isnan(blocks[:, 0, 0].astype(np.float32)))
+            present = blocks if len(kept) == len(blocks) else blocks[kept]
+            row_ids = task.spec.shard_rows(task.shard).start + first + kept
             for file in files.values():
-                file.put(
-                    kept + first,
-                    file.codec.encode(
-                        blocks if len(kept) == len(blocks) else blocks[kept]
-                    ),
-                )
+                refuse_outside(file.codec, present, row_ids)
+                file.put(kept + first, file.codec.encode(present))
             done = first + len(blocks)
             holes = holes + len(blocks) - len(kept)
             on_progress(done)

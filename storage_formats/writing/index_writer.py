@@ -22,12 +22,14 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from storage_formats.arguments import repr_of
+from storage_formats.arrays import as_array
 from storage_formats.change import (
     NewIndex,
     begin_index,
     begin_new_index,
 )
 from storage_formats.codecs import BF16, Blocks, codec
+from storage_formats.describe import refuse_pickle, repr_of
 from storage_formats.errors import UsageError
 from storage_formats.format.layout import IndexSpec, Layout
 from storage_formats.format.manifest import Ann, Manifest
@@ -139,6 +141,7 @@ class IndexWriter:
         return writer
 
     __repr__ = repr_of("_layout.root", "_spec")
+    __reduce__ = refuse_pickle("let one process write, and send it the arrays")
 
     def __len__(self) -> int:
         """Return the number of rows that were appended."""
@@ -175,7 +178,7 @@ class IndexWriter:
         self._check_open()
         if isinstance(blocks, list | tuple) and len(blocks):
             m, d = self._spec.block_shape
-            vectors = [np.asarray(each) for each in blocks]
+            vectors = [as_array(each) for each in blocks]
             for position, each in enumerate(vectors):
                 if each.ndim != 2 or each.shape[1] != d or not 1 <= len(each) <= m:
                     shape = list(each.shape)
@@ -186,8 +189,8 @@ class IndexWriter:
             blocks = np.stack(
                 [each[np.minimum(np.arange(m), len(each) - 1)] for each in vectors]
             )
-        blocks = np.asarray(blocks)
-        embeddings = np.asarray(embeddings)
+        blocks = as_array(blocks)
+        embeddings = as_array(embeddings)
         self._check_shapes(blocks, embeddings)
         given = _given_columns(rows, len(blocks))
         first = len(self)

@@ -14,6 +14,7 @@ from storage_formats.codecs import Blocks
 from storage_formats.format.layout import IndexSpec, Layout
 from storage_formats.format.receipts import ShardReceipt
 from storage_formats.writing.staging import StagedFiles
+from storage_formats.writing.token_shard import refuse_outside
 
 
 class ShardWriter:
@@ -50,6 +51,8 @@ class ShardWriter:
         """
         self._embeddings[positions] = embeddings
         for file in self._files:
+            first = self._shard * self._spec.shard_size
+            refuse_outside(file.codec, tokens, first + positions)
             file.put(positions, file.codec.encode(tokens))
 
     def commit(

@@ -11,10 +11,29 @@ import numpy as np
 from numpy.typing import NDArray
 
 from storage_formats.atomic import naming
-from storage_formats.codecs import Codec, Records, fill_record
+from storage_formats.codecs import BF16, Blocks, Codec, Records, fill_record
+from storage_formats.errors import UsageError
 from storage_formats.format.checksum import crc32c, crc32c_rows
 from storage_formats.format.layout import padded_shard_bytes
 from storage_formats.format.zarr_metadata import shard_index_bytes
+
+
+def refuse_outside(codec: Codec, blocks: Blocks, row_ids: NDArray[np.int64]) -> None:
+    """Raise UsageError if `codec` would lose a token of `blocks` [k, m, d], because all
+    its values are too small, or one is too large. `row_ids` [k] are named in the error.
+    """
+    low, high = codec.token_range
+    # without the sign, the bits of bfloat16 ascend as the magnitudes do
+    bits = (blocks.view(np.uint16) & 0x7FFF).max(axis=2)
+    largest = bits.view(BF16).astype(np.float32)
+    is_lost = ((largest < low) & (largest > 0)) | (largest > high)
+    if is_lost.any():
+        row, token = np.argwhere(is_lost)[0].tolist()
+        raise UsageError(
+            f"the largest value of token {token} of row {row_ids[row]} is"
+            f" {largest[row, token]:g}, but {codec.name} can store {low:g} to {high:g};"
+            " scale the tokens, or choose bf16, fp8 or int8"
+        )
 
 
 class TokenShardFile:

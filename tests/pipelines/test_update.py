@@ -277,6 +277,22 @@ def test_a_row_that_was_deleted_comes_back(built, photos):
     assert "00.jpg" in row_ids(built)
 
 
+@pytest.mark.parametrize(
+    "names",
+    [["b.jpg", "c.jpg"], ["b.jpg", "01.jpg"], ["b.jpg", "c.jpg", "b.jpg", "01.jpg"]],
+)
+def test_a_photo_with_another_name_was_never_deleted(built, photos, names):
+    path = photos / "01.jpg"
+    for name in names:
+        path = path.rename(photos / name)
+        events: list[Any] = []
+        result = update(built, on_event=events.append)
+        assert (result.new, result.vanished) == (1, 1)
+        assert "deleted photo" not in " ".join(
+            getattr(event, "text", "") for event in events
+        )
+
+
 def stop_in_mid_update(root: Path, calls: int) -> None:
     """Stop an update when it asks for the `calls`-th time."""
     answers = iter(range(1000))

@@ -33,7 +33,7 @@ def test_items_are_blocks(built):
     )
     assert torch.isnan(dataset[5]).all()
     for row in (37, -38):
-        with pytest.raises(IndexError, match=f"row id {row} is out of range"):
+        with pytest.raises(IndexError, match=f"item {row} is out of range"):
             dataset[row]
 
 
@@ -52,9 +52,9 @@ def test_a_loader_reads_in_any_process(built, start):
     assert same_bits(to_bf16_array(torch.cat(list(loader))), expected)
 
 
-def test_it_pickles_as_its_arguments(built):
+def test_it_pickles_as_its_snapshot(built):
     dataset = pickle.loads(pickle.dumps(TokenDataset(built[0], "fp8", "portable")))
-    assert len(pickle.dumps(dataset)) < 1000
+    assert len(pickle.dumps(dataset)) < 4000
     assert same_bits(
         to_bf16_array(torch.stack(dataset.__getitems__([1, 1]))),
         np.stack([to_bf16_array(dataset[1])] * 2),

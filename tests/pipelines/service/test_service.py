@@ -543,7 +543,7 @@ def test_other_sites_get_no_access(http):
     plain = http.post(
         "/search", content=b'{"query": "a"}', headers={"content-type": "text/plain"}
     )
-    assert plain.status_code == 422, "a form of another site can send no search"
+    assert plain.status_code == 415, "a form of another site can send no search"
 
 
 def test_a_name_that_resolves_to_loopback_is_not_answered(http):
@@ -572,3 +572,55 @@ def test_the_client_reports_what_the_service_says(client):
     ):
         nobody.info()
     assert unreachable.value.status is None
+
+
+GETS = ["/healthz", "/info", "/metrics", "/thumbnails/0", "/photos/0", "/"]
+POSTS = ["/search", "/search/texts", "/rerank", "/v1/rerank", "/v2/rerank", "/embed"]
+
+
+@pytest.mark.parametrize("path", [*GETS, "/nowhere", "/thumbnails/99999"])
+def test_head_is_get_without_a_body(http, path):
+    full = http.get(path)
+    head = http.head(path)
+    assert head.status_code == full.status_code
+    assert head.headers["content-type"] == full.headers["content-type"]
+    assert head.content == b""
+
+
+@pytest.mark.parametrize("path", [*GETS, *POSTS])
+def test_a_wrong_method_is_named_so(http, path):
+    wrong = ["PUT", "DELETE", "GET" if path in POSTS else "POST"]
+    for method in wrong:
+        answer = http.request(
+            method, path, content=b"{}", headers={"content-type": "application/json"}
+        )
+        assert (answer.status_code, method) == (405, method)
+
+
+@pytest.mark.parametrize("path", POSTS)
+@pytest.mark.parametrize("kind", [None, "text/plain", "multipart/form-data"])
+def test_a_body_of_another_type_names_the_header(http, path, kind):
+    request = http.build_request("POST", path, content=b'{"query": "a"}')
+    request.headers.pop("content-type", None)
+    if kind is not None:
+        request.headers["content-type"] = kind
+    answer = http.send(request)
+    assert answer.status_code == 415
+    assert "Content-Type: application/json" in answer.text
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "member"),
+    [
+        ("/embed", {"inputs": "a"}, "dimensions"),
+        ("/embed", {"inputs": "a"}, "encoding_format"),
+        ("/search", {"query": "a"}, "filter"),
+        ("/rerank", {"query": "a", "texts": [0]}, "top_k"),
+        ("/v1/rerank", {"query": "a", "documents": [0]}, "rank_fields"),
+    ],
+)
+def test_a_member_that_could_change_the_answer_is_refused(http, path, body, member):
+    assert http.post(path, json=body).status_code == 200
+    answer = http.post(path, json={**body, member: 128})
+    assert answer.status_code == 422
+    assert member in answer.text
