@@ -22,6 +22,7 @@ import pyarrow as pa
 
 from edje_index.images.decode import ImageError, content_hash
 from edje_index.inputs.containers import ARCHIVE_SUFFIXES, PARQUET_SUFFIX
+from edje_index.inputs.names import has_input_suffix
 from edje_index.inputs.refs import InputRef, metadata_text, read_bytes
 from pipelines.progress.events import JobStopped, OnEvent, Progress, ShouldStop
 from pipelines.sources.base import (
@@ -29,7 +30,6 @@ from pipelines.sources.base import (
     ImageFileSource,
     Source,
     file_name,
-    has_input_suffix,
     holds_inputs,
     is_input,
     read_head,
