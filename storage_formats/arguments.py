@@ -103,6 +103,19 @@ def shown(value: object) -> str:
         return f"a value of type {type(value).__name__}"
 
 
+def refuse_pickle(remedy: str) -> Callable[[object], Any]:
+    """Return a method `__reduce__` for objects that cannot be sent to another process.
+    `remedy` says what to do.
+    """
+
+    def reduce(sent: object) -> Any:
+        raise TypeError(
+            f"a {type(sent).__name__} cannot be sent to another process; {remedy}"
+        )
+
+    return reduce
+
+
 def repr_of(*paths: str) -> Callable[[object], str]:
     """Return a method `__repr__` that shows the type of an object and its
     attributes, such as `info.path`.

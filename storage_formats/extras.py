@@ -9,6 +9,7 @@ from storage_formats.errors import EdjeError
 
 EXTRAS_OF_MODULE = {
     "av": ("video",),
+    "botocore": ("aws",),
     "faiss": ("search", "build", "train"),
     "fastapi": ("serve",),
     "h5py": ("bench",),
@@ -43,6 +44,7 @@ extra first.
 """
 
 DISTRIBUTIONS = {
+    "botocore": "boto3",
     "faiss": "faiss-cpu",
     "lance": "pylance",
     "langchain_core": "langchain-core",

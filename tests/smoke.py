@@ -304,6 +304,7 @@ CHECKS: dict[str, Callable[[Installation], None]] = {
 """What runs with each extra. The empty name is the package without extras."""
 
 NOT_CHECKED = {
+    "aws": "needs a bucket",
     "faiss-gpu": "needs a GPU",
     "release": "runs this module",
     "test": "the job of the tests installs it",

@@ -234,8 +234,6 @@ def read_records(path: Path) -> Iterator[CaptionRecord]:
     try:
         for position, value in reader(path):
             location = f"{path}, {position}"
-            if isinstance(value, _RecordError):
-                raise value
             yield _record(value)
     except _RecordError as error:
         raise UsageError(f"{location}: {error}") from error
@@ -246,13 +244,15 @@ def read_records(path: Path) -> Iterator[CaptionRecord]:
         ) from error
 
 
-# position of a record, and its value or a _RecordError
+# position of a record, and its value
 _Located = tuple[str, Any]
 
 
 def _json_lines(path: Path) -> Iterator[_Located]:
     for number, value, error in read_json_lines(path):
-        yield f"line {number}", _RecordError(error) if error else value
+        if error:
+            raise UsageError(f"{path}, line {number}: {error}")
+        yield f"line {number}", value
 
 
 def _json_file(path: Path) -> Iterator[_Located]:
@@ -338,7 +338,11 @@ def _webdataset(path: Path) -> Iterator[_Located]:
             ):
                 if contents:
                     name = os.fsdecode(member.name)
-                    yield f"sample {name}", _sample(name, contents)
+                    try:
+                        yield f"sample {name}", _sample(name, contents)
+                    except _RecordError as error:
+                        message = f"{path}, sample {name}: {error}"
+                        raise UsageError(message) from error
     except ImageError as damage:
         raise UsageError(
             f"{path} is not an intact tar file: {damage.detail}; write or copy this"
@@ -348,21 +352,17 @@ def _webdataset(path: Path) -> Iterator[_Located]:
 
 def _sample(name: str, contents: Mapping[str, bytes | None]) -> Any:
     if None in contents.values():
-        return _RecordError(
+        raise _RecordError(
             f"the text beside it cannot be read, or has over {MAX_SIDECAR_BYTES} bytes"
         )
     texts = {suffix: content or b"" for suffix, content in contents.items()}
-    try:
-        value = _parse_json(texts[".json"]) if ".json" in texts else {}
-        if isinstance(value, dict):
-            if ".txt" in texts:
-                value[CAPTION_KEYS[0]] = [
-                    line for line in _decode(texts[".txt"]).splitlines() if line.strip()
-                ] or [""]
-            value |= {IMAGE_KEYS[0]: name, ID_KEY: os.path.splitext(name)[0]}
-        return value
-    except _RecordError as error:
-        return error
+    value = _parse_json(texts[".json"]) if ".json" in texts else {}
+    if isinstance(value, dict):
+        if ".txt" in texts:
+            lines = _decode(texts[".txt"]).splitlines()
+            value[CAPTION_KEYS[0]] = [line for line in lines if line.strip()] or [""]
+        value |= {IMAGE_KEYS[0]: name, ID_KEY: os.path.splitext(name)[0]}
+    return value
 
 
 _READERS: Mapping[str, Callable[[Path], Iterator[_Located]]] = {

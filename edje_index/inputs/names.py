@@ -67,7 +67,6 @@ def join_sidecars(names: Iterable[bytes], clips: bool) -> dict[bytes, dict[str, 
     joined: dict[bytes, dict[str, bytes]] = {}
     sidecars.sort(key=lambda each: (each[0] not in inputs_of_name, each))
     for stem, suffix, name in sidecars:
-        inputs = inputs_of_name.get(stem, []) or inputs_of_sample.get(stem, [])
-        for each in inputs:
+        for each in inputs_of_name.get(stem, []) or inputs_of_sample.get(stem, []):
             joined.setdefault(each, {}).setdefault(suffix, name)
     return joined

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from storage_formats.arguments import as_count, as_list, repr_of
-from storage_formats.describe import refuse_pickle, repr_of
+from storage_formats.arguments import as_count, as_list, refuse_pickle, repr_of
 from storage_formats.errors import EdjeError, UsageError
 from storage_formats.extras import name_missing_extra
 

@@ -39,9 +39,15 @@ from edje_index.search.hits import Hit, Hits, Stages, TextHit
 from edje_index.search.query import encode_images, requested_rows
 from edje_index.search.rows import IndexRows
 from edje_index.search.search_model import SearchModel
-from storage_formats.arguments import as_count, as_list, as_text, repr_of, shown
+from storage_formats.arguments import (
+    as_count,
+    as_list,
+    as_text,
+    refuse_pickle,
+    repr_of,
+    shown,
+)
 from storage_formats.codecs import BF16, Blocks
-from storage_formats.describe import refuse_pickle, repr_of
 from storage_formats.errors import CorruptIndexError, UsageError
 from storage_formats.extras import name_missing_extra
 from storage_formats.format.manifest import CommittedIndex, Manifest

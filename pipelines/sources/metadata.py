@@ -71,14 +71,14 @@ def python_values(values: Mapping[Any, Any]) -> dict[Any, Any]:
     NumPy and PyTorch.
     """
     return {
-        name: _python_value(value.astype("M8[us]"))
+        name: _plain_value(value.astype("M8[us]"))
         if isinstance(value, np.datetime64)
-        else _python_value(value)
+        else _plain_value(value)
         for name, value in values.items()
     }
 
 
-def _python_value(value: Any) -> Any:
+def _plain_value(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else value
 
 

@@ -87,6 +87,9 @@ class UnreachableError(OSError):
     def __init__(self, reason: str, url: str) -> None:
         super().__init__(errno.EHOSTUNREACH, reason, url)
 
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.strerror, self.filename)
+
 
 class ChangedFileError(OSError):
     """A file on a server has changed while it was read."""
@@ -95,6 +98,9 @@ class ChangedFileError(OSError):
         super().__init__(
             errno.EPROTO, "the file on the server has changed while it was read", url
         )
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.filename,)
 
 
 def require_libraries(url: str) -> None:

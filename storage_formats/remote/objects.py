@@ -7,7 +7,6 @@ as folders of its web server.
 
 from __future__ import annotations
 
-import configparser
 import contextlib
 import errno
 import functools
@@ -441,13 +440,10 @@ class ObjectFolder:
             advice = (
                 "check the URL, the network, and the credentials in the environment"
             )
-            # the last place that S3 clients look at, which answers only on EC2
-            if "169.254.169.254" in reason:
-                reason = "there are no credentials"
-                advice = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+            if self.scheme == "s3" and "AWS_ACCESS_KEY_ID" not in os.environ:
                 advice += (
-                    ", AWS_PROFILE for a profile of ~/.aws, or AWS_SKIP_SIGNATURE=true"
-                    " for a public bucket"
+                    ": AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE for a"
+                    " profile of ~/.aws, or AWS_SKIP_SIGNATURE=true for a public bucket"
                 )
             if self.scheme == HUB_SCHEME and isinstance(
                 error, (refused.PermissionDeniedError, refused.UnauthenticatedError)
@@ -482,11 +478,13 @@ def _open_store(url: str) -> ObjectStore:
             f"the URL at {place} contains a user name or a password; put credentials in"
             " the environment"
         )
-    profile: Any = _aws_profile() if scheme == "s3" else {}
+    settings, profile_endpoint = _aws_profile() if scheme == "s3" else ({}, "")
     endpoint = next(
         filter(None, map(os.environ.get, _ENDPOINTS.get(scheme, ()))),
-        profile.get("endpoint", ""),
+        profile_endpoint,
     )
+    if endpoint and endpoint == profile_endpoint:
+        settings["endpoint"] = endpoint
     client: Any = {
         "timeout": _REQUEST_TIMEOUT,
         "read_timeout": _READ_TIMEOUT,
@@ -511,7 +509,7 @@ def _open_store(url: str) -> ObjectStore:
             address = f"{address}/{quote(path)}".rstrip("/")
             client["allow_http"] = server.startswith("http://")
         return obstore.store.from_url(
-            address, config=profile, client_options=client, retry_config=retry
+            address, client_options=client, retry_config=retry, **settings
         )
     except (BaseError, ValueError) as error:
         raise UsageError(
@@ -521,51 +519,39 @@ def _open_store(url: str) -> ObjectStore:
         ) from error
 
 
-def _aws_profile() -> dict[str, str]:
-    """Return keys, region and endpoint of the profile in `~/.aws` that `AWS_PROFILE`
-    names, as settings of obstore.
+def _aws_profile() -> tuple[dict[str, Any], str]:
+    """Return the arguments of `from_url` for the credentials that boto3 finds, for
+    example those of the profile that `AWS_PROFILE` names, and the endpoint of the
+    profile.
 
-    Variables of the environment have priority: with keys there, no profile is read.
+    With variables that obstore reads itself, or without files of the AWS tools, both
+    are empty.
     """
-    if "AWS_ACCESS_KEY_ID" in os.environ:
-        return {}
-    name = os.environ.get("AWS_PROFILE", "default")
-    values: dict[str, str] = {}
-    for variable, file in (
-        ("AWS_CONFIG_FILE", "config"),
-        ("AWS_SHARED_CREDENTIALS_FILE", "credentials"),
-    ):
-        path = Path(os.environ.get(variable) or f"~/.aws/{file}").expanduser()
-        parser = configparser.ConfigParser(interpolation=None, strict=False)
-        try:
-            parser.read(path)
-        except (OSError, ValueError, configparser.Error) as error:
-            raise UsageError(
-                f"cannot read {path}: {_reason(error)}; correct the file, or set"
-                " AWS_ACCESS_KEY_ID"
-            ) from error
-        for section in (name, f"profile {name}"):
-            values |= dict(parser[section]) if section in parser else {}
-    if not values and "AWS_PROFILE" in os.environ:
-        raise UsageError(
-            f"there is no profile {name} in ~/.aws; correct AWS_PROFILE, or set"
-            " AWS_ACCESS_KEY_ID"
-        )
-    names = (
-        "access_key_id",
-        "secret_access_key",
-        "session_token",
-        "region",
-        "endpoint_url",
+    files = (
+        ("AWS_CONFIG_FILE", "~/.aws/config"),
+        ("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials"),
     )
-    settings = {each: values.get(f"aws_{each}", values.get(each)) for each in names}
-    settings["endpoint"] = settings.pop("endpoint_url")
-    variables = {
-        "region": ("AWS_REGION", "AWS_DEFAULT_REGION"),
-        "endpoint": _ENDPOINTS["s3"],
-    }
-    return {
-        key: value
-        for key, value in settings.items()
-        if value and not any(map(os.environ.get, variables.get(key, ())))
-    }
+    is_set = any(map(os.environ.get, ("AWS_ACCESS_KEY_ID", "AWS_SKIP_SIGNATURE")))
+    if is_set or not any(
+        Path(os.environ.get(variable) or path).expanduser().is_file()
+        for variable, path in files
+    ):
+        return {}, ""
+    with name_missing_extra("aws"):
+        import botocore.session
+        from botocore.exceptions import BotoCoreError
+        from obstore.auth.boto3 import Boto3CredentialProvider
+    session = botocore.session.Session()
+    try:
+        provider = Boto3CredentialProvider(session)
+        profile = session.get_scoped_config()
+    except (BotoCoreError, ValueError) as error:
+        raise UsageError(
+            f"cannot use the profile in ~/.aws: {error}; correct AWS_PROFILE or the"
+            " profile, or set AWS_ACCESS_KEY_ID"
+        ) from error
+    region = os.environ.get("AWS_REGION") or session.get_config_variable("region")
+    settings: dict[str, Any] = {"credential_provider": provider}
+    if region:
+        settings["region"] = region
+    return settings, profile.get("endpoint_url", "")

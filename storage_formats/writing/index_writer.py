@@ -21,7 +21,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from storage_formats.arguments import repr_of
+from storage_formats.arguments import refuse_pickle, repr_of
 from storage_formats.arrays import as_array
 from storage_formats.change import (
     NewIndex,
@@ -29,7 +29,6 @@ from storage_formats.change import (
     begin_new_index,
 )
 from storage_formats.codecs import BF16, Blocks, codec
-from storage_formats.describe import refuse_pickle, repr_of
 from storage_formats.errors import UsageError
 from storage_formats.format.layout import IndexSpec, Layout
 from storage_formats.format.manifest import Ann, Manifest

@@ -103,6 +103,7 @@ def test_an_index_opens_by_plain_http(built, server, whole):
 def test_profiles_of_the_aws_tools_are_read(
     stored, server, whole, tmp_path, monkeypatch
 ):
+    pytest.importorskip("botocore")
     config = f"[profile lab]\nregion = us-east-1\nendpoint_url = {server}\n"
     (tmp_path / ".aws").mkdir()
     (tmp_path / ".aws" / "config").write_text(config)
@@ -123,7 +124,7 @@ def test_profiles_of_the_aws_tools_are_read(
     with TokenStore.open(URL) as store:
         assert same_bits(store.fetch([1, 200]), whole["bf16"][[1, 200]])
     monkeypatch.setenv("AWS_PROFILE", "lob")
-    with pytest.raises(UsageError, match="no profile lob"):
+    with pytest.raises(UsageError, match=r"profile \(lob\)"):
         TokenStore.open(URL)
 
 
