@@ -5,6 +5,7 @@ printing of its results.
 from __future__ import annotations
 
 import itertools
+import json
 import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,7 +24,6 @@ from pipelines.cli.options import (
     score_option,
     stored_precisions_option,
 )
-from pipelines.cli.output import print_json
 from storage_formats.extras import name_missing_extra
 from storage_formats.format.layout import SHARD_SIZE, IndexSpec
 
@@ -65,10 +65,9 @@ def _finish(
         dated = f"{report['environment']['date']}-{name}"
         write_report(folder, "\n".join(lines) + "\n", report, dated)
         _say(f"wrote {folder / dated}.md and .json")
-    if as_json:
-        print_json(report)
-    else:
-        click.echo("\n".join(lines))
+    # in the order of the measurements
+    text = json.dumps(report, default=str) if as_json else "\n".join(lines)
+    click.echo(text)
 
 
 @click.group()
