@@ -54,7 +54,7 @@ from edje_index.models.weights import (
     save_tensors,
     save_weights,
 )
-from edje_index.scoring.parts import PooledSimilarity, ScoreModels
+from edje_index.scoring.parts import PooledSimilarity, Scorer
 from edje_index.scoring.weights import DirectionWeights, check_parts
 from storage_formats.arguments import repr_of
 
@@ -135,9 +135,9 @@ class ModelBundle:
         return self.vision.embed_dim
 
     @property
-    def score_models(self) -> ScoreModels:
+    def scorer(self) -> Scorer:
         """The models that compute the parts of the final score."""
-        return ScoreModels(self.joint.scorer(), self.pooled)
+        return Scorer(self.joint.scorer(), self.pooled)
 
     @classmethod
     def load(
@@ -298,7 +298,7 @@ def _check_fit(bundle: ModelBundle) -> None:
             f" vision tower {name}, which has {vision.num_patches} patches: use the"
             " vision tower that the adapter was trained with"
         )
-    check_scorer_fit(bundle.adapter.config, bundle.score_models, bundle.score)
+    check_scorer_fit(bundle.adapter.config, bundle.scorer, bundle.score)
 
 
 def load_clip_towers(info: BundleInfo, config: ClipConfig) -> torch.nn.Module:
@@ -421,7 +421,7 @@ def warn_about_hubness(info: BundleInfo) -> None:
 
 
 def check_scorer_fit(
-    adapter: AdapterConfig, models: ScoreModels, score: DirectionWeights
+    adapter: AdapterConfig, models: Scorer, score: DirectionWeights
 ) -> None:
     """Check that the adapter, the models of the parts, and the weights of the final
     score fit together.

@@ -303,7 +303,7 @@ def evaluate(
     finals: dict[str, dict[str, dict[int, Floats]]] = {}
     for source in sources:
         finals[source.codec.name], scored = score_pools(
-            bundle.score_models,
+            bundle.scorer,
             weights,
             eval_set,
             nearest,

@@ -15,7 +15,7 @@ from edje_index.evaluation.protocol import EvaluationSet
 from edje_index.evaluation.recall import Floats, Ints, Pools
 from edje_index.progress import OnProgress
 from edje_index.scoring.final_score import FinalScore
-from edje_index.scoring.parts import Pairs, ScoreModels
+from edje_index.scoring.parts import Scorer
 from edje_index.scoring.weights import (
     EMBEDDING,
     JOINT_PARTS,
@@ -95,7 +95,7 @@ def token_sources(index: CommittedIndex, names: Sequence[str]) -> list[TokenSour
 
 
 def score_pools(
-    models: ScoreModels,
+    scorer: Scorer,
     weights: Mapping[str, ScoreWeights],
     eval_set: EvaluationSet,
     pools: Mapping[str, Pools],
@@ -132,12 +132,12 @@ def score_pools(
     values: dict[str, dict[str, Floats]] = {
         direction: {EMBEDDING: pool.similarities} for direction, pool in pools.items()
     }
-    for part in joint_parts:
-        scores = _score_pairs(
-            models, part, eval_set.captions, distinct, source, on_progress
-        )
-        for direction, its_pairs in pairs.items():
-            values[direction][part] = scores[np.searchsorted(distinct, its_pairs)]
+    scores = _score_pairs(
+        scorer, joint_parts, eval_set.captions, distinct, source, on_progress
+    )
+    for direction, its_pairs in pairs.items():
+        which = np.searchsorted(distinct, its_pairs)
+        values[direction] |= {part: scores[part][which] for part in joint_parts}
     finals: dict[str, dict[int, Floats]] = {}
     for direction in pools:
         score = FinalScore.of(weights[direction])
@@ -152,22 +152,24 @@ def score_pools(
 
 
 def _score_pairs(
-    models: ScoreModels,
-    part: str,
+    scorer: Scorer,
+    parts: Sequence[str],
     captions: Sequence[str],
     pairs: Ints,
     source: TokenSource,
     on_progress: OnProgress,
-) -> Floats:
-    """Compute one part of the score for k distinct pairs in ascending order,
-    float32 [k].
+) -> dict[str, Floats]:
+    """Compute parts of the score for k distinct pairs in ascending order, float32 [k]
+    each, by name.
     """
-    scores = np.empty(len(pairs), dtype=np.float32)
+    scores = {part: np.empty(len(pairs), dtype=np.float32) for part in parts}
+    if not parts:
+        return scores
     positions, which = np.unique(pairs >> _KEY_SHIFT, return_inverse=True)
     lengths = np.array(
         [
             len(ids)
-            for ids in models.joint.tokenizer.caption_ids(
+            for ids in scorer.joint.tokenizer.caption_ids(
                 [captions[at] for at in positions]
             )
         ]
@@ -175,12 +177,14 @@ def _score_pairs(
     # Longest captions first: a lack of memory shows at once, and the estimate of the
     # remaining time is never too low. Captions of similar length share batches.
     order = np.argsort(-lengths[which], kind="stable")
-    activity = f"pairs scored, {part}, {source.codec.name}"
+    activity = f"pairs scored, {source.codec.name}"
     for start in range(0, len(order), CHUNK_PAIRS):
         on_progress(activity, start, len(order))
         chunk = order[start : start + CHUNK_PAIRS]
         texts = [captions[position] for position in pairs[chunk] >> _KEY_SHIFT]
         blocks = source.fetch(pairs[chunk] & ((1 << _KEY_SHIFT) - 1))
-        scores[chunk] = models.part(part, Pairs(texts, blocks))
+        values = scorer.parts(parts, texts, scorer.images(blocks))
+        for part in parts:
+            scores[part][chunk] = values[part]
     on_progress(activity, len(pairs), len(pairs))
     return scores

@@ -280,7 +280,7 @@ def measure_precisions(
                     else sources[name].fetch(candidates[0], blocks)
                 )
                 (scored,) = opened.score_candidates(
-                    [text], [candidates], changed, weights
+                    [text], [candidates], opened.model.scorer.images(changed), weights
                 )
                 scores[name].append(scored.final)
         left_out = None if scores[reference] else "no query has two candidates"

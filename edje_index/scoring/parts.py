@@ -18,9 +18,9 @@ the width of an embedding, and k the width of a pooled vector.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -34,7 +34,6 @@ from edje_index.models.devices import as_tensor
 from edje_index.models.joint_inputs import SPECIAL_TOKEN_NAMES, JointTokenizer
 from edje_index.models.joint_scorer import JointScorer
 from edje_index.scoring.weights import (
-    EMBEDDING,
     JOINT_PARTS,
     LATE,
     LOGIT,
@@ -68,8 +67,11 @@ def late_interaction(
     mean: torch.Tensor | None = None,
     scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute the part ``late`` of b pairs, float32 [b], between -1 and 1. It is 0 for
-    a caption without content words.
+    """Compute the part ``late`` of b pairs, float32 [b], between -1 and 1:
+
+        mean over content words w of max over tokens t of cos(w - mean, t - mean)
+
+    It is 0 for a caption without content words.
 
     Args:
         captions: token ids of the caption of each pair, or of the one caption of all
@@ -82,14 +84,12 @@ def late_interaction(
             are computed.
     """
     content_ids = [
-        [token_id for token_id in caption if content[token_id]] for caption in captions
+        torch.tensor([token_id for token_id in caption if content[token_id]]).long()
+        for caption in captions
     ]
     lengths = torch.tensor([len(ids) for ids in content_ids])
-    is_word = torch.arange(max(1, int(lengths.max()))) < lengths[:, None]
-    padded_ids = torch.zeros(is_word.shape, dtype=torch.int64)
-    padded_ids[is_word] = torch.tensor(
-        [token_id for ids in content_ids for token_id in ids], dtype=torch.int64
-    )
+    padded_ids = nn.utils.rnn.pad_sequence(content_ids, batch_first=True)
+    is_word = torch.arange(padded_ids.shape[1]) < lengths[:, None]
     mean = words.mean(dim=0) if mean is None else mean
     queries = functional.normalize(words[padded_ids.to(words.device)] - mean, dim=2)
     scales = token_scales(tokens, mean) if scales is None else scales
@@ -244,61 +244,33 @@ def word_bags(
     return functional.normalize(bags, dim=1)
 
 
-@dataclass
-class Pairs:
-    """b pairs of a caption and an image. A field may be left out if no computed part
-    reads the field.
+@dataclass(frozen=True)
+class Images:
+    """b images as the parts of the score read them. `Scorer.images` makes them.
 
     Attributes:
-        captions: one caption per pair.
-        tokens: stored tokens of the images [b, m, d], an array or tensor of any
-            floating type.
-        similarities: cosine similarity of the caption embedding and the image embedding
-            of each pair, float32 [b].
-        image_terms: result of `ScoreModels.image_terms` for the images. If it is None,
-            a part computes what it needs.
-        caption_vectors: result of `ScoreModels.caption_vectors` for the captions,
-            likewise.
+        tokens: stored tokens of the images [b, m, d], of any floating type.
+        pooled: pooled vectors, unit vectors, float32 [b, k]. Without a pooled
+            similarity, k is 0.
+        token_scales: result of `token_scales`, float32 [b, m].
     """
 
-    captions: Sequence[str] = ()
-    tokens: torch.Tensor | Array | None = None
-    similarities: Floats | None = None
-    image_terms: Floats | None = None
-    caption_vectors: torch.Tensor | None = None
+    tokens: torch.Tensor
+    pooled: torch.Tensor
+    token_scales: torch.Tensor
 
-    @cached_property
-    def token_tensor(self) -> torch.Tensor:
-        """The field `tokens` as a tensor."""
-        assert self.tokens is not None
-        return as_tensor(self.tokens)
-
-    def at(self, mask: NDArray[np.bool_]) -> Pairs:
-        """Return the pairs at which `mask` [b] is True."""
-        return Pairs(
-            captions=[
-                caption
-                for caption, kept in zip(self.captions, mask, strict=True)
-                if kept
-            ],
-            tokens=(
-                None
-                if self.tokens is None
-                else self.token_tensor[torch.from_numpy(mask)]
-            ),
-            similarities=None if self.similarities is None else self.similarities[mask],
-            image_terms=None if self.image_terms is None else self.image_terms[mask],
-            caption_vectors=(
-                None
-                if self.caption_vectors is None
-                else self.caption_vectors[torch.from_numpy(mask)]
-            ),
+    def at(self, positions: torch.Tensor) -> Images:
+        """Return the images at `positions`, int64 [n], which may repeat."""
+        return Images(
+            self.tokens[positions], self.pooled[positions], self.token_scales[positions]
         )
 
 
 @dataclass(frozen=True)
-class ScoreModels:
-    """The models that compute the parts of the final score.
+class Scorer:
+    """Computes the parts of the final score that depend on the caption and on the
+    stored tokens together. The remaining part, the cosine similarity of the
+    embeddings, needs no model.
 
     Attributes:
         joint: the joint encoder. Its language model also reads the captions of the
@@ -311,141 +283,123 @@ class ScoreModels:
 
     @property
     def part_names(self) -> tuple[str, ...]:
-        """Names of the parts that these models can compute."""
+        """Names of the parts of a final score with these models."""
         return tuple(
             name for name in PART_NAMES if name != POOLED or self.pooled is not None
         )
 
-    def part(self, name: str, pairs: Pairs) -> Floats:
-        """Compute one part of the final score for b `pairs`, float32 [b]. Higher values
-        mean better matches.
+    @property
+    def pooled_dim(self) -> int:
+        """Width of the pooled vectors, k; 0 without a pooled similarity."""
+        return 0 if self.pooled is None else self.pooled.sizes["dim"]
+
+    @torch.inference_mode()
+    def images(self, tokens: torch.Tensor | Array) -> Images:
+        """Return images with the stored tokens `tokens` [b, m, d]. Everything besides
+        the tokens is on the device of the joint encoder.
+        """
+        tokens = as_tensor(tokens)
+        pooled = []
+        scales = []
+        for batch in torch.split(tokens, self.joint.batch):
+            batch = batch.to(self.joint.device)
+            scales.append(token_scales(batch, self.joint.mean_word_vector))
+            pooled.append(
+                batch.new_zeros(len(batch), 0, dtype=torch.float32)
+                if self.pooled is None
+                else self.pooled.images(batch)
+            )
+        return Images(tokens, torch.cat(pooled), torch.cat(scales))
+
+    def parts(
+        self, names: Iterable[str], captions: Sequence[str], images: Images
+    ) -> dict[str, Floats]:
+        """Compute parts of b pairs, float32 [b] each, by name. Higher values mean
+        better matches.
 
         Args:
-            name: a name in `part_names`.
-            pairs: pairs of a caption and an image.
+            names: names in `JOINT_PARTS` and `part_names`.
+            captions: the caption of each pair.
+            images: the image of each pair.
 
         Raises:
             ModelError: a value is NaN, or so large that the final score could become
                 infinite.
         """
-        values = self._part(name, pairs)
-        if not (np.abs(values) <= _MAX_PART).all():
-            raise ModelError(
-                f"the model computes a {PART_NAMES[name]} that is NaN, or beyond"
-                f" {_MAX_PART:g}: use another model, and run 'edje-index verify' if the"
-                " index may be damaged"
-            )
+        compute = {
+            LOGIT: self._logits,
+            LATE: self._late_interactions,
+            POOLED: self._pooled_similarities,
+        }
+        values = {}
+        for name in names:
+            values[name] = compute[name](captions, images).numpy(force=True)
+            if not (np.abs(values[name]) <= _MAX_PART).all():
+                raise ModelError(
+                    f"the model computes a {PART_NAMES[name]} that is NaN, or beyond"
+                    f" {_MAX_PART:g}: use another model, and run 'edje-index verify' if"
+                    " the index may be damaged"
+                )
         return values
 
+    def _logits(self, captions: Sequence[str], images: Images) -> torch.Tensor:
+        """The logit of the joint encoder, which is the score of the EDJE paper."""
+        return self.joint.score(captions, images.tokens)
+
     @torch.inference_mode()
-    def _part(self, name: str, pairs: Pairs) -> Floats:
-        # in the EDJE paper, the score is this logit
-        if name == LOGIT:
-            return _numpy(self.joint.score(pairs.captions, pairs.token_tensor))
-        terms = (
-            None
-            if pairs.image_terms is None
-            else torch.from_numpy(pairs.image_terms).to(self.joint.device)
-        )
-        if name == LATE:
-            words = self.joint.word_vectors
-            tokenizer = self.joint.tokenizer
-            content = content_token_mask(tokenizer)
-            mean = self.joint.mean_word_vector
-            values = np.zeros(len(pairs.captions), dtype=np.float32)
-            scales = None if terms is None else terms[:, -pairs.token_tensor.shape[1] :]
-            for start in range(0, len(values), _LATE_BATCH):
-                batch = slice(start, start + _LATE_BATCH)
-                captions = pairs.captions[batch]
-                tokens = pairs.token_tensor[batch].to(words.device)
-                ids = tokenizer.caption_ids(
-                    captions[:1] if len(set(captions)) == 1 else captions
+    def _late_interactions(
+        self, captions: Sequence[str], images: Images
+    ) -> torch.Tensor:
+        """`late_interaction` of captions and images."""
+        words = self.joint.word_vectors
+        content = content_token_mask(self.joint.tokenizer)
+        values = []
+        for start in range(0, len(captions), _LATE_BATCH):
+            batch = slice(start, start + _LATE_BATCH)
+            texts = captions[batch]
+            if len(set(texts)) == 1:
+                texts = texts[:1]
+            values.append(
+                late_interaction(
+                    self.joint.tokenizer.caption_ids(texts),
+                    images.tokens[batch].to(words.device),
+                    words,
+                    content,
+                    mean=self.joint.mean_word_vector,
+                    scales=images.token_scales[batch].to(words.device),
                 )
-                its_scales = None if scales is None else scales[batch]
-                values[batch] = _numpy(
-                    late_interaction(
-                        ids, tokens, words, content, mean=mean, scales=its_scales
-                    )
-                )
-            return values
-        if name == EMBEDDING:
-            assert pairs.similarities is not None
-            return pairs.similarities
-        caption_vectors = pairs.caption_vectors
-        if caption_vectors is None:
-            caption_vectors = self.caption_vectors(pairs.captions)
-        vectors = self._image_vectors_of(pairs)
-        return _numpy((vectors * caption_vectors).sum(dim=1))
+            )
+        return torch.cat(values)
+
+    @torch.inference_mode()
+    def _pooled_similarities(
+        self, captions: Sequence[str], images: Images
+    ) -> torch.Tensor:
+        """The inner product of the pooled vectors of caption and image."""
+        caption_vectors = self.caption_vectors(captions)
+        pooled = images.pooled.to(caption_vectors.device)
+        return (pooled * caption_vectors).sum(dim=1)
 
     @torch.inference_mode()
     def caption_vectors(self, captions: Sequence[str]) -> torch.Tensor:
         """Return the pooled vectors of `captions`, unit vectors, float32 [b, k], on the
-        device of the joint encoder.
-
-        A caption that occurs several times is encoded once. Without a pooled
-        similarity, k is 0.
+        device of the joint encoder. A caption that occurs several times is encoded
+        once.
         """
         if self.pooled is None:
-            return torch.zeros(len(captions), 0, device=self.joint.device)
-        distinct = {
-            caption: position
-            for position, caption in enumerate(dict.fromkeys(captions))
-        }
-        texts = list(distinct)
+            raise ModelError("this model bundle has no pooled similarity")
+        distinct, position = np.unique(np.asarray(captions), return_inverse=True)
+        tokenizer = self.joint.tokenizer
         vectors = []
-        for start in range(0, len(texts), self.joint.batch) or [0]:
-            batch = texts[start : start + self.joint.batch]
-            sentences = self.joint.sentence_vectors(
-                self.joint.tokenizer.inputs(batch, 0)
-            )
+        for start in range(0, len(distinct), self.joint.batch):
+            batch = distinct[start : start + self.joint.batch].tolist()
+            sentences = self.joint.sentence_vectors(tokenizer.inputs(batch, 0))
             vectors.append(
-                self.pooled.captions(self.joint.tokenizer.caption_ids(batch), sentences)
+                self.pooled.captions(tokenizer.caption_ids(batch), sentences)
             )
-        return torch.cat(vectors)[
-            torch.tensor([distinct[caption] for caption in captions])
-        ]
-
-    @torch.inference_mode()
-    def image_vectors(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the pooled vectors of images, unit vectors, float32 [b, k], from
-        image tokens [b, m, d].
-        """
-        device = self.joint.device
-        if self.pooled is None:
-            return torch.zeros(len(tokens), 0, device=device)
-        return torch.cat(
-            [
-                self.pooled.images(batch.to(device))
-                for batch in torch.split(tokens, self.joint.batch)
-            ]
-        )
-
-    @torch.inference_mode()
-    def image_terms(self, tokens: torch.Tensor) -> Floats:
-        """Return what depends on the image alone, float32 [b, k + m].
-
-        A row contains the pooled vector [k] and the result of `token_scales` [m].
-        `tokens` are the stored tokens of the images [b, m, d].
-        """
-        mean = self.joint.mean_word_vector
-        scales = [
-            token_scales(batch.to(mean.device), mean)
-            for batch in torch.split(tokens, self.joint.batch)
-        ]
-        return _numpy(torch.cat([self.image_vectors(tokens), torch.cat(scales)], dim=1))
-
-    def _image_vectors_of(self, pairs: Pairs) -> torch.Tensor:
-        if pairs.image_terms is None:
-            return self.image_vectors(pairs.token_tensor)
-        dim = 0 if self.pooled is None else self.pooled.sizes["dim"]
-        return torch.from_numpy(pairs.image_terms[:, :dim]).to(self.joint.device)
+        return torch.cat(vectors)[torch.from_numpy(position)]
 
 
-def reads_tokens(parts: Sequence[str]) -> bool:
+def reads_tokens(parts: Iterable[str]) -> bool:
     """Return True if a part in `parts` reads image tokens."""
-    return bool(set(JOINT_PARTS) & set(parts))
-
-
-def _numpy(values: torch.Tensor) -> Floats:
-    array: Floats = values.numpy(force=True)
-    return array
+    return not set(JOINT_PARTS).isdisjoint(parts)

@@ -208,10 +208,9 @@ class Stages(dict[str, float]):
     """Seconds of each stage of one search, by name, in the order of the search.
 
     The names are `text_tower`, `vision_tower`, `nearest`, `fetch` (reads and decodes
-    tokens), `joint_encoder` (also reads the caption for the pooled similarity),
-    `other_parts` (the rest of the final score), `hits` (sorts the candidates and looks
-    up their uris) and `total`. The first search of a `TokenIndex` also reads the
-    weights of the tower.
+    tokens), `joint_encoder`, `other_parts` (the rest of the final score), `hits` (sorts
+    the candidates and looks up their uris) and `total`. The first search of a
+    `TokenIndex` also reads the weights of the tower.
     """
 
     def __init__(self) -> None:

@@ -19,7 +19,7 @@ from edje_index.errors import ModelError
 from edje_index.models.adapter import AdapterConfig
 from edje_index.models.devices import resolve_device, resolve_dtype
 from edje_index.models.text_tower import TextEncoder
-from edje_index.scoring.parts import ScoreModels
+from edje_index.scoring.parts import Scorer
 from edje_index.scoring.weights import (
     BUNDLE_SCORE,
     ScoreWeights,
@@ -45,7 +45,7 @@ class SearchModel:
     Attributes:
         info: description of the bundle.
         joint: joint encoder, which scores pairs of a text and an image.
-        score_models: the joint encoder and the other models that compute the parts of
+        scorer: the joint encoder and the other models that compute the parts of
             the final score.
     """
 
@@ -83,11 +83,11 @@ class SearchModel:
         self.joint = load_scorer(info, compute_dtype, self._device)
         pooled = load_pooled_similarity(info, self.joint.width)
         warn_about_hubness(info)
-        self.score_models = ScoreModels(
+        self.scorer = Scorer(
             self.joint,
             None if pooled is None else pooled.to(self._device),
         )
-        check_scorer_fit(self.adapter_config, self.score_models, info.score)
+        check_scorer_fit(self.adapter_config, self.scorer, info.score)
 
     @property
     def adapter_config(self) -> AdapterConfig:
@@ -116,7 +116,7 @@ class SearchModel:
         `ModelBundle.weights`.
         """
         weights = parse_score(score, self.info.score.of(direction))
-        check_parts(weights, self.score_models.part_names, "this model bundle")
+        check_parts(weights, self.scorer.part_names, "this model bundle")
         return weights
 
     def check_reranks(self) -> None:

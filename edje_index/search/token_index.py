@@ -22,8 +22,8 @@ from edje_index.bundles.info import matching_bundle
 from edje_index.indexing.faiss_index import AnnIndex
 from edje_index.models.devices import as_tensor
 from edje_index.scoring.final_score import FinalScore, relevance
-from edje_index.scoring.parts import Pairs, reads_tokens
-from edje_index.scoring.term_cache import TermCache
+from edje_index.scoring.image_cache import ImageCache
+from edje_index.scoring.parts import Images, reads_tokens
 from edje_index.scoring.weights import (
     BUNDLE_SCORE,
     EMBEDDING,
@@ -53,7 +53,7 @@ from storage_formats.extras import name_missing_extra
 from storage_formats.format.manifest import CommittedIndex, Manifest
 from storage_formats.format.remote import open_index
 from storage_formats.reading.embeddings import read_embeddings
-from storage_formats.reading.memory import BufferPool
+from storage_formats.reading.memory import BufferPool, Bytes
 from storage_formats.remote.urls import IndexLocation
 from storage_formats.token_store import TokenStore
 
@@ -121,17 +121,20 @@ class TokenIndex:
         score: str | ScoreWeights = BUNDLE_SCORE,
         columns: Sequence[str] | None = None,
     ) -> None:
-        self.committed = index
         self.model = model
-        self.rows = IndexRows(index, columns)
-        self._ann = AnnIndex(index)
-        self.store = TokenStore(index, precision)
-        self._stores = {self.store.precision: self.store}
         self.score = score
         self._columns = columns
         self._refreshing = threading.Lock()
         self._buffers = BufferPool()
-        self._terms: dict[str, TermCache] = {}
+        self._open(index, precision)
+
+    def _open(self, index: CommittedIndex, precision: str | None) -> None:
+        self.committed = index
+        self.rows = IndexRows(index, self._columns)
+        self._ann = AnnIndex(index)
+        self.store = TokenStore(index, precision)
+        self._stores = {self.store.precision: self.store}
+        self._image_caches: dict[str, ImageCache] = {}
 
     __repr__ = repr_of("store", "model.info.path")
     __reduce__ = refuse_pickle("open the index there with TokenIndex.open")
@@ -236,9 +239,9 @@ class TokenIndex:
         """
         # else a slower call could put an older snapshot in place of a newer one
         with self._refreshing:
-            vars(self).update(
-                vars(self.at_current_snapshot()), _refreshing=self._refreshing
-            )
+            current = self.at_current_snapshot()
+            if current is not self:
+                self._open(current.committed, current.precision)
             return self.manifest.snapshot.number
 
     def at_current_snapshot(self) -> TokenIndex:
@@ -360,53 +363,69 @@ class TokenIndex:
         queries_at_once = max(
             1, _PAIRS_AT_ONCE // max(1, *(len(rows) for rows, _ in nearest))
         )
-        block_bytes = math.prod(self.store.block_shape) * BF16.itemsize
         for start in range(0, len(texts), queries_at_once):
-            candidates = nearest[start : start + queries_at_once]
-            blocks = None
-            while blocks is None and reads_tokens(final.parts):
-                try:
-                    with stages.timed("fetch"):
-                        rows = np.concatenate([rows for rows, _ in candidates])
-                        buffer = self._buffers.borrow(len(rows) * block_bytes)
-                        reused = (
-                            buffer[: len(rows) * block_bytes]
-                            .view(BF16)
-                            .reshape(-1, *self.store.block_shape)
-                        )
-                        blocks = self.store.fetch(rows, reused)
-                except CorruptIndexError as error:
-                    # damaged candidates are left out
-                    if not error.row_ids:
-                        raise
-                    warnings.warn(
-                        f"candidates are left out of the search: {error}",
-                        RuntimeWarning,
-                        stacklevel=2,
-                    )
-                    kept = [~np.isin(rows, error.row_ids) for rows, _ in candidates]
-                    candidates = [
-                        (rows[mask], values[mask])
-                        for (rows, values), mask in zip(candidates, kept, strict=True)
-                    ]
             queries = texts[start : start + queries_at_once]
-            terms = self._image_terms(candidates, blocks, final, stages)
+            candidates = nearest[start : start + queries_at_once]
+            if not reads_tokens(final.parts):
+                scored += self.score_candidates(queries, candidates, None, weights)
+                continue
+            pairs = len(_all_rows(candidates))
+            block_bytes = math.prod(self.store.block_shape) * BF16.itemsize
+            buffer = self._buffers.borrow(pairs * block_bytes)
+            candidates, blocks = self._fetch(candidates, buffer, stages)
+            images = self._images(candidates, blocks, stages)
             scored += self.score_candidates(
-                queries, candidates, blocks, weights, terms=terms, k=k, stages=stages
+                queries, candidates, images, weights, k=k, stages=stages
             )
-            if blocks is not None:
-                self._buffers.give_back(buffer)
+            self._buffers.give_back(buffer)
         hits = self._hits(scored, k, stages, weights)
         return hits[0] if isinstance(text, str) else hits
+
+    def _fetch(
+        self, candidates: list[Candidates], buffer: Bytes, stages: Stages
+    ) -> tuple[list[Candidates], Blocks]:
+        """Read the blocks of all candidates into `buffer`. Damaged candidates are left
+        out of both results.
+        """
+        rows = _all_rows(candidates)
+        shape = (len(rows), *self.store.block_shape)
+        destination = buffer[: math.prod(shape) * BF16.itemsize].view(BF16)
+        try:
+            with stages.timed("fetch"):
+                return candidates, self.store.fetch(rows, destination.reshape(shape))
+        except CorruptIndexError as error:
+            damaged = error.row_ids
+            if not damaged:
+                raise
+            warnings.warn(
+                f"candidates are left out of the search: {error}",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+        kept = []
+        for its_rows, similarities in candidates:
+            is_sound = ~np.isin(its_rows, damaged)
+            kept.append((its_rows[is_sound], similarities[is_sound]))
+        return self._fetch(kept, buffer, stages)
+
+    def _images(
+        self, candidates: Sequence[Candidates], blocks: Blocks, stages: Stages
+    ) -> Images:
+        """Return the images of all candidates, whose stored blocks are `blocks`."""
+        cache = self._image_caches.get(self.precision)
+        if cache is None:
+            cache = ImageCache(self.model.scorer, self.store.block_shape[0])
+            self._image_caches[self.precision] = cache
+        with stages.timed("other_parts"):
+            return cache.images(_all_rows(candidates), as_tensor(blocks))
 
     def score_candidates(
         self,
         queries: Sequence[str],
         candidates: Sequence[Candidates],
-        blocks: Blocks | None,
+        images: Images | None,
         weights: ScoreWeights,
         *,
-        terms: Floats | None = None,
         k: int | None = None,
         stages: Stages | None = None,
     ) -> list[ScoredCandidates]:
@@ -416,98 +435,108 @@ class TokenIndex:
         Args:
             queries: texts of the queries.
             candidates: row ids and similarities of the candidates of each query.
-            blocks: token blocks [k, m, d] of all candidates: first those of the first
-                query, then those of the next query. None if the score reads no tokens.
+            images: images of all candidates: first those of the first query, then those
+                of the next query. None if the score reads no tokens.
             weights: weights of the final score.
-            terms: the result of `ScoreModels.image_terms` for `blocks`. None computes
-                the terms.
             k: number of hits per query. Other candidates may get no final score. None
                 scores all candidates.
             stages: measures the durations.
         """
-        stages = stages or Stages()
-        models = self.model.score_models
         score = FinalScore.of(weights)
-        rows = np.concatenate([rows for rows, _ in candidates])
-        ends = np.cumsum([len(rows) for rows, _ in candidates]).tolist()
-        of_each = [
-            slice(end - len(rows), end)
-            for end, (rows, _) in zip(ends, candidates, strict=True)
-        ]
-        captions = [
-            query
-            for query, its_pairs in zip(queries, of_each, strict=True)
-            for _ in rows[its_pairs]
-        ]
-        pairs = Pairs(
+        captions: list[str] = []
+        pairs_of_query = []
+        for query, (rows, _) in zip(queries, candidates, strict=True):
+            pairs_of_query.append(slice(len(captions), len(captions) + len(rows)))
+            captions += [query] * len(rows)
+        similarities = np.concatenate([values for _, values in candidates])
+        values = self._parts(
+            score,
             captions,
-            blocks,
-            np.concatenate([values for _, values in candidates]),
-            terms,
+            similarities,
+            images,
+            stages=stages or Stages(),
+            pairs_of_query=pairs_of_query,
+            k=k,
         )
-        if POOLED in score.parts and captions:
-            with stages.timed("joint_encoder"):
-                pairs.caption_vectors = models.caption_vectors(captions)
-        values: dict[str, Floats] = {}
-        # The logit comes last, because the other parts choose its pairs.
-        logit_range = (
-            self.model.info.logit_range
-            if k is not None and len(score.parts) > 1
-            else None
-        )
-        for name in sorted(score.parts, key=lambda name: name == LOGIT):
-            with stages.timed("joint_encoder" if name == LOGIT else "other_parts"):
-                # no model is called without pairs
-                if not captions:
-                    values[name] = np.empty(0, np.float32)
-                elif name == LOGIT and k is not None and logit_range is not None:
-                    others = [
-                        {part: value[its_pairs] for part, value in values.items()}
-                        for its_pairs in of_each
-                    ]
-                    mask = np.concatenate(
-                        [score.may_be_first(each, k, logit_range) for each in others]
-                    )
-                    values[name] = np.full(len(rows), np.nan, dtype=np.float32)
-                    values[name][mask] = models.part(name, pairs.at(mask))
-                else:
-                    values[name] = models.part(name, pairs)
         joint = score.only(JOINT_PARTS)
         scored = []
-        for (its_rows, similarities), its_pairs in zip(
-            candidates, of_each, strict=True
-        ):
-            parts = {name: values[name][its_pairs] for name in score.parts}
-            share = joint.sum(parts) if joint.parts else None
+        for (rows, _), pairs in zip(candidates, pairs_of_query, strict=True):
+            parts = {name: part[pairs] for name, part in values.items()}
             scored.append(
-                ScoredCandidates(its_rows, similarities, score.sum(parts), share, parts)
+                ScoredCandidates(
+                    rows=rows,
+                    similarities=similarities[pairs],
+                    final=score.sum(parts),
+                    joint=joint.sum(parts) if joint.parts else None,
+                    parts=parts,
+                )
             )
         return scored
 
-    def _image_terms(
+    def _parts(
         self,
-        candidates: Sequence[Candidates],
-        blocks: Blocks | None,
         score: FinalScore,
+        captions: Sequence[str],
+        similarities: Floats,
+        images: Images | None,
+        *,
         stages: Stages,
-    ) -> Floats | None:
-        """Return `ScoreModels.image_terms` of `blocks`, the stored blocks of
-        `candidates`, if the score needs them.
+        pairs_of_query: Sequence[slice] = (),
+        k: int | None = None,
+    ) -> dict[str, Floats]:
+        """Compute the parts of `score` for b pairs of a caption and an image, float32
+        [b] each, by name.
+
+        Args:
+            captions: the caption of each pair.
+            similarities: cosine similarity of the embeddings of each pair, float32 [b].
+            images: the image of each pair; None if the score reads no tokens.
+            stages: measures the durations.
+            pairs_of_query: the pairs of each query.
+            k: number of hits per query. A pair that cannot be among them has the logit
+                NaN. None computes all logits.
         """
-        if blocks is None or not {LATE, POOLED} & set(score.parts):
-            return None
-        tokens = as_tensor(blocks)
-        rows = np.concatenate([rows for rows, _ in candidates])
+        scorer = self.model.scorer
+        values = dict.fromkeys(score.parts, np.empty(0, np.float32))
+        values[EMBEDDING] = similarities
+        if images is not None and captions:
+            others = [name for name in score.parts if name in (LATE, POOLED)]
+            with stages.timed("other_parts"):
+                values |= scorer.parts(others, captions, images)
+            if LOGIT in score.parts:
+                # The logit comes last, because the other parts choose its pairs.
+                with stages.timed("joint_encoder"):
+                    values[LOGIT] = self._logits(
+                        score, captions, images, values, pairs_of_query, k
+                    )
+        return {name: values[name] for name in score.parts}
 
-        def compute(missing: NDArray[np.bool_]) -> Floats:
-            return self.model.score_models.image_terms(
-                tokens[torch.from_numpy(missing)]
-            )
-
-        with stages.timed("other_parts"):
-            return self._terms.setdefault(self.store.precision, TermCache()).terms(
-                rows, compute
-            )
+    def _logits(
+        self,
+        score: FinalScore,
+        captions: Sequence[str],
+        images: Images,
+        others: Mapping[str, Floats],
+        pairs_of_query: Sequence[slice],
+        k: int | None,
+    ) -> Floats:
+        """Compute the logits of b pairs, float32 [b]; see `_parts`."""
+        scorer = self.model.scorer
+        logit_range = self.model.info.logit_range
+        if k is None or logit_range is None or score.parts == (LOGIT,):
+            return scorer.parts([LOGIT], captions, images)[LOGIT]
+        possible = np.empty(len(captions), dtype=np.bool_)
+        for pairs in pairs_of_query:
+            parts = {name: part[pairs] for name, part in others.items()}
+            possible[pairs] = score.may_be_first(parts, k, logit_range)
+        chosen = np.flatnonzero(possible)
+        logits = np.full(len(captions), np.nan, dtype=np.float32)
+        logits[chosen] = scorer.parts(
+            [LOGIT],
+            [captions[pair] for pair in chosen],
+            images.at(torch.from_numpy(chosen)),
+        )[LOGIT]
+        return logits
 
     def _final_score(
         self, score: str | ScoreWeights | None, direction: str = TEXT_TO_IMAGE
@@ -615,11 +644,13 @@ class TokenIndex:
             (its_rows, read_embeddings(self.committed, its_rows) @ embedding)
             for its_rows, embedding in zip(row_ids, embeddings, strict=True)
         ]
-        with stages.timed("fetch"):
-            blocks = self.store.fetch(every_row) if reads_tokens(final.parts) else None
-        terms = self._image_terms(candidates, blocks, final, stages)
+        images = None
+        if reads_tokens(final.parts):
+            with stages.timed("fetch"):
+                blocks = self.store.fetch(every_row)
+            images = self._images(candidates, blocks, stages)
         scored = self.score_candidates(
-            texts, candidates, blocks, weights, terms=terms, stages=stages
+            texts, candidates, images, weights, stages=stages
         )
         return self._hits(scored, len(every_row), stages, weights)
 
@@ -678,10 +709,14 @@ class TokenIndex:
         similarities = (
             embeddings * self.model.text.encode(distinct.tolist())[of_text]
         ).sum(axis=1)
-        models = self.model.score_models
-        inputs = Pairs(texts, tokens, similarities)
-        values = {name: models.part(name, inputs) for name in final.parts}
-        return [float(value) for value in final.sum(values)]
+        images_of_pairs = None
+        if reads_tokens(final.parts):
+            images_of_pairs = self.model.scorer.images(tokens)
+        values = self._parts(
+            final, texts, similarities, images_of_pairs, stages=Stages()
+        )
+        scores: list[float] = final.sum(values).tolist()
+        return scores
 
     def search_image(
         self, image: ImageQuery, k: int = 10, *, where: str | None = None
@@ -777,7 +812,6 @@ class TokenIndex:
             )
         k, pool = _counts(k, pool)
         weights, final = self._final_score(score, direction=IMAGE_TO_TEXT)
-        models = self.model.score_models
         row_id, block, embedding = self._encoded(image)
         if row_id >= 0 and reads_tokens(final.parts):
             block = self.store.fetch([row_id])
@@ -785,13 +819,13 @@ class TokenIndex:
         similarities = embeddings @ embedding
         nearest = np.argsort(-similarities, kind="stable")[:pool]
         captions = [texts[position] for position in nearest]
-        tokens = None if block is None else np.repeat(block, len(nearest), axis=0)
-        pairs = Pairs(captions, tokens, similarities[nearest])
+        images = None
         if block is not None:
-            terms = models.image_terms(as_tensor(block))
-            pairs.image_terms = terms.repeat(len(nearest), 0)
-            pairs.caption_vectors = models.caption_vectors(captions)
-        values = {name: models.part(name, pairs) for name in final.parts}
+            same_image = torch.zeros(len(nearest), dtype=torch.int64)
+            images = self.model.scorer.images(block).at(same_image)
+        values = self._parts(
+            final, captions, similarities[nearest], images, stages=Stages()
+        )
         scores = final.sum(values)
         relevances = relevance(scores, weights)
         return [
@@ -822,6 +856,10 @@ def _texts(texts: object, name: str = "query") -> list[str]:
                 parameter=where,
             )
     return checked
+
+
+def _all_rows(candidates: Sequence[Candidates]) -> NDArray[np.int64]:
+    return np.concatenate([rows for rows, _ in candidates])
 
 
 def _counts(k: object, pool: object) -> tuple[int, int]:

@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 from edje_index.bundles.bundle import ModelBundle
 from edje_index.progress import OnProgress
-from edje_index.scoring.parts import Pairs
 from edje_index.scoring.weights import (
     EMBEDDING,
     IMAGE_TO_TEXT,
@@ -181,25 +180,25 @@ def _pools(
         values, _ = features.fetch(dev.rows[shown[start : start + _ADAPTER_BATCH]])
         # as an index stores tokens
         blocks.append(adapter(values.to(bundle.joint.device).float()).bfloat16().cpu())
-    tokens = torch.cat(blocks)
-    models = bundle.score_models
-    scores: dict[str, list[NDArray[np.float32]]] = {
-        name: [] for name in names if name in models.part_names
-    }
+    scorer = bundle.scorer
+    images_shown = scorer.images(torch.cat(blocks))
+    joint_parts = [name for name in names if name in scorer.part_names]
+    scores: list[dict[str, NDArray[np.float32]]] = []
     for query, (caption_row, image_row) in enumerate(
         zip(captions, images, strict=True)
     ):
         on_query(query)
-        tokens_of_row = tokens[torch.from_numpy(np.searchsorted(shown, image_row))]
-        pairs = Pairs(
-            [dev.captions[position] for position in caption_row], tokens_of_row
+        scores.append(
+            scorer.parts(
+                joint_parts,
+                [dev.captions[position] for position in caption_row],
+                images_shown.at(torch.from_numpy(np.searchsorted(shown, image_row))),
+            )
         )
-        for name, scored in scores.items():
-            scored.append(models.part(name, pairs))
     return DevPools(
         parts={
             EMBEDDING: np.take_along_axis(similarities, near, axis=1),
-            **{name: np.stack(rows) for name, rows in scores.items()},
+            **{name: np.stack([row[name] for row in scores]) for name in joint_parts},
         },
         right=dev.caption_images[captions] == images,
         images=dev.rows[dev.caption_images[queries] if text_queries else queries],

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from edje_index.bundles.bundle import ModelBundle
-from edje_index.scoring.parts import Pairs
 from edje_index.scoring.weights import parse_score
 from pipelines.cli import main
 from storage_formats import TokenStore, codec
@@ -114,14 +113,15 @@ def by_hand(
         direction: parse_score("bundle", model.score.of(direction))
         for direction in ("t2i", "i2t")
     }
-    models = model.score_models
+    scorer = model.scorer
 
     def final(caption, row, direction):
         block = tokens.decode(tokens.encode(blocks[row : row + 1]))
-        similarity = np.array([text[caption] @ embeddings[row]])
-        pair = Pairs([caption], block, similarity)
+        parts = {"embedding": [text[caption] @ embeddings[row]]}
         used = {part: w for part, w in weights[direction].by_part().items() if w}
-        return sum(w * float(models.part(part, pair)[0]) for part, w in used.items())
+        joint = [part for part in used if part != "embedding"]
+        parts |= scorer.parts(joint, [caption], scorer.images(block))
+        return sum(w * float(parts[part][0]) for part, w in used.items())
 
     def ranks(pairs, right):
         order = sorted(

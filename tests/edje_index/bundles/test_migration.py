@@ -92,4 +92,4 @@ def test_a_hubness_correction_is_ignored_with_one_warning(tmp_path, load):
         bundle = load(folder)
     assert len(seen) == 1
     assert read_bundle_info(folder).score.t2i == ScoreWeights()
-    assert "hubness" not in bundle.score_models.part_names
+    assert "hubness" not in bundle.scorer.part_names

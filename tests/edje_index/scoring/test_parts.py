@@ -10,8 +10,7 @@ from edje_index.bundles.bundle import ModelBundle
 from edje_index.errors import ModelError
 from edje_index.scoring.final_score import FinalScore
 from edje_index.scoring.parts import (
-    Pairs,
-    ScoreModels,
+    Scorer,
     content_token_mask,
     late_interaction,
 )
@@ -28,45 +27,38 @@ def bundle(tiny_bundle) -> ModelBundle:
 
 
 @pytest.fixture
-def models(bundle) -> ScoreModels:
-    return bundle.score_models
+def scorer(bundle) -> Scorer:
+    return bundle.scorer
 
 
 @pytest.fixture
-def pairs(bundle) -> Pairs:
-    tokens = torch.randn(
+def tokens(bundle) -> torch.Tensor:
+    return torch.randn(
         4, *bundle.block_shape, generator=torch.Generator().manual_seed(0)
     ).bfloat16()
-    return Pairs(
-        CAPTIONS,
-        tokens,
-        np.linspace(-1, 1, 4, dtype=np.float32),
-    )
 
 
-def part(models: ScoreModels, name: str, pairs: Pairs) -> np.ndarray:
-    return models.part(name, pairs)
+def part(scorer: Scorer, name: str, tokens: torch.Tensor) -> np.ndarray:
+    return scorer.parts([name], CAPTIONS, scorer.images(tokens))[name]
 
 
-def test_the_logit_is_the_joint_encoder_alone(bundle, models, pairs):
-    logits = part(models, "logit", pairs)
-    np.testing.assert_array_equal(
-        logits, bundle.joint.score(pairs.captions, pairs.tokens).numpy()
-    )
+def test_the_logit_is_the_joint_encoder_alone(bundle, scorer, tokens):
+    logits = part(scorer, "logit", tokens)
+    np.testing.assert_array_equal(logits, bundle.joint.score(CAPTIONS, tokens).numpy())
     inputs = bundle.joint.tokenizer.inputs(CAPTIONS, bundle.block_shape[0])
     with torch.inference_mode():
         np.testing.assert_allclose(
-            logits, bundle.joint(inputs, pairs.tokens).numpy(), atol=1e-6
+            logits, bundle.joint(inputs, tokens).numpy(), atol=1e-6
         )
 
 
-def test_a_score_is_always_a_number(bundle, models, pairs):
+def test_a_score_is_always_a_number(bundle, scorer, tokens):
     with torch.no_grad():
         bundle.joint.classification_head[1].weight.fill_(3e38)
     with pytest.raises(
         ModelError, match=r"computes a logit that is NaN, or beyond 1e\+07"
     ):
-        part(bundle.score_models, "logit", pairs)
+        part(bundle.scorer, "logit", tokens)
     largest = ScoreWeights(**dict.fromkeys(PART_NAMES, MAX_WEIGHT))
     assert np.isfinite(
         FinalScore.of(largest).sum(dict.fromkeys(PART_NAMES, np.float32([1e7, -1e7])))
@@ -74,7 +66,7 @@ def test_a_score_is_always_a_number(bundle, models, pairs):
 
 
 def test_late_interaction_reads_the_content_words_of_the_joint_encoder(
-    bundle, models, pairs
+    bundle, scorer, tokens
 ):
     tokenizer = bundle.joint.tokenizer
     content = content_token_mask(tokenizer)
@@ -88,11 +80,11 @@ def test_late_interaction_reads_the_content_words_of_the_joint_encoder(
     assert content[[token_id(word) for word in ("b", "##z", "7")]].all()
     expected = late_interaction(
         tokenizer.caption_ids(CAPTIONS),
-        pairs.tokens,
-        models.joint.word_vectors,
+        tokens,
+        scorer.joint.word_vectors,
         content,
     )
-    scores = part(models, "late", pairs)
+    scores = part(scorer, "late", tokens)
     np.testing.assert_allclose(scores, expected, atol=1e-6)
     assert (np.abs(scores[:3]) > 0).all()
     assert scores[3] == 0, "a caption of stop words"
@@ -121,7 +113,7 @@ def test_late_interaction_scores_pairs_as_the_alignment_phase_does():
     ]
 
 
-def test_pooled_similarity_is_the_cosine_of_two_linear_maps(bundle, models, pairs):
+def test_pooled_similarity_is_the_cosine_of_two_linear_maps(bundle, scorer, tokens):
     """Against NumPy in float64, caption by caption."""
     joint = bundle.joint
     maps = {
@@ -129,7 +121,7 @@ def test_pooled_similarity_is_the_cosine_of_two_linear_maps(bundle, models, pair
         for name, value in bundle.pooled.state_dict().items()
     }
     expected = []
-    for caption, block in zip(CAPTIONS, pairs.tokens.double().numpy(), strict=True):
+    for caption, block in zip(CAPTIONS, tokens.double().numpy(), strict=True):
         seen = (
             np.concatenate([block.mean(0), block.std(0), block.max(0)]) @ maps["image"]
             + maps["image_offset"]
@@ -152,4 +144,4 @@ def test_pooled_similarity_is_the_cosine_of_two_linear_maps(bundle, models, pair
         bag /= np.linalg.norm(bag) or 1
         said = hidden @ maps["sentence"] + bag @ maps["words"] + maps["caption_offset"]
         expected.append(seen @ said / np.linalg.norm(seen) / np.linalg.norm(said))
-    np.testing.assert_allclose(part(models, "pooled", pairs), expected, atol=2e-5)
+    np.testing.assert_allclose(part(scorer, "pooled", tokens), expected, atol=2e-5)

@@ -11,7 +11,6 @@ import torch
 
 from edje_index.errors import ModelError
 from edje_index.models.devices import to_bf16_array
-from edje_index.scoring.parts import Pairs
 from edje_index.training.checkpoints import DEV, Checkpoints, read_log
 from edje_index.training.config import FittingConfig
 from edje_index.training.dev import DevSet, choose_dev_weights
@@ -139,19 +138,16 @@ def test_recalls_are_those_of_the_plain_computation(case, setting):
         weights = choice.weights.by_part()
         text_queries = direction == "t2i"
         assert min(weights.values()) >= 0
-        models = bundle.score_models
+        scorer = bundle.scorer
         hits = []
         for query in range(2 * IMAGES if text_queries else IMAGES):
             rank = similar[query] if text_queries else similar[:, query]
             near = sorted(range(len(rank)), key=lambda at, rank=rank: -rank[at])[:6]
             texts = [dev.captions[at] for at in ([query] * 6 if text_queries else near)]
-            pairs = Pairs(
-                texts,
-                tokens[near if text_queries else [query] * 6],
-                rank[near],
-            )
             used = {part: weight for part, weight in weights.items() if weight}
-            values = {part: models.part(part, pairs) for part in {"logit", *used}}
+            images = scorer.images(tokens[near if text_queries else [query] * 6])
+            joint = {"logit", *used} - {"embedding"}
+            values = {"embedding": rank[near], **scorer.parts(joint, texts, images)}
             final = sum(weight * values[part] for part, weight in used.items())
             best = [
                 near[scores.argmax()] for scores in (final, values["logit"], rank[near])

@@ -6,7 +6,6 @@ import numpy as np
 import torch
 
 from edje_index.bundles.bundle import ModelBundle
-from edje_index.scoring.parts import Pairs
 from edje_index.training.pooled_similarity import (
     MIN_CAPTIONS,
     canonical_maps,
@@ -81,9 +80,11 @@ def test_it_tells_whose_caption_it_is(case):
         ).bfloat16()
     numbers = [data.caption(at) for at in data.caption_starts[:-1]]
     texts = [bundle.joint.tokenizer.tokenizer.decode(ids) for ids in numbers]
-    models = bundle.score_models
+    scorer = bundle.scorer
+    images = scorer.images(tokens)
     scored = [
-        models.part("pooled", Pairs([text] * len(tokens), tokens)) for text in texts
+        scorer.parts(["pooled"], [text] * len(tokens), images)["pooled"]
+        for text in texts
     ]
     scores = torch.from_numpy(np.stack(scored))
     own = scores.diagonal()
