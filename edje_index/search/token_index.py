@@ -533,7 +533,7 @@ class TokenIndex:
         logits = np.full(len(captions), np.nan, dtype=np.float32)
         logits[chosen] = scorer.parts(
             [LOGIT],
-            [captions[pair] for pair in chosen],
+            [captions[pair] for pair in chosen.tolist()],
             images.at(torch.from_numpy(chosen)),
         )[LOGIT]
         return logits

@@ -139,8 +139,8 @@ def append_index(
             changes = SourceChanges(
                 refs, digest.hexdigest(), len(listed), repeated, ignored
             )
-            plan = _plan_rows(change, changes, settings, info)
             duplicates = changes.duplicates
+            plan = _plan_rows(change, changes, settings, info) if refs else None
         else:
             plan = replace(Plan.from_json(change.plan), model=model_record(info))
             duplicates = plan.duplicates
@@ -262,9 +262,6 @@ def update_index(
                     settings, info, engine=engine, workers=workers, address=address
                 )
                 plan = _plan_rows(change, changes, settings, info)
-            elif change.plan is not None:
-                change.start_again()
-            if plan is not None:
                 # What failed is recorded, even if nothing else is new.
                 limit = 1.0 if retry_failed else max_failed
                 receipts, speed = encode_rows(
@@ -278,6 +275,8 @@ def update_index(
                     should_stop,
                     needs_one=False,
                 )
+            elif change.plan is not None:
+                change.start_again()
             is_new = (
                 not retry_failed
                 or changes.duplicates
@@ -433,8 +432,6 @@ def add_images(
             settings,
             info,
         )
-        # there are images
-        assert plan is not None
         receipts, speed = encode_rows(
             change, plan, "inline", 1, None, 1.0, on_event, never, needs_one=False
         )
@@ -496,15 +493,12 @@ def _plan_rows(
     changes: SourceChanges,
     settings: BuildSettings,
     info: BundleInfo,
-) -> Plan | None:
-    """Plan the new rows of `changes` in new shards, and store the plan. Return None if
-    there are no rows.
+) -> Plan:
+    """Plan the new rows of `changes` in new shards, and store the plan.
 
     Finished shards of an earlier run of `change` count if its plan was the same;
     otherwise its files are removed.
     """
-    if not changes.refs:
-        return None
     spec = change.index.manifest.spec
     manifest = change.index.manifest
     root = change.layout.root

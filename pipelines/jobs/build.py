@@ -403,11 +403,9 @@ def try_build(
     ignored = dict[str, int]()
     if Layout(root).manifest.exists():
         manifest = check_finished(root, info, requested, should_stop)
-        chosen, spec, finished_shards = (
-            settings_of(root, manifest),
-            manifest.spec,
-            manifest.spec.shards,
-        )
+        chosen = settings_of(root, manifest)
+        spec = manifest.spec
+        finished_shards = spec.shards
         inputs = manifest.counts.inputs
         duplicates = manifest.counts.duplicates
     else:

@@ -8,6 +8,8 @@ and commits the manifest that follows from the manifest before and the edit.
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -55,14 +57,15 @@ from storage_formats.format.rows import (
     iter_stored_rows,
 )
 from storage_formats.format.selection import Selection
-from storage_formats.format.shard_table import FileEntry, write_shard_table
 from storage_formats.format.source_columns import SourceColumn
 from storage_formats.format.tombstones import Tombstones
 from storage_formats.writing.copying import count_values, with_values
 from storage_formats.writing.publish import (
     add_counts,
     check_receipts,
+    receipt_lines,
     total_counts,
+    write_shard_tables,
     write_tombstones,
 )
 
@@ -94,7 +97,7 @@ class ShardWork:
     close: Callable[[], None] = lambda: None
     shows_failed: bool = False
 
-    @property
+    @functools.cached_property
     def fingerprint(self) -> str:
         """Fingerprint of the tasks, which their receipts have."""
         return fingerprint(self.identity)
@@ -154,8 +157,6 @@ def commit_edit(
 
     An edit that changes nothing is not committed.
     """
-    from pipelines.jobs.ann import changed_ann
-
     before = change.index.manifest
     moves_rows = {*edit.spec.shard_numbers()} != {*before.spec.shard_numbers()}
     if not moves_rows and not len(edit.deleted):
@@ -166,6 +167,9 @@ def commit_edit(
         return manifest
     ann = before.ann
     if moves_rows and before.ann_files:
+        # a deletion takes a fraction of the time of this import
+        from pipelines.jobs.ann import changed_ann
+
         on_event(StatusMessage("changing the nearest-neighbour index"))
         ann = changed_ann(change.index, edit.spec, on_event)
     return change.commit(edited(change.index, edit, receipts, ann), edit.details)
@@ -208,9 +212,8 @@ def edited(
         written = new
     check_receipts(receipts, sorted(written))
     added = [receipt for receipt in receipts if receipt.shard not in old]
-    counts, columns = before.counts, before.columns
-    if edit.columns is not None:
-        columns = edit.columns
+    counts = before.counts
+    columns = before.columns if edit.columns is None else edit.columns
     if old - new:
         counts, columns = _without_shards(index, sorted(old - new), columns, added)
     snapshot = before.snapshot
@@ -230,7 +233,6 @@ def edited(
         parts = ((ids, first_row + ranks) for ids, ranks in edit.moved.by_shard())
         row_map = write_row_map(layout, parts)
         row_maps = (*row_maps, RowMap(row_map, first_row, is_partial=bool(old & new)))
-    first, *further = _shard_tables(index, spec, receipts)
     origins = {**before.encoded_from, **edit.encoded_from}
     return replace(
         before,
@@ -242,10 +244,9 @@ def edited(
             name: origins[name] for name in spec.precisions if name in origins
         },
         snapshot=snapshot,
-        shard_table=first,
-        further_tables=tuple(further),
         columns=columns,
         row_maps=row_maps,
+        **_shard_tables(index, spec, receipts),
     )
 
 
@@ -279,17 +280,16 @@ def _without_shards(
 
 def _shard_tables(
     index: CommittedIndex, spec: IndexSpec, receipts: Sequence[ShardReceipt]
-) -> list[FileEntry]:
-    """Write the shard tables of the segments of `spec` that changed. Return the entries
-    of all shard tables.
+) -> dict[str, Any]:
+    """Write the shard tables of the segments of `spec` that changed. Return the
+    attributes of the manifest with all shard tables.
     """
-    layout = Layout(index.root)
     before = index.manifest
     unchanged = {}
     if spec.precisions == before.spec.precisions:
         tables = zip(before.spec.used_segments, before.shard_tables, strict=True)
         unchanged = dict(tables)
-    lines = [(receipt.shard, file) for receipt in receipts for file in receipt.files]
+    lines = receipt_lines(receipts)
     old = {*before.spec.shard_numbers()}
     changed = [each for each in spec.used_segments if each not in unchanged]
     if any(old.intersection(spec.segment_shards(segment)) for segment in changed):
@@ -301,16 +301,8 @@ def _shard_tables(
         stored = (
             line for line in index.shard_files() if not line[1].path.startswith(dropped)
         )
-        lines = [*stored, *lines]
-    entries = []
-    for segment in spec.used_segments:
-        if segment in unchanged:
-            entries.append(unchanged[segment])
-        else:
-            shards = spec.segment_shards(segment)
-            of_segment = [line for line in lines if line[0] in shards]
-            entries.append(write_shard_table(layout, of_segment))
-    return entries
+        lines = itertools.chain(stored, lines)
+    return write_shard_tables(Layout(index.root), spec, lines, unchanged)
 
 
 @contextlib.contextmanager

@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 
-from edje_index.progress import ShardProgress
 from edje_index.search.rows import IndexRows
 from pipelines.jobs.ann import build_copied_ann
 from pipelines.jobs.changing import (
@@ -284,15 +283,8 @@ def copying(
     check_free_disk(target.root, need, f"a copy of {counted(segment.rows, 'row')}")
     copier = RowCopier(source, selection, target, spec)
 
-    def copy(
-        task: CopyTask, on_progress: Callable[[Any], None], should_stop: ShouldStop
-    ) -> ShardReceipt:
-        return copier.copy_shard(
-            task.shard,
-            task.plan,
-            lambda done: on_progress(ShardProgress(task.shard, done)),
-            should_stop,
-        )
+    def copy(task: CopyTask, _: object, should_stop: ShouldStop) -> ShardReceipt:
+        return copier.copy_shard(task.shard, task.plan, should_stop)
 
     return ShardWork(
         "copying",
@@ -335,20 +327,16 @@ def _with_duplicates(index: CommittedIndex, some: Iterable[int]) -> list[int]:
 
 def _segments_without(spec: IndexSpec, shards: set[int]) -> tuple[Segment, ...]:
     """Return the segments of `spec`, cut so that they do not contain `shards`."""
-    segments: list[Segment] = []
+    size = spec.shard_size
+    segments = []
     for segment in spec.used_segments:
-        start = None
-        numbers = spec.segment_shards(segment)
-        for shard in (*numbers, numbers.stop):
-            if shard in shards or shard == numbers.stop:
-                if start is not None:
-                    stop = min(segment.stop, shard * spec.shard_size)
-                    segments.append(
-                        Segment(start * spec.shard_size, stop - start * spec.shard_size)
-                    )
-                start = None
-            elif start is None:
-                start = shard
+        staying = [each for each in spec.segment_shards(segment) if each not in shards]
+        gaps = np.flatnonzero(np.diff(staying) > 1) + 1
+        for run in np.split(np.array(staying, dtype=np.int64), gaps):
+            if len(run):
+                first_row = int(run[0]) * size
+                stop = min(segment.stop, (int(run[-1]) + 1) * size)
+                segments.append(Segment(first_row, stop - first_row))
     return tuple(segments)
 
 

@@ -170,11 +170,10 @@ def merge_indexes(
             deleted = deleted.with_rows(
                 np.concatenate([each.deleted.row_ids(), rows]) + offset
             )
-        lists = [each.encoded_from for each in manifests]
-        origins = {
-            name: max((each.get(name, ()) for each in lists), key=len)
-            for name in spec.precisions
-        }
+        encoded_from: dict[str, tuple[str, ...]] = {}
+        for each_manifest in manifests:
+            for name, chain in each_manifest.encoded_from.items():
+                encoded_from[name] = max(encoded_from.get(name, ()), chain, key=len)
         settings = {
             name: value
             for name, value in manifests[0].settings.items()
@@ -192,7 +191,6 @@ def merge_indexes(
                 group for of_input in groups for group in of_input or ()
             )
             settings[SOURCES_MEMBER] = [asdict(group) for group in every]
-        encoded_from = {name: each for name, each in origins.items() if each}
         inputs = [
             {
                 "offset": offset,
@@ -204,10 +202,11 @@ def merge_indexes(
         merged = [
             {
                 "name": each.root.name,
-                "first_row": each.manifest.spec.used_segments[0].first_row + offset,
+                "first_row": each.manifest.spec.used_segments[0].first_row
+                + values["offset"],
                 **values,
             }
-            for each, values, offset in zip(opened, inputs, offsets, strict=True)
+            for each, values in zip(opened, inputs, strict=True)
         ]
         manifest = new_manifest(
             change.layout,

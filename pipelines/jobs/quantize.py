@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
-from edje_index.progress import ShardProgress
 from pipelines.engines.base import open_engine
 from pipelines.jobs.changing import Edit, ShardWork, apply, resumable
 from pipelines.jobs.resources import check_free_disk
@@ -20,7 +18,7 @@ from storage_formats.errors import UsageError
 from storage_formats.extras import name_missing_extra
 from storage_formats.format.layout import IndexSpec, Layout, padded_shard_bytes
 from storage_formats.format.manifest import CommittedIndex, Manifest
-from storage_formats.format.receipts import ShardReceipt, read_receipts
+from storage_formats.format.receipts import read_receipts
 from storage_formats.writing.conversion import ConversionTask, convert_shard
 
 
@@ -178,7 +176,7 @@ def conversion(
         make_task=lambda shard, plan: ConversionTask(
             str(index.root), shard, spec, read, missing, plan
         ),
-        make_worker=lambda: convert,
+        make_worker=lambda: convert_shard,
         engine=open_engine(
             "inline" if workers is None else "ray",
             workers,
@@ -246,14 +244,3 @@ def _rank(name: str) -> int:
 
 def _record_bytes(spec: IndexSpec, name: str) -> int:
     return codec(name, spec.block_shape).record_bytes
-
-
-def convert(
-    task: ConversionTask,
-    on_progress: Callable[[Any], None],
-    should_stop: Callable[[], bool],
-) -> ShardReceipt:
-    """Convert one shard. This is the worker of an engine."""
-    return convert_shard(
-        task, lambda done: on_progress(ShardProgress(task.shard, done)), should_stop
-    )

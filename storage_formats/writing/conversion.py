@@ -44,14 +44,13 @@ class ConversionTask:
 
 
 def convert_shard(
-    task: ConversionTask,
-    on_progress: Callable[[int], None] = lambda _: None,
-    should_stop: Callable[[], bool] = lambda: False,
+    task: ConversionTask, _: object, should_stop: Callable[[], bool]
 ) -> ShardReceipt:
     """Convert one shard, commit the new files, and return the receipt.
 
+    This is the worker of an engine. It reports no progress within the shard.
+
     Args:
-        on_progress: called after each piece with the number of rows converted so far.
         should_stop: called between pieces; True stops the conversion.
 
     Raises:
@@ -79,7 +78,6 @@ def convert_shard(
                 file.put(kept + first, file.codec.encode(present))
             done = first + len(blocks)
             holes = holes + len(blocks) - len(kept)
-            on_progress(done)
         for file in files.values():
             staged.add_tokens(file)
         committed = staged.commit()

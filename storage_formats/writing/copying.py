@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -41,10 +40,12 @@ from storage_formats.token_store import TokenStore
 from storage_formats.writing.staging import StagedFiles
 
 PIECE_BYTES = 8 << 20
-_LOST_ORIGINAL = (
-    "original-deleted",
-    "the original of this duplicate was deleted or left out",
-)
+_LOST_ORIGINAL = {
+    "status": FAILED,
+    "reason": "original-deleted",
+    "detail": "the original of this duplicate was deleted or left out",
+    "duplicate_of": None,
+}
 Ints = NDArray[np.int64]
 Stop = Callable[[], bool]
 
@@ -79,13 +80,7 @@ class RowCopier:
         for store in self._stores.values():
             store.close()
 
-    def copy_shard(
-        self,
-        shard: int,
-        plan: str,
-        on_progress: Callable[[int], None],
-        should_stop: Stop,
-    ) -> ShardReceipt:
+    def copy_shard(self, shard: int, plan: str, should_stop: Stop) -> ShardReceipt:
         """Write and commit the files of one shard of the target, and write the receipt.
 
         Args:
@@ -115,7 +110,7 @@ class RowCopier:
         staged = StagedFiles(self._target, shard)
         with contextlib.ExitStack() as stack:
             stack.callback(staged.remove)
-            for number, (name, store) in enumerate(self._stores.items()):
+            for name, store in self._stores.items():
                 file = staged.open_tokens(self._spec, name)
                 stack.callback(file.close)
                 step = max(1, PIECE_BYTES // file.codec.record_bytes)
@@ -124,7 +119,6 @@ class RowCopier:
                         raise TaskInterrupted
                     piece = indexed[start : start + step]
                     file.put(piece, store.fetch_records(old_ids[piece]))
-                on_progress(len(new_ids) * (number + 1) // len(self._stores))
                 staged.add_tokens(file)
             embeddings = self._embeddings(old_ids, indexed)
             staged.add_bytes(
@@ -234,28 +228,17 @@ def with_row_ids(table: pa.Table, row_ids: range, originals: Sequence[int]) -> p
             row with the reason "original-deleted".
     """
     lines = table.select(["status", "reason", "detail", "duplicate_of"]).to_pylist()
-    for line, original in zip(lines, originals, strict=True):
+    for line, row_id, original in zip(lines, row_ids, originals, strict=True):
+        line["row_id"] = row_id
         if line["status"] == DUPLICATE and original < 0:
-            reason, detail = _LOST_ORIGINAL
-            line |= {
-                "status": FAILED,
-                "reason": reason,
-                "detail": detail,
-                "duplicate_of": None,
-            }
+            line |= _LOST_ORIGINAL
         elif line["status"] == DUPLICATE:
             line["duplicate_of"] = original
-    columns: Mapping[str, Sequence[Any]] = {
-        "row_id": list(row_ids),
-        **{
-            name: [line[name] for line in lines]
-            for name in ("status", "reason", "detail", "duplicate_of")
-        },
-    }
-    for name, values in columns.items():
+    for name in ("row_id", *_LOST_ORIGINAL):
         position = table.schema.get_field_index(name)
         field = table.schema.field(position)
-        table = table.set_column(position, field, pa.array(values, field.type))
+        values = pa.array([line[name] for line in lines], field.type)
+        table = table.set_column(position, field, values)
     return table
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from storage_formats.errors import CorruptIndexError
@@ -12,6 +14,7 @@ from storage_formats.format.layout import (
     SNAPSHOT_VERSION,
     IndexSpec,
     Layout,
+    Segment,
 )
 from storage_formats.format.manifest import Ann, Counts, Manifest, Snapshot, created_by
 from storage_formats.format.receipts import ShardReceipt
@@ -82,31 +85,38 @@ def new_manifest(
         encoded_from=dict(encoded_from or {}),
         snapshot=snapshot,
         columns=tuple(columns),
-        **write_shard_tables(layout, spec, receipts),
+        **write_shard_tables(layout, spec, receipt_lines(receipts)),
     )
 
 
 def write_shard_tables(
     layout: Layout,
     spec: IndexSpec,
-    receipts: Iterable[ShardReceipt],
-    lines: Iterable[tuple[int, FileEntry]] = (),
+    lines: Iterable[tuple[int, FileEntry]],
+    unchanged: Mapping[Segment, FileEntry] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """Write one shard table per segment of `spec`, with `lines` and the files of
-    `receipts`.
+    """Write the shard table of each segment of `spec` that is not in `unchanged`, from
+    lines (shard number, file).
 
     Return the attributes `shard_table` and `further_tables` of a manifest.
     """
-    files = [
-        *lines,
-        *((receipt.shard, file) for receipt in receipts for file in receipt.files),
-    ]
-    shards = map(spec.segment_shards, spec.used_segments)
-    first, *further = [
-        write_shard_table(layout, [line for line in files if line[0] in each])
-        for each in shards
-    ]
-    return {"shard_table": first, "further_tables": tuple(further)}
+    lines = list(lines)
+    tables = []
+    for segment in spec.used_segments:
+        if segment in unchanged:
+            tables.append(unchanged[segment])
+        else:
+            shards = spec.segment_shards(segment)
+            of_segment = [line for line in lines if line[0] in shards]
+            tables.append(write_shard_table(layout, of_segment))
+    return {"shard_table": tables[0], "further_tables": tuple(tables[1:])}
+
+
+def receipt_lines(
+    receipts: Iterable[ShardReceipt],
+) -> Iterator[tuple[int, FileEntry]]:
+    """Yield the lines of the shard tables for the files of `receipts`."""
+    return ((receipt.shard, file) for receipt in receipts for file in receipt.files)
 
 
 def write_tombstones(layout: Layout, tombstones: Tombstones) -> FileEntry:
@@ -121,11 +131,9 @@ def total_counts(receipts: Iterable[ShardReceipt]) -> Counts:
         CorruptIndexError: inputs differ from indexed + duplicates + failed.
     """
     counts = Counts(0, 0, 0)
-    for receipt in receipts:
-        counts = add_counts(
-            counts,
-            Counts(receipt.rows, receipt.indexed, receipt.duplicates, receipt.failed),
-        )
+    for each in receipts:
+        of_shard = Counts(each.rows, each.indexed, each.duplicates, each.failed)
+        counts = add_counts(counts, of_shard)
     if problem := counts.problem():
         raise CorruptIndexError(
             f"the receipts in build/receipts are damaged: {problem}; remove this"
@@ -136,16 +144,12 @@ def total_counts(receipts: Iterable[ShardReceipt]) -> Counts:
 
 def add_counts(left: Counts, right: Counts) -> Counts:
     """Return the sum of two counts."""
-    reasons = sorted({*left.failed, *right.failed})
-    failed = {
-        reason: left.failed.get(reason, 0) + right.failed.get(reason, 0)
-        for reason in reasons
-    }
+    failed = Counter(left.failed) + Counter(right.failed)
     return Counts(
         left.inputs + right.inputs,
         left.indexed + right.indexed,
         left.duplicates + right.duplicates,
-        failed,
+        dict(sorted(failed.items())),
     )
 
 
