@@ -521,12 +521,12 @@ class TokenIndex:
         for pairs in pairs_of_query:
             parts = {name: part[pairs] for name, part in others.items()}
             possible[pairs] = score.may_be_first(parts, k, logit_range)
-        chosen = np.flatnonzero(possible)
+        chosen = np.flatnonzero(possible).tolist()
         logits = np.full(len(captions), np.nan, dtype=np.float32)
         logits[chosen] = scorer.parts(
             [LOGIT],
             [captions[pair] for pair in chosen],
-            images.at(torch.from_numpy(chosen)),
+            images.at(torch.tensor(chosen, dtype=torch.int64)),
         )[LOGIT]
         return logits
 
