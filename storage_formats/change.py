@@ -360,6 +360,10 @@ def begin_change(
     layout = _local_layout(root)
     # fails before the lock makes a directory
     Manifest.load(layout.root)
+    # no reader follows such a link, so no writer may
+    for folder in (layout.root, layout.root / "tokens", layout.root / "checksums"):
+        for entry in _entries(folder):
+            check_inside(layout.root, folder / entry)
     with locked(layout.root):
         earlier = _unfinished(layout)
         change = IndexChange(layout, kind, request)

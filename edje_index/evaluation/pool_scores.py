@@ -106,7 +106,6 @@ def score_pools(
 ) -> tuple[dict[str, dict[int, Floats]], int]:
     """Compute the final scores of all candidates in the pools.
 
-    Args:
     Returns:
         (final scores by direction and pool size, float32 [q, pool size]; number of
         distinct pairs that were scored)

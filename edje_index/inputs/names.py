@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 IMAGE_SUFFIXES = frozenset(
     b".jpg .jpeg .jpe .jfif .jif .png .apng .gif .webp .bmp .dib .tif .tiff .ppm .pgm"
-    b" .pbm .pnm .pfm .avif .avifs .heic .heif .hif .jp2 .j2k .j2c .jpc .jpf .jpx .jxl"
+    b" .pbm .pnm .pfm .avif .avifs .heic .heics .heif .heifs .hif .jp2 .j2k .j2c .jpc .jpf .jpx .jxl"
     b" .mpo .qoi".split()
 )
 """Suffixes of inputs. Formats that cannot be decoded (HEIC, JPEG XL) become failed

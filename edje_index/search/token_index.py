@@ -529,7 +529,7 @@ class TokenIndex:
         for pairs in pairs_of_query:
             parts = {name: part[pairs] for name, part in others.items()}
             possible[pairs] = score.may_be_first(parts, k, logit_range)
-        chosen = np.flatnonzero(possible)
+        chosen = np.flatnonzero(possible).tolist()
         logits = np.full(len(captions), np.nan, dtype=np.float32)
         logits[chosen] = scorer.parts(
             [LOGIT],
