@@ -35,7 +35,7 @@ from storage_formats.atomic import (
 from storage_formats.codecs import precisions
 from storage_formats.errors import CorruptIndexError, EdjeError, UsageError, cannot_read
 from storage_formats.format.checksum import json_checksum
-from storage_formats.format.index_files import read_index_file
+from storage_formats.format.index_files import check_inside, read_index_file
 from storage_formats.format.layout import (
     EXTENDED_VERSION,
     PARTIAL_VERSION,

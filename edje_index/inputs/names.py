@@ -9,10 +9,10 @@ from collections.abc import Iterable
 
 IMAGE_SUFFIXES = frozenset(
     b".jpg .jpeg .jpe .jfif .jif .png .apng .gif .webp .bmp .dib .tif .tiff .ppm .pgm"
-    b" .pbm .pnm .pfm .avif .avifs .heic .heics .heif .heifs .hif .jp2 .j2k .j2c .jpc .jpf .jpx .jxl"
-    b" .mpo .qoi".split()
+    b" .pbm .pnm .pfm .avif .avifs .heic .heics .heif .heifs .hif .jp2 .j2k .j2c .jpc"
+    b" .jpf .jpx .jxl .mpo .qoi".split()
 )
-"""Suffixes of inputs. Formats that cannot be decoded (HEIC, JPEG XL) become failed
+"""Suffixes of inputs. Formats that cannot be decoded (JPEG XL) become failed
 rows instead of ignored files.
 """
 

@@ -416,8 +416,7 @@ class TokenIndex:
         if cache is None:
             cache = ImageCache(self.model.scorer, self.store.block_shape[0])
             self._image_caches[self.precision] = cache
-        with stages.timed("other_parts"):
-            return cache.images(_all_rows(candidates), as_tensor(blocks))
+        return cache.images(_all_rows(candidates), as_tensor(blocks))
 
     def score_candidates(
         self,
@@ -501,8 +500,9 @@ class TokenIndex:
         values[EMBEDDING] = similarities
         if images is not None and captions:
             others = [name for name in score.parts if name in (LATE, POOLED)]
-            with stages.timed("other_parts"):
-                values |= scorer.parts(others, captions, images)
+            if others:
+                with stages.timed("other_parts"):
+                    values |= scorer.parts(others, captions, images)
             if LOGIT in score.parts:
                 # The logit comes last, because the other parts choose its pairs.
                 with stages.timed("joint_encoder"):
@@ -533,8 +533,8 @@ class TokenIndex:
         logits = np.full(len(captions), np.nan, dtype=np.float32)
         logits[chosen] = scorer.parts(
             [LOGIT],
-            [captions[pair] for pair in chosen.tolist()],
-            images.at(torch.from_numpy(chosen)),
+            [captions[pair] for pair in chosen],
+            images.at(torch.tensor(chosen, dtype=torch.int64)),
         )[LOGIT]
         return logits
 
