@@ -271,13 +271,18 @@ def ordered_map(
     """Yield `work(item)` of each item, in order. Threads work on at most `ahead`
     items ahead.
     """
-    with ThreadPoolExecutor(threads, "edje-ahead") as pool:
-        try:
-            yield from ordered_results(
-                items, lambda item: pool.submit(work, item), ahead=ahead
-            )
-        finally:
-            pool.shutdown(cancel_futures=True)
+    pool = ThreadPoolExecutor(threads, "edje-ahead")
+    waits = True
+    try:
+        yield from ordered_results(
+            items, lambda item: pool.submit(work, item), ahead=ahead
+        )
+    except KeyboardInterrupt:
+        # a thread may hang in a read
+        waits = False
+        raise
+    finally:
+        pool.shutdown(wait=waits, cancel_futures=True)
 
 
 def usable_cpus() -> int:

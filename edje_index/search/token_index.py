@@ -373,7 +373,7 @@ class TokenIndex:
             block_bytes = math.prod(self.store.block_shape) * BF16.itemsize
             buffer = self._buffers.borrow(pairs * block_bytes)
             candidates, blocks = self._fetch(candidates, buffer, stages)
-            images = self._images(candidates, blocks, stages)
+            images = self._images(candidates, blocks)
             scored += self.score_candidates(
                 queries, candidates, images, weights, k=k, stages=stages
             )
@@ -408,9 +408,7 @@ class TokenIndex:
             kept.append((its_rows[is_sound], similarities[is_sound]))
         return self._fetch(kept, buffer, stages)
 
-    def _images(
-        self, candidates: Sequence[Candidates], blocks: Blocks, stages: Stages
-    ) -> Images:
+    def _images(self, candidates: Sequence[Candidates], blocks: Blocks) -> Images:
         """Return the images of all candidates, whose stored blocks are `blocks`."""
         cache = self._image_caches.get(self.precision)
         if cache is None:
@@ -648,7 +646,7 @@ class TokenIndex:
         if reads_tokens(final.parts):
             with stages.timed("fetch"):
                 blocks = self.store.fetch(every_row)
-            images = self._images(candidates, blocks, stages)
+            images = self._images(candidates, blocks)
         scored = self.score_candidates(
             texts, candidates, images, weights, stages=stages
         )
