@@ -44,7 +44,7 @@ if TYPE_CHECKING:
         LateInteractionSearch as LateInteractionSearch,
     )
     from edje_index.search.late_interaction_search import max_sim as max_sim
-    from edje_index.search.token_index import TokenIndex
+    from edje_index.search.token_index import TokenIndex as TokenIndex
     from storage_formats.codecs import codec as codec
     from storage_formats.codecs import precisions as precisions
     from storage_formats.errors import CorruptIndexError as CorruptIndexError

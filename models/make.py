@@ -1,10 +1,11 @@
 """Makes the model that the package ships, in four steps. MODEL_CARD.md of the model
 gives the whole commands.
 
-    python -m models.make towers TOWERS python -m models.make embedding CAPTIONS --dev
-    DEV_CAPTIONS --towers TOWERS --out EMBEDDING edje-index train CAPTIONS --dev
-    DEV_CAPTIONS --set inputs.vision=local-dir:EMBEDDING --language
-    TOWERS/minilm_l6_h384 ...
+    python -m models.make towers TOWERS
+    python -m models.make embedding CAPTIONS --dev DEV_CAPTIONS --towers TOWERS \\
+        --out EMBEDDING
+    edje-index train CAPTIONS --dev DEV_CAPTIONS \\
+        --set inputs.vision=local-dir:EMBEDDING --language TOWERS/minilm_l6_h384 ...
     python -m models.make pack BUNDLE PACKED --towers TOWERS
 
 Packing rounds the weights. Evaluate the bundle that `edje-index model get` writes, not

@@ -35,6 +35,15 @@ def has_input_suffix(name: bytes, clips: bool) -> bool:
     return suffix in IMAGE_SUFFIXES or (clips and suffix in VIDEO_SUFFIXES)
 
 
+def is_litter(directory: bytes) -> bool:
+    """Return True for the name of a directory that a NAS, an archiver or a photo
+    program fills with thumbnails, deleted files or previews.
+    """
+    return directory in (b"@eaDir", b"#recycle", b"__MACOSX") or directory.endswith(
+        b".lrdata"
+    )
+
+
 def sample_of(name: bytes) -> bytes:
     """Return the path up to the first dot of the file name, which the members of a
     WebDataset sample have in common.

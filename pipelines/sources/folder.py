@@ -12,6 +12,7 @@ from pathlib import Path
 from edje_index.inputs.names import (
     MAX_SIDECAR_BYTES,
     has_input_suffix,
+    is_litter,
     join_sidecars,
 )
 from edje_index.inputs.refs import InputRef, display_path
@@ -35,6 +36,9 @@ _FILES_AT_ONCE = 16
 _FileId = tuple[int, int]
 # names of the metadata files by suffix, by the name of the input
 _Sidecars = dict[bytes, dict[str, bytes]]
+
+
+_LITTER = "(thumbnails, trash)"
 
 
 @dataclass
@@ -104,6 +108,8 @@ class FolderSource(Source):
             for name in map(os.fsencode, contents[1]):
                 if name.startswith(b"."):
                     self.ignored.count("(hidden)")
+                elif is_litter(name):
+                    self.ignored.count(_LITTER)
                 else:
                     directory.directories.add(name)
             return directory
@@ -124,6 +130,8 @@ class FolderSource(Source):
                     mode = None
                 if entry.name.startswith(b".") and (is_directory or is_link):
                     self.ignored.count("(hidden)")
+                elif is_directory and is_litter(entry.name):
+                    self.ignored.count(_LITTER)
                 elif is_directory or (mode and stat.S_ISDIR(mode)):
                     directory.directories.add(entry.name)
                 elif mode is None and not has_input_suffix(entry.name, self.clips):

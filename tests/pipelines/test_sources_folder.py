@@ -138,6 +138,26 @@ def test_a_link_to_an_ignored_file_is_an_input(tmp_path: Path) -> None:
     assert scan(tmp_path)[:2] == (["z.jpg", "a/y.jpg"], {".dat": 1, "(hidden)": 1})
 
 
+def test_litter_of_other_programs_is_ignored(tmp_path: Path) -> None:
+    for name in (
+        "@eaDir/a.jpg/SYNOPHOTO_THUMB_M.jpg",
+        "#recycle/a.jpg",
+        "trip/__MACOSX/._a.jpg",
+        "trip/Album Previews.lrdata/1/a.jpg",
+        ".thumbnails/a.jpg",
+        ".Trash-1000/files/a.jpg",
+        "trip/._a.jpg",
+    ):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(JPEG)
+    (tmp_path / "trip/Thumbs.db").write_bytes(b"thumbnails")
+    (tmp_path / "trip/eaDir.jpg").write_bytes(JPEG)
+    assert scan(tmp_path)[:2] == (
+        ["trip/eaDir.jpg"],
+        {"(thumbnails, trash)": 4, "(hidden)": 3, ".db": 1},
+    )
+
+
 def test_broken_link_is_a_missing_image(tmp_path: Path) -> None:
     (tmp_path / "a.jpg").symlink_to("b.jpg")
     (tmp_path / "c.txt").symlink_to("d.txt")
