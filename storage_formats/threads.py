@@ -13,8 +13,10 @@ this pattern:
     try:
         ...
     except BaseException:
-        pending.append(task.abandon)  # one call of compiled code, which no signal
-        handler interrupts settle(pending) raise
+        # one call of compiled code, which no signal handler interrupts
+        pending.append(task.abandon)
+        settle(pending)
+        raise
 
 `task.abandon` waits until the task has stopped writing, and may be called repeatedly.
 If another exception interrupts the cleanup, `task.abandon` remains in `pending`, and

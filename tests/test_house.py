@@ -346,7 +346,7 @@ def test_the_command_line_stays_small():
         if isinstance(option, click.Option)
     ]
     assert len(commands) <= 36
-    assert len(options) <= 199
+    assert len(options) <= 197
 
 
 def _commands(group: click.Group) -> Iterator[click.Command]:
