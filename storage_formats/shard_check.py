@@ -64,10 +64,15 @@ def check_file(
             the file may be sound.
     """
     try:
-        with open_index_file(root, root / entry.path) as file:
-            length = os.fstat(file.fileno()).st_size
-            has_contents = length == entry.bytes and not only_length
-            crc = crc32c_stream(file) if has_contents else entry.crc32c
+        crc = entry.crc32c
+        if only_length:
+            # takes a tenth of the time of opening the file
+            length = os.stat(root / entry.path).st_size
+        else:
+            with open_index_file(root, root / entry.path) as file:
+                length = os.fstat(file.fileno()).st_size
+                if length == entry.bytes:
+                    crc = crc32c_stream(file)
     except OSError as error:
         failure = cannot_read(entry.path, error)
         # EIO: this part of the device is damaged

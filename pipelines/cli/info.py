@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,9 +14,13 @@ from pipelines.cli.output import print_json, print_line
 from pipelines.progress.wording import counted, human_bytes
 from storage_formats.format.layout import Layout
 
+# from then on, 'info' says that the index should be compacted
+_PART_FULL_SHARDS = 32
+_DELETED_SHARE = 0.2
+
 if TYPE_CHECKING:
     from storage_formats.format.layout import IndexSpec
-    from storage_formats.format.manifest import Manifest
+    from storage_formats.format.manifest import CommittedIndex, Manifest
 
 
 @click.command()
@@ -82,11 +87,48 @@ def describe_index(root: Path | str) -> dict[str, Any]:
         "bytes_by_folder": dict(sorted(bytes_by_folder.items())),
         "ann": manifest.ann,
         "ann_rebuild": rebuild_reasons(manifest),
+        **_describe_upkeep(index),
         "model": manifest.model,
         "settings": manifest.settings,
         "plan": manifest.plan,
         "format_version": manifest.format_version,
         "created_by": manifest.created_by,
+    }
+
+
+def _describe_upkeep(index: CommittedIndex) -> dict[str, Any]:
+    """Return when the shards were last verified, the numbers of the kept snapshots,
+    and why the index should be compacted.
+    """
+    from storage_formats.change import MOST_SNAPSHOTS
+    from storage_formats.format.manifest import earlier_snapshots
+    from storage_formats.verify import last_verified
+
+    manifest = index.manifest
+    spec = manifest.spec
+    times = last_verified(index)
+    reasons = []
+    ends = [segment.rows % spec.shard_size for segment in spec.used_segments]
+    part_full = len(ends) - ends.count(0)
+    saved = part_full - -(-sum(ends) // spec.shard_size)
+    if saved >= _PART_FULL_SHARDS:
+        reasons.append(
+            f"{part_full:,} of {spec.used_shards:,} shards are not full, which makes"
+            " changes and searches slower"
+        )
+    deleted = manifest.snapshot.deleted_rows
+    if deleted > _DELETED_SHARE * spec.used_rows:
+        reasons.append(f"{deleted:,} of {spec.used_rows:,} rows are deleted")
+    return {
+        "verified": {
+            "oldest": min(times.values(), default=None),
+            "never": spec.used_shards - len(times),
+        },
+        "history": {
+            "snapshots": 1 + len(earlier_snapshots(Layout(index.root), manifest)),
+            "most": MOST_SNAPSHOTS,
+        },
+        "compact": reasons,
     }
 
 
@@ -221,6 +263,20 @@ def _content_lines(value: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "search", ann_line
     for reason in value["ann_rebuild"]:
         yield "", f"run 'edje-index ann build': {reason}"
+    for reason in value["compact"]:
+        yield "", f"run 'edje-index compact': {reason}"
+    history = value["history"]
+    yield "history", f"{history['snapshots']} of at most {history['most']} snapshots"
+    verified = value["verified"]
+    when = "never"
+    if verified["oldest"] is not None:
+        date = datetime.datetime.fromtimestamp(verified["oldest"], datetime.UTC)
+        when = f"all since {date:%Y-%m-%d %H:%M} UTC"
+        if verified["never"]:
+            when = (
+                f"{verified['never']:,} shards never, the others since {date:%Y-%m-%d}"
+            )
+    yield "verified", when
     columns = value["columns"]
     standard = [each["name"] for each in columns if each["values"] is None]
     yield "columns", ", ".join(standard)

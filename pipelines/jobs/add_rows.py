@@ -5,6 +5,7 @@ snapshot.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import tempfile
 import time
@@ -14,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -49,6 +51,7 @@ from storage_formats.arguments import as_list, as_path, as_text
 from storage_formats.change import IndexChange, begin_change
 from storage_formats.errors import UsageError
 from storage_formats.extras import name_missing_extra
+from storage_formats.format.content_hashes import known_contents
 from storage_formats.format.layout import Segment
 from storage_formats.format.manifest import CommittedIndex, Counts, Manifest
 from storage_formats.format.receipts import ShardReceipt
@@ -126,9 +129,7 @@ def append_index(
             hashes = {
                 ref.content_hash for ref in listed if ref.content_hash is not None
             }
-            known: set[str] = set()
-            for table in iter_rows(change.index, ["content_hash"]):
-                known |= hashes.intersection(table["content_hash"].to_pylist())
+            known = known_contents(change.index, hashes)
             refs = [
                 ref
                 for ref in listed
@@ -246,8 +247,9 @@ def update_index(
         rows = len(changes.refs)
         counts = Counts(rows, rows - problems.total(), 0, dict(problems))
         shards = -(-rows // manifest.spec.shard_size)
+        is_changed = np.isin(np.arange(rows), changes.changed)
         changed = sum(
-            changes.refs[position].problem is None for position in changes.changed
+            ref.problem is None for ref in itertools.compress(changes.refs, is_changed)
         )
     else:
         request = {"retry_failed": retry_failed}

@@ -202,6 +202,14 @@ class Layout:
         return self.ann / f"index-{crc32c:08x}.faiss"
 
     @property
+    def hashes(self) -> Path:
+        return self.root / "hashes"
+
+    @property
+    def verified(self) -> Path:
+        return self.root / "verified.bin"
+
+    @property
     def build(self) -> Path:
         return self.root / "build"
 
@@ -228,18 +236,15 @@ class Layout:
     def token_array(self, precision: str) -> Path:
         return self.tokens / precision
 
+    def shard_folders(self) -> list[Path]:
+        """Return all directories with files of shards."""
+        return [self.rows, self.embeddings, self.tokens, self.root / "checksums"]
+
     def data_folders(self) -> list[Path]:
         """Return all directories that contain committed files, except the root and
         `snapshots/`.
         """
-        return [
-            self.rows,
-            self.embeddings,
-            self.tokens,
-            self.root / "checksums",
-            self.root / "manifest",
-            self.ann,
-        ]
+        return [*self.shard_folders(), self.root / "manifest", self.ann]
 
     def zarr_files(self, precisions: Iterable[str]) -> list[Path]:
         """Return the path of each `zarr.json`: of the token group, of the
