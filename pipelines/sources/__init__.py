@@ -7,12 +7,14 @@ that overlap raise an error.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import fnmatch
 import glob
 import itertools
 import os
 import re
+import sqlite3
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -151,15 +153,37 @@ def hash_and_mark_duplicates(refs: Iterable[InputRef]) -> Iterator[InputRef]:
     `duplicate_of`.
 
     `duplicate_of` is the position of the first identical input. An input that cannot be
-    read gets a `problem`. Memory use is about 200 bytes per distinct input.
+    read gets a `problem`. The hashes are in a temporary database on disk.
     """
-    first_row: dict[bytes, int] = {}
-    for row, ref in enumerate(hashed(refs)):
-        if ref.content_hash is not None:
-            original = first_row.setdefault(bytes.fromhex(ref.content_hash), row)
-            if original != row:
-                ref = dataclasses.replace(ref, duplicate_of=original)
-        yield ref
+    with contextlib.closing(temporary_database()) as database:
+        database.execute("CREATE TABLE first(hash BLOB PRIMARY KEY, row) WITHOUT ROWID")
+        for row, ref in enumerate(hashed(refs)):
+            if ref.content_hash is not None:
+                content = bytes.fromhex(ref.content_hash)
+                added = database.execute(
+                    "INSERT OR IGNORE INTO first VALUES(?, ?)", [content, row]
+                )
+                if not added.rowcount:
+                    ((original,),) = database.execute(
+                        "SELECT row FROM first WHERE hash = ?", [content]
+                    )
+                    ref = dataclasses.replace(ref, duplicate_of=original)
+            yield ref
+
+
+def temporary_database() -> sqlite3.Connection:
+    """Return an empty database in a temporary file, which vanishes with the connection.
+
+    It takes at most about 64 MiB of memory, half of them to sort. The environment
+    variable TMPDIR names the directory of the file.
+    """
+    # an empty name means a temporary file
+    database = sqlite3.connect("", isolation_level=None, check_same_thread=False)
+    database.execute("PRAGMA cache_size = -32768")
+    database.execute("PRAGMA journal_mode = OFF")
+    # a transaction per statement would write each to the file
+    database.execute("BEGIN")
+    return database
 
 
 def hashed(refs: Iterable[InputRef]) -> Iterator[InputRef]:
