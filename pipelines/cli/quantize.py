@@ -41,7 +41,7 @@ _PRINT_ONLY = Path("-")
 @click.option(
     "--workers",
     type=POSITIVE,
-    help="Number of Ray workers.  [default: convert in this process]",
+    help="Number of Ray workers.  [default: threads of this process on all CPUs]",
 )
 @click.option(
     "--address", metavar="HOST:PORT", help="Ray cluster to join, with --workers."

@@ -18,6 +18,7 @@ from typing import Any
 from pipelines.collector import paused_collector
 from pipelines.progress.events import OnEvent, ShouldStop
 from storage_formats.errors import EdjeError, TaskInterrupted
+from storage_formats.threads import ordered_map, usable_cpus
 
 CLUSTER = "edje-index"
 """Namespace of the workers that run on a Ray cluster."""
@@ -67,13 +68,15 @@ def open_engine(
     address: str | None = None,
     lock: Path | None = None,
 ) -> Engine:
-    """Return the execution engine `name`: "inline" or "ray".
+    """Return the execution engine `name`: "inline", "threads" or "ray".
 
-    The other arguments configure `ray_engine.run_on_ray`. The inline engine ignores
+    The other arguments configure `ray_engine.run_on_ray`. The other engines ignore
     these arguments.
     """
     if name == "inline":
         return run_inline
+    if name == "threads":
+        return run_on_threads
     from pipelines.engines.ray_engine import run_on_ray
 
     return functools.partial(
@@ -115,6 +118,32 @@ def run_inline(
                 return
             worker = worker or build_worker(make_worker)
             yield run_task(worker, task, on_progress, should_stop)
+
+
+def run_on_threads(
+    make_worker: WorkerFactory,
+    tasks: Iterable[Task],
+    *,
+    on_progress: OnProgress,
+    on_event: OnEvent,
+    should_stop: ShouldStop,
+) -> Generator[Any, None, None]:
+    """Run the tasks in threads of this process, one per CPU, like `run_inline`. The
+    results are in the order of the tasks.
+
+    The threads share one worker, which must be thread-safe, as must `on_progress`.
+    """
+    worker = build_worker(make_worker)
+
+    def run(task: Task) -> Any:
+        if should_stop():
+            raise TaskInterrupted
+        return run_task(worker, task, on_progress, should_stop)
+
+    threads = usable_cpus()
+    results = ordered_map(run, tasks, threads, 2 * threads)
+    with contextlib.suppress(TaskInterrupted), contextlib.closing(results):
+        yield from results
 
 
 def build_worker(make_worker: WorkerFactory) -> Worker:
