@@ -19,7 +19,7 @@ import re
 import shutil
 import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -118,8 +118,8 @@ class Journal:
 
     def write(self, layout: Layout) -> None:
         """Write the journal of the index with `layout`."""
-        value = asdict(self)
-        write_json_atomic(layout.journal, {**value, "crc32c": json_checksum(value)})
+        checksum = json_checksum(vars(self))
+        write_json_atomic(layout.journal, {**vars(self), "crc32c": checksum})
 
 
 def read_journal(root: str | Path) -> Journal | None:
