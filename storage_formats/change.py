@@ -597,6 +597,8 @@ def _drop_snapshots(layout: Layout, numbers: Sequence[int]) -> None:
     fsync_path(layout.snapshot(0).parent)
     for path in unnamed:
         path.unlink()
+    # later, no journal says that these files are leftovers
+    fsync_paths(path.parent for path in unnamed)
 
 
 def _remove_what_is_not_kept(layout: Layout, *, tables: bool) -> list[int]:
