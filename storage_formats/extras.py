@@ -14,7 +14,7 @@ EXTRAS_OF_MODULE = {
     "fastapi": ("serve",),
     "h5py": ("bench",),
     "httpx": ("serve",),
-    "huggingface_hub": ("remote",),
+    "huggingface_hub": ("search", "build", "train", "remote"),
     "jinja2": ("search", "build", "train"),
     "lance": ("bench",),
     "langchain_core": ("langchain",),
