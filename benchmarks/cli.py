@@ -334,9 +334,8 @@ def end_to_end_command(
     the file CAPTIONS. Systems that are not installed are left out. The report names a
     system that stops, and why.
 
-    These systems rank by late interaction: this package in four precisions, and FAISS
-    with each library of `bench fetch`. The last system is the search of this package
-    with the joint encoder.
+    The systems rank by late interaction: this package in four precisions, and FAISS
+    with each library of `bench fetch`.
 
     \b
     Example:

@@ -41,7 +41,7 @@ from edje_index.search.late_interaction_search import LateInteractionSearch, max
 from edje_index.search.token_index import TokenIndex
 from pipelines.environment import environment
 from pipelines.jobs.ann import add_ann
-from storage_formats.codecs import BF16, finest
+from storage_formats.codecs import BF16
 from storage_formats.errors import EdjeError, UsageError
 from storage_formats.format.manifest import CommittedIndex, Manifest
 from storage_formats.format.rows import read_all_rows
@@ -118,12 +118,9 @@ def bench_end_to_end(
             }
             results.append(result)
             try:
-                if rows is not None and isinstance(system, FinalScoreSearch):
-                    raise EdjeError("not measured: the repeated rows have no images")
-                files = call_in_process(
-                    "benchmarks.end_to_end:build_system", name, str(folder), str(copy)
-                )
-                stored = sum(Path(path).stat().st_size for path in files)
+                copy.mkdir()
+                files = system.build(collection, copy)
+                stored = sum(path.stat().st_size for path in files)
                 result["bytes_per_image"] = stored / spec.rows
                 for pool in POOLS:
                     searched = call_in_process(
@@ -131,7 +128,7 @@ def bench_end_to_end(
                         name,
                         str(folder),
                         str(copy),
-                        files,
+                        [str(path) for path in files],
                         max(CUTOFFS),
                         pool,
                         memory,
@@ -195,7 +192,6 @@ def figures(
         "cold_p95_ms": p95[0],
         "memory_bytes": searched["peak_bytes"],
         "libraries_bytes": searched["libraries_bytes"],
-        "is_capped": searched["is_capped"],
     }
 
 
@@ -207,11 +203,11 @@ find blocks in the page cache that earlier captions needed. The second pass is w
 
 - R@k: percentage of the captions whose photo is among the first k hits.
 - Of exact ten: percentage of the ten photos with the highest MaxSim that the system
-  finds. The joint encoder sorts by another score, so it may find fewer of these photos.
+  finds.
 - Memory: peak resident memory, including mapped files. The number in brackets is the
   memory of the imported libraries.
 - Bytes per photo: all files of the system. Of an index, they include one precision.
-- Only rows with the joint encoder include the time of the text tower."""
+- The time of the text tower is not included."""
 _COLUMNS = (
     "system",
     "pool",
@@ -240,13 +236,7 @@ def report_lines(report: dict[str, Any]) -> Iterator[str]:
         f" {collection['queries']:,} captions.\n"
     )
     if memory := report["settings"]["memory_bytes"]:
-        capped = all(
-            run["is_capped"] for system in report["systems"] for run in system["runs"]
-        )
-        yield (
-            f"Searches had {memory / 2**20:,.0f} MiB of memory with page cache,"
-            f" {'' if capped else 'NOT '}enforced.\n"
-        )
+        yield f"Searches had {memory / 2**20:,.0f} MiB of memory with page cache.\n"
     rows = []
     for system in report["systems"]:
         if "problem" in system:
@@ -297,15 +287,11 @@ class Collection:
     Attributes:
         row_ids: row id of each image in the index that the vectors come from, int64
             [n].
-        origin: the index that the vectors come from.
-        model: directory of its model bundle.
     """
 
     index: Path
     queries: list[VectorQuery]
     row_ids: NDArray[np.int64]
-    origin: Path
-    model: Path
 
     @classmethod
     def open(cls, folder: Path) -> Collection:
@@ -400,9 +386,8 @@ def write_collection(
             kept.append(VectorQuery(text, embedding, words, positions[row_id]))
     if not kept:
         raise UsageError("no query has a content word; give other captions")
-    origin = (index.committed.root, index.model.info.path.resolve())
     (folder / "queries.pickle").write_bytes(
-        pickle.dumps((kept, np.resize(row_ids, count), *origin))
+        pickle.dumps((kept, np.resize(row_ids, count)))
     )
 
 
@@ -490,44 +475,11 @@ class StoredTokens(System):
         return [int(position) for position in candidates[best]]
 
 
-class FinalScoreSearch(System):
-    """`TokenIndex.search` over the index that the vectors come from, with the text
-    tower and the joint encoder.
-    """
-
-    settings = "the whole search from the text, the score of the bundle"
-
-    def build(self, collection: Collection, folder: Path) -> list[Path]:
-        return _index_files(
-            collection.origin, finest(Manifest.load(collection.origin).spec.precisions)
-        )
-
-    def open(self, collection: Collection, folder: Path) -> None:
-        self._index = TokenIndex.open(collection.origin, collection.model)
-        self._positions = {
-            int(row): position for position, row in enumerate(collection.row_ids)
-        }
-
-    def search(self, query: VectorQuery, k: int, pool: int) -> list[int]:
-        hits = self._index.search(query.text, k, max(k, pool))
-        return [self._positions[hit.row_id] for hit in hits]
-
-
 SYSTEMS: dict[str, System] = {
     **{f"edje-index {name}": EdjeIndex(name) for name in _PRECISIONS},
     **{f"FAISS and {name}": StoredTokens(name) for name in PEERS},
-    "edje-index, joint encoder": FinalScoreSearch(),
 }
 """The systems by name."""
-
-
-def build_system(name: str, folder: str, copy: str) -> list[str]:
-    """Build a system with a copy of its own in the new directory `copy`. Return the
-    paths of the files that it reads.
-    """
-    Path(copy).mkdir()
-    files = SYSTEMS[name].build(Collection.open(Path(folder)), Path(copy))
-    return [str(path) for path in files]
 
 
 def search_system(
@@ -544,7 +496,8 @@ def search_system(
     Return the hits, the milliseconds of each search in both passes, and the peak memory
     in bytes. With `memory`, the process and its page cache get this many bytes.
     """
-    is_capped = memory is not None and _cap_memory(memory)
+    if memory is not None:
+        _cap_memory(memory)
     libraries_bytes = peak_memory()
     system = SYSTEMS[name]
     collection = Collection.open(Path(folder))
@@ -568,14 +521,11 @@ def search_system(
         "milliseconds": passes,
         "libraries_bytes": libraries_bytes,
         "peak_bytes": peak_memory(),
-        "is_capped": is_capped,
     }
 
 
-def _cap_memory(limit: int) -> bool:
-    """Move this process into a control group with at most `limit` bytes. Return
-    False if the system refuses.
-    """
+def _cap_memory(limit: int) -> None:
+    """Move this process into a control group with at most `limit` bytes."""
     for root, name in (
         ("/sys/fs/cgroup/memory", "memory.limit_in_bytes"),
         ("/sys/fs/cgroup", "memory.max"),
@@ -585,8 +535,8 @@ def _cap_memory(limit: int) -> bool:
             group.mkdir(exist_ok=True)
             (group / name).write_text(str(limit))
             (group / "cgroup.procs").write_text(str(os.getpid()))
-            return True
-    return False
+            return
+    raise EdjeError("the memory cannot be limited; run the command as root")
 
 
 def _index_files(index: Path, precision: str) -> list[Path]:

@@ -22,12 +22,11 @@ from typing import Any, NamedTuple
 import httpx
 import numpy as np
 
-from benchmarks.disk import evict, peak_memory
+from benchmarks.disk import peak_memory
 from benchmarks.report import Say, machine, table
 from pipelines.environment import environment
 from storage_formats.codecs import finest
 from storage_formats.errors import EdjeError
-from storage_formats.format.layout import Layout
 from storage_formats.format.manifest import Manifest
 
 _ANSWERED = 0.99
@@ -35,9 +34,10 @@ _SLOWDOWN = 5.0
 """Up to the knee, this share of searches is answered, and p95 is at most this
 multiple of p95 at the lowest load.
 """
+# searches per second
+_LOWEST = 0.5
 # from one offered load to the next
 _GROWTH = 1.3
-_COLD_SEARCHES = 10
 # below the limit of the service
 _CONNECTIONS = 400
 _STOP_SECONDS = 60
@@ -112,20 +112,8 @@ def bench_serve(
                     }
                     for each in queries
                 ]
-                files = [
-                    path
-                    for path in Layout(index).token_array(precision).rglob("*")
-                    if path.is_file()
-                ]
-                cold = []
-                # the tokens are evicted from the page cache before each search
-                for number in range(_COLD_SEARCHES):
-                    evict(files)
-                    cold += asyncio.run(
-                        open_loop(url, [bodies[number % len(bodies)]], [0.0])
-                    )
                 loads = list[dict[str, Any]]()
-                offered = 0.5e3 / (summary(cold, 1.0)["p50_ms"] or 1e3)
+                offered = _LOWEST
                 while not loads or keeps_up(loads[-1], loads[0]):
                     draw = random.Random(0)
                     gaps = (draw.expovariate(offered) for _ in itertools.count())
@@ -142,13 +130,14 @@ def bench_serve(
                     say(", ".join(f"{name} {cell}" for name, cell in cells))
                     offered *= _GROWTH
                 say(f"knee at {knee(loads):.2f} searches per second")
-                entry = {
-                    "pool": pool,
-                    "precision": precision,
-                    "cold_ms": summary(cold, 1.0)["p50_ms"],
-                }
-                entry |= {"loads": loads, "knee_per_s": knee(loads)}
-                report["workloads"].append(entry)
+                report["workloads"].append(
+                    {
+                        "pool": pool,
+                        "precision": precision,
+                        "loads": loads,
+                        "knee_per_s": knee(loads),
+                    }
+                )
             report["memory_peak"] = peak_memory(process.pid)
         finally:
             process.terminate()
@@ -285,7 +274,6 @@ machine sends searches over HTTP. Both share the processors.
 - Batch: mean number of searches per batch.
 - Knee: highest offered load before the first load at which less than 99 % of the
   searches were answered, or p95 was more than 5 times p95 at the lowest load.
-- Cold: the tokens were evicted from the page cache before each search.
 - Memory: peak resident memory of the service."""
 
 
@@ -299,8 +287,7 @@ def report_lines(report: dict[str, Any]) -> Iterator[str]:
     )
     for entry in report["workloads"]:
         yield f"## Pool {entry['pool']}, {entry['precision']}\n"
-        knee_text = f"Knee: {entry['knee_per_s']:.2f} searches per second."
-        yield f"{knee_text} Cold, one at a time: p50 {_ms(entry['cold_ms'])}.\n"
+        yield f"Knee: {entry['knee_per_s']:.2f} searches per second.\n"
         yield from table(_COLUMNS, map(_cells, entry["loads"]))
         stages = ", ".join(
             f"{name} {value:.1f} ms"

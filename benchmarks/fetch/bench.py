@@ -176,10 +176,11 @@ def bench_fetch(
         for number, (workload, with_peers) in enumerate(workloads(rows, pool, paper))
         if name in compared or not number
         for repeat in range(repeats)
-        for subject in _in_turn(
+        # the subjects take turns
+        for subject in np.roll(
             [*device, READER, *(peers if with_peers and name in compared else [])],
-            repeat,
-        )
+            -repeat,
+        ).tolist()
     ]
     scratch = index.with_name(f".{index.name}.bench-fetch")
     copies = sum(PEERS[name].copies for name in peers)
@@ -253,14 +254,10 @@ def bench_fetch(
         log_path.write_text(log_key + "\n")
     started = time.monotonic()
     before = len(runs)
-    failed = dict[tuple[str, str], dict[str, Run]]()
     for number, task in enumerate(tasks, 1):
         if task in runs:
             continue
-        of_subject = task.precision, task.subject
-        states = failed.get(of_subject) or _measure_task(index, scratch, task)
-        if (states["cold"]["discarded"] or "").startswith("failed"):
-            failed[of_subject] = states
+        states = _measure_task(index, scratch, task)
         runs[task] = states
         # a killed process leaves whole lines
         with log_path.open("a") as log:
@@ -309,11 +306,6 @@ def workloads(rows: int, pool: int, paper: bool = False) -> list[tuple[Workload,
         )
         for size in sizes
     ]
-
-
-def _in_turn(subjects: Sequence[str], repeat: int) -> list[str]:
-    turn = repeat % len(subjects)
-    return [*subjects[turn:], *subjects[:turn]]
 
 
 def _measure_task(index: Path, scratch: Path, task: Task) -> dict[str, Run]:

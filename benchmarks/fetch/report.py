@@ -68,9 +68,11 @@ def report_lines(report: dict[str, Any], picture: str | None = None) -> Iterator
     yield "```\n"
     if picture:
         yield f"![Throughput, latency and ratios]({picture})\n"
-    yield "## Cold random blocks, GB/s (edje-index / row)\n"
-    yield from summary_table(valid)
-    yield "\n## Machine\n"
+    for name, lines in summary_tables(valid).items():
+        yield f"## {name}, GB/s (edje-index / row)\n"
+        yield from lines
+        yield ""
+    yield "## Machine\n"
     yield machine(where)
     yield (
         f"Disk: {disk['device']} ({disk['model'] or 'model unknown'}), scheduler"
@@ -133,7 +135,7 @@ def verdict(rows: list[Row]) -> Iterator[str]:
     )
     faster = dict[str, list[str]]()
     for row in rows:
-        if row["subject"] != FIO and row["ratio"] < _FASTER:
+        if _is_faster(row):
             case = f"{row['subject']}, {row['cache']}, {row['title']}"
             text = f"{1 / row['ratio']:.1f} ({row['precision']})"
             faster.setdefault(case, []).append(text)
@@ -161,22 +163,35 @@ def bars(rows: list[Row]) -> Iterator[str]:
             yield f"  {row['subject']:12} {'█' * length} {row['gb_per_s'][0]:.2f}"
 
 
-def summary_table(rows: list[Row]) -> list[str]:
-    """Return a table of cold random fetches, with one column per precision."""
-    large = _large(rows)
+def summary_tables(rows: list[Row]) -> dict[str, list[str]]:
+    """Return tables of rates, by title: cold random fetches at all precisions, and for
+    each precision all workloads that were compared with other libraries.
+    """
     versions = {row["subject"]: row["version"] for row in rows}
-    lines = []
-    for subject, version in versions.items():
-        cells = []
-        for precision, title in large.items():
-            found = _select(
-                rows, precision=precision, title=title, subject=subject, cache="cold"
-            )
-            cells.append(
-                "".join(f"{r['gb_per_s'][0]:.2f} ({r['ratio']:.1f})" for r in found)
-            )
-        lines.append((f"{subject}, {version}", *cells))
-    return table(("", *large), lines)
+    large = _large(rows)
+    tables = {
+        "Cold random blocks": {
+            precision: {"precision": precision, "title": title, "cache": "cold"}
+            for precision, title in large.items()
+        }
+    }
+    for row in rows:
+        if row["subject"] not in (FIO, READER):
+            values = {key: row[key] for key in ("precision", "title", "cache")}
+            columns = tables.setdefault(f"All of {row['precision']}", {})
+            columns[f"{row['title']}, {row['cache']}"] = values
+    texts = {}
+    for name, columns in tables.items():
+        lines = []
+        for subject, version in versions.items():
+            cells = []
+            for values in columns.values():
+                found = _select(rows, subject=subject, **values)
+                cells.append("".join(map(_rate_and_ratio, found)))
+            if any(cells):
+                lines.append((f"{subject}, {version}", *cells))
+        texts[name] = table(("", *columns), lines)
+    return texts
 
 
 def draw(rows: list[Row], path: Path) -> None:
@@ -254,6 +269,15 @@ def _large(rows: list[Row]) -> dict[str, str]:
     return titles
 
 
+def _rate_and_ratio(row: Row) -> str:
+    text = f"{row['gb_per_s'][0]:.2f} ({row['ratio']:.2f})"
+    return f"**{text}**" if _is_faster(row) else text
+
+
+def _is_faster(row: Row) -> bool:
+    return row["subject"] != FIO and bool(row["ratio"] < _FASTER)
+
+
 def _device_cells(row: Row) -> list[str]:
     size = row["record_bytes"]
     order = "random"
@@ -278,7 +302,7 @@ def _cells(row: Row) -> list[str]:
         return [name, row["cache"], "every run was discarded", *[""] * 5]
     middle, low, high = row["gb_per_s"]
     ratio = f"{row['ratio']:.2f}"
-    if row["ratio"] < _FASTER:
+    if _is_faster(row):
         ratio = f"**{ratio}, faster**"
     return [
         name,

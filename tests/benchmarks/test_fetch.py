@@ -31,7 +31,7 @@ from benchmarks.fetch.peers import (
     StoredRecords,
     installed_version,
 )
-from benchmarks.fetch.report import summary_table, verdict
+from benchmarks.fetch.report import summary_tables, verdict
 from pipelines import delete_rows
 from storage_formats import TokenStore
 from tests.benchmarks.conftest import SPEC
@@ -162,9 +162,11 @@ def test_the_verdict_names_who_is_faster_and_the_rate_that_the_disk_feeds():
     assert len(wins) == 2
     assert "np.memmap, cold, 100 random blocks in one call, by 2.0 (bf16)." in wins[1]
     assert "in 0.59 s. np.memmap takes 250.00 s at bf16 here" in text
-    cells = summary_table(rows)
-    assert cells[0] == "|  | bf16 |"
-    assert "| np.memmap, 1 | 0.00 (0.5) |" in cells
+    tables = summary_tables(rows)
+    assert list(tables) == ["Cold random blocks", "All of bf16"]
+    assert tables["Cold random blocks"][0] == "|  | bf16 |"
+    assert "| np.memmap, 1 | **0.00 (0.50)** |" in tables["Cold random blocks"]
+    assert tables["All of bf16"][0].count(", cold |") == 2
 
 
 # theirs

@@ -19,12 +19,13 @@ PAGES = ("README.md", "docs/performance.md", "docs/lab/fetch.md")
 
 def parts(report: str) -> dict[str, str]:
     """Return the parts of a report that pages show, by name."""
-    lines = report.splitlines()
-    bullets = [line for line in lines if line.startswith("- ")]
-    start = lines.index("## Cold random blocks, GB/s (edje-index / row)")
-    table = lines[start + 2 : lines.index("## Machine") - 1]
+    bullets = [line for line in report.splitlines() if line.startswith("- ")]
+    tables = dict(
+        re.findall(r"^## (.*), GB/s .*\n\n((?:\|.*\n)+)", report, re.MULTILINE)
+    )
     return {
-        "table": "\n".join(table),
+        "precisions": tables["Cold random blocks"].rstrip(),
+        "bf16": tables["All of bf16"].rstrip(),
         "disk": "\n".join(line for line in bullets if ": the disk reads " in line),
         "faster": "\n".join(line for line in bullets if line.startswith("- Faster")),
     }
