@@ -231,7 +231,7 @@ def test_the_fetch_benchmarks_of_the_guides_run(line, home, run):
         "photos.edje" if word == "random.edje" else word
         for word in words_of(line, home)
     ]
-    code, out, err = run(*words, "--warm", "--repeats", "1", "--pool", "50")
+    code, out, err = run(*words, "--repeats", "1", "--pool", "50", "--quick")
     assert code == 0, err
     assert "random blocks in one call" in out
 
