@@ -92,7 +92,12 @@ def eval_transform(config: ClipConfig) -> Any:
     """Return the evaluation transform of open_clip. It maps a PIL image to pixels,
     float32 [3, height, width].
     """
-    return image_transform_v2(PreprocessCfg(**config.preprocess), is_train=False)
+    return image_transform_v2(preprocess_settings(config), is_train=False)
+
+
+def preprocess_settings(config: ClipConfig) -> PreprocessCfg:
+    """Return the preprocessing settings of open_clip, with its defaults."""
+    return PreprocessCfg(**config.preprocess)
 
 
 def _without_downloads(config: ClipConfig) -> dict[str, Any]:
