@@ -169,7 +169,8 @@ def count_metrics(values: Mapping[str, float]) -> None:
     """
     if _cluster() is not None:
         for name, value in values.items():
-            _counter(f"edje_{name}").inc(value)
+            if value > 0:
+                _counter(f"edje_{name}").inc(value)
 
 
 @functools.cache

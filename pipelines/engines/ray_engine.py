@@ -548,6 +548,10 @@ class RayCluster:
                 f" {counted(self.room, 'worker')}"
             )
             on_event(StatusMessage(message, is_warning=change == "left"))
+        if self.room == 0:
+            # A lost node may have been taken for another one with room. A node on
+            # which work fails again is now the last one, and ends the run.
+            self.left_out.clear()
         if self.room >= self._min_workers:
             self._had_room_at = time.monotonic()
         elif time.monotonic() - self._had_room_at > self._wait_seconds:
