@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from benchmarks.disk import COLD, WARM, bytes_read, describe_disk, evict, load
+from benchmarks.disk import COLD, WARM, bytes_read, describe_disk, evict, load, resident
 from benchmarks.fetch.peers import (
     PEERS,
     READER,
@@ -446,9 +446,9 @@ def measure(
     # the pages that the first one mapped could not be evicted
     subject = kind(source, folder)
     subject.open()
-    resident = evict(files)
-    if resident > COLD:
-        text = f"not cold: {resident:.1%} of the pages could not be evicted"
+    left = evict(files)
+    if left > COLD:
+        text = f"not cold: {left:.1%} of the pages could not be evicted"
         cold: Run = {"discarded": text}
     else:
         cold = _timed(subject, calls, buffer)
@@ -466,9 +466,9 @@ def measure(
     subject.open()
     for ids in calls:
         subject.fetch(ids, buffer[: len(ids)])
-    resident = load(files)
-    if resident < WARM:
-        text = f"not warm: only {resident:.1%} of the pages are cached"
+    cached = resident(files)
+    if cached < WARM:
+        text = f"not warm: only {cached:.1%} of the pages are cached"
         return {"cold": cold, "warm": {"discarded": text}}
     return {"cold": cold, "warm": _timed(subject, calls, buffer)}
 

@@ -258,12 +258,14 @@ class ZarrPython(Subject):
     """
 
     package = "zarr"
-    setting = "oindex of sorted ids"
+    setting = "oindex of sorted ids, FusedCodecPipeline from version 3.4 on"
 
     def open(self) -> None:
-        self._array = import_module("zarr").open_array(
-            str(self.source.array_path), mode="r"
-        )
+        zarr: Any = import_module("zarr")
+        path = "zarr.core.codec_pipeline"
+        if hasattr(import_module(path), "FusedCodecPipeline"):
+            zarr.config.set({"codec_pipeline.path": f"{path}.FusedCodecPipeline"})
+        self._array = zarr.open_array(str(self.source.array_path), mode="r")
 
     def fetch(self, ids: Ids, out: Records) -> Records:
         order = np.argsort(ids)

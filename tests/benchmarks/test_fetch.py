@@ -36,6 +36,7 @@ from pipelines import delete_rows
 from storage_formats import TokenStore
 from tests.benchmarks.conftest import SPEC
 from tests.conftest import REPO, same_bits
+from tests.docs import fetch_tables
 
 ROWS = SPEC.rows
 RANDOM = Workload(ROWS, blocks=100, pool=100)
@@ -198,3 +199,16 @@ def test_every_subject_gives_what_it_says(index, tmp_path, name, precision):
         if name in PEERS:
             blocks = source.codec.decode(np.ascontiguousarray(records))
             assert same_bits(blocks, TokenStore.open(index, precision).fetch(ids))
+
+
+def test_the_pages_show_the_newest_report():
+    newest = max((REPO / "benchmarks/results").glob("*-fetch.md")).read_text()
+    shown = ""
+    for name in fetch_tables.PAGES:
+        page = (REPO / name).read_text()
+        assert fetch_tables.replaced(page, newest) == page, (
+            f"{name}: run python -m tests.docs.fetch_tables REPORT"
+        )
+        shown += page
+    for name in fetch_tables.parts(newest):
+        assert f"<!-- fetch:{name} -->" in shown
