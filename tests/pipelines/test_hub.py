@@ -111,11 +111,13 @@ def test_a_model_goes_to_the_hub_and_back(
 
     weights = files["adapter.safetensors"]
     files["adapter.safetensors"] = weights[:-1] + bytes([weights[-1] ^ 1])
+    hub.commits["owner/model"] += 1
     with pytest.raises(ModelError, match="has changed since the bundle was made"):
         copy_model("hf://owner/model", tmp_path / "tampered")
     info = json.loads(files["bundle.json"])
     info["files"]["../../escaped"] = info["files"].pop("adapter.safetensors")
     files["bundle.json"] = json.dumps(info).encode()
+    hub.commits["owner/model"] += 1
     with pytest.raises(ModelError):
         copy_model("hf://owner/model", tmp_path / "hostile")
     assert not (tmp_path.parent / "escaped").exists()
