@@ -130,9 +130,9 @@ def build(as_json: bool, quiet: bool, dry_run: bool, **options: Any) -> None:
     'shards/{0000..0015}.tar' and 'data/*.parquet' name several files. A SOURCE can also
     be a URL that begins with https://, s3://, gs://, az:// or hf://.
 
-    An image that cannot be read becomes a failed row. 'edje-index failures' lists the
-    failed rows with their reasons. If more images fail than --max-failed allows, the
-    build stops with exit code 1 and keeps the finished shards.
+    An image that cannot be read becomes a failed row. 'edje-index info --failures'
+    lists the failed rows with their reasons. If more images fail than --max-failed
+    allows, the build stops with exit code 1 and keeps the finished shards.
 
     Run the same command again to resume a stopped build. If the index is already
     finished, the command does nothing.
@@ -211,12 +211,6 @@ def _new_rows_options(command: _Command) -> _Command:
         max_failed_option,
         model_option,
         engine_option,
-        click.option(
-            "--workers",
-            type=POSITIVE,
-            help="Number of worker processes.  [default: see 'build --help']",
-        ),
-        address_option,
         quiet_option,
         json_option,
     )
@@ -231,8 +225,8 @@ def _note_failures(result: BuildResult, index: IndexLocation) -> None:
             f"{reason} {count:,}" for reason, count in result.failed_by_reason.items()
         )
         note(
-            f"{counted(result.failed, 'input')} failed: {reasons}; 'edje-index failures"
-            f" {index}' lists them"
+            f"{counted(result.failed, 'input')} failed: {reasons}; 'edje-index info"
+            f" {index} --failures' lists them"
         )
 
 
@@ -307,9 +301,9 @@ def update(
     missing files are deleted. Unchanged files are read but not encoded again. A program
     that has INDEX open must reopen it to see the changes.
 
-    With --retry-failed, the failed inputs that 'edje-index failures' lists are looked
-    up again, and no source is listed. If every input fails for the same reason as
-    before, INDEX does not change.
+    With --retry-failed, the failed inputs that 'edje-index info --failures' lists are
+    looked up again, and no source is listed. If every input fails for the same reason
+    as before, INDEX does not change.
 
     If a source cannot be read, or too many files are missing, the command stops without
     changing INDEX.

@@ -44,6 +44,7 @@ SECTIONS = {
         "append": "pipelines.cli.build:append",
         "update": "pipelines.cli.build:update",
         "delete": "pipelines.cli.changes:delete",
+        "edit": "pipelines.cli.changes:edit",
         "compact": "pipelines.cli.changes:compact",
         "merge": "pipelines.cli.changes:merge",
         "copy": "pipelines.cli.changes:copy",
@@ -54,7 +55,6 @@ SECTIONS = {
         "verify": "pipelines.cli.verify:verify",
         "repair": "pipelines.cli.changes:repair",
         "info": "pipelines.cli.info:info",
-        "failures": "pipelines.cli.changes:failures",
         "ann": "pipelines.cli.ann:group",
     },
     "Search": {

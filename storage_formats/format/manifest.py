@@ -24,6 +24,7 @@ from storage_formats.errors import (
 )
 from storage_formats.format.checksum import json_checksum
 from storage_formats.format.downloads import download
+from storage_formats.format.edits import Edits, read_edits
 from storage_formats.format.index_files import read_index_file
 from storage_formats.format.layout import (
     FORMAT,
@@ -206,6 +207,7 @@ class _Document:
     row_maps: tuple[RowMap, ...] = ()
     segments: tuple[_Segment, ...] = ()
     columns: tuple[SourceColumn, ...] = ()
+    edits: FileEntry | None = None
 
 
 @dataclass(frozen=True)
@@ -219,6 +221,7 @@ class Manifest:
         further_tables: file entries of the shard tables of the other segments.
         columns: source columns of the rows table.
         row_maps: entries of the row maps, oldest first (SPEC.md section 12.1).
+        edits: file entry of the edits; None if there are none.
 
     Examples:
         >>> from storage_formats import Manifest
@@ -241,6 +244,7 @@ class Manifest:
     further_tables: tuple[FileEntry, ...] = ()
     columns: tuple[SourceColumn, ...] = ()
     row_maps: tuple[RowMap, ...] = ()
+    edits: FileEntry | None = None
 
     @classmethod
     def load(cls, root: str | Path, snapshot: int | None = None) -> Manifest:
@@ -354,6 +358,7 @@ class Manifest:
             ),
             row_maps=self.row_maps,
             columns=self.columns,
+            edits=self.edits,
         )
         snapshot = self.snapshot
         if snapshot.number or snapshot.change:
@@ -385,6 +390,7 @@ class Manifest:
             *deleted,
             *(row_map.file for row_map in self.row_maps),
             *self.ann_files,
+            *filter(None, [self.edits]),
         ]
 
 
@@ -413,6 +419,13 @@ class CommittedIndex:
         """The tombstones of the snapshot, read at the first access."""
         self.fetch(filter(None, [self.manifest.snapshot.deleted]))
         return read_tombstones(self.root, self.manifest.spec, self.manifest.snapshot)
+
+    @functools.cached_property
+    def edits(self) -> Edits:
+        """The edits of the snapshot, read at the first access."""
+        entry = self.manifest.edits
+        self.fetch(filter(None, [entry]))
+        return read_edits(self.root, self.manifest.spec, entry)
 
     @classmethod
     def open(cls, root: str | Path, snapshot: int | None = None) -> CommittedIndex:
@@ -597,6 +610,7 @@ def _manifest(document: _Document) -> Manifest:
         further_tables=tuple(segment.shard_table for segment in document.segments[1:]),
         columns=document.columns,
         row_maps=document.row_maps,
+        edits=document.edits,
     )
     check_columns(manifest.columns)
     # raises the errors of the entries
