@@ -81,6 +81,18 @@ _NO_MODEL = (
 @stored_precisions_option
 @click.option("--dedupe", is_flag=True, help="Encode byte-identical images only once.")
 @column_option
+@click.option(
+    "--include",
+    multiple=True,
+    metavar="PATTERN",
+    help="Use only the inputs that match a pattern as in .gitignore; repeatable.",
+)
+@click.option(
+    "--exclude",
+    multiple=True,
+    metavar="PATTERN",
+    help="Leave out the inputs that match a pattern as in .gitignore; repeatable.",
+)
 @max_failed_option
 @click.option(
     "--max-pixels",
@@ -142,6 +154,8 @@ def build(as_json: bool, quiet: bool, dry_run: bool, **options: Any) -> None:
       edje-index build photos --out photos.edje --model model
       edje-index build 'cc3m/{00000..00331}.tar' --out cc3m.edje --model model --dedupe
       edje-index build 'data/train-*.parquet' --column image --out hf.edje --model model
+      edje-index build photos --out photos.edje --model model --exclude '*.png' \\
+        --exclude '/screenshots/'
       edje-index build s3://bucket/photos --out photos.edje --model model
       find photos -name '*.jpg' | edje-index build - --out found.edje --model model
       edje-index build list.parquet --column image_path --out list.edje \\
@@ -207,7 +221,6 @@ def build(as_json: bool, quiet: bool, dry_run: bool, **options: Any) -> None:
 def _new_rows_options(command: _Command) -> _Command:
     """Add the options that `append` and `update` share."""
     options = (
-        column_option,
         max_failed_option,
         model_option,
         engine_option,
@@ -233,6 +246,7 @@ def _note_failures(result: BuildResult, index: IndexLocation) -> None:
 @click.command()
 @click.argument("root", type=location, metavar="INDEX")
 @click.argument("sources", nargs=-1, required=True, metavar="SOURCE...")
+@column_option
 @_new_rows_options
 def append(
     root: IndexLocation,
@@ -277,6 +291,11 @@ def append(
     help="Only try to index the failed inputs again, by their names.",
 )
 @click.option(
+    "--restore",
+    is_flag=True,
+    help="Also index files again whose rows 'edje-index delete' removed.",
+)
+@click.option(
     "--max-vanished",
     type=click.FloatRange(0, 1),
     metavar="SHARE",
@@ -298,8 +317,10 @@ def update(
     'edje-index build --help' describes SOURCE.
 
     New and changed files get new rows. The old rows of changed files and the rows of
-    missing files are deleted. Unchanged files are read but not encoded again. A program
-    that has INDEX open must reopen it to see the changes.
+    missing files are deleted. Unchanged files are read but not encoded again; if their
+    captions or other columns changed, only these are replaced. Rows that 'edje-index
+    delete' removed stay deleted until --restore. A program that has INDEX open must
+    reopen it to see the changes.
 
     With --retry-failed, the failed inputs that 'edje-index info --failures' lists are
     looked up again, and no source is listed. If every input fails for the same reason
@@ -328,10 +349,17 @@ def update(
             f"would add {counted(result.rows, 'row')} and delete"
             f" {counted(result.deleted, 'row')}"
         )
+    stay_deleted = ""
+    if result.stay_deleted:
+        stay_deleted = f" + {result.stay_deleted:,} that stay deleted (see --restore)"
+    if result.edited:
+        rows = counted(result.edited, "unchanged photo")
+        done = f"columns of {rows} changed; {done}"
     line = (
         f"{root}: {counted(result.inputs, 'input')} = {result.unchanged:,} unchanged +"
         f" {result.new:,} new + {result.changed:,} changed + {result.duplicates:,}"
-        f" duplicates + {result.failed:,} failed; {result.vanished:,} vanished; {done}"
+        f" duplicates + {result.failed:,} failed{stay_deleted};"
+        f" {result.vanished:,} vanished; {done}"
     )
     print_result(result, line, as_json=as_json)
     if not result.dry_run:

@@ -4,36 +4,46 @@ seems lost is never taken for empty.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.compute as pc
-
 from edje_index.inputs.containers import split_uri
-from edje_index.inputs.refs import InputRef, display_path, rows_digest
-from pipelines.jobs.plan import SourceGroup, holds_clips, recorded_sources
+from edje_index.inputs.refs import (
+    InputRef,
+    display_path,
+    metadata_text,
+    rows_digest,
+)
+from pipelines.jobs.edit import NewValues, is_value
+from pipelines.jobs.plan import (
+    CollectedColumns,
+    SourceGroup,
+    holds_clips,
+    recorded_sources,
+    settings_of,
+)
 from pipelines.progress.events import OnEvent, ShouldStop, StatusMessage
 from pipelines.progress.wording import counted
 from pipelines.sources import (
     count_ignored,
     digested,
     hashed,
-    iter_all,
-    open_sources,
     without_nested,
 )
 from pipelines.sources.base import STANDARD_INPUT, Source, file_input
 from pipelines.sources.folder import FolderSource
 from pipelines.sources.packed import is_packed_name, packed_source
 from storage_formats.errors import EdjeError, UsageError
+from storage_formats.format.edits import input_hash
 from storage_formats.format.manifest import CommittedIndex
-from storage_formats.format.rows import DUPLICATE, FAILED, iter_rows, iter_stored_rows
+from storage_formats.format.rows import DUPLICATE, FAILED, iter_rows, read_index_rows
+from storage_formats.format.source_columns import SourceColumn, Value, as_type
 from storage_formats.remote.urls import is_url
 
 _COLUMNS = (
@@ -67,6 +77,8 @@ class SourceChanges:
         deleted: ids of the rows to delete, ascending: vanished rows, and old rows of
             changed inputs.
         reasons: why the rows to delete had failed, if failed inputs are tried again.
+        stay_deleted: number of inputs that get no row, because their row was deleted.
+        values: new values of the columns of unchanged rows, by row id.
     """
 
     refs: list[InputRef]
@@ -79,6 +91,8 @@ class SourceChanges:
     vanished: int = 0
     deleted: Sequence[int] = ()
     reasons: Sequence[str] = ()
+    stay_deleted: int = 0
+    values: NewValues = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -89,12 +103,14 @@ class _Row:
         content_hash: SHA-256 of the input, 32 bytes; None if the input could not be
             read.
         duplicate_of: row id of the original if this row is a duplicate, otherwise None.
+        metadata: hash of the values of its source columns, apart from edits.
     """
 
     row_id: int
     content_hash: bytes | None
     failed_for: str | None
     duplicate_of: int | None
+    metadata: bytes
 
 
 @dataclass(slots=True)
@@ -123,6 +139,8 @@ def compare_sources(
     max_vanished: float,
     on_event: OnEvent,
     should_stop: ShouldStop,
+    *,
+    restore: bool = False,
 ) -> SourceChanges:
     """List the sources and compare every input with the rows of `index`. Nothing is
     written.
@@ -135,6 +153,7 @@ def compare_sources(
     Args:
         group: all sources of the index; None takes those that the index records.
         max_vanished: largest share of rows whose input may no longer exist, 0 to 1.
+        restore: whether inputs whose rows were deleted get rows again.
 
     Raises:
         UsageError: a source cannot be used, or the index does not record its sources
@@ -142,9 +161,9 @@ def compare_sources(
         EdjeError: a source or a part of a source cannot be read, or the share of rows
             whose input no longer exists is larger than `max_vanished`.
     """
-    clips = holds_clips(index.manifest)
+    settings = settings_of(index.root, index.manifest)
     if group is not None:
-        sources = open_sources(group.sources, group.column, clips=clips)
+        sources = replace(settings, **asdict(group)).open_sources()
     else:
         groups = recorded_sources(index.manifest)
         if groups is None:
@@ -162,13 +181,16 @@ def compare_sources(
         opened = [
             source
             for group in groups
-            for source in open_sources(group.sources, group.column, clips=clips)
+            for source in replace(settings, **asdict(group)).open_sources()
         ]
         sources = without_nested(opened)
     # rows without an input so far, by name
     stored: dict[bytes, list[_Row]] = {}
     rows = inputs = unreachable = 0
-    for table in iter_rows(index, _COLUMNS):
+    columns = {column.name: column for column in index.manifest.columns}
+    # as the sources gave the values
+    unedited = replace(index, manifest=replace(index.manifest, edits=None))
+    for table in iter_rows(unedited, [*_COLUMNS, *columns]):
         rows += len(table)
         for line in table.to_pylist():
             row = _Row(
@@ -182,6 +204,7 @@ def compare_sources(
                 duplicate_of=(
                     line["duplicate_of"] if line["status"] == DUPLICATE else None
                 ),
+                metadata=_hash({name: line[name] for name in columns}),
             )
             stored.setdefault(_name(line["uri"], line["uri_raw"]), []).append(row)
 
@@ -208,10 +231,20 @@ def compare_sources(
     duplicates: list[_Pending] = []
     # the problem of each directory or archive that could not be read, by path
     hidden: dict[str, str] = {}
-    for ref in hashed(
-        digested(iter_all(sources), hashlib.sha256(), on_event, should_stop)
-    ):
+    removed = frozenset[str]() if restore else index.edits.removed
+    stay_deleted = 0
+    metadata: dict[int, Mapping[str, Value]] = {}
+    stored_values = CollectedColumns(index.manifest.spec.shard_size, columns.values())
+    for ref in hashed(digested(sources, hashlib.sha256(), on_event, should_stop)):
         found = take(ref, any_content=False)
+        if found is None and _hash_of(ref) in removed:
+            stay_deleted += 1
+            inputs += 1
+            continue
+        if found is not None:
+            given = stored_values.add(ref).metadata or {}
+            if found.metadata != _hash(_typed(given, columns)):
+                metadata[found.row_id] = given
         if found is None:
             pending.append(_Pending(inputs, ref))
         elif found.duplicate_of is not None:
@@ -280,31 +313,6 @@ def compare_sources(
         if each.row is not None:
             changed.append(len(refs))
         refs.append(each.ref)
-    deleted = index.deleted.row_ids()
-    if len(deleted) and refs:
-        size = index.manifest.spec.shard_size
-        old = set()
-        for table in iter_stored_rows(
-            index, ["row_id", "content_hash"], sorted({*(deleted // size).tolist()})
-        ):
-            old |= {
-                *table.filter(pc.is_in(table["row_id"], pa.array(deleted)))[
-                    "content_hash"
-                ].to_pylist()
-            }
-        # photos of rows that go now were only renamed
-        going = [row for same_name in stored.values() for row in same_name]
-        going += [each.row for each in pending if each.row is not None]
-        old -= {row.content_hash.hex() for row in going if row.content_hash}
-        back = sum(
-            ref.content_hash is not None and ref.content_hash in old for ref in refs
-        )
-        if back:
-            text = (
-                f"the sources still have {counted(back, 'deleted photo')}, so the"
-                " update adds what was deleted again"
-            )
-            on_event(StatusMessage(text, is_warning=True))
     vanished = [row.row_id for same_name in stored.values() for row in same_name]
     replaced = [(each.ref, each.row) for each in pending if each.row is not None]
     for ref, row in replaced:
@@ -345,10 +353,62 @@ def compare_sources(
         len(pending) - len(refs),
         count_ignored(sources),
         unchanged=len(kept),
+        stay_deleted=stay_deleted,
+        values=_new_values(index, unedited, {row.row_id for row in kept}, metadata),
         changed=changed,
         vanished=len(vanished),
         deleted=sorted((*vanished, *(row.row_id for _, row in replaced))),
     )
+
+
+def _hash_of(ref: InputRef) -> str:
+    return input_hash(ref.uri, ref.uri_raw, ref.content_hash)
+
+
+def _hash(values: Mapping[str, Any]) -> bytes:
+    given = {name: value for name, value in values.items() if value is not None}
+    return hashlib.blake2b(metadata_text(given).encode(), digest_size=16).digest()
+
+
+def _typed(
+    values: Mapping[str, Value], columns: Mapping[str, SourceColumn]
+) -> dict[str, Value]:
+    """Return values of a source as the index stores them, if their type fits."""
+    typed = dict(values)
+    for name in values.keys() & columns.keys():
+        with contextlib.suppress(ValueError, TypeError):
+            typed[name] = as_type(values[name], columns[name].type)
+    return typed
+
+
+def _new_values(
+    index: CommittedIndex,
+    unedited: CommittedIndex,
+    kept: set[int],
+    metadata: Mapping[int, Mapping[str, Value]],
+) -> dict[int, dict[str, Value | None]]:
+    """Return the values that the sources changed in the rows `kept`. A value that was
+    edited stays, if the sources still have the value that it replaced.
+
+    Args:
+        metadata: values of the sources by row id.
+    """
+    columns = {column.name: column for column in unedited.manifest.columns}
+    row_ids = sorted(kept & metadata.keys())
+    before, now = (
+        read_index_rows(each, row_ids, ["row_id", *columns]).to_pylist()
+        for each in (unedited, index)
+    )
+    values: dict[int, dict[str, Value | None]] = {}
+    for rows in zip(before, now, strict=True):
+        row_id = rows[0]["row_id"]
+        given = metadata[row_id]
+        for name in {*given, *columns}:
+            value = given.get(name)
+            column = columns.get(name)
+            if not any(is_value(row.get(name), value, column) for row in rows):
+                values.setdefault(row_id, {})[name] = value
+    return values
 
 
 def _refuse_hidden_rows(

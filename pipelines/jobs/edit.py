@@ -136,9 +136,13 @@ def _checked(
                 " give one value per row, or one for all",
                 parameter="columns",
             )
-    result: dict[int, dict[str, Value | None]] = {}
+    rows: list[dict[str, Value | None]] = []
     ignored = Ignored()
     for number, row_id in enumerate(row_ids):
+        if number and number == max(map(len, columns.values())):
+            # one value for all rows
+            rows *= len(row_ids)
+            break
         row = {
             name: values[number if len(values) > 1 else 0]
             for name, values in columns.items()
@@ -151,8 +155,8 @@ def _checked(
                 f"the values of row {row_id} cannot be stored: {problem.strip('()')}",
                 parameter="columns",
             )
-        result.setdefault(row_id, {}).update({**nulls, **stored})
-    return result
+        rows.append({**nulls, **stored})
+    return dict(zip(row_ids, rows, strict=True))
 
 
 def edited_values(

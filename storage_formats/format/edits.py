@@ -5,6 +5,7 @@ inputs that were deleted and must stay deleted (SPEC.md section 12.5).
 from __future__ import annotations
 
 import functools
+import hashlib
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -141,3 +142,12 @@ def read_edits(root: Path, spec: IndexSpec, entry: FileEntry | None) -> Edits:
         raise cannot_read(
             f"the file of edits {path}", error, "restore the file from a backup"
         ) from error
+
+
+def input_hash(uri: str, uri_raw: bytes | None, content_hash: str | None) -> str:
+    """Return the hash of the name and the content of an input that the edits of an
+    index have for a deleted row.
+    """
+    content = (content_hash or "").encode()
+    text = b"\0".join((uri.encode(), uri_raw or b"", content))
+    return hashlib.blake2b(text, digest_size=16).hexdigest()

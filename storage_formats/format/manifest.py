@@ -272,9 +272,9 @@ class Manifest:
                 ) from None
             if layout.root.exists():
                 raise UsageError(
-                    f"{root} is not an EDJE index (it has no index.json)"
+                    f"{root} is not an EDJE index (it has no index.json)", remedy="show"
                 ) from None
-            raise UsageError(f"there is no index at {root}") from None
+            raise UsageError(f"there is no index at {root}", remedy="build") from None
         number = (
             current.snapshot.number
             if snapshot is None
