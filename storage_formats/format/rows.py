@@ -204,8 +204,11 @@ def read_shard_rows(
         stored = read_table(data, names, optional=source_names)
         table = cast_columns(stored, schema, source_names)
         return table if edits is None else _edited(table, edits.of_shard(shard))
-    except (OSError, LookupError, ValueError, TypeError, pa.ArrowException) as error:
-        # damaged names and text raise ValueError
+    except (
+        *(OSError, ValueError, TypeError, pa.ArrowException),
+        *(ArithmeticError, LookupError, RecursionError),
+    ) as error:
+        # damaged names and text raise ValueError, damaged edits the second line
         raise cannot_read(f"the rows of shard {shard} in {path}", error) from error
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,8 @@ from storage_formats import (
     read_rows,
     verify_index,
 )
+from storage_formats.format.edits import EDIT_SCHEMA, Edits
+from storage_formats.format.layout import Layout
 from storage_formats.format.manifest import CommittedIndex
 from tests.conftest import write_random_index
 
@@ -166,6 +169,28 @@ def test_damaged_edits_are_told(index):
     with pytest.raises(CorruptIndexError, match=r"edits-.*damaged or replaced"):
         read_rows(index)
     assert [path.name in problem.message for problem in verify_index(index)] == [True]
+
+
+@pytest.mark.parametrize(
+    ("row_id", "value"),
+    [
+        (36, "[" * 100_000),
+        (36, "{}"),
+        (36, str(1 << 70)),
+        (37, "1"),
+        (-1, "1"),
+        (39, "1"),
+    ],
+)
+def test_edits_from_elsewhere_are_checked(index, row_id, value):
+    set_columns(index, [36], {"c": [1]})
+    opened = CommittedIndex.open(index)
+    lines = pa.table([[row_id], ["c"], [value]], schema=EDIT_SCHEMA)
+    entry = Edits(SPEC.shard_size, lines).write(Layout(index))
+    replace(opened.manifest, edits=entry).write(Layout(index))
+    with pytest.raises(CorruptIndexError, match="cannot read"):
+        read_rows(index, columns=["c"])
+    assert verify_index(index)
 
 
 def test_the_command_sets_texts_numbers_and_lists(index, run):
