@@ -178,7 +178,7 @@ def edit(
     names = ", ".join(result.columns)
     line = f"{index}: {counted(result.values, 'value')} of {names} set"
     if not result.values:
-        line = f"{index}: the rows have these values already; nothing to do"
+        line = f"{index}: no row has other values; nothing to do"
     elif result.rows > 1:
         line += f" in {counted(result.rows, 'row')}"
     print_result(result, line, as_json=as_json)

@@ -93,11 +93,16 @@ def set_columns(
     with begin_change(index, "edit") as change:
         opened = change.index
         ids = check_row_ids(row_ids, opened.manifest.spec.rows)
+        if not columns or (where is None and not len(ids)):
+            raise UsageError(
+                "nothing is set; select at least one row, and give at least one value",
+                parameter="rows",
+            )
         if where is not None:
             from edje_index.search.rows import IndexRows
 
             ids = np.union1d(ids, np.flatnonzero(IndexRows(opened).passing(where)))
-        values = _checked(opened, ids.tolist(), columns)
+        values = _checked(ids.tolist(), columns)
         lines, after = edited_values(opened, values, opened.manifest.columns)
         types = {column.name: column.type for column in opened.manifest.columns}
         for column in after:
@@ -115,15 +120,8 @@ def set_columns(
     return EditResult(rows, len(lines), tuple(names), manifest.snapshot.number)
 
 
-def _checked(
-    index: CommittedIndex, row_ids: list[int], columns: Mapping[str, Sequence[Any]]
-) -> NewValues:
+def _checked(row_ids: list[int], columns: Mapping[str, Sequence[Any]]) -> NewValues:
     """Return the values of `columns` by row, as the index stores them."""
-    if not row_ids or not columns:
-        raise UsageError(
-            "nothing is set; select at least one row, and give at least one value",
-            parameter="rows",
-        )
     for name, values in columns.items():
         if name in ROW_SCHEMA.names:
             raise UsageError(
