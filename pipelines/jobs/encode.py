@@ -9,7 +9,7 @@ import math
 import os
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from edje_index.progress import ShardProgress
@@ -36,6 +36,25 @@ damaged files, too.
 
 UNDECODED = frozenset({"unsupported-image", "unsupported-video"})
 """Reasons of failed inputs that count as no failure: the file may be sound."""
+
+RAW_SUFFIXES = frozenset(
+    [
+        ".3fr",
+        ".arw",
+        ".cr2",
+        ".cr3",
+        ".dng",
+        ".nef",
+        ".nrw",
+        ".orf",
+        ".pef",
+        ".raf",
+        ".raw",
+        ".rw2",
+        ".srw",
+    ]
+)
+"""Suffixes of camera raw files, which are ignored."""
 
 _NAMED_FAILURES = 3
 _MAX_DECODE_THREADS = 16
@@ -150,9 +169,9 @@ def encode_rows(
                     " raise the share to index the others",
                     parameter="max_failed",
                 )
-    if undecoded := _undecoded(layout, receipts):
+    if undecoded := _undecoded(layout, receipts, plan.ignored):
         text = (
-            f"{counted(undecoded.total(), 'input')} in a format that this installation"
+            f"{counted(undecoded.total(), 'file')} in a format that this installation"
             f" does not decode: {_by_reason(undecoded)}"
         )
         on_event(StatusMessage(text, is_warning=True))
@@ -200,9 +219,18 @@ def earlier_plan(
     return plan
 
 
-def _undecoded(layout: Layout, receipts: list[ShardReceipt]) -> Counter[str]:
-    """Return the number of inputs by the format that is not decoded here."""
-    formats = Counter[str]()
+def _undecoded(
+    layout: Layout, receipts: list[ShardReceipt], ignored: Mapping[str, int]
+) -> Counter[str]:
+    """Return the number of inputs and of `ignored` files by the format that is not
+    decoded here.
+    """
+    formats = Counter(
+        {
+            f"camera raw {suffix} (export the photos as JPEG)": ignored[suffix]
+            for suffix in RAW_SUFFIXES & ignored.keys()
+        }
+    )
     for receipt in receipts:
         if not UNDECODED.isdisjoint(receipt.failed):
             rows = read_shard_rows(layout, receipt.shard, ["reason", "detail"])

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from edje_index.search.rows import IndexRows
@@ -130,6 +131,16 @@ def test_compaction_merge_and_copy_write_the_values_to_the_rows(index, tmp_path)
         assert verify_index(root) == []
     remove_snapshots(index, keep=1)
     assert len(list(index.glob("manifest/edits-*"))) == 1
+    assert verify_index(index) == []
+
+
+def test_an_erasure_removes_edited_values(index):
+    set_columns(index, [3, 20], {"title": ["Jane Doe", "b"]})
+    delete_rows(index, rows=[3], erase=True)
+    assert "Jane Doe" not in str(read_rows(index).to_pylist())
+    (path,) = index.glob("manifest/edits-*")
+    assert "Jane Doe" not in str(pq.read_table(path).to_pylist())
+    assert column(index, "title") == {20: "b"}
     assert verify_index(index) == []
 
 
