@@ -29,6 +29,7 @@ EXTRAS_OF_MODULE = {
     "pydantic": ("train", "serve"),
     "PIL": ("search", "build", "train"),
     "qdrant_edge": ("bench",),
+    "pathspec": ("build",),
     "ray": ("build", "train"),
     "safetensors": ("search", "build", "train"),
     "scipy": ("search", "build", "train"),
