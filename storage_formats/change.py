@@ -37,6 +37,7 @@ from storage_formats.errors import CorruptIndexError, EdjeError, UsageError, can
 from storage_formats.format.checksum import json_checksum
 from storage_formats.format.index_files import check_inside, read_index_file
 from storage_formats.format.layout import (
+    EDITED_VERSION,
     EXTENDED_VERSION,
     PARTIAL_VERSION,
     SNAPSHOT_VERSION,
@@ -66,6 +67,7 @@ DATA_FILE = re.compile(
     r"|manifest/shards-\w+\.parquet"
     r"|manifest/deleted-\w+\.bin"
     r"|manifest/row-map-\w+\.parquet"
+    r"|manifest/edits-\w+\.parquet"
     r"|ann/index(-\w+)?\.faiss"
 )
 _TEMPORARY = (
@@ -73,6 +75,7 @@ _TEMPORARY = (
     "manifest/.shards-*",
     "manifest/.deleted-*",
     "manifest/.row-map-*",
+    "manifest/.edits-*",
     "snapshots/.*.json.*",
     "ann/index.faiss.partial",
     "tokens/.zarr.json.*",
@@ -291,6 +294,8 @@ class IndexChange(Change):
             version = EXTENDED_VERSION
         if any(row_map.is_partial for row_map in manifest.row_maps):
             version = PARTIAL_VERSION
+        if manifest.edits is not None:
+            version = EDITED_VERSION
         manifest = replace(
             manifest,
             snapshot=snapshot,

@@ -29,6 +29,7 @@ EXTRAS_OF_MODULE = {
     "prometheus_client": ("serve",),
     "pydantic": ("train", "serve"),
     "PIL": ("search", "build", "train"),
+    "pathspec": ("build",),
     "ray": ("build", "train"),
     "safetensors": ("search", "build", "train"),
     "scipy": ("search", "build", "train"),

@@ -263,14 +263,14 @@ def _check_shard(
     layout = Layout(index.root)
     manifest = index.manifest
     if index.remote is None:
-        return check_shard(layout, manifest, shard, files)
+        return check_shard(layout, manifest, index.edits, shard, files)
     named = [
         path for path in shard_paths(layout, manifest.spec, shard) if path in files
     ]
     try:
         for path in named:
             _download_as_it_is(index, files[path])
-        return check_shard(layout, manifest, shard, files)
+        return check_shard(layout, manifest, index.edits, shard, files)
     finally:
         for path in named:
             (index.root / path).unlink(missing_ok=True)

@@ -13,6 +13,7 @@ from pipelines.cli.options import json_option, location
 from pipelines.cli.output import print_json, print_line
 from pipelines.progress.wording import counted, human_bytes
 from storage_formats.format.layout import Layout
+from storage_formats.remote.urls import IndexLocation
 
 # from then on, 'info' says that the index should be compacted
 _PART_FULL_SHARDS = 32
@@ -25,8 +26,11 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("index", type=location)
+@click.option(
+    "--failures", is_flag=True, help="List the inputs that could not be indexed."
+)
 @json_option
-def info(index: Path | str, as_json: bool) -> None:
+def info(index: Path | str, failures: bool, as_json: bool) -> None:
     """Show what INDEX contains, or how far its build has come.
 
     The output shows the numbers of inputs, the size, the precisions, the columns of the
@@ -40,11 +44,22 @@ def info(index: Path | str, as_json: bool) -> None:
     To search INDEX, a model bundle must have the encoder fingerprint shown here.
     'edje-index model show' prints the encoder fingerprint of a bundle.
 
+    With --failures, the output has one line per failed row instead: row id, reason, URI
+    and details.
+
     \b
     Examples:
       edje-index info photos.edje
-      edje-index info photos.edje --json
+      edje-index info photos.edje --failures --json | jq -r '.failures[].uri'
     """
+    if failures:
+        rows = failed_rows(index)
+        if as_json:
+            print_json({"index": str(index), "failures": list(rows)})
+        for row in rows:
+            parts = (row["row_id"], row["reason"], row["uri"], row["detail"])
+            print_line("  ".join(map(str, parts)))
+        return
     value = describe_index(index)
     if as_json:
         print_json(value)
@@ -293,3 +308,28 @@ def _precision_line(value: dict[str, Any], name: str) -> str:
     """
     *_, source = value.get("encoded_from", {}).get(name) or ["bf16"]
     return name if source == "bf16" else f"{name} (from {source})"
+
+
+def failed_rows(index: IndexLocation) -> Iterator[dict[str, Any]]:
+    """Yield the row id, reason, URI and detail of each failed row, also of an
+    unfinished build.
+    """
+    from storage_formats.change import is_unfinished
+    from storage_formats.format.layout import Layout
+    from storage_formats.format.remote import open_index
+    from storage_formats.format.rows import FAILED, iter_rows, read_shard_rows
+    from storage_formats.remote.urls import is_url
+
+    layout = Layout(Path(index))
+    columns = ["row_id", "reason", "uri", "detail", "status"]
+    if is_url(index) or layout.manifest.exists() or is_unfinished(index) is None:
+        tables = iter_rows(open_index(index), columns)
+    else:
+        shards = sorted(
+            int(path.stem) for path in layout.receipt(0).parent.glob("*.json")
+        )
+        tables = (read_shard_rows(layout, shard, columns) for shard in shards)
+    for table in tables:
+        for row in table.to_pylist():
+            if row.pop("status") == FAILED:
+                yield row

@@ -4,6 +4,7 @@ seems lost is never taken for empty.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import os
@@ -12,24 +13,33 @@ import sqlite3
 from array import array
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from edje_index.inputs.containers import split_uri
-from edje_index.inputs.refs import InputRef, display_path, rows_digest
-from pipelines.jobs.plan import SourceGroup, holds_clips, recorded_sources
+from edje_index.inputs.refs import (
+    InputRef,
+    display_path,
+    metadata_text,
+    rows_digest,
+)
+from pipelines.jobs.edit import NewValues, is_value
+from pipelines.jobs.plan import (
+    CollectedColumns,
+    SourceGroup,
+    holds_clips,
+    recorded_sources,
+    settings_of,
+)
 from pipelines.progress.events import OnEvent, ShouldStop, StatusMessage
 from pipelines.progress.wording import counted
 from pipelines.sources import (
     count_ignored,
     digested,
     hashed,
-    iter_all,
-    open_sources,
     temporary_database,
     without_nested,
 )
@@ -37,8 +47,10 @@ from pipelines.sources.base import STANDARD_INPUT, Source, file_input
 from pipelines.sources.folder import FolderSource
 from pipelines.sources.packed import is_packed_name, packed_source
 from storage_formats.errors import EdjeError, UsageError
+from storage_formats.format.edits import input_hash
 from storage_formats.format.manifest import CommittedIndex
-from storage_formats.format.rows import DUPLICATE, FAILED, iter_rows, iter_stored_rows
+from storage_formats.format.rows import DUPLICATE, FAILED, iter_rows, read_index_rows
+from storage_formats.format.source_columns import SourceColumn, Value, as_type
 from storage_formats.remote.urls import is_url
 
 _COLUMNS = (
@@ -72,6 +84,8 @@ class SourceChanges:
         deleted: ids of the rows to delete, ascending: vanished rows, and old rows of
             changed inputs.
         reasons: why the rows to delete had failed, if failed inputs are tried again.
+        stay_deleted: number of inputs that get no row, because their row was deleted.
+        values: new values of the columns of unchanged rows, by row id.
     """
 
     refs: Collection[InputRef]
@@ -84,6 +98,8 @@ class SourceChanges:
     vanished: int = 0
     deleted: Sequence[int] = ()
     reasons: Sequence[str] = ()
+    stay_deleted: int = 0
+    values: NewValues = field(default_factory=dict)
 
 
 # what the update does with a row: nothing yet, keep it, keep it as the original of a
@@ -91,26 +107,27 @@ class SourceChanges:
 _FREE, _KEPT, _KEPT_ORIGINAL, _REPLACED, _REPEATED = range(5)
 _SCHEMA = """CREATE TABLE rows(
     row_id INTEGER PRIMARY KEY, name BLOB, hash BLOB, failed_for TEXT,
-    duplicate_of INTEGER, state INTEGER
+    duplicate_of INTEGER, metadata BLOB, state INTEGER
 );
 CREATE TABLE pending(
     position INTEGER PRIMARY KEY, ref BLOB, problem TEXT, row_id INTEGER,
     is_new INTEGER
 );
 CREATE TABLE new(hash BLOB PRIMARY KEY) WITHOUT ROWID;
-CREATE TABLE deleted(hash BLOB PRIMARY KEY) WITHOUT ROWID;
 """
 
 
 class _Row(NamedTuple):
     """One row of an index. `hash` has 32 bytes. `failed_for` and `duplicate_of` are
-    None unless the row is of that status.
+    None unless the row is of that status. `metadata` is a hash of the values of its
+    source columns, apart from edits.
     """
 
     row_id: int
     hash: bytes | None
     failed_for: str | None
     duplicate_of: int | None
+    metadata: bytes
 
 
 class StoredRefs(Collection[InputRef]):
@@ -138,12 +155,20 @@ def _name(uri: str, uri_raw: bytes | None) -> bytes:
     return b"\0".join((uri.encode(), uri_raw or b""))
 
 
-def _load_rows(database: sqlite3.Connection, index: CommittedIndex) -> int:
+def _load_rows(
+    database: sqlite3.Connection, index: CommittedIndex, columns: Sequence[str]
+) -> int:
     """Insert the rows of `index` that are not deleted. Return their number."""
     rows = 0
-    for table in iter_rows(index, _COLUMNS):
+    for table in iter_rows(index, [*_COLUMNS, *columns]):
         rows += len(table)
-        lines = table.to_pylist()
+        lines = [
+            {
+                **{name: line[name] for name in _COLUMNS},
+                "metadata": _hash({name: line[name] for name in columns}),
+            }
+            for line in table.to_pylist()
+        ]
         for line in lines:
             line["name"] = _name(line["uri"], line["uri_raw"])
             line["hash"] = _digest(line["content_hash"])
@@ -152,7 +177,8 @@ def _load_rows(database: sqlite3.Connection, index: CommittedIndex) -> int:
             if line["status"] != DUPLICATE:
                 line["duplicate_of"] = None
         database.executemany(
-            "INSERT INTO rows VALUES(:row_id, :name, :hash, :reason, :duplicate_of, 0)",
+            "INSERT INTO rows VALUES(:row_id, :name, :hash, :reason, :duplicate_of,"
+            " :metadata, 0)",
             lines,
         )
     database.execute("CREATE INDEX names ON rows(name, row_id)")
@@ -170,6 +196,8 @@ def compare_sources(
     max_vanished: float,
     on_event: OnEvent,
     should_stop: ShouldStop,
+    *,
+    restore: bool = False,
 ) -> SourceChanges:
     """List the sources and compare every input with the rows of `index`. Nothing is
     written.
@@ -184,6 +212,7 @@ def compare_sources(
     Args:
         group: all sources of the index; None takes those that the index records.
         max_vanished: largest share of rows whose input may no longer exist, 0 to 1.
+        restore: whether inputs whose rows were deleted get rows again.
 
     Raises:
         UsageError: a source cannot be used, or the index does not record its sources
@@ -191,9 +220,9 @@ def compare_sources(
         EdjeError: a source or a part of a source cannot be read, or the share of rows
             whose input no longer exists is larger than `max_vanished`.
     """
-    clips = holds_clips(index.manifest)
+    settings = settings_of(index.root, index.manifest)
     if group is not None:
-        sources = open_sources(group.sources, group.column, clips=clips)
+        sources = replace(settings, **asdict(group)).open_sources()
     else:
         groups = recorded_sources(index.manifest)
         if groups is None:
@@ -211,13 +240,16 @@ def compare_sources(
         opened = [
             source
             for group in groups
-            for source in open_sources(group.sources, group.column, clips=clips)
+            for source in replace(settings, **asdict(group)).open_sources()
         ]
         sources = without_nested(opened)
     database = temporary_database()
     for statement in _SCHEMA.split(";"):
         database.execute(statement)
-    rows = _load_rows(database, index)
+    columns = {column.name: column for column in index.manifest.columns}
+    # as the sources gave the values
+    unedited = replace(index, manifest=replace(index.manifest, edits=None))
+    rows = _load_rows(database, unedited, tuple(columns))
 
     def mark(row: _Row, state: int) -> None:
         values = (state, row.row_id)
@@ -228,7 +260,7 @@ def compare_sources(
         name and any content.
         """
         same_name = database.execute(
-            "SELECT row_id, hash, failed_for, duplicate_of FROM rows"
+            "SELECT row_id, hash, failed_for, duplicate_of, metadata FROM rows"
             " WHERE name = ? AND state = 0 ORDER BY row_id",
             [_name(ref.uri, ref.uri_raw)],
         )
@@ -247,12 +279,21 @@ def compare_sources(
     inputs = unreachable = 0
     # the problem of each directory or archive that could not be read, by path
     hidden: dict[str, str] = {}
-    for ref in hashed(
-        digested(iter_all(sources), hashlib.sha256(), on_event, should_stop)
-    ):
+    removed = frozenset[str]() if restore else index.edits.removed
+    stay_deleted = 0
+    metadata: dict[int, Mapping[str, Value]] = {}
+    stored_values = CollectedColumns(index.manifest.spec.shard_size, columns.values())
+    for ref in hashed(digested(sources, hashlib.sha256(), on_event, should_stop)):
         row = find(ref, any_content=False)
+        if row is None and _hash_of(ref) in removed:
+            stay_deleted += 1
+            inputs += 1
+            continue
         if row is not None:
             mark(row, _KEPT if row.duplicate_of is None else _REPEATED)
+            given = stored_values.add(ref).metadata or {}
+            if row.metadata != _hash(_typed(given, columns)):
+                metadata[row.row_id] = given
         if row is None or row.duplicate_of is not None:
             database.execute(
                 "INSERT INTO pending VALUES(?, ?, ?, ?, FALSE)",
@@ -265,8 +306,9 @@ def compare_sources(
     def pending(condition: str) -> Iterator[tuple[int, InputRef, _Row | None]]:
         """Yield (position, input, row of the same name) of pending inputs."""
         query = (
-            "SELECT position, ref, row_id, hash, failed_for, duplicate_of FROM pending"
-            f" LEFT JOIN rows USING (row_id) WHERE {condition} ORDER BY position"
+            "SELECT position, ref, row_id, hash, failed_for, duplicate_of, metadata"
+            f" FROM pending LEFT JOIN rows USING (row_id) WHERE {condition}"
+            " ORDER BY position"
         )
         for position, ref, *row in database.execute(query):
             found = None if row[0] is None else _Row._make(row)
@@ -339,26 +381,6 @@ def compare_sources(
         )
         count += 1
     refs = StoredRefs(database, count)
-    deleted = index.deleted.row_ids()
-    if len(deleted) and count:
-        shards = np.unique(deleted // index.manifest.spec.shard_size).tolist()
-        for table in iter_stored_rows(index, ["row_id", "content_hash"], shards):
-            hashes = table.filter(pc.is_in(table["row_id"], pa.array(deleted)))
-            database.executemany(
-                "INSERT OR IGNORE INTO deleted SELECT hash FROM new WHERE hash = ?",
-                [[_digest(each)] for each in hashes["content_hash"].to_pylist()],
-            )
-        # photos of rows that go now were only renamed
-        ((back,),) = database.execute(
-            "SELECT COUNT(*) FROM deleted WHERE hash NOT IN (SELECT hash FROM rows"
-            f" WHERE state IN ({_FREE}, {_REPLACED}) AND hash NOT NULL)"
-        )
-        if back:
-            text = (
-                f"the sources still have {counted(back, 'deleted photo')}, so the"
-                " update adds what was deleted again"
-            )
-            on_event(StatusMessage(text, is_warning=True))
 
     def row_ids(condition: str) -> array[int]:
         found = database.execute(
@@ -367,9 +389,13 @@ def compare_sources(
         return array("q", (row_id for (row_id,) in found))
 
     vanished = row_ids(f"state = {_FREE}")
-    ((unchanged,),) = database.execute(
-        f"SELECT COUNT(*) FROM rows WHERE state = {_KEPT}"
-    )
+    kept = f"state = {_KEPT}"
+    ((unchanged,),) = database.execute(f"SELECT COUNT(*) FROM rows WHERE {kept}")
+    changed_values = {
+        row_id: values
+        for row_id, values in metadata.items()
+        if row_ids(f"row_id = {row_id} AND {kept}")
+    }
     empty = [
         display_path(source.path)
         for source in sources
@@ -395,10 +421,61 @@ def compare_sources(
         repeated,
         count_ignored(sources),
         unchanged=unchanged,
+        stay_deleted=stay_deleted,
+        values=_new_values(index, unedited, changed_values),
         changed=changed,
         vanished=len(vanished),
         deleted=row_ids(f"state IN ({_FREE}, {_REPLACED})"),
     )
+
+
+def _hash_of(ref: InputRef) -> str:
+    return input_hash(ref.uri, ref.uri_raw, ref.content_hash)
+
+
+def _hash(values: Mapping[str, Any]) -> bytes:
+    given = {name: value for name, value in values.items() if value is not None}
+    return hashlib.blake2b(metadata_text(given).encode(), digest_size=16).digest()
+
+
+def _typed(
+    values: Mapping[str, Value], columns: Mapping[str, SourceColumn]
+) -> dict[str, Value]:
+    """Return values of a source as the index stores them, if their type fits."""
+    typed = dict(values)
+    for name in values.keys() & columns.keys():
+        with contextlib.suppress(ValueError, TypeError):
+            typed[name] = as_type(values[name], columns[name].type)
+    return typed
+
+
+def _new_values(
+    index: CommittedIndex,
+    unedited: CommittedIndex,
+    metadata: Mapping[int, Mapping[str, Value]],
+) -> dict[int, dict[str, Value | None]]:
+    """Return the values that the sources changed. A value that was edited stays, if the
+    sources still have the value that it replaced.
+
+    Args:
+        metadata: values of the sources, by the id of a row that is kept.
+    """
+    columns = {column.name: column for column in unedited.manifest.columns}
+    row_ids = sorted(metadata)
+    before, now = (
+        read_index_rows(each, row_ids, ["row_id", *columns]).to_pylist()
+        for each in (unedited, index)
+    )
+    values: dict[int, dict[str, Value | None]] = {}
+    for rows in zip(before, now, strict=True):
+        row_id = rows[0]["row_id"]
+        given = metadata[row_id]
+        for name in {*given, *columns}:
+            value = given.get(name)
+            column = columns.get(name)
+            if not any(is_value(row.get(name), value, column) for row in rows):
+                values.setdefault(row_id, {})[name] = value
+    return values
 
 
 def _refuse_hidden_rows(

@@ -21,12 +21,15 @@ from pipelines.progress.events import (
     ignore,
     never,
 )
+from pipelines.sources.base import Ignored
+from pipelines.sources.metadata import metadata_columns
 from storage_formats.atomic import naming
 from storage_formats.codecs import BF16
 from storage_formats.errors import UsageError
 from storage_formats.format.layout import SHARD_SIZE, IndexSpec
 from storage_formats.format.manifest import Manifest
 from storage_formats.format.parquet import iter_batches, open_parquet
+from storage_formats.format.rows import ROW_SCHEMA
 from storage_formats.writing.index_writer import ROW_COLUMNS, IndexWriter, Rows
 
 _CHUNK_ROWS = 1024
@@ -54,7 +57,8 @@ def import_arrays(
             per row, d the width of a token.
         embeddings: .npy file of floating-point numbers of shape [rows, embed_dim].
         rows: Parquet file with the column `uri` and any of the other `ROW_COLUMNS`;
-            other columns are ignored. If None, the uri of each row is its row id.
+            other columns become source columns, apart from those that the index writes
+            itself and binary ones. If None, the uri of each row is its row id.
         encoder: name and version of the model that computed the arrays.
         ann: True to build the nearest-neighbour index.
 
@@ -150,7 +154,12 @@ def _row_parts(path: Path | None, rows: int) -> Iterator[tuple[int, Rows | None]
         raise UsageError(
             f"cannot read {path} as a Parquet file: {error}; write this file again"
         ) from error
-    columns = [name for name in file.schema_arrow.names if name in ROW_COLUMNS]
+    others = metadata_columns(file.schema_arrow, "", Ignored())
+    columns = [
+        name
+        for name in file.schema_arrow.names
+        if name in ROW_COLUMNS or (name in others and name not in ROW_SCHEMA.names)
+    ]
     if "uri" not in columns:
         raise UsageError(
             f"{path} has no column 'uri', only {', '.join(file.schema_arrow.names)};"

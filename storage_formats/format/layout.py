@@ -20,6 +20,8 @@ SNAPSHOT_VERSION = "1.1"
 EXTENDED_VERSION = "1.2"
 # format version of an index with a row map of some of its shards
 PARTIAL_VERSION = "1.3"
+# format version of an index with edits
+EDITED_VERSION = "1.4"
 # rows per shard by default
 SHARD_SIZE = 1024
 PAGE_BYTES = 4096
@@ -281,6 +283,9 @@ class Layout:
 
     def row_map(self, crc32c: int) -> Path:
         return self.root / "manifest" / f"row-map-{crc32c:08x}.parquet"
+
+    def edits(self, crc32c: int) -> Path:
+        return self.root / "manifest" / f"edits-{crc32c:08x}.parquet"
 
     def snapshot(self, number: int) -> Path:
         return self.root / "snapshots" / f"{number:08d}.json"

@@ -23,6 +23,7 @@ from storage_formats.errors import (
 )
 from storage_formats.format.checksum import json_checksum
 from storage_formats.format.downloads import download
+from storage_formats.format.edits import Edits, read_edits
 from storage_formats.format.index_files import read_index_file
 from storage_formats.format.layout import (
     FORMAT,
@@ -206,6 +207,7 @@ class Manifest:
         further_tables: file entries of the shard tables of the other segments.
         columns: source columns of the rows table.
         row_maps: entries of the row maps, oldest first (SPEC.md section 12.1).
+        edits: file entry of the edits; None if there are none.
 
     Examples:
         >>> from storage_formats import Manifest
@@ -228,6 +230,7 @@ class Manifest:
     further_tables: tuple[FileEntry, ...] = ()
     columns: tuple[SourceColumn, ...] = ()
     row_maps: tuple[RowMap, ...] = ()
+    edits: FileEntry | None = None
 
     @classmethod
     def load(cls, root: str | Path, snapshot: int | None = None) -> Manifest:
@@ -255,9 +258,9 @@ class Manifest:
                 ) from None
             if layout.root.exists():
                 raise UsageError(
-                    f"{root} is not an EDJE index (it has no index.json)"
+                    f"{root} is not an EDJE index (it has no index.json)", remedy="show"
                 ) from None
-            raise UsageError(f"there is no index at {root}") from None
+            raise UsageError(f"there is no index at {root}", remedy="build") from None
         number = (
             current.snapshot.number
             if snapshot is None
@@ -346,6 +349,8 @@ class Manifest:
         for name, entries in (("row_maps", self.row_maps), ("columns", self.columns)):
             if entries:
                 value[name] = [entry.to_json() for entry in entries]
+        if self.edits is not None:
+            value["edits"] = self.edits.to_json()
         if snapshot.number or snapshot.change:
             value["snapshot"] = snapshot.number
             value["change"] = snapshot.change
@@ -375,6 +380,7 @@ class Manifest:
             *deleted,
             *(row_map.file for row_map in self.row_maps),
             *self.ann_files,
+            *filter(None, [self.edits]),
         ]
 
 
@@ -403,6 +409,13 @@ class CommittedIndex:
         """The tombstones of the snapshot, read at the first access."""
         self.fetch(filter(None, [self.manifest.snapshot.deleted]))
         return read_tombstones(self.root, self.manifest.spec, self.manifest.snapshot)
+
+    @functools.cached_property
+    def edits(self) -> Edits:
+        """The edits of the snapshot, read at the first access."""
+        entry = self.manifest.edits
+        self.fetch(filter(None, [entry]))
+        return read_edits(self.root, self.manifest.spec, entry)
 
     @classmethod
     def open(cls, root: str | Path, snapshot: int | None = None) -> CommittedIndex:
@@ -554,6 +567,7 @@ def _manifest(value: dict[str, Any]) -> Manifest:
     counts = value["counts"]
     segments = value.get("segments", [])
     deleted = value.get("deleted")
+    edits = value.get("edits")
     manifest = Manifest(
         spec=IndexSpec(
             rows=value["rows"],
@@ -597,6 +611,7 @@ def _manifest(value: dict[str, Any]) -> Manifest:
         ),
         columns=columns_from_json(value.get("columns", [])),
         row_maps=tuple(map(RowMap.from_json, value.get("row_maps", []))),
+        edits=None if edits is None else FileEntry.from_json(edits),
     )
     # raises the errors of the entries
     _ = manifest.ann_files

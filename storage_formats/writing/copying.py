@@ -181,6 +181,7 @@ class ShardCopier:
                 None,
                 self._entry(old_rows),
                 self._source.manifest.columns,
+                self._source.edits,
             )
             originals = [
                 -1 if row is None else row + self._offset
