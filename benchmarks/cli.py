@@ -363,6 +363,13 @@ def end_to_end_command(
     "--config", type=_EXISTING, help="TOML file with settings for all training runs."
 )
 @click.option(
+    "--model",
+    help=(
+        "Measure this trained model of 64 tokens, without training: the directory of a"
+        " bundle, or a model of 'model get', such as edje."
+    ),
+)
+@click.option(
     "--commands",
     "listing",
     is_flag=True,
@@ -370,12 +377,17 @@ def end_to_end_command(
 )
 @json_option
 def paper_command(
-    experiments: tuple[str, ...], listing: bool, as_json: bool, **options: Any
+    experiments: tuple[str, ...],
+    listing: bool,
+    model: str | None,
+    as_json: bool,
+    **options: Any,
 ) -> int:
     """Repeat the tables and figures of the EDJE paper, and compare the results with the
     published values.
 
-    Without EXPERIMENT, the command lists the experiments. 'all' runs every experiment.
+    Without EXPERIMENT, the command lists the experiments; with --model, it runs those
+    that need no training. 'all' runs every experiment.
     To continue after an interruption, run the same command again: finished models and
     indexes in --out are used again.
 
@@ -387,10 +399,20 @@ def paper_command(
       edje-index bench paper --data data --out study
       edje-index bench paper tokens --data data --out study --commands
       edje-index bench paper all --data data --out study
+      edje-index bench paper --model edje --data data --out study
     """
-    from benchmarks.paper.experiments import EXPERIMENTS, report_lines, run_experiments
+    from benchmarks.paper.experiments import (
+        EXPERIMENTS,
+        OF_A_MODEL,
+        report_lines,
+        run_experiments,
+    )
+    from pipelines.jobs.hub import find_model
 
     names = tuple(EXPERIMENTS) if experiments == ("all",) else experiments
+    if model is not None:
+        names = names or OF_A_MODEL
+        options["model"] = find_model(model, lambda text: click.echo(text, err=True))
     for name in names:
         if name not in EXPERIMENTS:
             raise click.UsageError(

@@ -43,7 +43,6 @@ NOT_RUN = {
     "model import checkpoint.pth": (
         "tests/edje_index import checkpoints; the tower comes from a model hub"
     ),
-    "model from-open-clip": "needs a model hub",
     "train captions.jsonl": (
         "tests/pipelines train tiny models; the commands of the guides take hours"
     ),
