@@ -126,8 +126,7 @@ def bench_serve(
                         asyncio.run(open_loop(url, bodies, [0.0, *times])), seconds
                     )
                     loads.append({"offered_per_s": offered, **result})
-                    cells = zip(_COLUMNS, _cells(loads[-1]), strict=True)
-                    say(", ".join(f"{name} {cell}" for name, cell in cells))
+                    say(f"offered {offered:.2f}/s, p95 {_ms(result['p95_ms'])}")
                     offered *= _GROWTH
                 say(f"knee at {knee(loads):.2f} searches per second")
                 report["workloads"].append(
@@ -257,15 +256,6 @@ def _cells(load: dict[str, Any]) -> tuple[str, ...]:
     )
 
 
-_COLUMNS = (
-    "offered per second",
-    "answered per second",
-    "answered",
-    "p50",
-    "p95",
-    "p99",
-    "batch",
-)
 _METHOD = """One process runs `edje-index serve`, and another process on the same
 machine sends searches over HTTP. Both share the processors.
 
@@ -288,7 +278,10 @@ def report_lines(report: dict[str, Any]) -> Iterator[str]:
     for entry in report["workloads"]:
         yield f"## Pool {entry['pool']}, {entry['precision']}\n"
         yield f"Knee: {entry['knee_per_s']:.2f} searches per second.\n"
-        yield from table(_COLUMNS, map(_cells, entry["loads"]))
+        header = ("offered per second", "answered per second", "answered")
+        yield from table(
+            (*header, "p50", "p95", "p99", "batch"), map(_cells, entry["loads"])
+        )
         stages = ", ".join(
             f"{name} {value:.1f} ms"
             for name, value in entry["loads"][0]["stages_ms"].items()
