@@ -20,7 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -33,7 +33,7 @@ from edje_index.inputs.input_lists import read_shard_inputs
 from edje_index.inputs.refs import InputRef, read_bytes
 from edje_index.progress import ShardProgress
 from storage_formats.atomic import naming
-from storage_formats.errors import TaskInterrupted
+from storage_formats.errors import EdjeError, TaskInterrupted
 from storage_formats.format.layout import IndexSpec, Layout
 from storage_formats.format.receipts import ShardReceipt
 from storage_formats.format.rows import (
@@ -78,6 +78,7 @@ class ShardTask:
         batch_size: number of images, or of frames of clips, per forward pass.
         decode_threads: number of threads that read and decode images. This number does
             not affect the result.
+        is_halved: whether `batch_size` is smaller than that of the plan.
     """
 
     root: str
@@ -88,6 +89,7 @@ class ShardTask:
     decoding: DecodeSettings
     decode_threads: int
     columns: tuple[SourceColumn, ...] = ()
+    is_halved: bool = False
 
 
 @dataclass
@@ -200,6 +202,9 @@ def encode_shard(
     """Encode and commit one shard. If an input is damaged or missing, its row gets the
     status "failed".
 
+    If the GPU runs out of memory, the shard is encoded again with half of the batch
+    size, which the receipt then names.
+
     Args:
         encoder: image encoder. The calling thread calls `encode`; several threads call
             `preprocess`.
@@ -212,7 +217,38 @@ def encode_shard(
             again.
         TransientInputError: an input cannot be read or decoded because of a problem of
             the machine.
+        EdjeError: the GPU has too little memory for a single image.
     """
+    import torch
+
+    try:
+        return _encode_whole_shard(
+            task, encoder, on_progress, should_stop, machine, alive
+        )
+    except torch.OutOfMemoryError as error:
+        if task.batch_size == 1:
+            raise EdjeError(
+                "the GPU has too little memory to encode one image: stop other programs"
+                " that use it, or build with a smaller model or on a CPU"
+            ) from error
+    # outside the handler, whose exception keeps the tensors of the batch alive
+    torch.cuda.empty_cache()
+    # The whole shard is encoded again: its bytes depend on the batch size alone, and
+    # not on the batch that was too large.
+    smaller = replace(task, batch_size=task.batch_size // 2, is_halved=True)
+    return encode_shard(
+        smaller, encoder, on_progress, should_stop, machine=machine, alive=alive
+    )
+
+
+def _encode_whole_shard(
+    task: ShardTask,
+    encoder: ImageEncoder,
+    on_progress: Callable[[ShardProgress], None],
+    should_stop: Callable[[], bool],
+    machine: str,
+    alive: Collection[str],
+) -> ShardReceipt:
     layout = Layout(Path(task.root))
     refs = read_shard_inputs(layout, task.spec, task.shard)
     first_row = task.spec.shard_rows(task.shard).start
@@ -288,7 +324,10 @@ def encode_shard(
                 for stage in ("read", "decode")
             )
         receipt = writer.commit(
-            table, task.plan, {"read": read, "decode": decode, **stages}
+            table,
+            task.plan,
+            {"read": read, "decode": decode, **stages},
+            batch_size=task.batch_size if task.is_halved else None,
         )
     return receipt
 

@@ -21,7 +21,7 @@ from edje_index.models.joint_inputs import JointInputs, JointTokenizer
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-_BATCH = 128
+_BATCH = 1024
 # hidden states and tokens stay in the cache of the CPU
 _CPU_BATCH = 32
 _BERT = "language_model.bert."
@@ -105,32 +105,51 @@ class JointScorer:
                 f"got {len(captions)} captions for {tokens.shape[0]} blocks: give one"
                 " caption, or one caption per block"
             )
-        if len(captions) == 1:
-            captions = captions * tokens.shape[0]
-        logits = torch.zeros(len(captions))
-        if not captions:
-            return logits
+        if len(set(captions)) == 1:
+            captions = captions[:1]
         ids = self.tokenizer.caption_ids(captions)
-        # batches contain captions of similar length
-        lengths = torch.tensor([len(caption) for caption in ids])
-        for batch in torch.split(lengths.argsort(stable=True), self.batch):
-            inputs = self.tokenizer.inputs_of_ids(
-                [ids[pair] for pair in batch.tolist()], tokens.shape[1]
-            )
-            logits[batch] = self.logits(inputs, tokens[batch.to(tokens.device)]).cpu()
-        return logits
+        # The logits stay on the device up to the end, so that no batch waits for the
+        # one before it.
+        logits = torch.empty(len(tokens), device=self.device)
+        if len(ids) == 1:
+            row = self._text_rows(ids)
+            for start in range(0, len(tokens), self.batch):
+                part = slice(start, start + self.batch)
+                logits[part] = self.logits(row, tokens[part])
+            return logits.cpu()
+        pairs_of_length: dict[int, list[int]] = {}
+        for pair, caption in enumerate(ids):
+            pairs_of_length.setdefault(len(caption), []).append(pair)
+        # captions of one length need no mask
+        for pairs in pairs_of_length.values():
+            for start in range(0, len(pairs), self.batch):
+                batch = pairs[start : start + self.batch]
+                rows = self._text_rows([ids[pair] for pair in batch])
+                logits[batch] = self.logits(rows, tokens[batch])
+        return logits.cpu()
+
+    def _text_rows(self, captions: Sequence[Sequence[int]]) -> torch.Tensor:
+        """Return the input rows of captions of one length, without image tokens: word
+        embeddings [n, t, d].
+        """
+        ids = self.tokenizer.inputs_of_ids(captions, 0).input_ids
+        return functional.embedding(ids.to(self.device), self.word_vectors)
 
     @torch.inference_mode()
-    def logits(self, inputs: JointInputs, tokens: torch.Tensor) -> torch.Tensor:
-        """Return one matching logit per row, float32 [b]. `tokens` are the image
-        tokens of the rows [b, m, d].
+    def logits(self, rows: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """Return one matching logit per pair, float32 [b], on the device.
+
+        Args:
+            rows: result of `_text_rows`, of b captions or of one.
+            tokens: image tokens of the pairs [b, m, d].
         """
-        ids = inputs.input_ids.to(self.device)
-        words = functional.embedding(ids, self.word_vectors)
-        is_image = (ids == self.tokenizer.image_token_id)[:, :, None].expand_as(words)
-        words = words.masked_scatter(is_image, tokens.to(self.device, torch.float32))
-        embedded = self._bert.embed(words, inputs.token_type_ids.to(self.device))
-        first = self._bert.first_states(embedded, self._mask(inputs))
+        image = tokens.to(self.device).float()
+        rows = rows.expand(len(image), -1, -1)
+        words = torch.cat([rows[:, :-1], image, rows[:, -1:]], dim=1)
+        # the second [SEP] and the image tokens before it have type 1
+        types = torch.zeros(1, words.shape[1], dtype=torch.int64, device=self.device)
+        types[:, rows.shape[1] - 1 :] = 1
+        first = self._bert.first_states(self._bert.embed(words, types), None)
         logits: torch.Tensor = self._head(torch.tanh(self._pooler(first)))
         return logits[:, 0]
 

@@ -61,8 +61,8 @@ class SearchModel:
             dtype: data type of the joint encoder's matrix products: "auto", "float32"
                 or "bfloat16". bfloat16 takes less time than float32 on processors with
                 bfloat16 instructions, and more time on others. "auto" is bfloat16 on
-                CUDA and on such processors, if the bundle says that recall changes by
-                less than 0.1 points.
+                CUDA. On such processors, it is bfloat16 if the bundle says that recall
+                changes by less than 0.1 points.
 
         Raises:
             ModelError: a file of the bundle is missing or damaged, or `device` or
@@ -70,14 +70,10 @@ class SearchModel:
         """
         self.info = info
         self._device = resolve_device(device)
-        if dtype == "auto":
+        if dtype == "auto" and self._device.type == "cpu":
             change = info.bfloat16_recall_change
-            is_fast = self._device.type == "cuda" or has_bfloat16()
-            dtype = (
-                "bfloat16"
-                if is_fast and change is not None and abs(change) < _RECALL_CHANGE
-                else "float32"
-            )
+            keeps_recall = change is not None and abs(change) < _RECALL_CHANGE
+            dtype = "bfloat16" if keeps_recall and has_bfloat16() else "float32"
         compute_dtype = resolve_dtype(dtype, self._device)
         verify_files(info, [name for name in info.files if name != ADAPTER_WEIGHTS])
         self.joint = load_scorer(info, compute_dtype, self._device)

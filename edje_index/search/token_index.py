@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 import edje_index
 from edje_index.bundles.info import matching_bundle
+from edje_index.fetching.device_fetcher import DeviceFetcher
 from edje_index.indexing.faiss_index import AnnIndex
 from edje_index.models.devices import as_tensor
 from edje_index.scoring.final_score import FinalScore, relevance
@@ -129,6 +130,7 @@ class TokenIndex:
         self.score = score
         self._columns = columns
         self._refreshing = threading.Lock()
+        self._fetching = threading.Lock()
         self._buffers = BufferPool()
         self._open(index, precision)
 
@@ -139,6 +141,7 @@ class TokenIndex:
         self.store = TokenStore(index, precision)
         self._stores = {self.store.precision: self.store}
         self._image_caches: dict[str, ImageCache] = {}
+        self._fetchers: dict[str, DeviceFetcher] = {}
 
     __repr__ = repr_of("store", "model.info.path")
     __reduce__ = refuse_pickle("open the index there with TokenIndex.open")
@@ -399,8 +402,8 @@ class TokenIndex:
             pairs = len(_all_rows(candidates))
             block_bytes = math.prod(self.store.block_shape) * BF16.itemsize
             buffer = self._buffers.borrow(pairs * block_bytes)
-            candidates, blocks = self._fetch(candidates, buffer, stages)
-            images = self._images(candidates, blocks)
+            candidates, tokens = self._fetch(candidates, buffer, stages)
+            images = self._images(candidates, tokens)
             scored += self.score_candidates(
                 queries, candidates, images, weights, k=k, stages=stages
             )
@@ -410,16 +413,13 @@ class TokenIndex:
 
     def _fetch(
         self, candidates: list[Candidates], buffer: Bytes, stages: Stages
-    ) -> tuple[list[Candidates], Blocks]:
-        """Read the blocks of all candidates into `buffer`. Damaged candidates are left
-        out of both results.
+    ) -> tuple[list[Candidates], torch.Tensor]:
+        """Return the candidates and their tokens, see `_tokens`. Damaged candidates are
+        left out of both.
         """
-        rows = _all_rows(candidates)
-        shape = (len(rows), *self.store.block_shape)
-        destination = buffer[: math.prod(shape) * BF16.itemsize].view(BF16)
         try:
             with stages.timed("fetch"):
-                return candidates, self.store.fetch(rows, destination.reshape(shape))
+                return candidates, self._tokens(_all_rows(candidates), buffer)
         except CorruptIndexError as error:
             damaged = error.row_ids
             if not damaged:
@@ -435,13 +435,36 @@ class TokenIndex:
             kept.append((its_rows[is_sound], similarities[is_sound]))
         return self._fetch(kept, buffer, stages)
 
-    def _images(self, candidates: Sequence[Candidates], blocks: Blocks) -> Images:
-        """Return the images of all candidates, whose stored blocks are `blocks`."""
+    def _tokens(
+        self, rows: NDArray[np.int64], buffer: Bytes | None = None
+    ) -> torch.Tensor:
+        """Read the tokens of `rows`, bfloat16 [k, m, d], to the device of the joint
+        encoder. On a CPU, they are read into `buffer`, if there is one.
+        """
+        device = self.model.joint.device
+        if device.type != "cpu":
+            # stored records are decoded on the device; a fetcher is not thread-safe
+            with self._fetching:
+                if self.precision not in self._fetchers:
+                    fetcher = DeviceFetcher(self.store, str(device))
+                    self._fetchers[self.precision] = fetcher
+                return self._fetchers[self.precision].fetch(rows)
+        if buffer is None:
+            return as_tensor(self.store.fetch(rows))
+        shape = (len(rows), *self.store.block_shape)
+        destination = buffer[: math.prod(shape) * BF16.itemsize].view(BF16)
+        return as_tensor(self.store.fetch(rows, destination.reshape(shape)))
+
+    def _images(self, candidates: Sequence[Candidates], tokens: torch.Tensor) -> Images:
+        """Return the images of all candidates, whose stored tokens are `tokens`."""
+        if tokens.device.type != "cpu":
+            # computing again takes less time than copying from the cache
+            return self.model.scorer.images(tokens)
         cache = self._image_caches.get(self.precision)
         if cache is None:
             cache = ImageCache(self.model.scorer, self.store.block_shape[0])
             self._image_caches[self.precision] = cache
-        return cache.images(_all_rows(candidates), as_tensor(blocks))
+        return cache.images(_all_rows(candidates), tokens)
 
     def score_candidates(
         self,
@@ -672,8 +695,8 @@ class TokenIndex:
         images = None
         if reads_tokens(final.parts):
             with stages.timed("fetch"):
-                blocks = self.store.fetch(every_row)
-            images = self._images(candidates, blocks)
+                tokens = self._tokens(every_row)
+            images = self._images(candidates, tokens)
         scored = self.score_candidates(
             texts, candidates, images, weights, stages=stages
         )

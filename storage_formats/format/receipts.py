@@ -33,6 +33,8 @@ class ShardReceipt:
             over threads.
         truncated: number of indexed rows whose images are truncated. The column
             `detail` of these rows has a text.
+        batch_size: images per forward pass, if a GPU had too little memory for the
+            batch size of the build; otherwise None.
     """
 
     shard: int
@@ -44,12 +46,15 @@ class ShardReceipt:
     files: tuple[FileEntry, ...]
     seconds: dict[str, float]
     truncated: int = 0
+    batch_size: int | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the receipt as a JSON object. The member `crc32c` is the checksum
         of the other members.
         """
         value = {**self.__dict__, "files": [file.to_json() for file in self.files]}
+        if self.batch_size is None:
+            del value["batch_size"]
         return {**value, "crc32c": json_checksum(value)}
 
     @classmethod

@@ -56,7 +56,11 @@ class ShardWriter:
             file.put(positions, file.codec.encode(tokens))
 
     def commit(
-        self, rows: pa.Table, plan: str, seconds: dict[str, float]
+        self,
+        rows: pa.Table,
+        plan: str,
+        seconds: dict[str, float],
+        batch_size: int | None = None,
     ) -> ShardReceipt:
         """Move the files into the index, and write the receipt. The files survive a
         power failure.
@@ -72,7 +76,7 @@ class ShardWriter:
             self._layout.embedding_shard(self._shard),
             self._embeddings.tobytes(),
         )
-        receipt = self._staged.commit_rows(rows, plan, seconds)
+        receipt = self._staged.commit_rows(rows, plan, seconds, batch_size)
         self.abort()
         return receipt
 

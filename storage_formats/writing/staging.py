@@ -117,7 +117,11 @@ class StagedFiles:
         return tuple(entry for _, _, entry in self._files)
 
     def commit_rows(
-        self, rows: pa.Table, plan: str, seconds: dict[str, float] | None = None
+        self,
+        rows: pa.Table,
+        plan: str,
+        seconds: dict[str, float] | None = None,
+        batch_size: int | None = None,
     ) -> ShardReceipt:
         """Write the rows table of the shard, and commit all staged files and the
         receipt. Return the receipt.
@@ -141,6 +145,7 @@ class StagedFiles:
             truncated=sum(
                 status == INDEXED and detail is not None for status, detail in notes
             ),
+            batch_size=batch_size,
         )
         self.commit_receipt(receipt)
         return receipt

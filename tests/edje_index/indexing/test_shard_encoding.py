@@ -24,7 +24,7 @@ from edje_index.indexing.shard_encoding import ShardTask, encode_shard
 from edje_index.inputs.input_lists import write_input_lists
 from edje_index.inputs.refs import InputRef
 from storage_formats.change import begin_index
-from storage_formats.errors import TaskInterrupted
+from storage_formats.errors import EdjeError, TaskInterrupted
 from storage_formats.format.layout import IndexSpec, Layout
 from storage_formats.format.receipts import read_receipt
 from storage_formats.format.rows import read_shard_rows
@@ -134,6 +134,45 @@ def test_every_input_is_a_row_and_decodable_ones_hold_the_model_output(case, enc
     for row in (2, 4, 6):
         assert (bits[row] == 0x7FC0).all()
         assert np.isnan(embeddings[row]).all()
+
+
+def test_out_of_memory_halves_the_batch_of_the_whole_shard(case, encoder):
+    """The model raises above one image per pass; the bytes are those of this size."""
+    task, _ = case
+    encode_shard(replace(task, batch_size=1), encoder)
+    expected = stored(task)
+    sizes = []
+
+    def too_large(_module, inputs):
+        sizes.append(len(inputs[0]))
+        if sizes[-1] > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    hook = encoder.adapter.register_forward_pre_hook(too_large)
+    try:
+        receipt = encode_shard(task, encoder)
+    finally:
+        hook.remove()
+    assert sizes == [2, 1, 1, 1, 1, 1], "3 inputs, the third of which is truncated"
+    assert receipt.batch_size == 1
+    assert read_receipt(_layout(task), 0, "plan") == receipt
+    for bits, other in zip(stored(task), expected, strict=True):
+        assert np.array_equal(bits, other, equal_nan=bits.dtype == np.float32)
+
+
+def test_out_of_memory_for_one_image_ends_the_build(case, encoder):
+    task, _ = case
+
+    def too_large(_module, _inputs):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    hook = encoder.adapter.register_forward_pre_hook(too_large)
+    try:
+        with pytest.raises(EdjeError, match="too little memory to encode one image"):
+            encode_shard(task, encoder)
+    finally:
+        hook.remove()
+    assert read_receipt(_layout(task), 0, "plan") is None
 
 
 def _floats(bits: np.ndarray) -> np.ndarray:

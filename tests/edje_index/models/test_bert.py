@@ -110,7 +110,7 @@ def test_a_scorer_equals_the_joint_encoder(tiny_model: ModelBundle) -> None:
     inputs = joint.tokenizer.inputs(captions, 4)
     with torch.inference_mode():
         torch.testing.assert_close(
-            joint.scorer().logits(inputs, blocks),
+            joint.scorer().score(captions, blocks),
             joint(inputs, blocks),
             atol=1e-5,
             rtol=0,

@@ -26,6 +26,20 @@ def test_one_caption_for_a_whole_pool(tiny_model: ModelBundle) -> None:
     assert scores.std() > 0
 
 
+def test_captions_of_different_lengths_equal_the_model_with_padding(
+    tiny_model: ModelBundle,
+) -> None:
+    """The scorer groups captions by length, and needs no mask."""
+    joint = tiny_model.joint
+    captions = ["dog " * (1 + i * 7 % 5) + str(i) for i in range(70)]
+    pool = blocks(len(captions))
+    with torch.inference_mode():
+        expected = joint(joint.tokenizer.inputs(captions, 4), pool)
+    scores = joint.score(captions, pool)
+    torch.testing.assert_close(scores, expected, atol=1e-5, rtol=0)
+    assert joint.score([], pool[:0]).shape == joint.score("a", pool[:0]).shape == (0,)
+
+
 def test_image_placeholder_in_a_caption_is_only_a_word(tiny_model: ModelBundle) -> None:
     inputs = tiny_model.joint.tokenizer.inputs(["a <image> dog"], 4)
     assert (
