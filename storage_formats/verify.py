@@ -193,14 +193,19 @@ def _problems(
     started = time.monotonic()
 
     def items() -> Iterator[tuple[int, dict[str, FileEntry]]]:
-        # in order of their last check, but each group in the order of the shard table
-        size = len(shards) if checks_all else _GROUP_SHARDS
-        for start in range(0, len(shards), size):
-            for item in iter_shard_files(index, sorted(shards[start : start + size])):
+        if checks_all:
+            yield from iter_shard_files(index, sorted(shards))
+            return
+        # the tables are read in their order, but the shards are checked in that of
+        # their last check
+        for start in range(0, len(shards), _GROUP_SHARDS):
+            group = shards[start : start + _GROUP_SHARDS]
+            files = dict(iter_shard_files(index, sorted(group)))
+            for shard in group:
                 elapsed = time.monotonic() - started
                 if max_duration is not None and elapsed >= max_duration:
                     return
-                yield item
+                yield shard, files[shard]
 
     problems = list(_check_metadata(index))
     counts = Counts(0, 0, 0)

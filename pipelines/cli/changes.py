@@ -374,8 +374,8 @@ def history(index: IndexLocation, as_json: bool) -> None:
 
     INDEX is a directory, or a URL that begins with s3://, gs:// or az://.
 
-    Every change of a finished index makes a new snapshot. Old snapshots remain until
-    'edje-index gc' removes them.
+    Every change of a finished index makes a new snapshot. The newest 32 to 64
+    remain; changes remove the oldest, and 'edje-index gc' removes more.
 
     \b
     Example:
