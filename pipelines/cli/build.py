@@ -11,7 +11,6 @@ from edje_index.models import MAX_FRAMES
 from pipelines.cli.options import (
     DTYPE,
     LOCAL_INDEX,
-    PATH,
     POSITIVE,
     address_option,
     column_option,
@@ -36,8 +35,9 @@ if TYPE_CHECKING:
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 _NO_MODEL = (
-    "no model: name a model bundle with --model. 'edje-index model get' writes a small"
-    " trained bundle; 'edje-index model import' converts a trained checkpoint"
+    "no model: name a model with --model: 'edje' (the trained model of the EDJE paper's"
+    " authors, from the Hugging Face Hub), 'demo' (a small model, without the Hub), or"
+    " the directory of a model bundle"
 )
 
 
@@ -46,7 +46,10 @@ _NO_MODEL = (
 @click.option(
     "--out", required=True, type=LOCAL_INDEX, help="Directory of the new index."
 )
-@click.option("--model", type=PATH, help="Directory of the model bundle.")
+@click.option(
+    "--model",
+    help="Directory of the model bundle, or a model of 'model get', such as edje.",
+)
 @engine_option
 @click.option(
     "--workers",
@@ -167,8 +170,10 @@ def build(as_json: bool, quiet: bool, dry_run: bool, **options: Any) -> None:
     if options["model"] is None:
         raise UsageError(_NO_MODEL)
     from pipelines.jobs.build import build_index, try_build
+    from pipelines.jobs.hub import find_model
     from pipelines.jobs.resources import described
 
+    options["model"] = find_model(options["model"], note)
     out = options["out"]
     if dry_run:
         del options["max_failed"]

@@ -11,7 +11,7 @@ import functools
 import os
 import sys
 import traceback
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -180,18 +180,41 @@ def worker_machine() -> tuple[str, frozenset[str]]:
     Return ("", frozenset()) outside a Ray cluster, where a lost machine takes the job
     with it.
     """
-    ray = sys.modules.get("ray")
-    if (
-        ray is None
-        or not ray.is_initialized()
-        or (context := ray.get_runtime_context()).namespace != CLUSTER
-    ):
+    ray = _cluster()
+    if ray is None:
         return "", frozenset()
+    context = ray.get_runtime_context()
     job = context.get_job_id()
     alive = (node["NodeID"] for node in ray.nodes() if node["Alive"])
     return f"{job}/{context.get_node_id()}", frozenset(
         f"{job}/{node}" for node in alive
     )
+
+
+def count_metrics(values: Mapping[str, float]) -> None:
+    """Add `values` to the counters of this worker that Ray exports for Prometheus.
+
+    Does nothing outside a Ray cluster.
+    """
+    if _cluster() is not None:
+        for name, value in values.items():
+            if value > 0:
+                _counter(f"edje_{name}").inc(value)
+
+
+@functools.cache
+def _counter(name: str) -> Any:
+    from ray.util.metrics import Counter
+
+    return Counter(name, "edje-index: sum over finished shards")
+
+
+def _cluster() -> Any:
+    """Return the `ray` package if this is a worker in a Ray cluster; else None."""
+    ray = sys.modules.get("ray")
+    if ray is None or not ray.is_initialized():
+        return None
+    return ray if ray.get_runtime_context().namespace == CLUSTER else None
 
 
 def describe_error(error: BaseException) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from edje_index.progress import ShardProgress
-from pipelines.engines.base import Worker, open_engine, worker_machine
+from pipelines.engines.base import Worker, count_metrics, open_engine, worker_machine
 from pipelines.jobs.changing import ShardWork, run_shards
 from pipelines.jobs.plan import Plan
 from pipelines.progress.events import OnEvent, PlanReady, ShouldStop, StatusMessage
@@ -275,8 +275,17 @@ def open_worker(bundle: str, device: str, threads: int, dtype: str) -> Worker:
         should_stop: ShouldStop,
     ) -> ShardReceipt:
         machine, alive = worker_machine()
-        return encode_shard(
+        receipt = encode_shard(
             task, encoder, on_progress, should_stop, machine=machine, alive=alive
         )
+        count_metrics(
+            {
+                "images": receipt.indexed,
+                "failed_images": sum(receipt.failed.values()),
+                "written_bytes": sum(file.bytes for file in receipt.files),
+                **{f"{name}_seconds": each for name, each in receipt.seconds.items()},
+            }
+        )
+        return receipt
 
     return encode
