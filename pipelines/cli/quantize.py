@@ -61,8 +61,8 @@ _PRINT_ONLY = Path("-")
     "--queries",
     type=FILE,
     help=(
-        "With --report: file of queries, as text or .jsonl.  [default: 24 built-in"
-        " captions]"
+        "With --report: file of queries, as text or .jsonl.  [default: the captions in"
+        " INDEX, or 24 built-in captions]"
     ),
 )
 @click.option(
@@ -90,13 +90,13 @@ def quantize(
 ) -> None:
     """Add or remove precisions of the tokens in INDEX.
 
-    Precisions are for example bf16, fp8 and nvfp4; the error for an unknown name lists
-    all. INDEX can be searched during the conversion. Run the same command again to
-    resume a stopped conversion.
+    Precisions are for example fp8, nvfp4, gauss2 (2 bits) and sign1 (1 bit); the error
+    for an unknown name lists all. INDEX can be searched during the conversion. Run the
+    same command again to resume a stopped conversion.
 
     With --report, the command first measures how much each precision changes the tokens
-    and the re-ranking, compared with the most accurate precision stored. The report
-    covers the precisions of --to, or all precisions without --to.
+    and the re-ranking, compared with the most accurate precision stored, and says which
+    precision to keep. The report covers the precisions of --to, else those of INDEX.
 
     \b
     Examples:
@@ -117,10 +117,17 @@ def quantize(
                 " first"
             )
         from edje_index.evaluation.quantization import measure_precisions
-        from edje_index.evaluation.report import quantization_report, write_report
+        from edje_index.evaluation.report import (
+            check_report_folder,
+            quantization_figure,
+            quantization_report,
+            write_report,
+        )
         from pipelines.jobs.quantize import precision_to_read
         from storage_formats.format.manifest import Manifest
 
+        if report != _PRINT_ONLY:
+            check_report_folder(report)
         reference = precision_to_read(index, Manifest.load(index), source)
         measured = run_steps(
             measure_precisions,
@@ -135,6 +142,7 @@ def quantize(
         text = quantization_report(measured)
         if report != _PRINT_ONLY:
             write_report(report, text, asdict(measured))
+            (report / "report.svg").write_text(quantization_figure(measured))
         if not as_json:
             for line in text.splitlines():
                 print_line(line)

@@ -19,7 +19,7 @@ from storage_formats.atomic import fsync_paths
 from storage_formats.codecs import codec
 from storage_formats.errors import CorruptIndexError, UsageError
 from storage_formats.format.checksum import crc32c_file, to_hex
-from storage_formats.format.layout import IndexSpec, Layout, Segment
+from storage_formats.format.layout import IndexSpec, Layout, OffsetBlock, Segment
 from storage_formats.format.manifest import Manifest
 from storage_formats.format.receipts import fingerprint
 from storage_formats.format.source_columns import (
@@ -259,6 +259,7 @@ class Plan:
             "block_shape": tuple(spec["block_shape"]),
             "precisions": tuple(spec["precisions"]),
             "segments": tuple(Segment(**segment) for segment in spec["segments"]),
+            "offset": _offset(spec.get("offset")),
         }
         settings = BuildSettings.from_json(value["settings"])
         columns = columns_from_json(value["columns"])
@@ -270,6 +271,12 @@ class Plan:
                 "columns": columns,
             }
         )
+
+
+def _offset(value: dict[str, Any] | None) -> OffsetBlock | None:
+    if value is None:
+        return None
+    return OffsetBlock(value["crc32c"], tuple(value["precisions"]))
 
 
 def model_record(info: BundleInfo) -> dict[str, Any]:

@@ -28,8 +28,10 @@ from storage_formats.format.index_files import read_index_file
 from storage_formats.format.layout import (
     FORMAT,
     FORMAT_VERSION,
+    OFFSET_VERSION,
     IndexSpec,
     Layout,
+    OffsetBlock,
     Segment,
 )
 from storage_formats.format.shard_table import FileEntry, read_shard_table
@@ -40,6 +42,8 @@ from storage_formats.remote.urls import IndexLocation
 
 MAX_MANIFEST_BYTES = 64 << 20
 SNAPSHOT_FILE = re.compile(r"snapshots/\d+\.json")
+# major format versions
+_READ_MAJORS = ("1", "2")
 # the shard table has 32 bits for a shard
 _MAX_SHARDS = 1 << 31
 
@@ -206,6 +210,7 @@ class _Document:
     row_maps: tuple[RowMap, ...] = ()
     segments: tuple[_Segment, ...] = ()
     columns: tuple[SourceColumn, ...] = ()
+    offset: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -355,6 +360,13 @@ class Manifest:
             row_maps=self.row_maps,
             columns=self.columns,
         )
+        for file in self.offset_files:
+            assert spec.offset is not None
+            document = replace(
+                document,
+                format_version=OFFSET_VERSION,
+                offset={**file.to_json(), "precisions": list(spec.offset.precisions)},
+            )
         snapshot = self.snapshot
         if snapshot.number or snapshot.change:
             document = replace(
@@ -377,6 +389,16 @@ class Manifest:
         return [FileEntry.from_json(file) for file in self.ann.get("files", [])]
 
     @property
+    def offset_files(self) -> list[FileEntry]:
+        """The file entry of the values of the offset block, if the index has one."""
+        if self.spec.offset is None:
+            return []
+        layout = Layout(Path())
+        path = layout.relative(layout.offset_values)
+        m, d = self.spec.block_shape
+        return [FileEntry(path, 4 * m * d, self.spec.offset.crc32c)]
+
+    @property
     def own_files(self) -> list[FileEntry]:
         """The file entries of all files that no shard table lists."""
         deleted = [] if self.snapshot.deleted is None else [self.snapshot.deleted]
@@ -385,6 +407,7 @@ class Manifest:
             *deleted,
             *(row_map.file for row_map in self.row_maps),
             *self.ann_files,
+            *self.offset_files,
         ]
 
 
@@ -501,10 +524,10 @@ def _parse(where: IndexLocation, value: Any) -> Manifest:
             " index"
         )
     format_version = str(value.get("format_version"))
-    if format_version.split(".")[0] != FORMAT_VERSION.split(".")[0]:
+    if format_version.split(".")[0] not in _READ_MAJORS:
         raise UsageError(
             f"{where} has format version {format_version}, but this version of"
-            f" edje-index reads {FORMAT_VERSION}; upgrade edje-index"
+            f" edje-index reads {' and '.join(_READ_MAJORS)}; upgrade edje-index"
         )
     if value.get("crc32c") != json_checksum(value):
         raise CorruptIndexError(
@@ -561,6 +584,12 @@ def _manifest(document: _Document) -> Manifest:
             f" ({next_shard}) is out of range"
         )
     deleted = document.deleted
+    offset = None
+    if document.offset is not None:
+        crc = FileEntry.from_json(document.offset).crc32c
+        offset = OffsetBlock(crc, tuple(document.offset["precisions"]))
+        if not {*offset.precisions} <= {*names}:
+            raise ValueError(f"the offset has the precisions {offset.precisions}")
     manifest = Manifest(
         spec=IndexSpec(
             rows=document.rows,
@@ -572,6 +601,7 @@ def _manifest(document: _Document) -> Manifest:
                 Segment(segment.first_row, segment.rows)
                 for segment in document.segments
             ),
+            offset=offset,
         ),
         counts=document.counts,
         model=document.model,
