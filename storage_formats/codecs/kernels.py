@@ -623,15 +623,24 @@ def encode_signs(
             small = large = larger = 0.0
             for i in range(size):
                 code = np.uint32(0)
-                for part in range(per_byte):
-                    word = bits[first + i * per_byte + part]
-                    number = np.float64(_bf16(np.uint16(word & MAGNITUDE_BITS)))
-                    is_large = number > limit
-                    small += 0.0 if is_large else number
-                    large += number if is_large else 0.0
-                    larger += 1.0 if is_large else 0.0
-                    pair = np.uint32(word >> np.uint16(15)) | np.uint32(is_large) << 1
-                    code |= pair << np.uint32(part * code_bits)
+                # loops of constant length are unrolled
+                if code_bits == ONE:
+                    for bit in range(EIGHT):
+                        word = bits[first + (i << THREE) + bit]
+                        sign = np.uint32(word >> np.uint16(15))
+                        code |= np.uint32(sign << np.uint32(bit))
+                        small += np.float64(_bf16(np.uint16(word & MAGNITUDE_BITS)))
+                else:
+                    for part in range(FOUR):
+                        word = bits[first + (i << TWO) + part]
+                        number = np.float64(_bf16(np.uint16(word & MAGNITUDE_BITS)))
+                        is_large = number > limit
+                        small += 0.0 if is_large else number
+                        large += number if is_large else 0.0
+                        larger += 1.0 if is_large else 0.0
+                        sign = np.uint32(word >> np.uint16(15))
+                        pair = sign | np.uint32(is_large) << np.uint32(1)
+                        code |= np.uint32(pair << np.uint32(part << ONE))
                 records[codes_at + i] = np.uint8(code)
             weight = (width - larger) + LARGE_LEVEL * LARGE_LEVEL * larger
             scale = _rounded_bf16(np.float32((small + LARGE_LEVEL * large) / weight))
@@ -686,7 +695,7 @@ def decode_signs(
         for _ in range(values // width):
             word = _read_word(records, scale_at)
             scale = _bf16(word)
-            is_nan = scale != scale
+            is_nan = np.uint16(word & MAGNITUDE_BITS) > INFINITY_BITS
             kept = ZERO if is_nan else np.uint64(0xFFFFFFFFFFFFFFFF)
             four = np.uint64(NAN_BITS if is_nan else word) * FOUR_TIMES
             if two_levels:

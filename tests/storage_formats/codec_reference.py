@@ -190,7 +190,9 @@ def _encode_gauss2(codec: Gauss2Codec, numbers: NDArray[np.float32]) -> Records:
     words = scales.astype(np.float32).astype(BF16).view(np.uint16)
     # 2 ** 126
     words = np.minimum(words, np.uint16(0x7E80))
-    pairs = (np.signbit(numbers) | is_large << 1).reshape(len(numbers), codec.values // 4, 4)
+    pairs = (np.signbit(numbers) | is_large << 1).reshape(
+        len(numbers), codec.values // 4, 4
+    )
     codes = (pairs << np.arange(0, 8, 2)).sum(axis=-1).astype(np.uint8)
     codes.reshape(*numbers.shape[:2], width // 4)[~finite] = NAN_CODE
     words = np.where(finite, words, np.uint16(NAN_SCALE))
