@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from edje_index.search.rows import CAPTIONS
+from edje_index.search.rows import CAPTION_COLUMNS
 from storage_formats.errors import EdjeError
 from storage_formats.remote.urls import IndexLocation
 
@@ -70,7 +70,7 @@ class Hit:
             if value is not None
         }
         return " | ".join(
-            value if name == CAPTIONS else f"{name}: {value}"
+            value if name in CAPTION_COLUMNS else f"{name}: {value}"
             for name, value in values.items()
         )
 

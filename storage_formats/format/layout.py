@@ -20,6 +20,8 @@ SNAPSHOT_VERSION = "1.1"
 EXTENDED_VERSION = "1.2"
 # format version of an index with a row map of some of its shards
 PARTIAL_VERSION = "1.3"
+# format version of an index with edits
+EDITED_VERSION = "1.4"
 # format version of an index with an offset block, which earlier readers must refuse
 OFFSET_VERSION = "2.0"
 # array of the token group with the offset block
@@ -221,6 +223,14 @@ class Layout:
         return self.ann / f"index-{crc32c:08x}.faiss"
 
     @property
+    def hashes(self) -> Path:
+        return self.root / "hashes"
+
+    @property
+    def verified(self) -> Path:
+        return self.root / "verified.bin"
+
+    @property
     def build(self) -> Path:
         return self.root / "build"
 
@@ -251,18 +261,15 @@ class Layout:
     def offset_values(self) -> Path:
         return self.token_array(OFFSET_ARRAY) / "c.0.0"
 
+    def shard_folders(self) -> list[Path]:
+        """Return all directories with files of shards."""
+        return [self.rows, self.embeddings, self.tokens, self.root / "checksums"]
+
     def data_folders(self) -> list[Path]:
         """Return all directories that contain committed files, except the root and
         `snapshots/`.
         """
-        return [
-            self.rows,
-            self.embeddings,
-            self.tokens,
-            self.root / "checksums",
-            self.root / "manifest",
-            self.ann,
-        ]
+        return [*self.shard_folders(), self.root / "manifest", self.ann]
 
     def zarr_files(self, spec: IndexSpec) -> list[Path]:
         """Return the path of each `zarr.json`: of the token group, of the
@@ -294,6 +301,9 @@ class Layout:
 
     def row_map(self, crc32c: int) -> Path:
         return self.root / "manifest" / f"row-map-{crc32c:08x}.parquet"
+
+    def edits(self, crc32c: int) -> Path:
+        return self.root / "manifest" / f"edits-{crc32c:08x}.parquet"
 
     def snapshot(self, number: int) -> Path:
         return self.root / "snapshots" / f"{number:08d}.json"
