@@ -180,7 +180,7 @@ def fetch_command(
 @bench.command("quantize")
 @json_option
 def quantize_command(as_json: bool) -> None:
-    """Compare the speed of codecs with casts of torch and ml_dtypes.
+    """Measure the speed of codecs, without and with an offset, and of torch for fp8.
 
     Rates are in GB/s of bfloat16 tokens. The task "gather" decodes random records in
     the page cache.

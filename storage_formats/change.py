@@ -39,6 +39,7 @@ from storage_formats.format.index_files import check_inside, read_index_file
 from storage_formats.format.layout import (
     EDITED_VERSION,
     EXTENDED_VERSION,
+    OFFSET_ARRAY,
     PARTIAL_VERSION,
     SNAPSHOT_VERSION,
     IndexSpec,
@@ -58,9 +59,9 @@ from storage_formats.remote.urls import local_path
 from storage_formats.system_calls import MissingCallError, promised
 
 _NAMES = "|".join(precisions())
-_PRECISION_FOLDER = re.compile(rf"(tokens|checksums)/({_NAMES})")
+_ARRAY_FOLDER = re.compile(rf"(tokens|checksums)/({_NAMES}|{OFFSET_ARRAY})")
 DATA_FILE = re.compile(
-    rf"tokens/({_NAMES})/(c\.\d+(\.0)+|zarr\.json)"
+    rf"tokens/({_NAMES}|{OFFSET_ARRAY})/(c\.\d+(\.0)+|zarr\.json)"
     rf"|checksums/({_NAMES})/\d+\.crc32c"
     r"|embeddings/c\.\d+\.0"
     r"|rows/\d+\.parquet"
@@ -868,7 +869,7 @@ def remove_unnamed_files(
             sizes.append(path.lstat().st_size)
             path.unlink()
             changed.add(path.parent)
-        elif _PRECISION_FOLDER.fullmatch(where):
+        elif _ARRAY_FOLDER.fullmatch(where):
             # it holds files
             with contextlib.suppress(OSError):
                 path.rmdir()
@@ -883,10 +884,7 @@ def named_files(layout: Layout, manifests: Iterable[Manifest]) -> set[str]:
     names: set[str] = set()
     tables: set[FileEntry] = set()
     for manifest in manifests:
-        names |= {
-            layout.relative(path)
-            for path in layout.zarr_files(manifest.spec.precisions)
-        }
+        names |= {layout.relative(path) for path in layout.zarr_files(manifest.spec)}
         names |= {file.path for file in manifest.own_files}
         tables |= set(manifest.shard_tables)
     for table in tables:

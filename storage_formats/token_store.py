@@ -13,12 +13,13 @@ from numpy.typing import NDArray
 
 from storage_formats.arguments import as_text, repr_of
 from storage_formats.arrays import as_finite
-from storage_formats.codecs import Blocks, Codec, Records, codec, fill_record, finest
+from storage_formats.codecs import Blocks, Codec, Records, fill_record, finest
 from storage_formats.codecs.base import check_out
 from storage_formats.errors import CorruptIndexError, UsageError
 from storage_formats.extras import name_missing_extra
 from storage_formats.format.layout import padded_shard_bytes
 from storage_formats.format.manifest import CommittedIndex
+from storage_formats.format.offset import open_codec
 from storage_formats.format.remote import cache_directory, open_index
 from storage_formats.format.row_map import translate_row_ids
 from storage_formats.format.tombstones import (
@@ -210,6 +211,11 @@ class TokenStore:
     def record_bytes(self) -> int:
         """Length of a record in bytes."""
         return self._view.codec.record_bytes
+
+    @property
+    def offset(self) -> NDArray[np.float32] | None:
+        """The block that decoding adds, float32 [m, d]; None if there is none."""
+        return self._view.codec.offset
 
     @property
     def block_shape(self) -> tuple[int, int]:
@@ -415,7 +421,7 @@ class TokenStore:
                 f"the index does not have precision '{self.precision}'; choose one of:"
                 f" {held}"
             )
-        token_codec = codec(self.precision, spec.block_shape)
+        token_codec = open_codec(index, self.precision)
         size = token_codec.record_bytes
         tokens = TokenFiles(index, token_codec)
         checksums = BlockChecksums(tokens)

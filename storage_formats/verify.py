@@ -387,6 +387,9 @@ def _check_own_files(index: CommittedIndex, *, checks_all: bool) -> Iterator[Pro
             check_row_map(index, row_map)
         except CorruptIndexError as error:
             yield Problem(row_map.file.path, "row-map", str(error))
+    for entry in manifest.offset_files:
+        if problem := _check_file(index, entry):
+            yield problem
     for entry in manifest.ann_files:
         if problem := _check_file(index, entry, only_length=not checks_all):
             yield replace(
@@ -444,9 +447,7 @@ def check_files(index: CommittedIndex, *, only_lengths: bool) -> None:
         for problem in of_group
     ]
     for path in (
-        Layout(index.root).zarr_files(index.manifest.spec.precisions)
-        if only_lengths
-        else ()
+        Layout(index.root).zarr_files(index.manifest.spec) if only_lengths else ()
     ):
         if not path.is_file():
             problems.append(f"{path.relative_to(index.root)} is missing")

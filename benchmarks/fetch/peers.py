@@ -19,9 +19,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edje_index import __version__
-from storage_formats.codecs import BF16, Records, codec, fill_record
+from storage_formats.codecs import BF16, Records, fill_record
 from storage_formats.format.layout import Layout
 from storage_formats.format.manifest import CommittedIndex
+from storage_formats.format.offset import open_codec
 from storage_formats.format.tombstones import live_rows
 from storage_formats.threads import default_threads
 from storage_formats.token_store import TokenStore
@@ -48,7 +49,7 @@ class StoredRecords:
         self.root = root
         self.precision = precision
         self.spec = index.manifest.spec
-        self.codec = codec(precision, self.spec.block_shape)
+        self.codec = open_codec(index, precision)
         self.record_bytes = self.codec.record_bytes
         self.rows = min(rows, self.spec.rows)
         row_ids: Ids = live_rows(index)

@@ -22,11 +22,14 @@ from edje_index.bundles.info import (
     JOINT_CONFIG,
     JOINT_FOLDER,
     JOINT_WEIGHTS,
+    OFFSET_FILE,
+    OFFSET_TENSOR,
     VISION_FOLDER,
     VISION_WEIGHTS,
     BundleInfo,
     describe_bundle,
     read_bundle_info,
+    read_bundle_offset,
     verify_files,
 )
 from edje_index.errors import ModelError
@@ -57,6 +60,7 @@ from edje_index.models.weights import (
 from edje_index.scoring.parts import PooledSimilarity, Scorer
 from edje_index.scoring.weights import DirectionWeights, check_parts
 from storage_formats.arguments import repr_of
+from storage_formats.format.offset import Offset
 
 if TYPE_CHECKING:
     from edje_index.models.joint_encoder import JointEncoder
@@ -84,6 +88,7 @@ class ModelBundle:
         pooled: linear maps of the pooled similarity, a part of the final score; None if
             the bundle has none.
         logit_range, pool, origins: see `BundleInfo`.
+        offset: see `read_bundle_offset`.
         info: content of the ``bundle.json`` that was loaded, with the fingerprints of
             the files; None for a bundle made in memory.
 
@@ -106,6 +111,7 @@ class ModelBundle:
     logit_range: tuple[float, float] | None = None
     pool: int | None = None
     origins: Mapping[str, str] = field(default_factory=dict)
+    offset: Offset | None = None
     info: BundleInfo | None = None
 
     @cached_property
@@ -191,6 +197,7 @@ class ModelBundle:
             logit_range=info.logit_range,
             pool=info.pool,
             origins=info.origins,
+            offset=read_bundle_offset(info),
             info=info,
         )
         _check_fit(bundle)
@@ -251,6 +258,9 @@ class ModelBundle:
             save_tensors(state, staging / JOINT_WEIGHTS)
             self.joint.tokenizer.save(joint_folder)
             write_json(staging / JOINT_CONFIG, self.joint.config.to_dict())
+            if self.offset is not None:
+                tensors = {OFFSET_TENSOR: torch.from_numpy(self.offset)}
+                save_tensors(tensors, staging / OFFSET_FILE)
             if self.logit_range is not None:
                 joint["logit_range"] = list(self.logit_range)
             vision = {

@@ -11,6 +11,7 @@ The files of a bundle are:
     joint/config.json                  BERT configuration of the joint encoder
     joint/model.safetensors            weights of joint encoder, pooled similarity
     joint/...                          tokenizer of the joint encoder
+    offset.safetensors                 offset block of new indexes; may be absent
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from edje_index.models.safety import check_bundle_folder
 from edje_index.scoring.weights import DirectionWeights, ScoreWeights
 from storage_formats.arguments import as_path, repr_of
 from storage_formats.format.index_files import open_regular
+from storage_formats.format.offset import Offset, check_offset
 
 if TYPE_CHECKING:
     from storage_formats.format.manifest import CommittedIndex
@@ -45,6 +47,8 @@ VISION_WEIGHTS = "vision/open_clip_model.safetensors"
 ADAPTER_WEIGHTS = "adapter.safetensors"
 JOINT_CONFIG = "joint/config.json"
 JOINT_WEIGHTS = "joint/model.safetensors"
+OFFSET_FILE = "offset.safetensors"
+OFFSET_TENSOR = "offset"
 HUBNESS_BANK = "hubness_bank"
 """Entry of ``joint`` in bundles of earlier versions, whose score had a hubness
 correction. It is ignored.
@@ -304,6 +308,30 @@ def encoder_fingerprint(
     embeddings: the fields of a `BundleInfo`.
     """
     return _fingerprint(adapter, {}, {name: files[name] for name in ENCODER_FILES})
+
+
+def read_bundle_offset(info: BundleInfo) -> Offset | None:
+    """Return the offset block that a bundle gives to new indexes, see
+    `storage_formats.format.offset`; None if it has none.
+
+    Raises:
+        ModelError: the file is damaged, or does not fit the bundle.
+    """
+    if OFFSET_FILE not in info.files:
+        return None
+    from safetensors import SafetensorError
+    from safetensors.numpy import load
+
+    verify_files(info, [OFFSET_FILE])
+    try:
+        offset = load((info.path / OFFSET_FILE).read_bytes())[OFFSET_TENSOR]
+        check_offset(offset, info.block_shape)
+    except (KeyError, ValueError, SafetensorError) as error:
+        raise ModelError(
+            f"{info.path / OFFSET_FILE} does not fit the bundle ({error}): make the"
+            " bundle again"
+        ) from error
+    return offset
 
 
 def verify_files(info: BundleInfo, names: Iterable[str] | None = None) -> None:

@@ -26,6 +26,7 @@ from storage_formats.codecs import Blocks, Codec, codec, finest
 from storage_formats.errors import UsageError
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.token_store import TokenStore
+from storage_formats.writing.conversion import choose_offset
 
 # 25 MB of 64 x 384 bfloat16 blocks
 CHUNK_PAIRS = 512
@@ -65,32 +66,45 @@ class TokenSource:
         )[which]
 
 
-def token_sources(index: CommittedIndex, names: Sequence[str]) -> list[TokenSource]:
+def token_sources(
+    index: CommittedIndex, names: Sequence[str], source: str | None = None
+) -> list[TokenSource]:
     """Return the token sources of the precisions `names`, highest-fidelity first.
 
-    A precision that is not stored is converted in memory from the highest-fidelity
-    precision stored.
+    A precision that is not stored is converted in memory from `source`, as `quantize`
+    would convert it.
 
     Args:
         names: precisions; empty for all precisions of the index.
+        source: a precision of the index; None for that of the highest fidelity.
 
     Raises:
-        UsageError: a precision is unknown, or has a higher fidelity than all stored
-            precisions.
+        UsageError: a precision is unknown, or has a higher fidelity than `source`.
     """
     spec = index.manifest.spec
-    held = codec(finest(spec.precisions), spec.block_shape)
-    sources = []
-    for name in dict.fromkeys(names or spec.precisions):
-        requested = codec(name, spec.block_shape)
-        if name not in spec.precisions and requested.record_bytes > held.record_bytes:
+    held = codec(source or finest(spec.precisions), spec.block_shape)
+    requested = list(dict.fromkeys(names or spec.precisions))
+    missing = [name for name in requested if name not in spec.precisions]
+    for name in missing:
+        if codec(name, spec.block_shape).record_bytes > held.record_bytes:
             raise UsageError(
                 f"the precision '{name}' cannot be simulated from {index.root}, because"
                 f" the most accurate stored precision is {held.name}; choose a less"
                 " accurate precision"
             )
-        stored = name if name in spec.precisions else held.name
-        sources.append(TokenSource(TokenStore(index, stored), requested))
+    offset = block = None
+    if missing:
+        offset, block = choose_offset(index, held.name, missing)
+    sources = []
+    for name in requested:
+        if name in missing:
+            has_offset = block is not None and name in block.precisions
+            used = offset if has_offset else None
+            entry = codec(name, spec.block_shape, used)
+            sources.append(TokenSource(TokenStore(index, held.name), entry))
+        else:
+            store = TokenStore(index, name)
+            sources.append(TokenSource(store, codec(name, spec.block_shape)))
     return sorted(sources, key=lambda source: -source.codec.record_bytes)
 
 

@@ -1,13 +1,12 @@
-"""Measures how much each precision of an index changes the tokens and the rankings.
-
-No labels are needed: each precision is compared with a reference precision. Nothing is
-written to the index.
+"""Measures how much each precision of an index changes the tokens and the rankings, and
+which precision to keep. Each precision is compared with a reference precision. Nothing
+is written to the index.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,25 +14,32 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edje_index.errors import BundleNotFoundError
-from edje_index.evaluation.pool_scores import TokenSource
+from edje_index.evaluation.pool_scores import token_sources
+from edje_index.evaluation.recall import ClusterBootstrap, Estimate
 from edje_index.indexing.faiss_index import AnnIndex
 from edje_index.progress import OnProgress
+from edje_index.scoring.weights import LATE, LOGIT, PART_NAMES
 from edje_index.search.query import read_queries
-from storage_formats.codecs import Blocks, codec, precisions
-from storage_formats.errors import UsageError
+from storage_formats.codecs.formats import CODECS
 from storage_formats.format.manifest import CommittedIndex
+from storage_formats.format.rows import INDEXED, iter_rows
 from storage_formats.format.tombstones import live_rows
-from storage_formats.token_store import TokenStore
 
 if TYPE_CHECKING:
     from edje_index.search.token_index import TokenIndex
 
-# tokens compared at once: 100 MB of float64 at a width of 384
-_BATCH_TOKENS = 8192
-_PERCENTILES = (1, 5, 50, 95, 99)
-_OVERLAP_AT = 10
+_BATCH_ROWS = 128
 _ROWS = 2000
 _POOL = 50
+# a precision costs a minute for 1,000 queries of 20 candidates on a CPU core
+_QUERIES = 400
+_CAPTION_COLUMNS = ("captions", "caption", "text")
+# what help recommends: of two formats of a size, the more accurate one
+RECOMMENDED = ("fp8", "nvfp4", "gauss2", "sign1")
+# points of R@1, or of first hits if no correct hits are known
+_ACCEPTED_LOSS = 1.0
+_ACCEPTED_CHANGE = 3.0
+WHOLE_SCORE = "whole score"
 
 GENERIC_CAPTIONS = (
     "a dog runs across a field of grass",
@@ -62,69 +68,25 @@ GENERIC_CAPTIONS = (
     "a sign with words on it",
 )
 """The built-in queries. A query need not match any image: the joint encoder ranks the
-candidates of any query. The list is short because every precision re-ranks each query.
-24 queries take minutes on two CPU cores, and seconds on a GPU.
+candidates of any query.
 """
 
 Scores = NDArray[np.float32]
 
 
 @dataclass(frozen=True)
-class Distribution:
-    """Mean, minimum, maximum and percentiles of `count` numbers. Percentiles are
-    linearly interpolated.
-    """
-
-    count: int
-    mean: float
-    lowest: float
-    p1: float
-    p5: float
-    p50: float
-    p95: float
-    p99: float
-    highest: float
-
-    @classmethod
-    def of(cls, numbers: NDArray[np.floating]) -> Distribution:
-        """Compute the statistics of `numbers` [n], which must not be empty."""
-        p1, p5, p50, p95, p99 = np.percentile(numbers, _PERCENTILES).tolist()
-        mean = float(numbers.mean(dtype=np.float64))
-        return cls(
-            len(numbers),
-            mean,
-            float(numbers.min()),
-            p1,
-            p5,
-            p50,
-            p95,
-            p99,
-            float(numbers.max()),
-        )
-
-
-@dataclass(frozen=True)
 class RankingChange:
-    """Changes of rankings when other scores replace reference scores.
+    """What another precision changes in the ranking by one score, with 95 % intervals
+    of the paired bootstrap over queries.
 
     Attributes:
-        top1_kept: fraction of queries with the same best candidate in both rankings.
-        overlap_at_10: fraction of the ten best candidates that both rankings share,
-            averaged over queries.
-        kendall_tau: Kendall's tau-b between both rankings, as a distribution over
-            queries.
-        score_change: absolute difference between both scores of a candidate, averaged
-            over candidates and queries.
-        score_change_relative: for one query, mean absolute difference / standard
-            deviation of the reference scores. This ratio is averaged over queries.
+        first_kept: percentage of queries whose first hit stays.
+        loss: R@1 of the reference minus R@1 of the precision, in points; None if the
+            correct hits are not known.
     """
 
-    queries: int
-    top1_kept: float
-    overlap_at_10: float
-    kendall_tau: Distribution
-    score_change: float
-    score_change_relative: float
+    first_kept: Estimate
+    loss: Estimate | None
 
 
 @dataclass(frozen=True)
@@ -133,22 +95,18 @@ class PrecisionCost:
 
     Attributes:
         stored: True if the index stores the precision, False if the tokens were
-            converted in memory for this report.
-        relative_error: distribution of |token - reference| / |reference| over the
-            tokens whose reference is not a zero vector. Its maximum is the worst value.
-            None if there are no such tokens.
-        cosine: distribution of the cosine similarity between these tokens and their
-            references. Its minimum is the worst value. The similarity to a zero vector
-            is 0.
-        ranking: changes of the ranking; None if re-ranking was not measured.
+            converted in memory for this report, as `quantize` would convert them.
+        relative_error: norm of the error of all tokens / norm of all tokens; None if
+            there are no tokens.
+        ranking: changes of the ranking by the whole score, and by its parts alone.
+            Empty if re-ranking was not measured.
     """
 
     name: str
     stored: bool
     bytes_per_image: int
-    relative_error: Distribution | None
-    cosine: Distribution | None
-    ranking: RankingChange | None
+    relative_error: float | None
+    ranking: dict[str, RankingChange] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -163,12 +121,13 @@ class QuantizationReport:
         reference_bytes_per_image: length of a record of the reference in bytes.
         sampled_rows: number of random rows whose tokens were compared, holes included.
         holes: number of sampled rows without tokens. These rows were skipped.
-        query_source: path of the file of queries, or "built-in captions".
+        query_source: where the queries come from.
         queries: number of queries whose candidates were re-ranked; 0 if re-ranking was
             not measured.
+        recall: R@1 of the reference in percent, by score; empty if unknown.
         ranking_left_out: why re-ranking was not measured; None if it was measured.
-        impossible: reason why a precision cannot encode tokens of this width, by name
-            of the precision.
+        advice: which precision to keep, as a sentence; None if nothing was measured
+            that decides.
     """
 
     index: str
@@ -183,9 +142,10 @@ class QuantizationReport:
     queries: int
     pool: int
     trained: bool
+    recall: dict[str, Estimate]
     ranking_left_out: str | None
-    impossible: dict[str, str]
     precisions: tuple[PrecisionCost, ...]
+    advice: str | None
 
 
 def measure_precisions(
@@ -202,8 +162,10 @@ def measure_precisions(
     `reference`.
 
     Args:
-        names: the precisions to measure; empty for all.
-        queries: file of queries, see `read_queries`; None for `GENERIC_CAPTIONS`.
+        names: the precisions to measure; empty for those stored, or for `RECOMMENDED`
+            if no other precision is stored.
+        queries: file of queries, see `read_queries`; None for the captions that the
+            index stores, or for `GENERIC_CAPTIONS` if it stores none.
         model: bundle to re-rank with; None for the bundle that built the index.
 
     Raises:
@@ -211,114 +173,155 @@ def measure_precisions(
             the reference precision, or the file of queries is invalid.
         ModelError: the bundle cannot be used, or another bundle built the index.
     """
-    texts = (
-        list(GENERIC_CAPTIONS)
-        if queries is None
-        else list(dict.fromkeys(read_queries(queries)))
-    )
     index = CommittedIndex.open(root)
-    spec = index.manifest.spec
     manifest = index.manifest
-    store = TokenStore(index, reference)
-    sources: dict[str, TokenSource] = {}
-    impossible: dict[str, str] = {}
-    for name in dict.fromkeys(names or precisions()):
-        if name == reference:
-            continue
-        try:
-            entry = codec(name, spec.block_shape)
-        except UsageError as error:
-            if names:
-                raise
-            impossible[name] = str(error)
-            continue
-        sources[name] = TokenSource(
-            TokenStore(index, name) if name in spec.precisions else store, entry
-        )
+    spec = manifest.spec
+    texts, correct, query_source = _queries(index, queries)
+    compared = [name for name in names or spec.precisions if name != reference]
+    if not names and not compared:
+        compared = [
+            name
+            for name in RECOMMENDED
+            if spec.block_shape[1] % CODECS[name].width_multiple == 0
+        ]
+    sources = {
+        source.codec.name: source
+        for source in token_sources(index, [reference, *compared], reference)
+    }
+    store = sources[reference].store
 
     live = live_rows(index)
     sampled = np.sort(
         np.random.default_rng(0).choice(live, min(_ROWS, len(live)), replace=False)
     )
-    errors: dict[str, tuple[list[Scores], list[Scores]]] = {
-        name: ([], []) for name in sources
-    }
+    squares = dict.fromkeys(sources, 0.0)
     holes = 0
-    step = max(1, _BATCH_TOKENS // spec.block_shape[0])
-    for start in range(0, len(sampled), step):
+    for start in range(0, len(sampled), _BATCH_ROWS):
         on_progress("comparing tokens, rows", start, len(sampled))
-        batch = sampled[start : start + step]
-        blocks = store.fetch(batch)
-        is_block = ~np.isnan(blocks[:, 0, 0].astype(np.float32))
-        batch = batch[is_block]
-        blocks = blocks[is_block]
-        holes += int((~is_block).sum())
-        for name, source in sources.items():
-            relative_errors, cosines = compare_tokens(
-                blocks, source.fetch(batch, blocks)
-            )
-            errors[name][0].append(relative_errors)
-            errors[name][1].append(cosines)
+        rows = sampled[start : start + _BATCH_ROWS]
+        blocks = store.fetch(rows)
+        kept = ~store.holes(blocks)
+        holes += int((~kept).sum())
+        exact = blocks[kept].astype(np.float64)
+        squares[reference] += float(np.square(exact).sum())
+        for name in compared:
+            other = sources[name].fetch(rows[kept], blocks[kept])
+            squares[name] += float(np.square(other.astype(np.float64) - exact).sum())
 
     opened, left_out = _ranking_index(index, model)
-    scores: dict[str, list[Scores]] = {name: [] for name in (reference, *sources)}
+    scores: dict[str, dict[str, list[Scores]]] = {}
+    hits: list[Scores] = []
+    clusters: list[int] = []
     if opened is not None:
-        weights = opened.model.weights("t2i")
-        activity = f"re-ranking at {len(sources) + 1} precisions, queries"
         nearest = AnnIndex(opened.committed).nearest_to_each(
             opened.model.text.encode(texts), pool
         )
+        weights = opened.model.weights("t2i")
+        # a caller shows how long the rest takes
+        activity = f"re-ranking at {len(sources)} precisions, queries"
         for done, (text, candidates) in enumerate(zip(texts, nearest, strict=True)):
             on_progress(activity, done, len(texts))
-            if len(candidates[0]) < 2:
+            rows = candidates[0]
+            if len(rows) < 2:
                 continue
-            blocks = store.fetch(candidates[0])
-            for name in scores:
-                changed = (
-                    blocks
-                    if name == reference
-                    else sources[name].fetch(candidates[0], blocks)
-                )
+            clusters.append(correct[done] if correct else done)
+            hits.append(rows == clusters[-1])
+            blocks = store.fetch(rows)
+            for name, source in sources.items():
                 (scored,) = opened.score_candidates(
-                    [text], [candidates], opened.model.scorer.images(changed), weights
+                    [text],
+                    [candidates],
+                    opened.model.scorer.images(source.fetch(rows, blocks)),
+                    weights,
                 )
-                scores[name].append(scored.final)
-        left_out = None if scores[reference] else "no query has two candidates"
-    costs = []
-    for name, source in sorted(
-        sources.items(), key=lambda item: -item[1].codec.record_bytes
-    ):
-        ranking = (
-            compare_rankings(scores[reference], scores[name])
-            if scores[reference]
-            else None
+                values = {WHOLE_SCORE: scored.final}
+                if len(scored.parts) > 1:
+                    values |= {
+                        PART_NAMES[part]: scored.parts[part]
+                        for part in (LATE, LOGIT)
+                        if part in scored.parts
+                    }
+                for score, numbers in values.items():
+                    of_score = scores.setdefault(score, {})
+                    of_score.setdefault(name, []).append(numbers)
+        left_out = None if scores else "no query has two candidates"
+    bootstrap = ClusterBootstrap(np.array(clusters, dtype=np.int64))
+    labels = hits if correct else None
+    changes = {
+        name: {
+            score: compare_rankings(
+                by_name[reference],
+                by_name[name],
+                labels,
+                bootstrap,
+            )
+            for score, by_name in scores.items()
+        }
+        for name in compared
+    }
+    recall = {}
+    if correct:
+        for score, by_name in scores.items():
+            found = _first_hits(by_name[reference], hits)
+            recall[score] = bootstrap.estimates(100.0 * found[:, None])[0]
+    costs = [
+        PrecisionCost(
+            name,
+            source.simulated_from is None,
+            source.codec.record_bytes,
+            _relative_error(squares[name], squares[reference]),
+            changes[name],
         )
-        numbers = [
-            np.concatenate([np.empty(0, np.float32), *parts]) for parts in errors[name]
-        ]
-        relative_error, cosine = (
-            Distribution.of(values) if len(values) else None for values in numbers
-        )
-        stored = name in spec.precisions
-        size = source.codec.record_bytes
-        costs.append(PrecisionCost(name, stored, size, relative_error, cosine, ranking))
+        for name, source in sources.items()
+        if name != reference
+    ]
+    size = sources[reference].codec.record_bytes
+    trained = opened is not None and opened.model.info.trained
     return QuantizationReport(
         index=str(root),
         rows=spec.rows,
         block_shape=spec.block_shape,
         reference=reference,
         reference_encoded_from=manifest.encoded_from.get(reference, ()),
-        reference_bytes_per_image=codec(reference, spec.block_shape).record_bytes,
+        reference_bytes_per_image=size,
         sampled_rows=len(sampled),
         holes=holes,
-        query_source="built-in captions" if queries is None else str(queries),
-        queries=len(texts) if left_out is None else 0,
+        query_source=query_source,
+        queries=len(clusters),
         pool=pool,
-        trained=opened is not None and opened.model.info.trained,
+        trained=trained,
+        recall=recall,
         ranking_left_out=left_out,
-        impossible=impossible,
         precisions=tuple(costs),
+        advice=advice(reference, size, costs) if trained else None,
     )
+
+
+def _queries(
+    index: CommittedIndex, path: Path | None
+) -> tuple[list[str], list[int], str]:
+    """Return the queries, the correct row of each query or nothing, and where they
+    come from.
+    """
+    if path is not None:
+        return list(dict.fromkeys(read_queries(path))), [], str(path)
+    stored = {column.name for column in index.manifest.columns}
+    name = next((name for name in _CAPTION_COLUMNS if name in stored), None)
+    captions: list[tuple[str, int]] = []
+    for table in iter_rows(index, ["row_id", "status", name]) if name else ():
+        for row in table.to_pylist():
+            texts = row[name]
+            text = texts[0] if isinstance(texts, list) and texts else texts
+            if row["status"] == INDEXED and isinstance(text, str) and text.strip():
+                captions.append((text, row["row_id"]))
+        if len(captions) >= _QUERIES:
+            break
+    if not captions:
+        return list(GENERIC_CAPTIONS), [], "built-in captions"
+    step = max(1, len(captions) // _QUERIES)
+    chosen = captions[::step][:_QUERIES]
+    texts, rows = zip(*chosen, strict=True)
+    return list(texts), list(rows), f"captions of the index, column {name}"
 
 
 def _ranking_index(
@@ -353,81 +356,79 @@ def _ranking_index(
     return opened, None
 
 
-def compare_tokens(reference: Blocks, other: Blocks) -> tuple[Scores, Scores]:
-    """Return the relative errors and the cosine similarities of n tokens, float32 [n]
-    each.
+def _relative_error(error: float, energy: float) -> float | None:
+    return float(np.sqrt(error / energy)) if energy > 0 else None
 
-    Tokens are left out if the reference token is a zero vector.
-    """
-    # Sums are computed in float64, because squares of bfloat16 numbers overflow
-    # float32.
-    left = reference.astype(np.float64).reshape(-1, reference.shape[-1])
-    right = other.astype(np.float64).reshape(left.shape)
-    squares = np.einsum("td,td->t", left, left)
-    is_nonzero = squares > 0
-    left = left[is_nonzero]
-    right = right[is_nonzero]
-    lengths = np.sqrt(squares[is_nonzero])
-    products = np.einsum("td,td->t", left, right)
-    other_lengths = np.sqrt(np.einsum("td,td->t", right, right))
-    cosines = np.divide(
-        products,
-        lengths * other_lengths,
-        out=np.zeros_like(products),
-        where=other_lengths > 0,
-    )
-    right -= left
-    errors = np.sqrt(np.einsum("td,td->t", right, right)) / lengths
-    return errors.astype(np.float32), np.clip(cosines, -1, 1).astype(np.float32)
+
+def _first_hits(scores: Sequence[Scores], hits: Sequence[Scores]) -> Scores:
+    """Return whether the best candidate of each query is correct, bool [q]."""
+    pairs = zip(scores, hits, strict=True)
+    return np.array([correct[np.argmax(values)] for values, correct in pairs])
 
 
 def compare_rankings(
-    reference: Sequence[Scores], other: Sequence[Scores]
+    reference: Sequence[Scores],
+    other: Sequence[Scores],
+    hits: Sequence[Scores] | None,
+    bootstrap: ClusterBootstrap,
 ) -> RankingChange:
     """Compare two sets of scores for the same candidates of each query.
 
     Args:
-        reference: for each query, reference scores of k candidates, float32 [k], k >=
-            2.
-        other: for each query, other scores of the same candidates in the same order,
-            float32 [k].
+        reference: for each query, reference scores of k candidates, float32 [k].
+        other: for each query, other scores of the same candidates in the same order.
+        hits: for each query, which candidates are correct, bool [k]; None if unknown.
+        bootstrap: resamples of the queries.
     """
-    changes = []
-    relative = []
-    top1_kept = []
-    overlaps = []
-    taus = []
-    for left, right in zip(reference, other, strict=True):
-        # Equal scores keep the order of the candidates.
-        orders = [np.argsort(-scores, kind="stable") for scores in (left, right)]
-        k = min(_OVERLAP_AT, len(left))
-        top1_kept.append(orders[0][0] == orders[1][0])
-        overlaps.append(len(np.intersect1d(orders[0][:k], orders[1][:k])) / k)
-        taus.append(kendall_tau(left, right))
-        changes.append(np.abs(left - right).mean(dtype=np.float64))
-        if (spread := left.std(dtype=np.float64)) > 0:
-            relative.append(changes[-1] / spread)
-    return RankingChange(
-        queries=len(taus),
-        top1_kept=float(np.mean(top1_kept)),
-        overlap_at_10=float(np.mean(overlaps)),
-        kendall_tau=Distribution.of(np.array(taus)),
-        score_change=float(np.mean(changes)),
-        score_change_relative=float(np.mean(relative)) if relative else 0.0,
-    )
+    # Of equal scores, the first candidate counts.
+    pairs = zip(reference, other, strict=True)
+    kept = np.array([np.argmax(left) == np.argmax(right) for left, right in pairs])
+    columns = [kept.astype(np.float64)]
+    if hits is not None:
+        before, after = (_first_hits(each, hits) for each in (reference, other))
+        columns.append(before.astype(np.float64) - after)
+    first_kept, *loss = bootstrap.estimates(100.0 * np.column_stack(columns))
+    return RankingChange(first_kept, loss[0] if loss else None)
 
 
-def kendall_tau(left: Scores, right: Scores) -> float:
-    """Return Kendall's tau-b of two arrays of scores [k], k >= 2.
-
-    If both arrays are constant, the result is 1. If only one array is constant, the
-    result is 0.
+def advice(
+    reference: str, reference_bytes: int, costs: Sequence[PrecisionCost]
+) -> str | None:
+    """Return which precision to keep, as a sentence: the smallest one that loses at
+    most 1 point of R@1 by the upper bound of its interval. If the correct hits are not
+    known: that changes at most 3 % of the first hits.
     """
-    from scipy.stats import kendalltau
+    ranked = [cost for cost in costs if cost.ranking]
+    if not ranked:
+        return None
+    is_labelled = ranked[0].ranking[WHOLE_SCORE].loss is not None
+    verb = "lose" if is_labelled else "change"
+    unit = "points of R@1" if is_labelled else "% of the first hits"
+    limit = _ACCEPTED_LOSS if is_labelled else _ACCEPTED_CHANGE
+    chosen = f"keep {reference}: {reference_bytes / 1000:.1f} kB per image"
+    refused = ""
+    for cost in sorted(ranked, key=lambda cost: -cost.bytes_per_image):
+        lost = loss_of(cost.ranking[WHOLE_SCORE])
+        low = lost.value if lost.low is None else lost.low
+        high = lost.value if lost.high is None else lost.high
+        if high <= limit:
+            chosen = (
+                f"keep {cost.name}: {cost.bytes_per_image / 1000:.1f} kB per image,"
+                f" {verb}s {lost.value:.1f} {unit} ({low:+.1f} to {high:+.1f})"
+            )
+            refused = ""
+        elif not refused:
+            refused = f"; {cost.name} would {verb} {lost.value:.1f} {unit}"
+    return chosen + refused
 
-    constant = [len(np.unique(scores)) == 1 for scores in (left, right)]
-    return (
-        float(all(constant))
-        if any(constant)
-        else float(kendalltau(left, right).statistic)
-    )
+
+def loss_of(change: RankingChange) -> Estimate:
+    """Return the loss of R@1 in points, or, if the correct hits are not known, the
+    percentage of first hits that change.
+    """
+    if change.loss is not None:
+        return change.loss
+    kept = change.first_kept
+    if kept.low is None or kept.high is None:
+        return Estimate(100 - kept.value)
+    return Estimate(100 - kept.value, 100 - kept.high, 100 - kept.low)

@@ -5,6 +5,8 @@ tables are aligned for a terminal.
 from __future__ import annotations
 
 import json
+import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,20 +16,33 @@ from storage_formats.errors import UsageError
 
 if TYPE_CHECKING:
     from edje_index.evaluation.evaluate import Evaluation
-    from edje_index.evaluation.quantization import Distribution, QuantizationReport
+    from edje_index.evaluation.quantization import QuantizationReport
     from edje_index.evaluation.recall import Estimate
 
 _NAMES = {TEXT_TO_IMAGE: "Text-to-image", IMAGE_TO_TEXT: "Image-to-text"}
 _CANDIDATES = {TEXT_TO_IMAGE: "images", IMAGE_TO_TEXT: "captions"}
-_RANKING = (
-    "top-1 kept",
-    "Kendall tau",
-    "tau p5",
-    "overlap@10",
-    "score change",
-    "in std",
-)
-_DISTRIBUTION = ("p1", "p5", "p50", "mean", "p95", "p99", "worst")
+
+
+def check_report_folder(folder: Path) -> None:
+    """Create the directory `folder` for a report if it is missing.
+
+    Raises:
+        UsageError: no report can be written there.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / f".report-{os.getpid()}"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise _cannot_write(folder, error) from error
+
+
+def _cannot_write(folder: Path, error: OSError) -> UsageError:
+    return UsageError(
+        f"cannot write the report to {folder}: {error.strerror}; choose another"
+        " directory"
+    )
 
 
 def write_report(
@@ -46,10 +61,7 @@ def write_report(
             encoding="utf-8",
         )
     except OSError as error:
-        raise UsageError(
-            f"cannot write the report to {folder}: {error.strerror}; choose another"
-            " directory"
-        ) from error
+        raise _cannot_write(folder, error) from error
 
 
 def evaluation_report(evaluation: Evaluation) -> str:
@@ -182,16 +194,12 @@ def _shown(estimate: Estimate, number: str = "{:.1f}") -> str:
 
 
 def quantization_report(report: QuantizationReport) -> str:
-    """Return the comparison of precisions as Markdown."""
+    """Return the comparison of precisions as Markdown. The first line is the advice."""
     m, d = report.block_shape
-    left_out = (
-        f"; {report.holes:,} of them are holes and were left out"
-        if report.holes
-        else ""
-    )
+    holes = f"; {report.holes:,} of them are holes" if report.holes else ""
     notes = [
         f"{report.rows:,} rows, blocks of {m} x {d}.",
-        f"Tokens: a sample of {report.sampled_rows:,} rows{left_out}.",
+        f"Tokens: a sample of {report.sampled_rows:,} rows{holes}.",
     ]
     if not report.queries:
         notes.append(f"Re-ranking was not measured: {report.ranking_left_out}.")
@@ -202,6 +210,8 @@ def quantization_report(report: QuantizationReport) -> str:
             notes.append(
                 "The model is untrained: changes of the ranking have no meaning."
             )
+    for score, estimate in report.recall.items():
+        notes.append(f"R@1 of {report.reference} by {score}: {_shown(estimate)} %.")
     if report.reference != "bf16":
         notes.append(
             f"The reference is {report.reference}. Its own errors are not included."
@@ -212,78 +222,69 @@ def quantization_report(report: QuantizationReport) -> str:
             f"The reference bf16 was converted from {origin}. Errors of that conversion"
             " are not included."
         )
-    notes += [f"Not possible: {reason}." for reason in report.impossible.values()]
+    sentence = [] if report.advice is None else [f"**{report.advice}**", ""]
     lines = [
+        *sentence,
         f"# What each precision costs on {report.index}",
         "",
         *(f"- {note}" for note in notes),
+        "",
     ]
-
-    sizes = [[report.reference, f"{report.reference_bytes_per_image:,}", "1.00", "yes"]]
-    errors = []
-    cosines = []
+    sizes = [[report.reference, f"{report.reference_bytes_per_image:,}", "0", "yes"]]
     rankings = []
     for cost in report.precisions:
-        share = cost.bytes_per_image / report.reference_bytes_per_image
-        stored = "yes" if cost.stored else "no: encoded in memory"
-        sizes.append([cost.name, f"{cost.bytes_per_image:,}", f"{share:.2f}", stored])
-        if (error := cost.relative_error) is not None and (
-            cosine := cost.cosine
-        ) is not None:
-            errors.append([cost.name, *_spread(error, ".4g", error.highest)])
-            cosines.append([cost.name, *_spread(cosine, ".6f", cosine.lowest)])
-        if (ranking := cost.ranking) is not None:
-            taus = [f"{ranking.kendall_tau.mean:.4f}", f"{ranking.kendall_tau.p5:.4f}"]
-            changes = [
-                f"{ranking.score_change:.5f}",
-                f"{ranking.score_change_relative:.4f}",
-            ]
-            overlap = f"{ranking.overlap_at_10:.3f}"
-            rankings.append(
-                [cost.name, f"{ranking.top1_kept:.3f}", *taus, overlap, *changes]
-            )
-    name = report.reference
-    lines += [
-        "",
-        "## Size",
-        "",
-        *_table(("precision", "bytes per image", f"of {name}", "stored"), sizes),
-    ]
-    lines += ["", f"## Relative error of a token, |token - {name}| / |{name}|", ""]
-    lines += _table(("precision", *_DISTRIBUTION), errors)
-    lines += [
-        "",
-        f"## Cosine similarity of a token with {name}",
-        "",
-        *_table(("precision", *_DISTRIBUTION), cosines),
-    ]
+        error = "" if cost.relative_error is None else f"{cost.relative_error:.4f}"
+        stored = "yes" if cost.stored else "no"
+        sizes.append([cost.name, f"{cost.bytes_per_image:,}", error, stored])
+        for score, change in cost.ranking.items():
+            loss = "" if change.loss is None else _shown(change.loss)
+            rankings.append([cost.name, score, _shown(change.first_kept), loss])
+    lines += _table(("precision", "bytes per image", "relative error", "stored"), sizes)
     if rankings:
-        lines += [
-            "",
-            f"## Re-ranking, against {name}",
-            "",
-            *_table(("precision", *_RANKING), rankings),
-            "",
-        ]
-        lines.append(
-            "Tau p5: 5 % quantile of Kendall's tau over the queries. Score change: mean"
-            " absolute change of a score.\nIn std: mean absolute change of a score,"
-            " divided by the standard deviation of the query's scores."
-        )
+        header = ("precision", "ranking by", "first hit kept, %", "R@1 loss, points")
+        lines += ["", *_table(header, rankings)]
     return "\n".join(lines) + "\n"
 
 
-def _spread(values: Distribution, form: str, worst: float) -> list[str]:
-    numbers = (
-        values.p1,
-        values.p5,
-        values.p50,
-        values.mean,
-        values.p95,
-        values.p99,
-        worst,
+def quantization_figure(report: QuantizationReport) -> str:
+    """Return the loss of each precision against its bytes per image, on a logarithmic
+    scale, as an SVG image. The loss is that of the whole score: points of R@1, or the
+    percentage of first hits that change.
+    """
+    from edje_index.evaluation.quantization import loss_of
+
+    points = [(report.reference, report.reference_bytes_per_image, 0.0, 0.0, 0.0)]
+    for cost in report.precisions:
+        for change in list(cost.ranking.values())[:1]:
+            lost = loss_of(change)
+            low = lost.value if lost.low is None else lost.low
+            high = lost.value if lost.high is None else lost.high
+            points.append((cost.name, cost.bytes_per_image, lost.value, low, high))
+    top = max(1.0, *(point[4] for point in points))
+    bottom = min(0.0, *(point[3] for point in points))
+    sizes = [math.log2(point[1]) for point in points]
+    spread = max(sizes) - min(sizes) or 1.0
+    marks = []
+    for (name, size, value, low, high), position in zip(points, sizes, strict=True):
+        x = 70 + 480 * (position - min(sizes)) / spread
+        y, y_low, y_high = (
+            40 + 220 * (top - each) / (top - bottom) for each in (value, low, high)
+        )
+        marks.append(
+            f'<path d="M{x:.0f} {y_low:.0f}V{y_high:.0f}" stroke="#888"/>'
+            f'<circle cx="{x:.0f}" cy="{y:.0f}" r="4" fill="#06c"/>'
+            f'<text x="{x:.0f}" y="285">{size / 1000:.1f} kB</text>'
+            f'<text x="{x:.0f}" y="{y - 10:.0f}">{name} {value:.1f}</text>'
+        )
+    is_recall = bool(report.recall)
+    title = "R@1 loss, points" if is_recall else "First hits that change, %"
+    return (
+        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 620 300" font-size="12"'
+        ' font-family="sans-serif" text-anchor="middle">'
+        '<rect width="620" height="300" fill="#fff"/>'
+        f'<text x="310" y="20">{title}, against bytes per image</text>'
+        f"{''.join(marks)}</svg>\n"
     )
-    return [format(number, form) for number in numbers]
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

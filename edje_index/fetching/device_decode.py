@@ -17,13 +17,16 @@ import numpy as np
 import torch
 
 from storage_formats.codecs import Codec, codec
-from storage_formats.codecs.formats import GroupScaledCodec
+from storage_formats.codecs.formats import LARGE_LEVEL, GroupScaledCodec, SignCodec
 from storage_formats.codecs.minifloat import CANONICAL_NAN, E2M1
 from storage_formats.errors import UsageError
 
 
 def decode_records_torch(
-    name: str, records: torch.Tensor, block_shape: tuple[int, int]
+    name: str,
+    records: torch.Tensor,
+    block_shape: tuple[int, int],
+    offset: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Decode stored records.
 
@@ -31,6 +34,7 @@ def decode_records_torch(
         name: precision of the records, one of `storage_formats.precisions()`.
         records: uint8 [k, record_bytes], on any device.
         block_shape: (m, d), the shape of one block.
+        offset: block that is added, float32 [m, d] on the device of `records`.
 
     Returns:
         Blocks, bfloat16 [k, m, d], on the device of `records`. For the precision
@@ -55,7 +59,10 @@ def decode_records_torch(
             f"records must be uint8 [k, {entry.record_bytes}], got {records.dtype}"
             f" {list(records.shape)}"
         )
-    return _DECODERS[name](entry, records).reshape(len(records), *block_shape)
+    blocks = _DECODERS[name](entry, records).reshape(len(records), *block_shape)
+    if offset is None:
+        return blocks
+    return _canonical((blocks.float() + offset).bfloat16())
 
 
 def _decode_groups(entry: Codec, records: torch.Tensor) -> torch.Tensor:
@@ -92,14 +99,16 @@ def _decode_int8(entry: Codec, records: torch.Tensor) -> torch.Tensor:
     return _canonical((codes * scales.unsqueeze(-1)).bfloat16())
 
 
-def _decode_sign1(entry: Codec, records: torch.Tensor) -> torch.Tensor:
-    size = entry.values // 8
-    bits = torch.arange(8, dtype=torch.uint8, device=records.device)
-    negative = (records[:, :size].unsqueeze(-1) >> bits) & 1
-    signs = negative.reshape(-1, *entry.block_shape).to(torch.int16) << 15
-    return _canonical(
-        (_words(records[:, size:]).unsqueeze(-1) ^ signs).view(torch.bfloat16)
-    )
+def _decode_signs(entry: Codec, records: torch.Tensor) -> torch.Tensor:
+    assert isinstance(entry, SignCodec)
+    bits = entry.code_bits
+    size = entry.values * bits // 8
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=records.device)
+    codes = (records[:, :size].unsqueeze(-1) >> shifts) & (2**bits - 1)
+    levels = torch.tensor([1.0, -1.0, LARGE_LEVEL, -LARGE_LEVEL], device=records.device)
+    values = levels[codes.reshape(-1, *entry.block_shape).int()]
+    scale = _words(records[:, size:]).view(torch.bfloat16).float().unsqueeze(-1)
+    return _canonical((values * scale).bfloat16())
 
 
 def _words(data: torch.Tensor) -> torch.Tensor:
@@ -123,6 +132,7 @@ _DECODERS: dict[str, Callable[[Codec, torch.Tensor], torch.Tensor]] = {
         _words(records).view(torch.float16).float().bfloat16()
     ),
     "int8": _decode_int8,
-    "sign1": _decode_sign1,
+    "gauss2": _decode_signs,
+    "sign1": _decode_signs,
     **dict.fromkeys(("fp8", "mxfp8", "mxfp4", "nvfp4"), _decode_groups),
 }

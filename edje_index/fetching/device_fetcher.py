@@ -88,6 +88,9 @@ class DeviceFetcher:
                 out.record_stream(self._stream)
                 side_stream.callback(current.wait_stream, self._stream)
                 side_stream.enter_context(torch.cuda.stream(self._stream))
+            offset = None
+            if (values := self._store.offset) is not None:
+                offset = torch.from_numpy(values).to(self.device)
             for turn, start in enumerate(range(0, len(ids), self._rows)):
                 part = ids[start : start + self._rows]
                 # the previous copy from the same host buffer must be finished
@@ -99,7 +102,7 @@ class DeviceFetcher:
                 if self._copied:
                     self._copied[turn % 2].record(self._stream)
                 blocks = decode_records_torch(
-                    self._store.precision, records, self._store.block_shape
+                    self._store.precision, records, self._store.block_shape, offset
                 )
                 out[start : start + len(part)] = blocks
         return out

@@ -40,6 +40,7 @@ REASONS = (
     "extreme-aspect-ratio",
     "missing",
     "non-finite-output",
+    "out-of-range",
     "not-a-local-path",
     "not-an-image",
     "too-expensive",

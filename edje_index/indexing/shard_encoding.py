@@ -307,6 +307,13 @@ def _encode_whole_shard(
                 with _timed(stages, "encode"):
                     tokens, embeddings = _encode(encoder, ready)
                 with _timed(stages, "write"):
+                    problems = writer.outside(tokens)
+                    for at, problem in problems.items():
+                        ready[at].entry.fail("out-of-range", problem)
+                    kept = [at for at in range(len(ready)) if at not in problems]
+                    ready = [ready[at] for at in kept]
+                    tokens = tokens[kept]
+                    embeddings = embeddings[kept]
                     positions = np.array(
                         [image.entry.row_id - first_row for image in ready],
                         dtype=np.int64,

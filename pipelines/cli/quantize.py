@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from pipelines.cli.options import (
+    FILE,
     PATH,
     POSITIVE,
     json_option,
@@ -40,7 +41,7 @@ _PRINT_ONLY = Path("-")
 @click.option(
     "--workers",
     type=POSITIVE,
-    help="Number of Ray workers.  [default: threads of this process on all CPUs]",
+    help="Number of Ray workers.  [default: convert in this process]",
 )
 @click.option(
     "--address", metavar="HOST:PORT", help="Ray cluster to join, with --workers."
@@ -54,6 +55,14 @@ _PRINT_ONLY = Path("-")
     help=(
         "Measure how much each precision changes tokens and ranking. With DIR, also"
         " write the report to DIR."
+    ),
+)
+@click.option(
+    "--queries",
+    type=FILE,
+    help=(
+        "With --report: file of queries, as text or .jsonl.  [default: the captions in"
+        " INDEX, or 24 built-in captions]"
     ),
 )
 @click.option(
@@ -74,31 +83,32 @@ def quantize(
     workers: int | None,
     address: str | None,
     report: Path | None,
+    queries: Path | None,
     model: Path | None,
     quiet: bool,
     as_json: bool,
 ) -> None:
     """Add or remove precisions of the tokens in INDEX.
 
-    Precisions are for example bf16, fp8 and nvfp4; the error for an unknown name lists
-    all. INDEX can be searched during the conversion. Run the same command again to
-    resume a stopped conversion.
+    Precisions are for example fp8, nvfp4, gauss2 (2 bits) and sign1 (1 bit); the error
+    for an unknown name lists all. INDEX can be searched during the conversion. Run the
+    same command again to resume a stopped conversion.
 
     With --report, the command first measures how much each precision changes the tokens
-    and the re-ranking, compared with the most accurate precision stored. The report
-    covers the precisions of --to, or all precisions without --to.
+    and the re-ranking, compared with the most accurate precision stored, and says which
+    precision to keep. The report covers the precisions of --to, else those of INDEX.
 
     \b
     Examples:
       edje-index quantize photos.edje --to fp8 --to nvfp4
       edje-index quantize photos.edje --to fp8 --drop bf16
       edje-index quantize photos.edje --report
-      edje-index quantize photos.edje --report costs/
+      edje-index quantize photos.edje --report costs/ --queries captions.txt
     """
     if not (to or drop or report):
         raise UsageError("nothing to do: give --to, --drop or --report")
-    if model and report is None:
-        raise UsageError("--model needs --report; add --report")
+    if (queries or model) and report is None:
+        raise UsageError("--queries and --model need --report; add --report")
     output: dict[str, Any] = {}
     if report is not None:
         if not isinstance(index, Path):
@@ -107,16 +117,24 @@ def quantize(
                 " first"
             )
         from edje_index.evaluation.quantization import measure_precisions
-        from edje_index.evaluation.report import quantization_report, write_report
+        from edje_index.evaluation.report import (
+            check_report_folder,
+            quantization_figure,
+            quantization_report,
+            write_report,
+        )
         from pipelines.jobs.quantize import precision_to_read
         from storage_formats.format.manifest import Manifest
 
+        if report != _PRINT_ONLY:
+            check_report_folder(report)
         reference = precision_to_read(index, Manifest.load(index), source)
         measured = run_steps(
             measure_precisions,
             index,
             reference,
             to,
+            queries=queries,
             model=model,
             quiet=quiet,
             stopped="stopped before the report was done",
@@ -124,6 +142,7 @@ def quantize(
         text = quantization_report(measured)
         if report != _PRINT_ONLY:
             write_report(report, text, asdict(measured))
+            (report / "report.svg").write_text(quantization_figure(measured))
         if not as_json:
             for line in text.splitlines():
                 print_line(line)

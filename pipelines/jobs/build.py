@@ -11,7 +11,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from edje_index.bundles.info import BundleInfo, read_bundle_info
+from edje_index.bundles.info import (
+    BundleInfo,
+    read_bundle_info,
+    read_bundle_offset,
+)
 from edje_index.indexing.faiss_build import AnnRequest, build_ann
 from edje_index.search.rows import caption_column
 from pipelines.environment import free_disk
@@ -56,6 +60,7 @@ from storage_formats.errors import UsageError
 from storage_formats.extras import name_missing_extra
 from storage_formats.format.layout import SHARD_SIZE, IndexSpec, Layout
 from storage_formats.format.manifest import CommittedIndex, Counts, Manifest
+from storage_formats.format.offset import offset_block, write_offset
 from storage_formats.format.receipts import ShardReceipt, read_receipts
 from storage_formats.remote.urls import local_path
 from storage_formats.verify import check_files
@@ -353,8 +358,19 @@ def build_index(
             rows = stored.pop("rows")
             if not rows:
                 raise nothing_to_index(settings.sources, stored["ignored"])
+            offset = read_bundle_offset(info)
+            block = None
+            if offset is not None:
+                block = offset_block(offset, settings.precisions)
+                if block is not None:
+                    write_offset(change.layout, offset)
             spec = IndexSpec(
-                rows, shard_size, info.block_shape, info.embed_dim, settings.precisions
+                rows,
+                shard_size,
+                info.block_shape,
+                info.embed_dim,
+                settings.precisions,
+                offset=block,
             )
             plan = Plan(
                 spec, model_record(info), settings, digest.hexdigest(), **stored

@@ -53,6 +53,7 @@ from storage_formats.errors import UsageError
 from storage_formats.extras import name_missing_extra
 from storage_formats.format.layout import IndexSpec, Layout, Segment
 from storage_formats.format.manifest import CommittedIndex
+from storage_formats.format.offset import copy_offset
 from storage_formats.format.receipts import ShardReceipt
 from storage_formats.format.remote import ROOT, open_index, read_root
 from storage_formats.format.rows import (
@@ -432,6 +433,7 @@ def copy_index(
             resumable(root),
         ):
             begin_index(root, spec)
+            copy_offset(opened, new.layout)
             work = copying(opened, selection, new.layout, spec, identity)
             finished = new.receipts(work.shards, work.fingerprint)
             receipts = finish_work(new, work, on_event, should_stop)

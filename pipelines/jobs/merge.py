@@ -25,6 +25,7 @@ from storage_formats.errors import UsageError
 from storage_formats.extras import name_missing_extra
 from storage_formats.format.layout import Segment
 from storage_formats.format.manifest import CommittedIndex
+from storage_formats.format.offset import copy_offset
 from storage_formats.format.receipts import ShardReceipt
 from storage_formats.format.rows import INDEXED, iter_rows
 from storage_formats.format.source_columns import MAX_COLUMNS, merge_columns
@@ -120,6 +121,7 @@ def merge_indexes(
         resumable(root),
     ):
         begin_index(root, spec)
+        copy_offset(opened[0], change.layout)
         copiers = [
             ShardCopier(each, offset, change.layout)
             for each, offset in zip(opened, offsets, strict=True)
@@ -259,6 +261,10 @@ def _refuse_different(indexes: Sequence[CommittedIndex]) -> None:
             str(manifest.settings["frames"]) if holds_clips(manifest) else "images only"
         )
         precisions = ", ".join(sorted(spec.precisions))
+        offset = "none"
+        if spec.offset is not None:
+            names = ", ".join(sorted(spec.offset.precisions))
+            offset = f"{spec.offset.crc32c:08x} of {names}"
         return [
             ("encoder fingerprint", str(manifest.model["fingerprint"]), same_model),
             ("block shape", shape, same_model),
@@ -272,6 +278,12 @@ def _refuse_different(indexes: Sequence[CommittedIndex]) -> None:
                 "precisions",
                 precisions,
                 "add or drop precisions with 'edje-index quantize' first",
+            ),
+            (
+                "offset block",
+                offset,
+                "drop the precisions with an offset with 'edje-index quantize' first,"
+                " and add them to the merged index",
             ),
             (
                 "frames per clip",

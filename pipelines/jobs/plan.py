@@ -19,7 +19,7 @@ from storage_formats.atomic import fsync_paths
 from storage_formats.codecs import codec
 from storage_formats.errors import CorruptIndexError, UsageError
 from storage_formats.format.checksum import crc32c_file, to_hex
-from storage_formats.format.layout import IndexSpec, Layout, Segment
+from storage_formats.format.layout import IndexSpec, Layout, OffsetBlock, Segment
 from storage_formats.format.manifest import Manifest
 from storage_formats.format.receipts import fingerprint
 from storage_formats.format.source_columns import (
@@ -260,9 +260,10 @@ class Plan:
         """Return this plan as a JSON object."""
         # `asdict` would take longer than the rest of a small change
         segments = [vars(segment) for segment in self.spec.segments]
+        offset = None if self.spec.offset is None else vars(self.spec.offset)
         return {
             **vars(self),
-            "spec": {**vars(self.spec), "segments": segments},
+            "spec": {**vars(self.spec), "segments": segments, "offset": offset},
             "settings": asdict(self.settings),
             "columns": [column.to_json() for column in self.columns],
         }
@@ -275,6 +276,7 @@ class Plan:
             "block_shape": tuple(spec["block_shape"]),
             "precisions": tuple(spec["precisions"]),
             "segments": tuple(Segment(**segment) for segment in spec["segments"]),
+            "offset": _offset(spec.get("offset")),
         }
         settings = BuildSettings.from_json(value["settings"])
         columns = columns_from_json(value["columns"])
@@ -286,6 +288,12 @@ class Plan:
                 "columns": columns,
             }
         )
+
+
+def _offset(value: dict[str, Any] | None) -> OffsetBlock | None:
+    if value is None:
+        return None
+    return OffsetBlock(value["crc32c"], tuple(value["precisions"]))
 
 
 def model_record(info: BundleInfo) -> dict[str, Any]:

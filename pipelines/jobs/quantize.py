@@ -16,10 +16,20 @@ from storage_formats.change import begin_change
 from storage_formats.codecs import codec, precisions
 from storage_formats.errors import UsageError
 from storage_formats.extras import name_missing_extra
-from storage_formats.format.layout import IndexSpec, Layout, padded_shard_bytes
+from storage_formats.format.layout import (
+    IndexSpec,
+    Layout,
+    OffsetBlock,
+    padded_shard_bytes,
+)
 from storage_formats.format.manifest import CommittedIndex, Manifest
+from storage_formats.format.offset import write_offset
 from storage_formats.format.receipts import read_receipts
-from storage_formats.writing.conversion import ConversionTask, convert_shard
+from storage_formats.writing.conversion import (
+    ConversionTask,
+    choose_offset,
+    convert_shard,
+)
 
 
 @dataclass(frozen=True)
@@ -144,9 +154,8 @@ def conversion(
             " at least one precision",
             parameter="drop",
         )
-    target = replace(spec, precisions=after)
     if not missing:
-        return Edit(target)
+        return Edit(with_precisions(spec, after))
     read = precision_to_read(index.root, manifest, source)
     lossy = _least_accurate(manifest, read)
     for name in missing if source is None else ():
@@ -158,6 +167,10 @@ def conversion(
                 " convert anyway",
                 parameter="source",
             )
+    offset, block = choose_offset(index, read, missing)
+    target = with_precisions(spec, after, block)
+    if offset is not None and block is not None:
+        write_offset(layout, offset)
     work = ShardWork(
         "converting",
         list(spec.shard_numbers()),
@@ -165,12 +178,13 @@ def conversion(
         {
             "kind": "quantize",
             "spec": asdict(spec),
+            "offset": None if target.offset is None else asdict(target.offset),
             "source": read,
             "targets": sorted(missing),
             "tables": [table.to_json() for table in manifest.shard_tables],
         },
         make_task=lambda shard, plan: ConversionTask(
-            str(index.root), shard, spec, read, missing, plan
+            str(index.root), shard, target, read, missing, plan
         ),
         make_worker=lambda: convert_shard,
         engine=open_engine(
@@ -192,6 +206,17 @@ def conversion(
     check_free_disk(index.root, {"tokens": need}, what, parameter="to")
     chain = (*manifest.encoded_from.get(read, ()), read)
     return Edit(target, work=work, encoded_from=dict.fromkeys(missing, chain))
+
+
+def with_precisions(
+    spec: IndexSpec, names: tuple[str, ...], offset: OffsetBlock | None = None
+) -> IndexSpec:
+    """Return `spec` with the precisions `names`. `offset` replaces its offset block."""
+    offset = spec.offset if offset is None else offset
+    if offset is not None:
+        with_offset = tuple(name for name in names if name in offset.precisions)
+        offset = replace(offset, precisions=with_offset) if with_offset else None
+    return replace(spec, precisions=names, offset=offset)
 
 
 def precision_to_read(root: Path, manifest: Manifest, requested: str | None) -> str:

@@ -124,8 +124,7 @@ def repair_index(
         layout = Layout(opened.root)
         damaged = {problem.path for problem in problems}
         metadata = [
-            layout.relative(path)
-            for path in layout.zarr_files(opened.manifest.spec.precisions)
+            layout.relative(path) for path in layout.zarr_files(opened.manifest.spec)
         ]
         repaired += [
             RepairedFile(path, "index.json") for path in metadata if path in damaged

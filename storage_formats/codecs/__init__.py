@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import numpy as np
+from numpy.typing import NDArray
 
 from storage_formats.codecs.base import BF16, Blocks, Codec, Records
 from storage_formats.codecs.formats import CODECS
@@ -32,7 +33,7 @@ def precisions() -> tuple[str, ...]:
     Examples:
         >>> from storage_formats import precisions
         >>> precisions()
-        ('bf16', 'fp16', 'int8', 'fp8', 'mxfp8', 'nvfp4', 'mxfp4', 'sign1')
+        ('bf16', 'fp16', 'int8', 'fp8', 'mxfp8', 'nvfp4', 'mxfp4', 'gauss2', 'sign1')
     """
     return tuple(CODECS)
 
@@ -47,13 +48,18 @@ def finest(names: Iterable[str]) -> str:
     )
 
 
-def codec(name: str, block_shape: tuple[int, int] = DEFAULT_BLOCK_SHAPE) -> Codec:
+def codec(
+    name: str,
+    block_shape: tuple[int, int] = DEFAULT_BLOCK_SHAPE,
+    offset: NDArray[np.float32] | None = None,
+) -> Codec:
     """Return the codec of a precision. A codec encodes bfloat16 blocks to records, and
     decodes records to blocks.
 
     Args:
         name: one of `precisions()`.
         block_shape: (m, d), tokens per block and values per token.
+        offset: offset block, float32 [m, d]; bf16 and fp16 ignore it.
 
     Returns:
         A `storage_formats.codecs.base.Codec`. Its method `encode` takes
@@ -77,7 +83,7 @@ def codec(name: str, block_shape: tuple[int, int] = DEFAULT_BLOCK_SHAPE) -> Code
         (2, 64, 384)
     """
     try:
-        return CODECS[name](block_shape)
+        return CODECS[name](block_shape, offset)
     except KeyError:
         raise UsageError(
             f"unknown precision '{name}'; choose one of: {', '.join(CODECS)}"

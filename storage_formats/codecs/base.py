@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from typing import Any, TypeAlias
 
 import ml_dtypes
@@ -35,6 +36,8 @@ Span: TypeAlias = tuple[int, int]
 """(start, stop), a half-open range of items."""
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
+# at a time: residuals and decoded blocks stay in the processor's cache
+_OFFSET_BLOCKS = 4
 
 
 class Codec(ABC):
@@ -47,9 +50,15 @@ class Codec(ABC):
     change the result. A subclass imports its compiled kernels, and with them Numba, at
     the first conversion.
 
+    Args:
+        block_shape: (m, d), tokens per block and values per token.
+        offset: block that is subtracted before encoding and added after decoding,
+            float32 [m, d]. None, and every lossless precision, has no offset.
+
     Attributes:
         name: name of the precision. The directory of its shards under `tokens/` has the
             same name.
+        has_offset: whether the precision takes an offset.
         logical_dtype: number format of the stored values, for example `bfloat16` or
             `int8`.
         width_multiple: the width of a token must be a multiple of this number.
@@ -77,10 +86,13 @@ class Codec(ABC):
     logical_dtype: str
     zarr_dtype = "uint8"
     fill_value = NAN_CODE
+    has_offset = True
     width_multiple = 1
     token_range = (0.0, math.inf)
 
-    def __init__(self, block_shape: tuple[int, int]) -> None:
+    def __init__(
+        self, block_shape: tuple[int, int], offset: NDArray[np.float32] | None = None
+    ) -> None:
         tokens, width = block_shape
         multiple = self.width_multiple
         if width % multiple:
@@ -90,6 +102,7 @@ class Codec(ABC):
                 " any width"
             )
         self.block_shape = block_shape
+        self.offset = offset if self.has_offset else None
         self.values = tokens * width
         self.record_bytes = tokens * self.token_bytes(width)
         self.record_shape: tuple[int, ...] = block_shape
@@ -116,6 +129,9 @@ class Codec(ABC):
         raise NotImplementedError
 
     @abstractmethod
+    def _decode(self, memory: Bytes, moves: Moves, bits: Bits, span: Span) -> None:
+        """Decode like `decode_at`, without the offset."""
+
     def decode_at(self, memory: Bytes, moves: Moves, bits: Bits, span: Span) -> None:
         """Decode the items of `moves` with the indices `range(*span)` on the calling
         thread.
@@ -129,6 +145,31 @@ class Codec(ABC):
                 distinct.
             bits: bits of the decoded blocks, uint16 [n * m * d].
         """
+        for piece in self._pieces(*span):
+            self._decode(memory, moves, bits, piece)
+            if self.offset is not None:
+                from storage_formats.codecs.kernels import add_offset
+
+                add_offset(bits, moves[1], self.offset.reshape(-1), piece)
+
+    def _pieces(self, start: int, stop: int) -> Iterator[Span]:
+        """Yield the parts of a span that are processed at once."""
+        step = stop - start if self.offset is None else _OFFSET_BLOCKS
+        for first in range(start, stop, step or 1):
+            yield first, min(first + step, stop)
+
+    def residuals(self, blocks: Blocks) -> Blocks:
+        """Return `blocks` [k, m, d] minus the offset, rounded to bfloat16."""
+        if self.offset is None:
+            return blocks
+        from storage_formats.codecs.kernels import subtract_offset
+
+        bits = np.ascontiguousarray(blocks).view(np.uint16).reshape(-1)
+        residuals = np.empty(blocks.shape, dtype=BF16)
+        subtract_offset(
+            bits, self.offset.reshape(-1), residuals.view(np.uint16).reshape(-1)
+        )
+        return residuals
 
     def encode(self, blocks: Blocks, threads: int | None = None) -> Records:
         """Encode blocks, bf16 [k, m, d], to records, uint8 [k, record_bytes].
@@ -137,10 +178,17 @@ class Codec(ABC):
         """
         self._check_blocks(blocks)
         records = np.empty((len(blocks), self.record_bytes), dtype=np.uint8)
-        bits = np.ascontiguousarray(blocks).view(np.uint16).reshape(-1)
+        blocks = np.ascontiguousarray(blocks)
         flat = records.reshape(-1)
+
+        def encode(start: int, stop: int) -> None:
+            for first, last in self._pieces(start, stop):
+                bits = self.residuals(blocks[first:last]).view(np.uint16).reshape(-1)
+                part = flat[first * self.record_bytes : last * self.record_bytes]
+                self._encode(bits, part, (0, last - first))
+
         run_chunks(
-            lambda start, stop: self._encode(bits, flat, (start, stop)),
+            encode,
             len(blocks),
             2 * self.values,
             threads,

@@ -39,6 +39,8 @@ fill value.
 """
 SECOND_LEVEL_SCALE = 2.0**-3
 """The constant factor of all scales of `nvfp4`."""
+LARGE_LEVEL = 3.34375
+"""The larger level of `gauss2`, in units of the scale."""
 LARGEST_INPUT = 15 * 2.0**124
 """Finite magnitudes above this limit are encoded as the limit, because E4M3 would
 round them to 2**128.
@@ -61,6 +63,7 @@ class BF16Codec(Codec):
 
     name = "bf16"
     logical_dtype = "bfloat16"
+    has_offset = False
     zarr_dtype = "uint16"
     fill_value = 0x7FC0
 
@@ -72,7 +75,7 @@ class BF16Codec(Codec):
             .reshape(len(blocks), self.record_bytes)
         )
 
-    def decode_at(self, memory: Bytes, moves: Moves, bits: Bits, span: Span) -> None:
+    def _decode(self, memory: Bytes, moves: Moves, bits: Bits, span: Span) -> None:
         start, stop = span
         copies = bits.view(np.uint8).reshape(-1, self.record_bytes)
         for offset, index in zip(
@@ -98,6 +101,7 @@ class FP16Codec(Codec):
     name = "fp16"
     token_range = (2.0**-14, 65504.0)
     logical_dtype = "float16"
+    has_offset = False
     zarr_dtype = "uint16"
     fill_value = 0x7E00
 
@@ -114,7 +118,7 @@ class FP16Codec(Codec):
             (0, len(blocks)),
         )
 
-    def decode_at(self, memory: Bytes, moves: Moves, bits: Bits, span: Span) -> None:
+    def _decode(self, memory: Bytes, moves: Moves, bits: Bits, span: Span) -> None:
         _kernels().translate(memory, moves, _fp16_tables()[1], bits, self.values, span)
 
 
@@ -167,7 +171,7 @@ class Int8Codec(Codec):
     def _encode(self, bits: Bits, records: Bytes, span: Span) -> None:
         _kernels().encode_int8(bits, _int8_scales(), records, self._geometry, span)
 
-    def decode_at(self, memory: Bytes, moves: Moves, bits: Bits, span: Span) -> None:
+    def _decode(self, memory: Bytes, moves: Moves, bits: Bits, span: Span) -> None:
         _kernels().decode_int8(memory, moves, bits, self._geometry, span)
 
 
@@ -195,9 +199,10 @@ class GroupScaledCodec(Codec):
     element: MiniFloat
     scale_values: NDArray[np.float32]
 
-    def __init__(self, block_shape: tuple[int, int]) -> None:
-        super().__init__(block_shape)
-        self.codes_bytes = self.values if self.element is E4M3 else self.values // 2
+    @property
+    def codes_bytes(self) -> int:
+        """Length of the codes of a record in bytes."""
+        return self.values if self.element is E4M3 else self.values // 2
 
     @classmethod
     def token_bytes(cls, width: int) -> int:
@@ -220,7 +225,7 @@ class GroupScaledCodec(Codec):
                 encode = _kernels().encode_e4m3_tokens
         encode(bits, self._scale_table(), scales, records, self._geometry, span)
 
-    def decode_at(self, memory: Bytes, moves: Moves, bits: Bits, span: Span) -> None:
+    def _decode(self, memory: Bytes, moves: Moves, bits: Bits, span: Span) -> None:
         if self.element is E4M3:
             _kernels().decode_e4m3(
                 memory, moves, self.products(), bits, self._geometry, span
@@ -392,7 +397,78 @@ class NVFP4Codec(GroupScaledCodec):
         return np.maximum(E4M3.encode(scales), np.uint8(1))
 
 
-class Sign1Codec(Codec):
+class SignCodec(Codec):
+    """Stores the codes of all values, one or two bits each, then one bfloat16 scale
+    per token.
+
+    Attributes:
+        code_bits: bits per code, 1 or 2.
+        threshold: a magnitude has the larger level if it exceeds this number times the
+            root mean square of its token.
+    """
+
+    code_bits: int
+    threshold = np.inf
+
+    @classmethod
+    def group_of(cls, width: int) -> int:
+        return width
+
+    @classmethod
+    def token_bytes(cls, width: int) -> int:
+        return width * cls.code_bits // 8 + 2
+
+    def _encode(self, bits: Bits, records: Bytes, span: Span) -> None:
+        _kernels().encode_signs(
+            bits, records, self.code_bits, self.threshold, self._geometry, span
+        )
+
+    def _decode(self, memory: Bytes, moves: Moves, bits: Bits, span: Span) -> None:
+        words = bits.view(np.uint64)
+        tables = self._words()
+        _kernels().decode_signs(memory, moves, *tables, words, self._geometry, span)
+
+    @classmethod
+    @functools.cache
+    def _words(cls) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
+        """Return the tables `signs` and `masks` of `kernels.decode_signs`."""
+        shifts = np.arange(0, 8, cls.code_bits, dtype=np.uint16)
+        codes = np.arange(256, dtype=np.uint16)[:, None] >> shifts
+        signs = (codes & 1) << np.uint16(15)
+        is_large = np.where(codes & 2, 0xFFFF, 0).astype(np.uint16)
+        masks = is_large.view(np.uint64).reshape(-1)
+        if cls.code_bits == 1:
+            masks = masks[:0]
+        return signs.view(np.uint64).reshape(-1), masks
+
+
+class Gauss2Codec(SignCodec):
+    """Two bits per value, with one scale per token: four levels that suit values with
+    a normal distribution.
+
+    A record contains, for m tokens of width d, where d is a multiple of 4:
+
+    - m x d / 4 bytes of codes, tokens in order, four codes per byte with the first in
+      the lowest bits
+    - m bfloat16 scales, little endian
+
+    The low bit of a code is the sign, and 1 means negative. The high bit selects the
+    magnitude: scale, or 3.34375 x scale, rounded to bfloat16. The levels and the
+    threshold are those of Max, "Quantizing for minimum distortion", 1960, table I: the
+    magnitude is the large one if the value exceeds 0.9816 times the root mean square
+    of the token. The scale minimises the squared error of the token for these codes.
+    The encoder computes in float64, sums from the first value to the last, and rounds
+    the scale to float32 and then to bfloat16, limited to 2 ** 126.
+    """
+
+    name = "gauss2"
+    logical_dtype = "gauss2"
+    width_multiple = 4
+    code_bits = 2
+    threshold = 0.9816
+
+
+class Sign1Codec(SignCodec):
     """The sign of each value, with one scale per token.
 
     A record contains, for m tokens of width d, where d is a multiple of 8:
@@ -410,28 +486,7 @@ class Sign1Codec(Codec):
     name = "sign1"
     logical_dtype = "sign1"
     width_multiple = 8
-
-    @classmethod
-    def token_bytes(cls, width: int) -> int:
-        return width // 8 + 2
-
-    def _encode(self, bits: Bits, records: Bytes, span: Span) -> None:
-        _kernels().encode_sign1(bits, records, self._geometry, span)
-
-    def decode_at(self, memory: Bytes, moves: Moves, bits: Bits, span: Span) -> None:
-        _kernels().decode_sign1(
-            memory, moves, _sign_words(), bits.view(np.uint64), self._geometry, span
-        )
-
-
-@functools.cache
-def _sign_words() -> NDArray[np.uint64]:
-    """Return a table of two words for each byte of eight sign bits, uint64 [512].
-
-    A word consists of four bfloat16 values with only the sign bits set.
-    """
-    signs = (np.arange(256)[:, None] >> np.arange(8)) & 1
-    return (signs.astype(np.uint16) << np.uint16(15)).view(np.uint64).reshape(-1)
+    code_bits = 1
 
 
 CODECS = {
@@ -444,6 +499,7 @@ CODECS = {
         MXFP8Codec,
         NVFP4Codec,
         MXFP4Codec,
+        Gauss2Codec,
         Sign1Codec,
     )
 }

@@ -18,6 +18,7 @@ references to slices, which costs time.
 
 from __future__ import annotations
 
+import math
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -57,7 +58,12 @@ NAN_BITS = np.uint16(0x7FC0)
 # see `codecs.formats`
 NAN_SCALE = np.uint16(0xFFFF)
 NAN_CODE = np.uint8(0xFF)
+LARGE_LEVEL = 3.34375
 E4M3_BIAS = np.uint16(7)
+# 2 ** 126
+LARGEST_SCALE = np.uint16(0x7E80)
+# a product with it copies a word of 16 bits to all quarters
+FOUR_TIMES = np.uint64(0x0001000100010001)
 # a product with a larger or negative scale exponent may exceed the bfloat16 range
 EXTREME_EXPONENT = np.uint16(240)
 
@@ -574,31 +580,77 @@ def decode_int8(
             scale_at += TWO
 
 
-@kernel(input_array(types.uint16), output_array(types.uint8), _GEOMETRY, _SPAN)
-def encode_sign1(bits: U16, records: U8, geometry: Geometry, span: Span) -> None:
-    """Encode bfloat16 values to sign bits and one bfloat16 scale per token."""
+@kernel(
+    input_array(types.uint16),
+    output_array(types.uint8),
+    types.uint64,
+    types.float64,
+    _GEOMETRY,
+    _SPAN,
+)
+def encode_signs(
+    bits: U16,
+    records: U8,
+    code_bits: Index,
+    threshold: float,
+    geometry: Geometry,
+    span: Span,
+) -> None:
+    """Encode bfloat16 values to codes of one or two bits, and one bfloat16 scale per
+    token.
+
+    The low bit of a code is the sign. The high bit is set if the magnitude exceeds
+    `threshold` times the root mean square of the token, and its level is then
+    `LARGE_LEVEL`.
+    """
     values, width, _ = geometry
-    size = width >> THREE
+    per_byte = EIGHT // code_bits
+    size = width // per_byte
     start, stop = span
     for block in range(start, stop):
         codes_at = block * (values // width) * (size + TWO)
-        scale_at = codes_at + (values >> THREE)
+        scale_at = codes_at + values // per_byte
         for first in range(block * values, (block + ONE) * values, width):
-            total = 0.0
+            limit = np.inf
+            if code_bits == TWO:
+                squares = 0.0
+                for i in range(width):
+                    number = np.float64(
+                        _bf16(np.uint16(bits[first + i] & MAGNITUDE_BITS))
+                    )
+                    squares += number * number
+                limit = threshold * math.sqrt(squares / width)
+            small = large = larger = 0.0
             for i in range(size):
                 code = np.uint32(0)
-                for bit in range(EIGHT):
-                    number = bits[first + (i << THREE) + bit]
-                    code |= np.uint32(
-                        np.uint32(number >> np.uint16(15)) << np.uint32(bit)
-                    )
-                    total += np.float64(_bf16(np.uint16(number & MAGNITUDE_BITS)))
+                # loops of constant length are unrolled
+                if code_bits == ONE:
+                    for bit in range(EIGHT):
+                        word = bits[first + (i << THREE) + bit]
+                        sign = np.uint32(word >> np.uint16(15))
+                        code |= np.uint32(sign << np.uint32(bit))
+                        small += np.float64(_bf16(np.uint16(word & MAGNITUDE_BITS)))
+                else:
+                    for part in range(FOUR):
+                        word = bits[first + (i << TWO) + part]
+                        number = np.float64(_bf16(np.uint16(word & MAGNITUDE_BITS)))
+                        is_large = number > limit
+                        small += 0.0 if is_large else number
+                        large += number if is_large else 0.0
+                        larger += 1.0 if is_large else 0.0
+                        sign = np.uint32(word >> np.uint16(15))
+                        pair = sign | np.uint32(is_large) << np.uint32(1)
+                        code |= np.uint32(pair << np.uint32(part << ONE))
                 records[codes_at + i] = np.uint8(code)
-            scale = _rounded_bf16(np.float32(total / width))
+            weight = (width - larger) + LARGE_LEVEL * LARGE_LEVEL * larger
+            scale = _rounded_bf16(np.float32((small + LARGE_LEVEL * large) / weight))
             if scale >= INFINITY_BITS:
                 scale = NAN_SCALE
                 for i in range(size):
                     records[codes_at + i] = NAN_CODE
+            elif code_bits == TWO:
+                # a larger product with the level would be infinite
+                scale = min(scale, LARGEST_SCALE)
             _write_word(records, scale_at, scale)
             codes_at += size
             scale_at += TWO
@@ -608,39 +660,95 @@ def encode_sign1(bits: U16, records: U8, geometry: Geometry, span: Span) -> None
     input_array(types.uint8),
     _MOVES,
     input_array(types.uint64),
+    input_array(types.uint64),
     output_array(types.uint64),
     _GEOMETRY,
     _SPAN,
 )
-def decode_sign1(
-    records: U8, moves: Moves, table: U64, quads: U64, geometry: Geometry, span: Span
+def decode_signs(
+    records: U8,
+    moves: Moves,
+    signs: U64,
+    masks: U64,
+    quads: U64,
+    geometry: Geometry,
+    span: Span,
 ) -> None:
-    """Decode sign bits and bfloat16 scales to words of four bfloat16 values.
+    """Decode codes of one or two bits and bfloat16 scales to words of four bfloat16
+    values.
 
-    `table` [256 x 2] contains two words for each byte of eight sign bits. A word has
-    the sign bits of four values.
+    `signs` and `masks` contain one word for each byte of codes, or two if a byte has
+    eight codes. A word has the sign bits of four values, and ones in each value with
+    the larger level. Without larger levels, `masks` is empty.
     """
     values, width, _ = geometry
-    size = width >> THREE
+    words = np.uint64(len(signs)) >> EIGHT
+    size = width // (words << TWO)
+    two_levels = len(masks) > 0
     offsets, blocks = moves
     start, stop = span
     for move in range(start, stop):
         block = np.uint64(blocks[move])
         codes_at = np.uint64(offsets[move])
-        scale_at = codes_at + (values >> THREE)
+        scale_at = codes_at + values // (words << TWO)
         quad = (block * values) >> TWO
         for _ in range(values // width):
-            scale = _read_word(records, scale_at)
-            nan = np.uint16(scale & MAGNITUDE_BITS) > INFINITY_BITS
-            four = np.uint64(NAN_BITS if nan else scale) * np.uint64(0x0001000100010001)
-            signs = ZERO if nan else np.uint64(0xFFFFFFFFFFFFFFFF)
-            for i in range(size):
-                entry = np.uint64(records[codes_at + i]) << ONE
-                quads[quad] = four ^ (table[entry] & signs)
-                quads[quad + ONE] = four ^ (table[entry | ONE] & signs)
-                quad += TWO
+            word = _read_word(records, scale_at)
+            scale = _bf16(word)
+            is_nan = np.uint16(word & MAGNITUDE_BITS) > INFINITY_BITS
+            kept = ZERO if is_nan else np.uint64(0xFFFFFFFFFFFFFFFF)
+            four = np.uint64(NAN_BITS if is_nan else word) * FOUR_TIMES
+            if two_levels:
+                large = _rounded_bf16(scale * np.float32(LARGE_LEVEL))
+                change = four ^ (np.uint64(large) * FOUR_TIMES)
+                for i in range(size):
+                    entry = np.uint64(records[codes_at + i])
+                    quads[quad + i] = (
+                        four ^ (change & masks[entry]) ^ (signs[entry] & kept)
+                    )
+                quad += size
+            else:
+                for i in range(size):
+                    entry = np.uint64(records[codes_at + i]) << ONE
+                    quads[quad] = four ^ (signs[entry] & kept)
+                    quads[quad + ONE] = four ^ (signs[entry | ONE] & kept)
+                    quad += TWO
             codes_at += size
             scale_at += TWO
+
+
+@kernel(
+    input_array(types.uint16),
+    input_array(types.float32),
+    output_array(types.uint16),
+)
+def subtract_offset(bits: U16, offset: F32, residuals: U16) -> None:
+    """Write blocks minus the offset [m * d] to `residuals`."""
+    values = np.uint64(len(offset))
+    for first in range(ZERO, np.uint64(len(bits)), values):
+        for i in range(values):
+            residuals[first + i] = _rounded_bf16(_bf16(bits[first + i]) - offset[i])
+
+
+@kernel(
+    output_array(types.uint16),
+    types.Array(types.int64, 1, "C"),
+    input_array(types.float32),
+    _SPAN,
+)
+def add_offset(bits: U16, blocks: NDArray[np.int64], offset: F32, span: Span) -> None:
+    """Add the offset [m * d] to the decoded `blocks` with the indices of `span`."""
+    values = np.uint64(len(offset))
+    start, stop = span
+    for index in range(start, stop):
+        first = np.uint64(blocks[index]) * values
+        for i in range(values):
+            total = _bits(_bf16(bits[first + i]) + offset[i])
+            even = np.uint32(total >> np.uint32(16)) & np.uint32(1)
+            # the NaN of a decoder keeps its upper half
+            bits[first + i] = np.uint16(
+                np.uint32(total + np.uint32(0x7FFF) + even) >> np.uint32(16)
+            )
 
 
 @summing

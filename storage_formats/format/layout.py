@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,6 +22,10 @@ EXTENDED_VERSION = "1.2"
 PARTIAL_VERSION = "1.3"
 # format version of an index with edits
 EDITED_VERSION = "1.4"
+# format version of an index with an offset block, which earlier readers must refuse
+OFFSET_VERSION = "2.0"
+# array of the token group with the offset block
+OFFSET_ARRAY = "offset"
 # rows per shard by default
 SHARD_SIZE = 1024
 PAGE_BYTES = 4096
@@ -49,6 +53,19 @@ class Segment:
 
 
 @dataclass(frozen=True)
+class OffsetBlock:
+    """Names the offset block of an index (SPEC.md section 6.2).
+
+    Attributes:
+        crc32c: checksum of its values.
+        precisions: names of the precisions that are stored with the offset.
+    """
+
+    crc32c: int
+    precisions: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class IndexSpec:
     """The shape of an index. It determines the length and the structure of every file.
 
@@ -60,6 +77,7 @@ class IndexSpec:
         precisions: names of the precisions, see `storage_formats.precisions`.
         segments: the segments in ascending order. An empty tuple means one segment with
             all rows; see `used_segments`.
+        offset: the offset block; None if no precision has an offset.
 
     Raises:
         UsageError: a number is not positive; or the segments overlap, do not ascend, or
@@ -84,6 +102,7 @@ class IndexSpec:
     embed_dim: int
     precisions: tuple[str, ...] = ("bf16",)
     segments: tuple[Segment, ...] = field(default=(), repr=False)
+    offset: OffsetBlock | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         numbers = (self.rows, self.shard_size, *self.block_shape, self.embed_dim)
@@ -238,6 +257,10 @@ class Layout:
     def token_array(self, precision: str) -> Path:
         return self.tokens / precision
 
+    @property
+    def offset_values(self) -> Path:
+        return self.token_array(OFFSET_ARRAY) / "c.0.0"
+
     def shard_folders(self) -> list[Path]:
         """Return all directories with files of shards."""
         return [self.rows, self.embeddings, self.tokens, self.root / "checksums"]
@@ -248,18 +271,13 @@ class Layout:
         """
         return [*self.shard_folders(), self.root / "manifest", self.ann]
 
-    def zarr_files(self, precisions: Iterable[str]) -> list[Path]:
+    def zarr_files(self, spec: IndexSpec) -> list[Path]:
         """Return the path of each `zarr.json`: of the token group, of the
-        embeddings, and of each of `precisions`.
+        embeddings, of each precision, and of the offset block if there is one.
         """
-        return [
-            folder / "zarr.json"
-            for folder in (
-                self.tokens,
-                self.embeddings,
-                *map(self.token_array, precisions),
-            )
-        ]
+        arrays = [*spec.precisions, *([OFFSET_ARRAY] if spec.offset else [])]
+        folders = (self.tokens, self.embeddings, *map(self.token_array, arrays))
+        return [folder / "zarr.json" for folder in folders]
 
     def token_shard(self, precision: str, shard: int, record_ndim: int = 2) -> Path:
         return self.token_array(precision) / ".".join(

@@ -28,8 +28,10 @@ from storage_formats.format.index_files import read_index_file
 from storage_formats.format.layout import (
     FORMAT,
     FORMAT_VERSION,
+    OFFSET_VERSION,
     IndexSpec,
     Layout,
+    OffsetBlock,
     Segment,
 )
 from storage_formats.format.shard_table import FileEntry, read_shard_table
@@ -38,6 +40,8 @@ from storage_formats.format.tombstones import Tombstones, read_tombstones
 from storage_formats.remote.objects import ObjectFolder
 from storage_formats.remote.urls import IndexLocation
 
+# major format versions
+_READ_MAJORS = ("1", "2")
 MAX_MANIFEST_BYTES = 64 << 20
 SNAPSHOT_FILE = re.compile(r"snapshots/\d+\.json")
 # the shard table has 32 bits for a shard
@@ -193,6 +197,7 @@ _TYPES: dict[str, Any] = {
     "next_shard": int,
     "oldest_snapshot": int,
     "deleted": {"rows": int},
+    "offset": {"precisions": [str]},
 }
 
 
@@ -349,6 +354,11 @@ class Manifest:
         for name, entries in (("row_maps", self.row_maps), ("columns", self.columns)):
             if entries:
                 value[name] = [entry.to_json() for entry in entries]
+        if spec.offset is not None:
+            (entry,) = self.offset_files
+            value["format_version"] = OFFSET_VERSION
+            names = list(spec.offset.precisions)
+            value["offset"] = {**entry.to_json(), "precisions": names}
         if self.edits is not None:
             value["edits"] = self.edits.to_json()
         if snapshot.number or snapshot.change:
@@ -372,6 +382,16 @@ class Manifest:
         return [FileEntry.from_json(file) for file in self.ann.get("files", [])]
 
     @property
+    def offset_files(self) -> list[FileEntry]:
+        """The file entry of the values of the offset block, if the index has one."""
+        if self.spec.offset is None:
+            return []
+        layout = Layout(Path())
+        path = layout.relative(layout.offset_values)
+        m, d = self.spec.block_shape
+        return [FileEntry(path, 4 * m * d, self.spec.offset.crc32c)]
+
+    @property
     def own_files(self) -> list[FileEntry]:
         """The file entries of all files that no shard table lists."""
         deleted = [] if self.snapshot.deleted is None else [self.snapshot.deleted]
@@ -380,6 +400,7 @@ class Manifest:
             *deleted,
             *(row_map.file for row_map in self.row_maps),
             *self.ann_files,
+            *self.offset_files,
             *filter(None, [self.edits]),
         ]
 
@@ -505,10 +526,10 @@ def _parse(where: IndexLocation, value: Any) -> Manifest:
             " index"
         )
     format_version = str(value.get("format_version"))
-    if format_version.split(".")[0] != FORMAT_VERSION.split(".")[0]:
+    if format_version.split(".")[0] not in _READ_MAJORS:
         raise UsageError(
             f"{where} has format version {format_version}, but this version of"
-            f" edje-index reads {FORMAT_VERSION}; upgrade edje-index"
+            f" edje-index reads {' and '.join(_READ_MAJORS)}; upgrade edje-index"
         )
     if value.get("crc32c") != json_checksum(value):
         raise CorruptIndexError(
@@ -579,6 +600,7 @@ def _manifest(value: dict[str, Any]) -> Manifest:
                 Segment(int(segment["first_row"]), int(segment["rows"]))
                 for segment in segments
             ),
+            offset=_offset(value),
         ),
         counts=Counts(
             counts["inputs"],
@@ -616,6 +638,17 @@ def _manifest(value: dict[str, Any]) -> Manifest:
     # raises the errors of the entries
     _ = manifest.ann_files
     return manifest
+
+
+def _offset(value: dict[str, Any]) -> OffsetBlock | None:
+    """Return the offset block that the members `value` name."""
+    entry = value.get("offset")
+    if entry is None:
+        return None
+    names = tuple(entry["precisions"])
+    if not {*names} <= {precision["name"] for precision in value["precisions"]}:
+        raise ValueError(f"the offset has the precisions {names}")
+    return OffsetBlock(FileEntry.from_json(entry).crc32c, names)
 
 
 def _check(value: Any, types: Any, name: str) -> None:

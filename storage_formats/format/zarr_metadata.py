@@ -15,7 +15,13 @@ from numpy.typing import NDArray
 
 from storage_formats.codecs import codec
 from storage_formats.format.checksum import crc32c
-from storage_formats.format.layout import FORMAT_VERSION, IndexSpec, Layout
+from storage_formats.format.layout import (
+    FORMAT_VERSION,
+    OFFSET_ARRAY,
+    OFFSET_VERSION,
+    IndexSpec,
+    Layout,
+)
 
 ABSENT = np.uint64(2**64 - 1)
 """Offset and length of a missing inner chunk (Zarr sharding codec, "Binary shard
@@ -36,27 +42,46 @@ def zarr_documents(layout: Layout, spec: IndexSpec) -> dict[Path, dict[str, Any]
         "node_type": "group",
         "attributes": {"edje": {"format_version": FORMAT_VERSION}},
     }
-    embeddings = {
+    embeddings = _plain_array(
+        (spec.rows, spec.embed_dim),
+        (spec.shard_size, spec.embed_dim),
+        ("row", "dimension"),
+        {"format_version": FORMAT_VERSION, "normalised": "l2"},
+    )
+    arrays = [_token_array(spec, name) for name in spec.precisions]
+    if spec.offset is not None:
+        arrays.append(
+            _plain_array(
+                spec.block_shape,
+                spec.block_shape,
+                ("token", "channel"),
+                {"format_version": OFFSET_VERSION},
+            )
+        )
+    documents = (group, embeddings, *arrays)
+    return dict(zip(layout.zarr_files(spec), documents, strict=True))
+
+
+def _plain_array(
+    shape: tuple[int, int],
+    chunk_shape: tuple[int, int],
+    names: tuple[str, str],
+    attributes: dict[str, Any],
+) -> dict[str, Any]:
+    """Return the document of an array of float32 without shards."""
+    return {
         **_ARRAY,
-        "shape": [spec.rows, spec.embed_dim],
+        "shape": list(shape),
         "data_type": "float32",
         "chunk_grid": {
             "name": "regular",
-            "configuration": {"chunk_shape": [spec.shard_size, spec.embed_dim]},
+            "configuration": {"chunk_shape": list(chunk_shape)},
         },
         "fill_value": "NaN",
         "codecs": [_LITTLE_ENDIAN],
-        "dimension_names": ["row", "dimension"],
-        "attributes": {"edje": {"format_version": FORMAT_VERSION, "normalised": "l2"}},
+        "dimension_names": list(names),
+        "attributes": {"edje": attributes},
     }
-    tokens = [_token_array(spec, name) for name in spec.precisions]
-    return dict(
-        zip(
-            layout.zarr_files(spec.precisions),
-            (group, embeddings, *tokens),
-            strict=True,
-        )
-    )
 
 
 def _token_array(spec: IndexSpec, precision: str) -> dict[str, Any]:
@@ -73,13 +98,19 @@ def _token_array(spec: IndexSpec, precision: str) -> dict[str, Any]:
             "index_location": "end",
         },
     }
-    attributes = {
+    attributes: dict[str, Any] = {
         "format_version": FORMAT_VERSION,
         "precision": precision,
         "logical_dtype": token_codec.logical_dtype,
         "block_shape": list(spec.block_shape),
         "record_bytes": token_codec.record_bytes,
     }
+    if spec.offset is not None and precision in spec.offset.precisions:
+        attributes |= {
+            "format_version": OFFSET_VERSION,
+            "offset": f"tokens/{OFFSET_ARRAY}",
+            "formula": "bfloat16(decoded record + offset), the sum in float32",
+        }
     chunk_shape = [spec.shard_size, *token_codec.record_shape]
     names = (
         ["row", "token", "channel"]

@@ -8,23 +8,32 @@ Readers can use the index during the conversion. They see a new precision after
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
-from storage_formats.codecs import BF16, Blocks, codec
+from storage_formats.codecs import Blocks
 from storage_formats.errors import TaskInterrupted
-from storage_formats.format.layout import IndexSpec, Layout
-from storage_formats.format.manifest import CommittedIndex
+from storage_formats.format.layout import IndexSpec, Layout, OffsetBlock
+from storage_formats.format.manifest import CommittedIndex, kept_snapshots
+from storage_formats.format.offset import (
+    SAMPLE_BLOCKS,
+    Offset,
+    estimate_offset,
+    offset_block,
+    read_offset,
+)
 from storage_formats.format.receipts import ShardReceipt
 from storage_formats.token_store import TokenStore
 from storage_formats.writing.staging import StagedFiles
 from storage_formats.writing.token_shard import refuse_outside
 
 _PIECE_BYTES = 8 << 20
+# rows of the sample for an offset that are read at once
+_SAMPLE_ROWS = 64
 
 
 @dataclass(frozen=True)
@@ -32,6 +41,7 @@ class ConversionTask:
     """The conversion of one shard.
 
     Attributes:
+        spec: the shape of the index after the conversion.
         source: precision to read, one of the precisions of the index.
     """
 
@@ -41,6 +51,38 @@ class ConversionTask:
     source: str
     targets: tuple[str, ...]
     plan: str
+
+
+def choose_offset(
+    index: CommittedIndex, source: str, names: Sequence[str]
+) -> tuple[Offset | None, OffsetBlock | None]:
+    """Return the offset block with which the precisions `names` are added to `index`
+    from the blocks of `source`, and its entry after the change.
+
+    An index has one offset block: that of a kept snapshot, or else the mean of evenly
+    spaced rows that are not deleted. A precision of a kept snapshot is written as it
+    was there, because both have the same files.
+    """
+    kept = [manifest.spec for manifest in kept_snapshots(index)]
+    blocks = {spec.offset: spec for spec in kept if spec.offset is not None}
+    with_offset = {name for block in blocks for name in block.precisions}
+    plain = {name for spec in kept for name in spec.precisions} - with_offset
+    offset = None
+    for spec in blocks.values():
+        offset = read_offset(index.root, spec)
+    if offset is None:
+        with TokenStore(index, source) as store:
+            rows = store.row_ids()
+            sample = rows[:: max(1, len(rows) // SAMPLE_BLOCKS)]
+            parts = np.split(sample, range(_SAMPLE_ROWS, len(sample), _SAMPLE_ROWS))
+            batches = map(store.fetch, parts)
+            offset = estimate_offset(each[~store.holes(each)] for each in batches)
+    if offset is None:
+        return None, None
+    stored = index.manifest.spec.offset
+    before = () if stored is None else stored.precisions
+    added = [name for name in names if name not in plain and name not in before]
+    return offset, offset_block(offset, (*before, *added))
 
 
 def convert_shard(
@@ -93,14 +135,7 @@ def _blocks(task: ConversionTask) -> Iterator[tuple[int, Blocks]]:
     """Yield (first position, blocks) of the shard, in bfloat16. Only the last two
     yielded pieces are valid.
     """
-    # Two buffers take turns, because new memory would cost a page fault per 4 KiB.
-    source = codec(task.source, task.spec.block_shape)
-    step = max(1, _PIECE_BYTES // source.record_bytes)
     rows = task.spec.shard_rows(task.shard)
-    buffers = [
-        np.empty((min(step, len(rows)), *task.spec.block_shape), dtype=BF16)
-        for _ in range(2)
-    ]
     index = CommittedIndex.open(task.root)
     whole = replace(
         index.manifest,
@@ -108,13 +143,15 @@ def _blocks(task: ConversionTask) -> Iterator[tuple[int, Blocks]]:
     )
     # a rollback can bring deleted rows back
     with TokenStore(replace(index, manifest=whole), task.source) as store:
+        step = min(len(rows), max(1, _PIECE_BYTES // store.record_bytes))
+        # Two buffers take turns, because new memory would cost a page fault per 4 KiB.
+        buffers = [store.empty(step) for _ in range(2)]
         for first in range(0, len(rows), step):
             buffers.reverse()
             row_ids = np.arange(
                 rows.start + first, min(rows.start + first + step, rows.stop)
             )
-            records = store.fetch_records(row_ids)
-            yield first, source.decode(records, buffers[0][: len(records)])
+            yield first, store.fetch(row_ids, buffers[0][: len(row_ids)])
 
 
 def _read_ahead(pieces: Iterator[tuple[int, Blocks]]) -> Generator[tuple[int, Blocks]]:

@@ -12,12 +12,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from storage_formats.codecs import Blocks, Codec, Records, codec, fill_record
+from storage_formats.codecs import Blocks, Codec, Records, fill_record
 from storage_formats.errors import CorruptIndexError
 from storage_formats.format.checksum import crc32c, crc32c_rows, read_checksums
 from storage_formats.format.index_files import open_index_file
 from storage_formats.format.layout import Layout
 from storage_formats.format.manifest import CommittedIndex
+from storage_formats.format.offset import open_codec
 from storage_formats.format.shard_table import FileEntry
 from storage_formats.shard_check import check_file
 from storage_formats.writing.staging import StagedFiles
@@ -71,9 +72,7 @@ class ShardRepair:
         self._files = files
         self._encode_again = encode_again
         self.settled: set[str] = set()
-        self._codecs = {
-            name: codec(name, self._spec.block_shape) for name in self._spec.precisions
-        }
+        self._codecs = {name: open_codec(index, name) for name in self._spec.precisions}
 
     def run(self) -> Iterator[RepairedFile]:
         """Repair all files that can be repaired, and yield a `RepairedFile` for

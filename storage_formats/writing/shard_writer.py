@@ -14,7 +14,7 @@ from storage_formats.codecs import Blocks
 from storage_formats.format.layout import IndexSpec, Layout
 from storage_formats.format.receipts import ShardReceipt
 from storage_formats.writing.staging import StagedFiles
-from storage_formats.writing.token_shard import refuse_outside
+from storage_formats.writing.token_shard import outside, refuse_outside
 
 
 class ShardWriter:
@@ -34,6 +34,15 @@ class ShardWriter:
             (spec.shard_size, spec.embed_dim), np.nan, dtype="<f4"
         )
         self._files = [self._staged.open_tokens(spec, name) for name in spec.precisions]
+
+    def outside(self, tokens: Blocks) -> dict[int, str]:
+        """Return the blocks of `tokens` [k, m, d] that a precision cannot store: the
+        problem by position. `put` refuses them.
+        """
+        problems: dict[int, str] = {}
+        for file in self._files:
+            problems |= outside(file.codec, tokens)
+        return problems
 
     def put(
         self,

@@ -12,9 +12,9 @@ from pathlib import Path
 import pyarrow as pa
 
 from storage_formats.atomic import fsync_paths, json_bytes, make_directories, naming
-from storage_formats.codecs import codec
 from storage_formats.format.checksum import crc32c, crc32c_file
 from storage_formats.format.layout import IndexSpec, Layout
+from storage_formats.format.offset import stored_codec
 from storage_formats.format.receipts import ShardReceipt
 from storage_formats.format.rows import (
     DUPLICATE,
@@ -81,7 +81,7 @@ class StagedFiles:
         rows = len(spec.shard_rows(self._shard))
         return TokenShardFile(
             self.path(f"tokens-{precision}"),
-            codec(precision, spec.block_shape),
+            stored_codec(self._layout.root, spec, precision),
             rows,
             spec.shard_size,
         )

@@ -5,6 +5,7 @@ section 6).
 from __future__ import annotations
 
 import contextlib
+import math
 from pathlib import Path
 
 import numpy as np
@@ -18,22 +19,45 @@ from storage_formats.format.layout import padded_shard_bytes
 from storage_formats.format.zarr_metadata import shard_index_bytes
 
 
-def refuse_outside(codec: Codec, blocks: Blocks, row_ids: NDArray[np.int64]) -> None:
-    """Raise UsageError if `codec` would lose a token of `blocks` [k, m, d], because all
-    its values are too small, or one is too large. `row_ids` [k] are named in the error.
+def outside(codec: Codec, blocks: Blocks) -> dict[int, str]:
+    """Return the blocks of `blocks` [k, m, d] with a token that `codec` would lose,
+    because all its values are too small, or one is too large: the problem by position.
     """
     low, high = codec.token_range
+    if (low, high) == (0.0, math.inf):
+        return {}
+    largest = _largest(codec.residuals(blocks))
+    is_small = (largest < low) & (largest > 0)
+    if codec.offset is not None:
+        # what the offset leaves may be as small as the rounding of the token
+        is_small &= largest > 2.0**-8 * _largest(blocks)
+    lost = is_small | (largest > high)
+    return {
+        block: f"the largest value of token {token} is {largest[block, token]:g}, but"
+        f" {codec.name} can store {low:g} to {high:g}; scale the tokens, or choose"
+        " bf16, fp8 or int8"
+        for block, token in reversed(np.argwhere(lost).tolist())
+    }
+
+
+def refuse_outside(codec: Codec, blocks: Blocks, row_ids: NDArray[np.int64]) -> None:
+    """Raise UsageError if `codec` would lose a token of `blocks`, see `outside`.
+    `row_ids` [k] are named in the error.
+    """
+    problems = outside(codec, blocks)
+    if problems:
+        block = min(problems)
+        raise UsageError(f"row {row_ids[block]}: {problems[block]}")
+
+
+def _largest(blocks: Blocks) -> NDArray[np.float32]:
+    """Return the largest magnitude of each token of `blocks` [k, m, d], float32
+    [k, m].
+    """
     # without the sign, the bits of bfloat16 ascend as the magnitudes do
     bits = (blocks.view(np.uint16) & 0x7FFF).max(axis=2)
-    largest = bits.view(BF16).astype(np.float32)
-    is_lost = ((largest < low) & (largest > 0)) | (largest > high)
-    if is_lost.any():
-        row, token = np.argwhere(is_lost)[0].tolist()
-        raise UsageError(
-            f"the largest value of token {token} of row {row_ids[row]} is"
-            f" {largest[row, token]:g}, but {codec.name} can store {low:g} to {high:g};"
-            " scale the tokens, or choose bf16, fp8 or int8"
-        )
+    magnitudes: NDArray[np.float32] = bits.view(BF16).astype(np.float32)
+    return magnitudes
 
 
 class TokenShardFile:

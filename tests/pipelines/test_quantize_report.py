@@ -5,16 +5,20 @@ index alone.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 
 from edje_index.bundles.random_bundle import TINY, create_untrained_bundle
-from edje_index.evaluation.quantization import compare_tokens, measure_precisions
-from edje_index.evaluation.report import quantization_report, write_report
+from edje_index.evaluation.quantization import (
+    RECOMMENDED,
+    WHOLE_SCORE,
+    measure_precisions,
+)
+from edje_index.evaluation.report import quantization_figure, quantization_report
 from pipelines.cli import main
-from storage_formats import IndexSpec, TokenStore, codec
+from storage_formats import IndexSpec, codec
 from tests.command_line import run_here
 from tests.conftest import write_random_index
 from tests.integration.builds import make_photos
@@ -61,28 +65,29 @@ def files(root):
 def test_token_errors_of_stored_and_unstored_precisions(synthetic):
     root, blocks = synthetic
     before = files(root)
-    report = measure_precisions(root, "bf16")
+    report = measure_precisions(root, "bf16", ["fp8", "sign1"])
     assert files(root) == before
     kept = blocks[[row for row in range(SPEC.rows) if row not in HOLES]]
     assert (report.reference, report.sampled_rows, report.holes) == ("bf16", 50, 3)
-    assert {cost.name for cost in report.precisions if cost.stored} == {"fp8"}
-    assert [cost.bytes_per_image for cost in report.precisions] == sorted(
-        (codec(cost.name, SPEC.block_shape).record_bytes for cost in report.precisions),
-        reverse=True,
-    )
+    assert [(cost.name, cost.stored) for cost in report.precisions] == [
+        ("fp8", True),
+        ("sign1", False),
+    ]
+    exact = kept.astype(np.float64)
     for cost in report.precisions:
         entry = codec(cost.name, SPEC.block_shape)
-        errors, cosines = compare_tokens(kept, entry.decode(entry.encode(kept)))
-        assert cost.relative_error.count == len(kept) * 8
-        assert cost.relative_error.p99 == pytest.approx(np.percentile(errors, 99))
-        assert cost.relative_error.highest == errors.max()
-        assert cost.cosine.lowest == cosines.min()
-        assert cost.ranking is None
+        assert cost.bytes_per_image == entry.record_bytes
+        error = entry.decode(entry.encode(kept)).astype(np.float64) - exact
+        assert cost.relative_error == pytest.approx(
+            np.linalg.norm(error) / np.linalg.norm(exact)
+        )
+        assert cost.ranking == {}
     assert report.ranking_left_out == "the index was not built by a model"
-    assert (
-        "Re-ranking was not measured: the index was not built by a model."
-        in quantization_report(report)
-    )
+    page = quantization_report(report)
+    assert "Re-ranking was not measured: the index was not built by a model." in page
+    # without names: what the index stores
+    found = measure_precisions(root, "bf16").precisions
+    assert [cost.name for cost in found] == ["fp8"]
 
 
 def test_rankings_of_an_index_with_a_model(built, tmp_path):
@@ -94,44 +99,45 @@ def test_rankings_of_an_index_with_a_model(built, tmp_path):
         2,
         False,
     )
-    # tokens of width 16
-    assert set(report.impossible) == {"mxfp8", "mxfp4"}
-    found = {cost.name: cost.ranking for cost in report.precisions}
-    assert found["sign1"].score_change > found["fp8"].score_change > 0
-    assert all(
-        change.queries == 2 and change.kendall_tau.highest <= 1
-        for change in found.values()
-    )
-    by_hand = _scores_by_hand(built, "a dog", 12)
-    assert found["int8"].score_change == pytest.approx(
-        np.mean([by_hand, _scores_by_hand(built, "a cat", 12)]), rel=1e-3
-    )
+    assert {cost.name for cost in report.precisions} == set(RECOMMENDED)
+    assert report.advice is None
+    for cost in report.precisions:
+        change = cost.ranking[WHOLE_SCORE]
+        assert change.loss is None
+        assert change.first_kept.value in (0, 50, 100)
     page = quantization_report(report)
-    write_report(tmp_path / "out", page, asdict(report))
-    assert (tmp_path / "out/report.md").read_text() == page
-    assert json.loads((tmp_path / "out/report.json").read_text()) == json.loads(
-        json.dumps(asdict(report))
-    )
-    widths = {
-        line.count("|") for line in page.splitlines() if line.startswith("| nvfp4")
-    }
-    # cells of the tables of sizes, distributions and rankings
-    assert widths == {5, 9, 8}
     assert "have no meaning" in page
+    figure = quantization_figure(report)
+    assert figure.count("<circle") == 1 + len(RECOMMENDED)
+    assert ElementTree.fromstring(figure).tag.endswith("svg")
 
 
-def _scores_by_hand(root, text, pool):
-    """Mean |change of score| of int8, from the parts of a search."""
-    from edje_index.search.token_index import TokenIndex
-
-    index = TokenIndex.open(root)
-    rows = [hit.row_id for hit in index.search(text, pool, pool)]
-    blocks = TokenStore.open(root).fetch(rows)
-    entry = codec("int8", (4, 16))
-    change = index.model.joint.score(text, blocks) - index.model.joint.score(
-        text, entry.decode(entry.encode(blocks))
-    )
-    return float(change.abs().mean())
+def test_stored_captions_are_the_queries(built, tmp_path):
+    """The recall is that of `eval` with the same captions and pool."""
+    photos = sorted((built.parent / "photos").iterdir())
+    table = tmp_path / "photos.csv"
+    lines = [f"{path},photo {number}" for number, path in enumerate(photos)]
+    table.write_text("path,caption\n" + "\n".join(lines) + "\n")
+    options = ["--model", built.parent / "model", "--engine", "inline"]
+    run_here("build", table, "--out", tmp_path / "index", *options)
+    report = measure_precisions(tmp_path / "index", "bf16", ["sign1"], pool=10)
+    assert report.query_source == "captions of the index, column caption"
+    captions = tmp_path / "captions.jsonl"
+    items = [
+        {"image": str(path), "captions": [f"photo {number}"]}
+        for number, path in enumerate(photos)
+    ]
+    captions.write_text("".join(json.dumps(item) + "\n" for item in items))
+    arguments = ["--precision", "bf16", "--precision", "sign1", "--pool", 10]
+    found = run_here("eval", tmp_path / "index", captions, *arguments)["results"]
+    recall = {
+        result["precision"]: result["recall"]["1"]["value"]
+        for result in found
+        if result["direction"] == "t2i" and "precision" in result
+    }
+    assert report.recall[WHOLE_SCORE].value == pytest.approx(recall["bf16"])
+    loss = report.precisions[0].ranking[WHOLE_SCORE].loss
+    assert loss.value == pytest.approx(recall["bf16"] - recall["sign1"])
 
 
 def test_the_command_prints_writes_and_changes_nothing(synthetic, tmp_path, capsys):
@@ -156,6 +162,7 @@ def test_the_command_prints_writes_and_changes_nothing(synthetic, tmp_path, caps
     printed = json.loads(capsys.readouterr().out)
     assert printed == json.loads((tmp_path / "out/report.json").read_text())
     assert files(root) == before
+    assert (tmp_path / "out/report.svg").read_text().startswith("<svg")
     (tmp_path / "file").write_text("")
     assert main(["quantize", str(root), "--report", str(tmp_path / "file")]) == 2
 

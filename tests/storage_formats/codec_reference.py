@@ -13,6 +13,7 @@ from storage_formats.codecs.formats import (
     LARGEST_INPUT,
     NAN_SCALE,
     FP16Codec,
+    Gauss2Codec,
     GroupScaledCodec,
     Int8Codec,
     Sign1Codec,
@@ -28,6 +29,11 @@ def every_code(name: str) -> tuple[Records, tuple[int, int]]:
     codes = np.arange(256, dtype=np.uint8)
     if name in ("fp16", "bf16"):
         return words.reshape(64, -1), (4, 256)
+    if name == "gauss2":
+        # 64 scales per block of 64 tokens of 16 values
+        shape = (64, 16)
+        records = np.tile(codes, (1 << 10, 1))
+        return np.concatenate([records, words.reshape(1 << 10, -1)], axis=1), shape
     if name in ("int8", "sign1"):
         records = (
             np.tile(codes, (1 << 16, 1))
@@ -56,6 +62,8 @@ def encode(codec: Codec, blocks: Blocks) -> Records:
             return _encode_int8(codec, numbers)
         case Sign1Codec():
             return _encode_sign1(codec, numbers)
+        case Gauss2Codec():
+            return _encode_gauss2(codec, numbers)
         case FP16Codec():
             finite = np.clip(
                 np.where(np.isfinite(numbers), numbers, np.nan), -65504, 65504
@@ -89,6 +97,14 @@ def decode(codec: Codec, records: Records) -> Blocks:
                 )
                 numbers = (
                     np.where(negative, -1, 1).astype(np.float32)
+                    * _from_bf16_bytes(scales)[..., None]
+                )
+            case Gauss2Codec():
+                codes, scales = np.split(records, [codec.values // 4], axis=1)
+                pairs = (codes[..., None] >> np.arange(0, 8, 2, dtype=np.uint8)) & 3
+                levels = np.array([1, -1, 107 / 32, -107 / 32], dtype=np.float32)
+                numbers = (
+                    levels[pairs.reshape(-1, *codec.block_shape)]
                     * _from_bf16_bytes(scales)[..., None]
                 )
             case FP16Codec():
@@ -156,6 +172,31 @@ def _encode_sign1(codec: Sign1Codec, numbers: NDArray[np.float32]) -> Records:
     return np.concatenate(
         [codes.reshape(-1, codec.values // 8), words.view(np.uint8)], axis=1
     )
+
+
+def _encode_gauss2(codec: Gauss2Codec, numbers: NDArray[np.float32]) -> Records:
+    finite = np.asarray(np.isfinite(numbers).all(axis=-1))
+    magnitudes = np.where(finite[..., None], np.abs(numbers), 0).astype(np.float64)
+    width = numbers.shape[-1]
+    squares = np.add.accumulate(magnitudes**2, axis=-1)[..., -1]
+    is_large = magnitudes > (0.9816 * np.sqrt(squares / width))[..., None]
+    small, large = (
+        np.add.accumulate(np.where(mask, magnitudes, 0), axis=-1)[..., -1]
+        for mask in (~is_large, is_large)
+    )
+    larger = is_large.sum(axis=-1)
+    level = 107 / 32
+    scales = (small + level * large) / (width - larger + level * level * larger)
+    words = scales.astype(np.float32).astype(BF16).view(np.uint16)
+    # 2 ** 126
+    words = np.minimum(words, np.uint16(0x7E80))
+    pairs = (np.signbit(numbers) | is_large << 1).reshape(
+        len(numbers), codec.values // 4, 4
+    )
+    codes = (pairs << np.arange(0, 8, 2)).sum(axis=-1).astype(np.uint8)
+    codes.reshape(*numbers.shape[:2], width // 4)[~finite] = NAN_CODE
+    words = np.where(finite, words, np.uint16(NAN_SCALE))
+    return np.concatenate([codes, words.view(np.uint8)], axis=1)
 
 
 def _from_bf16_bytes(data: Records) -> NDArray[np.float32]:

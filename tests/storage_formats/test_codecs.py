@@ -52,6 +52,7 @@ def every_finite_number() -> np.ndarray:
         ("int8", 3088, 0.0080),
         ("nvfp4", 1728, 0.0965),
         ("mxfp4", 1632, 0.117),
+        ("gauss2", 784, 0.345),
         ("sign1", 400, 0.61),
     ],
 )

@@ -114,3 +114,38 @@ def test_odd_widths(name, width):
     )
     assert_encodes_alike(entry, blocks)
     assert_decodes_alike(entry, entry.encode(blocks))
+
+
+OFFSET = np.random.default_rng(4).standard_normal((4, 32), dtype=np.float32)
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_an_offset_is_subtracted_and_added_in_float32(name):
+    rng = np.random.default_rng(5)
+    blocks = (rng.standard_normal((21, 4, 32), dtype=np.float32) + OFFSET).astype(BF16)
+    blocks[3, 1, 2] = np.nan
+    plain = codec(name, (4, 32))
+    entry = codec(name, (4, 32), OFFSET)
+    if name == "fp16":
+        assert entry.offset is None
+        return
+    residuals = (blocks.astype(np.float32) - OFFSET).astype(BF16)
+    records = entry.encode(blocks)
+    np.testing.assert_array_equal(records, reference.encode(plain, residuals))
+    decoded = reference.decode(plain, records).astype(np.float32) + OFFSET
+    expected = decoded.astype(BF16)
+    expected[np.isnan(decoded)] = np.uint16(0x7FC0).view(BF16)
+    assert same_bits(entry.decode(records), expected)
+    assert same_bits(entry.decode(records, threads=1), expected)
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_an_offset_keeps_finite_blocks_finite(name):
+    offset = np.full((1, 32), 2.0**100, dtype=np.float32)
+    bits = np.arange(0x10000, dtype=np.uint16)
+    finite = bits[(bits & 0x7F80) != 0x7F80]
+    blocks = finite.view(BF16).reshape(-1, 1, 32)
+    for sign in (1, -1):
+        entry = codec(name, (1, 32), sign * offset)
+        decoded = entry.decode(entry.encode(blocks)).astype(np.float32)
+        assert np.isfinite(decoded).all()

@@ -4,7 +4,9 @@ every block.
 
 from __future__ import annotations
 
+import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +17,7 @@ import zarr
 from storage_formats import TokenStore, codec, precisions, verify_index
 from storage_formats.codecs import fill_record
 from storage_formats.format.layout import IndexSpec, Layout
+from storage_formats.format.offset import offset_block, write_offset
 from tests.conftest import same_bits, write_random_index
 
 SPEC = IndexSpec(
@@ -103,3 +106,23 @@ def test_records_start_at_pages_and_the_file_is_whole_pages(tmp_path):
         assert (row * 49152) % 4096 == 0
         block = mapped[row * 24576 : (row + 1) * 24576].reshape(64, 384)
         assert (block == expected[row].view(np.uint16)).all()
+
+
+@pytest.mark.parametrize("name", precisions())
+@pytest.mark.parametrize("has_offset", [False, True])
+def test_the_script_of_the_docs_decodes_every_precision(tmp_path, name, has_offset):
+    page = (Path(__file__).parents[2] / "docs/quantize.md").read_text()
+    script = re.search(r"```python\n(import ml_dtypes.*?)```", page, re.DOTALL)
+    names: dict = {}
+    exec(script[1], names)
+    offset = np.random.default_rng(1).standard_normal((4, 32), dtype=np.float32)
+    spec = replace(SPEC, precisions=(name,))
+    if has_offset and (block := offset_block(offset, [name])):
+        spec = replace(spec, offset=block)
+        write_offset(Layout(tmp_path), offset)
+    write_random_index(tmp_path, spec, failed=frozenset({3}))
+    blocks = names["read_blocks"](tmp_path, name)
+    kept = [row for row in range(SPEC.rows) if row != 3]
+    with TokenStore.open(tmp_path, name) as store:
+        assert same_bits(blocks[kept], store.fetch(kept))
+        assert store.holes(blocks).tolist() == [row == 3 for row in range(SPEC.rows)]

@@ -240,6 +240,27 @@ def test_changed_bytes_are_not_indexed_under_the_planned_hash(case, encoder):
     assert receipt.failed["changed-since-plan"] == 1
 
 
+def test_tokens_out_of_range_fail_only_their_image(case, encoder, monkeypatch):
+    task, _ = case
+    task = replace(task, spec=replace(task.spec, precisions=("bf16", "nvfp4")))
+    encode = encoder.encode
+
+    def large(pixels: torch.Tensor):
+        tokens, embeddings = encode(pixels)
+        tokens[:, 0, 0] = 3
+        # the first batch: rows 0 and 1, row 2 is truncated
+        if len(tokens) == 2:
+            tokens[1, 0, 0] = 1000
+        return tokens, embeddings
+
+    monkeypatch.setattr(encoder, "encode", large)
+    receipt = encode_shard(task, encoder)
+    assert receipt.failed["out-of-range"] >= 1
+    bits, _ = stored(task)
+    assert (bits[1] == 0x7FC0).all()
+    assert (bits[0] != 0x7FC0).all()
+
+
 def test_non_finite_output_fails_only_its_image(case, encoder, monkeypatch):
     task, _ = case
     encode = encoder.encode

@@ -1,0 +1,134 @@
+"""The offset block of an index: an estimate of the mean block, which encoders subtract
+and decoders add (SPEC.md section 6.2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from storage_formats.atomic import make_directories, write_bytes_atomic
+from storage_formats.codecs import Blocks, Codec, codec
+from storage_formats.errors import CorruptIndexError, cannot_read
+from storage_formats.format.checksum import crc32c
+from storage_formats.format.index_files import read_index_file
+from storage_formats.format.layout import IndexSpec, Layout, OffsetBlock
+from storage_formats.format.manifest import CommittedIndex
+
+Offset = NDArray[np.float32]
+"""An offset block, float32 [m, d]."""
+
+SAMPLE_BLOCKS = 1024
+"""Blocks from which `estimate_offset` should compute an offset."""
+# the noise of a mean of n blocks adds about 1/n to the squared error
+_LEAST_BLOCKS = 32
+# a smaller share of the energy gains less than 3 % of the error
+_LEAST_ENERGY = 0.06
+_LARGEST = 2.0**100
+
+
+def estimate_offset(batches: Iterable[Blocks]) -> Offset | None:
+    """Return the mean of blocks, bfloat16 [k, m, d] each, without holes. Return None if
+    an offset would not pay: there are fewer than 32 blocks, or their mean has less than
+    6 % of their energy.
+    """
+    total: NDArray[np.float64] | float = 0.0
+    energy = 0.0
+    count = 0
+    for blocks in batches:
+        values = blocks.astype(np.float64)
+        total = total + values.sum(axis=0)
+        energy += float(np.square(values).sum())
+        count += len(blocks)
+    if count < _LEAST_BLOCKS:
+        return None
+    mean = total / count
+    is_small = float(np.square(mean).sum()) * count < _LEAST_ENERGY * energy
+    if is_small or not np.abs(mean).max() <= _LARGEST:
+        return None
+    offset: Offset = np.asarray(mean, dtype=np.float32)
+    return offset
+
+
+def offset_block(offset: Offset, precisions: Iterable[str]) -> OffsetBlock | None:
+    """Return the entry of `offset` for those of `precisions` that take an offset; None
+    if none does.
+    """
+    names = tuple(name for name in precisions if codec(name, offset.shape).has_offset)
+    return OffsetBlock(crc32c(offset.tobytes()), names) if names else None
+
+
+def write_offset(layout: Layout, offset: Offset) -> None:
+    """Write the values of the offset block of an index."""
+    make_directories(layout.offset_values.parent)
+    write_bytes_atomic(layout.offset_values, offset.astype("<f4").tobytes())
+
+
+def check_offset(offset: NDArray[Any], block_shape: tuple[int, int]) -> None:
+    """Raise ValueError unless `offset` fits blocks of `block_shape`."""
+    if offset.shape != block_shape or offset.dtype != np.float32:
+        raise ValueError(f"it has the shape {list(offset.shape)}, {offset.dtype}")
+    # False for NaN
+    if not (np.abs(offset) <= _LARGEST).all():
+        raise ValueError("it has values that are not finite or above 2^100")
+
+
+def read_offset(root: Path, spec: IndexSpec) -> Offset | None:
+    """Read the offset block of the index at `root`; None if it has none.
+
+    Raises:
+        CorruptIndexError: the file does not match the manifest, or a value is not
+            finite or too large.
+    """
+    if spec.offset is None:
+        return None
+    path = Layout(root).offset_values
+    m, d = spec.block_shape
+    try:
+        data = read_index_file(root, path, max_bytes=4 * m * d)
+    except OSError as error:
+        raise cannot_read(path, error, "restore the file from a backup") from error
+    if len(data) != 4 * m * d or crc32c(data) != spec.offset.crc32c:
+        raise CorruptIndexError(
+            f"the offset block {path} does not match index.json; restore the file from"
+            " a backup",
+            remedy="verify",
+        )
+    offset: Offset = np.frombuffer(data, dtype="<f4").astype(np.float32).reshape(m, d)
+    try:
+        check_offset(offset, spec.block_shape)
+    except ValueError as error:
+        raise CorruptIndexError(
+            f"the offset block {path} is damaged: {error}; build the index again"
+        ) from error
+    return offset
+
+
+def copy_offset(index: CommittedIndex, target: Layout) -> None:
+    """Write the offset block of `index` to another index, if `index` has one."""
+    index.fetch(index.manifest.offset_files)
+    offset = read_offset(index.root, index.manifest.spec)
+    if offset is not None:
+        write_offset(target, offset)
+
+
+def stored_codec(root: Path, spec: IndexSpec, name: str) -> Codec:
+    """Return the codec of a precision of the index at `root`, with its offset.
+
+    Raises:
+        UsageError: see `codec`.
+        CorruptIndexError: see `read_offset`.
+    """
+    has_offset = spec.offset is not None and name in spec.offset.precisions
+    offset = read_offset(root, spec) if has_offset else None
+    return codec(name, spec.block_shape, offset)
+
+
+def open_codec(index: CommittedIndex, name: str) -> Codec:
+    """Return the codec of a precision of `index`, see `stored_codec`."""
+    index.fetch(index.manifest.offset_files)
+    return stored_codec(index.root, index.manifest.spec, name)

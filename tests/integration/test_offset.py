@@ -1,0 +1,207 @@
+"""The offset block of an index, from `quantize` to every later change."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import tensorstore as ts
+import zarr
+
+from edje_index import ModelBundle, ModelError
+from edje_index.bundles.info import OFFSET_FILE, read_bundle_offset
+from edje_index.bundles.random_bundle import TINY, create_untrained_bundle
+from edje_index.fetching.device_fetcher import DeviceFetcher
+from pipelines import (
+    compact_index,
+    copy_index,
+    delete_rows,
+    merge_indexes,
+    quantize_index,
+)
+from pipelines.jobs.snapshots import roll_back
+from storage_formats import (
+    CorruptIndexError,
+    IndexWriter,
+    TokenStore,
+    UsageError,
+    codec,
+    verify_index,
+)
+from storage_formats.format.layout import Layout
+from storage_formats.format.manifest import Manifest
+from tests.command_line import run_here
+from tests.conftest import same_bits
+from tests.integration.builds import contents, make_photos
+from tests.pipelines.conftest import stop_after_one_shard
+
+SHAPE = (4, 32)
+
+
+def write(root, mean, *, rows=50, seed=0):
+    """Write an index in bf16 whose tokens have the mean block `mean`."""
+    rng = np.random.default_rng(seed)
+    blocks = rng.standard_normal((rows, *SHAPE), dtype=np.float32) + mean
+    writer = IndexWriter.create(root, block_shape=SHAPE, embed_dim=4, shard_size=16)
+    with writer:
+        writer.append(blocks, rng.standard_normal((rows, 4), dtype=np.float32))
+    return blocks
+
+
+@pytest.fixture
+def root(tmp_path):
+    mean = np.random.default_rng(9).standard_normal(SHAPE, dtype=np.float32)
+    write(tmp_path / "a", mean)
+    return tmp_path / "a"
+
+
+def error_of(root, name, other="bf16"):
+    exact, found = (
+        TokenStore.open(root, each).fetch(range(50)).astype(np.float32)
+        for each in (other, name)
+    )
+    return np.linalg.norm(found - exact) / np.linalg.norm(exact)
+
+
+def test_quantize_subtracts_the_mean_of_stored_rows(root):
+    quantize_index(root, ["nvfp4", "gauss2", "fp16"])
+    assert verify_index(root) == []
+    manifest = Manifest.load(root)
+    assert manifest.spec.offset.precisions == ("nvfp4", "gauss2")
+    assert json.loads((root / "index.json").read_text())["format_version"] == "2.0"
+    plain = codec("nvfp4", SHAPE)
+    exact = TokenStore.open(root, "bf16").fetch(range(50))
+    difference = plain.decode(plain.encode(exact)).astype(np.float32) - exact.astype(
+        np.float32
+    )
+    today = np.linalg.norm(difference) / np.linalg.norm(exact.astype(np.float32))
+    assert error_of(root, "nvfp4") < 0.8 * today
+    fetched = DeviceFetcher(TokenStore.open(root, "nvfp4"), "cpu").fetch([3, 7])
+    with TokenStore.open(root, "nvfp4") as store:
+        assert (fetched == store.fetch([3, 7], as_torch=True)).all()
+
+
+def test_stock_readers_find_the_offset(root):
+    quantize_index(root, ["sign1"])
+    array = zarr.open_array(str(root / "tokens/sign1"), mode="r")
+    path = root / array.attrs["edje"]["offset"]
+    assert array.attrs["edje"]["formula"].startswith(
+        "bfloat16(decoded record + offset)"
+    )
+    offset = np.asarray(zarr.open_array(str(path), mode="r")[...])
+    spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": str(path)}}
+    read = ts.open(spec, read=True).result().read().result()
+    np.testing.assert_array_equal(offset, read)
+    exact = TokenStore.open(root, "bf16").fetch(range(50)).astype(np.float64)
+    np.testing.assert_array_equal(offset, exact.mean(axis=0).astype(np.float32))
+    entry = codec("sign1", SHAPE, offset)
+    decoded = entry.decode(np.asarray(array[...]))
+    assert same_bits(decoded, TokenStore.open(root, "sign1").fetch(range(50)))
+
+
+@pytest.mark.parametrize("mean", [0.0, 0.05])
+def test_tokens_without_a_mean_get_no_offset(tmp_path, mean):
+    write(tmp_path / "a", mean)
+    quantize_index(tmp_path / "a", ["sign1"])
+    assert Manifest.load(tmp_path / "a").spec.offset is None
+    assert not Layout(tmp_path / "a").offset_values.exists()
+    write(tmp_path / "few", 3.0, rows=20)
+    quantize_index(tmp_path / "few", ["sign1"])
+    assert Manifest.load(tmp_path / "few").spec.offset is None
+
+
+def test_a_resumed_conversion_gives_the_same_bytes(root, tmp_path):
+    shutil.copytree(root, tmp_path / "b")
+    quantize_index(root, ["sign1"])
+    stop_after_one_shard(quantize_index, tmp_path / "b", ["sign1"])
+    quantize_index(tmp_path / "b", ["sign1"])
+    assert contents(root) == contents(tmp_path / "b")
+
+
+def test_later_changes_keep_the_offset(root, tmp_path):
+    quantize_index(root, ["nvfp4"])
+    offset = TokenStore.open(root, "nvfp4").offset
+    delete_rows(root, rows=range(25))
+    # the rows that are left have another mean
+    quantize_index(root, ["sign1"])
+    np.testing.assert_array_equal(TokenStore.open(root, "sign1").offset, offset)
+    compact_index(root)
+    store = TokenStore.open(root, "nvfp4")
+    np.testing.assert_array_equal(store.offset, offset)
+    copy_index(root, tmp_path / "copy")
+    copied = TokenStore.open(tmp_path / "copy", "nvfp4")
+    rows = store.row_ids()
+    assert same_bits(copied.fetch(rows), store.fetch(rows))
+    for each in (root, tmp_path / "copy"):
+        assert verify_index(each) == []
+    quantize_index(root, drop=["nvfp4", "sign1"])
+    assert Manifest.load(root).spec.offset is None
+    assert verify_index(root) == []
+
+
+def test_a_kept_snapshot_keeps_its_bytes(root):
+    quantize_index(root, ["nvfp4"])
+    before = TokenStore.open(root, "nvfp4").fetch(range(50))
+    delete_rows(root, rows=[0])
+    quantize_index(root, drop=["nvfp4"])
+    quantize_index(root, ["nvfp4"])
+    assert verify_index(root) == []
+    roll_back(root, 0)
+    assert same_bits(TokenStore.open(root, "nvfp4").fetch(range(50)), before)
+
+
+def test_only_indexes_with_the_same_offset_are_merged(root, tmp_path):
+    shutil.copytree(root, tmp_path / "same")
+    write(tmp_path / "other", 2.0, seed=1)
+    for each in (root, tmp_path / "same", tmp_path / "other"):
+        quantize_index(each, ["nvfp4"], drop=["bf16"])
+    merge_indexes([root, tmp_path / "same"], tmp_path / "merged")
+    assert verify_index(tmp_path / "merged") == []
+    with pytest.raises(UsageError, match="offset block"):
+        merge_indexes([root, tmp_path / "other"], tmp_path / "refused")
+
+
+def test_a_damaged_offset_is_an_error(root):
+    quantize_index(root, ["nvfp4"])
+    path = Layout(root).offset_values
+    data = bytearray(path.read_bytes())
+    data[5] ^= 1
+    path.write_bytes(data)
+    assert [problem.path for problem in verify_index(root)] == ["tokens/offset/c.0.0"]
+    with pytest.raises(CorruptIndexError, match=r"offset block .* does not match"):
+        TokenStore.open(root, "nvfp4")
+    assert len(TokenStore.open(root, "bf16").fetch([1])) == 1
+
+
+def test_a_bundle_gives_its_offset_to_new_indexes(tmp_path):
+    make_photos(tmp_path / "photos", 10)
+    create_untrained_bundle(tmp_path / "plain", sizes=TINY)
+    bundle = ModelBundle.load(tmp_path / "plain")
+    rng = np.random.default_rng(0)
+    offset = rng.standard_normal(bundle.block_shape, dtype=np.float32)
+    info = replace(bundle, offset=offset).save(tmp_path / "model")
+    # it does not change what the towers and the adapter compute
+    assert info.encoder_fingerprint == bundle.info.encoder_fingerprint
+    np.testing.assert_array_equal(read_bundle_offset(info), offset)
+    options = ["--engine", "inline", "--shard-size", 4, "--precision", "nvfp4"]
+    photos = tmp_path / "photos"
+    for model, root in (("plain", "a"), ("model", "b")):
+        common = ["--model", tmp_path / model, "--out", tmp_path / root]
+        run_here("build", photos, *common, *options, "--precision", "bf16")
+    assert Manifest.load(tmp_path / "a").spec.offset is None
+    entry = codec("nvfp4", bundle.block_shape, offset)
+    exact = TokenStore.open(tmp_path / "a", "bf16").fetch(range(10))
+    make_photos(tmp_path / "more", 3)
+    common = ["--model", tmp_path / "model", "--engine", "inline"]
+    run_here("append", tmp_path / "b", tmp_path / "more", *common)
+    assert verify_index(tmp_path / "b") == []
+    store = TokenStore.open(tmp_path / "b", "nvfp4")
+    np.testing.assert_array_equal(store.offset, offset)
+    assert same_bits(store.fetch(range(10)), entry.decode(entry.encode(exact)))
+    path = tmp_path / "model" / OFFSET_FILE
+    path.write_bytes(path.read_bytes()[:-1] + b"\x7f")
+    with pytest.raises(ModelError, match=r"offset\.safetensors has changed"):
+        ModelBundle.load(tmp_path / "model")
