@@ -110,6 +110,9 @@ class Codec(ABC):
             self.record_shape = (self.record_bytes,)
         self.group = self.group_of(width)
         # see `kernels`
+        if self.offset is not None:
+            flat = self.offset.reshape(-1)
+            self._halves = np.concatenate([flat[::2], flat[1::2]])
         self._geometry = (self.values, width, self.group)
 
     @classmethod
@@ -145,31 +148,35 @@ class Codec(ABC):
                 distinct.
             bits: bits of the decoded blocks, uint16 [n * m * d].
         """
-        for piece in self._pieces(*span):
+        if self.offset is None:
+            self._decode(memory, moves, bits, span)
+            return
+        from storage_formats.codecs.kernels import add_offset
+
+        for piece in _pieces(*span):
             self._decode(memory, moves, bits, piece)
-            if self.offset is not None:
-                from storage_formats.codecs.kernels import add_offset
+            if self.values % 2:
+                decoded = bits.view(BF16).reshape(-1, *self.block_shape)
+                blocks = moves[1][slice(*piece)]
+                decoded[blocks] = decoded[blocks].astype(np.float32) + self.offset
+            else:
+                add_offset(bits.view(np.uint32), moves[1], self._halves, piece)
 
-                add_offset(bits, moves[1], self.offset.reshape(-1), piece)
-
-    def _pieces(self, start: int, stop: int) -> Iterator[Span]:
-        """Yield the parts of a span that are processed at once."""
-        step = stop - start if self.offset is None else _OFFSET_BLOCKS
-        for first in range(start, stop, step or 1):
-            yield first, min(first + step, stop)
-
-    def residuals(self, blocks: Blocks) -> Blocks:
-        """Return `blocks` [k, m, d] minus the offset, rounded to bfloat16."""
+    def residuals(self, blocks: Blocks, out: Blocks | None = None) -> Blocks:
+        """Return `blocks` [k, m, d] minus the offset, rounded to bfloat16, in `out` or
+        in a new array. Without an offset, return `blocks`.
+        """
         if self.offset is None:
             return blocks
         from storage_formats.codecs.kernels import subtract_offset
 
-        bits = np.ascontiguousarray(blocks).view(np.uint16).reshape(-1)
-        residuals = np.empty(blocks.shape, dtype=BF16)
-        subtract_offset(
-            bits, self.offset.reshape(-1), residuals.view(np.uint16).reshape(-1)
-        )
-        return residuals
+        out = np.empty(blocks.shape, dtype=BF16) if out is None else out[: len(blocks)]
+        if self.values % 2:
+            out[:] = blocks.astype(np.float32) - self.offset
+        else:
+            pairs = np.ascontiguousarray(blocks).view(np.uint32).reshape(-1)
+            subtract_offset(pairs, self._halves, out.view(np.uint32).reshape(-1))
+        return out
 
     def encode(self, blocks: Blocks, threads: int | None = None) -> Records:
         """Encode blocks, bf16 [k, m, d], to records, uint8 [k, record_bytes].
@@ -179,13 +186,21 @@ class Codec(ABC):
         self._check_blocks(blocks)
         records = np.empty((len(blocks), self.record_bytes), dtype=np.uint8)
         blocks = np.ascontiguousarray(blocks)
+        bits = blocks.view(np.uint16).reshape(-1)
         flat = records.reshape(-1)
 
         def encode(start: int, stop: int) -> None:
-            for first, last in self._pieces(start, stop):
-                bits = self.residuals(blocks[first:last]).view(np.uint16).reshape(-1)
+            if self.offset is None:
+                self._encode(bits, flat, (start, stop))
+                return
+            # one buffer, because new memory would cost a page fault per 4 KiB
+            buffer = np.empty((_OFFSET_BLOCKS, *self.block_shape), dtype=BF16)
+            for first, last in _pieces(start, stop):
+                residuals = self.residuals(blocks[first:last], buffer)
                 part = flat[first * self.record_bytes : last * self.record_bytes]
-                self._encode(bits, part, (0, last - first))
+                self._encode(
+                    residuals.view(np.uint16).reshape(-1), part, (0, last - first)
+                )
 
         run_chunks(
             encode,
@@ -232,6 +247,12 @@ class Codec(ABC):
             threads,
         )
         return out
+
+
+def _pieces(start: int, stop: int) -> Iterator[Span]:
+    """Yield the parts of a span that are converted at once with an offset."""
+    for first in range(start, stop, _OFFSET_BLOCKS):
+        yield first, min(first + _OFFSET_BLOCKS, stop)
 
 
 def check_out(

@@ -55,6 +55,7 @@ MAGNITUDE_BITS = np.uint16(0x7FFF)
 BF16_FRACTION_BITS = np.uint16(7)
 INFINITY_BITS = np.uint16(0x7F80)
 NAN_BITS = np.uint16(0x7FC0)
+UPPER_HALF = np.uint32(0xFFFF0000)
 # see `codecs.formats`
 NAN_SCALE = np.uint16(0xFFFF)
 NAN_CODE = np.uint8(0xFF)
@@ -717,38 +718,62 @@ def decode_signs(
             scale_at += TWO
 
 
+@inlined
+def _sum(number: np.float32, offset: np.float32) -> Any:
+    """Return the bits of number + offset, rounded to bfloat16 in the upper half. NaN
+    keeps its upper half.
+    """
+    total = _bits(number + offset)
+    is_odd = total & np.uint32(0x10000)
+    half = np.uint32(0x8000) if is_odd else np.uint32(0x7FFF)
+    return np.uint32(total + half)
+
+
+@inlined
+def _pair_sum(pair: np.uint32, even: np.float32, odd: np.float32) -> Any:
+    """Add two numbers to two bfloat16 values, the first in the lower half."""
+    low = _sum(np.uint32(pair << np.uint32(16)).view(np.float32), even)
+    high = _sum(np.uint32(pair & UPPER_HALF).view(np.float32), odd)
+    return np.uint32(high & UPPER_HALF) | np.uint32(low >> np.uint32(16))
+
+
 @kernel(
-    input_array(types.uint16),
+    input_array(types.uint32),
     input_array(types.float32),
-    output_array(types.uint16),
+    output_array(types.uint32),
 )
-def subtract_offset(bits: U16, offset: F32, residuals: U16) -> None:
-    """Write blocks minus the offset [m * d] to `residuals`."""
-    values = np.uint64(len(offset))
-    for first in range(ZERO, np.uint64(len(bits)), values):
-        for i in range(values):
-            residuals[first + i] = _rounded_bf16(_bf16(bits[first + i]) - offset[i])
+def subtract_offset(pairs: U32, offset: F32, residuals: U32) -> None:
+    """Write blocks minus the offset to `residuals`.
+
+    `offset` [m * d] contains the values with even indices, then those with odd indices.
+    """
+    count = np.uint64(len(offset)) >> ONE
+    even = offset[:count]
+    odd = offset[count:]
+    for first in range(ZERO, np.uint64(len(pairs)), count):
+        for i in range(count):
+            residuals[first + i] = _pair_sum(pairs[first + i], -even[i], -odd[i])
 
 
 @kernel(
-    output_array(types.uint16),
+    output_array(types.uint32),
     types.Array(types.int64, 1, "C"),
     input_array(types.float32),
     _SPAN,
 )
-def add_offset(bits: U16, blocks: NDArray[np.int64], offset: F32, span: Span) -> None:
-    """Add the offset [m * d] to the decoded `blocks` with the indices of `span`."""
-    values = np.uint64(len(offset))
+def add_offset(pairs: U32, blocks: NDArray[np.int64], offset: F32, span: Span) -> None:
+    """Add the offset to the decoded `blocks` with the indices of `span`.
+
+    `offset` [m * d] contains the values with even indices, then those with odd indices.
+    """
+    count = np.uint64(len(offset)) >> ONE
+    even = offset[:count]
+    odd = offset[count:]
     start, stop = span
     for index in range(start, stop):
-        first = np.uint64(blocks[index]) * values
-        for i in range(values):
-            total = _bits(_bf16(bits[first + i]) + offset[i])
-            even = np.uint32(total >> np.uint32(16)) & np.uint32(1)
-            # the NaN of a decoder keeps its upper half
-            bits[first + i] = np.uint16(
-                np.uint32(total + np.uint32(0x7FFF) + even) >> np.uint32(16)
-            )
+        first = np.uint64(blocks[index]) * count
+        for i in range(count):
+            pairs[first + i] = _pair_sum(pairs[first + i], even[i], odd[i])
 
 
 @summing

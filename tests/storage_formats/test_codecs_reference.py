@@ -119,20 +119,25 @@ def test_odd_widths(name, width):
 OFFSET = np.random.default_rng(4).standard_normal((4, 32), dtype=np.float32)
 
 
-@pytest.mark.parametrize("name", COMPILED)
-def test_an_offset_is_subtracted_and_added_in_float32(name):
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [*((name, (4, 32)) for name in COMPILED), ("int8", (3, 31)), ("fp8", (3, 31))],
+)
+def test_an_offset_is_subtracted_and_added_in_float32(name, shape):
     rng = np.random.default_rng(5)
-    blocks = (rng.standard_normal((21, 4, 32), dtype=np.float32) + OFFSET).astype(BF16)
+    # a block may have an odd number of values
+    offset = OFFSET[: shape[0], : shape[1]]
+    blocks = (rng.standard_normal((21, *shape), dtype=np.float32) + offset).astype(BF16)
     blocks[3, 1, 2] = np.nan
-    plain = codec(name, (4, 32))
-    entry = codec(name, (4, 32), OFFSET)
+    plain = codec(name, shape)
+    entry = codec(name, shape, offset)
     if name == "fp16":
         assert entry.offset is None
         return
-    residuals = (blocks.astype(np.float32) - OFFSET).astype(BF16)
+    residuals = (blocks.astype(np.float32) - offset).astype(BF16)
     records = entry.encode(blocks)
     np.testing.assert_array_equal(records, reference.encode(plain, residuals))
-    decoded = reference.decode(plain, records).astype(np.float32) + OFFSET
+    decoded = reference.decode(plain, records).astype(np.float32) + offset
     expected = decoded.astype(BF16)
     expected[np.isnan(decoded)] = np.uint16(0x7FC0).view(BF16)
     assert same_bits(entry.decode(records), expected)
