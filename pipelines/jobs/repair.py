@@ -4,6 +4,7 @@ the sources.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -13,7 +14,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from edje_index.bundles.info import matching_bundle
+from edje_index.bundles.info import matching_bundle, read_bundle_offset
+from edje_index.errors import ModelError
 from edje_index.indexing.faiss_build import AnnRequest
 from pipelines.jobs.ann import replace_ann
 from pipelines.jobs.plan import holds_clips, settings_of
@@ -32,13 +34,16 @@ from storage_formats.change import begin_change, clear_staging, write_array_shap
 from storage_formats.codecs import Blocks
 from storage_formats.errors import EdjeError
 from storage_formats.extras import name_missing_extra
+from storage_formats.format.checksum import crc32c
 from storage_formats.format.layout import Layout
-from storage_formats.format.manifest import CommittedIndex
+from storage_formats.format.manifest import CommittedIndex, Manifest
+from storage_formats.format.offset import Offset, write_offset
 from storage_formats.format.rows import INDEXED, iter_stored_rows
 from storage_formats.format.shard_table import FileEntry
 from storage_formats.remote.urls import local_path
 from storage_formats.shard_check import Problem
 from storage_formats.verify import verify_index
+from storage_formats.writing.conversion import offset_from_tokens
 from storage_formats.writing.repair import RepairedFile, ShardRepair
 
 if TYPE_CHECKING:
@@ -149,6 +154,13 @@ def repair_index(
                     dtype=settings.dtype,
                 )
 
+        for entry in opened.manifest.offset_files:
+            if entry.path in damaged:
+                origin = _restore_offset(opened, entry, model)
+                if origin is None:
+                    refusals.append(_lost_offset(opened.manifest, entry))
+                else:
+                    repaired.append(RepairedFile(entry.path, origin))
         files: dict[int, dict[str, FileEntry]] = {}
         for shard, file in opened.shard_files():
             files.setdefault(shard, {})[file.path] = file
@@ -181,6 +193,49 @@ def repair_index(
     settled |= {file.path for file in repaired}
     left = [each for each in problems if each.path not in settled]
     return RepairResult(tuple(repaired), (*left, *refusals))
+
+
+def _restore_offset(
+    index: CommittedIndex, entry: FileEntry, model: str | Path | None
+) -> str | None:
+    """Write the values of the offset block again, and return the origin of the values;
+    None if no origin has the committed checksum.
+    """
+    for origin, offset in _offset_origins(index, model):
+        if crc32c(offset.tobytes()) == entry.crc32c:
+            write_offset(Layout(index.root), offset)
+            return origin
+    return None
+
+
+def _offset_origins(
+    index: CommittedIndex, model: str | Path | None
+) -> Iterator[tuple[str, Offset]]:
+    """Yield (origin, offset block) of the bundle and of stored tokens."""
+    with contextlib.suppress(ModelError):
+        path = None if model is None else local_path(model)
+        offset = read_bundle_offset(matching_bundle(index, path))
+        if offset is not None:
+            yield "the model bundle", offset
+    for name, offset in offset_from_tokens(index):
+        yield f"precision {name}", offset
+
+
+def _lost_offset(manifest: Manifest, entry: FileEntry) -> Problem:
+    lost = () if manifest.spec.offset is None else manifest.spec.offset.precisions
+    kept = [name for name in manifest.spec.precisions if name not in lost]
+    advice = "or build the index again"
+    if kept:
+        advice = (
+            f"or drop them, remove the earlier snapshots, and convert {kept[0]} again"
+        )
+    return Problem(
+        entry.path,
+        "offset-lost",
+        f"neither the model bundle nor stored tokens give the offset block, so the"
+        f" tokens in {', '.join(lost)} cannot be decoded; restore the file from a"
+        f" backup, {advice}",
+    )
 
 
 class ShardEncoder:

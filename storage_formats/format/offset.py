@@ -91,11 +91,10 @@ def read_offset(root: Path, spec: IndexSpec) -> Offset | None:
     try:
         data = read_index_file(root, path, max_bytes=4 * m * d)
     except OSError as error:
-        raise cannot_read(path, error, "restore the file from a backup") from error
+        raise cannot_read(path, error, "repair the index") from error
     if len(data) != 4 * m * d or crc32c(data) != spec.offset.crc32c:
         raise CorruptIndexError(
-            f"the offset block {path} does not match index.json; restore the file from"
-            " a backup",
+            f"the offset block {path} does not match index.json; repair the index",
             remedy="verify",
         )
     offset: Offset = np.frombuffer(data, dtype="<f4").astype(np.float32).reshape(m, d)

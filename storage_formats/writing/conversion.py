@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from storage_formats.codecs import Blocks
-from storage_formats.errors import TaskInterrupted
+from storage_formats.errors import CorruptIndexError, TaskInterrupted
 from storage_formats.format.layout import IndexSpec, Layout, OffsetBlock
 from storage_formats.format.manifest import CommittedIndex, kept_snapshots
 from storage_formats.format.offset import (
@@ -71,18 +71,39 @@ def choose_offset(
     for spec in blocks.values():
         offset = read_offset(index.root, spec)
     if offset is None:
-        with TokenStore(index, source) as store:
-            rows = store.row_ids()
-            sample = rows[:: max(1, len(rows) // SAMPLE_BLOCKS)]
-            parts = np.split(sample, range(_SAMPLE_ROWS, len(sample), _SAMPLE_ROWS))
-            batches = map(store.fetch, parts)
-            offset = estimate_offset(each[~store.holes(each)] for each in batches)
+        offset = _sampled_offset(index, source)
     if offset is None:
         return None, None
     stored = index.manifest.spec.offset
     before = () if stored is None else stored.precisions
     added = [name for name in names if name not in plain and name not in before]
     return offset, offset_block(offset, (*before, *added))
+
+
+def _sampled_offset(index: CommittedIndex, source: str) -> Offset | None:
+    """Return the mean of evenly spaced blocks of `source`, see `estimate_offset`."""
+    with TokenStore(index, source) as store:
+        rows = store.row_ids()
+        sample = rows[:: max(1, len(rows) // SAMPLE_BLOCKS)]
+        parts = np.split(sample, range(_SAMPLE_ROWS, len(sample), _SAMPLE_ROWS))
+        batches = map(store.fetch, parts)
+        return estimate_offset(each[~store.holes(each)] for each in batches)
+
+
+def offset_from_tokens(index: CommittedIndex) -> Iterator[tuple[str, Offset]]:
+    """Yield (precision, offset block) as a conversion of each kept snapshot of `index`
+    would compute it, newest first, from each precision that is stored without offset.
+    """
+    for manifest in reversed(kept_snapshots(index)):
+        block = manifest.spec.offset
+        with_offset = () if block is None else block.precisions
+        for name in manifest.spec.precisions:
+            if name not in with_offset:
+                # the tokens may be damaged too
+                with contextlib.suppress(CorruptIndexError):
+                    offset = _sampled_offset(replace(index, manifest=manifest), name)
+                    if offset is not None:
+                        yield name, offset
 
 
 def convert_shard(

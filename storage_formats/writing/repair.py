@@ -6,6 +6,7 @@ exactly the committed bytes.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -72,7 +73,11 @@ class ShardRepair:
         self._files = files
         self._encode_again = encode_again
         self.settled: set[str] = set()
-        self._codecs = {name: open_codec(index, name) for name in self._spec.precisions}
+        self._codecs: dict[str, Codec] = {}
+        for name in self._spec.precisions:
+            # without its offset block, a precision cannot be converted
+            with contextlib.suppress(CorruptIndexError):
+                self._codecs[name] = open_codec(index, name)
 
     def run(self) -> Iterator[RepairedFile]:
         """Repair all files that can be repaired, and yield a `RepairedFile` for

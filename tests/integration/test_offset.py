@@ -21,8 +21,9 @@ from pipelines import (
     delete_rows,
     merge_indexes,
     quantize_index,
+    repair_index,
 )
-from pipelines.jobs.snapshots import roll_back
+from pipelines.jobs.snapshots import remove_snapshots, roll_back
 from storage_formats import (
     CorruptIndexError,
     IndexWriter,
@@ -176,6 +177,39 @@ def test_a_damaged_offset_is_an_error(root):
     assert len(TokenStore.open(root, "bf16").fetch([1])) == 1
 
 
+@pytest.mark.parametrize("how", ["lost", "damaged"])
+def test_the_sample_restores_a_lost_offset(root, how):
+    quantize_index(root, ["nvfp4"])
+    delete_rows(root, rows=range(25))
+    before = contents(root)
+    path = Layout(root).offset_values
+    if how == "lost":
+        path.unlink()
+    else:
+        path.write_bytes(path.read_bytes()[::-1])
+    tokens = root / "tokens/nvfp4/c.1.0"
+    tokens.write_bytes(tokens.read_bytes()[::-1])
+    result = repair_index(root)
+    assert [(file.path, file.source) for file in result.repaired] == [
+        ("tokens/offset/c.0.0", "precision bf16"),
+        ("tokens/nvfp4/c.1.0", "precision bf16"),
+    ]
+    assert result.left == ()
+    assert contents(root) == before
+
+
+def test_an_offset_that_nothing_gives_is_named(root):
+    quantize_index(root, ["nvfp4"])
+    quantize_index(root, drop=["bf16"])
+    remove_snapshots(root, 1)
+    Layout(root).offset_values.unlink()
+    result = repair_index(root)
+    assert result.repaired == ()
+    lost = [problem for problem in result.left if problem.code == "offset-lost"]
+    assert len(lost) == 1
+    assert "tokens in nvfp4 cannot be decoded" in lost[0].message
+
+
 def test_a_bundle_gives_its_offset_to_new_indexes(tmp_path):
     make_photos(tmp_path / "photos", 10)
     create_untrained_bundle(tmp_path / "plain", sizes=TINY)
@@ -201,6 +235,10 @@ def test_a_bundle_gives_its_offset_to_new_indexes(tmp_path):
     store = TokenStore.open(tmp_path / "b", "nvfp4")
     np.testing.assert_array_equal(store.offset, offset)
     assert same_bits(store.fetch(range(10)), entry.decode(entry.encode(exact)))
+    Layout(tmp_path / "b").offset_values.unlink()
+    result = repair_index(tmp_path / "b")
+    assert [file.source for file in result.repaired] == ["the model bundle"]
+    assert verify_index(tmp_path / "b") == []
     path = tmp_path / "model" / OFFSET_FILE
     path.write_bytes(path.read_bytes()[:-1] + b"\x7f")
     with pytest.raises(ModelError, match=r"offset\.safetensors has changed"):
