@@ -5,7 +5,8 @@ is written to the index.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edje_index.errors import BundleNotFoundError
-from edje_index.evaluation.pool_scores import token_sources
+from edje_index.evaluation.pool_scores import TokenSource, token_sources
 from edje_index.evaluation.recall import ClusterBootstrap, Estimate
-from edje_index.indexing.faiss_index import AnnIndex
+from edje_index.indexing.faiss_index import AnnIndex, Neighbours
 from edje_index.progress import OnProgress
 from edje_index.scoring.weights import LATE, LOGIT, PART_NAMES
 from edje_index.search.query import read_queries
@@ -27,11 +28,11 @@ from storage_formats.format.tombstones import live_rows
 
 if TYPE_CHECKING:
     from edje_index.search.token_index import TokenIndex
+    from storage_formats.token_store import TokenStore
 
 _BATCH_ROWS = 128
 _ROWS = 2000
 _POOL = 50
-# a precision costs a minute for 1,000 queries of 20 candidates on a CPU core
 _QUERIES = 400
 _CAPTION_COLUMNS = ("captions", "caption", "text")
 # what help recommends: of two formats of a size, the more accurate one
@@ -216,34 +217,27 @@ def measure_precisions(
         nearest = AnnIndex(opened.committed).nearest_to_each(
             opened.model.text.encode(texts), pool
         )
-        weights = opened.model.weights("t2i")
-        # a caller shows how long the rest takes
-        activity = f"re-ranking at {len(sources)} precisions, queries"
-        for done, (text, candidates) in enumerate(zip(texts, nearest, strict=True)):
-            on_progress(activity, done, len(texts))
-            rows = candidates[0]
-            if len(rows) < 2:
-                continue
-            clusters.append(correct[done] if correct else done)
-            hits.append(rows == clusters[-1])
-            blocks = store.fetch(rows)
-            for name, source in sources.items():
-                (scored,) = opened.score_candidates(
-                    [text],
-                    [candidates],
-                    opened.model.scorer.images(source.fetch(rows, blocks)),
-                    weights,
-                )
-                values = {WHOLE_SCORE: scored.final}
-                if len(scored.parts) > 1:
-                    values |= {
-                        PART_NAMES[part]: scored.parts[part]
-                        for part in (LATE, LOGIT)
-                        if part in scored.parts
-                    }
-                for score, numbers in values.items():
-                    of_score = scores.setdefault(score, {})
-                    of_score.setdefault(name, []).append(numbers)
+        pools = [
+            (correct[number] if correct else number, texts[number], candidates)
+            for number, candidates in enumerate(nearest)
+            if len(candidates[0]) >= 2
+        ]
+        activity = f"re-ranking at {len(sources)} precisions"
+        for _, text, candidates in pools[:1]:
+            # the first call is slower
+            _pool_scores(opened, sources, store, text, candidates)
+            started = time.perf_counter()
+            _pool_scores(opened, sources, store, text, candidates)
+            minutes = (time.perf_counter() - started) * len(pools) / 60
+            activity += f", about {max(1, round(minutes))} min, queries"
+        for done, (cluster, text, candidates) in enumerate(pools):
+            on_progress(activity, done, len(pools))
+            clusters.append(cluster)
+            hits.append(candidates[0] == cluster)
+            scored = _pool_scores(opened, sources, store, text, candidates)
+            for score, of_query in scored.items():
+                for name, numbers in of_query.items():
+                    scores.setdefault(score, {}).setdefault(name, []).append(numbers)
         left_out = None if scores else "no query has two candidates"
     bootstrap = ClusterBootstrap(np.array(clusters, dtype=np.int64))
     labels = hits if correct else None
@@ -295,6 +289,38 @@ def measure_precisions(
         precisions=tuple(costs),
         advice=advice(reference, size, costs) if trained else None,
     )
+
+
+def _pool_scores(
+    opened: TokenIndex,
+    sources: Mapping[str, TokenSource],
+    store: TokenStore,
+    text: str,
+    candidates: Neighbours,
+) -> dict[str, dict[str, Scores]]:
+    """Return the scores of the candidates of a query, float32 [k], by kind of score and
+    by precision.
+    """
+    rows = candidates[0]
+    blocks = store.fetch(rows)
+    scores: dict[str, dict[str, Scores]] = {}
+    for name, source in sources.items():
+        (scored,) = opened.score_candidates(
+            [text],
+            [candidates],
+            opened.model.scorer.images(source.fetch(rows, blocks)),
+            opened.model.weights("t2i"),
+        )
+        values = {WHOLE_SCORE: scored.final}
+        if len(scored.parts) > 1:
+            values |= {
+                PART_NAMES[part]: scored.parts[part]
+                for part in (LATE, LOGIT)
+                if part in scored.parts
+            }
+        for score, numbers in values.items():
+            scores.setdefault(score, {})[name] = numbers
+    return scores
 
 
 def _queries(
