@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from edje_index.scoring.weights import DIRECTIONS, EMBEDDING
 from pipelines.cli.options import PATH, json_option
 from pipelines.cli.output import note, print_json, print_line
 
@@ -118,7 +119,10 @@ def show(bundle: Path, as_json: bool) -> None:
         "bytes": sum(int(file["bytes"]) for file in info.files.values()),
         "fingerprint": info.fingerprint,
         "encoder_fingerprint": info.encoder_fingerprint,
-        "score": {"t2i": info.score.t2i.described(), "i2t": info.score.i2t.described()},
+        "score": {
+            direction: info.score.of(direction).described() for direction in DIRECTIONS
+        },
+        "weights": info.score.to_json(),
         "notes": info.notes,
     }
     if as_json:
@@ -127,7 +131,12 @@ def show(bundle: Path, as_json: bool) -> None:
     scores = "; ".join(
         f"{direction}: {text}" for direction, text in record["score"].items()
     )
-    for name, value in {**record, "score": scores}.items():
+    trained = "no: random weights" if not info.trained else "yes"
+    parts = [part for part, weight in info.score.t2i.by_part().items() if weight]
+    if info.trained and parts == [EMBEDDING]:
+        trained = "the towers alone; searches are by embedding"
+    del record["weights"]
+    for name, value in {**record, "score": scores, "trained": trained}.items():
         text = " x ".join(map(str, value)) if isinstance(value, list) else str(value)
         print_line(f"{name.replace('_', ' '):<21}{text}")
 

@@ -145,15 +145,7 @@ def serve(
 
 @click.command()
 @click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
-@click.option(
-    "--model",
-    type=PATH,
-    help=(
-        "Directory of the model bundle.  [default: the model of 'model get', in the"
-        " user's cache]"
-    ),
-)
-def show(folder: Path, model: Path | None) -> None:
+def show(folder: Path) -> None:
     """Index the photos in FOLDER, and open a page in the browser that searches them.
 
     The index is FOLDER.edje. The first run downloads the model (174 MB), as 'model get'
@@ -173,8 +165,9 @@ def show(folder: Path, model: Path | None) -> None:
     from storage_formats.format.remote import cache_directory
 
     root = folder.resolve().with_name(f"{folder.resolve().name}.edje")
-    is_built = Layout(root).manifest.exists()
-    if not is_built and model is None:
+    if Layout(root).manifest.exists():
+        run_job(update_index, root, engine="inline", resume=root)
+    else:
         model = cache_directory() / "model"
         if not model.exists():
             note(
@@ -182,9 +175,6 @@ def show(folder: Path, model: Path | None) -> None:
                 " research and education"
             )
             write_shipped_model(model)
-    if is_built:
-        run_job(update_index, root, model=model, engine="inline", resume=root)
-    else:
         run_job(build_index, folder, root, str(model), engine="inline", resume=root)
     with listen("127.0.0.1", 0) as listener:
         print_line(address_of(listener))
@@ -193,7 +183,7 @@ def show(folder: Path, model: Path | None) -> None:
             target=webbrowser.open, args=(address_of(listener),), daemon=True
         )
         run_service(
-            open_warm(root, model),
+            open_warm(root),
             Limits(),
             listener,
             opening.start,
