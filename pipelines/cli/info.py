@@ -42,8 +42,8 @@ def info(index: Path | str, duplicates: float | None, as_json: bool) -> None:
     The line 'search' describes the nearest-neighbour index, and says when 'edje-index
     ann build' would improve it.
 
-    With --duplicates, an index of 200,000 images takes some seconds. Above 20,000
-    images, some pairs can be missed.
+    With --duplicates, an index of 200,000 images takes about a minute on two cores.
+    Above 20,000 images, some pairs can be missed.
 
     To search INDEX, a model bundle must have the encoder fingerprint shown here.
     'edje-index model show' prints the encoder fingerprint of a bundle.
