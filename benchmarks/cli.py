@@ -4,7 +4,6 @@ printing of its results.
 
 from __future__ import annotations
 
-import itertools
 import json
 import signal
 from collections.abc import Callable, Sequence
@@ -72,8 +71,8 @@ def _finish(
 
 @click.group()
 def bench() -> None:
-    """Run a benchmark: fetching, codecs, building, scoring, serving, whole systems, or
-    the tables of the paper.
+    """Run a benchmark: fetching, codecs, scoring, serving, whole systems, or the
+    tables of the paper.
 
     Results are medians over several runs. Ratios vary less between machines than
     seconds.
@@ -115,8 +114,8 @@ def make_synthetic_command(
     "--precision",
     "precisions",
     str,
-    "Precision to measure; repeatable.  [default: the stored precision of the highest"
-    " fidelity]",
+    "Precision to compare with other libraries; repeatable. Of the others, only the"
+    " large fetch is measured.  [default: all that are stored]",
 )
 @click.option(
     "--pool",
@@ -125,15 +124,20 @@ def make_synthetic_command(
     help="Number of blocks per large fetch, limited to half the rows of the index.",
 )
 @click.option(
-    "--cold/--warm",
-    default=None,
+    "--quick",
+    is_flag=True,
     help=(
-        "Measure only with a cold page cache, or only with all blocks in the page"
-        " cache.  [default: both]"
+        "Take at most three minutes: fewer runs of the first GiB, and other libraries"
+        " at one precision only."
     ),
 )
 @click.option(
-    "--peers", is_flag=True, help="Also measure other libraries with the same blocks."
+    "--paper",
+    is_flag=True,
+    help=(
+        "Repeat only the test of the EDJE paper: 50,000 of 100,000 blocks, contiguous"
+        " and random."
+    ),
 )
 @click.option(
     "--repeats", type=POSITIVE, default=5, help="Number of runs of each measurement."
@@ -143,19 +147,20 @@ def make_synthetic_command(
 def fetch_command(
     index: Path, report: Path | None, as_json: bool, **options: Any
 ) -> None:
-    """Measure how fast blocks of INDEX are fetched, and compare the rate with the speed
-    of the disk. Linux only.
+    """Measure how fast blocks of INDEX are fetched, and compare the rate with the disk
+    and with other libraries. Linux only.
 
-    Each run is a new process. Before a cold run, the command checks that the files are
-    not in the page cache. The copies that other libraries read are written beside
-    INDEX, and removed at the end.
+    The first line says how long this takes. The libraries of the extra `bench` are
+    compared if they are installed. Their copies of the blocks are written beside INDEX,
+    and removed at the end. If the command is interrupted, run it again to continue.
 
     \b
     Examples:
-      edje-index bench fetch photos.edje
-      edje-index bench fetch photos.edje --pool 5000 --peers --report out
+      edje-index bench fetch photos.edje --quick
+      edje-index bench fetch photos.edje --precision fp8 --pool 5000 --report out
     """
-    from benchmarks.fetch.bench import bench_fetch, report_lines
+    from benchmarks.fetch.bench import bench_fetch
+    from benchmarks.fetch.report import draw, report_lines
 
     # removes the temporary files
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -163,7 +168,13 @@ def fetch_command(
         result = bench_fetch(index, _say, **options)
     finally:
         signal.signal(signal.SIGTERM, before)
-    _finish(result, list(report_lines(result)), as_json, report, "fetch")
+    picture = None
+    if report is not None:
+        picture = f"{result['environment']['date']}-fetch.png"
+        report.mkdir(parents=True, exist_ok=True)
+        with name_missing_extra("bench"):
+            draw(result["rows"], report / picture)
+    _finish(result, list(report_lines(result, picture)), as_json, report, "fetch")
 
 
 @bench.command("quantize")
@@ -181,45 +192,6 @@ def quantize_command(as_json: bool) -> None:
     from benchmarks.quantize import bench_quantize, report_lines
 
     report = bench_quantize()
-    _finish(report, list(report_lines(report)), as_json)
-
-
-@bench.command("build")
-@click.argument("photos", type=click.Path(exists=True, file_okay=False, path_type=Path))
-@click.option(
-    "--model", type=_EXISTING, required=True, help="Directory of the model bundle."
-)
-@click.option(
-    "--images",
-    type=POSITIVE,
-    default=1000,
-    help=(
-        "Number of images to index. If PHOTOS has fewer images, images are used several"
-        " times."
-    ),
-)
-@json_option
-def build_command(photos: Path, model: Path, images: int, as_json: bool) -> None:
-    """Compare the cost of `edje-index build` with a loop that only decodes and encodes
-    images. Linux only.
-
-    Both engines are measured, on the CPU with two threads in float32. The cost is
-    processor time and memory. A second line shows the seconds per stage,
-    and the images per second of the model alone. In a build, "read" and "decode" run
-    beside the model, and "wait" is the time that the model waits for them.
-
-    \b
-    Example:
-      edje-index bench build ~/photos --model model/ --images 2000
-    """
-    from benchmarks.build import bench_build, report_lines
-
-    paths = sorted(path for path in photos.rglob("*.jpg") if path.is_file())
-    if not paths:
-        raise click.UsageError(
-            f"{photos} contains no .jpg files; choose another directory"
-        )
-    report = bench_build(list(itertools.islice(itertools.cycle(paths), images)), model)
     _finish(report, list(report_lines(report)), as_json)
 
 
@@ -362,10 +334,8 @@ def end_to_end_command(
     the file CAPTIONS. Systems that are not installed are left out. The report names a
     system that stops, and why.
 
-    These systems rank by late interaction: this package in four precisions, FAISS with
-    np.memmap or TensorStore, a multivector column of Lance with and without an index,
-    Qdrant Edge, and fast-plaid. The last systems are the search of this package with
-    the joint encoder.
+    The systems rank by late interaction: this package in four precisions, and FAISS
+    with each library of `bench fetch`.
 
     \b
     Example:
@@ -393,6 +363,13 @@ def end_to_end_command(
     "--config", type=_EXISTING, help="TOML file with settings for all training runs."
 )
 @click.option(
+    "--model",
+    help=(
+        "Measure this trained model of 64 tokens, without training: the directory of a"
+        " bundle, or a model of 'model get', such as edje."
+    ),
+)
+@click.option(
     "--commands",
     "listing",
     is_flag=True,
@@ -400,12 +377,17 @@ def end_to_end_command(
 )
 @json_option
 def paper_command(
-    experiments: tuple[str, ...], listing: bool, as_json: bool, **options: Any
+    experiments: tuple[str, ...],
+    listing: bool,
+    model: str | None,
+    as_json: bool,
+    **options: Any,
 ) -> int:
     """Repeat the tables and figures of the EDJE paper, and compare the results with the
     published values.
 
-    Without EXPERIMENT, the command lists the experiments. 'all' runs every experiment.
+    Without EXPERIMENT, the command lists the experiments; with --model, it runs those
+    that need no training. 'all' runs every experiment.
     To continue after an interruption, run the same command again: finished models and
     indexes in --out are used again.
 
@@ -417,10 +399,20 @@ def paper_command(
       edje-index bench paper --data data --out study
       edje-index bench paper tokens --data data --out study --commands
       edje-index bench paper all --data data --out study
+      edje-index bench paper --model edje --data data --out study
     """
-    from benchmarks.paper.experiments import EXPERIMENTS, report_lines, run_experiments
+    from benchmarks.paper.experiments import (
+        EXPERIMENTS,
+        OF_A_MODEL,
+        report_lines,
+        run_experiments,
+    )
+    from pipelines.jobs.hub import find_model
 
     names = tuple(EXPERIMENTS) if experiments == ("all",) else experiments
+    if model is not None:
+        names = names or OF_A_MODEL
+        options["model"] = find_model(model, lambda text: click.echo(text, err=True))
     for name in names:
         if name not in EXPERIMENTS:
             raise click.UsageError(

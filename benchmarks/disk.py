@@ -7,6 +7,8 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import shutil
+import subprocess
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -108,23 +110,36 @@ def peak_memory(process: int | str = "self") -> int:
 
 
 def describe_disk(path: Path) -> dict[str, str | None]:
-    """Return the file system, device and model of the disk that contains `path`.
-    Unknown values are None.
+    """Return the file system, its mount options, the device, its model and scheduler,
+    and the version of fio. Unknown values are None.
     """
     number = os.stat(path).st_dev
     folder = Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}").resolve()
-    # a partition has no model of its own
-    models = (parent / "device/model" for parent in (folder, folder.parent))
+
+    def read(name: str) -> str | None:
+        # a partition has neither a model nor a queue of its own
+        for parent in (folder, folder.parent):
+            if (parent / name).exists():
+                return (parent / name).read_text().strip()
+        return None
+
     mounts = [
         each
         for each in psutil.disk_partitions(all=True)
         if path.resolve().is_relative_to(each.mountpoint)
     ]
-    innermost = max(mounts, key=lambda each: len(each.mountpoint), default=None)
+    innermost = max(mounts, key=lambda each: len(each.mountpoint))
+    fio = None
+    if shutil.which("fio"):
+        done = subprocess.run(
+            ["fio", "--version"], capture_output=True, text=True, check=False
+        )
+        fio = done.stdout.strip()
     return {
-        "file_system": None if innermost is None else innermost.fstype,
+        "file_system": innermost.fstype,
+        "mount_options": innermost.opts,
         "device": folder.name,
-        "model": next(
-            (model.read_text().strip() for model in models if model.exists()), None
-        ),
+        "model": read("device/model"),
+        "scheduler": read("queue/scheduler"),
+        "fio": fio,
     }

@@ -20,17 +20,16 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
-import ml_dtypes
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch.nn import functional
 
 from benchmarks.disk import evict, peak_memory
+from benchmarks.fetch.peers import PEERS, StoredRecords, Subject, installed_version
 from benchmarks.process import call_in_process
 from benchmarks.report import Say, machine, table
 from edje_index.captions.matching import NAME_COLUMNS, match_items
@@ -42,25 +41,23 @@ from edje_index.search.late_interaction_search import LateInteractionSearch, max
 from edje_index.search.token_index import TokenIndex
 from pipelines.environment import environment
 from pipelines.jobs.ann import add_ann
-from storage_formats.codecs import Blocks
+from storage_formats.codecs import BF16
 from storage_formats.errors import EdjeError, UsageError
-from storage_formats.format.layout import Layout
-from storage_formats.format.manifest import CommittedIndex
+from storage_formats.format.manifest import CommittedIndex, Manifest
 from storage_formats.format.rows import read_all_rows
 from storage_formats.format.tombstones import live_rows
 from storage_formats.reading.embeddings import read_embeddings
-from storage_formats.threads import default_threads
+from storage_formats.token_store import TokenStore
 from storage_formats.writing.index_writer import IndexWriter
 
 CUTOFFS = (1, 5, 10)
+POOLS = (20, 100, 400)
+_PRECISIONS = ("bf16", "fp8", "nvfp4", "sign1")
 _CHUNK = 256
 # searches before the timed ones
 _WARM_UP = 3
-# seconds for the start and the end of a process
-_SPARE = 10
 # length of the noise of repeated vectors, which have length 1
-_TOKEN_NOISE = 0.3
-_EMBEDDING_NOISE = 0.3
+_NOISE = 0.3
 Floats = NDArray[np.float32]
 
 
@@ -72,10 +69,8 @@ def bench_end_to_end(
     *,
     images: Path | None = None,
     model: Path | None = None,
-    systems: Sequence[str] = (),
     queries: int = 200,
     rows: int | None = None,
-    limit: int | None = None,
 ) -> dict[str, Any]:
     """Build every system from the same vectors, search with each, and return the
     report. Linux only.
@@ -85,16 +80,8 @@ def bench_end_to_end(
     run.
 
     Raises:
-        UsageError: the folder is not empty, a system is unknown, or no caption can be
-            searched for.
+        UsageError: the folder is not empty, or no caption can be searched for.
     """
-    names = systems or tuple(SYSTEMS)
-    unknown = sorted(set(names) - set(SYSTEMS))
-    if unknown:
-        raise UsageError(
-            f"there is no system {unknown[0]!r}; choose from: {', '.join(SYSTEMS)}",
-            parameter="systems",
-        )
     if folder.exists() and any(folder.iterdir()):
         raise UsageError(
             f"{folder} exists and is not empty; choose a new folder", parameter="folder"
@@ -117,72 +104,57 @@ def bench_end_to_end(
         write_collection(folder, opened, [every[position] for position in sample], rows)
         collection = Collection.open(folder)
         exact = collection.exact(max(CUTOFFS))
-        memory = None if rows is None else collection.tokens.nbytes // 4
+        spec = Manifest.load(collection.index).spec
+        m, d = spec.block_shape
+        memory = None if rows is None else spec.rows * m * d * BF16.itemsize // 4
+        copy = folder / "copy"
         results = []
-        for number, name in enumerate(names):
-            say(f"measuring {name}, {number + 1} of {len(names)}")
-            system = SYSTEMS[name]
+        for number, (name, system) in enumerate(SYSTEMS.items(), 1):
+            say(f"measuring {name}, {number} of {len(SYSTEMS)}")
             result: dict[str, Any] = {
                 "name": name,
                 "settings": system.settings,
-                "effort": system.effort,
                 "runs": [],
             }
             results.append(result)
-            files = _files(folder, name)
-            ends = time.monotonic() + (limit or math.inf)
-            files.mkdir()
             try:
-                if rows is not None and system.needs_images:
-                    raise EdjeError("not measured: the repeated rows have no images")
-                built = call_in_process(
-                    "benchmarks.end_to_end:build_system",
-                    name,
-                    str(folder),
-                    timeout=limit,
-                )
-                stored = built["bytes"] or _bytes_in(opened.committed.root)
-                result["build_seconds"] = built["seconds"]
-                result["bytes_per_image"] = stored / len(collection.tokens)
-                for effort in system.efforts:
-                    left = max(1.0, ends - time.monotonic()) if limit else None
-                    arguments = (
+                copy.mkdir()
+                files = system.build(collection, copy)
+                stored = sum(path.stat().st_size for path in files)
+                result["bytes_per_image"] = stored / spec.rows
+                for pool in POOLS:
+                    searched = call_in_process(
+                        "benchmarks.end_to_end:search_system",
                         name,
                         str(folder),
-                        effort,
+                        str(copy),
+                        [str(path) for path in files],
                         max(CUTOFFS),
+                        pool,
                         memory,
-                        left and left - _SPARE,
                     )
-                    searched = call_in_process(
-                        "benchmarks.end_to_end:search_system", *arguments, timeout=left
-                    )
-                    run = {"effort": effort, **figures(searched, collection, exact)}
+                    run = {"pool": pool, **figures(searched, collection, exact)}
                     result["runs"].append(run)
                     say(
-                        f"  {system.effort} {effort}: {run['of_exact']:.1f} % of the"
-                        f" exact ten, {run['p95_ms']:.1f} ms"
+                        f"  pool {pool}: {run['of_exact']:.1f} % of the exact ten,"
+                        f" {run['p95_ms']:.1f} ms"
                     )
             except EdjeError as error:
                 result["problem"] = str(error)
                 say(f"  {error}")
-            shutil.rmtree(files)
+            shutil.rmtree(copy, ignore_errors=True)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    count, m, d = collection.tokens.shape
     return {
         "environment": environment(),
         "settings": {
-            **{
-                "index": index.name,
-                "captions": captions.name,
-                "queries": queries,
-                "rows": rows,
-            },
-            **{"memory_bytes": memory, "limit_seconds": limit},
+            "index": index.name,
+            "captions": captions.name,
+            "rows": rows,
+            "memory_bytes": memory,
         },
         "collection": {
-            "images": count,
+            "images": spec.rows,
             "block_shape": [m, d],
             "queries": len(collection.queries),
         },
@@ -198,32 +170,28 @@ def figures(
     `searched` is the result of `search_system`. `exact` has the positions of the exact
     best images for each query.
     """
-    # of fewer queries if the time was up
     answers = searched["positions"]
     hits = [
         [position == query.relevant for position in positions]
-        for query, positions in zip(collection.queries, answers, strict=False)
+        for query, positions in zip(collection.queries, answers, strict=True)
     ]
     shared = [
         len(set(found) & set(best)) / len(best)
-        for found, best in zip(answers, exact, strict=False)
+        for found, best in zip(answers, exact, strict=True)
     ]
-    p50, p95 = np.percentile(searched["milliseconds"], [50, 95])
-    cold_p50, cold_p95 = np.percentile(searched["cold_milliseconds"], [50, 95])
+    p50, p95 = np.percentile(searched["milliseconds"], [50, 95], axis=1).tolist()
     return {
         "recall": {
             str(k): 100 * float(np.mean([any(row[:k]) for row in hits]))
             for k in CUTOFFS
         },
         "of_exact": 100 * float(np.mean(shared)),
-        "p50_ms": float(p50),
-        "p95_ms": float(p95),
-        "cold_p50_ms": float(cold_p50),
-        "cold_p95_ms": float(cold_p95),
-        "queries": len(answers),
+        "p50_ms": p50[1],
+        "p95_ms": p95[1],
+        "cold_p50_ms": p50[0],
+        "cold_p95_ms": p95[0],
         "memory_bytes": searched["peak_bytes"],
         "libraries_bytes": searched["libraries_bytes"],
-        "is_capped": searched["is_capped"],
     }
 
 
@@ -235,26 +203,26 @@ find blocks in the page cache that earlier captions needed. The second pass is w
 
 - R@k: percentage of the captions whose photo is among the first k hits.
 - Of exact ten: percentage of the ten photos with the highest MaxSim that the system
-  finds. The joint encoder sorts by another score, so it may find fewer of these photos.
+  finds.
 - Memory: peak resident memory, including mapped files. The number in brackets is the
   memory of the imported libraries.
-- Bytes per photo: all files of the system. Rows with the joint encoder count the index
-  with all its precisions.
-- Only rows with the joint encoder include the time of the text tower."""
+- Bytes per photo: all files of the system. Of an index, they include one precision.
+- The time of the text tower is not included."""
 _COLUMNS = (
-    *(
-        "R@1",
-        "R@5",
-        "R@10",
-        "of exact ten",
-        "p50 ms",
-        "p95 ms",
-        "cold p50",
-        "cold p95",
-        "memory MiB",
-    ),
-    *("bytes per photo", "build s"),
+    "system",
+    "pool",
+    "R@1",
+    "R@5",
+    "R@10",
+    "of exact ten",
+    "p50 ms",
+    "p95 ms",
+    "cold p50",
+    "cold p95",
+    "memory MiB",
+    "bytes per photo",
 )
+_MILLISECONDS = ("of_exact", "p50_ms", "p95_ms", "cold_p50_ms", "cold_p95_ms")
 
 
 def report_lines(report: dict[str, Any]) -> Iterator[str]:
@@ -267,49 +235,28 @@ def report_lines(report: dict[str, Any]) -> Iterator[str]:
         f"{collection['images']:,} photos of {m} x {d} tokens,"
         f" {collection['queries']:,} captions.\n"
     )
-    if limit := report["settings"]["limit_seconds"]:
-        yield f"Each system had {limit:,} seconds for building and all searches.\n"
     if memory := report["settings"]["memory_bytes"]:
-        capped = all(
-            run["is_capped"] for system in report["systems"] for run in system["runs"]
-        )
-        yield (
-            f"Searches had {memory / 2**20:,.0f} MiB of memory with page cache,"
-            f" {'' if capped else 'NOT '}enforced.\n"
-        )
+        yield f"Searches had {memory / 2**20:,.0f} MiB of memory with page cache.\n"
     rows = []
-    queries = collection["queries"]
     for system in report["systems"]:
         if "problem" in system:
-            rows.append(
-                (system["name"], f"stopped: {system['problem']}", *[""] * len(_COLUMNS))
-            )
+            rows.append([system["name"], f"stopped: {system['problem']}"])
+            rows[-1] += [""] * (len(_COLUMNS) - 2)
         for run in system["runs"]:
-            rows.append(
-                (
-                    system["name"],
-                    f"{system['effort']} {run['effort']}"
-                    + f", {run['queries']} captions" * (run["queries"] < queries),
-                    *(f"{value:.1f}" for value in run["recall"].values()),
-                    *(
-                        f"{run[key]:.1f}"
-                        for key in (
-                            "of_exact",
-                            "p50_ms",
-                            "p95_ms",
-                            "cold_p50_ms",
-                            "cold_p95_ms",
-                        )
-                    ),
-                    (
-                        f"{run['memory_bytes'] / 2**20:.0f}"
-                        f" ({run['libraries_bytes'] / 2**20:.0f})"
-                    ),
-                    f"{system.get('bytes_per_image', 0):,.0f}",
-                    f"{system.get('build_seconds', 0):.1f}",
-                )
+            used, libraries = (
+                run[key] / 2**20 for key in ("memory_bytes", "libraries_bytes")
             )
-    yield from table(("system", "setting", *_COLUMNS), rows)
+            rows.append(
+                [
+                    system["name"],
+                    str(run["pool"]),
+                    *(f"{value:.1f}" for value in run["recall"].values()),
+                    *(f"{run[key]:.1f}" for key in _MILLISECONDS),
+                    f"{used:.0f} ({libraries:.0f})",
+                    f"{system['bytes_per_image']:,.0f}",
+                ]
+            )
+    yield from table(_COLUMNS, rows)
     yield "\n## Settings\n"
     yield from (
         f"- {system['name']}: {system['settings']}." for system in report["systems"]
@@ -334,49 +281,49 @@ class VectorQuery(NamedTuple):
 
 @dataclass(frozen=True)
 class Collection:
-    """The vectors of n images.
+    """The vectors of n images, in an index with all measured precisions. The row id of
+    an image is its position.
 
     Attributes:
-        tokens: tokens of each image, bfloat16 [n, m, d], mapped into memory.
-        embeddings: embedding of each image, float32 [n, e].
         row_ids: row id of each image in the index that the vectors come from, int64
             [n].
     """
 
-    tokens: Blocks
-    embeddings: Floats
-    row_ids: NDArray[np.int64]
-    queries: list[VectorQuery]
     index: Path
-    model: Path
+    queries: list[VectorQuery]
+    row_ids: NDArray[np.int64]
 
     @classmethod
     def open(cls, folder: Path) -> Collection:
         """Open a collection that `write_collection` wrote."""
-        tokens = np.load(folder / "tokens.npy", mmap_mode="r").view(ml_dtypes.bfloat16)
-        return cls(tokens, *pickle.loads((folder / "vectors.pickle").read_bytes()))
+        return cls(
+            folder / "index", *pickle.loads((folder / "queries.pickle").read_bytes())
+        )
 
-    def chunks(self) -> Iterator[tuple[slice, Floats]]:
+    @property
+    def store(self) -> TokenStore:
+        """The tokens of highest fidelity."""
+        return TokenStore.open(self.index)
+
+    def chunks(self) -> Iterator[tuple[NDArray[np.int64], Floats]]:
         """Yield (positions, float32 tokens) of a few images at a time."""
-        for start in range(0, len(self.tokens), _CHUNK):
-            positions = slice(start, start + _CHUNK)
-            yield positions, self.tokens[positions].astype(np.float32)
+        store = self.store
+        for start in range(0, len(self.row_ids), _CHUNK):
+            positions = np.arange(start, min(start + _CHUNK, len(self.row_ids)))
+            yield positions, store.fetch(positions).astype(np.float32)
 
     def exact(self, k: int) -> list[list[int]]:
         """Return the positions of the `k` images with the highest MaxSim for each
         query, best first.
         """
-        scores = np.empty((len(self.queries), len(self.tokens)), dtype=np.float32)
-        words = np.concatenate([query.words for query in self.queries]).T
-        starts = np.cumsum([0, *(len(query.words) for query in self.queries[:-1])])
-        for positions, tokens in self.chunks():
-            scores[:, positions] = np.add.reduceat(
-                (tokens @ words).max(axis=1), starts, axis=1
-            ).T
-        best: list[list[int]] = np.argsort(-scores, axis=1, kind="stable")[
-            :, :k
-        ].tolist()
-        return best
+        store = self.store
+        positions = np.arange(len(self.row_ids))
+        return [
+            np.argsort(-store.max_sim(query.words, positions), kind="stable")[
+                :k
+            ].tolist()
+            for query in self.queries
+        ]
 
 
 def write_collection(
@@ -401,32 +348,29 @@ def write_collection(
     embeddings = embeddings[present]
     joint = index.model.joint
     distinct = len(row_ids)
-    shape = (rows or distinct, *index.manifest.spec.block_shape)
-    row_ids = np.resize(row_ids, shape[0])
-    embeddings = np.resize(embeddings, (shape[0], embeddings.shape[1]))
-    bits = np.lib.format.open_memmap(
-        folder / "tokens.npy", mode="w+", dtype=np.uint16, shape=shape
-    )
+    count = rows or distinct
     noise = torch.Generator().manual_seed(0)
-    for start in range(0, len(row_ids), _CHUNK):
-        chunk = slice(start, start + _CHUNK)
-        blocks = torch.from_numpy(
-            _unit(
-                torch.from_numpy(index.store.fetch(row_ids[chunk]).astype(np.float32)),
-                joint,
-            )
-        )
-        vectors = torch.from_numpy(embeddings[chunk])
-        is_repeated = torch.arange(start, start + len(blocks)) >= distinct
-        for values, length in ((blocks, _TOKEN_NOISE), (vectors, _EMBEDDING_NOISE)):
-            values[is_repeated] += torch.randn(
-                values[is_repeated].shape, generator=noise
-            ) * (length / math.sqrt(values.shape[-1]))
-            values /= values.norm(dim=-1, keepdim=True)
-        bits[chunk] = blocks.numpy().astype(ml_dtypes.bfloat16).view(np.uint16)
-        embeddings[chunk] = vectors.numpy()
-    bits.flush()
-    positions = {int(row): position for position, row in enumerate(row_ids[:distinct])}
+    with IndexWriter.create(
+        folder / "index",
+        block_shape=index.manifest.spec.block_shape,
+        embed_dim=embeddings.shape[1],
+        precisions=_PRECISIONS,
+    ) as writer:
+        for start in range(0, count, _CHUNK):
+            chunk = np.arange(start, min(start + _CHUNK, count))
+            images = chunk % distinct
+            tokens = index.store.fetch(row_ids[images]).astype(np.float32)
+            blocks = torch.from_numpy(_unit(torch.from_numpy(tokens), joint))
+            vectors = torch.from_numpy(embeddings[images])
+            is_repeated = torch.from_numpy(chunk >= distinct)
+            for values in (blocks, vectors):
+                values[is_repeated] += torch.randn(
+                    values[is_repeated].shape, generator=noise
+                ) * (_NOISE / math.sqrt(values.shape[-1]))
+                values /= values.norm(dim=-1, keepdim=True)
+            writer.append(blocks.numpy(), vectors.numpy())
+    add_ann(folder / "index")
+    positions = {int(row): position for position, row in enumerate(row_ids)}
     content = content_token_mask(joint.tokenizer)
     kept: list[VectorQuery] = []
     texts = [text for text, _ in queries]
@@ -442,9 +386,8 @@ def write_collection(
             kept.append(VectorQuery(text, embedding, words, positions[row_id]))
     if not kept:
         raise UsageError("no query has a content word; give other captions")
-    origin = (index.committed.root, index.model.info.path.resolve())
-    (folder / "vectors.pickle").write_bytes(
-        pickle.dumps((embeddings, row_ids, kept, *origin))
+    (folder / "queries.pickle").write_bytes(
+        pickle.dumps((kept, np.resize(row_ids, count)))
     )
 
 
@@ -458,452 +401,131 @@ def _unit(vectors: torch.Tensor, joint: JointScorer) -> Floats:
 class System(ABC):
     """A search system, with the settings that its documentation recommends for late
     interaction.
-
-    Attributes:
-        effort: name of the parameter that trades recall for time.
-        efforts: values of that parameter to measure.
-        needs_images: whether every row must be an image of the index.
     """
 
-    settings: ClassVar[str]
-    package: ClassVar[str] = "faiss"
-    needs_images: ClassVar[bool] = False
-    effort: ClassVar[str] = "pool"
-    efforts: ClassVar[tuple[int, ...]] = (20, 100, 400)
-
-    def __init__(self, folder: Path, collection: Collection) -> None:
-        self.folder = folder
-        self.collection = collection
+    settings: str
 
     @abstractmethod
-    def build(self) -> None:
-        """Write the files that `search` of this retrieval system reads."""
+    def build(self, collection: Collection, folder: Path) -> list[Path]:
+        """Write the files of the system to `folder`, and return the paths of all files
+        that a search reads.
+        """
 
     @abstractmethod
-    def open(self) -> None:
+    def open(self, collection: Collection, folder: Path) -> None:
         """Open the files."""
 
     @abstractmethod
-    def search(self, query: VectorQuery, k: int, effort: int) -> list[int]:
+    def search(self, query: VectorQuery, k: int, pool: int) -> list[int]:
         """Return the positions of the `k` best images, best first."""
 
 
 class EdjeIndex(System):
     """`LateInteractionSearch` over one precision."""
 
-    precision: ClassVar[str] = "bf16"
-    settings = "exact FAISS search chooses the pool, tokens in bf16"
+    def __init__(self, precision: str) -> None:
+        self.precision = precision
+        self.settings = f"FAISS chooses the pool, tokens in {precision}"
 
-    def build(self) -> None:
-        _, m, d = self.collection.tokens.shape
-        with IndexWriter.create(
-            self.folder / "index",
-            block_shape=(m, d),
-            embed_dim=self.collection.embeddings.shape[1],
-            precisions=[self.precision],
-        ) as writer:
-            for positions, tokens in self.collection.chunks():
-                writer.append(tokens, self.collection.embeddings[positions])
-        add_ann(self.folder / "index")
+    def build(self, collection: Collection, folder: Path) -> list[Path]:
+        return _index_files(collection.index, self.precision)
 
-    def open(self) -> None:
-        self._index = LateInteractionSearch.open(self.folder / "index")
+    def open(self, collection: Collection, folder: Path) -> None:
+        self._index = LateInteractionSearch.open(collection.index, self.precision)
 
-    def search(self, query: VectorQuery, k: int, effort: int) -> list[int]:
-        hits = self._index.search(
-            query.words, k, embedding=query.embedding, pool=effort
-        )
+    def search(self, query: VectorQuery, k: int, pool: int) -> list[int]:
+        hits = self._index.search(query.words, k, embedding=query.embedding, pool=pool)
         return [hit.row_id for hit in hits]
 
 
-def _of_precision(base: type[System], precision: str, settings: str) -> type[System]:
-    return type(
-        f"{base.__name__} {precision}",
-        (base,),
-        {"precision": precision, "settings": settings},
-    )
+class StoredTokens(System):
+    """FAISS chooses the pool, and a library of `bench fetch` reads the tokens."""
 
-
-class MappedTokens(System):
-    """FAISS chooses the pool, and the tokens are read from a memory-mapped file, as
-    in the EDJE paper.
-    """
-
-    settings = (
-        "exact FAISS search chooses the pool, bfloat16 tokens in np.memmap, MaxSim in"
-        " NumPy"
-    )
-
-    def build(self) -> None:
-        faiss: Any = import_module("faiss")
-        flat = faiss.IndexFlatIP(self.collection.embeddings.shape[1])
-        flat.add(self.collection.embeddings)
-        faiss.write_index(flat, str(self.folder / "embeddings.faiss"))
-        self.collection.tokens.view(np.uint16).tofile(self.folder / "tokens.bf16")
-
-    def open(self) -> None:
-        faiss: Any = import_module("faiss")
-        self._flat = faiss.read_index(str(self.folder / "embeddings.faiss"))
-        shape = self.collection.tokens.shape
-        dtype = self.collection.tokens.dtype
-        self._tokens = np.memmap(
-            self.folder / "tokens.bf16", dtype=np.uint16, mode="r", shape=shape
-        ).view(dtype)
-
-    def search(self, query: VectorQuery, k: int, effort: int) -> list[int]:
-        candidates = self._flat.search(
-            query.embedding[None], min(effort, len(self._tokens))
-        )[1][0]
-        scores = max_sim(query.words, self._tokens[candidates])
-        return [
-            int(position)
-            for position in candidates[np.argsort(-scores, kind="stable")[:k]]
-        ]
-
-
-class TensorStoreTokens(EdjeIndex):
-    """FAISS chooses the pool, and TensorStore reads the token array of an index of
-    this package.
-    """
-
-    settings = (
-        "exact FAISS search chooses the pool, TensorStore reads the tokens without a"
-        " cache, MaxSim in NumPy"
-    )
-    package = "tensorstore"
-
-    def open(self) -> None:
-        index = CommittedIndex.open(self.folder / "index")
-        ts = import_module("tensorstore")
-        limits = {
-            "file_io_concurrency": {"limit": 128},
-            "data_copy_concurrency": {"limit": default_threads()},
-        }
-        path = str(Layout(index.root).token_array(self.precision))
-        spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": path}}
-        context = ts.Context({**limits, "cache_pool": {"total_bytes_limit": 0}})
-        checks = {"recheck_cached_metadata": False, "recheck_cached_data": False}
-        self._array = ts.open(spec, read=True, context=context, **checks).result()
-        self._ann = AnnIndex(index)
-
-    def search(self, query: VectorQuery, k: int, effort: int) -> list[int]:
-        candidates = self._ann.nearest(query.embedding, effort)[0]
-        blocks = np.ascontiguousarray(self._array[candidates].read().result()).view(
-            ml_dtypes.bfloat16
-        )
-        scores = max_sim(
-            query.words,
-            blocks.reshape(len(candidates), *self.collection.tokens.shape[1:]),
-        )
-        return [
-            int(position)
-            for position in candidates[np.argsort(-scores, kind="stable")[:k]]
-        ]
-
-
-class LanceMultivector(System):
-    """A multivector column of Lance with a vector index over all tokens. It reads
-    no embeddings.
-    """
-
-    settings = (
-        "IVF_PQ over all tokens, cosine, sqrt(tokens) partitions, d / 8 sub-vectors,"
-        " float16, refine_factor 10"
-    )
-    package = "lance"
-    effort = "nprobes"
-    efforts: ClassVar[tuple[int, ...]] = (4, 16, 64)
-
-    def build(self) -> None:
-        lance = import_module("lance")
-        pa = import_module("pyarrow")
-        count, m, d = self.collection.tokens.shape
-        kind = pa.list_(pa.list_(pa.float16(), d))
-        schema = pa.schema([pa.field("position", pa.int64()), pa.field("tokens", kind)])
-
-        def batches() -> Any:
-            for positions, tokens in self.collection.chunks():
-                vectors = pa.FixedSizeListArray.from_arrays(
-                    pa.array(tokens.reshape(-1).astype(np.float16)), d
-                )
-                starts = pa.array(np.arange(0, len(tokens) * m + 1, m, dtype=np.int32))
-                numbers = pa.array(np.arange(len(tokens)) + positions.start)
-                yield pa.record_batch(
-                    [numbers, pa.ListArray.from_arrays(starts, vectors)], schema=schema
-                )
-
-        reader = pa.RecordBatchReader.from_batches(schema, batches())
-        dataset = lance.write_dataset(reader, str(self.folder / "tokens.lance"))
-        if self.effort == "nprobes":
-            partitions = max(1, math.isqrt(count * m))
-            dataset.create_index(
-                "tokens",
-                "IVF_PQ",
-                metric="cosine",
-                num_partitions=partitions,
-                num_sub_vectors=max(1, d // 8),
-            )
-
-    def open(self) -> None:
-        self._dataset = import_module("lance").dataset(
-            f"file+uring://{self.folder / 'tokens.lance'}"
+    def __init__(self, store: str) -> None:
+        self.store = store
+        self.settings = (
+            f"FAISS chooses the pool, bfloat16 tokens, MaxSim in NumPy,"
+            f" {PEERS[store].setting}"
         )
 
-    def search(self, query: VectorQuery, k: int, effort: int) -> list[int]:
-        words = query.words.astype(np.float16)
-        nearest = {
-            "column": "tokens",
-            "q": words,
-            "k": k,
-            "nprobes": effort,
-            "refine_factor": 10,
-        }
-        table = self._dataset.to_table(
-            columns=["position", "_distance"], nearest=nearest
-        )
-        positions: list[int] = table["position"].to_pylist()
-        return positions
+    def _subject(self, collection: Collection, folder: Path) -> Subject:
+        records = StoredRecords(collection.index, "bf16", len(collection.row_ids))
+        return PEERS[self.store](records, folder)
+
+    def build(self, collection: Collection, folder: Path) -> list[Path]:
+        if installed_version(self.store) is None:
+            raise EdjeError(f"{PEERS[self.store].package} is not installed")
+        subject = self._subject(collection, folder)
+        if subject.copies:
+            subject.prepare()
+        return [*subject.files(), *(collection.index / "ann").iterdir()]
+
+    def open(self, collection: Collection, folder: Path) -> None:
+        self._opened = self._subject(collection, folder)
+        self._opened.open()
+        self._ann = AnnIndex(CommittedIndex.open(collection.index))
+        self._shape = collection.store.block_shape
+
+    def search(self, query: VectorQuery, k: int, pool: int) -> list[int]:
+        candidates = self._ann.nearest(query.embedding, pool)[0]
+        out = np.empty((len(candidates), self._opened.output_bytes), dtype=np.uint8)
+        records = np.ascontiguousarray(self._opened.fetch(candidates, out))
+        blocks = records.view(BF16).reshape(len(candidates), *self._shape)
+        best = np.argsort(-max_sim(query.words, blocks), kind="stable")[:k]
+        return [int(position) for position in candidates[best]]
 
 
-class LanceExact(LanceMultivector):
-    """A multivector column of Lance without an index. A search reads all tokens."""
-
-    settings = "no vector index, cosine, float16"
-    effort = "refine"
-    efforts: ClassVar[tuple[int, ...]] = (1,)
-
-    def search(self, query: VectorQuery, k: int, effort: int) -> list[int]:
-        nearest = {
-            "column": "tokens",
-            "q": query.words.astype(np.float16),
-            "k": k,
-            "metric": "cosine",
-        }
-        table = self._dataset.to_table(
-            columns=["position", "_distance"], nearest={**nearest, "use_index": False}
-        )
-        positions: list[int] = table["position"].to_pylist()
-        return positions
-
-
-class FastPlaid(System):
-    """PLAID: centroids choose the candidates, and tokens of 4 bits per value sort
-    them. It reads no embeddings.
-    """
-
-    settings = "4 bits, n_full_scores 4096 (the default)"
-    package = "fast_plaid"
-    effort = "n_ivf_probe"
-    efforts = (4, 8, 32)
-
-    def build(self) -> None:
-        tokens = (
-            torch.from_numpy(block)
-            for _, blocks in self.collection.chunks()
-            for block in blocks
-        )
-        self.open()
-        self._plaid.create(documents_embeddings=list(tokens))
-
-    def open(self) -> None:
-        self._plaid = import_module("fast_plaid.search").FastPlaid(
-            index=str(self.folder / "plaid"), device="cpu"
-        )
-
-    def search(self, query: VectorQuery, k: int, effort: int) -> list[int]:
-        words = torch.from_numpy(query.words)[None]
-        results = self._plaid.search(
-            queries_embeddings=words, top_k=k, n_ivf_probe=effort, show_progress=False
-        )
-        return [int(position) for position, _ in results[0]]
-
-
-class QdrantEdge(System):
-    """Qdrant in this process: the embeddings choose the pool, and MaxSim of the
-    tokens sorts it.
-    """
-
-    settings = (
-        "HNSW over embeddings (m 16, ef_construct 100), float16 multivectors on disk"
-        " without HNSW"
-    )
-    package = "qdrant_edge"
-
-    def build(self) -> None:
-        qdrant: Any = import_module("qdrant_edge")
-        d = self.collection.tokens.shape[2]
-        embed_dim = self.collection.embeddings.shape[1]
-        token_vectors = qdrant.EdgeVectorParams(
-            size=d,
-            distance=qdrant.Distance.Dot,
-            multivector_config=qdrant.MultiVectorConfig(
-                qdrant.MultiVectorComparator.MaxSim
-            ),
-            datatype=qdrant.VectorStorageDatatype.Float16,
-            memory=qdrant.Memory.Cold,
-            hnsw_config=qdrant.HnswIndexConfig(
-                m=0, ef_construct=100, full_scan_threshold=10_000
-            ),
-        )
-        embedding = qdrant.EdgeVectorParams(
-            size=embed_dim,
-            distance=qdrant.Distance.Dot,
-            hnsw_config=qdrant.HnswIndexConfig(
-                m=16, ef_construct=100, full_scan_threshold=10_000
-            ),
-        )
-        config = qdrant.EdgeConfig(
-            vectors={"embedding": embedding, "tokens": token_vectors}
-        )
-        (self.folder / "shard").mkdir()
-        shard = qdrant.EdgeShard.create(str(self.folder / "shard"), config)
-        for positions, tokens in self.collection.chunks():
-            vectors = zip(
-                self.collection.embeddings[positions].tolist(),
-                tokens.tolist(),
-                strict=True,
-            )
-            points = [
-                qdrant.Point(number, {"embedding": embedding, "tokens": block}, {})
-                for number, (embedding, block) in enumerate(vectors, positions.start)
-            ]
-            shard.update(qdrant.UpdateOperation.upsert_points(points))
-        shard.optimize()
-        shard.flush()
-        shard.close()
-
-    def open(self) -> None:
-        self._qdrant: Any = import_module("qdrant_edge")
-        self._shard = self._qdrant.EdgeShard.load(str(self.folder / "shard"))
-
-    def search(self, query: VectorQuery, k: int, effort: int) -> list[int]:
-        qdrant = self._qdrant
-        by_embedding = qdrant.Query.Nearest(query.embedding.tolist(), using="embedding")
-        by_tokens = qdrant.Query.Nearest(query.words.tolist(), using="tokens")
-        prefetch = qdrant.Prefetch(limit=effort, query=by_embedding)
-        request = qdrant.QueryRequest(limit=k, prefetches=[prefetch], query=by_tokens)
-        return [int(point.id) for point in self._shard.query(request)]
-
-
-class FinalScoreSearch(System):
-    """`TokenIndex.search` over the index that the vectors come from, with the text
-    tower and the joint encoder.
-    """
-
-    settings = "the whole search from the text, the score of the bundle, tokens in bf16"
-    precision: ClassVar[str] = "bf16"
-    needs_images = True
-
-    def build(self) -> None:
-        """Write nothing."""
-
-    def open(self) -> None:
-        self._index = TokenIndex.open(
-            self.collection.index, self.collection.model, precision=self.precision
-        )
-        self._positions = {
-            int(row): position for position, row in enumerate(self.collection.row_ids)
-        }
-
-    def search(self, query: VectorQuery, k: int, effort: int) -> list[int]:
-        hits = self._index.search(query.text, k, max(k, effort))
-        return [self._positions[hit.row_id] for hit in hits]
-
-
-_PRECISIONS = ("bf16", "fp8", "nvfp4", "sign1")
-SYSTEMS: dict[str, type[System]] = {
-    **{
-        f"edje-index {name}": _of_precision(
-            EdjeIndex, name, EdjeIndex.settings.replace("bf16", name)
-        )
-        for name in _PRECISIONS
-    },
-    "FAISS and np.memmap": MappedTokens,
-    "FAISS and TensorStore": TensorStoreTokens,
-    "Qdrant Edge": QdrantEdge,
-    "fast-plaid": FastPlaid,
-    "Lance multivector": LanceMultivector,
-    "Lance exact": LanceExact,
-    **{
-        f"edje-index {name}, joint encoder": _of_precision(
-            FinalScoreSearch, name, FinalScoreSearch.settings.replace("bf16", name)
-        )
-        for name in _PRECISIONS
-    },
+SYSTEMS: dict[str, System] = {
+    **{f"edje-index {name}": EdjeIndex(name) for name in _PRECISIONS},
+    **{f"FAISS and {name}": StoredTokens(name) for name in PEERS},
 }
 """The systems by name."""
-
-
-def build_system(name: str, folder: str) -> dict[str, Any]:
-    """Build a system. Return the bytes of its files, and the seconds."""
-    started = time.monotonic()
-    files = _files(Path(folder), name)
-    SYSTEMS[name](files, Collection.open(Path(folder))).build()
-    return {"bytes": _bytes_in(files), "seconds": time.monotonic() - started}
 
 
 def search_system(
     name: str,
     folder: str,
-    effort: int,
+    copy: str,
+    files: Sequence[str],
     k: int,
+    pool: int,
     memory: int | None,
-    seconds: float | None,
 ) -> dict[str, Any]:
     """Search for every query, first cold, then warm.
 
-    Return the hits, the milliseconds of each search, and the peak memory in bytes. With
-    `memory`, the process and its page cache get this many bytes. A pass ends after half
-    of `seconds`.
+    Return the hits, the milliseconds of each search in both passes, and the peak memory
+    in bytes. With `memory`, the process and its page cache get this many bytes.
     """
-    is_capped = memory is not None and _cap_memory(memory)
-    # so that its memory does not count as memory of the search
-    import_module(SYSTEMS[name].package)
+    if memory is not None:
+        _cap_memory(memory)
     libraries_bytes = peak_memory()
-    system = SYSTEMS[name](_files(Path(folder), name), Collection.open(Path(folder)))
-    files = (system.collection.index if system.needs_images else system.folder).rglob(
-        "*"
-    )
+    system = SYSTEMS[name]
+    collection = Collection.open(Path(folder))
     # before they are mapped
-    evict(path for path in files if path.is_file())
-    system.open()
-    queries = system.collection.queries
+    evict(map(Path, files))
+    system.open(collection, Path(copy))
+    for query in collection.queries[:_WARM_UP]:
+        system.search(query, k, pool)
     positions = list[list[int]]()
     passes = list[list[float]]()
-    for query in queries[:_WARM_UP]:
-        system.search(query, k, effort)
     for _ in ("cold", "warm"):
         positions = []
         milliseconds = list[float]()
-        started = time.monotonic()
-        for query in queries:
-            if (
-                milliseconds
-                and seconds is not None
-                and time.monotonic() - started > seconds / 2 / len(system.efforts)
-            ):
-                break
+        for query in collection.queries:
             before = time.perf_counter()
-            positions.append(system.search(query, k, effort))
+            positions.append(system.search(query, k, pool))
             milliseconds.append(1e3 * (time.perf_counter() - before))
         passes.append(milliseconds)
-    used = {
-        "libraries_bytes": libraries_bytes,
-        "peak_bytes": peak_memory(),
-        "is_capped": is_capped,
-    }
     return {
         "positions": positions,
-        "milliseconds": passes[1],
-        "cold_milliseconds": passes[0],
-        **used,
+        "milliseconds": passes,
+        "libraries_bytes": libraries_bytes,
+        "peak_bytes": peak_memory(),
     }
 
 
-def _cap_memory(limit: int) -> bool:
-    """Move this process into a control group with at most `limit` bytes. Return
-    False if the system refuses.
-    """
+def _cap_memory(limit: int) -> None:
+    """Move this process into a control group with at most `limit` bytes."""
     for root, name in (
         ("/sys/fs/cgroup/memory", "memory.limit_in_bytes"),
         ("/sys/fs/cgroup", "memory.max"),
@@ -913,14 +535,15 @@ def _cap_memory(limit: int) -> bool:
             group.mkdir(exist_ok=True)
             (group / name).write_text(str(limit))
             (group / "cgroup.procs").write_text(str(os.getpid()))
-            return True
-    return False
+            return
+    raise EdjeError("the memory cannot be limited; run the command as root")
 
 
-def _files(folder: Path, name: str) -> Path:
-    return folder / name.replace(" ", "-")
-
-
-def _bytes_in(folder: Path) -> int:
-    files = (path for path in folder.rglob("*") if path.is_file())
-    return sum(path.stat().st_size for path in files)
+def _index_files(index: Path, precision: str) -> list[Path]:
+    """Return the files of an index, of its precisions only those of one."""
+    others = set(Manifest.load(index).spec.precisions) - {precision}
+    return [
+        path
+        for path in index.rglob("*")
+        if path.is_file() and not others & set(path.parts)
+    ]

@@ -20,7 +20,7 @@ def call_in_process(
     """Call a function in a new process, and return its result.
 
     Args:
-        function: module and name, for example "benchmarks.build:bare_loop".
+        function: module and name, for example "benchmarks.fetch.bench:measure".
         *arguments: arguments that JSON can express, as it must the result.
         timeout: seconds after which the process is killed; None for no limit.
 

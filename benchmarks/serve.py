@@ -1,10 +1,9 @@
 """Measures `edje-index serve` under load.
 
-In a closed loop, clients wait for each response before they send the next search. In an
-open loop, searches are sent at the times of a Poisson process, without waiting for
-earlier responses. The latency is measured from the planned time of a search, so that
-time in queues is included. The knee is the highest load in the open loop that the
-service keeps up with.
+Searches are sent at the times of a Poisson process, without waiting for earlier
+responses. The latency is measured from the planned time of a search, so that time in
+queues is included. The load grows until the service does not keep up. The knee is the
+highest load that it keeps up with.
 """
 
 from __future__ import annotations
@@ -23,12 +22,11 @@ from typing import Any, NamedTuple
 import httpx
 import numpy as np
 
-from benchmarks.disk import evict, peak_memory
+from benchmarks.disk import peak_memory
 from benchmarks.report import Say, machine, table
 from pipelines.environment import environment
 from storage_formats.codecs import finest
 from storage_formats.errors import EdjeError
-from storage_formats.format.layout import Layout
 from storage_formats.format.manifest import Manifest
 
 _ANSWERED = 0.99
@@ -36,9 +34,10 @@ _SLOWDOWN = 5.0
 """Up to the knee, this share of searches is answered, and p95 is at most this
 multiple of p95 at the lowest load.
 """
-_LOADS = (0.25, 0.5, 0.7, 0.8, 0.9, 1.0, 1.2)
-"""Offered loads, as multiples of the highest rate in the closed loop."""
-_COLD_SEARCHES = 10
+# searches per second
+_LOWEST = 0.5
+# from one offered load to the next
+_GROWTH = 1.3
 # below the limit of the service
 _CONNECTIONS = 400
 _STOP_SECONDS = 60
@@ -66,7 +65,6 @@ def bench_serve(
     *,
     model: Path | None = None,
     pools: Sequence[int] = (100,),
-    clients: Sequence[int] = (1, 4, 16, 64),
     seconds: float = 20.0,
 ) -> dict[str, Any]:
     """Measure every pool, and return the report. Linux only.
@@ -81,7 +79,6 @@ def bench_serve(
     settings = {
         "queries": len(queries),
         "pools": pools,
-        "clients": clients,
         "seconds": seconds,
     }
     report: dict[str, Any] = {
@@ -115,30 +112,10 @@ def bench_serve(
                     }
                     for each in queries
                 ]
-                files = [
-                    path
-                    for path in Layout(index).token_array(precision).rglob("*")
-                    if path.is_file()
-                ]
-                cold = []
-                # the tokens are evicted from the page cache before each search
-                for number in range(_COLD_SEARCHES):
-                    evict(files)
-                    cold += asyncio.run(
-                        open_loop(url, [bodies[number % len(bodies)]], [0.0])
-                    )
-                closed = {}
-                loads = []
-                for count in clients:
-                    result = summary(
-                        asyncio.run(closed_loop(url, bodies, count, seconds)), seconds
-                    )
-                    closed[str(count)] = result
-                    say(f"{count} clients: {described(result)}")
-                capacity = max(result["answered_per_s"] for result in closed.values())
-                for load in _LOADS:
+                loads = list[dict[str, Any]]()
+                offered = _LOWEST
+                while not loads or keeps_up(loads[-1], loads[0]):
                     draw = random.Random(0)
-                    offered = load * capacity
                     gaps = (draw.expovariate(offered) for _ in itertools.count())
                     times = list(
                         itertools.takewhile(
@@ -146,18 +123,21 @@ def bench_serve(
                         )
                     )
                     result = summary(
-                        asyncio.run(open_loop(url, bodies, times)), seconds
+                        asyncio.run(open_loop(url, bodies, [0.0, *times])), seconds
                     )
                     loads.append({"offered_per_s": offered, **result})
-                    say(f"offered {offered:.2f}/s: {described(result)}")
+                    cells = zip(_COLUMNS, _cells(loads[-1]), strict=True)
+                    say(", ".join(f"{name} {cell}" for name, cell in cells))
+                    offered *= _GROWTH
                 say(f"knee at {knee(loads):.2f} searches per second")
-                entry = {
-                    "pool": pool,
-                    "precision": precision,
-                    "cold_ms": summary(cold, 1.0)["p50_ms"],
-                }
-                entry |= {"clients": closed, "loads": loads, "knee_per_s": knee(loads)}
-                report["workloads"].append(entry)
+                report["workloads"].append(
+                    {
+                        "pool": pool,
+                        "precision": precision,
+                        "loads": loads,
+                        "knee_per_s": knee(loads),
+                    }
+                )
             report["memory_peak"] = peak_memory(process.pid)
         finally:
             process.terminate()
@@ -213,29 +193,6 @@ async def open_loop(
         return list(await asyncio.gather(*sent))
 
 
-async def closed_loop(
-    url: str, bodies: Sequence[dict[str, Any]], clients: int, seconds: float
-) -> list[Exchange]:
-    """Let `clients` clients send searches for `seconds`, each client one search at
-    a time. Return the exchanges.
-    """
-    async with _client(url) as client:
-        end = time.perf_counter() + seconds
-
-        async def run(number: int) -> list[Exchange]:
-            exchanges = []
-            while (now := time.perf_counter()) < end:
-                exchanges.append(await _send(client, bodies[number % len(bodies)], now))
-                number += clients
-            return exchanges
-
-        return [
-            exchange
-            for each in await asyncio.gather(*map(run, range(clients)))
-            for exchange in each
-        ]
-
-
 def summary(exchanges: Sequence[Exchange], seconds: float) -> dict[str, Any]:
     """Return the rate and share of answered requests, quantiles of the latency, and
     medians of the stages.
@@ -270,47 +227,53 @@ def summary(exchanges: Sequence[Exchange], seconds: float) -> dict[str, Any]:
     }
 
 
-def knee(loads: Sequence[dict[str, Any]]) -> float:
-    """Return the knee: the highest offered load before the first load that the service
-    does not keep up with.
-
-    The service keeps up with a load if nearly all requests are answered, and if p95 is
-    not much higher than at the lowest load.
+def keeps_up(load: dict[str, Any], lowest: dict[str, Any]) -> bool:
+    """Return whether nearly all requests of a load are answered, with a p95 that is not
+    much higher than at the lowest load.
     """
-    best = 0.0
-    lowest = loads[0]["p95_ms"]
-    for load in loads:
-        if (
-            load["p95_ms"] is None
-            or load["answered_share"] < _ANSWERED
-            or load["p95_ms"] > _SLOWDOWN * lowest
-        ):
-            break
-        best = float(load["offered_per_s"])
-    return best or float(loads[0]["offered_per_s"])
-
-
-def described(result: dict[str, Any]) -> str:
-    """Return a one-line summary of the result of a load."""
-    if result["p50_ms"] is None:
-        return f"no request was answered ({result['statuses']})"
     return (
-        f"{result['answered_per_s']:.2f} answered/s ({result['answered_share']:.1%}),"
-        f" p50 {result['p50_ms']:.0f} ms, p95 {result['p95_ms']:.0f} ms, p99"
-        f" {result['p99_ms']:.0f} ms, {result['batch']:.1f} requests per batch"
+        load["p95_ms"] is not None
+        and load["answered_share"] >= _ANSWERED
+        and load["p95_ms"] <= _SLOWDOWN * lowest["p95_ms"]
     )
 
 
+def knee(loads: Sequence[dict[str, Any]]) -> float:
+    """Return the knee: the highest offered load before the first load that the service
+    does not keep up with.
+    """
+    kept = itertools.takewhile(lambda load: keeps_up(load, loads[0]), loads)
+    return float(max([load["offered_per_s"] for load in kept] or [0.0]))
+
+
+def _cells(load: dict[str, Any]) -> tuple[str, ...]:
+    batch = "-" if load["batch"] is None else f"{load['batch']:.1f}"
+    return (
+        f"{load['offered_per_s']:.2f}",
+        f"{load['answered_per_s']:.2f}",
+        f"{load['answered_share']:.1%}",
+        *(_ms(load[key]) for key in ("p50_ms", "p95_ms", "p99_ms")),
+        batch,
+    )
+
+
+_COLUMNS = (
+    "offered per second",
+    "answered per second",
+    "answered",
+    "p50",
+    "p95",
+    "p99",
+    "batch",
+)
 _METHOD = """One process runs `edje-index serve`, and another process on the same
 machine sends searches over HTTP. Both share the processors.
 
-- Clients: each client sends its next search after the response to the previous search.
 - Offered load: searches are sent at the times of a Poisson process. Latency is measured
   from the planned time.
 - Batch: mean number of searches per batch.
 - Knee: highest offered load before the first load at which less than 99 % of the
   searches were answered, or p95 was more than 5 times p95 at the lowest load.
-- Cold: the tokens were evicted from the page cache before each search.
 - Memory: peak resident memory of the service."""
 
 
@@ -324,28 +287,8 @@ def report_lines(report: dict[str, Any]) -> Iterator[str]:
     )
     for entry in report["workloads"]:
         yield f"## Pool {entry['pool']}, {entry['precision']}\n"
-        knee_text = f"Knee: {entry['knee_per_s']:.2f} searches per second."
-        yield f"{knee_text} Cold, one at a time: p50 {_ms(entry['cold_ms'])}.\n"
-        results = [
-            (f"clients: {count}", result) for count, result in entry["clients"].items()
-        ]
-        results += [
-            (f"{result['offered_per_s']:.2f} per second", result)
-            for result in entry["loads"]
-        ]
-        yield from table(
-            ("load", "answered per second", "answered", "p50", "p95", "p99", "batch"),
-            (
-                (
-                    name,
-                    f"{result['answered_per_s']:.2f}",
-                    f"{result['answered_share']:.1%}",
-                    *(_ms(result[key]) for key in ("p50_ms", "p95_ms", "p99_ms")),
-                    "-" if result["batch"] is None else f"{result['batch']:.1f}",
-                )
-                for name, result in results
-            ),
-        )
+        yield f"Knee: {entry['knee_per_s']:.2f} searches per second.\n"
+        yield from table(_COLUMNS, map(_cells, entry["loads"]))
         stages = ", ".join(
             f"{name} {value:.1f} ms"
             for name, value in entry["loads"][0]["stages_ms"].items()

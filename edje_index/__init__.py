@@ -97,6 +97,7 @@ JOBS = {
     "pipelines.jobs.ann": "add_ann",
     "pipelines.jobs.build": "BuildResult build_index",
     "pipelines.jobs.copy": "CopyResult compact_index copy_index",
+    "pipelines.jobs.edit": "set_columns",
     "pipelines.jobs.hub": "copy_model",
     "pipelines.jobs.merge": "merge_indexes",
     "pipelines.jobs.quantize": "QuantizeResult quantize_index",

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from pipelines.jobs.copy import CopyResult as CopyResult
     from pipelines.jobs.copy import compact_index as compact_index
     from pipelines.jobs.copy import copy_index as copy_index
+    from pipelines.jobs.edit import set_columns as set_columns
     from pipelines.jobs.hub import copy_model as copy_model
     from pipelines.jobs.merge import merge_indexes as merge_indexes
     from pipelines.jobs.quantize import QuantizeResult as QuantizeResult

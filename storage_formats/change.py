@@ -19,7 +19,7 @@ import re
 import shutil
 import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ from storage_formats.errors import CorruptIndexError, EdjeError, UsageError, can
 from storage_formats.format.checksum import json_checksum
 from storage_formats.format.index_files import check_inside, read_index_file
 from storage_formats.format.layout import (
+    EDITED_VERSION,
     EXTENDED_VERSION,
     PARTIAL_VERSION,
     SNAPSHOT_VERSION,
@@ -66,6 +67,7 @@ DATA_FILE = re.compile(
     r"|manifest/shards-\w+\.parquet"
     r"|manifest/deleted-\w+\.bin"
     r"|manifest/row-map-\w+\.parquet"
+    r"|manifest/edits-\w+\.parquet"
     r"|ann/index(-\w+)?\.faiss"
 )
 _TEMPORARY = (
@@ -73,12 +75,20 @@ _TEMPORARY = (
     "manifest/.shards-*",
     "manifest/.deleted-*",
     "manifest/.row-map-*",
+    "manifest/.edits-*",
     "snapshots/.*.json.*",
     "ann/index.faiss.partial",
     "tokens/.zarr.json.*",
     "tokens/*/.zarr.json.*",
     "embeddings/.zarr.json.*",
+    "hashes/.rows-*",
+    ".verified.bin.*",
 )
+LEAST_SNAPSHOTS = 32
+MOST_SNAPSHOTS = 64
+"""Snapshots that an index keeps. The change that makes one more removes the oldest, so
+that `LEAST_SNAPSHOTS` are left.
+"""
 # a plan lists the checksum of every file of inputs
 _MAX_JOURNAL_BYTES = 1 << 30
 
@@ -111,8 +121,8 @@ class Journal:
 
     def write(self, layout: Layout) -> None:
         """Write the journal of the index with `layout`."""
-        value = asdict(self)
-        write_json_atomic(layout.journal, {**value, "crc32c": json_checksum(value)})
+        checksum = json_checksum(vars(self))
+        write_json_atomic(layout.journal, {**vars(self), "crc32c": checksum})
 
 
 def read_journal(root: str | Path) -> Journal | None:
@@ -165,6 +175,8 @@ class Change:
     ) -> None:
         self.layout = layout
         self._is_abandoned = False
+        # whether data files may be there that no commit names
+        self._has_written = True
         # as it is read
         wanted = json.loads(json.dumps(request or {}))
         self._journal = Journal(kind, wanted, _digest(layout))
@@ -184,6 +196,7 @@ class Change:
         """Return the receipts of earlier runs, by shard number. A receipt counts if
         it has the task's `fingerprint`.
         """
+        self._has_written = True
         clear_staging(self.layout.root)
         return read_receipts(self.layout, shards, fingerprint)
 
@@ -192,6 +205,7 @@ class Change:
         use them. A committed change stays.
         """
         self._is_abandoned = True
+        self._has_written = True
 
     def start_again(self) -> None:
         """Remove the plan, the receipts and all files of this change."""
@@ -204,7 +218,8 @@ class Change:
         raise NotImplementedError
 
     def _remove_files(self) -> None:
-        self._remove_data()
+        if self._has_written:
+            self._remove_data()
         for path in set(self.layout.build.iterdir()) - {
             self.layout.lock,
             self.layout.journal,
@@ -247,7 +262,8 @@ class IndexChange(Change):
         self.index = CommittedIndex.open(layout.root)
 
     def commit(self, manifest: Manifest, details: Mapping[str, Any]) -> Manifest:
-        """Commit `manifest` as a new snapshot, and return it as it was written.
+        """Commit `manifest` as a new snapshot, and return it as it was written. The
+        oldest snapshots are removed if there are more than `MOST_SNAPSHOTS`.
 
         Args:
             manifest: manifest after the change. The snapshot number and the format
@@ -260,6 +276,10 @@ class IndexChange(Change):
         kept = layout.snapshot(number)
         make_directories(kept.parent)
         write_bytes_atomic(kept, read_index_file(layout.root, layout.manifest))
+        numbers = [*earlier_snapshots(layout, current), number]
+        dropped = numbers[: 1 - LEAST_SNAPSHOTS]
+        if len(numbers) < MOST_SNAPSHOTS:
+            dropped = []
         snapshot = replace(
             manifest.snapshot,
             number=number + 1,
@@ -267,13 +287,15 @@ class IndexChange(Change):
             next_shard=max(
                 current.snapshot.next_shard, current.spec.shards, manifest.spec.shards
             ),
-            oldest=[*earlier_snapshots(layout, current), number][0],
+            oldest=numbers[len(dropped)],
         )
         version = SNAPSHOT_VERSION
         if manifest.columns or manifest.row_maps:
             version = EXTENDED_VERSION
         if any(row_map.is_partial for row_map in manifest.row_maps):
             version = PARTIAL_VERSION
+        if manifest.edits is not None:
+            version = EDITED_VERSION
         manifest = replace(
             manifest,
             snapshot=snapshot,
@@ -281,6 +303,8 @@ class IndexChange(Change):
             created_by=created_by(),
         )
         self._write(manifest)
+        if dropped:
+            _drop_snapshots(layout, dropped)
         return manifest
 
     def commit_same_rows(self, manifest: Manifest) -> None:
@@ -294,9 +318,13 @@ class IndexChange(Change):
     def _write(self, manifest: Manifest) -> None:
         before = self.index.manifest.spec
         after = manifest.spec
-        if after.rows > before.rows or {*after.precisions} - {*before.precisions}:
+        added = {*after.precisions} - {*before.precisions}
+        if after.rows > before.rows or added:
             # a reader that sees the new manifest needs the new shapes
             write_array_shapes(self.layout, after)
+        if added:
+            # it says nothing about their files
+            self.layout.verified.unlink(missing_ok=True)
         manifest.write(self.layout)
         write_array_shapes(self.layout, after)
 
@@ -305,10 +333,8 @@ class IndexChange(Change):
         wrote_shards = any(
             folder.exists() for folder in (layout.staging, layout.receipt(0).parent)
         )
-        folders = [layout.root / "manifest", layout.ann]
-        if wrote_shards:
-            folders = layout.data_folders()
-        remove_unnamed_files(layout, kept_snapshots(self.index), folders=folders)
+        kept = kept_snapshots(self.index)
+        remove_unnamed_files(layout, kept, searches_data=wrote_shards)
         write_array_shapes(layout, self.index.manifest.spec)
 
 
@@ -358,8 +384,9 @@ def begin_change(
         OSError: the index cannot be written. It has not changed.
     """
     layout = _local_layout(root)
-    # fails before the lock makes a directory
-    Manifest.load(layout.root)
+    if not layout.manifest.exists():
+        # fails before the lock makes a directory
+        Manifest.load(layout.root)
     # no reader follows such a link, so no writer may
     for folder in (layout.root, layout.root / "tokens", layout.root / "checksums"):
         for entry in _entries(folder):
@@ -445,6 +472,8 @@ def collect_garbage(
                 oldest = [*numbers, current.snapshot.number][len(removed)]
                 snapshot = replace(current.snapshot, oldest=oldest)
                 change._write(replace(current, snapshot=snapshot))
+            # an erasure leaves nothing of a deleted row
+            _remove(layout.hashes)
             sizes = _remove_what_is_not_kept(layout, tables=True)
             return Removal(tuple(removed), len(sizes), sum(sizes))
 
@@ -488,6 +517,7 @@ def _tell_discarded(layout: Layout, earlier: Journal, notify: Notify) -> None:
 def _running(change: Change, earlier: Journal | None) -> Iterator[None]:
     """Context manager of a change that begins, or resumes `earlier`."""
     layout = change.layout
+    change._has_written = earlier is not None
     if earlier is None:
         change._journal.write(layout)
     else:
@@ -496,8 +526,9 @@ def _running(change: Change, earlier: Journal | None) -> Iterator[None]:
         yield
         if change._is_committed():
             remove_build(layout)
-    except (OSError, EdjeError) as error:
-        if not change._is_committed():
+    except BaseException as error:
+        change._has_written = True
+        if not isinstance(error, OSError | EdjeError) or not change._is_committed():
             raise
         raise EdjeError(
             f"the change is committed, but something failed afterwards ({error});"
@@ -535,6 +566,44 @@ def _unfinished(layout: Layout) -> Journal | None:
     _remove_what_is_not_kept(layout, tables=False)
     remove_build(layout)
     return None
+
+
+def _drop_snapshots(layout: Layout, numbers: Sequence[int]) -> None:
+    """Remove the snapshots `numbers`, which are no longer kept, and the files that only
+    they name.
+    """
+    dropped = {layout.snapshot(number) for number in numbers}
+    named = set[str]()
+
+    def note(members: dict[str, Any]) -> None:
+        named.add(str(members.get("path")))
+
+    # much faster than parsing each manifest
+    for path in (layout.manifest, *layout.snapshot(0).parent.glob("*.json")):
+        if path not in dropped:
+            try:
+                json.loads(read_index_file(layout.root, path), object_hook=note)
+            except (ValueError, RecursionError):
+                # a damaged manifest: nobody knows what it names
+                return
+    unnamed = [
+        path
+        for folder in (layout.root / "manifest", layout.ann)
+        for path in folder.glob("*")
+        if layout.relative(path) not in named
+        and DATA_FILE.fullmatch(layout.relative(path))
+    ]
+    if any(path.name.startswith("shards-") for path in unnamed):
+        # then data files may go, too
+        _remove_what_is_not_kept(layout, tables=True)
+        return
+    for path in dropped:
+        path.unlink()
+    fsync_path(layout.snapshot(0).parent)
+    for path in unnamed:
+        path.unlink()
+    # later, no journal says that these files are leftovers
+    fsync_paths(path.parent for path in unnamed)
 
 
 def _remove_what_is_not_kept(layout: Layout, *, tables: bool) -> list[int]:
@@ -766,32 +835,36 @@ def remove_unnamed_files(
     manifests: Sequence[Manifest],
     *,
     tables: bool = False,
-    folders: Sequence[Path] | None = None,
+    searches_data: bool = True,
 ) -> list[int]:
     """Remove the data files that are in none of `manifests`. Return the length of each
     removed file in bytes.
 
     Args:
-        folders: folders to search; None searches all data folders.
+        tables: whether shard tables are removed too.
+        searches_data: False if no change can have left files of shards.
     """
-    folders = layout.data_folders() if folders is None else folders
-    named = named_files(
-        layout,
-        manifests,
-        in_tables=any(folder in (layout.rows, layout.tokens) for folder in folders),
-    )
-    if not tables:
-        named |= {
-            layout.relative(path)
-            for path in layout.shard_table(0).parent.glob("shards-*.parquet")
-        }
+    own = {file.path for manifest in manifests for file in manifest.own_files}
+    written = [
+        path
+        for folder in (layout.root / "manifest", layout.ann)
+        for path in sorted(folder.glob("*"))
+        if layout.relative(path) not in own
+    ]
+    doomed = [path for path in written if tables or not path.name.startswith("shards-")]
+    if searches_data:
+        named = named_files(layout, manifests)
+        doomed += [
+            path
+            for folder in layout.shard_folders()
+            for path in sorted(folder.rglob("*"), reverse=True)
+            if layout.relative(path) not in named
+        ]
     sizes = []
     changed = set[Path]()
-    for path in (
-        path for folder in folders for path in sorted(folder.rglob("*"), reverse=True)
-    ):
+    for path in doomed:
         where = layout.relative(path)
-        if DATA_FILE.fullmatch(where) and where not in named:
+        if DATA_FILE.fullmatch(where):
             sizes.append(path.lstat().st_size)
             path.unlink()
             changed.add(path.parent)
@@ -805,12 +878,8 @@ def remove_unnamed_files(
     return sizes
 
 
-def named_files(
-    layout: Layout, manifests: Iterable[Manifest], *, in_tables: bool = True
-) -> set[str]:
-    """Return the relative paths of all data files in `manifests`. `in_tables`
-    includes those in shard tables.
-    """
+def named_files(layout: Layout, manifests: Iterable[Manifest]) -> set[str]:
+    """Return the relative paths of all data files in `manifests`."""
     names: set[str] = set()
     tables: set[FileEntry] = set()
     for manifest in manifests:
@@ -820,6 +889,6 @@ def named_files(
         }
         names |= {file.path for file in manifest.own_files}
         tables |= set(manifest.shard_tables)
-    for table in tables if in_tables else ():
+    for table in tables:
         names |= {file.path for _, file in read_shard_table(layout.root, table)}
     return names

@@ -14,13 +14,14 @@ EXTRAS_OF_MODULE = {
     "fastapi": ("serve",),
     "h5py": ("bench",),
     "httpx": ("serve",),
-    "huggingface_hub": ("remote",),
+    "huggingface_hub": ("search", "build", "train", "remote"),
     "jinja2": ("search", "build", "train"),
     "lance": ("bench",),
     "langchain_core": ("langchain",),
     "lark": ("search", "build", "train"),
     "llama_index": ("llama-index",),
     "lmdb": ("bench",),
+    "matplotlib": ("bench",),
     "mcp": ("mcp",),
     "obstore": ("remote",),
     "onnx": ("towers", "demo"),
@@ -28,7 +29,7 @@ EXTRAS_OF_MODULE = {
     "prometheus_client": ("serve",),
     "pydantic": ("train", "serve"),
     "PIL": ("search", "build", "train"),
-    "qdrant_edge": ("bench",),
+    "pathspec": ("build",),
     "ray": ("build", "train"),
     "safetensors": ("search", "build", "train"),
     "scipy": ("search", "build", "train"),
@@ -52,7 +53,6 @@ DISTRIBUTIONS = {
     "open_clip": "open_clip_torch",
     "PIL": "pillow",
     "prometheus_client": "prometheus-client",
-    "qdrant_edge": "qdrant-edge-py",
 }
 """The package in the registry, where its name differs from that of the module."""
 

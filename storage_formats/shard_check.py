@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from storage_formats.codecs import Codec, codec, fill_record
 from storage_formats.errors import CorruptIndexError, MachineError, cannot_read
 from storage_formats.format.checksum import crc32c_rows, crc32c_stream, read_checksums
+from storage_formats.format.edits import Edits
 from storage_formats.format.index_files import open_index_file
 from storage_formats.format.layout import IndexSpec, Layout, padded_shard_bytes
 from storage_formats.format.manifest import Counts, Manifest
@@ -64,10 +65,15 @@ def check_file(
             the file may be sound.
     """
     try:
-        with open_index_file(root, root / entry.path) as file:
-            length = os.fstat(file.fileno()).st_size
-            has_contents = length == entry.bytes and not only_length
-            crc = crc32c_stream(file) if has_contents else entry.crc32c
+        crc = entry.crc32c
+        if only_length:
+            # takes a tenth of the time of opening the file
+            length = os.stat(root / entry.path).st_size
+        else:
+            with open_index_file(root, root / entry.path) as file:
+                length = os.fstat(file.fileno()).st_size
+                if length == entry.bytes:
+                    crc = crc32c_stream(file)
     except OSError as error:
         failure = cannot_read(entry.path, error)
         # EIO: this part of the device is damaged
@@ -100,7 +106,11 @@ def shard_paths(layout: Layout, spec: IndexSpec, shard: int) -> list[str]:
 
 
 def check_shard(
-    layout: Layout, manifest: Manifest, shard: int, files: Mapping[str, FileEntry]
+    layout: Layout,
+    manifest: Manifest,
+    edits: Edits,
+    shard: int,
+    files: Mapping[str, FileEntry],
 ) -> tuple[list[Problem], Counts, dict[str, int]]:
     """Check all files of a shard. `files` are its entries in the shard table, by
     relative path.
@@ -133,7 +143,9 @@ def check_shard(
     where = layout.relative(layout.rows_file(shard))
     if where not in {problem.path for problem in problems}:
         try:
-            table = read_shard_rows(layout, shard, source_columns=manifest.columns)
+            table = read_shard_rows(
+                layout, shard, source_columns=manifest.columns, edits=edits
+            )
             # The lengths are compared first, because a damaged table may have too many
             # rows for a list.
             if len(table) != len(rows) or table["row_id"].to_pylist() != list(rows):

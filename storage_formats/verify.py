@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import json
 import math
 import random
 import re
 import tempfile
+import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import MappingProxyType
 
-from storage_formats.change import named_files
+import numpy as np
+
+from storage_formats.atomic import write_bytes_atomic
 from storage_formats.errors import CorruptIndexError, UsageError
 from storage_formats.format.checksum import crc32c
 from storage_formats.format.committed_files import iter_shard_files
@@ -35,7 +39,7 @@ from storage_formats.format.remote import (
     read_root,
 )
 from storage_formats.format.row_map import check_row_map
-from storage_formats.format.shard_table import FileEntry
+from storage_formats.format.shard_table import FileEntry, read_shard_table
 from storage_formats.format.zarr_metadata import zarr_documents
 from storage_formats.remote.objects import ObjectFolder
 from storage_formats.remote.urls import STORE_SCHEMES, IndexLocation, is_url
@@ -51,7 +55,9 @@ from storage_formats.writing.publish import add_counts
 
 # also with fewer CPUs, because the threads mostly wait for data (docs/lab)
 _THREADS = 4
+_GROUP_SHARDS = 64
 _MAX_ZARR_BYTES = 1 << 20
+_MAX_RECORD_BYTES = 1 << 30
 _PROBLEMS_SHOWN = 3
 _SHARD_TABLE = re.compile(r"manifest/shards-[0-9a-f]{8}\.parquet")
 
@@ -61,9 +67,10 @@ def verify_index(
     on_progress: Callable[[int, int], None] | None = None,
     *,
     sample: float | None = None,
+    max_duration: float | None = None,
+    record: bool = False,
 ) -> list[Problem]:
-    """Check every file of all kept snapshots of an index, or a random sample of its
-    shards.
+    """Check every file of all kept snapshots of an index, or a part of its shards.
 
     Threads check up to four shards at the same time. The objects of an index on an
     object store are downloaded to the cache directory and removed. Only the shards that
@@ -73,14 +80,18 @@ def verify_index(
         root: directory of the index, or its URL on an object store.
         on_progress: called as `on_progress(done, total)` after each shard of the
             current snapshot. Both arguments are numbers of shards.
-        sample: number of shards to check. Each call draws other shards at random. A
-            number below 1 is a share of all shards. None checks everything. A sample
-            skips the files of earlier snapshots, the totals in `index.json`, the search
-            for files that do not belong to the index, and the contents of the
-            nearest-neighbour index.
+        sample: number of shards to check; a number below 1 is a share of all shards.
+            Those whose last recorded check is the oldest come first, and equal ones in
+            random order. None checks everything. A sample skips the files of earlier
+            snapshots, the totals in `index.json`, the search for files that do not
+            belong to the index, and the contents of the nearest-neighbour index.
+        max_duration: seconds after which no further shard is checked. What a sample
+            skips is skipped then, too. None sets no limit.
+        record: True to record the time of the check of each sound shard in the
+            directory of the index, see `last_verified`.
 
     Returns:
-        All problems that were found. The list is empty if the index, or the sample, is
+        All problems that were found. The list is empty if what was checked is
         undamaged.
 
     Raises:
@@ -102,7 +113,7 @@ def verify_index(
             return [Problem(ROOT, "manifest", str(error))]
         version = _version(index)
         try:
-            problems = _problems(index, on_progress, sample)
+            problems = _problems(index, on_progress, sample, max_duration, record)
         except CorruptIndexError as error:
             problems = [Problem(ROOT, "manifest", str(error))]
         if problems and _version(index) != version:
@@ -172,27 +183,56 @@ def _problems(
     index: CommittedIndex,
     on_progress: Callable[[int, int], None] | None,
     sample: float | None,
+    max_duration: float | None,
+    record: bool,
 ) -> list[Problem]:
     manifest = index.manifest
-    checks_all = sample is None
-    shards = sampled_shards(manifest.spec, sample)
+    checks_all = sample is None and max_duration is None
+    times = last_verified(index)
+    shards = sampled_shards(manifest.spec, sample, times)
+    started = time.monotonic()
+
+    def items() -> Iterator[tuple[int, dict[str, FileEntry]]]:
+        if checks_all:
+            yield from iter_shard_files(index, sorted(shards))
+            return
+        # the tables are read in their order, but the shards are checked in that of
+        # their last check
+        for start in range(0, len(shards), _GROUP_SHARDS):
+            group = shards[start : start + _GROUP_SHARDS]
+            files = dict(iter_shard_files(index, sorted(group)))
+            for shard in group:
+                elapsed = time.monotonic() - started
+                if max_duration is not None and elapsed >= max_duration:
+                    return
+                yield shard, files[shard]
+
     problems = list(_check_metadata(index))
     counts = Counts(0, 0, 0)
     values = Counter[str]()
-    for done, (of_shard, its_counts, its_values) in enumerate(
-        ordered_map(
-            lambda item: _check_shard(index, *item),
-            iter_shard_files(index, shards),
-            _THREADS,
-            2 * _THREADS,
-        ),
-        1,
-    ):
-        problems += of_shard
-        counts = add_counts(counts, its_counts)
-        values = values + Counter(its_values)
-        if on_progress:
-            on_progress(done, len(shards))
+    try:
+        for done, (shard, of_shard, its_counts, its_values) in enumerate(
+            ordered_map(
+                lambda item: (item[0], *_check_shard(index, *item)),
+                items(),
+                _THREADS,
+                2 * _THREADS,
+            ),
+            1,
+        ):
+            problems += of_shard
+            counts = add_counts(counts, its_counts)
+            values = values + Counter(its_values)
+            if not of_shard:
+                times[shard] = int(time.time())
+            if on_progress:
+                on_progress(done, len(shards))
+    finally:
+        if record and index.remote is None:
+            stored = np.array(sorted(times.items()), dtype="<i8")
+            # an index that is only read
+            with contextlib.suppress(OSError):
+                write_bytes_atomic(Layout(index.root).verified, stored.tobytes())
     # else a rows table cannot be read
     if checks_all and counts.inputs == manifest.spec.used_rows:
         held = {column.name: column.values for column in manifest.columns}
@@ -223,14 +263,14 @@ def _check_shard(
     layout = Layout(index.root)
     manifest = index.manifest
     if index.remote is None:
-        return check_shard(layout, manifest, shard, files)
+        return check_shard(layout, manifest, index.edits, shard, files)
     named = [
         path for path in shard_paths(layout, manifest.spec, shard) if path in files
     ]
     try:
         for path in named:
             _download_as_it_is(index, files[path])
-        return check_shard(layout, manifest, shard, files)
+        return check_shard(layout, manifest, index.edits, shard, files)
     finally:
         for path in named:
             (index.root / path).unlink(missing_ok=True)
@@ -256,15 +296,36 @@ def _download_as_it_is(index: CommittedIndex, entry: FileEntry) -> None:
             file.writelines(index.remote.chunks(entry.path, entry.bytes))
 
 
-def sampled_shards(spec: IndexSpec, sample: float | None) -> Sequence[int]:
-    """Return the numbers of the shards to verify, ascending: all shards, or a random
-    sample of them.
+def last_verified(index: CommittedIndex) -> dict[int, int]:
+    """Return when each shard of an index was last found sound, in seconds since 1970,
+    by shard number. Shards without a record are missing.
+    """
+    path = Layout(index.root).verified
+    shards = {*index.manifest.spec.shard_numbers()}
+    try:
+        data = read_index_file(index.root, path, max_bytes=_MAX_RECORD_BYTES)
+    except OSError:
+        return {}
+    pairs = np.frombuffer(data[: len(data) // 16 * 16], dtype="<i8").reshape(-1, 2)
+    return {shard: when for shard, when in pairs.tolist() if shard in shards}
+
+
+def sampled_shards(
+    spec: IndexSpec,
+    sample: float | None,
+    times: Mapping[int, int] = MappingProxyType({}),
+) -> list[int]:
+    """Return the numbers of the shards to verify, those with the earliest of `times`
+    first.
 
     Args:
         sample: number of shards. A number below 1 is a share of all shards, rounded up.
             None returns all shards.
+        times: when each shard was last verified, see `last_verified`.
     """
     numbers = list(spec.shard_numbers())
+    random.shuffle(numbers)
+    numbers.sort(key=lambda shard: times.get(shard, 0))
     if sample is None:
         return numbers
     if not 0 < sample < math.inf:
@@ -274,7 +335,7 @@ def sampled_shards(spec: IndexSpec, sample: float | None) -> Sequence[int]:
             parameter="sample",
         )
     count = math.ceil(sample * len(numbers) if sample < 1 else sample)
-    return sorted(random.sample(numbers, min(count, len(numbers))))
+    return numbers[:count]
 
 
 def _check_metadata(index: CommittedIndex) -> Iterator[Problem]:
@@ -362,16 +423,26 @@ def _check_file(
 
 def check_files(index: CommittedIndex, *, only_lengths: bool) -> None:
     """Compare the lengths, or also the checksums, of all files of a snapshot with
-    their entries.
+    their entries. Memory use does not depend on the number of files.
     """
-    entries = [*(entry for _, entry in index.shard_files()), *index.manifest.own_files]
-    with ThreadPoolExecutor(_THREADS) as pool:
-        checks = pool.map(
-            lambda entry: _check_file(index, entry, only_length=only_lengths), entries
+
+    def check(entries: Collection[FileEntry]) -> list[Problem]:
+        checks = (
+            _check_file(index, each, only_length=only_lengths) for each in entries
         )
-        problems = [
-            f"{problem.path} {problem.message}" for problem in checks if problem
-        ]
+        return [problem for problem in checks if problem]
+
+    shards = list(index.manifest.spec.shard_numbers())
+    groups = itertools.chain(
+        (files.values() for _, files in iter_shard_files(index, shards)),
+        [index.manifest.own_files],
+    )
+    found = ordered_map(check, groups, _THREADS, 2 * _THREADS)
+    problems = [
+        f"{problem.path} {problem.message}"
+        for of_group in found
+        for problem in of_group
+    ]
     for path in (
         Layout(index.root).zarr_files(index.manifest.spec.precisions)
         if only_lengths
@@ -403,21 +474,21 @@ def _check_earlier_snapshots(index: CommittedIndex) -> Iterator[Problem]:
             *index.manifest.own_files,
             *(entry for _, entry in index.shard_files()),
         }
-        others = dict[FileEntry, None]()
-        for manifest in manifests[:-1]:
-            earlier = CommittedIndex(index.root, manifest, index.remote)
-            entries = [
-                *manifest.own_files,
-                *(entry for _, entry in earlier.shard_files()),
-            ]
-            others |= dict.fromkeys(entry for entry in entries if entry not in checked)
-        named = named_files(Layout(index.root), manifests)
+        earlier = {entry for each in manifests for entry in each.own_files}
+        tables = {table for each in manifests for table in each.shard_tables}
+        # each table once, however many snapshots name it
+        for table in tables.difference(index.manifest.shard_tables):
+            index.fetch([table])
+            lines = read_shard_table(index.root, table)
+            earlier |= {entry for _, entry in lines}
     except (CorruptIndexError, UsageError) as error:
         # the format version of a snapshot, for example
         yield Problem(
             "snapshots", "snapshot", f"contains a snapshot that cannot be read: {error}"
         )
         return
+    named = {entry.path for entry in checked | earlier}
+    others = sorted(earlier - checked, key=lambda entry: entry.path)
     check = functools.partial(_check_file, index)
     yield from filter(None, ordered_map(check, others, _THREADS, 2 * _THREADS))
     # other files may be those of the change; the next change finishes it or removes

@@ -33,6 +33,10 @@ class Hub:
         commits: number of commits, by repository.
         blobs: contents of large files by SHA-256; `uploads` lists those that were sent.
         refused: status of the next requests, by the beginning of method and path.
+        moving: repositories that get a commit after each request for a revision.
+        sizes: sizes that the server claims for files, by repository and name.
+        redirects: URLs that large files are redirected to instead, by repository and
+            name.
     """
 
     url: str = ""
@@ -42,6 +46,9 @@ class Hub:
     blobs: dict[str, bytes] = field(default_factory=dict)
     uploads: list[str] = field(default_factory=list)
     refused: dict[str, int] = field(default_factory=dict)
+    moving: set[str] = field(default_factory=set)
+    sizes: dict[str, int] = field(default_factory=dict)
+    redirects: dict[str, str] = field(default_factory=dict)
 
     def add(self, name: str, files: dict[str, bytes]) -> None:
         self.repositories[name] = files
@@ -69,7 +76,13 @@ class Hub:
                 return _json({})
             assert "Authorization" not in headers, "the token went to another host"
             return 200, {"ETag": f'"{sha256}"'}, self.blobs[sha256]
-        if headers.get("Authorization") != f"Bearer {TOKEN}":
+        place = _PLACE.fullmatch(path)
+        is_public = (
+            place is not None
+            and method in ("GET", "HEAD")
+            and place[1] in self.repositories.keys() - self.private
+        )
+        if headers.get("Authorization") != f"Bearer {TOKEN}" and not is_public:
             return _json({"error": "Invalid username or password."}, 401)
         if path == "/api/repos/create":
             value = json.loads(body)
@@ -93,18 +106,28 @@ class Hub:
                         "upload": {"href": f"{self.url}/lfs/{each['oid']}"}
                     }
             return _json({"transfer": "basic", "objects": objects})
-        place = _PLACE.fullmatch(path)
         if place is None or place[1] not in self.repositories:
             return _json({"error": "Repository not found"}, 404)
         name, action, _, below = place.groups()
         files = self.repositories[name]
         sha = hashlib.sha1(f"{name} {self.commits[name]}".encode()).hexdigest()
         if action == "revision":
+            self.commits[name] += name in self.moving
+            siblings = [
+                {
+                    **_entry(each, data),
+                    "rfilename": each,
+                    "size": self.sizes.get(f"{name}/{each}", len(data)),
+                }
+                for each, data in files.items()
+            ]
+            card = re.search(rb"^license: (\S+)$", files.get("README.md", b""), re.M)
             return _json(
                 {
                     "id": name.removeprefix("datasets/"),
                     "sha": sha,
-                    "siblings": [{"rfilename": each} for each in files],
+                    "siblings": siblings,
+                    "cardData": {"license": card[1].decode()} if card else None,
                 }
             )
         if action == "tree":
@@ -139,9 +162,12 @@ class Hub:
         # a test may have changed the file
         self.blobs[sha256] = data
         if _mode(data) == "regular":
-            return 200, {"X-Repo-Commit": sha, "ETag": f'"{sha256}"'}, data
+            return 200, {"X-Repo-Commit": sha, "ETag": f'"{_git_id(data)}"'}, data
         links = {"X-Linked-Size": str(len(data)), "X-Linked-Etag": f'"{sha256}"'}
-        location = f"{self.url.replace('127.0.0.1', 'localhost')}/lfs/{sha256}"
+        location = self.redirects.get(
+            f"{name}/{below}",
+            f"{self.url.replace('127.0.0.1', 'localhost')}/lfs/{sha256}",
+        )
         return 302, {"X-Repo-Commit": sha, "Location": location, **links}, b""
 
     def commit(self, name: str, sha: str, lines: list[dict[str, Any]]) -> Response:
@@ -172,6 +198,7 @@ def _entry(name: str, data: bytes) -> dict[str, Any]:
     lfs = {
         "lfs": {
             "oid": hashlib.sha256(data).hexdigest(),
+            "sha256": hashlib.sha256(data).hexdigest(),
             "size": len(data),
             "pointerSize": 130,
         }
@@ -180,9 +207,14 @@ def _entry(name: str, data: bytes) -> dict[str, Any]:
         "type": "file",
         "path": name,
         "size": len(data),
-        "oid": "0" * 40,
+        "oid": _git_id(data),
+        "blobId": _git_id(data),
         **(lfs if _mode(data) == "lfs" else {}),
     }
+
+
+def _git_id(data: bytes) -> str:
+    return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
 
 
 def _json(value: Any, status: int = 200) -> Response:

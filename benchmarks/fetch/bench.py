@@ -1,9 +1,9 @@
 """Measures how fast blocks of a local index are fetched, beside other libraries and the
 disk itself.
 
-Every run is a process of its own, which measures one subject once. The subjects of a
-section take turns, so that a change of the disk's speed affects all of them, and ratios
-compare runs of the same turn.
+Every run is a process of its own, which measures one subject once, cold and then warm.
+The subjects of a workload take turns, so that a change of the disk's speed affects all
+of them, and ratios compare runs of the same turn.
 """
 
 from __future__ import annotations
@@ -11,87 +11,108 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shlex
 import shutil
 import statistics
 import subprocess
-import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from benchmarks.disk import COLD, WARM, bytes_read, describe_disk, evict, load
+from benchmarks.disk import COLD, WARM, bytes_read, describe_disk, evict, load, resident
 from benchmarks.fetch.peers import (
     PEERS,
+    READER,
     SUBJECTS,
     Ids,
     StoredRecords,
+    Subject,
     installed_version,
 )
 from benchmarks.process import call_in_process
-from benchmarks.report import Say, machine, median_ratio, table
-from pipelines.environment import environment
-from storage_formats.codecs import codec, finest
+from benchmarks.report import Say
+from pipelines.environment import available_memory, environment
+from storage_formats.codecs import Records, codec, finest
 from storage_formats.errors import EdjeError, UsageError
 from storage_formats.format.manifest import Manifest
 from storage_formats.reading.files import sector_bytes
 from storage_formats.reading.memory import aligned_bytes
 from storage_formats.token_store import TokenStore
 
-_QUERIES = 50
-_QUERY_POOL = 100
+FIO = "the device"
+QUERY = 100
+# smaller calls are repeated up to this number of blocks
+_BLOCKS = 5_000
+# `--quick`: blocks per large fetch, runs, and bytes of the finest precision
+_QUICK_POOL = 2_000
+_QUICK_REPEATS = 2
+_QUICK_BYTES = 1 << 30
 _SPARE_BYTES = 1 << 30
 # of LMDB, in which a long value takes whole pages; other copies are smaller
 _COPY_RATIO = 1.4
 # a smaller index may fit in a cache of the host or of the drive
 _SMALL_BYTES = 1 << 30
-# of a run; no further call begins
-_LONGEST_SECONDS = 30.0
-# of a run with its warm-up, or of a copy
+# of a run with its warm-up and the copy of a peer
 _TIMEOUT_SECONDS = 1800.0
 # blocks of the warm-up call: enough to trigger imports and compilation of large calls
 _WARM_UP = 1024
 # blocks of the last call that are compared with plain reads
 _CHECKED = 32
-FIO = "the device (fio)"
-_FIO_OPTIONS = ("--ioengine=io_uring", "--direct=1", "--iodepth=64")
-SETTINGS = {
-    FIO: f"the program fio with {' '.join(_FIO_OPTIONS)}, data discarded",
-    **{name: subject.setting for name, subject in SUBJECTS.items()},
-}
+DEPTH = 64
+"""Reads of fio in flight in a large fetch."""
+SEQUENTIAL_BYTES = 1 << 20
+"""Length of a contiguous read of fio."""
+_FIO_OPTIONS = ("--readonly", "--ioengine=io_uring", "--direct=1")
 # a sample of a larger index, because fio opens all files at once
-_FIO_FILES = 500
+_FIO_FILES = 100
+_PERCENTILES = (50, 95, 99)
 # smallest fraction of the requested bytes that a cold run must read from the disk
 _READ_AT_LEAST = 0.9
+# for the forecast: of a process, and of each gigabyte that it touches
+_RUN_SECONDS = 2.0
+_GIGABYTE_SECONDS = 1.0
 
 Run: TypeAlias = dict[str, Any]
-"""The result of one run, see `measure`, and the number of its repeat."""
+"""One run in one state of the page cache, see `measure`."""
 
 
-@dataclass(frozen=True)
-class Workload:
-    """The blocks that each run of a section fetches.
+class Workload(NamedTuple):
+    """The blocks that a run fetches.
 
     Attributes:
-        is_contiguous: whether the rows are contiguous. Otherwise they are random.
+        rows: the blocks are among the first `rows` rows of the index.
         blocks: number of blocks in all calls together. No row is requested twice.
-        cache: state of the page cache before the run, "cold" or "warm".
+        pool: number of blocks per call.
+        is_contiguous: whether the rows are contiguous. Otherwise they are random.
     """
 
-    is_contiguous: bool
+    rows: int
     blocks: int
     pool: int
-    cache: str
+    is_contiguous: bool = False
 
     @property
     def title(self) -> str:
         if self.pool < self.blocks:
-            return f"Queries of {self.pool} blocks each, one at a time, {self.cache}"
+            return f"{self.blocks:,} random blocks, {self.pool:,} per call"
         order = "contiguous" if self.is_contiguous else "random"
-        return f"{self.blocks:,} {order} blocks in one call, {self.cache}"
+        return f"{self.blocks:,} {order} blocks in one call"
+
+
+PAPER = Workload(rows=100_000, blocks=50_000, pool=50_000)
+"""The test of the EDJE paper, which also reads contiguous blocks."""
+
+
+class Task(NamedTuple):
+    """One run: what a process measures."""
+
+    precision: str
+    workload: Workload
+    subject: str
+    repeat: int
 
 
 def bench_fetch(
@@ -100,202 +121,223 @@ def bench_fetch(
     *,
     precisions: Sequence[str] = (),
     pool: int = 50_000,
-    cold: bool | None = None,
-    peers: bool = False,
     repeats: int = 5,
+    quick: bool = False,
+    paper: bool = False,
 ) -> dict[str, Any]:
-    """Run the benchmark and return the report. Temporary files are removed at the end.
+    """Run the benchmark and return the report.
 
-    The other arguments are options of `edje-index bench fetch`; `cold` is None for both
-    states of the page cache. `say` receives one line of text after each run.
+    The other arguments are options of `edje-index bench fetch`. Of stored precisions
+    that are not in `precisions`, only the large fetch is measured. `say` receives one
+    line of text after each run. Copies for peers and finished runs are kept in a
+    directory beside the index until the end, so that the same call continues after an
+    interruption.
 
     Raises:
-        UsageError: the index or a precision does not exist, or disk space is short. No
-            file has been written then.
+        UsageError: the index or a precision does not exist, the index is too small, or
+            disk space is short. No file has been written then.
     """
     if platform.system() != "Linux":
         raise UsageError(
             "bench fetch runs only on Linux, because it evicts files from the page"
             " cache and reads kernel counters"
         )
-    spec = Manifest.load(index).spec
-    precisions = tuple(dict.fromkeys(precisions)) or (finest(spec.precisions),)
+    manifest = Manifest.load(index)
+    spec = manifest.spec
     for name in precisions:
         TokenStore.open(index, name).close()
-    scratch = index.resolve().parent
-    versions = {name: installed_version(name) for name in PEERS if peers}
-    ready = [name for name, version in versions.items() if version is not None]
-    sizes = {
-        name: spec.rows * codec(name, spec.block_shape).record_bytes
-        for name in precisions
+    index = index.resolve()
+    default = (finest(spec.precisions),) if quick else spec.precisions
+    compared = precisions or default
+    record_bytes = {
+        name: codec(name, spec.block_shape).record_bytes for name in spec.precisions
     }
-    copies = sum(PEERS[name].copies for name in ready)
-    free = shutil.disk_usage(scratch).free
-    needed_bytes = int(copies * _COPY_RATIO * max(sizes.values())) + _SPARE_BYTES
-    if copies and needed_bytes > free:
+    versions = {name: installed_version(name) for name in SUBJECTS}
+    peers = [name for name in PEERS if versions[name]]
+    rows = spec.rows
+    if quick:
+        pool = min(pool, _QUICK_POOL)
+        repeats = min(repeats, _QUICK_REPEATS)
+        rows = min(rows, _QUICK_BYTES // max(record_bytes.values()))
+    if paper:
+        pool = PAPER.pool
+        peers = ["np.memmap"]
+        rows = PAPER.rows
+        if spec.rows < rows:
+            raise UsageError(
+                f"the paper's test needs {rows:,} rows, and the index has"
+                f" {spec.rows:,}; write a larger one with 'edje-index bench"
+                " make-synthetic'"
+            )
+    device = [FIO] if shutil.which("fio") else []
+    tasks = [
+        Task(name, workload, subject, repeat)
+        for name in spec.precisions
+        for number, (workload, with_peers) in enumerate(workloads(rows, pool, paper))
+        if name in compared or not number
+        for repeat in range(repeats)
+        # the subjects take turns
+        for subject in np.roll(
+            [*device, READER, *(peers if with_peers and name in compared else [])],
+            -repeat,
+        ).tolist()
+    ]
+    scratch = index.with_name(f".{index.name}.bench-fetch")
+    copies = sum(PEERS[name].copies for name in peers)
+    copy_bytes = int(
+        copies * _COPY_RATIO * rows * max(record_bytes[name] for name in compared)
+    )
+    free = shutil.disk_usage(index.parent).free
+    if not scratch.exists() and copy_bytes + _SPARE_BYTES > free:
         raise UsageError(
-            f"{scratch} has {free / 1e9:.1f} GB free, but the copies for other"
-            f" libraries need {needed_bytes / 1e9:.1f} GB; make room, or leave"
-            " out --peers"
+            f"{scratch.parent} has {free / 1e9:.1f} GB free, but the copies for other"
+            f" libraries need {copy_bytes / 1e9:.1f} GB; make room, or measure a part"
+            " of the index in a quick run"
         )
     notes = [
         f"{name} is left out: {PEERS[name].package} is not installed"
-        for name in versions
-        if name not in ready
+        for name in PEERS
+        if versions[name] is None
     ]
-    if not shutil.which("fio"):
+    if not device:
         notes.append(
             "the device alone is not measured: the program fio is not installed"
         )
     notes += [
-        f"warning: {name} holds {size / 1e6:,.1f} MB, which may fit in a cache of the"
-        " drive or the host; use an index of at least 1 GiB to measure cold reads"
-        for name, size in sizes.items()
-        if size < _SMALL_BYTES
+        f"warning: {name} holds {rows * size / 1e6:,.1f} MB, which may fit in a cache"
+        " of the drive or the host; use an index of at least 1 GiB to measure cold"
+        " reads"
+        for name, size in record_bytes.items()
+        if rows * size < _SMALL_BYTES
     ]
     for note in notes:
         say(note)
+    costs = [
+        _RUN_SECONDS
+        + _GIGABYTE_SECONDS
+        * (2 * task.workload.blocks + rows)
+        * record_bytes[task.precision]
+        / 1e9
+        for task in tasks
+    ]
+    say(
+        f"{len(tasks)} runs take about {max(1, round(sum(costs) / 60))} minutes, and"
+        f" copies for other libraries up to {copy_bytes / 1e9:.1f} GB. If you interrupt"
+        " the command, run it again to continue"
+    )
     where = {
         **environment(),
         "disk": describe_disk(index),
-        "peers": versions,
         "load_before": os.getloadavg()[0],
     }
-    entries: dict[str, dict[str, Any]] = {}
-    with tempfile.TemporaryDirectory(
-        prefix="bench-fetch-", dir=scratch, ignore_cleanup_errors=True
-    ) as temporary:
-        for precision in precisions:
-            source = StoredRecords(index, precision)
-            copies_folder = Path(temporary) / precision
-            measured_peers = []
-            for name in ready:
-                folder = copies_folder / name
-                folder.mkdir(parents=True)
-                try:
-                    if PEERS[name].copies:
-                        say(f"{precision}: writing the copy for {name}")
-                        call_in_process(
-                            "benchmarks.fetch.bench:write_copy",
-                            str(index),
-                            precision,
-                            str(folder),
-                            name,
-                            timeout=_TIMEOUT_SECONDS,
-                        )
-                    measured_peers.append(name)
-                except EdjeError as error:
-                    notes.append(
-                        f"{name} is left out at {precision}, because the copy failed:"
-                        f" {error}"
-                    )
-            sections = {}
-            for name, (workload, subjects) in sections_of(
-                len(source.row_ids), pool, cold, measured_peers
-            ).items():
-                say(f"{name}: {workload.title}")
-                runs: dict[str, list[Run]] = {subject: [] for subject in subjects}
-                for repeat in range(repeats):
-                    turn = repeat % len(subjects)
-                    for subject in (*subjects[turn:], *subjects[:turn]):
-                        folder = copies_folder / subject
-                        run = _run(source, folder, subject, workload, repeat)
-                        runs[subject].append({"repeat": repeat, **run})
-                        if run["discarded"]:
-                            text = f"DISCARDED, {run['discarded']}"
-                        else:
-                            text = f"{rate(run):,.0f} blocks/s"
-                        say(
-                            f"{name} {precision} {repeat + 1}/{repeats}  {subject}:"
-                            f" {text}"
-                        )
-                sections[name] = {
-                    "title": workload.title,
-                    "workload": asdict(workload),
-                    "entries": {
-                        subject: {
-                            "setting": SETTINGS[subject],
-                            "summary": summarise(
-                                runs[subject], source.record_bytes, runs["edje"]
-                            ),
-                            "runs": runs[subject],
-                        }
-                        for subject in subjects
-                    },
-                }
-            entries[precision] = {
-                "rows": len(source.row_ids),
-                "record_bytes": source.record_bytes,
-                "sections": sections,
-            }
-            shutil.rmtree(copies_folder, ignore_errors=True)
-    settings = {"index": index.name, "pool": pool, "peers": peers, "repeats": repeats}
+    settings = {
+        "index": index.name,
+        "compared": compared,
+        "rows": rows,
+        "pool": pool,
+        "repeats": repeats,
+        "quick": quick,
+        "paper": paper,
+    }
+    # an index with another plan has other blocks
+    log_key = json.dumps([settings, versions, manifest.plan])
+    log_path = scratch / "runs.jsonl"
+    runs = dict[Task, dict[str, Run]]()
+    if log_path.exists() and log_path.read_text().startswith(log_key + "\n"):
+        for line in log_path.read_text().splitlines()[1:]:
+            (name, workload, *rest), states = json.loads(line)
+            runs[Task(name, Workload(*workload), *rest)] = states
+        notes.append(f"{len(runs)} runs were measured before an interruption")
+    else:
+        shutil.rmtree(scratch, ignore_errors=True)
+        scratch.mkdir()
+        log_path.write_text(log_key + "\n")
+    started = time.monotonic()
+    before = len(runs)
+    for number, task in enumerate(tasks, 1):
+        if task in runs:
+            continue
+        states = _measure_task(index, scratch, task)
+        runs[task] = states
+        # a killed process leaves whole lines
+        with log_path.open("a") as log:
+            log.write(json.dumps([task, states]) + "\n")
+        passed = (time.monotonic() - started) / sum(costs[before:number])
+        text = ", ".join(
+            f"{state} {run['discarded'] or f'{rate(run):,.0f} blocks/s'}"
+            for state, run in states.items()
+        )
+        say(
+            f"{number}/{len(tasks)} {task.precision}, {task.workload.title},"
+            f" {task.subject}: {text} ({passed * sum(costs[number:]) / 60:.1f} minutes"
+            " left)"
+        )
+        # the next task has another precision or there is none
+        if [each.precision for each in tasks[number : number + 1]] != [task.precision]:
+            for copy in scratch.glob(f"{task.precision}-*"):
+                shutil.rmtree(copy)
+    shutil.rmtree(scratch)
+    versions[FIO] = where["disk"]["fio"]
     return {
         "environment": where,
         "settings": settings,
         "notes": notes,
-        "precisions": entries,
+        "rows": summaries(runs, index.name, record_bytes, versions),
+        "runs": [{**task._asdict(), **states} for task, states in runs.items()],
     }
 
 
-def sections_of(
-    rows: int, pool: int, cold: bool | None, peers: Sequence[str]
-) -> dict[str, tuple[Workload, list[str]]]:
-    """Return the workload and the subjects of each section for an index of `rows`
-    rows, by name of the section.
+def workloads(rows: int, pool: int, paper: bool = False) -> list[tuple[Workload, bool]]:
+    """Return the workloads for an index of `rows` rows, and whether other libraries
+    take part in each.
     """
     count = max(1, min(pool, rows // 2))
-    query = min(_QUERY_POOL, count)
-    queries = min(_QUERIES, count // query) * query
-    device = [FIO] if shutil.which("fio") else []
-    fast = [name for name in ("np.memmap", "tensorstore") if name in peers]
-    sections = {
-        "cold random": (
-            Workload(False, count, count, "cold"),
-            [*device, "edje", *peers],
-        ),
-        "cold contiguous": (
-            Workload(True, count, count, "cold"),
-            [*device, "edje", *fast],
-        ),
-        "cold queries": (Workload(False, queries, query, "cold"), ["edje", *fast]),
-        "warm random": (
-            Workload(False, count, count, "warm"),
-            ["memcpy", "edje", *fast],
-        ),
-        "warm queries": (Workload(False, queries, query, "warm"), ["edje", *fast]),
-    }
-    return {
-        name: each
-        for name, each in sections.items()
-        if cold in (None, each[0].cache == "cold")
-    }
+    large = [
+        (Workload(rows, count, count), True),
+        (Workload(rows, count, count, is_contiguous=True), True),
+    ]
+    if paper:
+        return large
+    sizes = (size for size in (1, 10, QUERY, 1_000, 10_000) if size < count)
+    return large + [
+        (
+            Workload(rows, max(size, min(_BLOCKS, count) // size * size), size),
+            size == QUERY,
+        )
+        for size in sizes
+    ]
 
 
-def _run(
-    source: StoredRecords, folder: Path, subject: str, workload: Workload, seed: int
-) -> Run:
-    """Measure one run in a new process, see `measure`. A run that fails is
-    discarded, except one of this project.
+def _measure_task(index: Path, scratch: Path, task: Task) -> dict[str, Run]:
+    """Measure one run in a new process, see `measure`. A run that fails is discarded,
+    except one of this project.
     """
-    if subject == FIO:
-        return run_fio(source, workload, seed)
+    if task.subject == FIO:
+        source = StoredRecords(index, task.precision, task.workload.rows)
+        return {"cold": run_fio(source, task.workload, task.repeat)}
+    copy = scratch / f"{task.precision}-{task.subject}"
     try:
-        run: Run = call_in_process(
+        states: dict[str, Run] = call_in_process(
             "benchmarks.fetch.bench:measure",
-            str(source.root),
-            source.precision,
-            str(folder),
-            subject,
-            asdict(workload),
-            seed,
+            str(index),
+            str(copy),
+            *task,
             timeout=_TIMEOUT_SECONDS,
         )
     except EdjeError as error:
-        if subject == "edje":
-            raise EdjeError(f"the run of edje failed: {error}") from None
-        run = {"discarded": f"failed: {error}"}
-    return run
+        if task.subject == READER:
+            raise EdjeError(f"the run of edje-index failed: {error}") from None
+        return {"cold": {"discarded": f"failed: {error}"}}
+    return states
+
+
+def command_line(index: str, task: Task) -> str:
+    """Return the command that repeats the run of a library. It writes a copy of the
+    records to the working directory if the library needs one.
+    """
+    arguments = json.dumps([index, f"{task.precision}-{task.subject}", *task])
+    function = "benchmarks.fetch.bench:measure"
+    return f"python -m benchmarks.process {function} {shlex.quote(arguments)}"
 
 
 def run_fio(source: StoredRecords, workload: Workload, seed: int) -> Run:
@@ -303,30 +345,28 @@ def run_fio(source: StoredRecords, workload: Workload, seed: int) -> Run:
     fio, without the page cache.
 
     A random read is one record, rounded up to whole sectors. A contiguous read has 1
-    MiB.
+    MiB. As many reads are in flight as a call has blocks, at most 64.
     """
     files = source.files()
     files = files[:: -(-len(files) // _FIO_FILES)]
     sector = sector_bytes(source.root)
     size = -(-source.record_bytes // sector) * sector
-    order = [f"--bs={size}", "--rw=randread", "--file_service_type=random"]
+    order = ["--rw=randread", "--file_service_type=random"]
     if workload.is_contiguous:
-        size = source.record_bytes
-        order = [
-            f"--bs={min(1 << 20, files[-1].stat().st_size)}",
-            "--rw=read",
-            "--file_service_type=sequential",
-        ]
-    names = ":".join(path.name for path in files)
+        size = min(SEQUENTIAL_BYTES, files[-1].stat().st_size // sector * sector)
+        order = ["--rw=read", "--file_service_type=sequential"]
     command = [
         "fio",
         "--name=device",
-        f"--filename={names}",
-        "--readonly",
+        f"--filename={':'.join(path.name for path in files)}",
         *_FIO_OPTIONS,
+        f"--bs={size}",
+        f"--iodepth={min(DEPTH, workload.pool)}",
+        *order,
+        f"--io_size={max(size, workload.blocks * source.record_bytes)}",
+        f"--randseed={seed + 1}",
         "--output-format=json",
     ]
-    command += [*order, f"--io_size={workload.blocks * size}", f"--randseed={seed + 1}"]
     done = subprocess.run(
         command, cwd=source.array_path, capture_output=True, text=True, check=False
     )
@@ -334,52 +374,58 @@ def run_fio(source: StoredRecords, workload: Workload, seed: int) -> Run:
         return {"discarded": f"failed: {(done.stderr or done.stdout).strip()[-500:]}"}
     # notes may precede the report
     (job,) = json.loads(done.stdout[done.stdout.index("{") :])["jobs"]
-    blocks = max(1, job["read"]["io_bytes"] // size)
+    read = job["read"]
+    folder = source.array_path.relative_to(source.root.parent)
     return {
         "discarded": None,
-        "blocks": blocks,
-        "seconds": max(1, job["read"]["runtime"]) / 1e3,
+        "command": f"(cd {shlex.quote(str(folder))} && {shlex.join(command)})",
+        "blocks": read["io_bytes"] / source.record_bytes,
+        "seconds": max(1, read["runtime"]) / 1e3,
         "cpu_seconds": (
             (job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1e3
         ),
-        "read_bytes": job["read"]["io_bytes"],
-        "requested_bytes": blocks * source.record_bytes,
+        "read_bytes": read["io_bytes"],
         # of single reads
-        "latencies": [],
+        "latency_ms": [
+            read["clat_ns"]["percentile"][f"{each:.6f}"] / 1e6 for each in _PERCENTILES
+        ],
     }
-
-
-def write_copy(root: str, precision: str, folder: str, subject: str) -> None:
-    """Write the copy of the records that a peer reads."""
-    PEERS[subject](StoredRecords(Path(root), precision), Path(folder)).prepare()
 
 
 def measure(
     root: str,
+    copy: str,
     precision: str,
-    folder: str,
+    workload_values: Sequence[Any],
     name: str,
-    workload_values: dict[str, Any],
     seed: int,
-) -> Run:
-    """Warm the libraries up, bring the page cache into the state of a workload, and
-    measure all calls of a subject.
+) -> dict[str, Run]:
+    """Measure all calls of a subject, first with a cold page cache and then with a
+    warm one.
 
-    `folder` contains the copy of the records of the subject `name`. `workload_values`
-    are attributes of a `Workload`.
+    `copy` is the directory of the copy of the records, which is written first if the
+    subject needs it. `workload_values` are the attributes of a `Workload`.
 
     Returns:
-        `discarded`: the reason why the run does not count, or None; `resident`:
-        fraction of the subject's pages in the page cache right before the run. Unless
-        the cache was in the wrong state: blocks, seconds, processor seconds, bytes read
-        and requested, and the seconds of each call.
+        For the states "cold" and "warm": `discarded`: the reason why the run does not
+        count, or None; otherwise blocks, seconds, processor seconds, bytes read, and
+        percentiles of the milliseconds of a call.
 
     Raises:
         EdjeError: the subject returned wrong blocks.
     """
-    source = StoredRecords(Path(root), precision)
-    workload = Workload(**workload_values)
-    subject = SUBJECTS[name](source, Path(folder))
+    workload = Workload(*workload_values)
+    source = StoredRecords(Path(root), precision, workload.rows)
+    folder = Path(copy)
+    kind = SUBJECTS[name]
+    if kind.copies and not folder.exists():
+        # a directory without this ending is complete
+        part = folder.with_name(f"{folder.name}.part")
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(parents=True)
+        kind(source, part).prepare()
+        part.rename(folder)
+    subject = kind(source, folder)
     calls = [
         source.row_ids[positions]
         for positions in draw_calls(workload, len(source.row_ids), seed)
@@ -390,71 +436,65 @@ def measure(
     # page faults of fresh memory would be measured as reading
     buffer.fill(1)
     files = subject.files()
-    is_cold = workload.cache == "cold"
     subject.open()
-    if is_cold:
-        # rows that no timed call requests
-        unused = np.setdiff1d(source.row_ids, np.concatenate(calls))
-        if not len(unused):
-            unused = calls[0]
-        count = min(_WARM_UP, len(buffer))
-        warm_up = np.random.default_rng(0).permutation(unused)[:count]
-        subject.fetch(warm_up, buffer[: len(warm_up)])
-        # the pages that the first one mapped could not be evicted
-        subject = SUBJECTS[name](source, Path(folder))
-        subject.open()
-        resident = evict(files)
-        if resident > COLD:
-            return {
-                "resident": resident,
-                "discarded": (
-                    f"not cold: {resident:.1%} of the pages could not be evicted"
-                ),
-            }
+    # rows that no timed call requests
+    unused = np.setdiff1d(source.row_ids, np.concatenate(calls))
+    if not len(unused):
+        unused = calls[0]
+    warm_up = np.random.default_rng(0).permutation(unused)[: min(_WARM_UP, len(buffer))]
+    subject.fetch(warm_up, buffer[: len(warm_up)])
+    # the pages that the first one mapped could not be evicted
+    subject = kind(source, folder)
+    subject.open()
+    left = evict(files)
+    if left > COLD:
+        text = f"not cold: {left:.1%} of the pages could not be evicted"
+        cold: Run = {"discarded": text}
     else:
-        load(files)
-        for ids in calls:
-            subject.fetch(ids, buffer[: len(ids)])
-        resident = load(files) if files else 1.0
-        if resident < WARM:
-            return {
-                "resident": resident,
-                "discarded": f"not warm: only {resident:.1%} of the pages are cached",
-            }
-    latencies: list[float] = []
+        cold = _timed(subject, calls, buffer)
+        share = cold["read_bytes"] / (cold["blocks"] * source.record_bytes)
+        if share < _READ_AT_LEAST:
+            cold["discarded"] = (
+                f"not cold: only {share:.0%} of the requested bytes were counted as"
+                " read"
+            )
+    if sum(path.stat().st_size for path in files) > available_memory():
+        return {"cold": cold, "warm": {"discarded": "the files do not fit in memory"}}
+    load(files)
+    # a reader may remember for seconds that the files were not in the page cache
+    subject = kind(source, folder)
+    subject.open()
+    for ids in calls:
+        subject.fetch(ids, buffer[: len(ids)])
+    cached = resident(files)
+    if cached < WARM:
+        text = f"not warm: only {cached:.1%} of the pages are cached"
+        return {"cold": cold, "warm": {"discarded": text}}
+    return {"cold": cold, "warm": _timed(subject, calls, buffer)}
+
+
+def _timed(subject: Subject, calls: Sequence[Ids], buffer: Records) -> Run:
+    seconds: list[float] = []
     records = buffer
     read_before = bytes_read()
     cpu_before = time.process_time()
-    started = time.perf_counter()
     for ids in calls:
-        now = time.perf_counter()
-        if latencies and now > started + _LONGEST_SECONDS:
-            break
+        started = time.perf_counter()
         records = subject.fetch(ids, buffer[: len(ids)])
-        latencies.append(time.perf_counter() - now)
-    seconds = time.perf_counter() - started
+        seconds.append(time.perf_counter() - started)
     cpu = time.process_time() - cpu_before
     read = bytes_read() - read_before
-    last = calls[len(latencies) - 1][:_CHECKED]
+    last = calls[-1][:_CHECKED]
     wrong = int((records[: len(last)] != subject.expected(last)).any(axis=1).sum())
-    requested = sum(map(len, calls[: len(latencies)])) * source.record_bytes
     if wrong:
         raise EdjeError(f"{wrong} of the checked blocks were wrong")
-    discarded = None
-    if is_cold and read < _READ_AT_LEAST * requested:
-        discarded = (
-            f"not cold: only {read / requested:.0%} of the requested bytes were counted"
-            " as read"
-        )
     return {
-        "resident": resident,
-        "discarded": discarded,
-        "blocks": requested // source.record_bytes,
-        "seconds": seconds,
+        "discarded": None,
+        "blocks": sum(map(len, calls)),
+        "seconds": sum(seconds),
         "cpu_seconds": cpu,
         "read_bytes": read,
-        "requested_bytes": requested,
-        "latencies": [round(value, 7) for value in latencies],
+        "latency_ms": (np.percentile(seconds, _PERCENTILES) * 1e3).tolist(),
     }
 
 
@@ -481,154 +521,74 @@ def rate(run: Run) -> float:
     return float(run["blocks"] / run["seconds"])
 
 
-def summarise(
-    runs: Sequence[Run], record_bytes: int, of_reader: Sequence[Run]
-) -> dict[str, Any]:
-    """Return medians over the valid runs. If no run is valid, return only the numbers
-    of valid and discarded runs.
+def summaries(
+    runs: dict[Task, dict[str, Run]],
+    index: str,
+    record_bytes: dict[str, int],
+    versions: dict[str, str | None],
+) -> list[dict[str, Any]]:
+    """Return one row for each precision, workload, subject and state of the page cache,
+    with medians over the valid runs.
 
-    `gb_per_s` is the rate of stored bytes, not of decoded bytes. `ratio` is the rate of
-    the runs `of_reader` divided by the rate of `runs`, as the median over the repeats
-    in which both are valid; None if there are no such repeats.
+    `ratio` is the rate of the reader divided by the rate of the row, as the median over
+    the repeats in which both are valid, or None. Rows without a valid run have no
+    rates. Rates count stored bytes, not decoded bytes.
     """
-    valid = [run for run in runs if not run["discarded"]]
-    summary: dict[str, Any] = {"runs": len(valid), "discarded": len(runs) - len(valid)}
-    if not valid:
-        return summary
-    pairs = [
-        (a, b)
-        for a, b in zip(of_reader, runs, strict=True)
-        if not (a["discarded"] or b["discarded"])
-    ]
-    rates = [rate(run) for run in valid]
-    calls = [seconds for run in valid for seconds in run["latencies"]]
-    summary |= {
-        "blocks": valid[0]["blocks"],
-        "blocks_per_s": statistics.median(rates),
-        "gb_per_s": statistics.median(rates) * record_bytes / 1e9,
-        "gb_per_s_range": [
-            min(rates) * record_bytes / 1e9,
-            max(rates) * record_bytes / 1e9,
-        ],
-        "cpu_us_per_block": (
-            statistics.median(run["cpu_seconds"] / run["blocks"] for run in valid) * 1e6
-        ),
-        "ratio": (
-            median_ratio([rate(a) for a, _ in pairs], [rate(b) for _, b in pairs])
-            if pairs
-            else None
-        ),
-        "amplification": statistics.median(
-            run["read_bytes"] / run["requested_bytes"] for run in valid
-        ),
-    }
-    if len(calls) > len(valid):
-        percentiles = np.percentile(np.array(calls) * 1e3, (50, 95, 99)).tolist()
-        summary["latency_ms"] = dict(
-            zip(("p50", "p95", "p99"), percentiles, strict=True)
-        )
-    return summary
-
-
-_METHOD = """Every run is a process of its own, which imports, opens and warms up before
-the timing starts. The warm-up reads other rows. Subjects take turns, so that a change
-of the disk's speed affects all of them.
-
-- Cold: the pages of the files were evicted, and at most 1 % of them were in the page
-  cache right before the run. All other cold runs are discarded and listed above.
-- GB/s: stored bytes of the requested blocks, median and range. The reader decodes them
-  to bfloat16; peers return the stored bytes. The program fio reads whole sectors past
-  the page cache, and discards the data.
-- Ratio: the rate of the reader divided by the rate of the row, as the median over
-  repeats.
-- CPU: user and system time of the process.
-- Read: bytes that the kernel counted as read from storage, divided by the bytes of the
-  requested blocks.
-- Latency: the files are evicted once, before the first query of a run. No block is
-  requested twice, but readahead may load blocks of later queries into the page
-  cache."""
-
-
-def report_lines(report: dict[str, Any]) -> Iterator[str]:
-    """Yield the lines of the report in Markdown."""
-    where = report["environment"]
-    settings = report["settings"]
-    disk = report["environment"]["disk"]
-    yield f"# Fetching blocks, {where['date']}\n"
-    yield machine(where)
-    yield (
-        f"Disk: {disk['device']} ({disk['model'] or 'model unknown'}),"
-        f" {disk['file_system']}."
-    )
-    installed = [
-        f"{name} {version}".strip()
-        for name, version in where["peers"].items()
-        if version is not None
-    ]
-    yield (
-        f"Peers: {', '.join(installed) or 'none'}. Load average before the first run:"
-        f" {where['load_before']:.1f}."
-    )
-    yield f"Medians of {settings['repeats']}."
-    discarded = []
-    for precision, measured in report["precisions"].items():
-        yield (
-            f"\n## {precision}: {measured['rows']:,} records of"
-            f" {measured['record_bytes']:,} bytes"
-        )
-        for name, section in measured["sections"].items():
-            entries = section["entries"]
-            yield f"\n### {section['title']}\n"
-            header = (
-                "",
-                "blocks",
-                "GB/s (range)",
-                "ratio",
-                "CPU us per block",
-                "read",
-                "p50 / p95 / p99 ms",
-            )
-            rows = []
-            for subject, entry in entries.items():
-                summary = entry["summary"]
-                if not summary["runs"]:
-                    rows.append([subject, "every run was discarded", *[""] * 5])
-                    continue
-                low, high = summary["gb_per_s_range"]
-                ratio = "" if summary["ratio"] is None else f"{summary['ratio']:.2f}"
-                rows.append(
-                    [
-                        subject,
-                        f"{summary['blocks']:,.0f}",
-                        f"{summary['gb_per_s']:.3f} ({low:.3f} - {high:.3f})",
-                        ratio,
-                        f"{summary['cpu_us_per_block']:.1f}",
-                        f"{summary['amplification']:.3f}",
-                        " / ".join(
-                            f"{value:.2f}"
-                            for value in summary.get("latency_ms", {}).values()
-                        ),
-                    ]
-                )
-            yield from table(header, rows)
-            yield (
-                "\n"
-                + "; ".join(
-                    f"{subject}: {entry['setting']}"
-                    for subject, entry in entries.items()
-                )
-                + "."
-            )
-            discarded += [
-                f"{precision}, {name}, {subject}, repeat {run['repeat'] + 1}:"
-                f" {run['discarded']}"
-                for subject, entry in entries.items()
-                for run in entry["runs"]
-                if run["discarded"]
-            ]
-    yield "\n## Notes and discarded runs\n"
-    yield from (
-        f"- {line}"
-        for line in [*report["notes"], *discarded] or ["None: all runs are valid."]
-    )
-    yield f"\n## Method\n\n{_METHOD}"
+    rows = []
+    for first, state in ((task, state) for task in runs for state in runs[task]):
+        if first.repeat:
+            continue
+        of_row = {}
+        of_reader = {}
+        for task, states in runs.items():
+            if task[:2] == first[:2] and state in states:
+                if task.subject == first.subject:
+                    of_row[task.repeat] = states[state]
+                if task.subject == READER:
+                    of_reader[task.repeat] = states[state]
+        valid = {key: run for key, run in of_row.items() if not run["discarded"]}
+        size = record_bytes[first.precision]
+        row: dict[str, Any] = {
+            "precision": first.precision,
+            "record_bytes": size,
+            "workload": first.workload._asdict(),
+            "title": first.workload.title,
+            "subject": first.subject,
+            "version": versions[first.subject],
+            "setting": (
+                " ".join(_FIO_OPTIONS)
+                if first.subject == FIO
+                else SUBJECTS[first.subject].setting
+            ),
+            "cache": state,
+            "command": of_row[0].get("command") or command_line(index, first),
+            "runs": len(valid),
+            "discarded": [run["discarded"] for run in of_row.values()],
+        }
+        rows.append(row)
+        if not valid:
+            continue
+        rates = [rate(run) for run in valid.values()]
+        ratios = [
+            rate(of_reader[key]) / rate(run)
+            for key, run in valid.items()
+            if not of_reader[key]["discarded"]
+        ]
+        row |= {
+            "blocks_per_s": statistics.median(rates),
+            "gb_per_s": [
+                each * size / 1e9
+                for each in (statistics.median(rates), min(rates), max(rates))
+            ],
+            "cpu_us_per_block": statistics.median(
+                run["cpu_seconds"] / run["blocks"] * 1e6 for run in valid.values()
+            ),
+            "read_per_requested": statistics.median(
+                run["read_bytes"] / run["blocks"] / size for run in valid.values()
+            ),
+            "ratio": statistics.median(ratios) if ratios else None,
+            "latency_ms": np.median(
+                [run["latency_ms"] for run in valid.values()], axis=0
+            ).tolist(),
+        }
+    return rows

@@ -1,5 +1,4 @@
-"""What `bench fetch` measures: this project's reader, a memory copy, and other
-libraries (peers).
+"""What `bench fetch` measures: this project's reader and other libraries (peers).
 
 To add a peer, write a subclass of `Subject` here and name it in `PEERS` at the end of
 this file. `open` and `fetch` are the whole interface. A library with a file format of
@@ -9,10 +8,8 @@ in the methods, because each run is a process of its own.
 
 from __future__ import annotations
 
-import ctypes
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -21,6 +18,7 @@ from typing import Any, ClassVar, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from edje_index import __version__
 from storage_formats.codecs import BF16, Records, codec, fill_record
 from storage_formats.format.layout import Layout
 from storage_formats.format.manifest import CommittedIndex
@@ -39,20 +37,22 @@ _HDF5_SELECTION = 1000
 
 
 class StoredRecords:
-    """The records of one precision, read with plain file reads: for copies, and to
-    check results.
+    """The first `rows` records of one precision, read with plain file reads: for
+    copies, and to check results.
 
     Record i of a shard starts at byte i x record_bytes (SPEC.md section 6).
     """
 
-    def __init__(self, root: Path, precision: str) -> None:
+    def __init__(self, root: Path, precision: str, rows: int) -> None:
         index = CommittedIndex.open(root)
         self.root = root
         self.precision = precision
         self.spec = index.manifest.spec
         self.codec = codec(precision, self.spec.block_shape)
         self.record_bytes = self.codec.record_bytes
-        self.row_ids: Ids = live_rows(index)
+        self.rows = min(rows, self.spec.rows)
+        row_ids: Ids = live_rows(index)
+        self.row_ids = row_ids[row_ids < self.rows]
         self.array_path = Layout(root).token_array(precision)
 
     def shard_path(self, shard: int) -> Path:
@@ -62,7 +62,12 @@ class StoredRecords:
 
     def files(self) -> list[Path]:
         """Return the paths of the shard files in row order."""
-        return [self.shard_path(shard) for shard in self.spec.shard_numbers()]
+        last = (self.rows - 1) // self.spec.shard_size
+        return [
+            self.shard_path(shard)
+            for shard in self.spec.shard_numbers()
+            if shard <= last
+        ]
 
     def shards(self) -> Iterator[tuple[int, Records]]:
         """Yield the first row id and the records, uint8 [k, record_bytes], of each
@@ -71,20 +76,19 @@ class StoredRecords:
         Unused row ids get the records of holes. In a concatenation of all records,
         record i therefore has the row id i.
         """
-        for shard in range(self.spec.shards):
+        for first in range(0, self.rows, self.spec.shard_size):
+            shard = first // self.spec.shard_size
             rows = self.spec.shard_rows(shard)
-            ids = range(
-                rows.start, min(rows.start + self.spec.shard_size, self.spec.rows)
-            )
+            ids = range(first, min(first + self.spec.shard_size, self.rows))
             records = np.tile(fill_record(self.codec), (len(ids), 1))
-            if rows:
-                stored = np.fromfile(
+            count = min(len(rows), len(ids))
+            if count:
+                records[:count] = np.fromfile(
                     self.shard_path(shard),
                     dtype=np.uint8,
-                    count=len(rows) * self.record_bytes,
-                )
-                records[: len(rows)] = stored.reshape(len(rows), self.record_bytes)
-            yield rows.start, records
+                    count=count * self.record_bytes,
+                ).reshape(count, self.record_bytes)
+            yield first, records
 
     def read(self, ids: Ids) -> Records:
         """Return the records of `ids`. Each record is read with one file read."""
@@ -110,15 +114,15 @@ class Subject(ABC):
         folder: directory of the subject's copy of the records, if it reads a copy.
 
     Attributes:
-        package: Python package that must be installed; None if the dependencies of this
-            project suffice.
+        package: distribution that must be installed; None for this project.
+        setting: how the library is used, in its fastest known configuration.
         copies: True if the subject reads a copy of the records, which `prepare` writes
             to `folder`.
     """
 
     package: ClassVar[str | None] = None
-    copies: ClassVar[bool] = False
     setting: ClassVar[str]
+    copies: ClassVar[bool] = False
 
     def __init__(self, source: StoredRecords, folder: Path) -> None:
         self.source = source
@@ -182,44 +186,12 @@ class EdjeReader(Subject):
         )
 
 
-class Memcpy(EdjeReader):
-    """Upper limit for warm fetches: copies as many bytes in memory with memmove(3)."""
-
-    setting = "memmove(3) between touched buffers, one part per thread"
-
-    def files(self) -> list[Path]:
-        return []
-
-    def open(self) -> None:
-        self._bytes = np.ones(0, dtype=np.uint8)
-        self._pool = ThreadPoolExecutor(default_threads())
-
-    def fetch(self, ids: Ids, out: Records) -> Records:
-        if len(self._bytes) < out.nbytes:
-            self._bytes = np.ones(out.nbytes, dtype=np.uint8)
-        target = out.ctypes.data
-        origin = self._bytes.ctypes.data
-        cuts = np.linspace(
-            0, out.nbytes, default_threads() + 1, dtype=np.int64
-        ).tolist()
-        list(
-            self._pool.map(
-                lambda a, b: ctypes.memmove(target + a, origin + a, b - a),
-                cuts[:-1],
-                cuts[1:],
-            )
-        )
-        return out
-
-    def expected(self, ids: Ids) -> Records:
-        return np.ones((len(ids), self.output_bytes), dtype=np.uint8)
-
-
 class Memmap(Subject):
     """Reads rows of one memory-mapped array with `np.take`. The EDJE paper reads
     tokens in this way.
     """
 
+    package = "numpy"
     copies = True
     setting = "one flat file, np.take(mapped, ids, out=buffer)"
 
@@ -229,7 +201,7 @@ class Memmap(Subject):
                 records.tofile(file)
 
     def open(self) -> None:
-        shape = (self.source.spec.rows, self.source.record_bytes)
+        shape = (self.source.rows, self.source.record_bytes)
         self._mapped = np.memmap(
             self.folder / "records.bin", dtype=np.uint8, mode="r", shape=shape
         )
@@ -286,12 +258,14 @@ class ZarrPython(Subject):
     """
 
     package = "zarr"
-    setting = "oindex of sorted ids"
+    setting = "oindex of sorted ids, FusedCodecPipeline from version 3.4 on"
 
     def open(self) -> None:
-        self._array = import_module("zarr").open_array(
-            str(self.source.array_path), mode="r"
-        )
+        zarr: Any = import_module("zarr")
+        path = "zarr.core.codec_pipeline"
+        if hasattr(import_module(path), "FusedCodecPipeline"):
+            zarr.config.set({"codec_pipeline.path": f"{path}.FusedCodecPipeline"})
+        self._array = zarr.open_array(str(self.source.array_path), mode="r")
 
     def fetch(self, ids: Ids, out: Records) -> Records:
         order = np.argsort(ids)
@@ -391,7 +365,7 @@ class Hdf5(Subject):
 
     def prepare(self) -> None:
         with import_module("h5py").File(self.folder / "records.h5", "w") as file:
-            shape = (self.source.spec.rows, self.source.record_bytes)
+            shape = (self.source.rows, self.source.record_bytes)
             dataset = file.create_dataset("records", shape=shape, dtype="uint8")
             for first, records in self.source.shards():
                 dataset[first : first + len(records)] = records
@@ -407,26 +381,27 @@ class Hdf5(Subject):
         return out
 
 
+READER = "edje-index"
 PEERS: Mapping[str, type[Subject]] = {
     "np.memmap": Memmap,
-    "tensorstore": TensorStore,
+    "TensorStore": TensorStore,
     "zarr-python": ZarrPython,
-    "lance": Lance,
-    "lmdb": Lmdb,
-    "hdf5": Hdf5,
+    "Lance": Lance,
+    "LMDB": Lmdb,
+    "HDF5": Hdf5,
 }
 """The compared libraries by name, in the order of reports."""
 
-SUBJECTS: Mapping[str, type[Subject]] = {"edje": EdjeReader, "memcpy": Memcpy, **PEERS}
+SUBJECTS: Mapping[str, type[Subject]] = {READER: EdjeReader, **PEERS}
 """Everything that a worker process can measure, by name."""
 
 
 def installed_version(name: str) -> str | None:
-    """Return the version of the package that a peer needs: "" if it needs none,
-    None if it is not installed.
-    """
-    package = PEERS[name].package
+    """Return the version of the package of a subject, None if it is not installed."""
+    package = SUBJECTS[name].package
+    if package is None:
+        return __version__
     try:
-        return "" if package is None else version(package)
+        return f"{package} {version(package)}"
     except PackageNotFoundError:
         return None

@@ -27,6 +27,13 @@ from benchmarks.report import Say, table
 from storage_formats.atomic import write_bytes_atomic
 from storage_formats.threads import usable_cpus
 
+
+class Recall(float):
+    """A recall in percent with its 95 % confidence interval."""
+
+    interval: tuple[float, float] | None = None
+
+
 Values: TypeAlias = Sequence[float | None]
 """Values by column, without the last columns if they are unknown. None is an
 unknown value.
@@ -60,11 +67,12 @@ def run_experiments(
     out: Path,
     config: Path | None = None,
     listing: bool = False,
+    model: Path | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Run experiments and write their tables to `out`. Return the tables by name.
     See `Study` for the arguments.
     """
-    study = Study(data, out, say, config, listing)
+    study = Study(data, out, say, config, listing, model)
     reports = {name: measured(EXPERIMENTS[name], study) for name in names}
     if not listing:
         for name, report in reports.items():
@@ -105,7 +113,20 @@ def measured(experiment: Experiment, study: Study) -> dict[str, Any]:
             if not math.isnan(value)
         }
         own = dict(zip(experiment.columns, values, strict=False))
-        rows.append({"label": label, "own": own, "paper": paper, "missing": missing})
+        intervals = {
+            column: value.interval
+            for column, value in own.items()
+            if isinstance(value, Recall) and value.interval is not None
+        }
+        rows.append(
+            {
+                "label": label,
+                "own": own,
+                "intervals": intervals,
+                "paper": paper,
+                "missing": missing,
+            }
+        )
     state = "needs data"
     if any(has_values):
         state = "complete" if all(has_values) else "partial"
@@ -123,7 +144,7 @@ def report_lines(report: dict[str, Any]) -> Iterator[str]:
     """Yield the lines of a table in Markdown."""
     yield (
         f"## {report['title']}\n\n{report['source']}. Each cell: measured value"
-        " (published value).\n"
+        " [95 % interval] (published value).\n"
     )
     yield from table(
         ("", *report["columns"]),
@@ -131,7 +152,11 @@ def report_lines(report: dict[str, Any]) -> Iterator[str]:
             [
                 row["label"],
                 *(
-                    _cell(row["own"].get(name), row["paper"].get(name))
+                    _cell(
+                        row["own"].get(name),
+                        row["intervals"].get(name),
+                        row["paper"].get(name),
+                    )
                     for name in report["columns"]
                 ),
             ]
@@ -185,10 +210,14 @@ def scatter_plot(rows: Sequence[dict[str, Any]], x: str, y: str) -> str:
     )
 
 
-def _cell(own: float | None, paper: float | None) -> str:
+def _cell(
+    own: float | None, interval: tuple[float, float] | None, paper: float | None
+) -> str:
     left = "-"
     if own is not None:
         left = f"{own:,.1f}" if abs(own) >= 1 else f"{own:.3g}"
+    if interval is not None:
+        left += f" [{interval[0]:.1f}, {interval[1]:.1f}]"
     return left if paper is None else f"{left} ({paper:.4g})"
 
 
@@ -225,7 +254,11 @@ def _recall(
     wanted = (direction, pool, None if pool is None else precision)
     for result in results:
         if (result["direction"], result.get("pool"), result.get("precision")) == wanted:
-            return float(result["recall"][cutoff]["value"])
+            estimate = result["recall"][cutoff]
+            recall = Recall(estimate["value"])
+            if estimate["low"] is not None:
+                recall.interval = (estimate["low"], estimate["high"])
+            return recall
     return None
 
 
@@ -243,6 +276,13 @@ def _recalls(
     else:
         results = study.results(study.trained(variant), "flickr", pools)
     return [_recall(results, column, pool) for column in _RECALLS]
+
+
+def _zero_shot(study: Study, tower: str, pool: int | None) -> Values:
+    # the published row is that of the local model
+    is_given = study.model is not None and tower == MAIN_TOWER
+    variant = _COMPRESSED if is_given else replace(LOCAL, tower=tower)
+    return _recalls(study, variant, pool)
 
 
 def _r1(study: Study, variant: Variant) -> list[float | None]:
@@ -393,7 +433,7 @@ _MEASUREMENTS: dict[str, dict[str, tuple[Callable[..., Values], *tuple[Any, ...]
         "Compressed-64, ViT-L/16": (_prior_art, _COMPRESSED),
     },
     "zero-shot": {
-        f"{tower}: {kind}": (_recalls, replace(LOCAL, tower=tower), pool)
+        f"{tower}: {kind}": (_zero_shot, tower, pool)
         for tower in TOWERS
         for kind, pool in (("embeddings", None), ("re-ranked", POOL))
     },
@@ -462,3 +502,5 @@ EXPERIMENTS = {
     ).items()
 }
 """The experiments of `bench paper`, by name."""
+OF_A_MODEL = ("zero-shot", "prior-art", "pool-size", "quantization")
+"""The experiments with rows that a trained model needs no training for."""

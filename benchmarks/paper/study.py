@@ -9,7 +9,7 @@ The data folder:
     flickr30k/flickr30k-images/       images
     coco/dataset_coco.json            Karpathy split file with captions
     coco/train2014/, coco/val2014/    images
-    towers/NAME/                      bundles of `edje-index model from-open-clip`
+    towers/NAME/                      bundles of `edje-index model get MODEL:TAG`
     languages/NAME/                   language models of the Hugging Face Hub
 """
 
@@ -94,7 +94,8 @@ class Study:
     A step runs an `edje-index` command in a folder of its own and stores the command's
     report there. Experiments share steps, and an interrupted study continues after the
     last finished step. The arguments are options of `edje-index bench paper`; `say`
-    receives one line of text per step.
+    receives one line of text per step. A given `model` takes the place of the main
+    towers and of the compressed model with 64 tokens, and nothing is trained.
     """
 
     def __init__(
@@ -104,7 +105,9 @@ class Study:
         say: Say,
         config: Path | None = None,
         listing: bool = False,
+        model: Path | None = None,
     ) -> None:
+        self.model = None if model is None else model.absolute()
         self.folder = out.absolute() / "steps"
         self._data = data.absolute()
         self._say = say
@@ -156,9 +159,11 @@ class Study:
 
     def tower(self, name: str) -> Path:
         """Return the path of a bundle; `name` is a key of `TOWERS`."""
+        if self.model is not None and name == MAIN_TOWER:
+            return self.model
         path = self._data / "towers" / name
         if not path.is_dir():
-            remedy = f"edje-index model from-open-clip {TOWERS[name]} --out {path}"
+            remedy = f"edje-index model get {TOWERS[name]} --out {path}"
             raise MissingDataError(
                 f"{path} is missing; make this bundle with `{remedy}`"
             )
@@ -205,6 +210,10 @@ class Study:
         """Return the bundle of a model after the phase "pretrain", or after the
         phase "finetune", which uses COCO.
         """
+        if self.model is not None:
+            if variant == Variant():
+                return self.model
+            raise MissingDataError(f"it is another model than {self.model}")
         files, images, split = self.captions(phase)
         command: list[object] = ["train", *files, "--images", images]
         if phase == "pretrain":

@@ -7,7 +7,7 @@ neither open_clip nor transformers if they can.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -83,7 +83,7 @@ class ModelBundle:
             alone.
         pooled: linear maps of the pooled similarity, a part of the final score; None if
             the bundle has none.
-        logit_range: see `BundleInfo.logit_range`.
+        logit_range, pool, origins: see `BundleInfo`.
         info: content of the ``bundle.json`` that was loaded, with the fingerprints of
             the files; None for a bundle made in memory.
 
@@ -104,6 +104,8 @@ class ModelBundle:
     score: DirectionWeights = field(default_factory=DirectionWeights)
     pooled: PooledSimilarity | None = None
     logit_range: tuple[float, float] | None = None
+    pool: int | None = None
+    origins: Mapping[str, str] = field(default_factory=dict)
     info: BundleInfo | None = None
 
     @cached_property
@@ -187,6 +189,8 @@ class ModelBundle:
             score=info.score,
             pooled=None if pooled is None else pooled.to(target),
             logit_range=info.logit_range,
+            pool=info.pool,
+            origins=info.origins,
             info=info,
         )
         _check_fit(bundle)
@@ -266,6 +270,8 @@ class ModelBundle:
                     score=self.score,
                     trained=self.trained,
                     notes=self.notes,
+                    pool=self.pool,
+                    origins=self.origins,
                 )
             )
             write_json(staging / INFO_FILE, info.to_json())

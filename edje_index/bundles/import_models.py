@@ -1,22 +1,32 @@
-"""Reads models of others: checkpoints of the published EDJE training code, and
-open_clip models. Makes bundles of them.
+"""Reads models of others: checkpoints of the published EDJE training code, and plain
+towers. Makes bundles of them.
 
 A bundle of a published checkpoint has the adapter and the joint encoder of the
-checkpoint. The frozen towers come from open_clip.
+checkpoint. The frozen towers come from the checkpoint itself, or from the repository
+that its configuration or its model card names.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from edje_index.bundles.bundle import ModelBundle
 from edje_index.bundles.info import BundleInfo
 from edje_index.bundles.random_bundle import untrained_joint_encoder
+from edje_index.bundles.repositories import (
+    Say,
+    Source,
+    all_files,
+    open_source,
+    silent,
+    text_files,
+)
 from edje_index.errors import ModelError
 from edje_index.models.adapter import (
     COMPRESSED,
@@ -26,9 +36,17 @@ from edje_index.models.adapter import (
     AdapterConfig,
     build_adapter,
 )
-from edje_index.models.clip_model import load_clip, local_folder
+from edje_index.models.clip_config import CONFIG_FILE, ClipConfig
+from edje_index.models.clip_model import LOCAL_DIR, build_clip, load_clip
 from edje_index.models.joint_encoder import JointEncoder, bert_config
 from edje_index.models.joint_inputs import load_joint_tokenizer
+from edje_index.models.safety import read_configuration
+from edje_index.models.siglip import (
+    load_siglip,
+    read_siglip,
+    siglip_config,
+    towers_in,
+)
 from edje_index.models.text_tower import text_tokenizer
 from edje_index.models.vision_tower import vision_tower
 from edje_index.models.weights import (
@@ -36,57 +54,42 @@ from edje_index.models.weights import (
     assign_weights,
     check_finite,
     limited_by,
-    read_checkpoint,
+    read_weights_files,
 )
 from edje_index.scoring.weights import DirectionWeights, ScoreWeights
+from storage_formats.remote.urls import hub_kind
 
-ADAPTER_PREFIX = "vision_projection."
-JOINT_PREFIXES = (
-    "language_model.",
-    "text_embeddings.",
-    "classification_head.",
-    "text_projection.",
-)
+AUTHORS_MODEL = "hf://shahafw/edje-vl-image-retrieval-reranker"
+"""The trained model that the project page of the EDJE paper links."""
+# The names on its model card, for models that name nothing else.
+AUTHORS_TOWERS = "google/siglip2-large-patch16-384"
+AUTHORS_LANGUAGE = "microsoft/MiniLM-L12-H384-uncased"
+TOWERS_OF = ("siglip_path", r"siglip2?-[\w.-]+", AUTHORS_TOWERS)
+"""Where `_Checkpoint.named` finds the name of the towers."""
+_CARD = "the model card of the authors' model"
+# Parts of a published model, and the beginnings of their tensor names.
+PARTS = {
+    "adapter": "vision_projection.",
+    "language model": "language_model.",
+    "classification head": "classification_head.",
+    "text projection": "text_projection.",
+}
+JOINT_PREFIXES = (*tuple(PARTS.values())[1:], "text_embeddings.")
+ADAPTER_PREFIX = PARTS["adapter"]
+_LAST_PART = "classification_head.1.weight"
 WORDS = "language_model.bert.embeddings.word_embeddings.weight"
 POSITIONS = "language_model.bert.embeddings.position_embeddings.weight"
-SIGLIP2 = "google/siglip2-"
-OPEN_CLIP_NAMES = {
-    "google/siglip2-base-patch16-224": "ViT-B-16-SigLIP2:webli",
-    "google/siglip2-base-patch16-384": "ViT-B-16-SigLIP2-384:webli",
-    "google/siglip2-large-patch16-256": "ViT-L-16-SigLIP2-256:webli",
-    "google/siglip2-large-patch16-384": "ViT-L-16-SigLIP2-384:webli",
-}
-"""open_clip's name of each tower that the published code supports, by the name on
-the Hugging Face hub.
-"""
-
-_ROUNDING = {torch.bfloat16: 2**-7, torch.float16: 2**-10}
-# Patterns in the names of transformers' SigLIP towers, and open_clip's names.
-_VISION_NAMES = (
-    (r"embeddings\.patch_embedding", "patch_embed.proj"),
-    (r"embeddings\.position_embedding\.weight", "pos_embed"),
-    (r"encoder\.layers", "blocks"),
-    (r"\.layer_norm(\d)", r".norm\1"),
-    (r"self_attn\.out_proj", "attn.proj"),
-    (r"self_attn\.qkv", "attn.qkv"),
-    (r"post_layernorm", "norm"),
-    (r"head\.probe", "attn_pool.latent"),
-    (r"head\.attention\.out_proj", "attn_pool.proj"),
-    (r"head\.layernorm", "attn_pool.norm"),
-    (r"head\.", "attn_pool."),
+# One tensor under several names, of which some files keep only one.
+_TIED = (
+    (WORDS, "text_embeddings.weight", "language_model.cls.predictions.decoder.weight"),
+    (
+        "language_model.cls.predictions.bias",
+        "language_model.cls.predictions.decoder.bias",
+    ),
 )
-_TEXT_NAMES = (
-    (r"embeddings\.token_embedding", "token_embedding"),
-    (r"embeddings\.position_embedding\.weight", "positional_embedding"),
-    (r"encoder\.layers", "transformer.resblocks"),
-    (r"\.layer_norm(\d)", r".ln_\1"),
-    (r"self_attn\.out_proj", "attn.out_proj"),
-    (r"self_attn\.qkv\.", "attn.in_proj_"),
-    (r"mlp\.fc1", "mlp.c_fc"),
-    (r"mlp\.fc2", "mlp.c_proj"),
-    (r"final_layer_norm", "ln_final"),
-    (r"^head", "text_projection"),
-)
+# Candidates per query in the evaluation of the paper: 10 to 50.
+_POOL = 50
+_MAX_POOL = 1000
 
 
 @dataclass(frozen=True)
@@ -123,27 +126,90 @@ class PublishedModel:
         return self.joint.score(captions, tokens)
 
 
+@dataclass
+class _Checkpoint:
+    """A published checkpoint: its weights under the published names, and the values
+    that the weights do not hold.
+
+    Attributes:
+        config: settings of the training run, or the content of ``config.json``.
+        origins: the values that the weights do not hold and where each comes from, by
+            the name of the value.
+    """
+
+    source: Source
+    files: list[Path]
+    state: State
+    config: Mapping[str, Any]
+    origins: dict[str, str] = field(default_factory=dict)
+
+    def towers(self) -> State:
+        """Return the SigLIP towers in the weights, under the names of transformers.
+
+        Training keeps the vision tower twice, as ``vision_encoder.*`` and
+        ``clip.vision_model.*``.
+        """
+        towers = {
+            key.removeprefix("clip."): tensor
+            for key, tensor in self.state.items()
+            if key.startswith(("clip.vision_model.", "clip.text_model."))
+        }
+        for key, tensor in self.state.items():
+            if not key.startswith("vision_encoder."):
+                continue
+            name = key.removeprefix("vision_encoder.").removeprefix("vision_model.")
+            of_clip = towers.setdefault(f"vision_model.{name}", tensor)
+            if not torch.equal(of_clip, tensor):
+                raise ModelError(
+                    f"{self.source.label} has two vision towers, clip.* and"
+                    f" vision_encoder.*, which differ in {name}, but a bundle has one:"
+                    " give a checkpoint with frozen towers"
+                )
+        complete = towers_in(towers)
+        return {k: v for k, v in towers.items() if k.partition(".")[0] in complete}
+
+    def named(self, key: str, pattern: str, default: str) -> tuple[str, str]:
+        """Return the repository of a part of the model, and where its name comes from:
+        the entry `key` of the configuration, else the first match of `pattern` in the
+        model card, else the `default`.
+        """
+        path = str(self.config.get(key) or "")
+        # the name may be a directory on the machine that trained
+        if name := re.search(r"[\w.-]+/[\w.-]+$", path):
+            return name[0], f"{key} in the configuration of {self.source.label}"
+        if match := re.search(rf"[\w.-]+/{pattern}", self.source.card()):
+            return match[0].rstrip("."), f"model card of {self.source.label}"
+        return default, _CARD
+
+
 def load_published_checkpoint(
     checkpoint: str | Path,
-    tokenizer_dir: str | Path,
+    tokenizer_dir: str | Path | None = None,
     *,
-    vision_heads: int,
-    layer_norm_eps: float = 1e-6,
+    vision_heads: int | None = None,
+    layer_norm_eps: float | None = None,
 ) -> PublishedModel:
-    """Load the model from a checkpoint of the published training code. No code in the
-    file runs.
+    """Load the adapter and the joint encoder of a published checkpoint. No code in the
+    files runs.
 
     Args:
-        checkpoint: checkpoint file (``.pth``).
+        checkpoint: file or directory with the weights, or ``hf://ORG/REPO[@REVISION]``.
+            The weights are a checkpoint of the published training code, a
+            ``pytorch_model.bin`` or safetensors files, under the published names or
+            these names after a common prefix.
         tokenizer_dir: directory with the tokenizer and the ``config.json`` of the joint
-            encoder.
+            encoder. By default, the directory ``tokenizer/`` beside the weights, or the
+            language model that the checkpoint names.
         vision_heads: number of attention heads of the vision tower. A compressed
-            adapter has the same number.
+            adapter has the same number. By default, that of the vision tower that the
+            checkpoint names.
         layer_norm_eps: epsilon of the layer norms of the vision tower. A compressed
-            adapter has the same epsilon.
+            adapter has the same epsilon. The default is 1e-6 with `vision_heads`, else
+            that of the vision tower.
 
     Raises:
-        ModelError: the file is not a checkpoint of the published training code, its
+        HubUnreachableError: a file is missing and cannot be downloaded.
+        ModelError: the weights are not those of the published training code, their
             parts do not fit each other, a weight is NaN or infinite, or the tokenizer
             cannot be read.
 
@@ -158,50 +224,89 @@ def load_published_checkpoint(
         >>> tokens.shape, model.score("a red car", tokens).shape
         (torch.Size([1, 6, 16]), torch.Size([1]))
     """
-    path = Path(checkpoint)
-    state, _ = _read_checkpoint(path)
-    return _published_model(
-        path, state, Path(tokenizer_dir), vision_heads, layer_norm_eps
+    read = read_published(open_source(checkpoint))
+    eps = 1e-6 if layer_norm_eps is None else layer_norm_eps
+    if vision_heads is None:
+        name, _ = read.named(*TOWERS_OF)
+        siglip = read_siglip(open_source(f"hf://{name}", text_files).config())
+        vision: Any = siglip.vision_config
+        vision_heads = int(vision.num_attention_heads)
+        if layer_norm_eps is None:
+            eps = float(vision.layer_norm_eps)
+    language = _language(read, tokenizer_dir, silent)
+    return _published_model(read, language, vision_heads, eps)
+
+
+def read_published(source: Source) -> _Checkpoint:
+    """Read the weights of a published model from its files."""
+    files = source.weights()
+    state, settings = read_weights_files(files)
+    prefixes = {
+        key.removesuffix(_LAST_PART) for key in state if key.endswith(_LAST_PART)
+    }
+    prefix = min(prefixes, key=len, default="")
+    named = {key.removeprefix(prefix): tensor for key, tensor in state.items()}
+    for names in _TIED:
+        present = [name for name in names if name in named]
+        if present:
+            named |= dict.fromkeys(names, named[present[0]])
+    missing = [
+        part
+        for part, start in PARTS.items()
+        if not any(k.startswith(start) for k in named)
+    ]
+    if missing or WORDS not in named or POSITIONS not in named:
+        raise ModelError(_unknown_layout(source, state, missing))
+    return _Checkpoint(source, files, named, {**source.config(), **settings})
+
+
+def _unknown_layout(source: Source, state: State, missing: Sequence[str]) -> str:
+    """Return the message about weights whose layout is unknown, a report of it."""
+    by_prefix: dict[str, list[str]] = {}
+    for name in state:
+        by_prefix.setdefault(name.partition(".")[0], []).append(name)
+    parts = [f"{part}: {'missing' if part in missing else 'found'}" for part in PARTS]
+    return "\n".join(
+        [
+            f"{source.label} is not a model of the published training code in a known"
+            " layout. If it is an EDJE model, please report it: open an issue about"
+            " edje-index with the lines below",
+            f"files: {', '.join(sorted(source.names)[:40])}",
+            f"parts: {', '.join(parts)}",
+            *(
+                f"tensors {prefix}*: {len(names)}, from {names[0]}"
+                f" {list(state[names[0]].shape)} to {names[-1]}"
+                f" {list(state[names[-1]].shape)}"
+                for prefix, names in list(by_prefix.items())[:20]
+            ),
+        ]
     )
 
 
-def _read_checkpoint(path: Path) -> tuple[State, str | None]:
-    """Return the weights of a checkpoint, and the Hugging Face name of its vision
-    tower if the checkpoint names it.
-    """
-    content = read_checkpoint(path)
-    state = content.get("model")
-    config = content.get("config")
-    if not isinstance(state, dict) or not all(
-        isinstance(v, torch.Tensor) for v in state.values()
-    ):
-        raise ModelError(
-            f"{path} is not a checkpoint of the published training code, because it has"
-            " no 'model' weights; give another file"
-        )
-    tower = config.get("siglip_path") if isinstance(config, dict) else None
-    return state, tower if isinstance(tower, str) else None
-
-
 def _published_model(
-    path: Path, state: State, tokenizer_dir: Path, heads: int, eps: float
+    read: _Checkpoint,
+    language: tuple[Path, Path | dict[str, Any]],
+    heads: int,
+    eps: float,
 ) -> PublishedModel:
-    """Build the adapter and the joint encoder from the weights `state` of the
-    checkpoint `path`.
+    """Build the adapter and the joint encoder of a checkpoint. `language` is what
+    `_language` returns.
     """
-    _require(path, state, WORDS, POSITIONS, "text_projection.weight")
-    with limited_by(path):
+    state = read.state
+    label = read.source.label
+    folder, bert = language
+    with limited_by(*read.files):
         # Training adds the token <image> and may extend the position table. config.json
         # may still have the old sizes, so the sizes are taken from the weights.
         config = bert_config(
-            tokenizer_dir / "config.json",
+            bert,
             vocab_size=state[WORDS].shape[0],
             max_position_embeddings=state[POSITIONS].shape[0],
         )
         joint = JointEncoder(
             config,
-            load_joint_tokenizer(tokenizer_dir),
-            state["text_projection.weight"].shape[0],
+            load_joint_tokenizer(folder),
+            _need(label, state, "text_projection.weight").shape[0],
         )
         # Older versions of transformers stored the position ids 0, 1, 2, ... as well.
         kept = {
@@ -209,7 +314,7 @@ def _published_model(
             for k, v in state.items()
             if k.startswith(JOINT_PREFIXES) and not k.endswith(".position_ids")
         }
-        assign_weights(joint, kept, f"the joint encoder of {path}")
+        assign_weights(joint, kept, f"the joint encoder of {label}")
         activation = str(joint.config.hidden_act)
         weights = {
             k.removeprefix(ADAPTER_PREFIX): v
@@ -217,88 +322,177 @@ def _published_model(
             if k.startswith(ADAPTER_PREFIX)
         }
         if "query" in weights:
-            _require(path, weights, "mlp.fc1.weight", "projection.weight")
             adapter_config = AdapterConfig(
                 kind=COMPRESSED,
                 num_tokens=weights["query"].shape[1],
                 vision_dim=weights["query"].shape[2],
-                language_dim=weights["projection.weight"].shape[0],
-                hidden_dim=weights["mlp.fc1.weight"].shape[0],
+                language_dim=_need(label, weights, "projection.weight").shape[0],
+                hidden_dim=_need(label, weights, "mlp.fc1.weight").shape[0],
                 num_heads=heads,
                 activation=activation,
                 layer_norm_eps=eps,
             )
-        elif "0.weight" in weights:
-            _require(path, weights, "2.weight")
-            hidden, width = weights["0.weight"].shape
+        else:
+            hidden, width = _need(label, weights, "0.weight").shape
             # The checkpoint does not record the number of patches; import_checkpoint
             # sets it.
             adapter_config = AdapterConfig(
                 LOCAL,
                 1,
                 width,
-                weights["2.weight"].shape[0],
+                _need(label, weights, "2.weight").shape[0],
                 hidden,
                 activation=activation,
             )
-        else:
-            raise ModelError(
-                f"{path} has no adapter: it lacks both {ADAPTER_PREFIX}query and"
-                f" {ADAPTER_PREFIX}0.weight; give another checkpoint"
-            )
         adapter = build_adapter(adapter_config)
-        assign_weights(adapter, weights, f"the adapter of {path}")
+        assign_weights(adapter, weights, f"the adapter of {label}")
     if adapter.config.language_dim != joint.width:
         raise ModelError(
-            f"the adapter in {path} makes tokens of width"
+            f"the adapter in {label} makes tokens of width"
             f" {adapter.config.language_dim}, but the joint encoder reads tokens of"
             f" width {joint.width}; give another checkpoint"
         )
-    check_finite(joint.state_dict(), f"the joint encoder of {path}")
-    check_finite(adapter.state_dict(), f"the adapter of {path}")
+    check_finite(joint.state_dict(), f"the joint encoder of {label}")
+    check_finite(adapter.state_dict(), f"the adapter of {label}")
     return PublishedModel(adapter.requires_grad_(False), joint)
 
 
-def _require(path: Path, weights: State, *names: str) -> None:
-    if missing := [name for name in names if name not in weights]:
+def _need(label: str, weights: State, name: str) -> torch.Tensor:
+    if name not in weights:
         raise ModelError(
-            f"{path} is not a checkpoint of the published training code: it lacks the"
-            f" weights {', '.join(missing)}; give another checkpoint"
+            f"{label} is not a checkpoint of the published training code: it lacks the"
+            f" weights {name}; give another checkpoint"
         )
+    return weights[name]
+
+
+def _language(
+    read: _Checkpoint, tokenizer_dir: str | Path | None, say: Say
+) -> tuple[Path, Path | dict[str, Any]]:
+    """Find the directory with the tokenizer of the joint encoder, and the BERT
+    configuration: a file, or its content.
+    """
+    source = read.source
+    beside = source.folder / "tokenizer"
+    tokenizer: Path | None = None
+    if tokenizer_dir is not None:
+        tokenizer = Path(tokenizer_dir)
+    elif beside.is_dir():
+        tokenizer = beside
+    elif {"tokenizer.json", "vocab.txt"} & set(source.names):
+        tokenizer = source.folder
+    origin = str(tokenizer)
+    config_origin = f"config.json of {source.label}"
+    # The configuration of the whole model may contain that of the language model.
+    configs = [source.config(), *source.config().values()]
+    bert: Path | dict[str, Any] | None = next(
+        (each for each in configs if _is_bert(each)), None
+    )
+    if tokenizer is not None:
+        file = tokenizer / "config.json"
+        if tokenizer_dir is not None or (
+            file.is_file() and _is_bert(read_configuration(file))
+        ):
+            bert = file
+            config_origin = str(file)
+    if tokenizer is None or bert is None:
+        name, named_by = read.named(
+            "language_model_path", r"[\w.-]*(?:MiniLM|bert)[\w.-]*", AUTHORS_LANGUAGE
+        )
+        language = open_source(f"hf://{name}", text_files, say)
+        if tokenizer is None:
+            tokenizer = language.folder
+            origin = f"{language.label}, {named_by}"
+        if bert is None:
+            bert = language.config()
+            config_origin = f"config.json of {language.label}, {named_by}"
+    read.origins["tokenizer"] = origin
+    read.origins["joint encoder"] = config_origin
+    return tokenizer, bert
+
+
+def _is_bert(config: Any) -> bool:
+    return isinstance(config, dict) and config.get("model_type") == "bert"
+
+
+def load_towers(
+    vision: str | Source, checkpoint: _Checkpoint | None = None, say: Say = silent
+) -> tuple[torch.nn.Module, ClipConfig, Path | None]:
+    """Load towers. Return the open_clip model, its configuration, and the directory
+    with its tokenizer; None if open_clip finds the tokenizer.
+
+    Args:
+        vision: a model for `load_clip`, or a directory or ``hf://ORG/REPO`` with the
+            towers of open_clip, or SigLIP towers of transformers.
+        checkpoint: the SigLIP towers in its weights replace those of `vision`. If both
+            are there, `vision` needs no weights.
+    """
+    inside = {} if checkpoint is None else checkpoint.towers()
+    location: str | Path | Source = vision
+    if isinstance(vision, str) and hub_kind(vision) is None:
+        location = Path(vision.removeprefix(LOCAL_DIR))
+    if isinstance(vision, str) and isinstance(location, Path) and not location.is_dir():
+        clip, config = load_clip(vision)
+        folder = None
+    else:
+        is_complete = {"vision_model", "text_model"} <= towers_in(inside)
+        source = open_source(location, text_files if is_complete else all_files, say)
+        folder = source.folder
+        if CONFIG_FILE in source.names:
+            clip, config = load_clip(f"{LOCAL_DIR}{folder}")
+        else:
+            config = siglip_config(
+                source.config(),
+                source.config("preprocessor_config.json"),
+                source.label.partition("@")[0],
+            )
+            if is_complete and checkpoint is not None:
+                with limited_by(*checkpoint.files):
+                    clip = build_clip(config)
+            else:
+                files = source.weights()
+                with limited_by(*files):
+                    clip = build_clip(config)
+                load_siglip(clip, read_weights_files(files)[0], source.label)
+    if checkpoint is not None and inside:
+        load_siglip(clip, inside, checkpoint.source.label)
+    return clip.eval(), config, folder
 
 
 def import_checkpoint(
-    checkpoint: str | Path,
+    checkpoint: str | Path | Source,
     vision: str | None,
     out: str | Path,
     *,
     tokenizer_dir: str | Path | None = None,
     text_tokenizer_dir: str | Path | None = None,
+    say: Say = silent,
 ) -> BundleInfo:
-    """Make a bundle from a published checkpoint and the open_clip model that it was
-    trained with.
+    """Make a bundle from a published checkpoint and the towers that it was trained
+    with.
 
     The final score of the bundle is the logit alone, as in the published code. If the
     checkpoint names a SigLIP2 tower, images are resized with a bilinear filter, as in
-    the published code.
+    the published code. SigLIP towers in the weights are used; they may be fine-tuned.
 
     Args:
-        checkpoint: checkpoint file (``.pth``).
+        checkpoint: as for `load_published_checkpoint`.
         vision: open_clip model: ``NAME``, ``NAME:TAG``, ``NAME:/path/to/weights``,
-            ``hf-hub:ORG/REPO`` or ``local-dir:DIRECTORY``. None means the model named
-            in the checkpoint.
+            ``hf-hub:ORG/REPO`` or ``local-dir:DIRECTORY``, or a directory or
+            ``hf://ORG/REPO`` with towers of open_clip or SigLIP towers of transformers.
+            None means the repository that the configuration or the model card of the
+            checkpoint names, else that of the authors' model.
         out: new directory for the bundle.
-        tokenizer_dir: directory with the tokenizer and the ``config.json`` of the joint
-            encoder. The default is the directory ``tokenizer/`` beside the checkpoint.
+        tokenizer_dir: as for `load_published_checkpoint`.
         text_tokenizer_dir: directory with the tokenizer of the text tower. This
-            argument is needed only for a Hugging Face tokenizer that is not in a
-            ``local-dir:`` model and cannot be downloaded.
+            argument is needed only for a Hugging Face tokenizer that is not beside the
+            towers and cannot be downloaded.
+        say: receives a line before each download.
 
     Raises:
         HubUnreachableError: weights or a tokenizer are missing and cannot be
             downloaded.
-        ModelError: a file is missing, the parts do not fit each other, or the
-            checkpoint contains other towers than ``vision``.
+        ModelError: a file is missing, or the parts do not fit each other.
 
     Examples:
         >>> from edje_index import import_checkpoint
@@ -308,36 +502,27 @@ def import_checkpoint(
         >>> info.block_shape, info.trained
         ((6, 16), True)
     """
-    path = Path(checkpoint)
-    _check_new(out)
-    tokenizer = Path(tokenizer_dir) if tokenizer_dir else path.parent / "tokenizer"
-    if not tokenizer.is_dir():
-        raise ModelError(
-            f"the directory {tokenizer} with the tokenizer does not exist: give a"
-            " directory with the tokenizer and the config.json of the joint encoder"
-        )
-    state, recorded = _read_checkpoint(path)
+    check_new(out)
+    read = read_published(open_source(checkpoint, say=say))
+    named, named_by = read.named(*TOWERS_OF)
+    recorded = str(read.config.get("siglip_path"))
+    is_given = vision is not None
     if vision is None:
-        if recorded not in OPEN_CLIP_NAMES:
-            problem = (
-                f"names the unknown tower {recorded!r}"
-                if recorded
-                else "names no tower"
-            )
-            raise ModelError(
-                f"{path} {problem}: give the open_clip name of the model that the"
-                " checkpoint was trained with"
-            )
-        vision = OPEN_CLIP_NAMES[recorded]
-    clip, config = load_clip(vision)
+        vision = f"hf://{named}"
+        if named_by == _CARD:
+            say(f"{read.source.label} names no towers; {named} is taken, from {_CARD}")
+    else:
+        named_by = "given"
+    language = _language(read, tokenizer_dir, say)
+    clip, config, folder = load_towers(vision, read, say)
     tower = vision_tower(clip.visual)  # type: ignore[arg-type]
-    published = _published_model(
-        path, state, tokenizer, tower.num_heads, tower.layer_norm_eps
-    )
+    published = _published_model(read, language, tower.num_heads, tower.layer_norm_eps)
     adapter = published.adapter
-    sizes = re.search(r"patch(\d{1,3})-(\d{1,4})$", recorded or "")
+    sizes = re.search(r"patch(\d{1,3})-(\d{1,4})$", recorded)
+    # the repository itself may have other sizes than its name
     if (
-        sizes
+        is_given
+        and sizes
         and (patches := (int(sizes[2]) // max(1, int(sizes[1]))) ** 2)
         != tower.num_patches
     ):
@@ -346,8 +531,7 @@ def import_checkpoint(
             f" but {vision} has {tower.num_patches} patches: give the tower that the"
             " checkpoint was trained with"
         )
-    check_same_towers(state, clip, vision)
-    if (recorded or "").startswith(SIGLIP2):
+    if recorded.startswith("google/siglip2-"):
         # transformers resizes the images of these towers with this filter, and
         # open_clip with another.
         config = replace(
@@ -357,35 +541,60 @@ def import_checkpoint(
     if adapter.config.kind == LOCAL:
         adapter.config = replace(adapter.config, num_tokens=tower.num_patches)
     published.joint.tokenizer.canonical = True
+    pool, pool_origin = _pool(read)
+    weights = "weights in the checkpoint" if read.towers() else "its own weights"
+    resize = config.preprocess.get("interpolation")
+    values = {
+        "towers": f"{vision}, {named_by}; {weights}",
+        "image size": f"{tower.image_size[0]}, configuration of the towers",
+        "resize filter": f"{resize}, image processor of the towers",
+        "attention heads": f"{tower.num_heads}, configuration of the towers",
+        "layer norm epsilon": f"{tower.layer_norm_eps}, configuration of the towers",
+        "activation": f"{adapter.config.activation}, as the joint encoder",
+        "canonical captions": "yes, as the published evaluation code",
+        "pool": f"{pool}, {pool_origin}",
+    }
     bundle = ModelBundle(
         clip=clip,
         clip_config=config,
-        text_tokenizer=text_tokenizer(
-            config, text_tokenizer_dir or local_folder(vision)
-        ),
+        text_tokenizer=text_tokenizer(config, text_tokenizer_dir or folder),
         adapter=adapter,
         joint=published.joint,
         trained=True,
-        notes=f"imported from {path.name}, tower {vision}",
+        notes=f"imported from {read.source.label}, tower {vision}",
+        pool=pool,
+        origins={**read.origins, **values},
     )
     return bundle.save(out)
 
 
-def bundle_of_open_clip(
-    vision: str, out: str | Path, *, text_tokenizer_dir: str | Path | None = None
+def _pool(read: _Checkpoint) -> tuple[int, str]:
+    """Return the default number of candidates, and where it comes from."""
+    pool = read.config.get("k")
+    if isinstance(pool, int) and 0 < pool <= _MAX_POOL:
+        return pool, f"k in the configuration of {read.source.label}"
+    # such as "a pool of 50", "top-k = 50" or "top 50"
+    pattern = r"(?i)\b(?:pool|top(?:.?k)?)\D{1,20}(\d{2,3})\b"
+    if card := re.search(pattern, read.source.card()):
+        return int(card[1]), f"model card of {read.source.label}"
+    return _POOL, "the largest pool of the paper's evaluation"
+
+
+def bundle_of_towers(
+    vision: str | Source, out: str | Path, *, say: Say = silent
 ) -> BundleInfo:
-    """Make a bundle from an open_clip model. The final score of the bundle is the
-    embedding similarity alone.
+    """Make a bundle from towers. The final score of the bundle is the embedding
+    similarity alone.
 
     A bundle always has an adapter and a joint encoder. In this bundle, the adapter
     stores one patch per image, and searches do not use the joint encoder.
 
     Arguments and errors are as in `import_checkpoint`.
     """
-    _check_new(out)
+    check_new(out)
+    clip, config, folder = load_towers(vision, say=say)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        clip, config = load_clip(vision)
         tower = vision_tower(clip.visual)  # type: ignore[arg-type]
         joint = untrained_joint_encoder(
             tower.embed_dim, words=8, width=8, intermediate=8, positions=80
@@ -394,94 +603,21 @@ def bundle_of_open_clip(
     bundle = ModelBundle(
         clip=clip,
         clip_config=config,
-        text_tokenizer=text_tokenizer(
-            config, text_tokenizer_dir or local_folder(vision)
-        ),
+        text_tokenizer=text_tokenizer(config, folder),
         adapter=build_adapter(
             AdapterConfig(STRIDED, 1, tower.patch_dim, tower.patch_dim, hidden_dim=0)
         ),
         joint=joint,
         trained=True,
-        notes=f"towers of {vision}; searches by embedding alone",
+        notes=f"towers {config.name}; searches by embedding alone",
         score=DirectionWeights(by_embedding, by_embedding),
     )
     return bundle.save(out)
 
 
-def _check_new(out: str | Path) -> None:
+def check_new(out: str | Path) -> None:
+    """Raise ModelError if `out` exists."""
     if Path(out).exists():
         raise ModelError(
             f"{out} exists already: give another directory, or remove {out}"
         )
-
-
-def check_same_towers(state: State, clip: torch.nn.Module, name: str) -> None:
-    """Check that the towers in the weights of a checkpoint, if it has any, equal
-    those of `clip` up to rounding.
-    """
-    for prefix, target, renames in (
-        ("vision_encoder.", "visual.trunk.", _VISION_NAMES),
-        ("clip.vision_model.", "visual.trunk.", _VISION_NAMES),
-        ("clip.text_model.", "text.", _TEXT_NAMES),
-    ):
-        weights = {
-            key.removeprefix(prefix).removeprefix("vision_model."): tensor
-            for key, tensor in state.items()
-            if key.startswith(prefix)
-        }
-        if not any(key.startswith("encoder.layers.") for key in weights):
-            continue
-        tower = _open_clip_weights(weights, renames)
-        expected = {
-            key.removeprefix(target): tensor
-            for key, tensor in clip.state_dict().items()
-            if key.startswith(target)
-        }
-        layers = {key for key in expected if "blocks." in key}
-        for key in sorted(tower.keys() | layers):
-            theirs = tower.get(key, torch.empty(0)).flatten()
-            ours = expected.get(key, torch.empty(0)).flatten()
-            if theirs.shape != ours.shape:
-                raise ModelError(
-                    f"{name} is not the tower of the checkpoint: {prefix}{target}{key}"
-                    f" has {len(theirs)} values in the checkpoint and {len(ours)} in"
-                    f" {name}; give the tower that the checkpoint was trained with"
-                )
-            tolerance = _ROUNDING.get(theirs.dtype, 1e-5)
-            if not torch.allclose(
-                theirs.float(), ours.float(), rtol=tolerance, atol=1e-6
-            ):
-                raise ModelError(
-                    f"the tower {prefix}* in the checkpoint differs from {name} in the"
-                    f" weights {target}{key}: give the open_clip model that the"
-                    " checkpoint was trained with. If the tower was fine-tuned,"
-                    " convert the tower to an open_clip model, and give this model as"
-                    " local-dir:DIRECTORY"
-                )
-
-
-def _open_clip_weights(tower: State, renames: tuple[tuple[str, str], ...]) -> State:
-    """Convert names of transformers to names of open_clip, which joins the weights
-    of query, key and value.
-    """
-    result = {}
-    for key, tensor in tower.items():
-        parts = {key: tensor}
-        if match := re.fullmatch(r"(.*self_attn\.)([qkv])_proj\.(weight|bias)", key):
-            if match[2] != "q":
-                continue
-            joined = [
-                tower.get(f"{match[1]}{part}_proj.{match[3]}", tensor) for part in "qkv"
-            ]
-            parts = {f"{match[1]}qkv.{match[3]}": torch.cat(joined)}
-        elif match := re.fullmatch(r"(head\.)attention\.in_proj_(weight|bias)", key):
-            width = len(tensor) // 3
-            parts = {
-                f"{match[1]}q.{match[2]}": tensor[:width],
-                f"{match[1]}kv.{match[2]}": tensor[width:],
-            }
-        for name, value in parts.items():
-            for pattern, replacement in renames:
-                name = re.sub(pattern, replacement, name)
-            result[name] = value
-    return result

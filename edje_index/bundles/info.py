@@ -76,6 +76,9 @@ class BundleInfo:
         score: weights of the final score.
         trained: False if the weights are random.
         notes: origin of the weights, as free text.
+        pool: default number of candidates of a search; None if the bundle names none.
+        origins: values that the weights of an imported model do not hold, and where
+            each comes from, by name.
         files: size (``bytes``) and hash (``sha256``) of every file except
             ``bundle.json``, by relative path.
         fingerprint: SHA-256 of everything that affects an output.
@@ -95,6 +98,8 @@ class BundleInfo:
     score: DirectionWeights
     trained: bool
     notes: str
+    pool: int | None = None
+    origins: Mapping[str, str] = field(default_factory=dict)
     files: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     fingerprint: str = ""
     encoder_fingerprint: str = ""
@@ -216,6 +221,13 @@ def read_bundle_info(path: str | Path) -> BundleInfo:
     folder = Path(path)
     file = folder / INFO_FILE
     try:
+        str(folder.absolute()).encode()
+    except UnicodeEncodeError as error:
+        raise ModelError(
+            f"the path of the bundle {folder} is not UTF-8, and the libraries that read"
+            " weights and tokenizers accept no other paths: rename the directory"
+        ) from error
+    try:
         with os.fdopen(open_regular(file), "rb") as opened:
             if os.fstat(opened.fileno()).st_size > MAX_INFO_BYTES:
                 raise ModelError(
@@ -255,6 +267,8 @@ def read_bundle_info(path: str | Path) -> BundleInfo:
             score=score,
             trained=bool(content["trained"]),
             notes=str(content["notes"]),
+            pool=None if content.get("pool") is None else int(content["pool"]),
+            origins=dict(content.get("origins", {})),
             files=dict(content["files"]),
             fingerprint=str(content["fingerprint"]),
             encoder_fingerprint=str(content["encoder_fingerprint"]),

@@ -92,10 +92,12 @@ _LONGER_MAGIC = {
     "BMP": re.compile(rb"BM.{13}\0{3}", re.DOTALL),
     "PPM": re.compile(rb"P[1-6f]\s"),
 }
+# The Pillow plugin of JPEG XL is under the GPL, and decodes all pixels before it tells
+# how many they are.
 _NOT_DECODED = (
-    (b"\xff\x0a", "JPEG XL"),
-    (b"\x00\x00\x00\x0cJXL ", "JPEG XL"),
-    (b"8BPS", "Photoshop"),
+    (b"\xff\x0a", "JPEG XL (convert the photos to PNG with djxl)"),
+    (b"\x00\x00\x00\x0cJXL ", "JPEG XL (convert the photos to PNG with djxl)"),
+    (b"8BPS", "Photoshop (export the photos as JPEG or PNG)"),
 )
 # bytes; Pillow refuses images with more than 1 MiB of text or colour profile
 _MAX_PNG_TEXT = 1 << 26

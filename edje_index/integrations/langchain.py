@@ -26,13 +26,14 @@ class EdjeRetriever(BaseRetriever):
     Attributes:
         index: an open index, or a client of the service.
         k: number of documents.
-        pool: number of candidates to re-rank; at least `k` are re-ranked.
+        pool: number of candidates to re-rank; at least `k` are re-ranked. None is the
+            default of the bundle.
         where: filter, as in `TokenIndex.search`.
     """
 
     index: TokenIndex | Client
     k: int = 10
-    pool: int = 100
+    pool: int | None = None
     where: str | None = None
 
     def _get_relevant_documents(
@@ -43,7 +44,8 @@ class EdjeRetriever(BaseRetriever):
         k: int | None = None,
     ) -> list[Document]:
         k = self.k if k is None else k
-        hits = self.index.search(query, k, max(k, self.pool), where=self.where)
+        pool = self.pool and max(k, self.pool)
+        hits = self.index.search(query, k, pool, where=self.where)
         documents = []
         for hit in hits:
             metadata = {

@@ -27,7 +27,8 @@ class EdjeRetriever(BaseRetriever):
     Args:
         index: an open index, or a client of the service.
         k: number of nodes.
-        pool: number of candidates to re-rank; at least `k` are re-ranked.
+        pool: number of candidates to re-rank; at least `k` are re-ranked. None is the
+            default of the bundle.
         where: filter, as in `TokenIndex.search`.
         options: arguments of LlamaIndex's `BaseRetriever`.
     """
@@ -36,7 +37,7 @@ class EdjeRetriever(BaseRetriever):
         self,
         index: TokenIndex | Client,
         k: int = 10,
-        pool: int = 100,
+        pool: int | None = None,
         where: str | None = None,
         **options: Any,
     ) -> None:
@@ -47,9 +48,8 @@ class EdjeRetriever(BaseRetriever):
         self.where = where
 
     def _retrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
-        hits = self.index.search(
-            query_bundle.query_str, self.k, max(self.k, self.pool), where=self.where
-        )
+        pool = self.pool and max(self.k, self.pool)
+        hits = self.index.search(query_bundle.query_str, self.k, pool, where=self.where)
         nodes = []
         for hit in hits:
             place = {

@@ -27,7 +27,7 @@ from edje_index.models.clip_config import (
     read_clip_config,
 )
 from edje_index.models.safety import read_configuration
-from edje_index.models.weights import assign_weights, read_weights
+from edje_index.models.weights import load_module
 
 prepare_torchvision()
 
@@ -38,7 +38,7 @@ from open_clip.timm_model import TimmModel  # noqa: E402
 from open_clip.transform import PreprocessCfg, image_transform_v2  # noqa: E402
 
 LOCAL_DIR = "local-dir:"
-_SCHEMAS = ("hf-hub:", LOCAL_DIR)
+_HUB = "hf-hub:"
 _PROXY_VARIABLES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
 _CONNECT_SECONDS = 5.0
 
@@ -70,7 +70,7 @@ def build_clip(config: ClipConfig, hf_text: Path | None = None) -> torch.nn.Modu
     if "multimodal_cfg" in arguments:
         model_class = open_clip.CoCa
     model = _build(config.name, lambda: model_class(**arguments))
-    _resize_trunk(model.visual)
+    _configure_trunk(model.visual, config)
     return model
 
 
@@ -84,7 +84,7 @@ def build_visual(config: ClipConfig) -> torch.nn.Module:
             config.embed_dim, arguments["vision_cfg"], quick_gelu=quick_gelu
         ),
     )
-    _resize_trunk(visual)
+    _configure_trunk(visual, config)
     return visual
 
 
@@ -92,7 +92,12 @@ def eval_transform(config: ClipConfig) -> Any:
     """Return the evaluation transform of open_clip. It maps a PIL image to pixels,
     float32 [3, height, width].
     """
-    return image_transform_v2(PreprocessCfg(**config.preprocess), is_train=False)
+    return image_transform_v2(preprocess_settings(config), is_train=False)
+
+
+def preprocess_settings(config: ClipConfig) -> PreprocessCfg:
+    """Return the preprocessing settings of open_clip, with its defaults."""
+    return PreprocessCfg(**config.preprocess)
 
 
 def _without_downloads(config: ClipConfig) -> dict[str, Any]:
@@ -117,12 +122,17 @@ def _build(name: str, make: Callable[[], torch.nn.Module]) -> torch.nn.Module:
         ) from error
 
 
-def _resize_trunk(visual: Any) -> None:
-    """Resize a timm ViT to the image size in the configuration, because open_clip
-    uses timm's default size.
+def _configure_trunk(visual: Any, config: ClipConfig) -> None:
+    """Give a timm ViT the image size and the GELU in the configuration, because
+    open_clip uses timm's defaults.
     """
     if not isinstance(visual, TimmModel):
         return
+    if options := config.model["vision_cfg"].get("act_kwargs"):
+        for module in list(visual.trunk.modules()):
+            for name, child in module.named_children():
+                if type(child).__name__.startswith("GELU"):
+                    setattr(module, name, torch.nn.GELU(**options))
     patches = getattr(visual.trunk, "patch_embed", None)
     size = getattr(patches, "img_size", None)
     if size is not None and tuple(size) != tuple(visual.image_size):
@@ -146,17 +156,16 @@ def load_clip(vision: str) -> tuple[torch.nn.Module, ClipConfig]:
     tag: str | None = None
     preprocess: dict[str, Any] | None = None
     folder = local_folder(vision)
-    if vision.startswith(_SCHEMAS):
+    if folder is not None:
+        # Not by open_clip, which requests the configuration of the text tower from the
+        # hub.
+        config = read_clip_config(folder, folder.name)
+        clip = load_module(
+            folder / WEIGHTS_FILE, lambda: build_clip(config, folder / HF_TEXT_FOLDER)
+        )
+        return clip, config
+    if vision.startswith(_HUB):
         name = vision
-        if folder is not None and (folder / HF_TEXT_FOLDER).is_dir():
-            # open_clip cannot load such a folder offline: it requests the configuration
-            # of the text tower from the hub.
-            config = read_clip_config(folder, folder.name)
-            model = build_clip(config, folder / HF_TEXT_FOLDER)
-            assign_weights(
-                model, read_weights(folder / WEIGHTS_FILE), str(folder / WEIGHTS_FILE)
-            )
-            return model, config
     else:
         name, _, tag = vision.partition(":")
         name = name.replace("/", "-")
@@ -203,7 +212,7 @@ def load_clip(vision: str) -> tuple[torch.nn.Module, ClipConfig]:
             model_config = open_clip.get_model_config(name)
     except Exception as error:
         excerpt = " ".join(str(error).split())[:200]
-        if reachable or folder is not None or (tag is not None and Path(tag).is_file()):
+        if reachable or (tag is not None and Path(tag).is_file()):
             raise ModelError(
                 f"cannot load {vision}: {excerpt}; check the name and the files of the"
                 " model"
@@ -220,9 +229,7 @@ def load_clip(vision: str) -> tuple[torch.nn.Module, ClipConfig]:
     }
     # tuples become lists
     described = json.loads(json.dumps(described))
-    return model.eval(), ClipConfig(
-        name if folder is None else folder.name, **described
-    )
+    return model.eval(), ClipConfig(name, **described)
 
 
 def local_folder(vision: str) -> Path | None:

@@ -195,13 +195,45 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     return checkpoint
 
 
+def read_weights_files(files: Sequence[Path]) -> tuple[State, dict[str, Any]]:
+    """Read weights files of any kind: safetensors files, and files of ``torch.save``
+    with tensors, also below the key "model" or "state_dict".
+
+    Return the tensors of all files, and the content of the key "config".
+    """
+    state: State = {}
+    config: dict[str, Any] = {}
+    for file in files:
+        if file.suffix == ".safetensors":
+            state |= read_weights(file)
+            continue
+        content = read_checkpoint(file)
+        if isinstance(content.get("config"), dict):
+            config = content["config"]
+        for key in ("model", "state_dict"):
+            if isinstance(content.get(key), dict):
+                content = content[key]
+        length = file.stat().st_size
+        for name, tensor in content.items():
+            if not isinstance(tensor, torch.Tensor):
+                continue
+            # A tensor may repeat a few values, and would fill the memory later.
+            if tensor.numel() * tensor.element_size() > length:
+                raise ModelError(
+                    f"the tensor {name} is larger than its file {file}; do not use this"
+                    " model"
+                )
+            state[str(name)] = tensor
+    return state, config
+
+
 @contextmanager
-def limited_by(weights: Path) -> Iterator[None]:
+def limited_by(weights: Path, *more: Path) -> Iterator[None]:
     """Context manager that limits the tensors created in the context to the size of
-    the file `weights`.
+    the file `weights`, and of the files `more` of the same model.
     """
     try:
-        length = weights.stat().st_size
+        length = sum(file.stat().st_size for file in (weights, *more))
         with _Budget(weights, length):
             yield
     except OSError as error:

@@ -107,7 +107,7 @@ class Client:
         self,
         query: str | bytes,
         k: int = 10,
-        pool: int = 100,
+        pool: int | None = None,
         *,
         score: str | None = None,
         where: str | None = None,
@@ -120,7 +120,8 @@ class Client:
             query: a text, or the bytes of an image file. For an image, the hits are the
                 most similar images of the index.
             k: number of hits.
-            pool: number of candidates to re-rank, at least `k`.
+            pool: number of candidates to re-rank, at least `k`; None as in
+                `TokenIndex.search`.
             score: as in `TokenIndex.search`.
             where: as in `TokenIndex.search`.
             precision: precision of the tokens to re-rank with; None selects the default
@@ -150,7 +151,7 @@ class Client:
         image: int | bytes,
         texts: Sequence[str],
         k: int = 10,
-        pool: int = 100,
+        pool: int | None = None,
         *,
         precision: str | None = None,
     ) -> list[TextHit]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from edje_index.search.rows import CAPTIONS
+from edje_index.search.rows import CAPTION_COLUMNS
 from storage_formats.errors import EdjeError, UsageError
 from storage_formats.remote.urls import IndexLocation
 
@@ -69,12 +69,14 @@ class Hit:
         for name, value in self.columns.items():
             if value is None:
                 continue
-            is_cut = isinstance(value, list) and name == CAPTIONS and len(value) > 1
+            is_cut = (
+                isinstance(value, list) and name in CAPTION_COLUMNS and len(value) > 1
+            )
             if is_cut and not every_caption:
                 value = [f"{value[0]}  +{len(value) - 1}"]
             values[name] = "; ".join(value) if isinstance(value, list) else str(value)
         return " | ".join(
-            value if name == CAPTIONS else f"{name}: {value}"
+            value if name in CAPTION_COLUMNS else f"{name}: {value}"
             for name, value in values.items()
         )
 

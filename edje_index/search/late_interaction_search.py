@@ -148,7 +148,9 @@ class LateInteractionSearch:
                 "embedding must be a vector [embed_dim], got an array of shape"
                 f" {list(vector.shape)}"
             )
-        return self._ann.nearest(vector, pool)
+        # as the stored embeddings
+        length = float(np.linalg.norm(vector)) or 1.0
+        return self._ann.nearest(vector / np.float32(length), pool)
 
 
 def max_sim(query: NDArray[np.float32], blocks: Blocks) -> NDArray[np.float32]:

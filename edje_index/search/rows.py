@@ -6,7 +6,7 @@ import itertools
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,14 +18,21 @@ from storage_formats.errors import EdjeError
 from storage_formats.extras import name_missing_extra
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.rows import check_names, iter_stored_rows, row_schema
+from storage_formats.format.source_columns import STRING, STRINGS, SourceColumn
 
-# the column in which sources store captions
-CAPTIONS = "captions"
+CAPTION_COLUMNS = ("captions", "caption", "text")
+"""Names of the column with the captions of a photo; the first in an index counts."""
 # of columns
 _CACHED_BYTES = 256 << 20
 _CACHED_FILTERS = 16
 # between two checks of the time limit
 _SHARDS_AT_ONCE = 16
+
+
+def caption_column(columns: Iterable[SourceColumn]) -> list[str]:
+    """Return the name of the column with the captions, or an empty list."""
+    texts = {each.name for each in columns if each.type in (STRING, STRINGS)}
+    return [name for name in CAPTION_COLUMNS if name in texts][:1]
 
 
 class FilterTimeoutError(EdjeError):
@@ -53,11 +60,7 @@ class IndexRows:
     ) -> None:
         self._index = index
         if columns is None:
-            columns = [
-                column.name
-                for column in index.manifest.columns
-                if column.name == CAPTIONS
-            ]
+            columns = caption_column(index.manifest.columns)
         check_names(columns, self.schema.names)
         self._described = list(dict.fromkeys(columns))
         self._columns: OrderedDict[tuple[int, str], pa.Array] = OrderedDict()

@@ -12,12 +12,14 @@ import threading
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, overload
 
 import numpy as np
+import pyarrow as pa
 import torch
 from numpy.typing import NDArray
 
+import edje_index
 from edje_index.bundles.info import matching_bundle
 from edje_index.indexing.faiss_index import AnnIndex
 from edje_index.models.devices import as_tensor
@@ -52,6 +54,7 @@ from storage_formats.errors import CorruptIndexError, UsageError
 from storage_formats.extras import name_missing_extra
 from storage_formats.format.manifest import CommittedIndex, Manifest
 from storage_formats.format.remote import open_index
+from storage_formats.format.tombstones import RowIds
 from storage_formats.reading.embeddings import read_embeddings
 from storage_formats.reading.memory import BufferPool, Bytes
 from storage_formats.remote.urls import IndexLocation
@@ -67,6 +70,7 @@ Candidates = tuple[NDArray[np.int64], Floats]
 embeddings to the query's embedding [k].
 """
 
+_DEFAULT_POOL = 100
 _PAIRS_AT_ONCE = 1024
 """Number of pairs whose tokens are in memory at the same time.
 
@@ -244,6 +248,22 @@ class TokenIndex:
                 self._open(current.committed, current.precision)
             return self.manifest.snapshot.number
 
+    def set_columns(
+        self, row_ids: RowIds, columns: pa.Table | Mapping[str, Sequence[Any]]
+    ) -> None:
+        """Set values of columns, see `edje_index.set_columns`, and refresh this
+        object.
+
+        Examples:
+            >>> from edje_index import TokenIndex
+            >>> index = TokenIndex.open("photos.edje")
+            >>> index.set_columns([0], {"title": ["The lake"]})
+            >>> len(index.search("a dog", where="title = 'The lake'"))
+            1
+        """
+        edje_index.set_columns(self.committed.location, row_ids, columns)
+        self.refresh()
+
     def at_current_snapshot(self) -> TokenIndex:
         """Return this object, or a new object if the index has changed. The new object
         shares the model.
@@ -275,12 +295,19 @@ class TokenIndex:
             columns=self._columns,
         )
 
+    @property
+    def default_pool(self) -> int:
+        """Number of candidates that a search re-ranks by default: that of the bundle,
+        if it names one, else 100.
+        """
+        return self.model.info.pool or _DEFAULT_POOL
+
     @overload
     def search(
         self,
         text: str,
         k: int = ...,
-        pool: int = ...,
+        pool: int | None = ...,
         *,
         score: str | ScoreWeights | None = ...,
         where: str | None = ...,
@@ -293,7 +320,7 @@ class TokenIndex:
         self,
         text: list[str] | tuple[str, ...],
         k: int = ...,
-        pool: int = ...,
+        pool: int | None = ...,
         *,
         score: str | ScoreWeights | None = ...,
         where: str | None = ...,
@@ -305,7 +332,7 @@ class TokenIndex:
         self,
         text: str | list[str] | tuple[str, ...],
         k: int = 10,
-        pool: int = 100,
+        pool: int | None = None,
         *,
         score: str | ScoreWeights | None = None,
         where: str | None = None,
@@ -325,8 +352,8 @@ class TokenIndex:
         Args:
             text: one query, or a list or tuple of queries.
             k: number of hits per query.
-            pool: number of candidates to re-rank per query; at least `k`. The
-                candidates are the rows with the nearest embeddings.
+            pool: number of candidates to re-rank per query; at least `k`. None is
+                `default_pool`. The candidates are the rows with the nearest embeddings.
             score: final score to sort by, see `open`; None selects the score that was
                 given to `open`. The score "embedding" keeps the order of the embeddings
                 and reads no tokens.
@@ -349,7 +376,7 @@ class TokenIndex:
             [['embedding', 'logit'], ['embedding', 'logit']]
         """
         texts = _texts([text] if isinstance(text, str) else text)
-        k, pool = _counts(k, pool)
+        k, pool = _counts(k, pool, self.default_pool)
         stages = Stages()
         weights, final = self._final_score(score)
         if not texts:
@@ -784,7 +811,7 @@ class TokenIndex:
         image: ImageQuery,
         texts: Sequence[str],
         k: int = 10,
-        pool: int = 100,
+        pool: int | None = None,
         *,
         score: str | ScoreWeights | None = None,
     ) -> list[TextHit]:
@@ -797,8 +824,8 @@ class TokenIndex:
                 images are encoded.
             texts: texts to choose from.
             k: number of hits.
-            pool: number of texts to re-rank; at least `k`. These are the texts with the
-                nearest embeddings.
+            pool: number of texts to re-rank; at least `k`; None as for `search`. These
+                are the texts with the nearest embeddings.
             score: final score to sort by, see `open`; None selects the score that was
                 given to `open`.
 
@@ -814,7 +841,7 @@ class TokenIndex:
             raise UsageError(
                 "texts is empty: give at least one text", parameter="texts"
             )
-        k, pool = _counts(k, pool)
+        k, pool = _counts(k, pool, self.default_pool)
         weights, final = self._final_score(score, direction=IMAGE_TO_TEXT)
         row_id, block, embedding = self._encoded(image)
         if row_id >= 0 and reads_tokens(final.parts):
@@ -866,12 +893,12 @@ def _all_rows(candidates: Sequence[Candidates]) -> NDArray[np.int64]:
     return np.concatenate([rows for rows, _ in candidates])
 
 
-def _counts(k: object, pool: object) -> tuple[int, int]:
-    """Return `k` and `pool` as integers. Raise UsageError if one is less than 1, or
-    `pool` is less than `k`.
+def _counts(k: object, pool: object, default: int) -> tuple[int, int]:
+    """Return `k` and `pool` as integers; the `default`, but at least `k`, if `pool` is
+    None. Raise UsageError if one is less than 1, or `pool` is less than `k`.
     """
     hits = as_count(k, "k")
-    candidates = as_count(pool, "pool")
+    candidates = max(hits, default) if pool is None else as_count(pool, "pool")
     if candidates < hits:
         raise UsageError(
             f"k must be at most pool, got k = {hits} and pool = {candidates}"

@@ -232,7 +232,10 @@ class _Conditions(Transformer_NonRecursive):  # type: ignore[type-arg]
 
     def column(self, name: Token) -> pa.Field:
         return self._column(
-            str(name), "; write 'is null'" if name.lower() == "null" else ""
+            str(name),
+            "; write 'is null'"
+            if name.lower() == "null"
+            else f" (if it is a text, write '{name}' in quotes)",
         )
 
     def quoted_column(self, name: Token) -> pa.Field:

@@ -11,7 +11,6 @@ from edje_index.models import MAX_FRAMES
 from pipelines.cli.options import (
     DTYPE,
     LOCAL_INDEX,
-    PATH,
     POSITIVE,
     address_option,
     column_option,
@@ -36,8 +35,9 @@ if TYPE_CHECKING:
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 _NO_MODEL = (
-    "no model: name a model bundle with --model. 'edje-index model get' writes a small"
-    " trained bundle; 'edje-index model import' converts a trained checkpoint"
+    "no model: name a model with --model: 'edje' (the trained model of the EDJE paper's"
+    " authors, from the Hugging Face Hub), 'demo' (a small model, without the Hub), or"
+    " the directory of a model bundle"
 )
 
 
@@ -46,7 +46,10 @@ _NO_MODEL = (
 @click.option(
     "--out", required=True, type=LOCAL_INDEX, help="Directory of the new index."
 )
-@click.option("--model", type=PATH, help="Directory of the model bundle.")
+@click.option(
+    "--model",
+    help="Directory of the model bundle, or a model of 'model get', such as edje.",
+)
 @engine_option
 @click.option(
     "--workers",
@@ -81,6 +84,18 @@ _NO_MODEL = (
 @stored_precisions_option
 @click.option("--dedupe", is_flag=True, help="Encode byte-identical images only once.")
 @column_option
+@click.option(
+    "--include",
+    multiple=True,
+    metavar="PATTERN",
+    help="Use only the inputs that match a pattern as in .gitignore; repeatable.",
+)
+@click.option(
+    "--exclude",
+    multiple=True,
+    metavar="PATTERN",
+    help="Leave out the inputs that match a pattern as in .gitignore; repeatable.",
+)
 @max_failed_option
 @click.option(
     "--max-pixels",
@@ -130,9 +145,9 @@ def build(as_json: bool, quiet: bool, dry_run: bool, **options: Any) -> None:
     'shards/{0000..0015}.tar' and 'data/*.parquet' name several files. A SOURCE can also
     be a URL that begins with https://, s3://, gs://, az:// or hf://.
 
-    An image that cannot be read becomes a failed row. 'edje-index failures' lists the
-    failed rows with their reasons. If more images fail than --max-failed allows, the
-    build stops with exit code 1 and keeps the finished shards.
+    An image that cannot be read becomes a failed row. 'edje-index info --failures'
+    lists the failed rows with their reasons. If more images fail than --max-failed
+    allows, the build stops with exit code 1 and keeps the finished shards.
 
     Run the same command again to resume a stopped build. If the index is already
     finished, the command does nothing.
@@ -142,6 +157,8 @@ def build(as_json: bool, quiet: bool, dry_run: bool, **options: Any) -> None:
       edje-index build photos --out photos.edje --model model
       edje-index build 'cc3m/{00000..00331}.tar' --out cc3m.edje --model model --dedupe
       edje-index build 'data/train-*.parquet' --column image --out hf.edje --model model
+      edje-index build photos --out photos.edje --model model --exclude '*.png' \\
+        --exclude '/screenshots/'
       edje-index build s3://bucket/photos --out photos.edje --model model
       find photos -name '*.jpg' | edje-index build - --out found.edje --model model
       edje-index build list.parquet --column image_path --out list.edje \\
@@ -153,8 +170,10 @@ def build(as_json: bool, quiet: bool, dry_run: bool, **options: Any) -> None:
     if options["model"] is None:
         raise UsageError(_NO_MODEL)
     from pipelines.jobs.build import build_index, try_build
+    from pipelines.jobs.hub import find_model
     from pipelines.jobs.resources import described
 
+    options["model"] = find_model(options["model"], note)
     out = options["out"]
     if dry_run:
         del options["max_failed"]
@@ -207,16 +226,9 @@ def build(as_json: bool, quiet: bool, dry_run: bool, **options: Any) -> None:
 def _new_rows_options(command: _Command) -> _Command:
     """Add the options that `append` and `update` share."""
     options = (
-        column_option,
         max_failed_option,
         model_option,
         engine_option,
-        click.option(
-            "--workers",
-            type=POSITIVE,
-            help="Number of worker processes.  [default: see 'build --help']",
-        ),
-        address_option,
         quiet_option,
         json_option,
     )
@@ -231,14 +243,15 @@ def _note_failures(result: BuildResult, index: IndexLocation) -> None:
             f"{reason} {count:,}" for reason, count in result.failed_by_reason.items()
         )
         note(
-            f"{counted(result.failed, 'input')} failed: {reasons}; 'edje-index failures"
-            f" {index}' lists them"
+            f"{counted(result.failed, 'input')} failed: {reasons}; 'edje-index info"
+            f" {index} --failures' lists them"
         )
 
 
 @click.command()
 @click.argument("root", type=location, metavar="INDEX")
 @click.argument("sources", nargs=-1, required=True, metavar="SOURCE...")
+@column_option
 @_new_rows_options
 def append(
     root: IndexLocation,
@@ -283,6 +296,11 @@ def append(
     help="Only try to index the failed inputs again, by their names.",
 )
 @click.option(
+    "--restore",
+    is_flag=True,
+    help="Also index files again whose rows 'edje-index delete' removed.",
+)
+@click.option(
     "--max-vanished",
     type=click.FloatRange(0, 1),
     metavar="SHARE",
@@ -304,12 +322,14 @@ def update(
     'edje-index build --help' describes SOURCE.
 
     New and changed files get new rows. The old rows of changed files and the rows of
-    missing files are deleted. Unchanged files are read but not encoded again. A program
-    that has INDEX open must reopen it to see the changes.
+    missing files are deleted. Unchanged files are read but not encoded again; if their
+    captions or other columns changed, only these are replaced. Rows that 'edje-index
+    delete' removed stay deleted until --restore. A program that has INDEX open must
+    reopen it to see the changes.
 
-    With --retry-failed, the failed inputs that 'edje-index failures' lists are looked
-    up again, and no source is listed. If every input fails for the same reason as
-    before, INDEX does not change.
+    With --retry-failed, the failed inputs that 'edje-index info --failures' lists are
+    looked up again, and no source is listed. If every input fails for the same reason
+    as before, INDEX does not change.
 
     If a source cannot be read, or too many files are missing, the command stops without
     changing INDEX.
@@ -334,10 +354,17 @@ def update(
             f"would add {counted(result.rows, 'row')} and delete"
             f" {counted(result.deleted, 'row')}"
         )
+    stay_deleted = ""
+    if result.stay_deleted:
+        stay_deleted = f" + {result.stay_deleted:,} that stay deleted (see --restore)"
+    if result.edited:
+        rows = counted(result.edited, "unchanged photo")
+        done = f"columns of {rows} changed; {done}"
     line = (
         f"{root}: {counted(result.inputs, 'input')} = {result.unchanged:,} unchanged +"
         f" {result.new:,} new + {result.changed:,} changed + {result.duplicates:,}"
-        f" duplicates + {result.failed:,} failed; {result.vanished:,} vanished; {done}"
+        f" duplicates + {result.failed:,} failed{stay_deleted};"
+        f" {result.vanished:,} vanished; {done}"
     )
     print_result(result, line, as_json=as_json)
     if not result.dry_run:

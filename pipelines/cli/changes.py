@@ -4,7 +4,6 @@ its snapshots and failures.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -91,6 +90,98 @@ def delete(index: IndexLocation, as_json: bool, **options: Any) -> None:
     if options["erase"]:
         line += f", {result.erased:,} {would}erased"
     print_result(result, f"{line}; {result.left:,} left", as_json=as_json)
+
+
+class _RowsOrFilter(click.ParamType["int | str"]):
+    """A row id, or a filter expression."""
+
+    name = "row id or filter"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> int | str:
+        text = str(value).strip()
+        return int(text) if text.isdecimal() else text
+
+
+@click.command()
+@click.argument("index", type=location)
+@click.option(
+    "--rows",
+    type=_RowsOrFilter(),
+    multiple=True,
+    required=True,
+    metavar="N|FILTER",
+    help=(
+        "Row id, or a filter such as \"uri like '%/2019/%'\" that selects rows;"
+        " repeatable."
+    ),
+)
+@click.option(
+    "--set",
+    "settings",
+    multiple=True,
+    required=True,
+    metavar="COLUMN=VALUE",
+    help=(
+        "New value of a column; repeatable. COLUMN= removes the value. A repeated"
+        " COLUMN gets a list of texts."
+    ),
+)
+@json_option
+def edit(
+    index: IndexLocation,
+    rows: tuple[int | str, ...],
+    settings: tuple[str, ...],
+    as_json: bool,
+) -> None:
+    """Set columns of rows of INDEX, such as captions, titles or licences.
+
+    No image is encoded: the new values are written to a small file, and searches and
+    filters see them at once. A new COLUMN is added. 'edje-index rollback' undoes the
+    edit, and 'edje-index compact' writes the values to the rows.
+
+    \b
+    Examples:
+      edje-index edit photos.edje --rows 17 --rows 201 --set 'title=The lake'
+      edje-index edit photos.edje --rows "uri like '%/2019/%'" --set 'year=2019'
+      edje-index edit photos.edje --rows 17 --set 'captions=a dog on a beach'
+      edje-index edit photos.edje --rows "licence = 'unknown'" --set 'licence='
+    """
+    from pipelines.jobs.edit import set_columns
+    from storage_formats.format.source_columns import PlainText
+
+    values: dict[str, list[str]] = {}
+    for setting in settings:
+        name, equals, value = setting.partition("=")
+        if not equals or not name.strip():
+            raise UsageError(
+                f"{setting!r} sets nothing; write COLUMN=VALUE, for example"
+                " 'title=The lake'",
+                parameter="settings",
+            )
+        values.setdefault(name.strip(), []).append(value)
+    columns = {
+        name: [texts if len(texts) > 1 else PlainText(texts[0]) if texts[0] else None]
+        for name, texts in values.items()
+    }
+    row_ids = [row for row in rows if isinstance(row, int)]
+    filters = [f"({row})" for row in rows if isinstance(row, str)]
+    with running_job(resume=index) as (on_event, _):
+        result = set_columns(
+            index,
+            row_ids,
+            columns,
+            where=" or ".join(filters) or None,
+            on_event=on_event,
+        )
+    names = ", ".join(result.columns)
+    line = f"{index}: {counted(result.values, 'value')} of {names} set"
+    if not result.values:
+        line = f"{index}: no row has other values; nothing to do"
+    elif result.rows > 1:
+        line += f" in {counted(result.rows, 'row')}"
+    print_result(result, line, as_json=as_json)
 
 
 @click.command()
@@ -283,8 +374,8 @@ def history(index: IndexLocation, as_json: bool) -> None:
 
     INDEX is a directory, or a URL that begins with s3://, gs:// or az://.
 
-    Every change of a finished index makes a new snapshot. Old snapshots remain until
-    'edje-index gc' removes them.
+    Every change of a finished index makes a new snapshot. The newest 32 to 64
+    remain; changes remove the oldest, and 'edje-index gc' removes more.
 
     \b
     Example:
@@ -372,51 +463,3 @@ def gc(index: IndexLocation, keep: int | None, as_json: bool) -> None:
     files = f"{counted(removal.files, 'file')} of {human_bytes(removal.bytes)}"
     line = f"{index}: {counted(len(removal.snapshots), 'snapshot')} and {files} removed"
     print_result(removal, line, as_json=as_json)
-
-
-@click.command()
-@click.argument("index", type=location)
-@json_option
-def failures(index: IndexLocation, as_json: bool) -> None:
-    """List the inputs of INDEX that could not be indexed.
-
-    INDEX is a directory, or a URL that begins with s3://, gs:// or az://.
-
-    The command prints one line per failed row: row id, reason, URI and details.
-    'edje-index info' shows the number of failed rows by reason.
-
-    \b
-    Examples:
-      edje-index failures photos.edje
-      edje-index failures photos.edje --json | jq -r '.failures[].uri'
-    """
-    rows = failed_rows(index)
-    if as_json:
-        print_json({"index": str(index), "failures": list(rows)})
-    for row in rows:
-        print_line(f"{row['row_id']}  {row['reason']}  {row['uri']}  {row['detail']}")
-
-
-def failed_rows(index: IndexLocation) -> Iterator[dict[str, Any]]:
-    """Yield the row id, reason, URI and detail of each failed row, also of an
-    unfinished build.
-    """
-    from storage_formats.change import is_unfinished
-    from storage_formats.format.layout import Layout
-    from storage_formats.format.remote import open_index
-    from storage_formats.format.rows import FAILED, iter_rows, read_shard_rows
-    from storage_formats.remote.urls import is_url
-
-    layout = Layout(Path(index))
-    columns = ["row_id", "reason", "uri", "detail", "status"]
-    if is_url(index) or layout.manifest.exists() or is_unfinished(index) is None:
-        tables = iter_rows(open_index(index), columns)
-    else:
-        shards = sorted(
-            int(path.stem) for path in layout.receipt(0).parent.glob("*.json")
-        )
-        tables = (read_shard_rows(layout, shard, columns) for shard in shards)
-    for table in tables:
-        for row in table.to_pylist():
-            if row.pop("status") == FAILED:
-                yield row

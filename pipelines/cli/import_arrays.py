@@ -11,7 +11,6 @@ import click
 from pipelines.cli.options import (
     LOCAL_INDEX,
     json_option,
-    shard_size_option,
     stored_precisions_option,
 )
 from pipelines.cli.output import print_json, print_line, run_job
@@ -28,7 +27,6 @@ _FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
     "--out", required=True, type=LOCAL_INDEX, help="Directory of the new index."
 )
 @stored_precisions_option
-@shard_size_option
 @click.option(
     "--encoder",
     default="unknown",
@@ -45,7 +43,7 @@ def import_arrays(as_json: bool, **options: Any) -> None:
                 bfloat16 saved as uint16
     EMBEDDINGS  .npy file, shape [rows, width]: any floating-point type
     ROWS        Parquet file with the column uri and optionally uri_raw, size,
-                content_hash, width, height
+                content_hash, width, height; other columns, such as captions, are kept
 
     Embeddings are normalised to unit length. Without ROWS, the URI of each row is the
     row id. The index works with 'info', 'verify', 'quantize', 'bench fetch' and the

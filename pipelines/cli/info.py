@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,10 +14,15 @@ from pipelines.cli.output import print_json, print_line
 from pipelines.progress.wording import counted, human_bytes
 from storage_formats.errors import UsageError
 from storage_formats.format.layout import Layout
+from storage_formats.remote.urls import IndexLocation
+
+# from then on, 'info' says that the index should be compacted
+_PART_FULL_SHARDS = 32
+_DELETED_SHARE = 0.2
 
 if TYPE_CHECKING:
     from storage_formats.format.layout import IndexSpec
-    from storage_formats.format.manifest import Manifest
+    from storage_formats.format.manifest import CommittedIndex, Manifest
 
 
 @click.command()
@@ -30,8 +36,13 @@ if TYPE_CHECKING:
         " similarity, for example 0.95."
     ),
 )
+@click.option(
+    "--failures", is_flag=True, help="List the inputs that could not be indexed."
+)
 @json_option
-def info(index: Path | str, duplicates: float | None, as_json: bool) -> None:
+def info(
+    index: Path | str, failures: bool, duplicates: float | None, as_json: bool
+) -> None:
     """Show what INDEX contains, or how far its build has come.
 
     The output shows the numbers of inputs, the size, the precisions, the columns of the
@@ -48,12 +59,23 @@ def info(index: Path | str, duplicates: float | None, as_json: bool) -> None:
     To search INDEX, a model bundle must have the encoder fingerprint shown here.
     'edje-index model show' prints the encoder fingerprint of a bundle.
 
+    With --failures, the output has one line per failed row instead: row id, reason, URI
+    and details.
+
     \b
     Examples:
       edje-index info photos.edje
-      edje-index info photos.edje --json
       edje-index info photos.edje --duplicates 0.95
+      edje-index info photos.edje --failures --json | jq -r '.failures[].uri'
     """
+    if failures:
+        rows = failed_rows(index)
+        if as_json:
+            print_json({"index": str(index), "failures": list(rows)})
+        for row in rows:
+            parts = (row["row_id"], row["reason"], row["uri"], row["detail"])
+            print_line("  ".join(map(str, parts)))
+        return
     value = describe_index(index)
     if duplicates is not None:
         if not isinstance(index, Path) or value["state"] != "finished":
@@ -114,11 +136,48 @@ def describe_index(root: Path | str) -> dict[str, Any]:
         "bytes_by_folder": dict(sorted(bytes_by_folder.items())),
         "ann": manifest.ann,
         "ann_rebuild": rebuild_reasons(manifest),
+        **_describe_upkeep(index),
         "model": manifest.model,
         "settings": manifest.settings,
         "plan": manifest.plan,
         "format_version": manifest.format_version,
         "created_by": manifest.created_by,
+    }
+
+
+def _describe_upkeep(index: CommittedIndex) -> dict[str, Any]:
+    """Return when the shards were last verified, the numbers of the kept snapshots,
+    and why the index should be compacted.
+    """
+    from storage_formats.change import MOST_SNAPSHOTS
+    from storage_formats.format.manifest import earlier_snapshots
+    from storage_formats.verify import last_verified
+
+    manifest = index.manifest
+    spec = manifest.spec
+    times = last_verified(index)
+    reasons = []
+    ends = [segment.rows % spec.shard_size for segment in spec.used_segments]
+    part_full = len(ends) - ends.count(0)
+    saved = part_full - -(-sum(ends) // spec.shard_size)
+    if saved >= _PART_FULL_SHARDS:
+        reasons.append(
+            f"{part_full:,} of {spec.used_shards:,} shards are not full, which makes"
+            " changes and searches slower"
+        )
+    deleted = manifest.snapshot.deleted_rows
+    if deleted > _DELETED_SHARE * spec.used_rows:
+        reasons.append(f"{deleted:,} of {spec.used_rows:,} rows are deleted")
+    return {
+        "verified": {
+            "oldest": min(times.values(), default=None),
+            "never": spec.used_shards - len(times),
+        },
+        "history": {
+            "snapshots": 1 + len(earlier_snapshots(Layout(index.root), manifest)),
+            "most": MOST_SNAPSHOTS,
+        },
+        "compact": reasons,
     }
 
 
@@ -253,6 +312,20 @@ def _content_lines(value: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "search", ann_line
     for reason in value["ann_rebuild"]:
         yield "", f"run 'edje-index ann build': {reason}"
+    for reason in value["compact"]:
+        yield "", f"run 'edje-index compact': {reason}"
+    history = value["history"]
+    yield "history", f"{history['snapshots']} of at most {history['most']} snapshots"
+    verified = value["verified"]
+    when = "never"
+    if verified["oldest"] is not None:
+        date = datetime.datetime.fromtimestamp(verified["oldest"], datetime.UTC)
+        when = f"all since {date:%Y-%m-%d %H:%M} UTC"
+        if verified["never"]:
+            when = (
+                f"{verified['never']:,} shards never, the others since {date:%Y-%m-%d}"
+            )
+    yield "verified", when
     columns = value["columns"]
     standard = [each["name"] for each in columns if each["values"] is None]
     yield "columns", ", ".join(standard)
@@ -269,3 +342,28 @@ def _precision_line(value: dict[str, Any], name: str) -> str:
     """
     *_, source = value.get("encoded_from", {}).get(name) or ["bf16"]
     return name if source == "bf16" else f"{name} (from {source})"
+
+
+def failed_rows(index: IndexLocation) -> Iterator[dict[str, Any]]:
+    """Yield the row id, reason, URI and detail of each failed row, also of an
+    unfinished build.
+    """
+    from storage_formats.change import is_unfinished
+    from storage_formats.format.layout import Layout
+    from storage_formats.format.remote import open_index
+    from storage_formats.format.rows import FAILED, iter_rows, read_shard_rows
+    from storage_formats.remote.urls import is_url
+
+    layout = Layout(Path(index))
+    columns = ["row_id", "reason", "uri", "detail", "status"]
+    if is_url(index) or layout.manifest.exists() or is_unfinished(index) is None:
+        tables = iter_rows(open_index(index), columns)
+    else:
+        shards = sorted(
+            int(path.stem) for path in layout.receipt(0).parent.glob("*.json")
+        )
+        tables = (read_shard_rows(layout, shard, columns) for shard in shards)
+    for table in tables:
+        for row in table.to_pylist():
+            if row.pop("status") == FAILED:
+                yield row

@@ -43,7 +43,17 @@ _ADVICE = {
     errno.ENOSPC: "; free some space, or give a place on another disk",
     errno.EACCES: "; check the permissions, or give another place",
 }
-_REMEDIES = {"verify": "; run 'edje-index verify' to list all damage"}
+_REMEDIES = {
+    "verify": "; run 'edje-index verify' to list all damage",
+    "show": (
+        "; to search a folder of photos, run 'edje-index show FOLDER', or build an"
+        " index with 'edje-index build FOLDER --out INDEX --model MODEL'"
+    ),
+    "build": (
+        "; check the path, or build an index with 'edje-index build FOLDER --out INDEX"
+        " --model MODEL'"
+    ),
+}
 # the exit code of a program that SIGPIPE ends
 _BROKEN_PIPE = 128 + signal.SIGPIPE
 
@@ -54,6 +64,7 @@ SECTIONS = {
         "append": "pipelines.cli.build:append",
         "update": "pipelines.cli.build:update",
         "delete": "pipelines.cli.changes:delete",
+        "edit": "pipelines.cli.changes:edit",
         "compact": "pipelines.cli.changes:compact",
         "merge": "pipelines.cli.changes:merge",
         "copy": "pipelines.cli.changes:copy",
@@ -64,7 +75,6 @@ SECTIONS = {
         "verify": "pipelines.cli.verify:verify",
         "repair": "pipelines.cli.changes:repair",
         "info": "pipelines.cli.info:info",
-        "failures": "pipelines.cli.changes:failures",
         "ann": "pipelines.cli.ann:group",
     },
     "Search": {
@@ -237,6 +247,9 @@ def _explain(error: BaseException) -> tuple[int, str]:
         hint = ""
         if isinstance(error, click.UsageError) and error.ctx is not None:
             hint = f" (see '{error.ctx.command_path} --help')"
+            extra = "unexpected extra argument" in error.format_message()
+            if extra and error.ctx.info_name == "search":
+                hint = "; put the query in quotes: search INDEX 'a dog on a beach'"
         return UsageError.exit_code, error.format_message().rstrip(".") + hint
     if isinstance(error, EdjeError):
         hint = next(

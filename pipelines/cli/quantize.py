@@ -9,7 +9,6 @@ from typing import Any
 import click
 
 from pipelines.cli.options import (
-    FILE,
     PATH,
     POSITIVE,
     json_option,
@@ -41,7 +40,7 @@ _PRINT_ONLY = Path("-")
 @click.option(
     "--workers",
     type=POSITIVE,
-    help="Number of Ray workers.  [default: convert in this process]",
+    help="Number of Ray workers.  [default: threads of this process on all CPUs]",
 )
 @click.option(
     "--address", metavar="HOST:PORT", help="Ray cluster to join, with --workers."
@@ -55,14 +54,6 @@ _PRINT_ONLY = Path("-")
     help=(
         "Measure how much each precision changes tokens and ranking. With DIR, also"
         " write the report to DIR."
-    ),
-)
-@click.option(
-    "--queries",
-    type=FILE,
-    help=(
-        "With --report: file of queries, as text or .jsonl.  [default: 24 built-in"
-        " captions]"
     ),
 )
 @click.option(
@@ -83,7 +74,6 @@ def quantize(
     workers: int | None,
     address: str | None,
     report: Path | None,
-    queries: Path | None,
     model: Path | None,
     quiet: bool,
     as_json: bool,
@@ -103,12 +93,12 @@ def quantize(
       edje-index quantize photos.edje --to fp8 --to nvfp4
       edje-index quantize photos.edje --to fp8 --drop bf16
       edje-index quantize photos.edje --report
-      edje-index quantize photos.edje --report costs/ --queries captions.txt
+      edje-index quantize photos.edje --report costs/
     """
     if not (to or drop or report):
         raise UsageError("nothing to do: give --to, --drop or --report")
-    if (queries or model) and report is None:
-        raise UsageError("--queries and --model need --report; add --report")
+    if model and report is None:
+        raise UsageError("--model needs --report; add --report")
     output: dict[str, Any] = {}
     if report is not None:
         if not isinstance(index, Path):
@@ -127,7 +117,6 @@ def quantize(
             index,
             reference,
             to,
-            queries=queries,
             model=model,
             quiet=quiet,
             stopped="stopped before the report was done",

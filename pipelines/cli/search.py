@@ -65,8 +65,10 @@ _QUERIES_AT_ONCE = 64
 @click.option(
     "--pool",
     type=POSITIVE,
-    default=100,
-    help="Number of candidates to re-rank.",
+    help=(
+        "Number of candidates to re-rank.  [default: that of the model bundle, usually"
+        " 100]"
+    ),
 )
 @score_option
 @where_option
@@ -101,7 +103,7 @@ def search(
     image: Path | None,
     texts: Path | None,
     k: int,
-    pool: int,
+    pool: int | None,
     score: str,
     where: str | None,
     precision: str | None,
@@ -160,7 +162,7 @@ def search(
     for option in filter(useless.get, useless):
         other = next(name for name, value in given.items() if value is not None)
         raise UsageError(f"{option} has no effect with {other}: leave out {option}")
-    if pool < k:
+    if pool is not None and pool < k:
         raise UsageError(
             f"--pool {pool} is smaller than -k {k}: only candidates can become hits, so"
             " raise --pool"
@@ -219,7 +221,7 @@ def search(
         hits = opened.search_image(image, k, where=where)
         _print_hits(str(image), hits.at_least(min_relevance), empty, as_json)
         return
-    shown = k if html is None else pool
+    shown = k if html is None else pool or max(k, opened.default_pool)
     for start in range(0, len(query_texts), _QUERIES_AT_ONCE):
         batch = query_texts[start : start + _QUERIES_AT_ONCE]
         results = opened.search(batch, shown, pool, where=where)

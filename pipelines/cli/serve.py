@@ -145,37 +145,42 @@ def serve(
 
 @click.command()
 @click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
-def show(folder: Path) -> None:
+@click.option(
+    "--model",
+    help=(
+        "Directory of the model bundle, or a model of 'model get', which is kept in the"
+        " user's cache.  [default: demo]"
+    ),
+)
+def show(folder: Path, model: str | None) -> None:
     """Index the photos in FOLDER, and open a page in the browser that searches them.
 
-    The index is FOLDER.edje. The first run downloads the model (174 MB), as 'model get'
-    does. Later runs index only new and changed photos. A stopped run continues where it
-    stopped.
+    The index is FOLDER.edje. The first run downloads the model, as 'model get' does:
+    'demo' (174 MB) needs no Hugging Face Hub, and --model edje is the model of the EDJE
+    paper's authors, on the Hub. Later runs index only new and changed photos. A stopped
+    run continues where it stopped.
 
     \b
-    Example:
+    Examples:
       edje-index show photos
+      edje-index show photos --model edje
     """
     with name_missing_extra("serve"):
         from pipelines.service.guard import Limits
         from pipelines.service.server import address_of, listen, open_warm, run_service
-    from edje_index.bundles.shipped_model import write_shipped_model
     from pipelines import build_index, update_index
+    from pipelines.jobs.hub import DEMO, find_model
     from storage_formats.format.layout import Layout
-    from storage_formats.format.remote import cache_directory
 
     root = folder.resolve().with_name(f"{folder.resolve().name}.edje")
-    if Layout(root).manifest.exists():
-        run_job(update_index, root, engine="inline", resume=root)
+    is_built = Layout(root).manifest.exists()
+    bundle: Path | None = None
+    if model is not None or not is_built:
+        bundle = find_model(model or DEMO, note)
+    if is_built:
+        run_job(update_index, root, model=bundle, engine="inline", resume=root)
     else:
-        model = cache_directory() / "model"
-        if not model.exists():
-            note(
-                f"downloading the model to {model} (174 MB); it may be used only for"
-                " research and education"
-            )
-            write_shipped_model(model)
-        run_job(build_index, folder, root, str(model), engine="inline", resume=root)
+        run_job(build_index, folder, root, str(bundle), engine="inline", resume=root)
     with listen("127.0.0.1", 0) as listener:
         print_line(address_of(listener))
         note("opening the page at this address; Ctrl-C ends it")
@@ -183,7 +188,7 @@ def show(folder: Path) -> None:
             target=webbrowser.open, args=(address_of(listener),), daemon=True
         )
         run_service(
-            open_warm(root),
+            open_warm(root, bundle),
             Limits(),
             listener,
             opening.start,

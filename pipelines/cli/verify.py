@@ -17,17 +17,26 @@ from storage_formats.remote.urls import IndexLocation
 @click.argument("index", type=location)
 @click.option(
     "--sample",
-    type=click.FloatRange(min=0, min_open=True),
     metavar="SHARE|N",
     help=(
-        "Check only a random sample of the shards: a share below 1, or a number of"
+        "Check only some of the shards: a share such as 1% or 0.01, or a number of"
         " shards.  [default: all shards]"
     ),
+)
+@click.option(
+    "--max-duration",
+    type=click.FloatRange(min=0),
+    metavar="SECONDS",
+    help="Begin with no further shard after this time.  [default: no limit]",
 )
 @quiet_option
 @json_option
 def verify(
-    index: IndexLocation, sample: float | None, quiet: bool, as_json: bool
+    index: IndexLocation,
+    sample: str | None,
+    max_duration: float | None,
+    quiet: bool,
+    as_json: bool,
 ) -> int:
     """Check every file of INDEX: lengths, checksums, rows and counts.
 
@@ -36,14 +45,16 @@ def verify(
     keeps none of them. All kept snapshots are checked. The exit code is 1 if the
     command finds a problem.
 
-    With --sample, the command checks the metadata of the index and every file of a
-    random sample of the shards. Each run draws a new sample. The files of other shards
-    are not checked.
+    With --sample or --max-duration, the command checks the metadata of the index and
+    every file of some of the shards. It takes those first that it has not checked for
+    the longest time, so that repeated runs cover a large index. The files of other
+    shards are not checked. 'edje-index info' says when all shards were last checked.
 
     \b
     Examples:
       edje-index verify photos.edje
-      edje-index verify photos.edje --sample 0.01
+      edje-index verify photos.edje --sample 1%
+      edje-index verify photos.edje --max-duration 3600
       edje-index verify photos.edje --sample 100 --json
       edje-index verify s3://my-bucket/photos.edje --sample 20
     """
@@ -61,12 +72,16 @@ def verify(
             checked = done
             show(Progress("verifying", done, total))
 
-        problems = verify_index(index, count, sample=sample)
-    drawn = (
-        {}
-        if sample is None
-        else {"sample": {"shards": checked, "of": _shards_of(index)}}
-    )
+        problems = verify_index(
+            index,
+            count,
+            sample=None if sample is None else _number(sample),
+            max_duration=max_duration,
+            record=True,
+        )
+    drawn = {}
+    if sample is not None or max_duration is not None:
+        drawn = {"sample": {"shards": checked, "of": _shards_of(index)}}
     if as_json:
         listed = [asdict(problem) for problem in problems]
         print_json(
@@ -77,13 +92,24 @@ def verify(
     if not as_json:
         verdict = counted(len(problems), "problem") if problems else "sound"
         of = (
-            f" in a random sample of {checked:,} of"
-            f" {counted(_shards_of(index), 'shard')}"
+            f" in a sample of {checked:,} of {counted(_shards_of(index), 'shard')}"
             if drawn
             else ""
         )
         print_line(f"{index}: {verdict}{of}")
     return 1 if problems else 0
+
+
+def _number(sample: str) -> float:
+    """Return the number that `sample` means, for example 0.01 for "1%"."""
+    try:
+        return float(sample.removesuffix("%")) / (100 if sample.endswith("%") else 1)
+    except ValueError:
+        raise click.BadParameter(
+            f"{sample!r} is neither a share nor a number of shards; give for example 1%"
+            " or 100",
+            param_hint="'--sample'",
+        ) from None
 
 
 def _shards_of(index: IndexLocation) -> int:

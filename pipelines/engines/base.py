@@ -11,13 +11,14 @@ import functools
 import os
 import sys
 import traceback
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from pipelines.collector import paused_collector
 from pipelines.progress.events import OnEvent, ShouldStop
 from storage_formats.errors import EdjeError, TaskInterrupted
+from storage_formats.threads import ordered_map, usable_cpus
 
 CLUSTER = "edje-index"
 """Namespace of the workers that run on a Ray cluster."""
@@ -67,13 +68,15 @@ def open_engine(
     address: str | None = None,
     lock: Path | None = None,
 ) -> Engine:
-    """Return the execution engine `name`: "inline" or "ray".
+    """Return the execution engine `name`: "inline", "threads" or "ray".
 
-    The other arguments configure `ray_engine.run_on_ray`. The inline engine ignores
+    The other arguments configure `ray_engine.run_on_ray`. The other engines ignore
     these arguments.
     """
     if name == "inline":
         return run_inline
+    if name == "threads":
+        return run_on_threads
     from pipelines.engines.ray_engine import run_on_ray
 
     return functools.partial(
@@ -117,6 +120,32 @@ def run_inline(
             yield run_task(worker, task, on_progress, should_stop)
 
 
+def run_on_threads(
+    make_worker: WorkerFactory,
+    tasks: Iterable[Task],
+    *,
+    on_progress: OnProgress,
+    on_event: OnEvent,
+    should_stop: ShouldStop,
+) -> Generator[Any, None, None]:
+    """Run the tasks in threads of this process, one per CPU, like `run_inline`. The
+    results are in the order of the tasks.
+
+    The threads share one worker, which must be thread-safe, as must `on_progress`.
+    """
+    worker = build_worker(make_worker)
+
+    def run(task: Task) -> Any:
+        if should_stop():
+            raise TaskInterrupted
+        return run_task(worker, task, on_progress, should_stop)
+
+    threads = usable_cpus()
+    results = ordered_map(run, tasks, threads, 2 * threads)
+    with contextlib.suppress(TaskInterrupted), contextlib.closing(results):
+        yield from results
+
+
 def build_worker(make_worker: WorkerFactory) -> Worker:
     """Call `make_worker` and return the worker. Raises EdjeError if `make_worker`
     fails.
@@ -151,18 +180,41 @@ def worker_machine() -> tuple[str, frozenset[str]]:
     Return ("", frozenset()) outside a Ray cluster, where a lost machine takes the job
     with it.
     """
-    ray = sys.modules.get("ray")
-    if (
-        ray is None
-        or not ray.is_initialized()
-        or (context := ray.get_runtime_context()).namespace != CLUSTER
-    ):
+    ray = _cluster()
+    if ray is None:
         return "", frozenset()
+    context = ray.get_runtime_context()
     job = context.get_job_id()
     alive = (node["NodeID"] for node in ray.nodes() if node["Alive"])
     return f"{job}/{context.get_node_id()}", frozenset(
         f"{job}/{node}" for node in alive
     )
+
+
+def count_metrics(values: Mapping[str, float]) -> None:
+    """Add `values` to the counters of this worker that Ray exports for Prometheus.
+
+    Does nothing outside a Ray cluster.
+    """
+    if _cluster() is not None:
+        for name, value in values.items():
+            if value > 0:
+                _counter(f"edje_{name}").inc(value)
+
+
+@functools.cache
+def _counter(name: str) -> Any:
+    from ray.util.metrics import Counter
+
+    return Counter(name, "edje-index: sum over finished shards")
+
+
+def _cluster() -> Any:
+    """Return the `ray` package if this is a worker in a Ray cluster; else None."""
+    ray = sys.modules.get("ray")
+    if ray is None or not ray.is_initialized():
+        return None
+    return ray if ray.get_runtime_context().namespace == CLUSTER else None
 
 
 def describe_error(error: BaseException) -> str:

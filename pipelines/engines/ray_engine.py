@@ -68,7 +68,11 @@ NODE_WAIT_SECONDS = 600.0
 
 _POLL_SECONDS = 0.5
 # a longer pause of this process (Ctrl-Z) does not count as a stall of the workers
-_MAX_POLL_SECONDS = 2.0
+_MAX_DELAY_SECONDS = 1.5
+# each takes about 0.4 ms of processor time
+_QUESTIONS_PER_SECOND = 200
+# A task fails if it has failed on so many nodes.
+_FAILED_NODES = 3
 _REFRESH_SECONDS = 2.0
 _STOP_GRACE_SECONDS = 60.0
 _PROBE_SECONDS = 5.0
@@ -84,6 +88,8 @@ _ENVIRONMENT = {
     # Ray prints messages about dead workers and nodes to standard output. The engine
     # reports the same problems itself.
     "RAY_DEDUP_LOGS_SKIP_REGEX": ".",
+    # Ray runs workers with nice 15, behind every other program of the machine
+    "RAY_worker_niceness": "0",
 }
 # of every local Ray of this process, because Ray reads it once
 _TOKEN = secrets.token_hex(32)
@@ -120,8 +126,9 @@ def run_on_ray(
         make_worker, tasks, on_progress, on_event, should_stop: see `run_inline`.
         workers: largest number of actors; None starts as many actors as the cluster can
             run at the same time. Nodes that join during the run get actors too.
-        address: address of the head of a Ray cluster to join, "host:port"; None starts
-            Ray on this machine.
+        address: address of the head of a Ray cluster to join, "host:port"; "auto" finds
+            the cluster of this machine, which RAY_ADDRESS may name. None starts Ray on
+            this machine.
         lock: file that holds the name of this process; None checks nothing. The machine
             of each worker must see it under the same path, because the workers write
             beside it.
@@ -133,107 +140,26 @@ def run_on_ray(
     with connected_ray(
         address, workers=workers or 1, cpus=cpus, gpus=gpus, wait_seconds=wait_seconds
     ) as cluster:
-        ray = cluster.ray
-        # Its two threads run a task, and answer calls of `exchange`.
-        actor_class = ray.remote(num_cpus=cpus, num_gpus=gpus, max_concurrency=2)(
-            _WorkerActor
-        )
         holder = None if lock is None else (lock, lock.read_bytes())
-        # and the number of the next attempt
-        waiting = deque((task, 1) for task in tasks)
-        # by the reference of the actor's answer
-        jobs: dict[Any, _Job] = {}
-        deadline = float("inf")
-        polled_at = time.monotonic()
-        # since then, actors die while they start
-        failing_since: float | None = None
-        while (waiting or jobs) and time.monotonic() < deadline:
-            if deadline == float("inf") and should_stop():
-                deadline = time.monotonic() + _STOP_GRACE_SECONDS
-                waiting.clear()
-            stop = deadline < float("inf")
-            try:
-                cluster.refresh(on_event)
-            except RayDied:
-                # a signal to the whole process group ends Ray as well
-                if should_stop():
-                    return
-                raise
-            starting = sum(job.attempt == 0 for job in jobs.values())
-            limit = min(workers or cluster.room, cluster.room)
-            for _ in range(min(limit - len(jobs), len(waiting) - starting)):
-                actor = actor_class.remote(make_worker, holder)
-                jobs[actor.ready.remote()] = _Job(actor)
-            if not jobs:
-                time.sleep(_POLL_SECONDS)
-                continue
-            for answer in ray.wait([*jobs], timeout=_POLL_SECONDS)[0]:
-                job = jobs.pop(answer)
-                try:
-                    yield from ray.get(answer)
-                except ray.exceptions.RayTaskError as error:
-                    # an EdjeError, or the result cannot be pickled
-                    if isinstance(error.cause, EdjeError):
-                        raise error.cause from error
-                    raise TaskFailedError(
-                        describe_error(error.cause or error), job.task
-                    ) from error
-                except ray.exceptions.RayError as error:
-                    # the actor has died it died while it started, perhaps on a lost
-                    # node that Ray has not noticed
-                    if job.attempt == 0:
-                        failing_since = failing_since or time.monotonic()
-                        if time.monotonic() - failing_since > _START_SECONDS:
-                            raise EdjeError(
-                                "worker processes die while they start:"
-                                f" {describe_error(error)}"
-                            ) from error
-                    elif job.attempt == ATTEMPTS:
-                        raise TaskFailedError(
-                            f"{ATTEMPTS} worker processes died (killed, out of memory,"
-                            " or a crash in native code) or made no progress for"
-                            f" {duration(stall_seconds)} while running this task",
-                            job.task,
-                        ) from error
-                    elif not stop:
-                        waiting.appendleft((job.task, job.attempt + 1))
-                    continue
-                failing_since = None
-                if waiting and len(jobs) < limit:
-                    task, attempt = waiting.popleft()
-                    jobs[job.actor.run.remote(task)] = _Job(job.actor, task, attempt)
-                else:
-                    ray.kill(job.actor)
-            seconds = min(time.monotonic() - polled_at, _MAX_POLL_SECONDS)
-            polled_at = time.monotonic()
-            for answer, job in [*jobs.items()]:
-                if job.attempt == 0:
-                    # in a busy cluster, an actor may start late or never
-                    if not waiting:
-                        ray.kill(jobs.pop(answer).actor)
-                    continue
-                job.stalled_seconds += seconds
-                if job.question is None:
-                    job.question = job.actor.exchange.remote(stop)
-                elif ray.wait([job.question], timeout=0)[0]:
-                    question = job.question
-                    job.question = None
-                    # the actor has died
-                    with contextlib.suppress(ray.exceptions.RayError):
-                        progress = ray.get(question)
-                        if progress not in (None, job.progress):
-                            job.progress = progress
-                            job.stalled_seconds = 0.0
-                            on_progress(progress)
-                if job.stalled_seconds > stall_seconds:
-                    job.stalled_seconds = 0.0
-                    stalled = f"a worker made no progress for {duration(stall_seconds)}"
-                    on_event(StatusMessage(stalled, is_warning=True))
-                    ray.kill(job.actor)
+        run = _Run(
+            cluster,
+            _worker_class(cluster.ray, cpus, gpus),
+            (make_worker, holder),
+            deque(_Turn(task) for task in tasks),
+            on_progress=on_progress,
+            on_event=on_event,
+            stall_seconds=stall_seconds,
+        )
+        yield from run.results(workers, should_stop)
 
 
-class _WorkerActor:
-    """Ray actor that runs tasks."""
+def _worker_class(ray: Any, cpus: int, gpus: int) -> Any:
+    # Two threads: one runs a task, the other answers calls of `exchange`.
+    return ray.remote(num_cpus=cpus, num_gpus=gpus, max_concurrency=2)(EdjeWorker)
+
+
+class EdjeWorker:
+    """Ray actor that runs tasks. Ray shows its name."""
 
     def __init__(
         self, make_worker: WorkerFactory, holder: tuple[Path, bytes] | None
@@ -244,40 +170,25 @@ class _WorkerActor:
         self._progress: Any = None
         self._stop = threading.Event()
 
-    def ready(self) -> list[Any]:
-        """Return once the actor has started. Raise EdjeError if its machine does
-        not see the directory of the job.
-        """
-        lock, content = self._holder or (None, b"")
-        try:
-            if lock is None or lock.read_bytes() == content:
-                return []
-        except (FileNotFoundError, NotADirectoryError):
-            pass
-        except OSError as error:
-            raise EdjeError(
-                f"a worker could not start: {describe_error(error)}"
-            ) from error
-        assert lock is not None
-        raise EdjeError(
-            f"the machine {socket.gethostname()} does not see the index directory"
-            f" {lock.parents[1]} of this job; put the index into a directory that all"
-            " machines share under the same path"
-        )
+    def node(self) -> str:
+        """Return the id of the node of this actor, once the actor has started."""
+        import ray
+
+        return str(ray.get_runtime_context().get_node_id())
 
     def run(self, task: Task) -> list[Any]:
-        """Run `task` and return the result, or nothing if the task was stopped."""
-        self._worker = self._worker or build_worker(self._make_worker)
+        """Run `task` and return the result, or nothing if the task was stopped.
+
+        Raises:
+            TaskFailedError: the task failed.
+            EdjeError: the worker cannot start.
+        """
+        if self._worker is None:
+            self._check_directory()
+            self._worker = build_worker(self._make_worker)
         self._progress = None
         with contextlib.suppress(TaskInterrupted):
-            return [
-                run_task(
-                    self._worker,
-                    task,
-                    functools.partial(setattr, self, "_progress"),
-                    self._stop.is_set,
-                )
-            ]
+            return [run_task(self._worker, task, self._report, self._stop.is_set)]
         return []
 
     def exchange(self, stop: bool) -> Any:
@@ -288,23 +199,244 @@ class _WorkerActor:
             self._stop.set()
         return self._progress
 
+    def _report(self, progress: Any) -> None:
+        self._progress = progress
+
+    def _check_directory(self) -> None:
+        if self._holder is None:
+            return
+        lock, content = self._holder
+        try:
+            if lock.read_bytes() == content:
+                return
+        except (FileNotFoundError, NotADirectoryError):
+            pass
+        except OSError as error:
+            raise EdjeError(
+                f"a worker could not start: {describe_error(error)}"
+            ) from error
+        raise EdjeError(
+            f"the machine {socket.gethostname()} does not see the index directory"
+            f" {lock.parents[1]} of this job; put the index into a directory that all"
+            " machines share under the same path"
+        )
+
+
+@dataclasses.dataclass
+class _Turn:
+    """A task that waits or runs.
+
+    Attributes:
+        attempt: number of workers that have run the task, with the present one.
+        failed_on: nodes on which the task failed with an error.
+    """
+
+    task: Task
+    attempt: int = 0
+    failed_on: set[str] = dataclasses.field(default_factory=set)
+
 
 @dataclasses.dataclass
 class _Job:
-    """What an actor does: it runs `task`, or it starts, if `attempt` is 0.
+    """What an actor does: it runs the task of `turn`, or it starts, if `turn` is None.
 
     Attributes:
+        node: id of the node of the actor; None until the actor has started.
         question: pending request for the progress of the task; None if there is none.
         stalled_seconds: seconds since `progress` last changed, not counting pauses of
             this process.
     """
 
     actor: Any
-    task: Task = None
-    attempt: int = 0
+    node: str | None = None
+    turn: _Turn | None = None
     question: Any = None
     progress: Any = None
     stalled_seconds: float = 0.0
+
+
+@dataclasses.dataclass
+class _Run:
+    """A run of tasks on the actors of a cluster.
+
+    Attributes:
+        actor_class: Ray's class of the actors; `arguments` are those of an actor.
+        waiting: tasks that no actor runs.
+        jobs: what each actor does, by the reference of its answer.
+        failing_since: time since when actors die while they start; None if they do not.
+    """
+
+    cluster: RayCluster
+    actor_class: Any
+    arguments: tuple[Any, ...]
+    waiting: deque[_Turn]
+    on_progress: OnProgress
+    on_event: OnEvent
+    stall_seconds: float
+    jobs: dict[Any, _Job] = dataclasses.field(default_factory=dict)
+    failing_since: float | None = None
+    stopping: bool = False
+
+    def results(
+        self, workers: int | None, should_stop: ShouldStop
+    ) -> Generator[Any, None, None]:
+        """Run all tasks on at most `workers` actors, and yield the results."""
+        ray = self.cluster.ray
+        deadline = float("inf")
+        asked_at = time.monotonic()
+        while (self.waiting or self.jobs) and time.monotonic() < deadline:
+            if not self.stopping and should_stop():
+                self.stopping = True
+                deadline = time.monotonic() + _STOP_GRACE_SECONDS
+                asked_at = 0.0
+                self.waiting.clear()
+            try:
+                self.cluster.refresh(self.on_event)
+            except RayDied:
+                # a signal to the whole process group ends Ray as well
+                if should_stop():
+                    return
+                raise
+            limit = min(workers or self.cluster.room, self.cluster.room)
+            self._start_actors(limit)
+            if not self.jobs:
+                time.sleep(_POLL_SECONDS)
+                continue
+            ray.wait([*self.jobs], timeout=_POLL_SECONDS)
+            answers, _ = ray.wait([*self.jobs], num_returns=len(self.jobs), timeout=0)
+            for answer in answers:
+                yield from self._take(answer, limit)
+            # so many questions that this process stays idle most of the time
+            pause = max(_POLL_SECONDS, len(self.jobs) / _QUESTIONS_PER_SECOND)
+            elapsed = time.monotonic() - asked_at
+            if elapsed >= pause:
+                asked_at = time.monotonic()
+                self._ask(min(elapsed, pause + _MAX_DELAY_SECONDS))
+
+    def _start_actors(self, limit: int) -> None:
+        starting = sum(job.turn is None for job in self.jobs.values())
+        options = {}
+        if self.cluster.left_out:
+            nodes = ",".join(sorted(self.cluster.left_out))
+            options["label_selector"] = {"ray.io/node-id": f"!in({nodes})"}
+        for _ in range(min(limit - len(self.jobs), len(self.waiting) - starting)):
+            actor = self.actor_class.options(**options).remote(*self.arguments)
+            self.jobs[actor.node.remote()] = _Job(actor)
+
+    def _take(self, answer: Any, limit: int) -> Generator[Any, None, None]:
+        """Take the answer of an actor, and give the actor the next task."""
+        ray = self.cluster.ray
+        job = self.jobs.pop(answer)
+        try:
+            if job.turn is None:
+                job.node = ray.get(answer)
+            else:
+                yield from ray.get(answer)
+        except ray.exceptions.RayTaskError as error:
+            self._after_error(job, error)
+            ray.kill(job.actor)
+            return
+        except ray.exceptions.RayError as error:
+            self._after_death(job, error)
+            return
+        self.failing_since = None
+        is_left_out = job.node in self.cluster.left_out
+        if self.waiting and len(self.jobs) < limit and not is_left_out:
+            turn = self.waiting.popleft()
+            turn.attempt += 1
+            self.jobs[job.actor.run.remote(turn.task)] = _Job(job.actor, job.node, turn)
+        else:
+            ray.kill(job.actor)
+
+    def _after_error(self, job: _Job, error: Any) -> None:
+        """Leave out the node on which a task failed, or raise the error if there is no
+        other node, or if the task has failed on several.
+        """
+        turn = job.turn
+        cause = error.cause
+        # otherwise the result cannot be pickled
+        if turn is None or job.node is None or not isinstance(cause, EdjeError):
+            raise TaskFailedError(
+                describe_error(cause or error), turn and turn.task
+            ) from error
+        turn.failed_on.add(job.node)
+        place = self.cluster.place(job.node)
+        is_news = job.node not in self.cluster.left_out
+        has_others = self.cluster.leave_out(job.node)
+        if not has_others or len(turn.failed_on) == _FAILED_NODES:
+            if not place:
+                raise cause from error
+            raise TaskFailedError(
+                f"{describe_error(cause)}{place}", turn.task
+            ) from error
+        if is_news:
+            message = f"no more work{place}: {describe_error(cause)}"
+            self.on_event(StatusMessage(message, is_warning=True))
+        if not self.stopping:
+            self.waiting.appendleft(turn)
+
+    def _after_death(self, job: _Job, error: Any) -> None:
+        turn = job.turn
+        if turn is None:
+            # perhaps on a lost node that Ray has not noticed
+            self.failing_since = self.failing_since or time.monotonic()
+            if time.monotonic() - self.failing_since > _START_SECONDS:
+                raise EdjeError(
+                    f"worker processes die while they start: {describe_error(error)}"
+                ) from error
+            return
+        if turn.attempt == ATTEMPTS:
+            raise TaskFailedError(
+                f"{ATTEMPTS} worker processes died (killed, out of memory, or a crash"
+                " in native code) or made no progress for"
+                f" {duration(self.stall_seconds)} while running this task",
+                turn.task,
+            ) from error
+        if not self.stopping:
+            self.waiting.appendleft(turn)
+            message = (
+                f"a worker died{self.cluster.place(job.node)}; its task runs again"
+                f" (attempt {turn.attempt + 1} of {ATTEMPTS})"
+            )
+            self.on_event(StatusMessage(message, is_warning=True))
+
+    def _ask(self, seconds: float) -> None:
+        """Ask the actors for progress, `seconds` after the last questions. Kill those
+        without progress for too long.
+        """
+        ray = self.cluster.ray
+        questions = [job.question for job in self.jobs.values() if job.question]
+        answered = set()
+        if questions:
+            answered.update(
+                ray.wait(questions, num_returns=len(questions), timeout=0)[0]
+            )
+        for answer, job in [*self.jobs.items()]:
+            if job.turn is None:
+                # in a busy cluster, an actor may start late or never
+                if not self.waiting:
+                    ray.kill(self.jobs.pop(answer).actor)
+                continue
+            job.stalled_seconds += seconds
+            if job.question in answered:
+                # the actor may have died
+                with contextlib.suppress(ray.exceptions.RayError):
+                    progress = ray.get(job.question)
+                    if progress not in (None, job.progress):
+                        job.progress = progress
+                        job.stalled_seconds = 0.0
+                        self.on_progress(progress)
+                job.question = None
+            if job.question is None:
+                job.question = job.actor.exchange.remote(self.stopping)
+            if job.stalled_seconds > self.stall_seconds:
+                job.stalled_seconds = 0.0
+                message = (
+                    f"a worker made no progress for {duration(self.stall_seconds)}"
+                    f"{self.cluster.place(job.node)}"
+                )
+                self.on_event(StatusMessage(message, is_warning=True))
+                ray.kill(job.actor)
 
 
 class RayCluster:
@@ -341,6 +473,8 @@ class RayCluster:
         }
         self._read_at = self._had_room_at = time.monotonic()
         self._nodes = self._read()
+        # ids of nodes that get no more work
+        self.left_out: set[str] = set()
         if self.room < min_workers:
             raise UsageError(
                 f"a worker needs {cpus} CPUs and {gpus} GPUs on one node, but the nodes"
@@ -355,11 +489,30 @@ class RayCluster:
     @property
     def room(self) -> int:
         """Number of workers that the nodes can run at the same time."""
-        sizes = [node["Resources"] for node in self._nodes.values()]
         return sum(
-            min(int(size.get(name, 0) // need) for name, need in self._needs.items())
-            for size in sizes
+            self._node_room(node_id) for node_id in self._nodes.keys() - self.left_out
         )
+
+    def _node_room(self, node_id: str) -> int:
+        size = self._nodes[node_id]["Resources"]
+        return min(int(size.get(name, 0) // need) for name, need in self._needs.items())
+
+    def leave_out(self, node_id: str) -> bool:
+        """Start no more workers on a node, unless it is the last one with room. Return
+        whether it is left out.
+        """
+        others = self._nodes.keys() - self.left_out - {node_id}
+        if not any(self._node_room(other) for other in others):
+            return False
+        self.left_out.add(node_id)
+        return True
+
+    def place(self, node_id: str | None) -> str:
+        """Return " on node ADDRESS", or "" for a local Ray."""
+        node = self._nodes.get(node_id or "")
+        if self._daemons or node is None:
+            return ""
+        return f" on node {node['NodeManagerAddress']}"
 
     def refresh(self, on_event: OnEvent) -> None:
         """Look which nodes of a cluster joined or left, at most every two seconds, and
@@ -395,6 +548,10 @@ class RayCluster:
                 f" {counted(self.room, 'worker')}"
             )
             on_event(StatusMessage(message, is_warning=change == "left"))
+        if self.room == 0:
+            # A lost node may have been taken for another one with room. A node on
+            # which work fails again is now the last one, and ends the run.
+            self.left_out.clear()
         if self.room >= self._min_workers:
             self._had_room_at = time.monotonic()
         elif time.monotonic() - self._had_room_at > self._wait_seconds:
@@ -486,17 +643,18 @@ def check_ray(address: str | None) -> None:
     not None.
 
     Raises:
-        UsageError: `address` is not of the form host:port.
+        UsageError: `address` is neither "auto" nor of the form host:port.
         EngineUnavailableError: nothing answers. Ray itself would retry for minutes and
             then end this process.
     """
     if importlib.util.find_spec("ray") is None:
         raise ModuleNotFoundError("No module named 'ray'", name="ray")
-    if address is None:
+    if address in (None, "auto"):
         return
     if not re.fullmatch(r"[^/]+:\d+", address):
         raise UsageError(
-            f"the address '{address}' of the Ray cluster is not of the form host:port"
+            f"the address '{address}' of the Ray cluster is neither 'auto' nor of the"
+            " form host:port"
         )
     host, _, port = address.rpartition(":")
     try:

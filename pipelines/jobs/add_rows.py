@@ -5,6 +5,7 @@ snapshot.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import tempfile
 import time
@@ -14,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -21,13 +23,13 @@ from edje_index.bundles.info import BundleInfo, matching_bundle
 from pipelines.jobs.build import BuildResult, result_of, source_names
 from pipelines.jobs.changing import Edit, commit_edit, next_first_row, resumable
 from pipelines.jobs.compare import SourceChanges, compare_sources, find_failed
-from pipelines.jobs.encode import encode_rows
+from pipelines.jobs.edit import edited_values
+from pipelines.jobs.encode import earlier_plan, encode_rows
 from pipelines.jobs.plan import (
     BuildSettings,
     Plan,
     SourceGroup,
     check_inputs,
-    holds_clips,
     model_record,
     recorded_sources,
     settings_of,
@@ -40,8 +42,6 @@ from pipelines.sources import (
     count_ignored,
     digested,
     hash_and_mark_duplicates,
-    iter_all,
-    open_sources,
 )
 from pipelines.sources.base import Ignored, absolute_spec
 from pipelines.sources.metadata import python_values, source_values
@@ -49,6 +49,7 @@ from storage_formats.arguments import as_list, as_path, as_text
 from storage_formats.change import IndexChange, begin_change
 from storage_formats.errors import UsageError
 from storage_formats.extras import name_missing_extra
+from storage_formats.format.content_hashes import known_contents
 from storage_formats.format.layout import Segment
 from storage_formats.format.manifest import CommittedIndex, Counts, Manifest
 from storage_formats.format.receipts import ShardReceipt
@@ -113,22 +114,16 @@ def append_index(
         workers = choose_workers(
             settings, info, engine=engine, workers=workers, address=address
         )
-        if change.plan is None:
-            opened = open_sources(
-                group.sources, group.column, clips=holds_clips(change.index.manifest)
-            )
+        earlier = earlier_plan(change, on_event, lambda plan: True)
+        if earlier is None:
+            opened = settings.open_sources()
             digest = hashlib.sha256()
-            listed = list(
-                hash_and_mark_duplicates(
-                    digested(iter_all(opened), digest, on_event, should_stop)
-                )
-            )
+            found = digested(opened, digest, on_event, should_stop)
+            listed = list(hash_and_mark_duplicates(found))
             hashes = {
                 ref.content_hash for ref in listed if ref.content_hash is not None
             }
-            known: set[str] = set()
-            for table in iter_rows(change.index, ["content_hash"]):
-                known |= hashes.intersection(table["content_hash"].to_pylist())
+            known = known_contents(change.index, hashes)
             refs = [
                 ref
                 for ref in listed
@@ -142,7 +137,7 @@ def append_index(
             duplicates = changes.duplicates
             plan = _plan_rows(change, changes, settings, info) if refs else None
         else:
-            plan = replace(Plan.from_json(change.plan), model=model_record(info))
+            plan = replace(earlier, model=model_record(info))
             duplicates = plan.duplicates
             check_extension_memory(change.index.manifest, plan.rows)
             check_inputs(
@@ -176,6 +171,7 @@ def update_index(
     sources: str | Path | Sequence[str | Path] = (),
     *,
     retry_failed: bool = False,
+    restore: bool = False,
     dry_run: bool = False,
     max_vanished: float = 0.5,
     model: str | Path | None = None,
@@ -202,6 +198,8 @@ def update_index(
         retry_failed: True to only look up the failed inputs by their names again. The
             sources are not listed. If every input fails again for the same reason, the
             index does not change.
+        restore: True to index files again whose rows were deleted by `delete_rows`.
+            Otherwise a file stays deleted until its name or its content changes.
         dry_run: return the changes without applying them.
         max_vanished: largest share of rows whose input may no longer exist, 0 to 1. If
             the share is larger, the update ends with an error.
@@ -228,9 +226,17 @@ def update_index(
     group = _source_group(sources, column) if source_names(sources) else None
 
     def compare(opened: CommittedIndex) -> SourceChanges:
+        nonlocal group
         if retry_failed:
             return find_failed(opened)
-        return compare_sources(opened, group, max_vanished, on_event, should_stop)
+        if group is not None and column is None:
+            # a list that the index records keeps its column
+            for each in recorded_sources(opened.manifest) or ():
+                if {*each.sources} & {*group.sources}:
+                    group = replace(group, column=each.column)
+        return compare_sources(
+            opened, group, max_vanished, on_event, should_stop, restore=restore
+        )
 
     plan: Plan | None = None
     receipts: list[ShardReceipt] = []
@@ -246,8 +252,9 @@ def update_index(
         rows = len(changes.refs)
         counts = Counts(rows, rows - problems.total(), 0, dict(problems))
         shards = -(-rows // manifest.spec.shard_size)
+        is_changed = np.isin(np.arange(rows), changes.changed)
         changed = sum(
-            changes.refs[position].problem is None for position in changes.changed
+            ref.problem is None for ref in itertools.compress(changes.refs, is_changed)
         )
     else:
         request = {"retry_failed": retry_failed}
@@ -299,8 +306,18 @@ def update_index(
                 changes = replace(changes, deleted=(), unchanged=changes.inputs)
             else:
                 groups = recorded_sources(manifest) if group is None else (group,)
+                columns = manifest.columns if plan is None else plan.columns
+                lines, columns = edited_values(change.index, changes.values, columns)
                 manifest = _commit(
-                    change, plan, receipts, changes.deleted, groups, on_event
+                    change,
+                    plan,
+                    receipts,
+                    changes.deleted,
+                    groups,
+                    on_event,
+                    edits=lines,
+                    columns=columns,
+                    restored=change.index.edits.removed if restore else (),
                 )
             if plan is not None and changes.changed:
                 row_ids = [plan.first_row + position for position in changes.changed]
@@ -313,6 +330,8 @@ def update_index(
         inputs=changes.inputs,
         shards=shards,
         unchanged=changes.unchanged,
+        edited=len(changes.values),
+        stay_deleted=changes.stay_deleted,
         new=counts.indexed - changed,
         changed=changed,
         vanished=changes.vanished,
@@ -546,13 +565,16 @@ def _commit(
     deleted: Sequence[int],
     groups: Iterable[SourceGroup] | None,
     on_event: OnEvent,
+    **edited: Any,
 ) -> Manifest:
     """Commit one snapshot with the new rows and without the rows `deleted`. Return the
     manifest of the snapshot.
 
     The snapshot records the sources `groups` of all rows; None if they are unknown. If
-    there are no rows to add or delete, nothing is committed, and the current manifest
-    is returned.
+    nothing changes, nothing is committed, and the current manifest is returned.
+
+    Args:
+        edited: further attributes of `Edit`.
     """
     manifest = change.index.manifest
     details: dict[str, Any] = {}
@@ -564,7 +586,7 @@ def _commit(
         manifest.spec if plan is None else plan.spec,
         details=details,
         deleted=deleted,
-        columns=None if plan is None else plan.columns,
         settings=with_sources(manifest, groups),
+        **{"columns": None if plan is None else plan.columns, **edited},
     )
     return commit_edit(change, edit, receipts, on_event)

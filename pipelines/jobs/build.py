@@ -13,9 +13,10 @@ from typing import Any, Literal
 
 from edje_index.bundles.info import BundleInfo, read_bundle_info
 from edje_index.indexing.faiss_build import AnnRequest, build_ann
+from edje_index.search.rows import caption_column
 from pipelines.environment import free_disk
 from pipelines.jobs.changing import notifier, resumable
-from pipelines.jobs.encode import encode_rows
+from pipelines.jobs.encode import earlier_plan, encode_rows
 from pipelines.jobs.plan import (
     BuildSettings,
     Plan,
@@ -43,13 +44,7 @@ from pipelines.progress.events import (
     never,
 )
 from pipelines.progress.wording import counted
-from pipelines.sources import (
-    count_ignored,
-    digested,
-    hash_and_mark_duplicates,
-    iter_all,
-    open_sources,
-)
+from pipelines.sources import count_ignored, digested, hash_and_mark_duplicates
 from storage_formats.change import (
     begin_index,
     begin_new_index,
@@ -72,8 +67,8 @@ class BuildResult:
     """The result of a build, an append or an update.
 
     Attributes:
-        inputs: number of all inputs; the sum of indexed, duplicates, failed and
-            unchanged.
+        inputs: number of all inputs; the sum of indexed, duplicates, failed, unchanged
+            and stay_deleted.
         indexed: number of inputs that were encoded.
         duplicates: number of inputs that are byte-identical to an earlier input or to a
             row of the index. After a build, they have rows. Otherwise they get no row.
@@ -99,6 +94,10 @@ class BuildResult:
         already_finished: True if an earlier run had finished the build.
         unchanged: number of inputs of an update whose row did not change. This includes
             failed inputs that have not changed.
+        edited: number of unchanged inputs of an update whose columns changed in the
+            sources.
+        stay_deleted: number of inputs of an update that get no row, because their row
+            was deleted by `delete_rows`.
         new: number of indexed inputs whose name is new, or that failed before.
         changed: number of indexed inputs whose content is new. The old rows of these
             inputs are deleted.
@@ -139,6 +138,8 @@ class BuildResult:
     ignored: Mapping[str, int] | None = None
     already_finished: bool = False
     unchanged: int = 0
+    edited: int = 0
+    stay_deleted: int = 0
     new: int = 0
     changed: int = 0
     vanished: int = 0
@@ -199,6 +200,8 @@ def build_index(
     precisions: Sequence[str] = ("bf16",),
     dedupe: bool = False,
     column: str | None = None,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
     max_pixels: int | None = None,
     truncated: Literal["fail", "load"] = "fail",
     frames: int | None = None,
@@ -235,6 +238,11 @@ def build_index(
         dedupe: True to encode byte-identical inputs only once.
         column: name of the path column in lists of paths; None selects the first column
             with a usual name.
+        include: patterns in the syntax of .gitignore, for example "/2024/" or "*.jpg".
+            Only inputs that match one are indexed; empty for all. An input is named by
+            its path in its source.
+        exclude: patterns of inputs that are not indexed. `append_index` and
+            `update_index` keep the patterns of the index.
         max_pixels: maximum number of pixels of an image; larger images become failed
             rows. None selects `edje_index.images.decode.DEFAULT_MAX_PIXELS`.
         truncated: "fail" makes a truncated image a failed row. "load" indexes the
@@ -280,6 +288,8 @@ def build_index(
     requested: dict[str, Any] = {
         "sources": specs,
         "column": column,
+        "include": tuple(include),
+        "exclude": tuple(exclude),
         "dedupe": dedupe,
         "shard_size": shard_size,
         "precisions": precisions,
@@ -304,7 +314,13 @@ def build_index(
         )
     notify = notifier(on_event)
     with begin_new_index(out, "build", notify=notify) as change, resumable(out):
-        plan = None if change.plan is None else Plan.from_json(change.plan)
+
+        def is_wanted(plan: Plan) -> bool:
+            settings = BuildSettings.choose(plan.settings, **requested)
+            fingerprint = plan.model["fingerprint"]
+            return (settings, info.encoder_fingerprint) == (plan.settings, fingerprint)
+
+        plan = earlier_plan(change, on_event, is_wanted)
         settings = BuildSettings.choose(
             None if plan is None else plan.settings, **requested
         )
@@ -325,11 +341,9 @@ def build_index(
             # the bundle may have moved
             plan = replace(plan, model=model_record(info))
         else:
-            opened = open_sources(
-                settings.sources, settings.column, clips=settings.frames is not None
-            )
+            opened = settings.open_sources()
             digest = hashlib.sha256()
-            refs = digested(iter_all(opened), digest, on_event, should_stop)
+            refs = digested(opened, digest, on_event, should_stop)
             stored = store_inputs(
                 change.layout,
                 hash_and_mark_duplicates(refs) if dedupe else refs,
@@ -347,6 +361,12 @@ def build_index(
             )
             check_ann_memory(spec, memory)
             check_disk(out, spec, memory)
+            captions = (
+                "no captions: the sources have no column captions, caption or text"
+            )
+            for name in caption_column(plan.columns):
+                captions = f"captions are in the column {name}"
+            on_event(StatusMessage(captions))
             change.store_plan(plan.to_json())
         begin_index(out, plan.spec)
         receipts, speed = encode_rows(
@@ -416,18 +436,23 @@ def try_build(
             if journal is not None and journal.plan
             else None
         )
+        receipts = (
+            {}
+            if stored is None
+            else read_receipts(Layout(root), stored.shards, stored.fingerprint)
+        )
+        finished_shards = len(receipts)
+        # the build would forget this plan, or make the same one
+        if not any(receipt.indexed for receipt in receipts.values()):
+            stored = None
+            finished_shards = 0
         chosen = BuildSettings.choose(
             None if stored is None else stored.settings, **requested
         )
         if stored is not None:
             refuse_differences(root, stored.model, stored.settings, info, chosen)
-            finished_shards = len(
-                read_receipts(Layout(root), stored.shards, stored.fingerprint)
-            )
-        opened = open_sources(
-            chosen.sources, chosen.column, clips=chosen.frames is not None
-        )
-        refs = digested(iter_all(opened), hashlib.sha256(), on_event, should_stop)
+        opened = chosen.open_sources()
+        refs = digested(opened, hashlib.sha256(), on_event, should_stop)
         inputs = duplicates = 0
         for ref in hash_and_mark_duplicates(refs) if chosen.dedupe else refs:
             inputs += 1
@@ -509,17 +534,15 @@ def check_finished(
     settings = BuildSettings.choose(stored, **requested)
     refuse_differences(out, index.manifest.model, stored, info, settings)
     check_files(index, only_lengths=True)
-    sources = open_sources(
-        settings.sources, settings.column, clips=settings.frames is not None
-    )
     digest = hashlib.sha256()
-    inputs = sum(1 for _ in digested(iter_all(sources), digest, ignore, should_stop))
+    refs = digested(settings.open_sources(), digest, ignore, should_stop)
+    inputs = sum(1 for _ in refs)
     if digest.hexdigest() != index.manifest.settings.get("inputs_digest"):
         before = counted(index.manifest.counts.inputs, "input")
         raise UsageError(
             f"the sources have changed since {out} was built: they had {before} and now"
-            f" have {inputs}, with other names, sizes or metadata. Add new inputs with"
-            " 'edje-index append', or choose another output directory",
+            f" have {inputs}, with other names, sizes or metadata. Run"
+            " 'edje-index update', or choose another output directory",
             parameter="sources",
         )
     return index.manifest

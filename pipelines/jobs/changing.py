@@ -11,12 +11,13 @@ import contextlib
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
 from edje_index.progress import ShardProgress
 from pipelines.engines.base import (
@@ -40,6 +41,7 @@ from pipelines.progress.events import (
 from pipelines.progress.wording import counted
 from storage_formats.change import Change, IndexChange
 from storage_formats.errors import EdjeError, UsageError
+from storage_formats.format.edits import EDIT_SCHEMA
 from storage_formats.format.layout import IndexSpec, Layout
 from storage_formats.format.manifest import (
     Ann,
@@ -118,6 +120,8 @@ class Edit:
             `spec` lacks; a row map is then written. None moves no row.
         encoded_from: for new precisions, the precisions that they were converted from.
         columns: source columns after the change, without `moved` rows; None keeps them.
+        edits: lines to add to the edits of the index, see `Edits`.
+        restored: hashes of deleted inputs that need not stay deleted.
         settings: settings after the change; None keeps them.
     """
 
@@ -128,6 +132,8 @@ class Edit:
     moved: Selection | None = None
     encoded_from: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     columns: tuple[SourceColumn, ...] | None = None
+    edits: pa.Table = field(default_factory=EDIT_SCHEMA.empty_table)
+    restored: Collection[str] = ()
     settings: dict[str, Any] | None = None
 
 
@@ -159,7 +165,8 @@ def commit_edit(
     """
     before = change.index.manifest
     moves_rows = {*edit.spec.shard_numbers()} != {*before.spec.shard_numbers()}
-    if not moves_rows and not len(edit.deleted):
+    edits_rows = len(edit.edits) or edit.restored
+    if not moves_rows and not len(edit.deleted) and not edits_rows:
         if edit.spec == before.spec:
             return before
         manifest = edited(change.index, edit, receipts, before.ann)
@@ -227,6 +234,10 @@ def edited(
             tombstones = tombstones.with_rows(list(edit.deleted))
         entry = write_tombstones(layout, tombstones) if len(tombstones) else None
         snapshot = replace(snapshot, deleted=entry, deleted_rows=len(tombstones))
+    edits = before.edits
+    if old - new or len(edit.edits) or edit.restored:
+        changed = index.edits.changed(edit.edits, edit.restored, sorted(new))
+        edits = changed.write(layout)
     row_maps = before.row_maps
     if edit.moved is not None:
         first_row = next_first_row(before, spec.shard_size)
@@ -246,6 +257,7 @@ def edited(
         snapshot=snapshot,
         columns=columns,
         row_maps=row_maps,
+        edits=edits,
         **_shard_tables(index, spec, receipts),
     )
 

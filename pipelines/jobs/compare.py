@@ -4,36 +4,53 @@ seems lost is never taken for empty.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import os
+import pickle
+import sqlite3
+from array import array
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, NamedTuple
 
+import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from edje_index.inputs.containers import split_uri
-from edje_index.inputs.refs import InputRef, display_path, rows_digest
-from pipelines.jobs.plan import SourceGroup, holds_clips, recorded_sources
+from edje_index.inputs.refs import (
+    InputRef,
+    display_path,
+    metadata_text,
+    rows_digest,
+)
+from pipelines.jobs.edit import NewValues, is_value
+from pipelines.jobs.plan import (
+    CollectedColumns,
+    SourceGroup,
+    holds_clips,
+    recorded_sources,
+    settings_of,
+)
 from pipelines.progress.events import OnEvent, ShouldStop, StatusMessage
 from pipelines.progress.wording import counted
 from pipelines.sources import (
     count_ignored,
     digested,
     hashed,
-    iter_all,
-    open_sources,
+    temporary_database,
     without_nested,
 )
 from pipelines.sources.base import STANDARD_INPUT, Source, file_input
 from pipelines.sources.folder import FolderSource
 from pipelines.sources.packed import is_packed_name, packed_source
 from storage_formats.errors import EdjeError, UsageError
+from storage_formats.format.edits import input_hash
 from storage_formats.format.manifest import CommittedIndex
-from storage_formats.format.rows import DUPLICATE, FAILED, iter_rows, iter_stored_rows
+from storage_formats.format.rows import DUPLICATE, FAILED, iter_rows, read_index_rows
+from storage_formats.format.source_columns import SourceColumn, Value, as_type
 from storage_formats.remote.urls import is_url
 
 _COLUMNS = (
@@ -67,9 +84,11 @@ class SourceChanges:
         deleted: ids of the rows to delete, ascending: vanished rows, and old rows of
             changed inputs.
         reasons: why the rows to delete had failed, if failed inputs are tried again.
+        stay_deleted: number of inputs that get no row, because their row was deleted.
+        values: new values of the columns of unchanged rows, by row id.
     """
 
-    refs: list[InputRef]
+    refs: Collection[InputRef]
     digest: str
     inputs: int
     duplicates: int
@@ -79,42 +98,96 @@ class SourceChanges:
     vanished: int = 0
     deleted: Sequence[int] = ()
     reasons: Sequence[str] = ()
+    stay_deleted: int = 0
+    values: NewValues = field(default_factory=dict)
 
 
-@dataclass(slots=True)
-class _Row:
-    """One row of an index.
+# what the update does with a row: nothing yet, keep it, keep it as the original of a
+# row on a server that cannot be read, replace it, or keep it if its original stays
+_FREE, _KEPT, _KEPT_ORIGINAL, _REPLACED, _REPEATED = range(5)
+_SCHEMA = """CREATE TABLE rows(
+    row_id INTEGER PRIMARY KEY, name BLOB, hash BLOB, failed_for TEXT,
+    duplicate_of INTEGER, metadata BLOB, state INTEGER
+);
+CREATE TABLE pending(
+    position INTEGER PRIMARY KEY, ref BLOB, problem TEXT, row_id INTEGER,
+    is_new INTEGER
+);
+CREATE TABLE new(hash BLOB PRIMARY KEY) WITHOUT ROWID;
+"""
 
-    Attributes:
-        content_hash: SHA-256 of the input, 32 bytes; None if the input could not be
-            read.
-        duplicate_of: row id of the original if this row is a duplicate, otherwise None.
+
+class _Row(NamedTuple):
+    """One row of an index. `hash` has 32 bytes. `failed_for` and `duplicate_of` are
+    None unless the row is of that status. `metadata` is a hash of the values of its
+    source columns, apart from edits.
     """
 
     row_id: int
-    content_hash: bytes | None
+    hash: bytes | None
     failed_for: str | None
     duplicate_of: int | None
+    metadata: bytes
 
 
-@dataclass(slots=True)
-class _Pending:
-    """An input without a row of the same name and content, and the row with the
-    same name, if there is one.
-    """
+class StoredRefs(Collection[InputRef]):
+    """Inputs in a temporary database."""
 
-    position: int
-    ref: InputRef
-    row: _Row | None = None
+    def __init__(self, database: sqlite3.Connection, count: int) -> None:
+        self._database = database
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[InputRef]:
+        query = "SELECT ref FROM pending WHERE is_new ORDER BY position"
+        for (ref,) in self._database.execute(query):
+            # this process has written it
+            yield pickle.loads(ref)
+
+    def __contains__(self, ref: object) -> bool:
+        return any(ref == each for each in self)
 
 
 def _name(uri: str, uri_raw: bytes | None) -> bytes:
-    """Return a hash of the name of an input. An input and its row have the same
-    hash.
-    """
-    return hashlib.blake2b(
-        b"\0".join((uri.encode(), uri_raw or b"")), digest_size=16
-    ).digest()
+    """Return the name of an input as bytes. An input and its row have the same."""
+    return b"\0".join((uri.encode(), uri_raw or b""))
+
+
+def _load_rows(
+    database: sqlite3.Connection, index: CommittedIndex, columns: Sequence[str]
+) -> int:
+    """Insert the rows of `index` that are not deleted. Return their number."""
+    rows = 0
+    for table in iter_rows(index, [*_COLUMNS, *columns]):
+        rows += len(table)
+        lines = [
+            {
+                **{name: line[name] for name in _COLUMNS},
+                "metadata": _hash({name: line[name] for name in columns}),
+            }
+            for line in table.to_pylist()
+        ]
+        for line in lines:
+            line["name"] = _name(line["uri"], line["uri_raw"])
+            line["hash"] = _digest(line["content_hash"])
+            if line["status"] != FAILED:
+                line["reason"] = None
+            if line["status"] != DUPLICATE:
+                line["duplicate_of"] = None
+        database.executemany(
+            "INSERT INTO rows VALUES(:row_id, :name, :hash, :reason, :duplicate_of,"
+            " :metadata, 0)",
+            lines,
+        )
+    database.execute("CREATE INDEX names ON rows(name, row_id)")
+    database.execute("CREATE INDEX hashes ON rows(hash)")
+    return rows
+
+
+def _digest(content_hash: str | None) -> bytes | None:
+    return None if content_hash is None else bytes.fromhex(content_hash)
 
 
 def compare_sources(
@@ -123,6 +196,8 @@ def compare_sources(
     max_vanished: float,
     on_event: OnEvent,
     should_stop: ShouldStop,
+    *,
+    restore: bool = False,
 ) -> SourceChanges:
     """List the sources and compare every input with the rows of `index`. Nothing is
     written.
@@ -130,11 +205,14 @@ def compare_sources(
     An input is compared with the rows of the same name. A row is unchanged if the
     content is the same too. A duplicate is kept only if the row of its original is
     kept; otherwise its input gets a new row. If an input cannot be read now, its row
-    and the row of its original are kept. Memory use is about 500 bytes per row.
+    and the row of its original are kept. Rows and inputs are compared in a temporary
+    database on disk, in the order of their names, so that memory does not grow with
+    their number.
 
     Args:
         group: all sources of the index; None takes those that the index records.
         max_vanished: largest share of rows whose input may no longer exist, 0 to 1.
+        restore: whether inputs whose rows were deleted get rows again.
 
     Raises:
         UsageError: a source cannot be used, or the index does not record its sources
@@ -142,9 +220,9 @@ def compare_sources(
         EdjeError: a source or a part of a source cannot be read, or the share of rows
             whose input no longer exists is larger than `max_vanished`.
     """
-    clips = holds_clips(index.manifest)
+    settings = settings_of(index.root, index.manifest)
     if group is not None:
-        sources = open_sources(group.sources, group.column, clips=clips)
+        sources = replace(settings, **asdict(group)).open_sources()
     else:
         groups = recorded_sources(index.manifest)
         if groups is None:
@@ -162,175 +240,173 @@ def compare_sources(
         opened = [
             source
             for group in groups
-            for source in open_sources(group.sources, group.column, clips=clips)
+            for source in replace(settings, **asdict(group)).open_sources()
         ]
         sources = without_nested(opened)
-    # rows without an input so far, by name
-    stored: dict[bytes, list[_Row]] = {}
-    rows = inputs = unreachable = 0
-    for table in iter_rows(index, _COLUMNS):
-        rows += len(table)
-        for line in table.to_pylist():
-            row = _Row(
-                row_id=line["row_id"],
-                content_hash=(
-                    None
-                    if line["content_hash"] is None
-                    else bytes.fromhex(line["content_hash"])
-                ),
-                failed_for=line["reason"] if line["status"] == FAILED else None,
-                duplicate_of=(
-                    line["duplicate_of"] if line["status"] == DUPLICATE else None
-                ),
-            )
-            stored.setdefault(_name(line["uri"], line["uri_raw"]), []).append(row)
+    database = temporary_database()
+    for statement in _SCHEMA.split(";"):
+        database.execute(statement)
+    columns = {column.name: column for column in index.manifest.columns}
+    # as the sources gave the values
+    unedited = replace(index, manifest=replace(index.manifest, edits=None))
+    rows = _load_rows(database, unedited, tuple(columns))
 
-    def take(ref: InputRef, *, any_content: bool) -> _Row | None:
-        """Remove and return the first row with the name and content of `ref`, or
-        with its name and any content.
+    def mark(row: _Row, state: int) -> None:
+        values = (state, row.row_id)
+        database.execute("UPDATE rows SET state = ? WHERE row_id = ?", values)
+
+    def find(ref: InputRef, *, any_content: bool) -> _Row | None:
+        """Return the first free row with the name and content of `ref`, or with its
+        name and any content.
         """
-        same_name = stored.get(_name(ref.uri, ref.uri_raw), [])
-        for row in same_name:
-            if ref.content_hash is None or row.content_hash is None:
+        same_name = database.execute(
+            "SELECT row_id, hash, failed_for, duplicate_of, metadata FROM rows"
+            " WHERE name = ? AND state = 0 ORDER BY row_id",
+            [_name(ref.uri, ref.uri_raw)],
+        )
+        for row in map(_Row._make, same_name.fetchall()):
+            if ref.content_hash is None or row.hash is None:
                 is_kept = row.failed_for is not None and row.failed_for == ref.problem
             else:
                 is_kept = (
-                    row.content_hash == bytes.fromhex(ref.content_hash)
+                    row.hash == _digest(ref.content_hash)
                     and row.failed_for not in _CAN_WORK_NOW
                 )
             if any_content or is_kept:
-                same_name.remove(row)
                 return row
         return None
 
-    kept: list[_Row] = []
-    pending: list[_Pending] = []
-    duplicates: list[_Pending] = []
+    inputs = unreachable = 0
     # the problem of each directory or archive that could not be read, by path
     hidden: dict[str, str] = {}
-    for ref in hashed(
-        digested(iter_all(sources), hashlib.sha256(), on_event, should_stop)
-    ):
-        found = take(ref, any_content=False)
-        if found is None:
-            pending.append(_Pending(inputs, ref))
-        elif found.duplicate_of is not None:
-            duplicates.append(_Pending(inputs, ref, found))
-        else:
-            kept.append(found)
+    removed = frozenset[str]() if restore else index.edits.removed
+    stay_deleted = 0
+    metadata: dict[int, Mapping[str, Value]] = {}
+    stored_values = CollectedColumns(index.manifest.spec.shard_size, columns.values())
+    for ref in hashed(digested(sources, hashlib.sha256(), on_event, should_stop)):
+        row = find(ref, any_content=False)
+        if row is None and _hash_of(ref) in removed:
+            stay_deleted += 1
+            inputs += 1
+            continue
+        if row is not None:
+            mark(row, _KEPT if row.duplicate_of is None else _REPEATED)
+            given = stored_values.add(ref).metadata or {}
+            if row.metadata != _hash(_typed(given, columns)):
+                metadata[row.row_id] = given
+        if row is None or row.duplicate_of is not None:
+            database.execute(
+                "INSERT INTO pending VALUES(?, ?, ?, ?, FALSE)",
+                [inputs, pickle.dumps(ref), ref.problem, row and row.row_id],
+            )
         if ref.problem in _HIDES_OTHERS:
             hidden[display_path(ref.path)] = str(ref.problem)
         inputs += 1
 
+    def pending(condition: str) -> Iterator[tuple[int, InputRef, _Row | None]]:
+        """Yield (position, input, row of the same name) of pending inputs."""
+        query = (
+            "SELECT position, ref, row_id, hash, failed_for, duplicate_of, metadata"
+            f" FROM pending LEFT JOIN rows USING (row_id) WHERE {condition}"
+            " ORDER BY position"
+        )
+        for position, ref, *row in database.execute(query):
+            found = None if row[0] is None else _Row._make(row)
+            yield position, pickle.loads(ref), found
+
     # Rows whose server does not respond or refuses the request are kept with their
     # originals, unless they had failed.
-    originals: set[int] = set()
-    without_row = pending
-    pending = []
-    for each in without_row:
-        is_refused = each.ref.problem == "unreadable" and is_url(each.ref.path)
-        if is_refused or each.ref.problem == "unreachable":
-            each.row = take(each.ref, any_content=True)
-        if each.row is None or each.row.failed_for is not None:
-            pending.append(each)
+    for position, ref, _ in pending(
+        "row_id IS NULL AND problem IN ('unreadable', 'unreachable')"
+    ):
+        if ref.problem == "unreadable" and not is_url(ref.path):
             continue
-        unreachable += 1
-        kept.append(each.row)
-        if each.row.duplicate_of is not None:
-            originals.add(each.row.duplicate_of)
-    kept_originals = [
-        row
-        for same_name in stored.values()
-        for row in same_name
-        if row.row_id in originals
-    ]
-    for same_name in stored.values() if originals else ():
-        same_name[:] = [row for row in same_name if row.row_id not in originals]
+        row = find(ref, any_content=True)
+        if row is not None and row.failed_for is None:
+            unreachable += 1
+            mark(row, _KEPT)
+            database.execute("DELETE FROM pending WHERE position = ?", [position])
+    database.execute(
+        f"UPDATE rows SET state = {_KEPT_ORIGINAL} WHERE state = {_FREE} AND row_id IN"
+        f" (SELECT duplicate_of FROM rows WHERE state = {_KEPT})"
+    )
     if unreachable:
         text = (
             f"{counted(unreachable, 'input')} on servers cannot be read now; the rows"
             " stay"
         )
         on_event(StatusMessage(text, is_warning=True))
-    originals = (
-        {row.row_id for row in (*kept, *kept_originals)} if duplicates else set()
+    database.execute(
+        f"UPDATE rows SET state = {_KEPT} WHERE state = {_REPEATED} AND duplicate_of IN"
+        f" (SELECT row_id FROM rows WHERE state IN ({_KEPT}, {_KEPT_ORIGINAL}))"
     )
-    for each in duplicates:
-        if each.row is not None and each.row.duplicate_of in originals:
-            kept.append(each.row)
-        else:
-            pending.append(each)
-    pending.sort(key=lambda each: each.position)
-    for each in pending:
-        each.row = each.row or take(each.ref, any_content=True)
-
-    hashes = {each.ref.content_hash for each in pending}
-    held = {
-        row.content_hash.hex()
-        for row in (*kept, *kept_originals)
-        if row.content_hash is not None
-    } & hashes
-    refs: list[InputRef] = []
-    changed: list[int] = []
-    for each in pending:
-        if each.ref.content_hash in held:
+    database.execute(
+        "DELETE FROM pending WHERE row_id IN"
+        f" (SELECT row_id FROM rows WHERE state = {_KEPT})"
+    )
+    database.execute(f"UPDATE rows SET state = {_REPLACED} WHERE state = {_REPEATED}")
+    changed = array("q")
+    cut_off = array("q")
+    count = repeated = lost = 0
+    for position, ref, row in pending("TRUE"):
+        row = row or find(ref, any_content=True)
+        if row is not None:
+            mark(row, _REPLACED)
+            lost += ref.content_hash is None
+            # The first input that is cut off has the problem of its archive.
+            if ref.problem in _HIDES_OTHERS and row.failed_for is None:
+                cut_off.append(row.row_id)
+            if ref.problem == "unreadable" and row.failed_for is None:
+                raise EdjeError(
+                    f"cannot read {ref.uri}, which is row {row.row_id} of the index;"
+                    " make the file readable, or delete the row and the file. The index"
+                    " is unchanged"
+                )
+        content = _digest(ref.content_hash)
+        is_held = database.execute(
+            "SELECT 1 FROM rows WHERE hash = ?"
+            f" AND state IN ({_KEPT}, {_KEPT_ORIGINAL})",
+            [content],
+        ).fetchone()
+        if content is not None and is_held is None:
+            added = database.execute("INSERT OR IGNORE INTO new VALUES(?)", [content])
+            is_held = added.rowcount == 0 or None
+        if is_held is not None:
+            repeated += 1
             continue
-        if each.ref.content_hash is not None:
-            held.add(each.ref.content_hash)
-        if each.row is not None:
-            changed.append(len(refs))
-        refs.append(each.ref)
-    deleted = index.deleted.row_ids()
-    if len(deleted) and refs:
-        size = index.manifest.spec.shard_size
-        old = set()
-        for table in iter_stored_rows(
-            index, ["row_id", "content_hash"], sorted({*(deleted // size).tolist()})
-        ):
-            old |= {
-                *table.filter(pc.is_in(table["row_id"], pa.array(deleted)))[
-                    "content_hash"
-                ].to_pylist()
-            }
-        # photos of rows that go now were only renamed
-        going = [row for same_name in stored.values() for row in same_name]
-        going += [each.row for each in pending if each.row is not None]
-        old -= {row.content_hash.hex() for row in going if row.content_hash}
-        back = sum(
-            ref.content_hash is not None and ref.content_hash in old for ref in refs
+        if row is not None:
+            changed.append(count)
+        database.execute(
+            "UPDATE pending SET is_new = TRUE WHERE position = ?", [position]
         )
-        if back:
-            text = (
-                f"the sources still have {counted(back, 'deleted photo')}, so the"
-                " update adds what was deleted again"
-            )
-            on_event(StatusMessage(text, is_warning=True))
-    vanished = [row.row_id for same_name in stored.values() for row in same_name]
-    replaced = [(each.ref, each.row) for each in pending if each.row is not None]
-    for ref, row in replaced:
-        if ref.problem == "unreadable" and row.failed_for is None:
-            raise EdjeError(
-                f"cannot read {ref.uri}, which is row {row.row_id} of the index; make"
-                " the file readable, or delete the row and the file. The index is"
-                " unchanged"
-            )
+        count += 1
+    refs = StoredRefs(database, count)
+
+    def row_ids(condition: str) -> array[int]:
+        found = database.execute(
+            f"SELECT row_id FROM rows WHERE {condition} ORDER BY row_id"
+        )
+        return array("q", (row_id for (row_id,) in found))
+
+    vanished = row_ids(f"state = {_FREE}")
+    kept = f"state = {_KEPT}"
+    ((unchanged,),) = database.execute(f"SELECT COUNT(*) FROM rows WHERE {kept}")
+    changed_values = {
+        row_id: values
+        for row_id, values in metadata.items()
+        if row_ids(f"row_id = {row_id} AND {kept}")
+    }
     empty = [
         display_path(source.path)
         for source in sources
         if not source.inputs and max_vanished < 1
     ]
-    # The first input that is cut off has the problem of its archive.
-    cut_off = [
-        row.row_id
-        for ref, row in replaced
-        if ref.problem in _HIDES_OTHERS and row.failed_for is None
-    ]
     _refuse_hidden_rows(
         index,
         {**dict.fromkeys(empty, "it lists no images"), **hidden},
-        {*vanished, *cut_off},
+        vanished + cut_off,
     )
-    lost = len(vanished) + sum(ref.content_hash is None for ref, _ in replaced)
+    lost += len(vanished)
     if lost > max_vanished * rows + 1e-6:
         raise EdjeError(
             f"the inputs of {lost:,} of {counted(rows, 'row')} no longer exist, more"
@@ -342,17 +418,68 @@ def compare_sources(
         refs,
         rows_digest(refs),
         inputs,
-        len(pending) - len(refs),
+        repeated,
         count_ignored(sources),
-        unchanged=len(kept),
+        unchanged=unchanged,
+        stay_deleted=stay_deleted,
+        values=_new_values(index, unedited, changed_values),
         changed=changed,
         vanished=len(vanished),
-        deleted=sorted((*vanished, *(row.row_id for _, row in replaced))),
+        deleted=row_ids(f"state IN ({_FREE}, {_REPLACED})"),
     )
 
 
+def _hash_of(ref: InputRef) -> str:
+    return input_hash(ref.uri, ref.uri_raw, ref.content_hash)
+
+
+def _hash(values: Mapping[str, Any]) -> bytes:
+    given = {name: value for name, value in values.items() if value is not None}
+    return hashlib.blake2b(metadata_text(given).encode(), digest_size=16).digest()
+
+
+def _typed(
+    values: Mapping[str, Value], columns: Mapping[str, SourceColumn]
+) -> dict[str, Value]:
+    """Return values of a source as the index stores them, if their type fits."""
+    typed = dict(values)
+    for name in values.keys() & columns.keys():
+        with contextlib.suppress(ValueError, TypeError):
+            typed[name] = as_type(values[name], columns[name].type)
+    return typed
+
+
+def _new_values(
+    index: CommittedIndex,
+    unedited: CommittedIndex,
+    metadata: Mapping[int, Mapping[str, Value]],
+) -> dict[int, dict[str, Value | None]]:
+    """Return the values that the sources changed. A value that was edited stays, if the
+    sources still have the value that it replaced.
+
+    Args:
+        metadata: values of the sources, by the id of a row that is kept.
+    """
+    columns = {column.name: column for column in unedited.manifest.columns}
+    row_ids = sorted(metadata)
+    before, now = (
+        read_index_rows(each, row_ids, ["row_id", *columns]).to_pylist()
+        for each in (unedited, index)
+    )
+    values: dict[int, dict[str, Value | None]] = {}
+    for rows in zip(before, now, strict=True):
+        row_id = rows[0]["row_id"]
+        given = metadata[row_id]
+        for name in {*given, *columns}:
+            value = given.get(name)
+            column = columns.get(name)
+            if not any(is_value(row.get(name), value, column) for row in rows):
+                values.setdefault(row_id, {})[name] = value
+    return values
+
+
 def _refuse_hidden_rows(
-    index: CommittedIndex, hidden: Mapping[str, str], lost: set[int]
+    index: CommittedIndex, hidden: Mapping[str, str], lost: Sequence[int]
 ) -> None:
     """Raise EdjeError if rows have lost their inputs because a directory or archive is
     empty or cannot be read.
@@ -362,9 +489,9 @@ def _refuse_hidden_rows(
         lost: ids of the rows that have lost their inputs.
     """
     below: Counter[str] = Counter()
-    for table in iter_rows(index, ["row_id", "uri"]) if hidden and lost else ():
-        for line in table.to_pylist():
-            uri = line["uri"] if line["row_id"] in lost else ""
+    for table in iter_rows(index, ["row_id", "uri"]) if hidden and len(lost) else ():
+        is_lost = np.isin(table["row_id"].to_numpy(), lost)
+        for uri in table["uri"].filter(pa.array(is_lost)).to_pylist():
             ends = (position for position, letter in enumerate(uri) if letter in "/!")
             # the outermost one
             below.update([uri[:end] for end in ends if uri[:end] in hidden][:1])

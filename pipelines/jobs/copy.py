@@ -149,6 +149,8 @@ def compact_index(
     that makes fewer; the other rows keep their ids. Call the function again to resume a
     stopped compaction. The other arguments are those of `build_index`.
 
+    Rows with edited columns are copied too, with the values that were set.
+
     Args:
         index: directory of the index. The index can be read during the compaction.
         only_shards_with_deleted: True to copy only the rows of shards with deleted
@@ -212,7 +214,9 @@ def compaction(index: CommittedIndex, only_shards_with_deleted: bool) -> Edit:
             if (rows := len(spec.shard_rows(shard))) < spec.shard_size
         }
         is_saving = -(-sum(small.values()) // spec.shard_size) < len(small)
-        shards = _with_duplicates(index, small) if is_saving else []
+        # the new files have the edited values
+        some = {*index.edits.shards, *(small if is_saving else ())}
+        shards = _with_duplicates(index, some)
     if not shards:
         return Edit(spec)
     return rewriting(index, shards, spec.shard_size)

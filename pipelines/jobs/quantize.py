@@ -77,7 +77,8 @@ def quantize_index(
         source: precision to convert from; None takes the highest-fidelity precision
             stored. In this case, no precision in `to` may have a higher fidelity than
             the source.
-        workers: number of Ray workers; None converts in this process.
+        workers: number of Ray workers; None converts on all CPUs of this machine, in
+            threads.
         address: address of the Ray cluster to join; None starts Ray on this machine.
 
     Raises:
@@ -157,7 +158,6 @@ def conversion(
                 " convert anyway",
                 parameter="source",
             )
-    folders = (f"tokens/{read}/", f"checksums/{read}/")
     work = ShardWork(
         "converting",
         list(spec.shard_numbers()),
@@ -167,18 +167,14 @@ def conversion(
             "spec": asdict(spec),
             "source": read,
             "targets": sorted(missing),
-            "files": [
-                file.to_json()
-                for _, file in index.shard_files()
-                if file.path.startswith(folders)
-            ],
+            "tables": [table.to_json() for table in manifest.shard_tables],
         },
         make_task=lambda shard, plan: ConversionTask(
             str(index.root), shard, spec, read, missing, plan
         ),
         make_worker=lambda: convert_shard,
         engine=open_engine(
-            "inline" if workers is None else "ray",
+            "threads" if workers is None else "ray",
             workers,
             address=address,
             lock=layout.lock,

@@ -75,6 +75,12 @@ def choose_workers(
             model cannot encode clips.
         EngineUnavailableError: the Ray cluster does not answer.
     """
+    if engine == "inline" and address is not None:
+        raise UsageError(
+            f"the engine inline runs in this process, so it cannot join the cluster at"
+            f" {address}; leave out the address, or use the engine ray",
+            parameter="address",
+        )
     if engine == "ray":
         from pipelines.engines.ray_engine import check_ray
 

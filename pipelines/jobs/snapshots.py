@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
 from pipelines.jobs.changing import Edit, apply, notifier
 from pipelines.progress.events import OnEvent, StatusMessage, ignore, never
@@ -22,9 +23,10 @@ from storage_formats.change import (
     is_unfinished,
 )
 from storage_formats.errors import UsageError
+from storage_formats.format.edits import EDIT_SCHEMA, input_hash
 from storage_formats.format.manifest import CommittedIndex, Manifest, kept_snapshots
 from storage_formats.format.remote import open_index
-from storage_formats.format.rows import iter_rows
+from storage_formats.format.rows import iter_rows, read_index_rows
 from storage_formats.format.tombstones import (
     check_row_ids,
     check_rows_in_use,
@@ -190,8 +192,18 @@ def deletion(
             duplicates = table["row_id"].to_numpy()[np.isin(originals, requested)]
             requested = np.union1d(requested, duplicates)
     new = requested[~index.deleted.contain(requested)].tolist()
+    names = ["uri", "uri_raw", "content_hash"]
+    inputs = read_index_rows(index, new, names).to_pylist()
+    removed = {
+        "row_id": [None] * len(new),
+        "column": [input_hash(**each) for each in inputs],
+        "value": [None] * len(new),
+    }
     return len(requested), Edit(
-        index.manifest.spec, details={"rows": len(new)}, deleted=new
+        index.manifest.spec,
+        details={"rows": len(new)},
+        deleted=new,
+        edits=pa.table(removed, schema=EDIT_SCHEMA),
     )
 
 

@@ -254,6 +254,7 @@ async def info(state: State) -> dict[str, Any]:
         "bundle_fingerprint": model.info.fingerprint,
         "trained": model.info.trained,
         "dtype": dtype,
+        "pool": index.default_pool,
         "score": weights.described(),
         "weights": {
             part: weight for part, weight in weights.by_part().items() if weight
@@ -303,8 +304,9 @@ async def search(state: State, body: schemas.SearchRequest) -> dict[str, Any]:
         await state.in_thread(
             index.rows.passing, where, time.monotonic() + state.limits.deadline_seconds
         )
-    k = body.skip + (body.pool if body.embedding_order else body.k)
-    pool = body.skip + body.pool
+    candidates = body.pool or max(body.k, index.default_pool)
+    k = body.skip + (candidates if body.embedding_order else body.k)
+    pool = body.skip + candidates
     cost = tokens * (pool if is_reranked and body.query is not None else 1)
     options: dict[str, Any] = {"score": body.score, "where": where}
     if body.query is not None:
@@ -395,7 +397,8 @@ async def search_texts(state: State, body: schemas.TextSearchRequest) -> dict[st
         ]
 
     # a text takes the text tower about as long as a pair takes
-    pairs = min(body.pool, len(texts)) + len(texts)
+    pool = body.pool or max(body.k, index.default_pool)
+    pairs = min(pool, len(texts)) + len(texts)
     if body.image is None:
         cost = pairs * index.manifest.spec.block_shape[0]
         hits, _ = await state.batcher.submit(body.row_id, run, cost=cost)

@@ -30,7 +30,13 @@ class _Search(_Request):
     image: Text | None = Field(None, description="An image as base64 or data URI.")
     row_id: RowId | None = Field(None, description="Row id of an image of the index.")
     k: Count = Field(10, description="Number of hits.")
-    pool: Count = Field(100, description="Number of candidates to re-rank, at least k.")
+    pool: Count | None = Field(
+        None,
+        description=(
+            "Number of candidates to re-rank, at least k; the default is the value of"
+            " pool in /info."
+        ),
+    )
     score: str | None = Field(
         None,
         max_length=200,
@@ -50,7 +56,7 @@ class _Search(_Request):
         given = [query is not None, self.image is not None, self.row_id is not None]
         if not any(given) or all(given[1:]):
             raise ValueError(f"give {needed}")
-        if self.pool < self.k:
+        if self.pool is not None and self.pool < self.k:
             raise ValueError(
                 f"pool must be at least k, got pool = {self.pool} and k = {self.k}"
             )

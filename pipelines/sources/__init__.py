@@ -7,12 +7,14 @@ that overlap raise an error.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import fnmatch
 import glob
 import itertools
 import os
 import re
+import sqlite3
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -24,10 +26,17 @@ from edje_index.images.decode import ImageError, content_hash
 from edje_index.inputs.containers import ARCHIVE_SUFFIXES, PARQUET_SUFFIX
 from edje_index.inputs.names import has_input_suffix
 from edje_index.inputs.refs import InputRef, metadata_text, read_bytes
-from pipelines.progress.events import JobStopped, OnEvent, Progress, ShouldStop
+from pipelines.progress.events import (
+    JobStopped,
+    OnEvent,
+    Progress,
+    ShouldStop,
+    StatusMessage,
+)
 from pipelines.sources.base import (
     STANDARD_INPUT,
     ImageFileSource,
+    Patterns,
     Source,
     file_name,
     holds_inputs,
@@ -80,7 +89,11 @@ _STOPPED = "stopped while listing the sources"
 
 
 def open_sources(
-    specs: Iterable[str], column: str | None = None, *, clips: bool = False
+    specs: Iterable[str],
+    column: str | None = None,
+    *,
+    clips: bool = False,
+    patterns: Patterns | None = None,
 ) -> list[Source]:
     """Open sources in order. A brace pattern opens one source per name.
 
@@ -88,6 +101,7 @@ def open_sources(
         specs: paths or brace patterns; `ACCEPTED` lists the kinds of sources.
         column: name of the path column in lists of paths; None selects the first column
             with a name in `PATH_COLUMNS`.
+        patterns: which inputs the sources yield; None for all.
 
     Raises:
         UsageError: a source does not exist, is of an unknown kind, or overlaps another
@@ -102,6 +116,8 @@ def open_sources(
             else [spec]
         )
     sources = [open_source(name, column, clips=clips) for name in names]
+    for source in sources:
+        source.patterns = patterns or source.patterns
     if column is not None and not any(
         getattr(source, "column", None) for source in sources
     ):
@@ -151,15 +167,37 @@ def hash_and_mark_duplicates(refs: Iterable[InputRef]) -> Iterator[InputRef]:
     `duplicate_of`.
 
     `duplicate_of` is the position of the first identical input. An input that cannot be
-    read gets a `problem`. Memory use is about 200 bytes per distinct input.
+    read gets a `problem`. The hashes are in a temporary database on disk.
     """
-    first_row: dict[bytes, int] = {}
-    for row, ref in enumerate(hashed(refs)):
-        if ref.content_hash is not None:
-            original = first_row.setdefault(bytes.fromhex(ref.content_hash), row)
-            if original != row:
-                ref = dataclasses.replace(ref, duplicate_of=original)
-        yield ref
+    with contextlib.closing(temporary_database()) as database:
+        database.execute("CREATE TABLE first(hash BLOB PRIMARY KEY, row) WITHOUT ROWID")
+        for row, ref in enumerate(hashed(refs)):
+            if ref.content_hash is not None:
+                content = bytes.fromhex(ref.content_hash)
+                added = database.execute(
+                    "INSERT OR IGNORE INTO first VALUES(?, ?)", [content, row]
+                )
+                if not added.rowcount:
+                    ((original,),) = database.execute(
+                        "SELECT row FROM first WHERE hash = ?", [content]
+                    )
+                    ref = dataclasses.replace(ref, duplicate_of=original)
+            yield ref
+
+
+def temporary_database() -> sqlite3.Connection:
+    """Return an empty database in a temporary file, which vanishes with the connection.
+
+    It takes at most about 64 MiB of memory, half of them to sort. The environment
+    variable TMPDIR names the directory of the file.
+    """
+    # an empty name means a temporary file
+    database = sqlite3.connect("", isolation_level=None, check_same_thread=False)
+    database.execute("PRAGMA cache_size = -32768")
+    database.execute("PRAGMA journal_mode = OFF")
+    # a transaction per statement would write each to the file
+    database.execute("BEGIN")
+    return database
 
 
 def hashed(refs: Iterable[InputRef]) -> Iterator[InputRef]:
@@ -184,16 +222,20 @@ def hashed(refs: Iterable[InputRef]) -> Iterator[InputRef]:
 
 
 def digested(
-    refs: Iterable[InputRef], digest: Any, on_event: OnEvent, should_stop: ShouldStop
+    sources: Sequence[Source],
+    digest: Any,
+    on_event: OnEvent,
+    should_stop: ShouldStop,
 ) -> Iterator[InputRef]:
-    """Yield `refs` unchanged, add each input to `digest`, and report the progress.
+    """Yield the inputs of all sources in row order, add each to `digest`, and report
+    the progress, and patterns that match no input.
 
     Raises:
         JobStopped: `should_stop()`, which is called before each input and after the
             last, returned True.
     """
     reported_at = time.monotonic()
-    for number, ref in enumerate(refs, 1):
+    for number, ref in enumerate(iter_all(sources), 1):
         if should_stop():
             raise JobStopped(_STOPPED)
         digest.update(
@@ -207,6 +249,8 @@ def digested(
             reported_at = time.monotonic()
             on_event(Progress("listing the sources", number))
         yield ref
+    for pattern in sources[0].patterns.without_match() if sources else ():
+        on_event(StatusMessage(f"no input matches the pattern {pattern!r}", True))
     # Ctrl-C also ends the program that writes a list to standard input, so the list may
     # be cut
     if should_stop():

@@ -11,7 +11,7 @@ import threading
 import unicodedata
 import urllib.parse
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -25,6 +25,7 @@ from edje_index.images.transient import (
 from edje_index.inputs.names import has_input_suffix
 from edje_index.inputs.refs import InputRef, display_path
 from storage_formats.errors import UsageError
+from storage_formats.extras import name_missing_extra
 from storage_formats.format.source_columns import Value
 from storage_formats.remote.files import (
     ChangedFileError,
@@ -64,6 +65,57 @@ class Ignored(dict[str, int]):
             self[key] = self.get(key, 0) + entries
 
 
+class Patterns:
+    """Which inputs are used, by patterns in the syntax of .gitignore.
+
+    Args:
+        include: only inputs that match are used; empty for all.
+        exclude: inputs that match are not used.
+
+    Raises:
+        UsageError: a pattern is not valid.
+    """
+
+    def __init__(
+        self, include: Sequence[str] = (), exclude: Sequence[str] = ()
+    ) -> None:
+        self._unmatched = [*include, *exclude]
+        self._include: Any = None
+        self._exclude: Any = None
+        if not self._unmatched:
+            return
+        with name_missing_extra("build"):
+            from pathspec import GitIgnoreSpec
+        try:
+            self._include = GitIgnoreSpec.from_lines(include) if include else None
+            self._exclude = GitIgnoreSpec.from_lines(exclude)
+            self._single = {
+                pattern: GitIgnoreSpec.from_lines([pattern.removeprefix("!")])
+                for pattern in self._unmatched
+            }
+        except ValueError as error:
+            raise UsageError(
+                f"a pattern is not valid: {error}; write patterns as in .gitignore",
+                parameter="exclude",
+            ) from error
+
+    def select(self, path: str) -> bool:
+        """Return True if the input with this path in its source is used."""
+        if self._exclude is None:
+            return True
+        self._unmatched = [
+            pattern
+            for pattern in self._unmatched
+            if not self._single[pattern].match_file(path)
+        ]
+        is_included = self._include is None or self._include.match_file(path)
+        return bool(is_included and not self._exclude.match_file(path))
+
+    def without_match(self) -> list[str]:
+        """Return the patterns that no input has matched."""
+        return self._unmatched
+
+
 @dataclass
 class Source(ABC):
     """A source of images and clips.
@@ -75,6 +127,7 @@ class Source(ABC):
         ignored: number of entries that are not inputs, in the latest pass over the
             source. Keys are suffixes (".txt") or reasons ("(hidden)").
         inputs: number of inputs in the latest pass.
+        patterns: which inputs are used; the others are ignored.
     """
 
     spec: str
@@ -82,6 +135,7 @@ class Source(ABC):
     ignored: Ignored = field(init=False, default_factory=Ignored)
     clips: bool = field(default=False, kw_only=True)
     inputs: int = field(init=False, default=0)
+    patterns: Patterns = field(init=False, default_factory=Patterns)
 
     def __post_init__(self) -> None:
         self.path = absolute_path(self.spec)
@@ -94,8 +148,21 @@ class Source(ABC):
         self.ignored.clear()
         self.inputs = 0
         for ref in self._iter_inputs():
-            self.inputs += 1
-            yield ref
+            if self.patterns.select(self._path_in_source(ref.uri)):
+                self.inputs += 1
+                yield ref
+            else:
+                self.ignored.count("(excluded)")
+
+    def _path_in_source(self, uri: str) -> str:
+        """Return the path that patterns see: below the directory or archive, or below
+        the directory of a list or file.
+        """
+        source = display_path(self.path).rstrip("/")
+        for start in (source, os.path.dirname(source)):
+            if uri.startswith((f"{start}/", f"{start}!")):
+                uri = uri[len(start) :]
+        return uri.lstrip("/!").replace("!", "/")
 
     @abstractmethod
     def _iter_inputs(self) -> Iterator[InputRef]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import stat
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from edje_index.inputs.names import (
     MAX_SIDECAR_BYTES,
@@ -24,8 +26,10 @@ from pipelines.sources.base import (
     problem_of,
     read_head,
 )
-from pipelines.sources.metadata import sidecar_values
+from pipelines.sources.lists import ListSource
+from pipelines.sources.metadata import sidecar_values, source_values
 from pipelines.sources.packed import is_packed_name, packed_source, scan_ahead
+from storage_formats.errors import UsageError
 from storage_formats.format.layout import Layout
 from storage_formats.remote.files import list_remote_folder, read_remote
 from storage_formats.remote.urls import is_url
@@ -39,6 +43,8 @@ _Sidecars = dict[bytes, dict[str, bytes]]
 
 
 _LITTER = "(thumbnails, trash)"
+_TABLES = (b"metadata.jsonl", b"metadata.csv")
+_NAME = "file_name"
 
 
 @dataclass
@@ -65,7 +71,8 @@ class FolderSource(Source):
     In each directory, the files come first and the subdirectories follow, both sorted
     by the bytes of their names. Symbolic links are followed. If several paths lead to
     one file, only the first path is used. Hidden files and directories are ignored. The
-    files NAME.json and NAME.txt contain the metadata of the image NAME.jpg.
+    files NAME.json and NAME.txt contain the metadata of the image NAME.jpg, and
+    metadata.jsonl or metadata.csv that of the images in its column file_name.
 
     Archives and Parquet files are read if their directory contains no image files, as
     in the output of img2dataset. Otherwise they are ignored and counted.
@@ -79,6 +86,8 @@ class FolderSource(Source):
         # files already used through a link, by directory
         self._linked: dict[_FileId, set[bytes]] = {}
         self._packed_seen: set[_FileId] = set()
+        # columns of tables in the directories, by path of the photo
+        self._listed: dict[bytes, dict[Any, Any]] = {}
         pending = [self.path.rstrip(b"/") if is_url(self.path) else self.path]
         while pending:
             path = pending.pop()
@@ -92,6 +101,8 @@ class FolderSource(Source):
                 os.path.join(path, name)
                 for name in sorted(directory.directories, reverse=True)
             ]
+        if self._listed:
+            self.ignored.count("(metadata without a file)", len(self._listed))
 
     def _list(self, path: bytes) -> _Directory:
         directory = _Directory(path)
@@ -157,9 +168,14 @@ class FolderSource(Source):
         """Yield the inputs among the files of a directory, and then those in its
         archives and Parquet files.
         """
+        tables = {
+            name
+            for name in directory.files
+            if name in _TABLES and self._join(directory, name)
+        }
         links = [name for name in directory.links if has_input_suffix(name, self.clips)]
         sidecars = join_sidecars(sorted([*directory.files, *links]), self.clips)
-        used = {name for each in sidecars.values() for name in each.values()}
+        used = {name for each in sidecars.values() for name in each.values()} | tables
         names = sorted({*directory.files, *directory.links} - used)
         reads_packed = not holds_inputs(names, self.clips)
         files: list[bytes] = []
@@ -224,7 +240,28 @@ class FolderSource(Source):
             for suffix, sidecar in sidecars.get(name, {}).items()
         }
         metadata = sidecar_values(contents, self.ignored) if contents else None
+        listed = self._listed.pop(path, None)
+        if listed is not None:
+            columns = source_values(listed, self.ignored) or {}
+            metadata = {**columns, **(metadata or {})}
         return file_input(path, size=size, metadata=metadata)
+
+    def _join(self, directory: _Directory, name: bytes) -> bool:
+        """Read the table of an image folder of Hugging Face Datasets, whose column
+        `file_name` names the photos. Return False if it has no such column.
+        """
+        try:
+            table = ListSource(os.fsdecode(os.path.join(directory.path, name)), _NAME)
+        except UsageError:
+            return False
+        for values in table.values():
+            # a JSON escape can be no Unicode
+            with contextlib.suppress(UnicodeEncodeError):
+                listed = os.fsencode(str(values.pop(_NAME, "")))
+                self._listed.setdefault(os.path.join(directory.path, listed), values)
+        for key, count in table.ignored.items():
+            self.ignored.count(key, count)
+        return True
 
     def _is_repeated(self, directory: _Directory, name: bytes, ref: InputRef) -> bool:
         """Return True if the file of an input was used before, under another path.

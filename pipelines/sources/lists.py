@@ -162,6 +162,10 @@ class ListSource(Source):
                 ref if metadata is None else dataclasses.replace(ref, metadata=metadata)
             )
 
+    def values(self) -> Iterator[dict[Any, Any]]:
+        """Yield the values of each entry by column, with that of the path column."""
+        return (values for _, values in self._entries() if values)
+
     def _entries(self) -> Iterator[_Entry]:
         """Yield the entries. Empty fields of CSV are left out. If two columns share
         a name, the first wins.
@@ -228,13 +232,14 @@ class ListSource(Source):
         if self._suffix in _DELIMITERS:
             return next((row for _, row in self._csv_rows()), None) or []
         if self._suffix != ".parquet":
-            objects = (
-                values
-                for _, values in itertools.islice(
-                    self._json_entries(), _LINES_WITH_COLUMNS
-                )
-            )
-            return list(next(filter(None, objects), {}))
+            lines = read_json_lines(self._file, decode_errors="surrogateescape")
+            problem = ""
+            for number, value, error in itertools.islice(lines, _LINES_WITH_COLUMNS):
+                if value and isinstance(value, dict):
+                    return list(value)
+                found = error or "the line is not a JSON object"
+                problem = problem or f"line {number} cannot be used: {found}"
+            raise ValueError(problem or "the file has no lines")
         with open_parquet(os.fsdecode(self._file)) as file:
             schema = file.schema_arrow
         return [each.name for each in schema if column_kind(each.type) in (TEXT, BYTES)]

@@ -20,6 +20,8 @@ SNAPSHOT_VERSION = "1.1"
 EXTENDED_VERSION = "1.2"
 # format version of an index with a row map of some of its shards
 PARTIAL_VERSION = "1.3"
+# format version of an index with edits
+EDITED_VERSION = "1.4"
 # rows per shard by default
 SHARD_SIZE = 1024
 PAGE_BYTES = 4096
@@ -202,6 +204,14 @@ class Layout:
         return self.ann / f"index-{crc32c:08x}.faiss"
 
     @property
+    def hashes(self) -> Path:
+        return self.root / "hashes"
+
+    @property
+    def verified(self) -> Path:
+        return self.root / "verified.bin"
+
+    @property
     def build(self) -> Path:
         return self.root / "build"
 
@@ -228,18 +238,15 @@ class Layout:
     def token_array(self, precision: str) -> Path:
         return self.tokens / precision
 
+    def shard_folders(self) -> list[Path]:
+        """Return all directories with files of shards."""
+        return [self.rows, self.embeddings, self.tokens, self.root / "checksums"]
+
     def data_folders(self) -> list[Path]:
         """Return all directories that contain committed files, except the root and
         `snapshots/`.
         """
-        return [
-            self.rows,
-            self.embeddings,
-            self.tokens,
-            self.root / "checksums",
-            self.root / "manifest",
-            self.ann,
-        ]
+        return [*self.shard_folders(), self.root / "manifest", self.ann]
 
     def zarr_files(self, precisions: Iterable[str]) -> list[Path]:
         """Return the path of each `zarr.json`: of the token group, of the
@@ -276,6 +283,9 @@ class Layout:
 
     def row_map(self, crc32c: int) -> Path:
         return self.root / "manifest" / f"row-map-{crc32c:08x}.parquet"
+
+    def edits(self, crc32c: int) -> Path:
+        return self.root / "manifest" / f"edits-{crc32c:08x}.parquet"
 
     def snapshot(self, number: int) -> Path:
         return self.root / "snapshots" / f"{number:08d}.json"

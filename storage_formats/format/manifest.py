@@ -7,11 +7,10 @@ import functools
 import json
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from types import UnionType
-from typing import Any, TypedDict, get_args, get_origin, get_type_hints, is_typeddict
+from typing import Any, TypedDict
 
 from storage_formats.arguments import as_count, as_path, shown
 from storage_formats.atomic import write_json_atomic
@@ -24,6 +23,7 @@ from storage_formats.errors import (
 )
 from storage_formats.format.checksum import json_checksum
 from storage_formats.format.downloads import download
+from storage_formats.format.edits import Edits, read_edits
 from storage_formats.format.index_files import read_index_file
 from storage_formats.format.layout import (
     FORMAT,
@@ -33,7 +33,7 @@ from storage_formats.format.layout import (
     Segment,
 )
 from storage_formats.format.shard_table import FileEntry, read_shard_table
-from storage_formats.format.source_columns import SourceColumn, check_columns
+from storage_formats.format.source_columns import SourceColumn, columns_from_json
 from storage_formats.format.tombstones import Tombstones, read_tombstones
 from storage_formats.remote.objects import ObjectFolder
 from storage_formats.remote.urls import IndexLocation
@@ -165,47 +165,35 @@ class Ann(TypedDict, total=False):
     files: list[AnnFile]
 
 
-@dataclass(frozen=True)
-class _Precision:
-    name: str
-    record_bytes: int
-    encoded_from: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class _Segment:
-    first_row: int
-    rows: int
-    shard_table: FileEntry
-
-
-@dataclass(frozen=True)
-class _Document:
-    """The members of `index.json` (SPEC.md section 4), without the checksum."""
-
-    format: str
-    format_version: str
-    created_by: str
-    rows: int
-    shard_size: int
-    shards: int
-    block_shape: tuple[int, ...]
-    embed_dim: int
-    precisions: tuple[_Precision, ...]
-    counts: Counts
-    model: dict[str, Any]
-    settings: dict[str, Any]
-    plan: str
-    shard_table: FileEntry
-    ann: Ann
-    snapshot: int | None = None
-    change: dict[str, Any] | None = None
-    next_shard: int | None = None
-    oldest_snapshot: int | None = None
-    deleted: dict[str, Any] | None = None
-    row_maps: tuple[RowMap, ...] = ()
-    segments: tuple[_Segment, ...] = ()
-    columns: tuple[SourceColumn, ...] = ()
+# the types of members of `index.json` (SPEC.md section 4), for `_check`
+_TYPES: dict[str, Any] = {
+    "format_version": str,
+    "created_by": str,
+    "rows": int,
+    "shard_size": int,
+    "shards": int,
+    "block_shape": [int],
+    "embed_dim": int,
+    "precisions": [{"name": str, "encoded_from": [str]}],
+    "counts": {"inputs": int, "indexed": int, "duplicates": int, "failed": {...: int}},
+    "model": dict,
+    "settings": dict,
+    "plan": str,
+    "ann": {
+        "kind": str,
+        "metric": str,
+        "factory": str,
+        "vectors": int,
+        "probes": int,
+        "recall": {"k": int, "value": float, "target": float},
+        "files": [{"vectors": int, "similarity": float}],
+    },
+    "snapshot": int,
+    "change": dict,
+    "next_shard": int,
+    "oldest_snapshot": int,
+    "deleted": {"rows": int},
+}
 
 
 @dataclass(frozen=True)
@@ -219,6 +207,7 @@ class Manifest:
         further_tables: file entries of the shard tables of the other segments.
         columns: source columns of the rows table.
         row_maps: entries of the row maps, oldest first (SPEC.md section 12.1).
+        edits: file entry of the edits; None if there are none.
 
     Examples:
         >>> from storage_formats import Manifest
@@ -241,6 +230,7 @@ class Manifest:
     further_tables: tuple[FileEntry, ...] = ()
     columns: tuple[SourceColumn, ...] = ()
     row_maps: tuple[RowMap, ...] = ()
+    edits: FileEntry | None = None
 
     @classmethod
     def load(cls, root: str | Path, snapshot: int | None = None) -> Manifest:
@@ -268,9 +258,9 @@ class Manifest:
                 ) from None
             if layout.root.exists():
                 raise UsageError(
-                    f"{root} is not an EDJE index (it has no index.json)"
+                    f"{root} is not an EDJE index (it has no index.json)", remedy="show"
                 ) from None
-            raise UsageError(f"there is no index at {root}") from None
+            raise UsageError(f"there is no index at {root}", remedy="build") from None
         number = (
             current.snapshot.number
             if snapshot is None
@@ -320,56 +310,61 @@ class Manifest:
         """The file entries of the shard tables, one per segment."""
         return (self.shard_table, *self.further_tables)
 
+    def to_json(self) -> dict[str, Any]:
+        """Return the members of `index.json`. Members with default values are left
+        out.
+        """
+        spec = self.spec
+        snapshot = self.snapshot
+        precisions = []
+        for name in spec.precisions:
+            record_bytes = codec(name, spec.block_shape).record_bytes
+            precision = {"name": name, "record_bytes": record_bytes}
+            if origins := self.encoded_from.get(name):
+                precision["encoded_from"] = list(origins)
+            precisions.append(precision)
+        value: dict[str, Any] = {
+            "format": FORMAT,
+            "format_version": self.format_version,
+            "created_by": self.created_by,
+            "rows": spec.rows,
+            "shard_size": spec.shard_size,
+            "shards": spec.shards,
+            "block_shape": list(spec.block_shape),
+            "embed_dim": spec.embed_dim,
+            "precisions": precisions,
+            "counts": asdict(self.counts),
+            "model": self.model,
+            "settings": self.settings,
+            "plan": self.plan,
+            "shard_table": self.shard_table.to_json(),
+            "ann": self.ann,
+        }
+        if spec.segments:
+            tables = zip(spec.segments, self.shard_tables, strict=True)
+            value["segments"] = [
+                {**segment.__dict__, "shard_table": table.to_json()}
+                for segment, table in tables
+            ]
+        for name, entries in (("row_maps", self.row_maps), ("columns", self.columns)):
+            if entries:
+                value[name] = [entry.to_json() for entry in entries]
+        if self.edits is not None:
+            value["edits"] = self.edits.to_json()
+        if snapshot.number or snapshot.change:
+            value["snapshot"] = snapshot.number
+            value["change"] = snapshot.change
+            value["next_shard"] = snapshot.next_shard
+            if snapshot.oldest is not None:
+                value["oldest_snapshot"] = snapshot.oldest
+            if snapshot.deleted is not None:
+                deleted = snapshot.deleted.to_json()
+                value["deleted"] = {**deleted, "rows": snapshot.deleted_rows}
+        return {**value, "crc32c": json_checksum(value)}
+
     def write(self, layout: Layout) -> None:
         """Write `index.json`. This commits the index."""
-        spec = self.spec
-        document = _Document(
-            format=FORMAT,
-            format_version=self.format_version,
-            created_by=self.created_by,
-            rows=spec.rows,
-            shard_size=spec.shard_size,
-            shards=spec.shards,
-            block_shape=spec.block_shape,
-            embed_dim=spec.embed_dim,
-            precisions=tuple(
-                _Precision(
-                    name,
-                    codec(name, spec.block_shape).record_bytes,
-                    tuple(self.encoded_from.get(name, ())),
-                )
-                for name in spec.precisions
-            ),
-            counts=self.counts,
-            model=self.model,
-            settings=self.settings,
-            plan=self.plan,
-            shard_table=self.shard_table,
-            ann=self.ann,
-            segments=tuple(
-                _Segment(segment.first_row, segment.rows, table)
-                for segment, table in zip(
-                    spec.segments, self.shard_tables, strict=bool(spec.segments)
-                )
-            ),
-            row_maps=self.row_maps,
-            columns=self.columns,
-        )
-        snapshot = self.snapshot
-        if snapshot.number or snapshot.change:
-            document = replace(
-                document,
-                snapshot=snapshot.number,
-                change=snapshot.change,
-                next_shard=snapshot.next_shard,
-                oldest_snapshot=snapshot.oldest,
-            )
-            if snapshot.deleted is not None:
-                rows = {"rows": snapshot.deleted_rows}
-                deleted = {**snapshot.deleted.to_json(), **rows}
-                document = replace(document, deleted=deleted)
-        value = _to_json(document)
-        write_json_atomic(layout.manifest, {**value, "crc32c": json_checksum(value)})
+        write_json_atomic(layout.manifest, self.to_json())
 
     @property
     def ann_files(self) -> list[FileEntry]:
@@ -385,6 +380,7 @@ class Manifest:
             *deleted,
             *(row_map.file for row_map in self.row_maps),
             *self.ann_files,
+            *filter(None, [self.edits]),
         ]
 
 
@@ -413,6 +409,13 @@ class CommittedIndex:
         """The tombstones of the snapshot, read at the first access."""
         self.fetch(filter(None, [self.manifest.snapshot.deleted]))
         return read_tombstones(self.root, self.manifest.spec, self.manifest.snapshot)
+
+    @functools.cached_property
+    def edits(self) -> Edits:
+        """The edits of the snapshot, read at the first access."""
+        entry = self.manifest.edits
+        self.fetch(filter(None, [entry]))
+        return read_edits(self.root, self.manifest.spec, entry)
 
     @classmethod
     def open(cls, root: str | Path, snapshot: int | None = None) -> CommittedIndex:
@@ -449,13 +452,14 @@ def kept_snapshots(index: CommittedIndex) -> list[Manifest]:
     Raises:
         UsageError, CorruptIndexError: a snapshot cannot be read, see `Manifest.load`.
     """
+    manifests = list[Manifest]()
     if index.remote is None:
-        numbers = earlier_snapshots(Layout(index.root), index.manifest)
-        return [
-            *(Manifest.load(index.root, number) for number in numbers),
-            index.manifest,
-        ]
-    manifests = []
+        layout = Layout(index.root)
+        for number in earlier_snapshots(layout, index.manifest):
+            # a change has removed the snapshot
+            with contextlib.suppress(FileNotFoundError):
+                manifests.append(Manifest._read(layout, layout.snapshot(number)))
+        return [*manifests, index.manifest]
     for key in sorted(
         key
         for key in index.remote.list_sizes("snapshots")
@@ -512,8 +516,8 @@ def _parse(where: IndexLocation, value: Any) -> Manifest:
             " restore the file from a backup"
         )
     try:
-        document = _from_json(_Document, value, "index.json")
-        manifest = _manifest(document)
+        _check(value, _TYPES, "index.json")
+        manifest = _manifest(value)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CorruptIndexError(
             f"a member of {where} is missing or has the wrong type ({error!r}); restore"
@@ -532,135 +536,108 @@ def _parse(where: IndexLocation, value: Any) -> Manifest:
                 f" for a shard table of {table.bytes} bytes; restore the file from a"
                 " backup"
             )
-    if manifest.counts.inputs != spec.used_rows or document.shards != spec.shards:
+    if manifest.counts.inputs != spec.used_rows or value["shards"] != spec.shards:
         raise CorruptIndexError(
             f"{where} is inconsistent: its numbers of rows ({spec.used_rows}), inputs"
-            f" ({manifest.counts.inputs}) and shards ({document.shards}, of"
+            f" ({manifest.counts.inputs}) and shards ({value['shards']}, of"
             f" {spec.shard_size} rows each) do not match; restore the file from a"
             " backup"
         )
     return manifest
 
 
-def _manifest(document: _Document) -> Manifest:
-    """Return the manifest that `document` describes.
+def _manifest(value: dict[str, Any]) -> Manifest:
+    """Return the manifest with the members `value`, whose types are right.
 
     Raises:
-        KeyError, TypeError, ValueError: a member is not valid.
+        KeyError, TypeError, ValueError: a member is missing or not valid.
     """
-    m, d = document.block_shape
-    names = tuple(precision.name for precision in document.precisions)
-    if not names:
+    m, d = value["block_shape"]
+    precisions = value["precisions"]
+    if not precisions:
         raise ValueError("precisions is empty")
-    number = document.snapshot or 0
-    oldest = document.oldest_snapshot
-    next_shard = document.next_shard or 0
+    number = value.get("snapshot", 0)
+    oldest = value.get("oldest_snapshot")
+    next_shard = value.get("next_shard", 0)
     if not 0 <= (oldest or 0) <= number or not 0 <= next_shard < _MAX_SHARDS:
         raise ValueError(
             f"the member snapshot ({number}), oldest_snapshot ({oldest}) or next_shard"
             f" ({next_shard}) is out of range"
         )
-    deleted = document.deleted
+    counts = value["counts"]
+    segments = value.get("segments", [])
+    deleted = value.get("deleted")
+    edits = value.get("edits")
     manifest = Manifest(
         spec=IndexSpec(
-            rows=document.rows,
-            shard_size=document.shard_size,
+            rows=value["rows"],
+            shard_size=value["shard_size"],
             block_shape=(m, d),
-            embed_dim=document.embed_dim,
-            precisions=names,
+            embed_dim=value["embed_dim"],
+            precisions=tuple(precision["name"] for precision in precisions),
             segments=tuple(
-                Segment(segment.first_row, segment.rows)
-                for segment in document.segments
+                Segment(int(segment["first_row"]), int(segment["rows"]))
+                for segment in segments
             ),
         ),
-        counts=document.counts,
-        model=document.model,
-        settings=document.settings,
-        plan=document.plan,
-        shard_table=document.shard_table,
-        ann=document.ann,
-        created_by=document.created_by,
-        format_version=document.format_version,
+        counts=Counts(
+            counts["inputs"],
+            counts["indexed"],
+            counts["duplicates"],
+            counts.get("failed", {}),
+        ),
+        model=value["model"],
+        settings=value["settings"],
+        plan=value["plan"],
+        shard_table=FileEntry.from_json(value["shard_table"]),
+        ann=value["ann"],
+        created_by=value["created_by"],
+        format_version=value["format_version"],
         encoded_from={
-            precision.name: precision.encoded_from
-            for precision in document.precisions
-            if precision.encoded_from
+            precision["name"]: tuple(precision["encoded_from"])
+            for precision in precisions
+            if precision.get("encoded_from")
         },
         snapshot=Snapshot(
             number=number,
-            change=document.change or {},
+            change=value.get("change", {}),
             next_shard=next_shard,
             deleted=None if deleted is None else FileEntry.from_json(deleted),
-            deleted_rows=0 if deleted is None else int(deleted["rows"]),
+            deleted_rows=0 if deleted is None else deleted["rows"],
             oldest=oldest,
         ),
-        further_tables=tuple(segment.shard_table for segment in document.segments[1:]),
-        columns=document.columns,
-        row_maps=document.row_maps,
+        further_tables=tuple(
+            FileEntry.from_json(segment["shard_table"]) for segment in segments[1:]
+        ),
+        columns=columns_from_json(value.get("columns", [])),
+        row_maps=tuple(map(RowMap.from_json, value.get("row_maps", []))),
+        edits=None if edits is None else FileEntry.from_json(edits),
     )
-    check_columns(manifest.columns)
     # raises the errors of the entries
     _ = manifest.ann_files
     return manifest
 
 
-def _from_json(kind: Any, value: Any, name: str) -> Any:
-    """Return `value`, parsed JSON, as the type `kind`.
+def _check(value: Any, types: Any, name: str) -> None:
+    """Raise TypeError if a member of `value`, parsed JSON, has another type than in
+    `types`, which has the same structure. Other members may have any type.
 
     Args:
-        kind: a type of the members of `_Document`. A class with the method `from_json`
-            reads itself. Unknown members of a TypedDict are kept.
-        name: name of the member for error messages.
-
-    Raises:
-        AttributeError, KeyError, TypeError, ValueError: a member is missing or has
-            another type.
+        types: a type; a list of the type of each item; or the types of members by name,
+            under `...` that of all members.
+        name: name of the value for error messages.
     """
-    if kind is Any:
-        return value
-    if hasattr(kind, "from_json"):
-        return kind.from_json(value)
-    arguments = get_args(kind)
-    origin = get_origin(kind)
-    if origin is UnionType:
-        # T | None
-        return None if value is None else _from_json(arguments[0], value, name)
-    if origin in (tuple, list):
-        items = _from_json(list, value, name)
-        return origin(_from_json(arguments[0], item, name) for item in items)
-    if origin is dict:
-        return {
-            key: _from_json(arguments[1], member, f"{name}.{key}")
-            for key, member in value.items()
-        }
-    if is_typeddict(kind) or is_dataclass(kind):
-        types = get_type_hints(kind)
-        members = {
-            key: _from_json(types.get(key, Any), member, f"{name}.{key}")
-            for key, member in value.items()
-        }
-        if is_typeddict(kind):
-            return members
-        return kind(**{key: members[key] for key in types.keys() & members})
-    if not isinstance(value, int | float if kind is float else kind):
-        raise TypeError(f"{name} must be of type {kind.__name__}, got {shown(value)}")
-    return value
-
-
-def _to_json(value: Any) -> Any:
-    """Return a `_Document` or a part of it as JSON values. A member with the default
-    value is left out.
-    """
-    if hasattr(value, "to_json"):
-        return value.to_json()
-    if is_dataclass(value):
-        members = {each.name: getattr(value, each.name) for each in fields(value)}
-        return {
-            each.name: _to_json(members[each.name])
-            for each in fields(value)
-            if members[each.name] != each.default
-        }
-    return list(map(_to_json, value)) if isinstance(value, tuple) else value
+    if isinstance(types, list):
+        _check(value, list, name)
+        for item in value:
+            _check(item, types[0], name)
+    elif isinstance(types, dict):
+        _check(value, dict, name)
+        for key, member in value.items():
+            if of_member := types.get(key, types.get(...)):
+                _check(member, of_member, f"{name}.{key}")
+    elif not isinstance(value, int | float if types is float else types):
+        raise TypeError(f"{name} must be of type {types.__name__}, got {shown(value)}")
 
 
 def created_by() -> str:

@@ -4,6 +4,7 @@ shard (SPEC.md section 9).
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ import pyarrow.parquet as pq
 from storage_formats.atomic import naming
 from storage_formats.errors import UsageError, cannot_read
 from storage_formats.format.committed_files import CommittedFiles
+from storage_formats.format.edits import Edits
 from storage_formats.format.index_files import read_index_file
 from storage_formats.format.layout import Layout
 from storage_formats.format.manifest import CommittedIndex
@@ -172,6 +174,7 @@ def read_shard_rows(
     columns: list[str] | None = None,
     committed: FileEntry | None = None,
     source_columns: Iterable[SourceColumn] = (),
+    edits: Edits | None = None,
 ) -> pa.Table:
     """Read the rows of one shard, in row order.
 
@@ -183,6 +186,8 @@ def read_shard_rows(
         source_columns: source columns of the index. A column that is missing from the
             file is null in the result. A column with a narrower type in the file is
             converted.
+        edits: edits of the index, which replace values of source columns. None gives
+            the values of the file.
     """
     path = layout.rows_file(shard)
     schema = row_schema(source_columns)
@@ -194,12 +199,34 @@ def read_shard_rows(
         if committed is not None:
             check_content(path, committed, data)
         source_names = set(schema.names) - set(ROW_SCHEMA.names)
-        return cast_columns(
-            read_table(data, schema.names, optional=source_names), schema, source_names
-        )
-    except (OSError, ValueError, TypeError, pa.ArrowException) as error:
-        # damaged names and text raise ValueError
+        # the file may have none of the other columns
+        names = list(dict.fromkeys([*schema.names, "row_id"]))
+        stored = read_table(data, names, optional=source_names)
+        table = cast_columns(stored, schema, source_names)
+        return table if edits is None else _edited(table, edits.of_shard(shard))
+    except (
+        *(OSError, ValueError, TypeError, pa.ArrowException),
+        *(ArithmeticError, LookupError, RecursionError),
+    ) as error:
+        # damaged names and text raise ValueError, damaged edits the second line
         raise cannot_read(f"the rows of shard {shard} in {path}", error) from error
+
+
+def _edited(table: pa.Table, edits: Mapping[str, Mapping[int, str | None]]) -> pa.Table:
+    """Return the rows of a shard with the values of `edits`, JSON by column and
+    position.
+    """
+    for name in set(edits).intersection(table.column_names):
+        number = table.schema.get_field_index(name)
+        field = table.schema.field(number)
+        values = table[name].to_pylist()
+        for position, text in edits[name].items():
+            value = None if text is None else json.loads(text)
+            if value is not None:
+                value = as_type(value, type_name(field.type))
+            values[position] = value
+        table = table.set_column(number, field, pa.array(values, field.type))
+    return table
 
 
 def cast_columns(
@@ -289,7 +316,12 @@ def iter_stored_rows(
         if at % _FILES_AT_ONCE == 0:
             index.fetch([each for _, each in files[at : at + _FILES_AT_ONCE]])
         yield read_shard_rows(
-            Layout(index.root), shard, names, committed, index.manifest.columns
+            Layout(index.root),
+            shard,
+            names,
+            committed,
+            index.manifest.columns,
+            index.edits,
         )
 
 
@@ -356,7 +388,7 @@ def read_index_rows(
     source_columns = index.manifest.columns
     index.fetch(files.values())
     tables = [
-        read_shard_rows(layout, shard, columns, entry, source_columns)
+        read_shard_rows(layout, shard, columns, entry, source_columns, index.edits)
         for shard, entry in files.items()
     ]
     starts = np.concatenate([[0], np.cumsum([len(table) for table in tables])])

@@ -5,7 +5,6 @@ No block is decoded.
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import shutil
 from collections import Counter
@@ -21,7 +20,7 @@ from storage_formats.atomic import naming
 from storage_formats.errors import CorruptIndexError, TaskInterrupted, cannot_read
 from storage_formats.format.checksum import crc32c_file
 from storage_formats.format.committed_files import CommittedFiles
-from storage_formats.format.index_files import open_index_file, read_index_file
+from storage_formats.format.index_files import open_index_file
 from storage_formats.format.layout import IndexSpec, Layout
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.receipts import ShardReceipt
@@ -33,8 +32,9 @@ from storage_formats.format.rows import (
     read_shard_rows,
 )
 from storage_formats.format.selection import Selection
-from storage_formats.format.shard_table import EXCHANGED, FileEntry, check_content
+from storage_formats.format.shard_table import EXCHANGED, FileEntry
 from storage_formats.format.source_columns import SourceColumn
+from storage_formats.reading.embeddings import read_shard_embeddings
 from storage_formats.shard_check import shard_paths
 from storage_formats.token_store import TokenStore
 from storage_formats.writing.staging import StagedFiles
@@ -133,26 +133,13 @@ class RowCopier:
         values = np.full(
             (self._spec.shard_size, self._spec.embed_dim), np.nan, dtype="<f4"
         )
-        stored_shape = (self._source.manifest.spec.shard_size, self._spec.embed_dim)
-        stored_bytes = 4 * math.prod(stored_shape)
-        shards, positions = np.divmod(old_ids[indexed], stored_shape[0])
+        source = self._source
+        spec = source.manifest.spec
+        shards, positions = np.divmod(old_ids[indexed], spec.shard_size)
         entries = self._embedding_files.files(np.unique(shards).tolist())
-        self._source.fetch(entries.values())
+        source.fetch(entries.values())
         for shard, committed in entries.items():
-            path = self._source.root / committed.path
-            try:
-                data = read_index_file(
-                    self._source.root, path, max_bytes=committed.bytes
-                )
-            except OSError as error:
-                raise cannot_read(path, error) from error
-            check_content(path, committed, data)
-            if len(data) != stored_bytes:
-                raise CorruptIndexError(
-                    f"{path} has {len(data)} bytes instead of {stored_bytes}; run"
-                    " 'edje-index verify'"
-                )
-            stored = np.frombuffer(data, dtype="<f4").reshape(stored_shape)
+            stored = read_shard_embeddings(Layout(source.root), spec, shard, committed)
             of_shard = shards == shard
             values[indexed[of_shard]] = stored[positions[of_shard]]
         return values
@@ -194,6 +181,7 @@ class ShardCopier:
                 None,
                 self._entry(old_rows),
                 self._source.manifest.columns,
+                self._source.edits,
             )
             originals = [
                 -1 if row is None else row + self._offset

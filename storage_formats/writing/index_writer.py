@@ -9,8 +9,11 @@ index and starts again.
 from __future__ import annotations
 
 import contextlib
+import datetime
 import hashlib
+import math
 import uuid
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -21,7 +24,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from storage_formats.arguments import refuse_pickle, repr_of
+from storage_formats.arguments import refuse_pickle, repr_of, shown
 from storage_formats.arrays import as_array
 from storage_formats.change import (
     NewIndex,
@@ -33,7 +36,16 @@ from storage_formats.errors import UsageError
 from storage_formats.format.layout import IndexSpec, Layout
 from storage_formats.format.manifest import Ann, Manifest
 from storage_formats.format.receipts import ShardReceipt, fingerprint
-from storage_formats.format.rows import INDEXED, ROW_SCHEMA
+from storage_formats.format.rows import INDEXED, ROW_SCHEMA, with_source_values
+from storage_formats.format.source_columns import (
+    MAX_COLUMNS,
+    MAX_ROW_BYTES,
+    SourceColumn,
+    Value,
+    is_allowed,
+    kind_of,
+    stored_name,
+)
 from storage_formats.writing.publish import new_manifest
 from storage_formats.writing.shard_writer import ShardWriter
 
@@ -41,7 +53,7 @@ BuildAnn: TypeAlias = Callable[[Path, IndexSpec], Ann]
 Rows: TypeAlias = Sequence[str] | Mapping[str, Any] | pa.Table | pa.RecordBatch
 
 ROW_COLUMNS = ("uri", "uri_raw", "size", "content_hash", "width", "height")
-"""Columns of the rows table that a caller of `IndexWriter.append` may give."""
+"""Standard columns of the rows table that a caller of `IndexWriter.append` may give."""
 _BLOCK_TYPES = (np.dtype(np.float32), np.dtype(np.float16), np.dtype(BF16))
 _EMBEDDING_TYPES = (*_BLOCK_TYPES, np.dtype(np.float64))
 # bfloat16: all ones in NaN and in infinity
@@ -86,6 +98,10 @@ class IndexWriter:
         self._open = True
         self._receipts: list[ShardReceipt] = []
         self._tables: list[pa.Table] = []
+        # values of source columns, one mapping per held row
+        self._values: list[dict[str, Value]] = []
+        self._kinds: dict[str, set[str]] = {}
+        self._counts = Counter[str]()
         self._held = 0
         self._blocks = np.empty((spec.shard_size, *spec.block_shape), dtype=BF16)
         self._embeddings = np.empty((spec.shard_size, spec.embed_dim), dtype=np.float32)
@@ -165,8 +181,10 @@ class IndexWriter:
             embeddings: [k, embed_dim], floating point, finite, not zero. Stored as
                 float32, scaled to unit length.
             rows: a list of k URIs; or a pyarrow table, a record batch or a dictionary
-                with columns from `ROW_COLUMNS`. If no URIs are given, the row ids
-                become the URIs.
+                of columns. Those in `ROW_COLUMNS` describe the images; others, such as
+                captions, become source columns, with truth values, numbers, texts,
+                times or lists of texts. If no URIs are given, the row ids become the
+                URIs.
 
         Raises:
             UsageError: an argument has a wrong shape or type, a value is not finite, or
@@ -192,6 +210,14 @@ class IndexWriter:
         embeddings = as_array(embeddings)
         self._check_shapes(blocks, embeddings)
         given = _given_columns(rows, len(blocks))
+        sources = {
+            name: _source_values(name, given.pop(name))
+            for name in given.keys() - {*ROW_COLUMNS}
+        }
+        if len(self._kinds.keys() | sources.keys()) > MAX_COLUMNS:
+            raise UsageError(
+                f"rows has more than {MAX_COLUMNS} columns; leave some out"
+            )
         first = len(self)
         done = 0
         while done < len(blocks):
@@ -218,6 +244,16 @@ class IndexWriter:
             self._tables.append(
                 pa.table({**nulls, **defaults, **columns}, schema=ROW_SCHEMA)
             )
+            for position in range(done, stop):
+                values = {
+                    name: value
+                    for name, of_column in sources.items()
+                    if (value := of_column[position]) is not None
+                }
+                self._values.append(values)
+                for name, value in values.items():
+                    self._kinds.setdefault(name, set()).add(kind_of(value))
+                    self._counts[name] += 1
             self._held = held
             done = stop
             if self._held == self._spec.shard_size:
@@ -255,6 +291,7 @@ class IndexWriter:
                 self._layout,
                 spec,
                 self._receipts,
+                self._columns,
                 model=model,
                 settings={},
                 plan=self._plan,
@@ -279,6 +316,7 @@ class IndexWriter:
             self._blocks = self._blocks[:0]
             self._embeddings = self._embeddings[:0]
             self._tables.clear()
+            self._values.clear()
             # a committed change stays
             self._change.abandon()
             self._held_change.__exit__(
@@ -306,6 +344,14 @@ class IndexWriter:
             rows, spec.shard_size, spec.block_shape, spec.embed_dim, spec.precisions
         )
 
+    @property
+    def _columns(self) -> list[SourceColumn]:
+        """The source columns of the rows so far."""
+        return [
+            SourceColumn(name, tuple(sorted(kinds)), self._counts[name])
+            for name, kinds in sorted(self._kinds.items())
+        ]
+
     def _commit_shard(self) -> None:
         first = len(self._receipts) * self._spec.shard_size
         positions = np.arange(self._held, dtype=np.int64)
@@ -315,9 +361,13 @@ class IndexWriter:
             writer.put(
                 positions, self._blocks[: self._held], self._embeddings[: self._held]
             )
-            receipt = writer.commit(pa.concat_tables(self._tables), self._plan, {})
+            table = with_source_values(
+                pa.concat_tables(self._tables), self._columns, self._values
+            )
+            receipt = writer.commit(table, self._plan, {})
         self._receipts.append(receipt)
         self._tables.clear()
+        self._values.clear()
         self._held = 0
 
     def _check_open(self) -> None:
@@ -395,11 +445,12 @@ def _given_columns(rows: Rows | None, count: int) -> dict[str, Any]:
         columns: dict[str, Any] = {name: rows[name] for name in rows.schema.names}
     else:
         columns = dict(rows) if isinstance(rows, Mapping) else {"uri": list(rows)}
-    if unknown := sorted(set(columns) - set(ROW_COLUMNS)):
-        raise UsageError(
-            f"rows has the unknown columns {', '.join(unknown)}; choose from:"
-            f" {', '.join(ROW_COLUMNS)}"
-        )
+    for name in columns.keys() - {*ROW_COLUMNS}:
+        if not is_allowed(name) or stored_name(name, ROW_SCHEMA.names) != name:
+            raise UsageError(
+                f"rows cannot have a column {name}, which the index writes itself;"
+                " rename this column"
+            )
     for name, values in columns.items():
         if len(values) != count:
             raise UsageError(
@@ -407,9 +458,43 @@ def _given_columns(rows: Rows | None, count: int) -> dict[str, Any]:
                 f" {len(values)} values"
             )
     return {
-        name: _column(ROW_SCHEMA.field(name), values)
+        name: _column(ROW_SCHEMA.field(name), values) if name in ROW_COLUMNS else values
         for name, values in columns.items()
     }
+
+
+def _source_values(name: str, values: Any) -> list[Value | None]:
+    """Return the values of a source column. Raise UsageError if it cannot have them."""
+    items = values.to_pylist() if hasattr(values, "to_pylist") else list(values)
+    result: list[Value | None] = []
+    for item in items:
+        value = item.tolist() if hasattr(item, "tolist") else item
+        if isinstance(value, datetime.datetime) and value.tzinfo is None:
+            value = value.replace(tzinfo=datetime.UTC)
+        if not _is_source_value(value):
+            raise UsageError(
+                f"column {name} of rows cannot store {shown(value)}; give truth values,"
+                " finite numbers of 64 bits, texts, times or lists of texts, of at most"
+                f" {MAX_ROW_BYTES:,} bytes"
+            )
+        result.append(value)
+    return result
+
+
+def _is_source_value(value: Any) -> bool:
+    if isinstance(value, float):
+        return math.isfinite(value)
+    if isinstance(value, int):
+        return -(1 << 63) <= value < 1 << 63
+    if value is None or isinstance(value, datetime.datetime):
+        return True
+    texts = value if isinstance(value, list) else [value]
+    if not all(isinstance(each, str) for each in texts):
+        return False
+    try:
+        return len("".join(texts).encode()) <= MAX_ROW_BYTES
+    except UnicodeEncodeError:
+        return False
 
 
 def _column(field: pa.Field, values: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,56 +13,34 @@ import pytest
 from benchmarks.fetch.bench import FIO
 from tests.conftest import REPO
 
-EMPTY_RUN = {"repeat", "discarded"}
-FULL_RUN = EMPTY_RUN | {
-    "blocks",
-    "seconds",
-    "cpu_seconds",
-    "read_bytes",
-    "requested_bytes",
-    "latencies",
-}
-
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_everything_on_an_index(index, run, tmp_path):
-    options = [
-        "--precision",
-        "bf16",
-        "--precision",
-        "fp8",
-        "--peers",
-        "--repeats",
-        1,
-    ]
+    pytest.importorskip("matplotlib")
     code, out, err = run(
-        "bench", "fetch", index, *options, "--report", tmp_path / "r", "--json"
+        "bench", "fetch", index, "--quick", "--report", tmp_path / "r", "--json"
     )
     assert code == 0, err
     report = json.loads(out)
-    for entry in report["precisions"].values():
-        assert entry["rows"] == 300
-        sections = entry["sections"]
-        assert list(sections) == [
-            "cold random",
-            "cold contiguous",
-            "cold queries",
-            "warm random",
-            "warm queries",
-        ]
-        assert set(sections["cold random"]["entries"]) >= {FIO, "edje", "np.memmap"}
-        for section in sections.values():
-            for found in section["entries"].values():
-                (measured,) = found["runs"]
-                assert set(measured) >= (
-                    EMPTY_RUN if measured["discarded"] else FULL_RUN
-                )
-    assert "cold random fp8 1/1" in err
+    rows = report["rows"]
+    assert {row["precision"] for row in rows} == {"bf16", "fp8"}
+    assert {row["workload"]["pool"] for row in rows} == {1, 10, 100, 150}
+    for row in rows:
+        assert row["version"]
+        assert row["command"]
+    measured = {(row["subject"], row["cache"]) for row in rows if row["runs"]}
+    assert {("edje-index", "cold"), ("np.memmap", "warm")} <= measured
+    assert (FIO, "cold") in measured or shutil.which("fio") is None
+    assert "runs take about" in err
     assert "warning: bf16 holds 1.2 MB" in err
     assert list(index.parent.iterdir()) == [index]
-    text, data = sorted((tmp_path / "r").iterdir(), reverse=True)
-    assert "### 150 random blocks in one call, cold" in text.read_text()
+    picture, text, data = sorted((tmp_path / "r").iterdir(), reverse=True)
+    text = text.read_text()
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert f"({picture.name})" in text
+    assert "pairs/s at bf16" in text
+    assert "150 random blocks in one call, cold, GB/s" in text
     assert str(tmp_path) not in data.read_text()
 
 
@@ -87,18 +66,34 @@ def test_wrong_usage_is_refused_before_anything_is_written(
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
+def test_the_test_of_the_paper_needs_as_many_rows(run, index):
+    code, _, err = run("bench", "fetch", index, "--paper")
+    assert code == 2
+    assert "needs 100,000 rows, and the index has 300" in err
+
+
 @pytest.mark.slow
-def test_nothing_is_left_behind_when_it_is_stopped(index):
-    options = [str(index), "--cold", "--peers"]
-    command = [sys.executable, "-m", "pipelines.cli", "bench", "fetch", *options]
+def test_an_interrupted_run_continues(index, run):
+    options = ["--precision", "fp8", "--repeats", "1", "--pool", "20"]
+    command = [sys.executable, "-m", "pipelines.cli", "bench", "fetch", str(index)]
     with subprocess.Popen(
-        command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=REPO
+        [*command, *options],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=REPO,
     ) as process:
-        while not process.stderr.readline().startswith("cold random bf16 1/5"):
+        while not process.stderr.readline().startswith("2/"):
             assert process.poll() is None
-        assert len(list(index.parent.iterdir())) == 2
-        process.send_signal(signal.SIGTERM)
+        process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=60)
     assert (process.returncode, out) == (130, "")
     assert err.splitlines()[-1] == "error: interrupted"
+    code, out, err = run("bench", "fetch", index, *options, "--json")
+    assert code == 0, err
+    assert "\n1/" not in err
+    assert "\n2/" not in err
+    assert "\n3/" in err
+    (note,) = [note for note in json.loads(out)["notes"] if "interruption" in note]
+    assert note.startswith(("2 runs", "3 runs"))
     assert list(index.parent.iterdir()) == [index]

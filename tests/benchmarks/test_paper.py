@@ -247,3 +247,39 @@ def test_every_experiment_runs_on_small_data(tiny_bundle, run, tmp_path, monkeyp
     code, again, err = run(*command, "--json")
     assert (code, again) == (0, out)
     assert "edje-index" not in err, "a finished step ran again"
+
+
+def test_a_trained_model_is_measured_without_training(
+    tiny_bundle, run, tmp_path, monkeypatch
+):
+    """The rows that the paper has for it, with intervals; no other row."""
+    started = subprocess.run
+
+    def run_command(words: list[str], **options: Any) -> Any:
+        if words[1:3] != ["-m", "pipelines.cli"]:
+            return started(words, **options)
+        assert words[3] != "train"
+        engine = ["--engine", "inline"] if words[3] == "build" else []
+        report = json.dumps(run_here(*words[3:-1], *engine))
+        return subprocess.CompletedProcess(words, 0, report)
+
+    monkeypatch.setattr(subprocess, "run", run_command)
+    data = write_data(tmp_path / "data", 4, tiny_bundle, tiny_bundle)
+    out = tmp_path / "out"
+    command = ["bench", "paper", "--model", tiny_bundle, "--data", data, "--out", out]
+    code, printed, err = run(*command, "--json")
+    assert code == 0, err
+    tables = json.loads(printed)
+    assert set(tables) == set(experiments.OF_A_MODEL)
+    measured = {
+        row["label"] for table in tables.values() for row in table["rows"] if row["own"]
+    }
+    pools = {f"64 tokens, pool {pool}" for pool in (5, 10, 20, 50, 100)}
+    precisions = {f"64 tokens, {name}" for name in ("bf16", "fp8", "nvfp4", "sign1")}
+    towers = {f"{MAIN_TOWER}: {kind}" for kind in ("embeddings", "re-ranked")}
+    assert measured == {"Compressed-64, ViT-L/16"} | pools | precisions | towers
+    row = next(row for row in tables["pool-size"]["rows"] if row["own"])
+    low, high = row["intervals"]["T2I R@1"]
+    assert low <= row["own"]["T2I R@1"] <= high
+    table = (out / "pool-size.md").read_text()
+    assert f"{row['own']['T2I R@1']:.1f} [{low:.1f}, {high:.1f}]" in table

@@ -49,6 +49,7 @@ class Case:
     activation: str = "gelu"
     eps: float = 1e-6
     patches: int = 10
+    words: int = len(WORDS) + 1
 
 
 def write_case(folder: Path, case: Case, seed: int = 0) -> State:
@@ -90,7 +91,7 @@ def write_tokenizer(folder: Path, case: Case, image_token: bool = True) -> None:
 
 def _config(case: Case) -> BertConfig:
     return BertConfig(
-        vocab_size=len(WORDS) + 1,
+        vocab_size=case.words,
         hidden_size=case.width,
         num_hidden_layers=case.layers,
         num_attention_heads=case.heads,

@@ -85,6 +85,7 @@ CASES = {
     "append": ("built", "append INDEX more --engine inline"),
     "update": ("built", "update INDEX living --max-vanished 1 --engine inline"),
     "delete": ("built", "delete INDEX --rows 1"),
+    "edit": ("deleted", "edit INDEX --rows 1 --set title=lake"),
     "erase": ("built", "delete INDEX --rows 1 --erase"),
     "compact": ("deleted", "compact INDEX"),
     "merge": ("", "merge built other --out INDEX"),
@@ -98,7 +99,7 @@ CASES = {
     "gc": ("deleted", "gc INDEX --keep 1"),
     "import-arrays": (
         "",
-        "import-arrays tokens.npy embeddings.npy --out INDEX --shard-size 4",
+        "import-arrays tokens.npy embeddings.npy --out INDEX",
     ),
     "repair": ("damaged", "repair INDEX"),
 }

@@ -95,6 +95,7 @@ def request_bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Request]
     ("name", "kind", "arguments"),
     [
         ("copy-rows", "crashes", {"most": 10}),
+        ("edit", "crashes", {"most": 40}),
         # removed what the new snapshot names
         ("delete", "errors", {"fault": "EIO", "only": "fsync .*/index$"}),
         # the next run refused the directory

@@ -125,7 +125,7 @@ class RayNodes:
             recursive=True
         ):
             with contextlib.suppress(psutil.Error):
-                if "ray::_WorkerActor" in " ".join(child.cmdline()[:1]):
+                if "ray::EdjeWorker" in " ".join(child.cmdline()[:1]):
                     workers.append(child)
         return workers
 

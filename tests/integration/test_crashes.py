@@ -78,7 +78,7 @@ def victims(process: subprocess.Popen, kind: str) -> list[psutil.Process]:
     driver = psutil.Process(process.pid)
     if kind == "driver":
         return [driver]
-    names = {"worker": "ray::_WorkerActor", "raylet": "raylet"}
+    names = {"worker": "ray::EdjeWorker", "raylet": "raylet"}
     found = []
     for child in driver.children(recursive=True):
         try:

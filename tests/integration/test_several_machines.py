@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 
 PHOTOS = 160
 SHARD_SIZE = 4
-BUILD_SECONDS = 300
+BUILD_SECONDS = 60
 
 
 @pytest.fixture(scope="module")
@@ -169,3 +169,19 @@ def test_a_node_without_the_index_directory_is_named(case, nodes, tmp_path):
             " the index into" in err
         )
         assert "Traceback" not in err
+
+
+def test_nodes_of_several_sizes_some_of_which_lack_inputs_or_die(case, nodes, tmp_path):
+    nodes.add(2)
+    nodes.add(3, cpus=2)
+    nodes.add(4, hidden=case / "model")
+    nodes.add(5, hidden=case / "photos")
+    with Build(case, tmp_path / "index", nodes) as run:
+
+        def are_left_out() -> bool:
+            texts = " ".join(run.messages())
+            return all(f"no more work on node 127.0.0.{n}: " in texts for n in (4, 5))
+
+        run.wait_until(are_left_out)
+        nodes.kill(2)
+        check(run.result(), case, run.out)

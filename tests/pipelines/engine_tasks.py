@@ -68,6 +68,10 @@ class FileWorker:
     def fill_disk(self, job, on_progress, should_stop):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/photos.edje/tokens")
 
+    def read_photo(self, job, on_progress, should_stop):
+        (self.folder / "photo").read_bytes()
+        return job.name * 10
+
     def until_stopped(self, job, on_progress, should_stop):
         for step in range(600):
             if should_stop():

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipelines import update_index
-from pipelines.cli.changes import failed_rows
+from pipelines.cli.info import failed_rows
 from storage_formats import TokenStore, read_rows, verify_index
 from tests.pipelines.conftest import run_build, write_photo
 

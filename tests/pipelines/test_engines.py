@@ -10,11 +10,12 @@ import time
 import pytest
 
 from pipelines.engines import ray_engine
-from pipelines.engines.base import TaskFailedError, run_inline
+from pipelines.engines.base import TaskFailedError, open_engine, run_inline
 from storage_formats.errors import EdjeError
+from storage_formats.threads import usable_cpus
 from tests.pipelines.engine_tasks import Job, Report, broken_worker, run_jobs
 
-WORKERS = {"inline": 1, "ray": 2}
+WORKERS = {"inline": 1, "threads": usable_cpus(), "ray": 2}
 
 
 @pytest.fixture(scope="module")
@@ -25,10 +26,10 @@ def local_ray():
         yield cluster
 
 
-@pytest.fixture(params=["inline", "ray"])
+@pytest.fixture(params=["inline", "threads", "ray"])
 def engine(request, monkeypatch):
-    if request.param == "inline":
-        yield run_inline
+    if request.param != "ray":
+        yield open_engine(request.param, None)
         return
     # test_ray_engine.py tests how an engine starts and ends a Ray
     cluster = request.getfixturevalue("local_ray")

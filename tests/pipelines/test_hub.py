@@ -32,6 +32,7 @@ REPOSITORY = "datasets/owner/photos"
 def hub(tmp_path, monkeypatch):
     # the server has no Xet storage
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub-cache"))
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     monkeypatch.setenv("EDJE_CACHE", str(tmp_path / "cache"))
     with hub_server() as hub:
@@ -97,7 +98,7 @@ def test_a_model_goes_to_the_hub_and_back(
     assert "| Trained | no, the weights are random |" in files["README.md"].decode()
     # as if the upload of the large files had failed
     hub.refused["GET /lfs/"] = 404
-    with pytest.raises(ModelError, match=r"lacks .*; copy the model there again"):
+    with pytest.raises(ModelError, match=r"404 .*; check the name of the repository"):
         copy_model("hf://owner/model", tmp_path / "model")
     assert not (tmp_path / "model").exists()
     hub.refused.clear()
@@ -110,11 +111,13 @@ def test_a_model_goes_to_the_hub_and_back(
 
     weights = files["adapter.safetensors"]
     files["adapter.safetensors"] = weights[:-1] + bytes([weights[-1] ^ 1])
+    hub.commits["owner/model"] += 1
     with pytest.raises(ModelError, match="has changed since the bundle was made"):
         copy_model("hf://owner/model", tmp_path / "tampered")
     info = json.loads(files["bundle.json"])
     info["files"]["../../escaped"] = info["files"].pop("adapter.safetensors")
     files["bundle.json"] = json.dumps(info).encode()
+    hub.commits["owner/model"] += 1
     with pytest.raises(ModelError):
         copy_model("hf://owner/model", tmp_path / "hostile")
     assert not (tmp_path.parent / "escaped").exists()
@@ -143,7 +146,7 @@ def test_errors_say_what_to_do(
         copy_model,
         "hf://owner/photos",
         out,
-        "the URL of an index has datasets/ before OWNER",
+        "check the name of the repository",
         ModelError,
     )
     hub.refused["POST /api/datasets/owner/photos/commit"] = 412
@@ -182,5 +185,5 @@ def test_errors_say_what_to_do(
         copy_model,
         tiny_bundle,
         "hf://owner/model",
-        "check the network, and HF_ENDPOINT if it is set",
+        "check the network, and HF_ENDPOINT and HF_HUB_OFFLINE if they are set",
     )

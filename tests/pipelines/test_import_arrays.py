@@ -13,10 +13,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from edje_index.search.late_interaction_search import LateInteractionSearch
+from edje_index.search.rows import IndexRows
 from pipelines.jobs import import_arrays as importing
 from pipelines.progress.events import JobStopped
 from storage_formats import TokenStore, read_rows, verify_index
 from storage_formats.format.layout import Layout
+from storage_formats.format.manifest import CommittedIndex
 from tests.conftest import same_bits
 
 ROWS = 2500
@@ -45,8 +47,6 @@ def test_round_trip(run, files, tmp_path):
         "fp8",
         "--precision",
         "bf16",
-        "--shard-size",
-        "700",
         "--encoder",
         "mine-1",
     ]
@@ -58,7 +58,7 @@ def test_round_trip(run, files, tmp_path):
     assert result.pop("seconds") > 0
     assert result == {
         "rows": ROWS,
-        "shards": 4,
+        "shards": 3,
         "block_shape": [4, 16],
         "embed_dim": 8,
         "bytes_per_image": {"fp8": 68, "bf16": 128},
@@ -73,6 +73,11 @@ def test_round_trip(run, files, tmp_path):
     table = read_rows(out)
     assert table["uri"].to_pylist() == [f"page {row}" for row in range(ROWS)]
     assert table["width"].to_pylist() == list(range(ROWS))
+    # the other columns are kept
+    assert table["note"].to_pylist() == ["x"] * ROWS
+    assert np.flatnonzero(
+        IndexRows(CommittedIndex.open(out)).passing("note = 'x' and width = 7")
+    ).tolist() == [7]
 
 
 def test_other_commands_take_the_index(run, files, tmp_path, tiny_bundle):
@@ -98,6 +103,12 @@ def test_other_commands_take_the_index(run, files, tmp_path, tiny_bundle):
         .row_id
         == 7
     )
+    # of any length: the stored embeddings have length 1
+    for scale in (0.01, 1, 1000):
+        hits = LateInteractionSearch.open(out).search(
+            query, k=1, pool=1, embedding=scale * np.load(files[1])[7]
+        )
+        assert hits[0].embedding_score == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "uint16", "raw"])

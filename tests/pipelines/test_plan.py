@@ -116,7 +116,8 @@ OTHER_SETTINGS = [
 
 @pytest.mark.parametrize("finished", [False, True])
 def test_other_settings_are_refused(config, finished):
-    run_build(config()) if finished else plan(config())
+    # a build that has encoded nothing is planned anew
+    run_build(config()) if finished else stop_after_one_shard(run_build, config())
     for change, words in OTHER_SETTINGS:
         with pytest.raises(UsageError, match=words) as caught:
             run_build(config(**change))
@@ -124,7 +125,8 @@ def test_other_settings_are_refused(config, finished):
 
 
 def test_another_model_is_refused_with_both_fingerprints(config, tmp_path):
-    begun = plan(config())
+    stop_after_one_shard(run_build, config())
+    begun = stored_plan(config())
     other = create_untrained_bundle(tmp_path / "other", seed=1, sizes=TINY)
     with pytest.raises(UsageError, match=begun.model["fingerprint"]) as caught:
         run_build(dataclasses.replace(config(), model=other.path))

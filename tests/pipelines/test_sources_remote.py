@@ -20,7 +20,7 @@ from edje_index.images.transient import TransientInputError
 from edje_index.inputs import ranges, tars
 from edje_index.inputs.refs import InputRef, read_bytes
 from pipelines import update_index
-from pipelines.cli.changes import failed_rows
+from pipelines.cli.info import failed_rows
 from pipelines.progress.events import StatusMessage
 from pipelines.sources import iter_all, open_source, open_sources
 from storage_formats import TokenStore, UsageError, read_rows

@@ -17,8 +17,15 @@ from typing import Any
 import pytest
 
 from edje_index.images.transient import TransientInputError
-from pipelines import BuildResult, append_index, delete_rows, update_index
-from pipelines.jobs.snapshots import history
+from pipelines import (
+    BuildResult,
+    append_index,
+    compact_index,
+    delete_rows,
+    set_columns,
+    update_index,
+)
+from pipelines.jobs.snapshots import history, roll_back
 from pipelines.progress.events import JobStopped
 from storage_formats import (
     EdjeError,
@@ -40,6 +47,7 @@ def update(root: Path, *sources: Path, **options: Any) -> BuildResult:
         result.changed,
         result.duplicates,
         result.failed,
+        result.stay_deleted,
     )
     assert sum(parts) == result.inputs
     return result
@@ -268,31 +276,6 @@ def test_sources_of_appends_are_recorded(built, photos, tmp_path):
         update(built)
 
 
-def test_a_row_that_was_deleted_comes_back(built, photos):
-    delete_rows(built, [0])
-    events: list[Any] = []
-    result = update(built, on_event=events.append)
-    assert (result.new, result.snapshot) == (1, 2)
-    assert "1 deleted photo" in " ".join(getattr(event, "text", "") for event in events)
-    assert "00.jpg" in row_ids(built)
-
-
-@pytest.mark.parametrize(
-    "names",
-    [["b.jpg", "c.jpg"], ["b.jpg", "01.jpg"], ["b.jpg", "c.jpg", "b.jpg", "01.jpg"]],
-)
-def test_a_photo_with_another_name_was_never_deleted(built, photos, names):
-    path = photos / "01.jpg"
-    for name in names:
-        path = path.rename(photos / name)
-        events: list[Any] = []
-        result = update(built, on_event=events.append)
-        assert (result.new, result.vanished) == (1, 1)
-        assert "deleted photo" not in " ".join(
-            getattr(event, "text", "") for event in events
-        )
-
-
 def stop_in_mid_update(root: Path, calls: int) -> None:
     """Stop an update when it asks for the `calls`-th time."""
     answers = iter(range(1000))
@@ -410,3 +393,81 @@ def test_failed_inputs_are_tried_again(built, photos):
     assert contents(built)[str(photos / "07.jpg")][0] == "indexed"
     assert verify_index(built) == []
     assert update(built).new == 1
+
+
+def captions(root: Path) -> dict[str, object]:
+    rows = read_rows(root, columns=["uri", "caption"]).to_pylist()
+    return {Path(row["uri"]).name: row["caption"] for row in rows}
+
+
+def test_changed_columns_of_a_list_are_replaced_without_encoding(photos, config):
+    path = photos / "list.csv"
+    path.write_text("path,caption,stars\n00.jpg,a dog,1\n01.jpg,a lake,2\n02.jpg,,3\n")
+    root = Path(config(sources=[str(path)]).out)
+    run_build(config(sources=[str(path)]), lambda event: None)
+    ids = row_ids(root)
+    again = update(root)
+    assert (again.unchanged, again.edited, again.snapshot) == (3, 0, 0)
+    set_columns(root, [ids["00.jpg"]], {"caption": ["my dog"], "title": ["mine"]})
+    path.write_text(
+        "path,caption,stars,place\n00.jpg,a dog,5,here\n01.jpg,,2,\n02.jpg,a hill,3,\n"
+    )
+    before = files(root / "tokens/bf16")
+    result = update(root)
+    assert (result.unchanged, result.edited, result.rows) == (3, 3, 0)
+    assert files(root / "tokens/bf16") == before
+    # what was edited stays until the list says something else
+    assert captions(root) == {"00.jpg": "my dog", "01.jpg": None, "02.jpg": "a hill"}
+    rows = read_rows(root, columns=["stars", "place", "title"]).to_pylist()
+    assert [row["stars"] for row in rows] == [5, 2, 3]
+    assert [row["place"] for row in rows] == ["here", None, None]
+    assert rows[0]["title"] == "mine"
+    assert row_ids(root) == ids
+    assert verify_index(root) == []
+    roll_back(root, 1)
+    assert captions(root)["02.jpg"] is None
+
+
+def test_a_list_may_change_the_type_of_a_column(photos, config):
+    path = photos / "list.csv"
+    path.write_text("path,stars\n00.jpg,1\n01.jpg,2\n")
+    root = Path(config(sources=[str(path)]).out)
+    run_build(config(sources=[str(path)]), lambda event: None)
+    path.write_text("path,stars\n00.jpg,one\n01.jpg,2\n04.jpg,x\n")
+    result = update(root)
+    assert (result.unchanged, result.edited, result.new) == (2, 1, 1)
+    stars = read_rows(root, columns=["stars"])["stars"].to_pylist()
+    assert stars == ["one", "2", "x"]
+    assert verify_index(root) == []
+    assert update(root).edited == 0
+
+
+@pytest.mark.parametrize("erase", [False, True])
+def test_what_was_deleted_stays_deleted_until_it_changes(built, photos, run, erase):
+    ids = row_ids(built)
+    delete_rows(built, rows=[ids["00.jpg"], ids["01.jpg"], ids["02.jpg"]], erase=erase)
+    result = update(built)
+    assert (result.stay_deleted, result.new, result.rows) == (3, 0, 0)
+    compact_index(built)
+    assert update(built).stay_deleted == 3
+    # another content, and another name
+    write_photo(photos / "00.jpg", 70)
+    (photos / "01.jpg").rename(photos / "71.jpg")
+    result = update(built)
+    assert (result.stay_deleted, result.new) == (1, 2)
+    _, out, _ = run("update", built, "--engine", "inline")
+    assert "1 that stay deleted (see --restore)" in out
+    _, out, _ = run("update", built, "--engine", "inline", "--restore")
+    assert "1 new" in out
+    assert {"00.jpg", "71.jpg", "02.jpg"} <= row_ids(built).keys()
+    # a later deletion counts again
+    delete_rows(built, rows=[row_ids(built)["02.jpg"]])
+    assert update(built).stay_deleted == 1
+    assert verify_index(built) == []
+
+
+def test_a_file_that_was_gone_for_a_while_comes_back(built, photos):
+    (photos / "00.jpg").rename(photos / "00.away")
+    assert update(built).vanished == 1
+    (photos / "00.away").rename(photos / "00.jpg")
+    assert (update(built).new, update(built).stay_deleted) == (1, 0)

@@ -118,7 +118,7 @@ def test_columns_of_rows(tmp_path, rows):
     [
         (["a"], "2 blocks need 2 rows, but column uri of rows has 1"),
         ("ab", "got the string 'ab'"),
-        ({"status": ["failed"] * 2}, "unknown columns status"),
+        ({"status": ["failed"] * 2}, "cannot have a column status"),
         (
             {"width": ["wide", "narrow"]},
             "column width of rows cannot be converted to int32",
@@ -233,6 +233,30 @@ def test_no_rows_is_an_error_and_leaves_nothing(tmp_path):
     ):
         pass
     assert not (tmp_path / "index").exists()
+
+
+def test_other_columns_become_source_columns(tmp_path):
+    blocks, embeddings = arrays(12)
+    root = tmp_path / "index"
+    with IndexWriter.create(root, **SHAPE) as writer:
+        first = {"captions": [["a", "b"]] * 6, "stars": [1, None, 3, 4, 5, 6]}
+        writer.append(blocks[:6], embeddings[:6], first)
+        with pytest.raises(UsageError, match=r"column stars .* cannot store nan"):
+            writer.append(blocks[6:], embeddings[6:], {"stars": [float("nan")] * 6})
+        other = {"stars": [0.5] * 6, "place": ["here"] * 6}
+        writer.append(blocks[6:], embeddings[6:], pa.table(other))
+    described = {
+        each.name: (each.type, each.values) for each in Manifest.load(root).columns
+    }
+    assert described == {
+        "captions": ("list<string>", 6),
+        "place": ("string", 6),
+        "stars": ("float64", 11),
+    }
+    rows = read_rows(root)
+    assert rows["stars"].to_pylist() == [1, None, 3, 4, 5, 6, *[0.5] * 6]
+    assert rows["captions"].to_pylist() == [["a", "b"]] * 6 + [None] * 6
+    assert verify_index(root) == []
 
 
 def test_a_closed_writer_refuses(tmp_path):

@@ -130,7 +130,7 @@ def test_a_query_that_is_not_finite_is_refused(
             np.datetime64("2024-05-01T10:00:00", "ns"),
             datetime.datetime(2024, 5, 1, 10, tzinfo=datetime.UTC),
         ),
-        (np.datetime64("NaT"), None),
+        (np.datetime64("NaT", "s"), None),
     ],
     ids=repr,
 )

@@ -3,7 +3,6 @@ import { WEAK, addressOf, ask, byId, captionsOf, hasKey, nameOf, post, showThumb
 import { compare, showFormula } from "/compare.js";
 import * as viewer from "/viewer.js";
 
-const POOL = 100; // candidates to re-rank
 const PAGE = 100; // hits of a further page, which only the embeddings order
 const STEP = 20; // photos that are added to the grid at once
 const MOST = 10_000; // hits that the service gives of one query
@@ -75,7 +74,7 @@ function readFields() {
   useImage(history.state?.image ?? null, rowOf(parameters.get("row")));
 }
 
-const standardPool = () => `${Math.min(POOL, byId("pool").max)}`;
+const standardPool = () => `${Math.min(index.pool, byId("pool").max)}`;
 const rowOf = (text) => (/^\d{1,15}$/.test(text ?? "") ? Number(text) : null);
 
 async function readAddress() {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -204,3 +205,12 @@ def test_hugging_face_text_tower_travels_in_the_bundle(
     )
     assert expected.shape == (2, 192)
     assert loaded.save(tmp_path / "again").fingerprint == info.fingerprint
+
+
+def test_a_path_that_is_not_utf_8_is_refused_with_its_reason(
+    tiny_bundle: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / os.fsdecode(b"mod\xe8le")
+    shutil.copytree(tiny_bundle, folder)
+    with pytest.raises(ModelError, match=r"is not UTF-8, .*: rename the directory"):
+        ModelBundle.load(folder)

@@ -74,9 +74,9 @@ def test_refuses_early(tmp_path: Path, tower: tuple[str, ClipConfig]) -> None:
     checkpoint = tmp_path / "run" / "checkpoint.pth"
     with pytest.raises(ModelError, match="exists already"):
         import_checkpoint(checkpoint, tower[0], tmp_path / "run")
+    with pytest.raises(ModelError, match="there is no model at"):
+        import_checkpoint(tmp_path / "nothing", tower[0], tmp_path / "bundle")
     (tmp_path / "run" / "tokenizer").rename(tmp_path / "elsewhere")
-    with pytest.raises(ModelError, match="tokenizer does not exist"):
-        import_checkpoint(checkpoint, tower[0], tmp_path / "bundle")
     import_checkpoint(
         checkpoint, tower[0], tmp_path / "bundle", tokenizer_dir=tmp_path / "elsewhere"
     )
@@ -102,7 +102,7 @@ def test_named_tower_with_weights_from_a_file(tmp_path: Path) -> None:
         ("Nope", "knows no model 'Nope'"),
         ("ViT-B-32", "has several sets of weights"),
         ("ViT-B-32:nope", "has no weights 'nope'"),
-        ("local-dir:/nowhere", "not found"),
+        ("local-dir:/nowhere", "cannot read /nowhere"),
     ],
 )
 def test_unknown_towers(vision: str, message: str) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from edje_index import TokenIndex
-from edje_index.bundles.import_models import bundle_of_open_clip
+from edje_index.bundles.import_models import bundle_of_towers
 from edje_index.errors import ModelError
 from edje_index.models.weights import save_weights
 from pipelines import build_index
@@ -42,7 +42,7 @@ def tower(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def index(tmp_path_factory: pytest.TempPathFactory, tower: Path) -> Path:
     """Photos, indexed with the bundle of the folder."""
     folder = tmp_path_factory.mktemp("plain")
-    info = bundle_of_open_clip(f"local-dir:{tower}", folder / "model")
+    info = bundle_of_towers(f"local-dir:{tower}", folder / "model")
     assert (info.block_shape, info.embed_dim, info.trained) == ((1, 32), 24, True)
     for seed in range(6):
         write_photo(folder / "photos" / f"{seed}.jpg", seed)

@@ -64,7 +64,7 @@ def test_says_what_is_missing_or_does_not_fit(tmp_path: Path) -> None:
         {"model": {k: v for k, v in state.items() if "vision_projection" not in k}},
         tmp_path / "part.pth",
     )
-    with pytest.raises(ModelError, match="has no adapter"):
+    with pytest.raises(ModelError, match="adapter: missing"):
         load_published_checkpoint(tmp_path / "part.pth", tokenizer, vision_heads=3)
     wide = state | {"vision_projection.projection.weight": torch.zeros(20, 24)}
     torch.save(

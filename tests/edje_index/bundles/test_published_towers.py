@@ -1,5 +1,5 @@
-"""Towers inside published checkpoints, in the format of transformers, against
-towers of open_clip.
+"""Towers inside published checkpoints, and towers of transformers, against transformers
+itself.
 """
 
 from __future__ import annotations
@@ -7,169 +7,95 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
+from transformers import AutoTokenizer, SiglipModel, SiglipVisionModel
 
 from edje_index.bundles.bundle import ModelBundle
-from edje_index.bundles.import_models import (
-    _TEXT_NAMES,
-    _VISION_NAMES,
-    OPEN_CLIP_NAMES,
-    _open_clip_weights,
-    import_checkpoint,
-)
+from edje_index.bundles.import_models import bundle_of_towers, import_checkpoint
 from edje_index.errors import ModelError
 from edje_index.images.preprocessing import Preprocessor
-from edje_index.models._torchvision_compat import prepare_torchvision
-from edje_index.models.clip_config import ClipConfig
-from edje_index.models.weights import save_weights
+from edje_index.models.siglip import siglip_config
 from tests.edje_index.published_cases import Case, write_case
-from tests.edje_index.towers import random_clip
-
-prepare_torchvision()
-
-import open_clip  # noqa: E402
-from timm.models import register_model  # noqa: E402
-from timm.models.vision_transformer import VisionTransformer  # noqa: E402
-from transformers import (  # noqa: E402
-    SiglipConfig,
-    SiglipImageProcessor,
-    SiglipModel,
-    SiglipVisionModel,
+from tests.edje_index.siglip_cases import (
+    HEADS,
+    SIZE,
+    WIDTH,
+    siglip_model,
+    write_siglip,
 )
 
-WIDTH = 32
-LAYERS = 3
-PATCHES = 16
-WORDS = 90
-# as open_clip describes SigLIP
-TRUNK = {
-    "image_size": 32,
-    "timm_model_name": "small_siglip",
-    "timm_model_pretrained": False,
-    "timm_pool": "map",
-    "timm_proj": "none",
-}
-TEXT = {
-    "context_length": 16,
-    "vocab_size": WORDS,
-    "width": WIDTH,
-    "heads": 2,
-    "layers": 2,
-    "no_causal_mask": True,
-    "proj_bias": True,
-    "pool_type": "last",
-    "norm_kwargs": {"eps": 1e-6},
-    "act_kwargs": {"approximate": "tanh"},
-}
-
-
-@register_model
-def small_siglip(pretrained: bool = False, **settings: Any) -> VisionTransformer:
-    """The classes of timm's SigLIP at a small size."""
-    assert not pretrained
-    sizes = {
-        "img_size": 32,
-        "patch_size": 8,
-        "embed_dim": WIDTH,
-        "depth": LAYERS,
-        "num_heads": 2,
-    }
-    return VisionTransformer(
-        **sizes, class_token=False, global_pool="map", num_classes=0
-    )
-
-
-def hugging_face(seed: int = 0) -> SiglipModel:
-    """A small SigLIP of transformers with random weights."""
-    shared = {
-        "hidden_size": WIDTH,
-        "num_attention_heads": 2,
-        "intermediate_size": 4 * WIDTH,
-    }
-    text = {
-        "num_hidden_layers": 2,
-        "vocab_size": WORDS,
-        "max_position_embeddings": 16,
-        "projection_size": WIDTH,
-    }
-    special = {"pad_token_id": 1, "bos_token_id": 2, "eos_token_id": 3}
-    vision = {
-        "num_hidden_layers": LAYERS,
-        "image_size": 32,
-        "patch_size": 8,
-        "hidden_act": "gelu",
-    }
-    torch.manual_seed(seed)
-    config = SiglipConfig(
-        text_config={**shared, **text, **special}, vision_config={**shared, **vision}
-    )
-    model = SiglipModel(config).eval()
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.05)
-    return model
-
-
-def write_tower(folder: Path, source: SiglipModel) -> str:
-    """`source` as an open_clip folder. Its outputs are those of `source`, so its
-    weights have the right names.
-    """
-    model = {
-        "embed_dim": WIDTH,
-        "vision_cfg": TRUNK,
-        "text_cfg": TEXT,
-        "custom_text": True,
-    }
-    config = ClipConfig(
-        "small-siglip",
-        model,
-        {
-            "size": [32, 32],
-            "mean": [0.5] * 3,
-            "std": [0.5] * 3,
-            "resize_mode": "squash",
-        },
-    )
-    clip = random_clip(config)
-    for target, tower, names in (
-        (clip.visual.trunk, source.vision_model, _VISION_NAMES),
-        (clip.text, source.text_model, _TEXT_NAMES),
-    ):
-        state = _open_clip_weights(dict(tower.state_dict()), names)
-        target.load_state_dict(
-            {
-                key: state[key].reshape(value.shape)
-                for key, value in target.state_dict().items()
-            }
-        )
-    pixels = torch.randn(2, 3, 32, 32)
-    with torch.inference_mode():
-        ours = clip.visual.trunk.forward_features(pixels)
-        theirs = source.vision_model(pixels)
-        torch.testing.assert_close(ours, theirs.last_hidden_state, atol=1e-4, rtol=1e-4)
-        torch.testing.assert_close(
-            clip.encode_image(pixels), theirs.pooler_output, atol=1e-4, rtol=1e-4
-        )
-        ids = torch.randint(4, WORDS, (2, 16))
-        expected = source.text_model(ids).pooler_output
-        torch.testing.assert_close(
-            clip.encode_text(ids), expected, atol=1e-4, rtol=1e-4
-        )
-    folder.mkdir()
-    config.write(folder)
-    save_weights(clip, folder / "open_clip_model.safetensors")
-    return f"local-dir:{folder}"
+TOLERANCE = 1e-4
 
 
 @pytest.fixture(scope="module")
 def siglip() -> SiglipModel:
-    return hugging_face()
+    return siglip_model()
 
 
 @pytest.fixture(scope="module")
 def tower(tmp_path_factory: pytest.TempPathFactory, siglip: SiglipModel) -> str:
-    return write_tower(tmp_path_factory.mktemp("open-clip") / "tower", siglip)
+    """A downloaded repository of transformers."""
+    folder = tmp_path_factory.mktemp("towers") / "siglip"
+    write_siglip(folder, siglip)
+    return str(folder)
+
+
+@pytest.mark.parametrize("activation", ["gelu", "gelu_pytorch_tanh"])
+def test_towers_of_transformers_give_its_outputs(
+    tmp_path: Path, activation: str
+) -> None:
+    """From the photo to the embeddings, with the image processor's resize."""
+    from transformers.models.siglip.image_processing_pil_siglip import (
+        SiglipImageProcessorPil,
+    )
+
+    model = siglip_model(2, activation)
+    write_siglip(tmp_path / "towers", model)
+    bundle_of_towers(str(tmp_path / "towers"), tmp_path / "bundle")
+    bundle = ModelBundle.load(tmp_path / "bundle")
+    image = Image.effect_noise((50, 41), 90).convert("RGB")
+    processor = SiglipImageProcessorPil.from_pretrained(tmp_path / "towers")
+    pixels = processor(images=image, return_tensors="pt")["pixel_values"]
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "towers")
+    texts = ["a red dog", "car"]
+    ids = tokenizer(texts, padding="max_length", max_length=16, return_tensors="pt")
+    with torch.inference_mode():
+        seen = model.vision_model(pixels)
+        text = model.text_model(ids["input_ids"]).pooler_output
+    patches, embedding = bundle.vision.encode(
+        Preprocessor(bundle.clip_config)(image)[None]
+    )
+    torch.testing.assert_close(
+        patches, seen.last_hidden_state, atol=TOLERANCE, rtol=TOLERANCE
+    )
+    unit = torch.nn.functional.normalize
+    torch.testing.assert_close(
+        embedding, unit(seen.pooler_output), atol=TOLERANCE, rtol=0
+    )
+    np.testing.assert_allclose(
+        bundle.text.encode(texts), unit(text).numpy(), atol=TOLERANCE
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "siglip2"}, "model_type is 'siglip2'"),
+        (
+            {"vision_config": {"hidden_act": "relu"}},
+            "towers that this version does not",
+        ),
+        ({"vision_config": {"patch_size": 7}}, "timm has no SigLIP tower vit_"),
+        ({"vision_config": {"image_size": "large"}}, "describes no SigLIP towers"),
+    ],
+)
+def test_other_towers_are_refused(change: dict[str, Any], message: str) -> None:
+    config = {"model_type": "siglip", "vision_config": {}, "text_config": {}, **change}
+    with pytest.raises(ModelError, match=message):
+        siglip_config(config, {}, "towers")
 
 
 def checkpoint(
@@ -182,7 +108,7 @@ def checkpoint(
     """What the published trainer saves: towers included, in its default type, with
     the state of an optimiser.
     """
-    case = Case(tokens=6, vision_dim=WIDTH, vision_heads=2, positions=90)
+    case = Case(tokens=6, vision_dim=WIDTH, vision_heads=HEADS, positions=90)
     state = {
         key: tensor
         for key, tensor in write_case(folder, case).items()
@@ -243,37 +169,32 @@ def test_what_the_trainer_saves_is_read(
     )
     info = import_checkpoint(path, tower, tmp_path / "bundle")
     assert info.block_shape == (6, 16)
+    assert info.origins["towers"] == f"{tower}, given; weights in the checkpoint"
     bundle = ModelBundle.load(tmp_path / "bundle")
-    image = Image.effect_noise((50, 41), 90).convert("RGB")
-    processor = SiglipImageProcessor(
-        size={"height": 32, "width": 32}, resample=Image.Resampling.BILINEAR
-    )
-    # as the published code resizes
-    pixels = processor(images=image, return_tensors="pt")["pixel_values"]
-    torch.testing.assert_close(
-        Preprocessor(bundle.clip_config)(image)[None], pixels, atol=0.01, rtol=0
-    )
-    features, _ = bundle.vision.encode(pixels)
+    pixels = torch.randn(1, 3, SIZE, SIZE)
     with torch.inference_mode():
-        expected = siglip.vision_model(pixels).last_hidden_state
-    torch.testing.assert_close(features, expected, atol=1e-4, rtol=1e-4)
+        expected = siglip.to(dtype).float().vision_model(pixels).last_hidden_state
+    features, _ = bundle.vision.encode(pixels)
+    torch.testing.assert_close(features, expected, atol=TOLERANCE, rtol=TOLERANCE)
 
 
-@pytest.mark.parametrize(
-    "tuned",
-    [
-        "vision_model.encoder.layers.1.self_attn.k_proj.weight",
-        "vision_model.head.probe",
-        "vision_model.embeddings.position_embedding.weight",
-        "text_model.encoder.layers.1.mlp.fc2.bias",
-    ],
-)
-def test_a_tuned_tower_is_refused(tmp_path: Path, tower: str, tuned: str) -> None:
-    other = hugging_face()
-    with torch.no_grad():
-        other.get_parameter(tuned).view(-1)[5] += 0.02
-    path = checkpoint(tmp_path / "run", other)
-    with pytest.raises(ModelError, match="differs from local-dir"):
+def test_a_tuned_tower_is_used(tmp_path: Path, tower: str) -> None:
+    other = siglip_model(3)
+    path = checkpoint(tmp_path / "run", other, dtype=torch.float32)
+    import_checkpoint(path, tower, tmp_path / "bundle")
+    bundle = ModelBundle.load(tmp_path / "bundle")
+    probe = other.vision_model.head.probe
+    assert torch.equal(bundle.clip.visual.trunk.attn_pool.latent, probe)
+
+
+def test_two_different_vision_towers_are_refused(
+    tmp_path: Path, tower: str, siglip: SiglipModel
+) -> None:
+    path = checkpoint(tmp_path / "run", siglip)
+    content = torch.load(path)
+    content["model"]["vision_encoder.post_layernorm.bias"] += 1
+    torch.save(content, path)
+    with pytest.raises(ModelError, match=r"two vision towers, .* differ in post_layer"):
         import_checkpoint(path, tower, tmp_path / "bundle")
     assert not (tmp_path / "bundle").exists()
 
@@ -284,22 +205,5 @@ def test_sizes_in_the_configuration_are_compared(
     path = checkpoint(
         tmp_path / "run", siglip, siglip_path="google/siglip2-large-patch16-384"
     )
-    with pytest.raises(ModelError, match=r"576 patches, but local-dir:.* has 16"):
+    with pytest.raises(ModelError, match=r"576 patches, but .* has 16"):
         import_checkpoint(path, tower, tmp_path / "bundle")
-
-
-def test_the_recorded_tower_is_the_default(tmp_path: Path, siglip: SiglipModel) -> None:
-    known = {
-        name: open_clip.list_pretrained_tags_by_model(name)
-        for name in open_clip.list_models()
-    }
-    for name in OPEN_CLIP_NAMES.values():
-        model, _, tag = name.partition(":")
-        assert tag in known[model]
-    for config, message in (
-        ({}, "names no tower"),
-        ({"siglip_path": "mine"}, "names the unknown tower 'mine'"),
-    ):
-        path = checkpoint(tmp_path / message.replace(" ", ""), siglip, **config)
-        with pytest.raises(ModelError, match=message):
-            import_checkpoint(path, None, tmp_path / "bundle")

@@ -48,6 +48,8 @@ CASES = [
         (method, {"pool": value})
         for method in ("search", "search_texts")
         for value in (*COUNTS, 2)
+        # the default
+        if value is not None
     ),
     *(
         (method, {"score": value})

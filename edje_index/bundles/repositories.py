@@ -1,0 +1,345 @@
+"""Finds the files of models of others: on this machine, or in repositories of the
+Hugging Face Hub, ``hf://ORG/REPO[@REVISION][/PATH]``.
+
+Downloads go through ``huggingface_hub`` into its cache, which other programs share. Its
+variables apply: ``HF_ENDPOINT``, ``HF_HOME``, ``HF_HUB_OFFLINE`` and ``HF_TOKEN``. Only
+weights, JSON and text files are downloaded, and each is compared with the hash that the
+Hub names.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from edje_index.errors import HubUnreachableError, ModelError
+from edje_index.models.safety import read_configuration
+from storage_formats.errors import EdjeError
+from storage_formats.extras import name_missing_extra
+from storage_formats.remote.urls import HUB_CREDENTIALS, hub_address, hub_kind
+
+Say = Callable[[str], None]
+"""Receives a line for the user before a download starts."""
+
+
+def silent(text: str) -> None:
+    """Ignore a line for the user."""
+
+
+INDEX_SUFFIX = ".index.json"
+_TEXT_SUFFIXES = (".json", ".txt", ".model", "README.md")
+# in the order of preference
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pth", ".pt")
+_SHARD = re.compile(r"-\d+-of-\d+$")
+# what trainers save beside the weights
+_OTHER_STATES = ("optimizer", "rng_state", "scheduler", "training_args")
+_MAX_CARD_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Source:
+    """Files of a model.
+
+    Attributes:
+        folder: directory of the files.
+        label: name of the source for messages, with the commit of a repository.
+        names: names of the files, relative to `folder`.
+        file: name of the weights file that the user named; None to choose one.
+    """
+
+    folder: Path
+    label: str
+    names: list[str] = field(repr=False)
+    file: str | None = None
+
+    def weights(self) -> list[Path]:
+        """Return the weights files: one, or all shards of a sharded file.
+
+        Raises:
+            ModelError: there is no weights file, there are several, or a shard is
+                missing.
+        """
+        files = [self.file] if self.file else weights_among(self.names, self.label)
+        shards: set[str] = set()
+        for index in self.names:
+            if index == f"{_whole(files[0])}{INDEX_SUFFIX}":
+                listed = read_configuration(self.folder / index).get("weight_map")
+                shards = set(listed.values()) if isinstance(listed, dict) else set()
+                if not shards or not all(map(_is_plain, shards)):
+                    raise ModelError(
+                        f"{self.folder / index} does not list the shards of a model in"
+                        " its own directory; do not use this model"
+                    )
+                if missing := sorted(shards - set(self.names)):
+                    raise ModelError(
+                        f"{self.label} lacks {missing[0]}, a part of the weights that"
+                        f" {index} names; copy the whole directory again"
+                    )
+        return [self.folder / name for name in sorted(shards) or files]
+
+    def config(self, name: str = "config.json") -> dict[str, Any]:
+        """Return the content of a JSON file; empty if there is no such file."""
+        return read_configuration(self.folder / name) if name in self.names else {}
+
+    def card(self) -> str:
+        """Return the text of the model card; empty if there is none."""
+        if "README.md" not in self.names:
+            return ""
+        with (self.folder / "README.md").open(
+            encoding="utf-8", errors="replace"
+        ) as file:
+            return file.read(_MAX_CARD_BYTES)
+
+
+def weights_among(names: Iterable[str], label: str) -> list[str]:
+    """Choose the weights file among the names of files, or all shards of one.
+
+    safetensors files come first, then those of ``torch.save``.
+    """
+    names = [
+        name
+        for name in sorted(names)
+        if "/" not in name and not name.startswith(_OTHER_STATES)
+    ]
+    for suffix in _WEIGHT_SUFFIXES:
+        files = [name for name in names if name.endswith(suffix)]
+        whole = [name for name in files if not _SHARD.search(PurePosixPath(name).stem)]
+        usual = {"model.safetensors", "pytorch_model.bin"} & set(whole)
+        if usual or len(whole) == 1:
+            return sorted(usual) or whole
+        if whole:
+            raise ModelError(
+                f"{label} has several files with weights ({', '.join(whole[:5])}); give"
+                " the path of one of them"
+            )
+        if files:
+            return files
+    raise ModelError(
+        f"{label} has no weights: none of its files ends with"
+        f" {', '.join(_WEIGHT_SUFFIXES)}; its files are:"
+        f" {', '.join(names[:20]) or 'none'}"
+    )
+
+
+def all_files(names: list[str], label: str) -> list[str]:
+    """Choose the configurations, the tokenizers, the card and the weights among the
+    names of files.
+    """
+    return [*text_files(names, label), *weights_among(names, label)]
+
+
+def text_files(names: list[str], _label: str) -> list[str]:
+    """Choose the configurations, the tokenizers and the card among the names of
+    files.
+    """
+    return [name for name in names if name.endswith(_TEXT_SUFFIXES)]
+
+
+def open_source(
+    source: str | Path | Source,
+    choose: Callable[[list[str], str], list[str]] = all_files,
+    say: Say = silent,
+) -> Source:
+    """Return the files of a model: of a file with its directory, of a directory, or of
+    a repository of the Hub, which are downloaded.
+
+    Args:
+        choose: returns the names of the files to download, from the names of all files
+            and the name of the source.
+
+    Raises:
+        HubUnreachableError: the Hub cannot be reached, and the files are not in its
+            cache.
+        ModelError: there is nothing at `source`, or a download is not what the Hub
+            describes.
+    """
+    if isinstance(source, Source):
+        return source
+    if hub_kind(source) is not None:
+        return _download(str(source), choose, say)
+    path = Path(source)
+    if path.is_file():
+        siblings = [each.name for each in path.parent.iterdir() if each.is_file()]
+        return Source(path.parent, path.name, siblings, path.name)
+    if not path.is_dir():
+        raise ModelError(
+            f"there is no model at {path}; give a file, a directory or hf://ORG/REPO"
+        )
+    names = [
+        each.relative_to(path).as_posix() for each in path.rglob("*") if each.is_file()
+    ]
+    return Source(path, str(path), names)
+
+
+def _download(
+    url: str, choose: Callable[[list[str], str], list[str]], say: Say
+) -> Source:
+    with name_missing_extra():
+        from huggingface_hub import (
+            HfApi,
+            constants,
+            snapshot_download,
+            try_to_load_from_cache,
+        )
+
+    if hub_kind(url) != "models":
+        raise ModelError(f"{url} is no model; give a URL such as hf://ORG/REPO")
+    try:
+        _, repository, revision, path, _ = hub_address(url)
+    except ValueError as error:
+        raise ModelError(str(error)) from error
+    endpoint = os.environ.get("HF_ENDPOINT")
+    with hub_errors(f"cannot download {url}"):
+        try:
+            info = HfApi(endpoint).model_info(
+                repository, revision=revision, files_metadata=True
+            )
+        except Exception as error:
+            if getattr(error, "response", None) is not None:
+                raise
+            try:
+                # Without patterns, a part of the files is enough.
+                cached = snapshot_download(
+                    repository,
+                    revision=revision,
+                    local_files_only=True,
+                    allow_patterns=[],
+                )
+            except FileNotFoundError:
+                raise error from None
+            found = open_source(Path(cached, path))
+            return replace(found, label=f"{repository}@{Path(cached).name[:12]}")
+        files = {file.rfilename: file for file in info.siblings or ()}
+        if outside := [name for name in files if not _is_inside(name)]:
+            raise ModelError(
+                f"{url} lists the file {outside[0]!r} outside its directory; do not use"
+                " this model"
+            )
+        label = f"{repository}@{str(info.sha)[:12]}"
+        # the directory that the URL names, or that of the file that it names
+        is_file = path in files
+        base = PurePosixPath(path).parent if is_file else PurePosixPath(path)
+        names = [
+            PurePosixPath(name).relative_to(base).as_posix()
+            for name in files
+            if PurePosixPath(name).is_relative_to(base)
+        ]
+        chosen = choose(names, label)
+        if is_file:
+            stem = _whole(PurePosixPath(path).name)
+            shards = [name for name in names if _whole(name) == stem]
+            chosen = [*text_files(names, label), *shards]
+        if not chosen:
+            raise ModelError(f"{url} has no files of a model; give another repository")
+        of_hub = {
+            (base / name).as_posix(): files[(base / name).as_posix()] for name in chosen
+        }
+        size = sum(
+            file.size or 0
+            for name, file in of_hub.items()
+            if try_to_load_from_cache(repository, name, revision=info.sha) is None
+        )
+        cache = Path(constants.HF_HUB_CACHE)
+        cache.mkdir(parents=True, exist_ok=True)
+        if size > (free := shutil.disk_usage(cache).free):
+            raise ModelError(
+                f"{label} has {size} bytes, but {cache} has only {free} free bytes: set"
+                " HF_HOME to a directory on a larger disk"
+            )
+        if size:
+            say(f"downloading {label} from the Hugging Face Hub ({size / 1e6:,.1f} MB)")
+        snapshot = Path(
+            snapshot_download(
+                repository,
+                revision=revision,
+                endpoint=endpoint,
+                allow_patterns=[glob.escape(name) for name in of_hub],
+            )
+        )
+        if snapshot.name != info.sha:
+            raise ModelError(
+                f"{url} has changed during the download; run this again, or give a"
+                " commit as hf://ORG/REPO@COMMIT"
+            )
+        for name, file in of_hub.items():
+            _check_content(snapshot / name, file, f"{name} of {label}")
+        return Source(
+            snapshot / base,
+            label,
+            chosen,
+            PurePosixPath(path).name if is_file else None,
+        )
+
+
+def _check_content(file: Path, expected: Any, label: str) -> None:
+    """Compare a downloaded file with the hash that the Hub names for it. Remove a file
+    that differs from the cache.
+    """
+    if expected.lfs is not None:
+        digest = hashlib.sha256()
+        wanted = expected.lfs.sha256
+    else:
+        # the name of the file in Git
+        digest = hashlib.sha1(b"blob %d\0" % file.stat().st_size)
+        wanted = expected.blob_id
+    with file.open("rb") as opened:
+        while data := opened.read(1 << 22):
+            digest.update(data)
+    if digest.hexdigest() != wanted:
+        file.resolve().unlink()
+        file.unlink(missing_ok=True)
+        raise ModelError(
+            f"{label} is not the file that the Hub describes, because its hash differs;"
+            " download the model again, and check HF_ENDPOINT and the proxy"
+        )
+
+
+@contextmanager
+def hub_errors(action: str) -> Iterator[None]:
+    """Raise a ModelError that begins with `action` and says what to do, if a call of
+    ``huggingface_hub`` fails.
+    """
+    try:
+        yield
+    except EdjeError:
+        raise
+    except Exception as error:
+        # the HTTP library differs between versions of huggingface_hub
+        cause = error.__cause__ or error if isinstance(error, RuntimeError) else error
+        status = getattr(getattr(cause, "response", None), "status_code", None)
+        reason = (str(cause).strip() or type(cause).__name__).splitlines()[0]
+        kind: type[ModelError] = ModelError
+        if status in (401, 403, 404):
+            advice = f"check the name of the repository; {HUB_CREDENTIALS}"
+        elif status in (409, 412):
+            advice = "another writer has changed the repository; run the copy again"
+        else:
+            kind = HubUnreachableError
+            advice = (
+                "check the network, and HF_ENDPOINT and HF_HUB_OFFLINE if they are set;"
+                " then run this again, which continues the transfer"
+            )
+        raise kind(f"{action}: {reason[:300]}; {advice}") from error
+
+
+def _whole(name: str) -> str:
+    """Return the name of the file that the file `name` is, or is a shard of."""
+    path = PurePosixPath(name)
+    return f"{_SHARD.sub('', path.stem)}{path.suffix}"
+
+
+def _is_inside(name: str) -> bool:
+    path = PurePosixPath(name)
+    return not path.is_absolute() and ".." not in path.parts and "\\" not in name
+
+
+def _is_plain(name: Any) -> bool:
+    return isinstance(name, str) and "/" not in name and _is_inside(name)

@@ -1,0 +1,322 @@
+"""Resizes and crops RGB images with the arithmetic of Pillow 13: the same bytes as its
+bicubic and bilinear filters, in a third to a fifth of the time.
+
+Pillow resizes one axis after the other, and rounds to bytes in between. A value is a
+sum of products in int32, with weights in units of 2**-22. The compiled code computes
+this sum for many pixels at once, and only for the pixels inside the crop.
+
+All kernels and their helpers are in this module, because Numba's cache detects changes
+only in the file of the kernel. Indices are unsigned, so that LLVM can vectorise the
+loops.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, TypeAlias
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+from PIL import Image
+
+from storage_formats.codecs.kernel_compiler import (
+    inlined,
+    input_array,
+    kernel,
+    output_array,
+    types,
+)
+
+U8: TypeAlias = NDArray[np.uint8]
+U32: TypeAlias = NDArray[np.uint32]
+I32: TypeAlias = NDArray[np.int32]
+Index: TypeAlias = np.uint64
+Taps: TypeAlias = tuple[NDArray[np.uint64], I32]
+
+SUPPORT = {Image.Resampling.BILINEAR: 1.0, Image.Resampling.BICUBIC: 2.0}
+"""By filter: the distance in pixels at which its weights end."""
+
+_ZERO = np.uint64(0)
+_ONE = np.uint64(1)
+_TWO = np.uint64(2)
+_THREE = np.uint64(3)
+_FOUR = np.uint64(4)
+# images in memory have 4 bytes per pixel: red, green, blue and an unused byte
+_PIXEL = _FOUR
+_WEIGHT_BITS = np.int32(22)
+_HALF = np.int32(1 << 21)
+_BLACK = np.int32(0)
+_WHITE = np.int32(255)
+# The horizontal pass handles this number of rows at once, one row in each SIMD lane.
+_ROWS = np.uint64(16)
+_LANES = _ROWS * _PIXEL
+# at most 4 MB, which stays in the processor's cache
+_BAND_PIXELS = 1 << 20
+
+
+def resize(
+    image: Image.Image,
+    size: tuple[int, int],
+    box: tuple[int, int, int, int],
+    resampling: Image.Resampling,
+) -> U8:
+    """Do the same as ``image.resize(size, resampling).crop(box)`` in Pillow 13.
+    Thread-safe.
+
+    Args:
+        image: an RGB image.
+        box: (left, top, right, bottom), inside `size`.
+        resampling: a key of `SUPPORT`.
+
+    Returns:
+        The pixels [rows, columns, 4]. The last byte of a pixel has no meaning.
+    """
+    left, top, right, bottom = box
+    support = SUPPORT[resampling]
+    across = _taps(image.width, size[0], left, right, support)
+    down = _taps(image.height, size[1], top, bottom, support)
+    shape = (bottom - top, right - left, int(_PIXEL))
+    # Pillow 13 begins with the height if that saves much more than the width
+    saved = image.height - size[1]
+    if saved > 2 * max(0, image.width - size[0]):
+        small = _vertical(_packed(image), image.width, down)
+        return _horizontal(small, image.width, across).reshape(shape)
+    first = int(down[0][0])
+    taps = down[1].size // len(down[0])
+    used = min(image.height, int(down[0][-1]) + taps)
+    step = max(int(_ROWS), _BAND_PIXELS // image.width)
+    bands = [
+        _horizontal(
+            _packed(image.crop((0, start, image.width, min(used, start + step)))),
+            image.width,
+            across,
+        )
+        for start in range(first, used, step)
+    ]
+    narrow = np.concatenate(bands)
+    starts = down[0] - np.uint64(first)
+    return _vertical(narrow, right - left, (starts, down[1])).reshape(shape)
+
+
+def normalize(pixels: U8, table: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Map the bytes of an image [rows, columns, 4] to numbers [3, rows, columns].
+
+    Args:
+        table: numbers of all bytes, by channel [3, 256].
+    """
+    result = np.empty((3, *pixels.shape[:2]), np.float32)
+    _look_up(pixels.reshape(-1), table.reshape(-1), result.reshape(-1))
+    return result
+
+
+def _packed(image: Image.Image) -> U8:
+    """Return the bytes of an RGB image, 4 per pixel."""
+    try:
+        # without a copy
+        array: Any = pa.array(image)
+    except ValueError:
+        # Pillow keeps large images in several blocks of memory
+        return np.asarray(image.convert("RGBX")).reshape(-1)
+    pixels: U8 = array.values.to_numpy()
+    return pixels
+
+
+def _taps(old: int, new: int, first: int, last: int, support: float) -> Taps:
+    """Return the weights with which pixels `first` to `last` of an axis are computed.
+
+    The length of the axis changes from `old` to `new`. The result is (the first source
+    pixel of each pixel, the weights of the source pixels from there on).
+    """
+    stretch = max(1.0, old / new)
+    # a multiple of the products that the kernels add at once
+    width = 4 * math.ceil(2 * support * stretch / 4)
+    starts = np.empty(last - first, np.uint64)
+    weights = np.zeros((last - first) * width, np.int32)
+    axis = (float(old), float(new), float(first), support)
+    _fill_taps(axis, starts, weights)
+    return starts, weights
+
+
+def _horizontal(source: U8, width: int, taps: Taps) -> U8:
+    starts, weights = taps
+    result = np.empty(source.size // width * len(starts), np.uint8)
+    _resize_rows(source, starts, weights, np.uint64(width), result)
+    return result
+
+
+def _vertical(source: U8, width: int, taps: Taps) -> U8:
+    starts, weights = taps
+    result = np.empty(len(starts) * width * int(_PIXEL), np.uint8)
+    _resize_columns(source, starts, weights, np.uint64(width), result)
+    return result
+
+
+@inlined
+def _filter(x: float, support: float) -> float:
+    x = abs(x)
+    if support == 1.0:
+        return 1.0 - x if x < 1.0 else 0.0
+    # Keys' cubic filter with a = -0.5, in the order of operations of Pillow
+    if x < 1.0:
+        return (1.5 * x - 2.5) * x * x + 1.0
+    return (((x - 5.0) * x + 8.0) * x - 4.0) * -0.5 if x < 2.0 else 0.0
+
+
+@kernel(
+    types.UniTuple(types.float64, 4),
+    output_array(types.uint64),
+    output_array(types.int32),
+)
+def _fill_taps(
+    axis: tuple[float, float, float, float], starts: NDArray[np.uint64], weights: I32
+) -> None:
+    """Fill the arrays that `_taps` returns. `axis`: (old, new, first, support)."""
+    old, new, first, support = axis
+    scale = old / new
+    stretch = max(1.0, scale)
+    width = len(weights) // len(starts)
+    # rounding may add a pixel whose weight is 0
+    values = np.empty(width + 2)
+    for i in range(len(starts)):
+        centre = (i + first + 0.5) * scale
+        start = max(0, int(centre - support * stretch + 0.5))
+        stop = min(int(old), int(centre + support * stretch + 0.5))
+        total = 0.0
+        for x in range(start, stop):
+            values[x - start] = _filter((x - centre + 0.5) * (1.0 / stretch), support)
+            total += values[x - start]
+        starts[i] = start
+        for k in range(min(width, stop - start)):
+            value = values[k] / total if total != 0.0 else values[k]
+            rounding = -0.5 if value < 0.0 else 0.5
+            weights[i * width + k] = int(rounding + value * (1 << 22))
+
+
+@inlined
+def _product(value: np.uint8, weight: np.int32) -> np.int32:
+    return np.int32(np.int32(value) * weight)
+
+
+@inlined
+def _byte(total: np.int32) -> np.uint8:
+    value = np.int32(total >> _WEIGHT_BITS)
+    return np.uint8(min(max(value, _BLACK), _WHITE))
+
+
+@inlined
+def _add(
+    source: U8,
+    start: Index,
+    length: Index,
+    weights: I32,
+    taps: tuple[Index, Index],
+    totals: I32,
+) -> None:
+    """Write the weighted sum of lines of `length` bytes to `totals` [length].
+
+    The first line begins at `source[start]`. The half-open range `taps` holds the
+    weights of the lines.
+    """
+    last = np.uint64(len(source)) - length
+    for i in range(length):
+        totals[i] = _HALF
+    for tap in range(taps[0], taps[1], _FOUR):
+        # a line after the last one has the weight 0
+        line_0 = min(start, last)
+        line_1 = min(start + length, last)
+        line_2 = min(start + _TWO * length, last)
+        line_3 = min(start + _THREE * length, last)
+        weight_0 = weights[tap]
+        weight_1 = weights[tap + _ONE]
+        weight_2 = weights[tap + _TWO]
+        weight_3 = weights[tap + _THREE]
+        for i in range(length):
+            front = np.int32(
+                _product(source[line_0 + i], weight_0)
+                + _product(source[line_1 + i], weight_1)
+            )
+            back = np.int32(
+                _product(source[line_2 + i], weight_2)
+                + _product(source[line_3 + i], weight_3)
+            )
+            totals[i] = np.int32(totals[i] + np.int32(front + back))
+        start += _FOUR * length
+
+
+@kernel(
+    input_array(types.uint8),
+    input_array(types.uint64),
+    input_array(types.int32),
+    types.uint64,
+    output_array(types.uint8),
+)
+def _resize_rows(
+    source: U8, starts: NDArray[np.uint64], weights: I32, width: Index, result: U8
+) -> None:
+    """Resize each row of `width` pixels to `len(starts)` pixels."""
+    new_width = np.uint64(len(starts))
+    taps = np.uint64(len(weights)) // new_width
+    rows = np.uint64(len(source)) // (width * _PIXEL)
+    # the pixels of a column of `_ROWS` rows side by side
+    turned = np.zeros(width * _LANES, np.uint8)
+    turned_result = np.empty(new_width * _LANES, np.uint8)
+    totals = np.empty(_LANES, np.int32)
+    source_pixels = source.view(np.uint32)
+    result_pixels = result.view(np.uint32)
+    turned_pixels = turned.view(np.uint32)
+    turned_result_pixels = turned_result.view(np.uint32)
+    for top in range(_ZERO, rows, _ROWS):
+        count = min(_ROWS, rows - top)
+        for x in range(width):
+            for row in range(count):
+                turned_pixels[x * _ROWS + row] = source_pixels[(top + row) * width + x]
+        for x in range(new_width):
+            tap = x * taps
+            _add(turned, starts[x] * _LANES, _LANES, weights, (tap, tap + taps), totals)
+            for lane in range(_LANES):
+                turned_result[x * _LANES + lane] = _byte(totals[lane])
+        for row in range(count):
+            for x in range(new_width):
+                result_pixels[(top + row) * new_width + x] = turned_result_pixels[
+                    x * _ROWS + row
+                ]
+
+
+@kernel(
+    input_array(types.uint8),
+    input_array(types.uint64),
+    input_array(types.int32),
+    types.uint64,
+    output_array(types.uint8),
+)
+def _resize_columns(
+    source: U8, starts: NDArray[np.uint64], weights: I32, width: Index, result: U8
+) -> None:
+    """Resize each of the `width` columns of pixels to `len(starts)` pixels."""
+    length = width * _PIXEL
+    new_height = np.uint64(len(starts))
+    taps = np.uint64(len(weights)) // new_height
+    totals = np.empty(length, np.int32)
+    for y in range(new_height):
+        tap = y * taps
+        _add(source, starts[y] * length, length, weights, (tap, tap + taps), totals)
+        for i in range(length):
+            result[y * length + i] = _byte(totals[i])
+
+
+@kernel(
+    input_array(types.uint8),
+    input_array(types.float32),
+    output_array(types.float32),
+)
+def _look_up(
+    pixels: U8, table: NDArray[np.float32], result: NDArray[np.float32]
+) -> None:
+    """Compute `normalize`, with flat arrays."""
+    count = np.uint64(len(pixels)) // _PIXEL
+    levels = np.uint64(256)
+    for channel in range(_ZERO, _THREE):
+        for i in range(count):
+            level = np.uint64(pixels[i * _PIXEL + channel])
+            result[channel * count + i] = table[channel * levels + level]

@@ -1,0 +1,153 @@
+"""Edits: values of source columns that replace those in the files of `rows/`, and the
+inputs that were deleted and must stay deleted (SPEC.md section 12.5).
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from storage_formats.errors import cannot_read
+from storage_formats.format.index_files import read_index_file
+from storage_formats.format.layout import IndexSpec, Layout
+from storage_formats.format.parquet import read_table
+from storage_formats.format.shard_table import (
+    FileEntry,
+    check_content,
+    write_named_file,
+)
+
+EDIT_SCHEMA = pa.schema(
+    [
+        pa.field("row_id", pa.int64()),
+        pa.field("column", pa.string(), nullable=False),
+        pa.field("value", pa.string()),
+    ]
+)
+_LAST = pc.ScalarAggregateOptions(skip_nulls=False)
+
+
+@dataclass(frozen=True)
+class Edits:
+    """The edits of a snapshot.
+
+    Attributes:
+        shard_size: rows per shard of the index.
+        lines: table with the columns of `EDIT_SCHEMA`. A line with a row id sets the
+            value of a column, given as JSON; null removes the value. They are sorted by
+            row id. The lines without a row id follow: `column` is the hash of the name
+            and the content of an input that was deleted.
+    """
+
+    shard_size: int
+    lines: pa.Table
+
+    @functools.cached_property
+    def _row_ids(self) -> NDArray[np.int64]:
+        row_ids: NDArray[np.int64] = self.lines["row_id"].drop_null().to_numpy()
+        return row_ids
+
+    @property
+    def shards(self) -> list[int]:
+        """Numbers of the shards with edited rows, ascending."""
+        return [*map(int, np.unique(self._row_ids // self.shard_size))]
+
+    def of_shard(self, shard: int) -> dict[str, dict[int, str | None]]:
+        """Return the new values of a shard as JSON, by column and position."""
+        first = shard * self.shard_size
+        bounds = np.searchsorted(self._row_ids, [first, first + self.shard_size])
+        start, stop = bounds.tolist()
+        values: dict[str, dict[int, str | None]] = {}
+        for line in self.lines.slice(start, stop - start).to_pylist():
+            of_column = values.setdefault(line["column"], {})
+            of_column[line["row_id"] - first] = line["value"]
+        return values
+
+    @functools.cached_property
+    def removed(self) -> frozenset[str]:
+        """The hashes of the inputs that must stay deleted."""
+        names = self.lines["column"].slice(len(self._row_ids))
+        return frozenset(names.to_pylist())
+
+    def changed(
+        self,
+        new: pa.Table,
+        restored: Collection[str] = (),
+        shards: Iterable[int] | None = None,
+    ) -> Edits:
+        """Return these edits with the lines `new`, which replace lines of the same
+        row and column.
+
+        Args:
+            restored: hashes of inputs that need not stay deleted.
+            shards: shards whose edits are kept; None keeps all.
+        """
+        lines = pa.concat_tables([self.lines, new])
+        if restored:
+            of_row = lines["row_id"].is_valid()
+            is_restored = pc.is_in(lines["column"], pa.array([*restored], pa.string()))
+            lines = lines.filter(pc.or_(of_row, pc.invert(is_restored)))
+        if shards is not None:
+            of_row = lines["row_id"].is_null()
+            numbers = pc.divide(lines["row_id"], self.shard_size)
+            stays = pc.is_in(numbers, pa.array([*shards], pa.int64()))
+            lines = lines.filter(pc.or_(of_row, stays))
+        last = lines.group_by(["row_id", "column"], use_threads=False).aggregate(
+            [("value", "last", _LAST)]
+        )
+        ordered = last.sort_by([("row_id", "ascending"), ("column", "ascending")])
+        ordered = ordered.select(["row_id", "column", "value_last"])
+        ordered = ordered.rename_columns(EDIT_SCHEMA.names).cast(EDIT_SCHEMA)
+        return Edits(self.shard_size, ordered)
+
+    def write(self, layout: Layout) -> FileEntry | None:
+        """Write the file and return its entry; None if there are no edits."""
+        if not len(self.lines):
+            return None
+        sink = pa.BufferOutputStream()
+        pq.write_table(self.lines, sink, compression="zstd")
+        return write_named_file(layout, layout.edits, sink.getvalue().to_pybytes())
+
+
+def read_edits(root: Path, spec: IndexSpec, entry: FileEntry | None) -> Edits:
+    """Read the edits of a snapshot of the index at `root`.
+
+    Raises:
+        CorruptIndexError: the file is missing or damaged.
+    """
+    if entry is None:
+        return Edits(spec.shard_size, EDIT_SCHEMA.empty_table())
+    path = root / entry.path
+    try:
+        data = read_index_file(root, path, max_bytes=entry.bytes)
+        check_content(path, entry, data)
+        lines = read_table(data, EDIT_SCHEMA.names).cast(EDIT_SCHEMA)
+        row_ids = lines["row_id"].drop_null().to_numpy()
+        in_order = (np.diff(row_ids) >= 0).all()
+        if lines["row_id"].slice(0, len(row_ids)).null_count or not in_order:
+            raise ValueError("its row ids do not ascend")
+        if len(row_ids) and not 0 <= row_ids[0] <= row_ids[-1] < spec.rows:
+            raise ValueError("its row ids are outside the index")
+        return Edits(spec.shard_size, lines)
+    except (OSError, ValueError, pa.ArrowException) as error:
+        raise cannot_read(
+            f"the file of edits {path}", error, "restore the file from a backup"
+        ) from error
+
+
+def input_hash(uri: str, uri_raw: bytes | None, content_hash: str | None) -> str:
+    """Return the hash of the name and the content of an input that the edits of an
+    index have for a deleted row.
+    """
+    content = (content_hash or "").encode()
+    text = b"\0".join((uri.encode(), uri_raw or b"", content))
+    return hashlib.blake2b(text, digest_size=16).hexdigest()

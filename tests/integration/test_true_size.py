@@ -1,0 +1,243 @@
+"""The paper's model at its true size, with random weights: from a repository of
+transformers to a search, in the memory and time of a laptop.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoTokenizer, SiglipConfig, SiglipModel
+from transformers.models.siglip.image_processing_pil_siglip import (
+    SiglipImageProcessorPil,
+)
+
+from edje_index import ModelBundle
+from edje_index.bundles.random_bundle import untrained_tokenizer
+from edje_index.images.preprocessing import Preprocessor
+from edje_index.models.filesystem import write_json
+from pipelines.jobs.hub import MODELS
+from tests.command_line import command, environment
+from tests.edje_index.published_cases import Case, _config, _state
+from tests.edje_index.siglip_cases import files_of, write_siglip
+from tests.hub_server import hub_server
+from tests.pipelines.conftest import write_photo
+
+PHOTOS = 8
+TEXTS = ["a red dog", "car on the beach"]
+TOLERANCE = 1e-4
+GIB = 1 << 30
+LARGE = {
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 24,
+}
+BASE = {
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "num_attention_heads": 12,
+    "num_hidden_layers": 12,
+}
+
+
+def write_towers(folder: Path, tower: dict[str, int], size: int, words: int) -> None:
+    """SigLIP2 towers as transformers saves them, with random weights."""
+    width = tower["hidden_size"]
+    config = SiglipConfig(
+        text_config={**tower, "vocab_size": words, "projection_size": width},
+        vision_config={**tower, "image_size": size, "patch_size": 16},
+    )
+    torch.manual_seed(0)
+    write_siglip(folder, SiglipModel(config).eval(), size=size)
+
+
+def write_published(folder: Path, tower: dict[str, int]) -> None:
+    """MiniLM-L12-H384 with an adapter of 64 tokens, as the published trainer saves."""
+    tokenizer = untrained_tokenizer(30_000)
+    case = Case(
+        tokens=64,
+        vision_dim=tower["hidden_size"],
+        width=384,
+        heads=12,
+        layers=12,
+        hidden=8192,
+        positions=512,
+        words=len(tokenizer),
+    )
+    (folder / "tokenizer").mkdir(parents=True)
+    tokenizer.save(folder / "tokenizer")
+    write_json(folder / "tokenizer" / "config.json", _config(case).to_dict())
+    torch.save({"model": _state(case), "config": {"k": 10}}, folder / "edje.pth")
+
+
+def measured(*arguments: str | Path) -> tuple[dict[str, Any], dict[str, float]]:
+    """Run `edje-index ARGUMENTS --json`. Return its object, and its seconds and peak
+    memory in GiB.
+    """
+    started = time.monotonic()
+    process = subprocess.Popen(
+        command(*arguments, "--json"), stdout=subprocess.PIPE, env=environment()
+    )
+    assert process.stdout is not None
+    printed = process.stdout.read()
+    _, status, usage = os.wait4(process.pid, 0)
+    assert status == 0, printed
+    seconds = time.monotonic() - started
+    return json.loads(printed), {
+        "seconds": round(seconds, 1),
+        "peak_gib": round(usage.ru_maxrss * 1024 / GIB, 2),
+    }
+
+
+@pytest.mark.slow
+def test_the_paper_s_model_at_its_true_size(tmp_path: Path) -> None:
+    write_towers(tmp_path / "siglip2", LARGE, 384, 256_000)
+    write_published(tmp_path / "run", LARGE)
+    for seed in range(PHOTOS):
+        write_photo(tmp_path / "photos" / f"{seed}.jpg", seed)
+    bundle = tmp_path / "model"
+    index = tmp_path / "photos.edje"
+    figures: dict[str, Any] = {}
+    imported, figures["import"] = measured(
+        "model",
+        "import",
+        tmp_path / "run" / "edje.pth",
+        "--vision",
+        tmp_path / "siglip2",
+        "--out",
+        bundle,
+    )
+    assert imported["trained"]
+    figures["bundle_bytes"] = sum(
+        each.stat().st_size for each in bundle.rglob("*") if each.is_file()
+    )
+    built, figures["build"] = measured(
+        "build",
+        tmp_path / "photos",
+        "--model",
+        bundle,
+        "--out",
+        index,
+        "--engine",
+        "inline",
+    )
+    assert built["indexed"] == PHOTOS
+    figures["seconds_per_photo"] = 1 / built["images_per_second"]
+    _, figures["quantize"] = measured("quantize", index, "--to", "nvfp4")
+    found, figures["search"] = measured(
+        "search", index, TEXTS[0], "-k", str(PHOTOS), "--precision", "nvfp4"
+    )
+    assert len(found["hits"]) == PHOTOS
+    figures["serve"] = served(index)
+    print(json.dumps(figures, indent=1))
+    for step in ("import", "build", "quantize", "search", "serve"):
+        assert figures[step]["peak_gib"] < 24, step
+    assert figures["build"]["seconds"] < 600
+    compare_with_transformers(tmp_path)
+
+
+def served(index: Path) -> dict[str, float]:
+    """Seconds of a search in a running service, after the first one, and its peak
+    memory.
+    """
+    process = subprocess.Popen(
+        command("serve", index, "--port", "0"),
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment(),
+    )
+    assert process.stdout is not None
+    url = process.stdout.readline().strip()
+    times = []
+    for query in ("a dog", *TEXTS, "snow"):
+        started = time.monotonic()
+        assert len(hits_of(url, query)) == PHOTOS
+        times.append(time.monotonic() - started)
+    process.send_signal(signal.SIGTERM)
+    _, status, usage = os.wait4(process.pid, 0)
+    assert status == 0
+    return {
+        "seconds_per_search": round(sorted(times[1:])[1], 3),
+        "peak_gib": round(usage.ru_maxrss * 1024 / GIB, 2),
+    }
+
+
+def hits_of(url: str, query: str) -> list[Any]:
+    """The hits of a query, from a service."""
+    body = json.dumps({"query": query}).encode()
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(f"{url}/search", body, headers)
+    with urllib.request.urlopen(request) as answer:
+        return list(json.load(answer)["hits"])
+
+
+@pytest.mark.slow
+def test_one_command_from_the_hub_to_a_page_with_hits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`show --model edje` in an environment with empty caches."""
+    write_towers(tmp_path / "siglip2", BASE, 224, 1000)
+    write_published(tmp_path / "run", BASE)
+    for seed in range(PHOTOS):
+        write_photo(tmp_path / "photos" / f"{seed}.jpg", seed)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hub-cache"))
+    monkeypatch.setenv("HF_HUB_DISABLE_XET", "1")
+    monkeypatch.setenv("EDJE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("BROWSER", "true")
+    with hub_server() as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        hub.add(MODELS["edje"].parts[0], files_of(tmp_path / "run"))
+        hub.add(MODELS["edje"].parts[1], files_of(tmp_path / "siglip2"))
+        process = subprocess.Popen(
+            command("show", tmp_path / "photos", "--model", "edje"),
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment(),
+        )
+        assert process.stdout is not None
+        url = process.stdout.readline().strip()
+        assert len(hits_of(url, "a red dog")) == PHOTOS
+        process.send_signal(signal.SIGTERM)
+        assert process.wait() == 0
+
+
+def compare_with_transformers(folder: Path) -> None:
+    """Patch features and embeddings equal those of transformers' own classes, from the
+    photo and the text on.
+    """
+    model = SiglipModel.from_pretrained(folder / "siglip2")
+    processor = SiglipImageProcessorPil.from_pretrained(folder / "siglip2")
+    tokenizer = AutoTokenizer.from_pretrained(folder / "siglip2")
+    image = Image.open(folder / "photos" / "0.jpg").convert("RGB")
+    pixels = processor(images=image, return_tensors="pt")["pixel_values"]
+    ids = tokenizer(TEXTS, padding="max_length", max_length=64, return_tensors="pt")
+    with torch.inference_mode():
+        seen = model.vision_model(pixels)
+        text = model.text_model(ids["input_ids"]).pooler_output
+    expected_patches = seen.last_hidden_state
+    unit = torch.nn.functional.normalize
+    del model
+    bundle = ModelBundle.load(folder / "model", verify=False)
+    patches, embedding = bundle.vision.encode(
+        Preprocessor(bundle.clip_config)(image)[None]
+    )
+    largest = {
+        "patch features": (patches - expected_patches).abs().max().item(),
+        "image embedding": (embedding - unit(seen.pooler_output)).abs().max().item(),
+        "text embeddings": (torch.from_numpy(bundle.text.encode(TEXTS)) - unit(text))
+        .abs()
+        .max()
+        .item(),
+    }
+    print(json.dumps(largest, indent=1))
+    assert max(largest.values()) < TOLERANCE

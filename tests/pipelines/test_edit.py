@@ -1,0 +1,252 @@
+"""Edits of columns: what is set, what reads it, and what undoes it."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from edje_index.search.rows import IndexRows
+from pipelines import compact_index, copy_index, delete_rows, merge_indexes
+from pipelines.jobs.edit import set_columns
+from pipelines.jobs.snapshots import history, remove_snapshots, roll_back
+from storage_formats import (
+    CorruptIndexError,
+    IndexSpec,
+    IndexWriter,
+    Manifest,
+    RowIdError,
+    UsageError,
+    read_rows,
+    verify_index,
+)
+from storage_formats.format.edits import EDIT_SCHEMA, Edits
+from storage_formats.format.layout import Layout
+from storage_formats.format.manifest import CommittedIndex
+from tests.conftest import write_random_index
+
+SPEC = IndexSpec(
+    rows=37, shard_size=8, block_shape=(2, 8), embed_dim=4, precisions=("bf16",)
+)
+NOON = datetime.datetime(2026, 1, 31, 12, tzinfo=datetime.UTC)
+
+
+@pytest.fixture
+def index(tmp_path: Path) -> Path:
+    root = tmp_path / "index"
+    write_random_index(root, SPEC, failed=frozenset({5}), duplicates=frozenset({9}))
+    return root
+
+
+def column(root: Path, name: str) -> dict[int, object]:
+    """The values of a column by row id, without nulls."""
+    rows = read_rows(root, columns=["row_id", name]).to_pylist()
+    return {row["row_id"]: row[name] for row in rows if row[name] is not None}
+
+
+def passing(root: Path, where: str) -> list[int]:
+    rows = IndexRows(CommittedIndex.open(root))
+    return np.flatnonzero(rows.passing(where)).tolist()
+
+
+@pytest.mark.parametrize(
+    ("values", "type_", "where"),
+    [
+        (["Sea", "Hill"], "string", "c = 'Hill'"),
+        ([["a dog", "a lake"], ["a hill"]], "list<string>", "c = 'a hill'"),
+        ([1, 2], "int64", "c > 1"),
+        ([1.5, 2], "float64", "c >= 2.0"),
+        ([True, False], "bool", "not c"),
+        ([NOON, NOON.replace(hour=13)], "timestamp", "c > '2026-01-31T12:30'"),
+        ([1 << 60, "x"], "string", "c = 'x'"),
+    ],
+)
+def test_a_new_column_is_read_filtered_and_undone(index, values, type_, where):
+    before = {path: path.read_bytes() for path in index.rglob("*") if path.is_file()}
+    result = set_columns(index, [3, 20], {"c": values})
+    assert (result.rows, result.values, result.columns, result.snapshot) == (
+        2,
+        2,
+        ("c",),
+        1,
+    )
+    stored = [str(value) for value in values] if type_ == "string" else values
+    assert column(index, "c") == dict(zip([3, 20], stored, strict=True))
+    assert [
+        (each.name, each.type, each.values) for each in Manifest.load(index).columns
+    ] == [("c", type_, 2)]
+    assert passing(index, where) == [20]
+    assert verify_index(index) == []
+    for path, data in before.items():
+        assert path.name == "index.json" or path.read_bytes() == data, path
+    assert [entry.kind for entry in history(index)] == ["build", "edit"]
+    roll_back(index, 0)
+    assert Manifest.load(index).columns == ()
+    assert verify_index(index) == []
+
+
+def test_later_edits_replace_and_remove_values(index):
+    set_columns(index, [0, 1, 2], {"title": ["a", "b", "c"], "stars": [1]})
+    set_columns(index, [1, 2], pa.table({"title": ["B", None]}))
+    assert column(index, "title") == {0: "a", 1: "B"}
+    assert column(index, "stars") == {0: 1, 1: 1, 2: 1}
+    values = {each.name: each.values for each in Manifest.load(index).columns}
+    assert values == {"title": 2, "stars": 3}
+    again = set_columns(index, [1], {"title": ["B"]})
+    assert (again.values, again.snapshot) == (0, 2)
+    set_columns(index, [], {"stars": [5]}, where="title = 'B' or row_id = 30")
+    assert column(index, "stars") == {0: 1, 1: 5, 2: 1, 30: 5}
+    assert verify_index(index) == []
+
+
+def test_compaction_merge_and_copy_write_the_values_to_the_rows(index, tmp_path):
+    set_columns(index, [0, 1, 20, 36], {"title": ["a", "b", "c", "d"]})
+    part = tmp_path / "part"
+    copy_index(index, part, where="title in ('b', 'd')")
+    assert Manifest.load(part).edits is None
+    assert column(part, "title") == {0: "b", 1: "d"}
+    merged = tmp_path / "merged"
+    merge_indexes([index, part], merged)
+    assert Manifest.load(merged).edits is None
+    assert {*column(merged, "title").values()} == {"a", "b", "c", "d"}
+    delete_rows(index, rows=[1])
+    compact_index(index, only_shards_with_deleted=True)
+    # the shard of rows 20 and 36 is as it was
+    assert [column(index, "title")[row] for row in (20, 36)] == ["c", "d"]
+    lines = CommittedIndex.open(index).edits.lines
+    # the last names the input that was deleted
+    assert lines["row_id"].to_pylist() == [20, 36, None]
+    compact_index(index)
+    lines = CommittedIndex.open(index).edits.lines
+    assert lines["row_id"].to_pylist() == [None]
+    assert [*column(index, "title").values()] == ["a", "c", "d"]
+    for root in (index, part, merged):
+        assert verify_index(root) == []
+    remove_snapshots(index, keep=1)
+    assert len(list(index.glob("manifest/edits-*"))) == 1
+    assert verify_index(index) == []
+
+
+def test_an_erasure_removes_edited_values(index):
+    set_columns(index, [3, 20], {"title": ["Jane Doe", "b"]})
+    delete_rows(index, rows=[3], erase=True)
+    assert "Jane Doe" not in str(read_rows(index).to_pylist())
+    (path,) = index.glob("manifest/edits-*")
+    assert "Jane Doe" not in str(pq.read_table(path).to_pylist())
+    assert column(index, "title") == {20: "b"}
+    assert verify_index(index) == []
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "message"),
+    [
+        ([0], {"uri": ["x"]}, "the index itself writes the column uri"),
+        ([0, 1], {"c": ["x"] * 3}, "3 values for 2 rows"),
+        ([], {"c": ["x"]}, "select at least one row"),
+        ([0], {}, "give at least one value"),
+        ([0], {"c": [float("nan")]}, "number not finite"),
+        ([0], {"c\n": ["x"]}, "column name not allowed"),
+        ([0], {"c": ["x" * 20_000]}, "more than 16,384 bytes"),
+        ([0], {"stars": ["five"]}, "stars has the type int64"),
+    ],
+)
+def test_what_cannot_be_set_changes_nothing(index, rows, columns, message):
+    set_columns(index, [7], {"stars": [4]})
+    before = (index / "index.json").read_bytes()
+    with pytest.raises(UsageError, match=message):
+        set_columns(index, rows, columns)
+    assert (index / "index.json").read_bytes() == before
+    assert not (index / "build").exists()
+
+
+def test_rows_that_do_not_exist_are_refused(index):
+    delete_rows(index, rows=[4])
+    for row in (4, 37, -1):
+        with pytest.raises(RowIdError):
+            set_columns(index, [row], {"c": ["x"]})
+
+
+def test_damaged_edits_are_told(index):
+    set_columns(index, [3], {"c": ["x"]})
+    (path,) = index.glob("manifest/edits-*")
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    with pytest.raises(CorruptIndexError, match=r"edits-.*damaged or replaced"):
+        read_rows(index)
+    assert [path.name in problem.message for problem in verify_index(index)] == [True]
+
+
+@pytest.mark.parametrize(
+    ("row_id", "value"),
+    [
+        (36, "[" * 100_000),
+        (36, "{}"),
+        (36, str(1 << 70)),
+        (37, "1"),
+        (-1, "1"),
+        (39, "1"),
+    ],
+)
+def test_edits_from_elsewhere_are_checked(index, row_id, value):
+    set_columns(index, [36], {"c": [1]})
+    opened = CommittedIndex.open(index)
+    lines = pa.table([[row_id], ["c"], [value]], schema=EDIT_SCHEMA)
+    entry = Edits(SPEC.shard_size, lines).write(Layout(index))
+    replace(opened.manifest, edits=entry).write(Layout(index))
+    with pytest.raises(CorruptIndexError, match="cannot read"):
+        read_rows(index, columns=["c"])
+    assert verify_index(index)
+
+
+def test_the_command_sets_texts_numbers_and_lists(index, run):
+    code, out, _ = run(
+        *("edit", index, "--rows", 3, "--rows", "row_id >= 35"),
+        *("--set", "title=The lake = big", "--set", "stars=4", "--json"),
+    )
+    assert (code, json.loads(out)["values"]) == (0, 6)
+    assert column(index, "stars") == {3: 4, 35: 4, 36: 4}
+    assert column(index, "title")[3] == "The lake = big"
+    assert run("edit", index, "--rows", 3, "--set", "c=a", "--set", "c=b")[0] == 0
+    assert column(index, "c") == {3: ["a", "b"]}
+    out = run("edit", index, "--rows", 3, "--set", "stars=")[1]
+    assert "1 value of stars set" in out
+    assert column(index, "stars") == {35: 4, 36: 4}
+    assert "nothing to do" in run("edit", index, "--rows", 3, "--set", "stars=")[1]
+    code, _, error = run("edit", index, "--rows", 3, "--set", "title")
+    assert (code, "COLUMN=VALUE" in error) == (2, True)
+    code, _, error = run("failures", index)
+    assert (code, "info INDEX --failures" in error) == (2, True)
+
+
+@pytest.mark.slow
+def test_fifty_edits_of_a_large_index_take_less_than_a_second_each(tmp_path):
+    root = tmp_path / "large"
+    chance = np.random.default_rng(0)
+    blocks = chance.standard_normal((1000, 2, 32), dtype=np.float32)
+    embeddings = chance.standard_normal((1000, 8), dtype=np.float32)
+    with IndexWriter.create(
+        root, block_shape=(2, 32), embed_dim=8, precisions=["nvfp4"]
+    ) as writer:
+        for _ in range(100):
+            writer.append(blocks, embeddings)
+    tokens = {path: path.stat().st_mtime_ns for path in root.glob("tokens/**/*")}
+    slowest = 0.0
+    for edit in range(50):
+        rows = chance.choice(100_000, 200, replace=False)
+        started = time.process_time()
+        set_columns(root, rows, {"title": [f"{edit} {row}" for row in rows]})
+        set_columns(root, rows, {"stars": [edit]})
+        slowest = max(slowest, time.process_time() - started)
+    assert slowest / 2 < 1
+    assert passing(root, "stars = 49") == sorted(rows.tolist())
+    assert {path: path.stat().st_mtime_ns for path in root.glob("tokens/**/*")} == (
+        tokens
+    )
+    roll_back(root, 0)
+    assert Manifest.load(root).columns == ()

@@ -1,0 +1,76 @@
+"""The commonest mistakes end with what to do next."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from storage_formats.format.layout import IndexSpec
+from tests.conftest import write_random_index
+from tests.pipelines.conftest import write_photo
+
+SPEC = IndexSpec(
+    rows=10, shard_size=8, block_shape=(2, 8), embed_dim=4, precisions=("bf16",)
+)
+BUILD = "--out new.edje --model model --engine inline"
+
+MISTAKES = [
+    ("search nope.edje 'a dog'", 2, "no index at nope.edje", "edje-index build"),
+    ("info nope.edje", 2, "no index at nope.edje", "edje-index build"),
+    ("search photos 'a dog'", 2, "not an EDJE index", "edje-index show"),
+    ("delete photos --rows 1", 2, "not an EDJE index", "edje-index show"),
+    ("search photos.edje dog beach", 2, "extra argument", "put the query in quotes"),
+    ("delete photos.edje --where 'status = failed'", 2, "no column failed", "'failed'"),
+    ("delete photos.edje --where 'uri = \"x\"'", 2, "no column x", "single quotes"),
+    ("delete photos.edje --where 'reason = null'", 2, "no column null", "'is null'"),
+    ("delete photos.edje --where 'width >'", 2, "ends too early", "conditions such as"),
+    ("delete photos.edje --where \"width = 'x'\"", 2, "cannot be compared", "a whole"),
+    ("delete photos.edje", 2, "no rows are selected", "give row ids"),
+    ("delete photos.edje --rows 99", 2, "out of range", "0 to 9"),
+    (f"build broken.jsonl {BUILD}", 2, "line 1 cannot be used", "not JSON"),
+    (f"build list.jsonl {BUILD}", 2, "not a JSON object", "check the path"),
+    (f"build other.csv {BUILD}", 2, "no column path", "columns with texts: name"),
+    (f"build nope {BUILD}", 2, "nope does not exist", "check the path"),
+    (f"build clip.mp4 {BUILD}", 2, "is a video", "frames per clip"),
+    (f"build photos {BUILD} --address x:1", 2, "cannot join", "use the engine ray"),
+    ("build photos --out new.edje", 2, "no model", "edje-index model get"),
+    (f"build photos {BUILD}2", 2, "inline2", "ray"),
+    ("failures photos.edje", 2, "is now", "info INDEX --failures"),
+    ("serch photos.edje x", 2, "No such command", "Did you mean 'search'"),
+    ("edit photos.edje --rows 1 --set title", 2, "sets nothing", "COLUMN=VALUE"),
+    ("edit photos.edje --rows 1 --set uri=x", 2, "column uri", "set another column"),
+    ("rollback photos.edje 7", 2, "no snapshot 7", "choose one of: 0"),
+    ("copy photos.edje photos.edje", 2, "exists already", "another directory"),
+]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory, tiny_bundle: Path) -> Path:
+    folder = tmp_path_factory.mktemp("mistakes")
+    write_random_index(folder / "photos.edje", SPEC)
+    write_photo(folder / "photos/0.jpg", 0)
+    (folder / "model").symlink_to(tiny_bundle)
+    (folder / "broken.jsonl").write_text("{'path': '0.jpg'}\n")
+    (folder / "list.jsonl").write_text('["0.jpg"]\n')
+    (folder / "other.csv").write_text("name\nphotos/0.jpg\n")
+    (folder / "clip.mp4").write_bytes(b"\0\0\0\x18ftypisom" + bytes(40))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "problem", "advice"), MISTAKES, ids=[each[0] for each in MISTAKES]
+)
+def test_a_mistake_is_named_with_what_to_do(
+    run, place, monkeypatch, line, code, problem, advice
+):
+    import shlex
+
+    monkeypatch.chdir(place)
+    found, out, error = run(*shlex.split(line))
+    assert (found, out) == (code, "")
+    message = error.splitlines()[-1]
+    assert problem in message
+    assert advice in message
+    assert "Traceback" not in error
+    assert not (place / "new.edje").exists()

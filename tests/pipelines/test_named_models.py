@@ -1,0 +1,156 @@
+"""Models by name, through the shipped commands, from a server with the protocol of the
+Hugging Face Hub.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from huggingface_hub import constants
+
+from edje_index import TokenIndex
+from pipelines import build_index, quantize_index
+from pipelines.jobs.hub import MODELS
+from tests.command_line import run_here
+from tests.edje_index.bundles.test_published_layouts import (
+    LANGUAGE,
+    golden,
+    towers,
+    without_tokenizer,
+)
+from tests.edje_index.siglip_cases import TOWERS
+from tests.edje_index.towers import clip_config, random_clip
+from tests.hub_server import Hub, hub_server
+from tests.pipelines.conftest import write_photo
+
+EDJE = MODELS["edje"].parts[0]
+CARD = f"---\nlicense: mit\n---\nRe-ranks the top-20 of {TOWERS}."
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """The Hub with the authors' repository, which lacks towers and tokenizer."""
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub-cache"))
+    monkeypatch.setenv("EDJE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    with hub_server() as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        hub.add(TOWERS, towers(tmp_path))
+        hub.add(LANGUAGE, golden("compressed_small")[1])
+        hub.add(
+            EDJE,
+            {**without_tokenizer("compressed_small"), "README.md": CARD.encode()},
+        )
+        yield hub
+
+
+def test_the_authors_model_by_name(
+    hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str], run
+) -> None:
+    """From the name to a search; the second use downloads nothing."""
+    for seed in range(3):
+        write_photo(tmp_path / "photos" / f"{seed}.jpg", seed)
+    index = tmp_path / "photos.edje"
+    arguments = ("build", tmp_path / "photos", "--model", "edje", "--engine", "inline")
+    code, _, error = run(*arguments, "--out", index, "--quiet")
+    assert (code, error.count("downloading ")) == (0, 3)
+    assert "downloading shahafw/edje-vl-image-retrieval-reranker@" in error
+    assert "(0.5 MB)" in error
+    hub.refused[""] = 500
+    again = tmp_path / "again.edje"
+    assert run_here(*arguments, "--out", again)["indexed"] == 3
+
+    hits = run_here("search", index, "a red dog", "-k", "2")["hits"]
+    assert len(hits) == 2
+    for hit in hits:
+        relevance = 1 / (1 + np.exp(-hit["parts"]["logit"]))
+        assert hit["relevance"] == pytest.approx(relevance, abs=1e-6)
+    opened = TokenIndex.open(index)
+    assert opened.default_pool == 20, "from the model card"
+    shown = run_here("model", "show", opened.model.info.path)
+    assert shown["origins"]["pool"].startswith("20, model card of shahafw/edje")
+    assert shown["origins"]["towers"].startswith(f"hf://{TOWERS}, model card of")
+    named_by = f"language_model_path in the configuration of {EDJE}@"
+    assert named_by in shown["origins"]["tokenizer"]
+
+
+def test_towers_by_name_search_by_embedding(hub: Hub, tmp_path: Path) -> None:
+    from edje_index.models.weights import save_weights
+
+    config = clip_config()
+    folder = tmp_path / "open-clip"
+    folder.mkdir()
+    config.write(folder)
+    save_weights(random_clip(config), folder / "open_clip_model.safetensors")
+    files = {each.name: each.read_bytes() for each in folder.iterdir()}
+    hub.add(MODELS["siglip2-base"].parts[0], files)
+    run_here("model", "get", "siglip2-base", "--out", tmp_path / "base")
+    shown = run_here("model", "show", tmp_path / "base")
+    assert shown["score"]["t2i"] == "1 x embedding similarity"
+
+
+def test_models_are_listed_with_what_the_hub_says(hub: Hub) -> None:
+    models = {
+        each["name"]: each for each in run_here("model", "get", "--list")["models"]
+    }
+    size = sum(
+        len(data)
+        for name in (EDJE, TOWERS)
+        for file, data in hub.repositories[name].items()
+    ) + sum(len(data) for file, data in hub.repositories[LANGUAGE].items())
+    assert models["edje"]["licence"] == "mit"
+    assert models["edje"]["megabytes"] == pytest.approx(size / 1e6)
+    assert models["siglip2-base"]["megabytes"] is None, "not on this Hub"
+    assert (models["demo"]["megabytes"], models["demo"]["needs_hub"]) == (174, False)
+
+
+def test_unknown_names_are_refused(hub: Hub, tmp_path: Path) -> None:
+    refused = run_here("model", "get", "blip", "--out", tmp_path / "out", expect=2)
+    assert (
+        "there is no model 'blip'; give hf://ORG/REPO, an open_clip model"
+        in json.dumps(refused["error"]).replace('"', "")
+    )
+    refused = run_here("model", "get", "hf://blip", "--out", tmp_path / "out", expect=1)
+    assert "names no repository" in refused["error"]
+
+
+def test_an_imported_bundle_works_everywhere(hub: Hub, tmp_path: Path) -> None:
+    """Quantize, explain, evaluation and training, as for any other bundle."""
+    bundle = tmp_path / "model"
+    run_here("model", "get", "edje", "--out", bundle)
+    captions = tmp_path / "captions.jsonl"
+    lines = []
+    for seed in range(4):
+        write_photo(tmp_path / "photos" / f"{seed}.jpg", seed)
+        caption = ["a red dog", "the beach", "a car", "dogs on a beach"][seed]
+        lines.append(json.dumps({"image": f"{seed}.jpg", "captions": [caption]}))
+    captions.write_text("\n".join(lines) + "\n")
+    index = tmp_path / "photos.edje"
+    build_index(tmp_path / "photos", index, bundle, engine="inline", threads=1)
+    quantize_index(index, ["nvfp4"])
+    images = ("--images", tmp_path / "photos")
+    evaluated = run_here("eval", index, captions, *images, "--pool", "4")
+    assert evaluated["results"]
+    explained = run_here("explain", index, "--out", tmp_path / "words.html")
+    assert explained["words"]
+    trained = run_here(
+        "train",
+        captions,
+        *images,
+        "--model",
+        bundle,
+        "--init",
+        bundle,
+        "--out",
+        tmp_path / "trained",
+        "--steps",
+        "1",
+        "--set",
+        "loop.batch_size=4",
+    )
+    assert trained["steps"] == 1

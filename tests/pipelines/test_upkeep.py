@@ -1,0 +1,70 @@
+"""What `info` says about the upkeep of an index: checks, history, compaction."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from pipelines import compact_index, delete_rows
+from pipelines.cli import main
+from storage_formats import IndexWriter
+from storage_formats.change import MOST_SNAPSHOTS
+
+
+@pytest.fixture
+def index(tmp_path):
+    root = tmp_path / "index"
+    rng = np.random.default_rng(0)
+    with IndexWriter.create(
+        root, block_shape=(2, 8), embed_dim=4, shard_size=8
+    ) as writer:
+        writer.append(
+            rng.standard_normal((80, 2, 8), dtype=np.float32),
+            rng.standard_normal((80, 4), dtype=np.float32),
+        )
+    return root
+
+
+def output(capsys, *words) -> str:
+    assert main([*map(str, words)]) == 0
+    return capsys.readouterr().out
+
+
+def described(capsys, index) -> dict:
+    return json.loads(output(capsys, "info", index, "--json"))
+
+
+def test_info_says_when_all_shards_were_verified(index, capsys):
+    assert described(capsys, index)["verified"] == {"oldest": None, "never": 10}
+    assert "verified      never\n" in output(capsys, "info", index)
+    for runs in range(1, 6):
+        value = json.loads(output(capsys, "verify", index, "--sample", "20%", "--json"))
+        assert value["sample"] == {"shards": 2, "of": 10}
+        verified = described(capsys, index)["verified"]
+        assert verified["never"] == 10 - 2 * runs
+        if runs == 1:
+            assert "8 shards never, the others since " in output(capsys, "info", index)
+    assert "verified      all since " in output(capsys, "info", index)
+    output(capsys, "verify", index, "--max-duration", "100")
+    assert described(capsys, index)["verified"]["oldest"] >= verified["oldest"]
+
+
+@pytest.mark.parametrize("sample", ["%", "one", "1%%", "", "-1%", "0"])
+def test_a_sample_that_is_no_number_is_refused(index, capsys, sample):
+    assert main(["verify", str(index), f"--sample={sample}"]) == 2
+    assert "sample" in capsys.readouterr().err
+
+
+def test_info_says_when_to_compact(index, capsys):
+    value = described(capsys, index)
+    assert value["compact"] == []
+    assert value["history"] == {"snapshots": 1, "most": MOST_SNAPSHOTS}
+    delete_rows(index, rows=range(0, 40, 2))
+    assert described(capsys, index)["compact"] == ["20 of 80 rows are deleted"]
+    text = output(capsys, "info", index)
+    assert "run 'edje-index compact': 20 of 80 rows are deleted" in text
+    assert f"history       2 of at most {MOST_SNAPSHOTS} snapshots" in text
+    compact_index(index)
+    assert described(capsys, index)["compact"] == []

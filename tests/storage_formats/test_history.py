@@ -1,0 +1,140 @@
+"""The history of an index is bounded, and what a change costs does not grow with it."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+
+import numpy as np
+import pytest
+
+from pipelines import compact_index, delete_rows
+from pipelines.jobs.snapshots import history, remove_snapshots, roll_back
+from storage_formats import IndexWriter, Manifest, verify_index
+from storage_formats.change import LEAST_SNAPSHOTS, MOST_SNAPSHOTS, begin_change
+from storage_formats.format.content_hashes import known_contents
+from storage_formats.format.layout import Layout
+from storage_formats.format.manifest import CommittedIndex
+
+ROWS = 200
+
+
+def content_hash(text: object) -> str:
+    return hashlib.sha256(str(text).encode()).hexdigest()
+
+
+@pytest.fixture
+def index(tmp_path):
+    root = tmp_path / "index"
+    rng = np.random.default_rng(0)
+    with IndexWriter.create(
+        root, block_shape=(2, 8), embed_dim=4, shard_size=8
+    ) as writer:
+        blocks = rng.standard_normal((ROWS, 2, 8), dtype=np.float32)
+        embeddings = rng.standard_normal((ROWS, 4), dtype=np.float32)
+        names = [str(row) for row in range(ROWS)]
+        hashes = list(map(content_hash, range(ROWS)))
+        writer.append(blocks, embeddings, {"uri": names, "content_hash": hashes})
+    return root
+
+
+def files(root) -> set[str]:
+    return {str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()}
+
+
+def test_the_oldest_snapshots_and_their_files_go_by_themselves(index):
+    layout = Layout(index)
+    for row in range(MOST_SNAPSHOTS - 1):
+        delete_rows(index, rows=[row])
+    assert len(history(index)) == MOST_SNAPSHOTS
+    delete_rows(index, rows=[100])
+    numbers = [entry.snapshot for entry in history(index)]
+    assert numbers == [*range(MOST_SNAPSHOTS + 1 - LEAST_SNAPSHOTS, MOST_SNAPSHOTS + 1)]
+    assert len(list((index / "snapshots").iterdir())) == LEAST_SNAPSHOTS - 1
+    assert len(list((index / "manifest").glob("deleted-*"))) == LEAST_SNAPSHOTS
+    assert verify_index(index) == []
+    # the shards of a compaction stay while an earlier snapshot names them
+    compact_index(index)
+    roll_back(index, numbers[-1])
+    compact_index(index)
+    for row in range(MOST_SNAPSHOTS):
+        assert layout.rows_file(0).exists()
+        first = Manifest.load(index).spec.used_segments[0].first_row
+        delete_rows(index, rows=[first + row])
+        if len(history(index)) == LEAST_SNAPSHOTS and row > 32:
+            break
+    assert not layout.rows_file(0).exists()
+    assert verify_index(index) == []
+    before = files(index)
+    assert remove_snapshots(index, None).files == 0
+    assert files(index) == before
+
+
+def test_a_change_that_changes_nothing_reads_no_earlier_snapshot(index, monkeypatch):
+    for row in (1, 2):
+        delete_rows(index, rows=[row])
+    before = files(index)
+    monkeypatch.setattr("storage_formats.change.kept_snapshots", None)
+    assert delete_rows(index, rows=[1]).snapshot == 2
+    assert files(index) == before
+
+
+def known(root, hashes) -> set[str]:
+    with begin_change(root, "append") as change:
+        return known_contents(change.index, hashes)
+
+
+def test_known_contents_are_those_of_the_rows_that_are_there(index, monkeypatch):
+    hashes = list(map(content_hash, range(ROWS)))
+    other = content_hash("other")
+    # has the first bytes of a stored content, but is another
+    similar = hashes[3][:16] + other[16:]
+    asked = [hashes[3], hashes[199], other, similar]
+    for _ in range(2):
+        assert known(index, asked) == {hashes[3], hashes[199]}
+    assert known(index, []) == set()
+    delete_rows(index, rows=[3])
+    assert known(index, asked) == {hashes[199]}
+    compact_index(index)
+    assert known(index, asked) == {hashes[199]}
+    roll_back(index, 0)
+    assert known(index, asked) == {hashes[3], hashes[199]}
+    assert verify_index(index) == []
+    # every shard is in a file now, so none is read
+    monkeypatch.setattr("storage_formats.format.content_hashes.iter_stored_rows", None)
+    assert known(index, hashes) == {*hashes}
+
+
+@pytest.mark.parametrize("harm", ["short", "flipped", "empty", "counts"])
+def test_a_damaged_file_of_hashes_never_names_a_wrong_content(index, harm):
+    hashes = list(map(content_hash, range(ROWS)))
+    other = content_hash("other")
+    assert known(index, hashes) == {*hashes}
+    (path,) = (index / "hashes").iterdir()
+    data = bytearray(path.read_bytes())
+    if harm == "short":
+        os.truncate(path, len(data) - 8)
+    elif harm == "empty":
+        os.truncate(path, 0)
+    elif harm == "counts":
+        data[:16] = np.array([1 << 60, 1 << 60], "<i8").tobytes()
+        path.write_bytes(data)
+    else:
+        rng = np.random.default_rng(0)
+        for position in rng.integers(16, len(data), 300):
+            data[position] ^= 255
+        path.write_bytes(data)
+    found = known(index, [*hashes, other])
+    assert other not in found
+    assert harm == "flipped" or found == {*hashes}
+
+
+def test_an_erasure_leaves_no_hash_of_a_deleted_row(index):
+    erased = content_hash(7)
+    assert known(index, [erased])
+    delete_rows(index, rows=[7], erase=True)
+    first = bytes.fromhex(erased[:16])[::-1]
+    for path in index.rglob("*"):
+        assert path.is_dir() or first not in path.read_bytes()
+    assert known(index, [erased]) == set()
+    assert CommittedIndex.open(index).manifest.snapshot.deleted_rows == 0
