@@ -12,6 +12,7 @@ import click
 from pipelines.cli.options import json_option, location
 from pipelines.cli.output import print_json, print_line
 from pipelines.progress.wording import counted, human_bytes
+from storage_formats.errors import UsageError
 from storage_formats.format.layout import Layout
 from storage_formats.remote.urls import IndexLocation
 
@@ -27,10 +28,21 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("index", type=location)
 @click.option(
+    "--duplicates",
+    type=click.FloatRange(0, 1, min_open=True),
+    metavar="SIMILARITY",
+    help=(
+        "Also list groups of images whose embeddings have at least this cosine"
+        " similarity, for example 0.95."
+    ),
+)
+@click.option(
     "--failures", is_flag=True, help="List the inputs that could not be indexed."
 )
 @json_option
-def info(index: Path | str, failures: bool, as_json: bool) -> None:
+def info(
+    index: Path | str, failures: bool, duplicates: float | None, as_json: bool
+) -> None:
     """Show what INDEX contains, or how far its build has come.
 
     The output shows the numbers of inputs, the size, the precisions, the columns of the
@@ -41,6 +53,9 @@ def info(index: Path | str, failures: bool, as_json: bool) -> None:
     The line 'search' describes the nearest-neighbour index, and says when 'edje-index
     ann build' would improve it.
 
+    With --duplicates, an index of 200,000 images takes about a minute on two cores.
+    Above 20,000 images, some pairs can be missed.
+
     To search INDEX, a model bundle must have the encoder fingerprint shown here.
     'edje-index model show' prints the encoder fingerprint of a bundle.
 
@@ -50,6 +65,7 @@ def info(index: Path | str, failures: bool, as_json: bool) -> None:
     \b
     Examples:
       edje-index info photos.edje
+      edje-index info photos.edje --duplicates 0.95
       edje-index info photos.edje --failures --json | jq -r '.failures[].uri'
     """
     if failures:
@@ -61,11 +77,29 @@ def info(index: Path | str, failures: bool, as_json: bool) -> None:
             print_line("  ".join(map(str, parts)))
         return
     value = describe_index(index)
+    if duplicates is not None:
+        if not isinstance(index, Path) or value["state"] != "finished":
+            raise UsageError("--duplicates needs a finished index in a directory")
+        value["near_duplicates"] = _near_duplicates(index, duplicates)
     if as_json:
         print_json(value)
     else:
         for name, text in _lines(value):
             print_line(f"{name:<14}{text}")
+        for number, group in enumerate(value.get("near_duplicates", []), 1):
+            print_line(f"near duplicates, group {number}:")
+            for image in group:
+                print_line(f"{image['row_id']:>9}  {image['uri']}")
+
+
+def _near_duplicates(root: Path, similarity: float) -> list[list[dict[str, Any]]]:
+    from edje_index.search.duplicates import near_duplicates
+    from storage_formats.format.rows import read_rows
+
+    return [
+        read_rows(root, row_ids, ["row_id", "uri"]).to_pylist()
+        for row_ids in near_duplicates(root, similarity)
+    ]
 
 
 def describe_index(root: Path | str) -> dict[str, Any]:
