@@ -36,13 +36,8 @@ if TYPE_CHECKING:
         " similarity, for example 0.95."
     ),
 )
-@click.option(
-    "--failures", is_flag=True, help="List the inputs that could not be indexed."
-)
 @json_option
-def info(
-    index: Path | str, failures: bool, duplicates: float | None, as_json: bool
-) -> None:
+def info(index: Path | str, duplicates: float | None, as_json: bool) -> None:
     """Show what INDEX contains, or how far its build has come.
 
     The output shows the numbers of inputs, the size, the precisions, the columns of the
@@ -59,23 +54,11 @@ def info(
     To search INDEX, a model bundle must have the encoder fingerprint shown here.
     'edje-index model show' prints the encoder fingerprint of a bundle.
 
-    With --failures, the output has one line per failed row instead: row id, reason, URI
-    and details.
-
     \b
     Examples:
       edje-index info photos.edje
       edje-index info photos.edje --duplicates 0.95
-      edje-index info photos.edje --failures --json | jq -r '.failures[].uri'
     """
-    if failures:
-        rows = failed_rows(index)
-        if as_json:
-            print_json({"index": str(index), "failures": list(rows)})
-        for row in rows:
-            parts = (row["row_id"], row["reason"], row["uri"], row["detail"])
-            print_line("  ".join(map(str, parts)))
-        return
     value = describe_index(index)
     if duplicates is not None:
         if not isinstance(index, Path) or value["state"] != "finished":
@@ -342,6 +325,30 @@ def _precision_line(value: dict[str, Any], name: str) -> str:
     """
     *_, source = value.get("encoded_from", {}).get(name) or ["bf16"]
     return name if source == "bf16" else f"{name} (from {source})"
+
+
+@click.command()
+@click.argument("index", type=location)
+@json_option
+def failures(index: IndexLocation, as_json: bool) -> None:
+    """List the inputs of INDEX that could not be indexed.
+
+    INDEX is a directory, or a URL that begins with s3://, gs:// or az://.
+
+    The command prints one line per failed row: row id, reason, URI and details.
+    'edje-index info' shows the number of failed rows by reason.
+
+    \b
+    Examples:
+      edje-index failures photos.edje
+      edje-index failures photos.edje --json | jq -r '.failures[].uri'
+    """
+    rows = failed_rows(index)
+    if as_json:
+        print_json({"index": str(index), "failures": list(rows)})
+    for row in rows:
+        parts = (row["row_id"], row["reason"], row["uri"], row["detail"])
+        print_line("  ".join(map(str, parts)))
 
 
 def failed_rows(index: IndexLocation) -> Iterator[dict[str, Any]]:

@@ -75,6 +75,7 @@ SECTIONS = {
         "verify": "pipelines.cli.verify:verify",
         "repair": "pipelines.cli.changes:repair",
         "info": "pipelines.cli.info:info",
+        "failures": "pipelines.cli.info:failures",
         "ann": "pipelines.cli.ann:group",
     },
     "Search": {

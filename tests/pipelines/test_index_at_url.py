@@ -270,7 +270,7 @@ def test_an_index_at_a_url_is_not_changed(index, run):
             change()
     with pytest.raises(UsageError, match="download its objects"):
         repair_index(URL)
-    code, out, error = run("info", URL, "--failures", "--json")
+    code, out, error = run("failures", URL, "--json")
     assert (code, [row["row_id"] for row in json.loads(out)["failures"]]) == (
         0,
         [5],

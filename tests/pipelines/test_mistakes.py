@@ -36,7 +36,6 @@ MISTAKES = [
     (f"build photos {BUILD} --address x:1", 2, "cannot join", "use the engine ray"),
     ("build photos --out new.edje", 2, "no model", "edje-index model get"),
     (f"build photos {BUILD}2", 2, "inline2", "ray"),
-    ("failures photos.edje", 2, "is now", "info INDEX --failures"),
     ("serch photos.edje x", 2, "No such command", "Did you mean 'search'"),
     ("edit photos.edje --rows 1 --set title", 2, "sets nothing", "COLUMN=VALUE"),
     ("edit photos.edje --rows 1 --set uri=x", 2, "column uri", "set another column"),
