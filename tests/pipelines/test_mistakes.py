@@ -34,7 +34,12 @@ MISTAKES = [
     (f"build nope {BUILD}", 2, "nope does not exist", "check the path"),
     (f"build clip.mp4 {BUILD}", 2, "is a video", "frames per clip"),
     (f"build photos {BUILD} --address x:1", 2, "cannot join", "use the engine ray"),
-    ("build photos --out new.edje", 2, "no model", "edje-index model get"),
+    (
+        "build photos --out new.edje",
+        2,
+        "no model",
+        "'demo' (a small model, without the Hub)",
+    ),
     (f"build photos {BUILD}2", 2, "inline2", "ray"),
     ("serch photos.edje x", 2, "No such command", "Did you mean 'search'"),
     ("edit photos.edje --rows 1 --set title", 2, "sets nothing", "COLUMN=VALUE"),
