@@ -27,6 +27,7 @@ HOMES = {
     "faiss": [
         "edje_index/indexing/faiss_build.py",
         "edje_index/indexing/faiss_index.py",
+        "edje_index/search/duplicates.py",
     ],
     "click": ["pipelines/cli", "benchmarks/cli.py"],
     # storage_formats stays light: `TokenStore.fetch` imports torch when it is asked for

@@ -145,7 +145,7 @@ def build(as_json: bool, quiet: bool, dry_run: bool, **options: Any) -> None:
     'shards/{0000..0015}.tar' and 'data/*.parquet' name several files. A SOURCE can also
     be a URL that begins with https://, s3://, gs://, az:// or hf://.
 
-    An image that cannot be read becomes a failed row. 'edje-index info --failures'
+    An image that cannot be read becomes a failed row. 'edje-index failures'
     lists the failed rows with their reasons. If more images fail than --max-failed
     allows, the build stops with exit code 1 and keeps the finished shards.
 
@@ -243,8 +243,8 @@ def _note_failures(result: BuildResult, index: IndexLocation) -> None:
             f"{reason} {count:,}" for reason, count in result.failed_by_reason.items()
         )
         note(
-            f"{counted(result.failed, 'input')} failed: {reasons}; 'edje-index info"
-            f" {index} --failures' lists them"
+            f"{counted(result.failed, 'input')} failed: {reasons}; 'edje-index"
+            f" failures {index}' lists them"
         )
 
 
@@ -327,7 +327,7 @@ def update(
     delete' removed stay deleted until --restore. A program that has INDEX open must
     reopen it to see the changes.
 
-    With --retry-failed, the failed inputs that 'edje-index info --failures' lists are
+    With --retry-failed, the failed inputs that 'edje-index failures' lists are
     looked up again, and no source is listed. If every input fails for the same reason
     as before, INDEX does not change.
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from edje_index.scoring.weights import PART_NAMES
 from pipelines.cli.options import (
     FILE,
     PATH,
@@ -16,6 +18,9 @@ from pipelines.cli.options import (
 )
 from pipelines.cli.output import note, print_json, print_line, run_steps
 from storage_formats.errors import UsageError
+
+if TYPE_CHECKING:
+    from edje_index.evaluation.explain import QueryMatch
 
 _FREQUENT = 10
 
@@ -31,6 +36,11 @@ _FREQUENT = 10
 )
 @model_option
 @read_precision_option
+@click.option(
+    "--query",
+    metavar="TEXT",
+    help="Explain why TEXT finds ROW.  [default ROW: the first hit]",
+)
 @click.option(
     "--captions",
     type=PATH,
@@ -54,11 +64,9 @@ _FREQUENT = 10
 )
 @click.option(
     "--against",
-    metavar="INDEX[=MODEL]",
-    help=(
-        "Another index of the same images, and optionally its model bundle. A paired"
-        " t-test compares the alignments."
-    ),
+    type=PATH,
+    metavar="INDEX",
+    help=("Another index of the same images. A paired t-test compares the alignments."),
 )
 @json_option
 def explain(
@@ -67,10 +75,11 @@ def explain(
     out: Path,
     model: Path | None,
     precision: str | None,
+    query: str | None,
     captions: Path | None,
     images: Path | None,
     split: str | None,
-    against: str | None,
+    against: Path | None,
     as_json: bool,
 ) -> None:
     """Write an HTML page that explains the tokens of INDEX with words.
@@ -80,12 +89,16 @@ def explain(
     adapter, the page also shows the attention of the adapter's queries, which is the
     part of the image that each token was computed from. Without ROW, the page shows the
     first images of a random sample. The page also shows the most frequent words in the
-    sample. With --captions, the page also shows how well the words of captions align
-    with tokens.
+    sample.
+
+    With --query, the page shows which words of the query found which patches of the
+    image, and the value, the weight and the product of each part of the score. With
+    --captions, the page also shows how well the words of captions align with tokens.
 
     \b
     Examples:
       edje-index explain photos.edje
+      edje-index explain photos.edje 17 --query "a red canoe"
       edje-index explain photos.edje 17 230 --precision nvfp4 --out words.html
       edje-index explain local.edje --captions dataset_flickr30k.json \\
         --split test --against m64.edje
@@ -94,32 +107,21 @@ def explain(
         raise UsageError(
             "--images, --split and --against need --captions; add --captions FILE"
         )
-    from edje_index.evaluation.explain import explain_index
+    from edje_index.evaluation.explain import explain_index, is_whole_word
     from pipelines.pages import explain_page
     from storage_formats.atomic import write_bytes_atomic
 
-    other = None
-    other_model = None
-    if against is not None:
-        path, equals, bundle = against.rpartition("=")
-        if not equals or Path(against).exists():
-            other = Path(against)
-        elif path and bundle:
-            other = Path(path)
-            other_model = Path(bundle)
-        else:
-            raise UsageError(f"give INDEX or INDEX=MODEL, got '{against}'")
     explanation = run_steps(
         explain_index,
         index,
         rows,
         model=model,
         precision=precision,
+        query=query,
         captions=captions,
         images=images,
         split=split,
-        against=other,
-        against_model=other_model,
+        against=against,
         stopped="stopped before the page was written",
     )
     page = explain_page(explanation)
@@ -134,6 +136,7 @@ def explain(
                 "words": asdict(row.words),
                 "token_words": row.token_words,
                 "attention": row.no_attention,
+                "match": None if row.match is None else _without_arrays(row.match),
             }
             for row in explanation.rows
         ]
@@ -142,16 +145,22 @@ def explain(
             "root": str(explanation.root),
             "rows": explained,
         }
-        print_json({**value, "against": against, "page": str(out)})
+        print_json({**value, "against": against and str(against), "page": str(out)})
         return
+    for row in explanation.rows:
+        if row.match is not None:
+            print_line(f"row {row.row_id}: {row.uri}")
+            print_line(f"{'part':<22}{'value':>10}{'weight':>10}{'product':>10}")
+            for part, (number, weight) in row.match.parts.items():
+                numbers = f"{number:>10.4f}{weight:>10.4g}{number * weight:>10.2f}"
+                print_line(f"{PART_NAMES[part]:<22}{numbers}")
+            print_line(f"{'score':<42}{row.match.score:>10.2f}")
     words = explanation.words
     alignment = explanation.alignment
-    frequent = ", ".join(f"{word} {count:,}" for word, count in words.words[:_FREQUENT])
+    whole = [(word, count) for word, count in words.words if is_whole_word(word)]
+    frequent = ", ".join(f"{word} {count:,}" for word, count in whole[:_FREQUENT])
     print_line(f"{explanation.sample:,} images, {words.tokens:,} tokens: {frequent}")
-    print_line(
-        f"special tokens {words.special / words.tokens:.1%}, unused tokens"
-        f" {words.unused / words.tokens:.1%}"
-    )
+    print_line(f"nearest to an unused word: {words.unused / words.tokens:.1%}")
     if alignment is None:
         return
     scores_of = {explanation.root: alignment.first}
@@ -168,3 +177,13 @@ def explain(
             f"paired t-test: t {test.t:.2f}, p {test.p:.1e}, effect size"
             f" {test.effect_size:.2f}"
         )
+
+
+def _without_arrays(match: QueryMatch) -> dict[str, Any]:
+    """Return a match as JSON values. Of the arrays, only the nearest similarity of each
+    word is kept.
+    """
+    value = {**vars(match)}
+    nearest = value.pop("similarities").max(axis=1, initial=-1.0).tolist()
+    del value["drops"]
+    return {**value, "words": dict(zip(match.words, nearest, strict=True))}

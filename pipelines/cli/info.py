@@ -12,6 +12,7 @@ import click
 from pipelines.cli.options import json_option, location
 from pipelines.cli.output import print_json, print_line
 from pipelines.progress.wording import counted, human_bytes
+from storage_formats.errors import UsageError
 from storage_formats.format.layout import Layout
 from storage_formats.remote.urls import IndexLocation
 
@@ -27,10 +28,16 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("index", type=location)
 @click.option(
-    "--failures", is_flag=True, help="List the inputs that could not be indexed."
+    "--duplicates",
+    type=click.FloatRange(0, 1, min_open=True),
+    metavar="SIMILARITY",
+    help=(
+        "Also list groups of images whose embeddings have at least this cosine"
+        " similarity, for example 0.95."
+    ),
 )
 @json_option
-def info(index: Path | str, failures: bool, as_json: bool) -> None:
+def info(index: Path | str, duplicates: float | None, as_json: bool) -> None:
     """Show what INDEX contains, or how far its build has come.
 
     The output shows the numbers of inputs, the size, the precisions, the columns of the
@@ -41,31 +48,41 @@ def info(index: Path | str, failures: bool, as_json: bool) -> None:
     The line 'search' describes the nearest-neighbour index, and says when 'edje-index
     ann build' would improve it.
 
+    With --duplicates, an index of 200,000 images takes about a minute on two cores.
+    Above 20,000 images, some pairs can be missed.
+
     To search INDEX, a model bundle must have the encoder fingerprint shown here.
     'edje-index model show' prints the encoder fingerprint of a bundle.
-
-    With --failures, the output has one line per failed row instead: row id, reason, URI
-    and details.
 
     \b
     Examples:
       edje-index info photos.edje
-      edje-index info photos.edje --failures --json | jq -r '.failures[].uri'
+      edje-index info photos.edje --duplicates 0.95
     """
-    if failures:
-        rows = failed_rows(index)
-        if as_json:
-            print_json({"index": str(index), "failures": list(rows)})
-        for row in rows:
-            parts = (row["row_id"], row["reason"], row["uri"], row["detail"])
-            print_line("  ".join(map(str, parts)))
-        return
     value = describe_index(index)
+    if duplicates is not None:
+        if not isinstance(index, Path) or value["state"] != "finished":
+            raise UsageError("--duplicates needs a finished index in a directory")
+        value["near_duplicates"] = _near_duplicates(index, duplicates)
     if as_json:
         print_json(value)
     else:
         for name, text in _lines(value):
             print_line(f"{name:<14}{text}")
+        for number, group in enumerate(value.get("near_duplicates", []), 1):
+            print_line(f"near duplicates, group {number}:")
+            for image in group:
+                print_line(f"{image['row_id']:>9}  {image['uri']}")
+
+
+def _near_duplicates(root: Path, similarity: float) -> list[list[dict[str, Any]]]:
+    from edje_index.search.duplicates import near_duplicates
+    from storage_formats.format.rows import read_rows
+
+    return [
+        read_rows(root, row_ids, ["row_id", "uri"]).to_pylist()
+        for row_ids in near_duplicates(root, similarity)
+    ]
 
 
 def describe_index(root: Path | str) -> dict[str, Any]:
@@ -308,6 +325,30 @@ def _precision_line(value: dict[str, Any], name: str) -> str:
     """
     *_, source = value.get("encoded_from", {}).get(name) or ["bf16"]
     return name if source == "bf16" else f"{name} (from {source})"
+
+
+@click.command()
+@click.argument("index", type=location)
+@json_option
+def failures(index: IndexLocation, as_json: bool) -> None:
+    """List the inputs of INDEX that could not be indexed.
+
+    INDEX is a directory, or a URL that begins with s3://, gs:// or az://.
+
+    The command prints one line per failed row: row id, reason, URI and details.
+    'edje-index info' shows the number of failed rows by reason.
+
+    \b
+    Examples:
+      edje-index failures photos.edje
+      edje-index failures photos.edje --json | jq -r '.failures[].uri'
+    """
+    rows = failed_rows(index)
+    if as_json:
+        print_json({"index": str(index), "failures": list(rows)})
+    for row in rows:
+        parts = (row["row_id"], row["reason"], row["uri"], row["detail"])
+        print_line("  ".join(map(str, parts)))
 
 
 def failed_rows(index: IndexLocation) -> Iterator[dict[str, Any]]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from edje_index.scoring.weights import DIRECTIONS, EMBEDDING
 from pipelines.cli.options import PATH, json_option, location
 from pipelines.cli.output import note, print_json, print_line
 
@@ -137,7 +138,10 @@ def show(bundle: Path, as_json: bool) -> None:
         "bytes": sum(int(file["bytes"]) for file in info.files.values()),
         "fingerprint": info.fingerprint,
         "encoder_fingerprint": info.encoder_fingerprint,
-        "score": {"t2i": info.score.t2i.described(), "i2t": info.score.i2t.described()},
+        "score": {
+            direction: info.score.of(direction).described() for direction in DIRECTIONS
+        },
+        "weights": info.score.to_json(),
         "pool": info.pool,
         "notes": info.notes,
         "origins": dict(info.origins),
@@ -148,8 +152,14 @@ def show(bundle: Path, as_json: bool) -> None:
     scores = "; ".join(
         f"{direction}: {text}" for direction, text in record["score"].items()
     )
+    trained = "no: random weights" if not info.trained else "yes"
+    parts = [part for part, weight in info.score.t2i.by_part().items() if weight]
+    if info.trained and parts == [EMBEDDING]:
+        trained = "the towers alone; searches are by embedding"
+    del record["weights"]
     del record["origins"]
-    for name, value in {**record, "score": scores, **info.origins}.items():
+    shown = {**record, "score": scores, "trained": trained, **info.origins}
+    for name, value in shown.items():
         text = " x ".join(map(str, value)) if isinstance(value, list) else str(value)
         print_line(f"{name.replace('_', ' '):<21}{text}")
 
