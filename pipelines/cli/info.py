@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pipelines.cli.options import json_option, location
-from pipelines.cli.output import print_json, print_line
+from pipelines.cli.options import index_argument, json_option
+from pipelines.cli.output import print_json, print_line, print_result
 from pipelines.progress.wording import counted, human_bytes
 from storage_formats.errors import UsageError
 from storage_formats.format.layout import Layout
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("index", type=location)
+@index_argument
 @click.option(
     "--duplicates",
     type=click.FloatRange(0, 1, min_open=True),
@@ -64,15 +64,11 @@ def info(index: Path | str, duplicates: float | None, as_json: bool) -> None:
         if not isinstance(index, Path) or value["state"] != "finished":
             raise UsageError("--duplicates needs a finished index in a directory")
         value["near_duplicates"] = _near_duplicates(index, duplicates)
-    if as_json:
-        print_json(value)
-    else:
-        for name, text in _lines(value):
-            print_line(f"{name:<14}{text}")
-        for number, group in enumerate(value.get("near_duplicates", []), 1):
-            print_line(f"near duplicates, group {number}:")
-            for image in group:
-                print_line(f"{image['row_id']:>9}  {image['uri']}")
+    lines = [f"{name:<14}{text}" for name, text in _lines(value)]
+    for number, group in enumerate(value.get("near_duplicates", []), 1):
+        lines.append(f"near duplicates, group {number}:")
+        lines += [f"{image['row_id']:>9}  {image['uri']}" for image in group]
+    print_result(value, *lines, as_json=as_json)
 
 
 def _near_duplicates(root: Path, similarity: float) -> list[list[dict[str, Any]]]:
@@ -328,7 +324,7 @@ def _precision_line(value: dict[str, Any], name: str) -> str:
 
 
 @click.command()
-@click.argument("index", type=location)
+@index_argument
 @json_option
 def failures(index: IndexLocation, as_json: bool) -> None:
     """List the inputs of INDEX that could not be indexed.

@@ -16,8 +16,8 @@ from pipelines.cli.options import (
     POSITIVE,
     device_option,
     dtype_option,
+    index_argument,
     json_option,
-    location,
     model_option,
     read_precision_option,
     score_option,
@@ -35,7 +35,7 @@ _QUERIES_AT_ONCE = 64
 
 
 @click.command()
-@click.argument("index", type=location)
+@index_argument
 @click.argument("text", required=False)
 @click.option(
     "--queries",

@@ -11,7 +11,12 @@ from pathlib import Path
 
 import click
 
-from pipelines.cli.options import PATH, device_option, dtype_option, model_option
+from pipelines.cli.options import (
+    device_option,
+    dtype_option,
+    local_index_argument,
+    model_option,
+)
 from pipelines.cli.output import note, print_line, run_job
 from storage_formats.errors import UsageError
 from storage_formats.extras import name_missing_extra
@@ -22,7 +27,7 @@ _LOCAL_NAMES = ["localhost", "127.0.0.1", "[::1]"]
 
 
 @click.command()
-@click.argument("index", type=PATH)
+@local_index_argument
 @click.option(
     "--host",
     default="127.0.0.1",
