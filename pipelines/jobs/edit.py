@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 
 from edje_index.inputs.refs import metadata_text
-from pipelines.jobs.changing import Edit, apply
+from pipelines.jobs.changing import Edit, apply, rows_passing
 from pipelines.progress.events import OnEvent, ignore, never
 from pipelines.sources.base import Ignored
 from pipelines.sources.metadata import python_values, source_values
@@ -98,10 +98,7 @@ def set_columns(
                 "nothing is set; select at least one row, and give at least one value",
                 parameter="rows",
             )
-        if where is not None:
-            from edje_index.search.rows import IndexRows
-
-            ids = np.union1d(ids, np.flatnonzero(IndexRows(opened).passing(where)))
+        ids = np.union1d(ids, rows_passing(opened, where))
         values = _checked(ids.tolist(), columns)
         lines, after = edited_values(opened, values, opened.manifest.columns)
         types = {column.name: column.type for column in opened.manifest.columns}

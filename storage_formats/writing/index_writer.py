@@ -15,7 +15,7 @@ import math
 import uuid
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeAlias
@@ -339,10 +339,7 @@ class IndexWriter:
             self.abort()
 
     def _spec_of(self, rows: int) -> IndexSpec:
-        spec = self._spec
-        return IndexSpec(
-            rows, spec.shard_size, spec.block_shape, spec.embed_dim, spec.precisions
-        )
+        return replace(self._spec, rows=rows, segments=())
 
     @property
     def _columns(self) -> list[SourceColumn]:
