@@ -227,7 +227,11 @@ class ListSource(Source):
                     self.ignored.count(MORE_FIELDS)
                 yield number, values
         else:
-            yield from self._json_entries()
+            # File names need not be UTF-8.
+            for number, value, _ in read_json_lines(
+                self._file, decode_errors="surrogateescape"
+            ):
+                yield number, value if isinstance(value, dict) else {}
 
     def _columns(self) -> list[str]:
         if self._suffix in _DELIMITERS:
@@ -266,13 +270,6 @@ class ListSource(Source):
                     yield number, {}
                 elif text := line.strip():
                     yield number, {_PATH: os.fsdecode(text)}
-
-    def _json_entries(self) -> Iterator[_Entry]:
-        # File names need not be UTF-8.
-        for number, value, _ in read_json_lines(
-            self._file, decode_errors="surrogateescape"
-        ):
-            yield number, value if isinstance(value, dict) else {}
 
     def _csv_rows(self) -> Iterator[_Row]:
         """Yield the rows of a table, including the header.

@@ -101,9 +101,7 @@ class RowCopier:
         rows = with_row_ids(
             table, new_ids, [-1 if rank < 0 else first + rank for rank in ranks]
         )
-        indexed = np.flatnonzero(
-            np.array([status == INDEXED for status in rows["status"].to_pylist()])
-        )
+        indexed = np.flatnonzero(rows["status"].to_numpy() == INDEXED)
         staged = StagedFiles(self._target, shard)
         with contextlib.ExitStack() as stack:
             stack.callback(staged.remove)
