@@ -63,22 +63,18 @@ def info(index: Path | str, duplicates: float | None, as_json: bool) -> None:
     if duplicates is not None:
         if not isinstance(index, Path) or value["state"] != "finished":
             raise UsageError("--duplicates needs a finished index in a directory")
-        value["near_duplicates"] = _near_duplicates(index, duplicates)
+        from edje_index.search.duplicates import near_duplicates
+        from storage_formats.format.rows import read_rows
+
+        value["near_duplicates"] = [
+            read_rows(index, row_ids, ["row_id", "uri"]).to_pylist()
+            for row_ids in near_duplicates(index, duplicates)
+        ]
     lines = [f"{name:<14}{text}" for name, text in _lines(value)]
     for number, group in enumerate(value.get("near_duplicates", []), 1):
         lines.append(f"near duplicates, group {number}:")
         lines += [f"{image['row_id']:>9}  {image['uri']}" for image in group]
     print_result(value, *lines, as_json=as_json)
-
-
-def _near_duplicates(root: Path, similarity: float) -> list[list[dict[str, Any]]]:
-    from edje_index.search.duplicates import near_duplicates
-    from storage_formats.format.rows import read_rows
-
-    return [
-        read_rows(root, row_ids, ["row_id", "uri"]).to_pylist()
-        for row_ids in near_duplicates(root, similarity)
-    ]
 
 
 def describe_index(root: Path | str) -> dict[str, Any]:
@@ -352,7 +348,6 @@ def failed_rows(index: IndexLocation) -> Iterator[dict[str, Any]]:
     unfinished build.
     """
     from storage_formats.change import is_unfinished
-    from storage_formats.format.layout import Layout
     from storage_formats.format.remote import open_index
     from storage_formats.format.rows import FAILED, iter_rows, read_shard_rows
     from storage_formats.remote.urls import is_url

@@ -28,9 +28,9 @@ from storage_formats.format.source_columns import (
     MAX_COLUMNS,
     MAX_ROW_BYTES,
     MAX_SHARD_BYTES,
+    CountedColumns,
     SourceColumn,
     Value,
-    kind_of,
 )
 from storage_formats.threads import has_bfloat16, usable_cpus
 
@@ -341,7 +341,7 @@ def store_inputs(
     shard_size: int,
     *,
     first_shard: int = 0,
-    earlier_columns: Iterable[SourceColumn] = (),
+    earlier_columns: Collection[SourceColumn] = (),
 ) -> dict[str, Any]:
     """Write `refs` to `build/inputs/`. Existing files in this directory are removed.
 
@@ -402,7 +402,7 @@ def check_inputs(root: Path, plan: Plan, finished_shards: Collection[int]) -> No
             )
 
 
-class CollectedColumns:
+class CollectedColumns(CountedColumns):
     """The source columns of all inputs that were added so far. If there are too many,
     the first in row order are kept.
 
@@ -411,11 +411,10 @@ class CollectedColumns:
             a row.
     """
 
-    def __init__(self, shard_size: int, earlier: Iterable[SourceColumn] = ()) -> None:
+    def __init__(self, shard_size: int, earlier: Collection[SourceColumn] = ()) -> None:
+        super().__init__(earlier)
         self.ignored = Counter[str]()
         self._row_bytes = min(MAX_ROW_BYTES, MAX_SHARD_BYTES // shard_size)
-        self._kinds = {column.name: set(column.kinds) for column in earlier}
-        self._values = Counter({column.name: column.values for column in earlier})
 
     def add(self, ref: InputRef) -> InputRef:
         """Add the metadata of one input. Return the input with only the metadata to
@@ -431,8 +430,8 @@ class CollectedColumns:
         kept: dict[str, Value] = {}
         new = 0
         for name, value in ref.metadata.items():
-            new += name not in self._kinds
-            if name in self._kinds or len(self._kinds) + new <= MAX_COLUMNS:
+            new += name not in self.kinds
+            if name in self.kinds or len(self.kinds) + new <= MAX_COLUMNS:
                 kept[name] = value
             else:
                 self.ignored[TOO_MANY] += 1
@@ -449,17 +448,8 @@ class CollectedColumns:
             total -= lengths[name]
             del kept[name]
         for name, value in kept.items():
-            self._kinds.setdefault(name, set()).add(kind_of(value))
-            self._values[name] += 1
+            self.count(name, value)
         return dataclasses.replace(ref, metadata=kept or None)
-
-    def columns(self) -> tuple[SourceColumn, ...]:
-        """Return the earlier and the new columns together, sorted by name."""
-        names = sorted(self._kinds)
-        return tuple(
-            SourceColumn(name, tuple(sorted(self._kinds[name])), self._values[name])
-            for name in names
-        )
 
 
 SOURCES_MEMBER = "indexed_sources"
