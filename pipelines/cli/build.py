@@ -26,7 +26,7 @@ from pipelines.cli.options import (
     stored_precisions_option,
 )
 from pipelines.cli.output import note, print_json, print_line, print_result, run_job
-from pipelines.progress.wording import counted, human_bytes
+from pipelines.progress.wording import by_reason, counted, human_bytes
 from storage_formats.errors import UsageError
 from storage_formats.remote.urls import IndexLocation
 
@@ -238,9 +238,7 @@ def _new_rows_options(command: _Command) -> _Command:
 
 def _note_failures(result: BuildResult, index: IndexLocation) -> None:
     if result.failed:
-        reasons = ", ".join(
-            f"{reason} {count:,}" for reason, count in result.failed_by_reason.items()
-        )
+        reasons = by_reason(result.failed_by_reason)
         note(
             f"{counted(result.failed, 'input')} failed: {reasons}; 'edje-index"
             f" failures {index}' lists them"

@@ -11,7 +11,7 @@ import click
 
 from pipelines.cli.options import index_argument, json_option
 from pipelines.cli.output import print_json, print_line, print_result
-from pipelines.progress.wording import counted, human_bytes
+from pipelines.progress.wording import by_reason, counted, human_bytes
 from storage_formats.errors import UsageError
 from storage_formats.format.layout import Layout
 from storage_formats.remote.urls import IndexLocation
@@ -259,13 +259,11 @@ def _lines(value: dict[str, Any]) -> Iterator[tuple[str, str]]:
 def _content_lines(value: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield what `_lines` shows only of a finished index."""
     counts = value["counts"]
-    failed = "".join(
-        f", {reason} {count:,}" for reason, count in counts["failed"].items()
-    )
     yield "inputs", f"{counts['inputs']:,}"
     yield "indexed", f"{counts['indexed']:,}"
     yield "duplicates", f"{counts['duplicates']:,}"
-    yield "failed", f"{counts['failed_total']:,}{failed}"
+    total = f"{counts['failed_total']:,}"
+    yield "failed", ", ".join(filter(None, [total, by_reason(counts["failed"])]))
     if value["deleted"]:
         yield "deleted", f"{value['deleted']:,}"
     yield "shards", f"{value['shards']:,} of {value['shard_size']:,} rows each"

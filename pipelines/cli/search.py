@@ -6,7 +6,7 @@ import os
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -109,11 +109,9 @@ def search(
     precision: str | None,
     min_relevance: float,
     columns: str | None,
-    model: Path | None,
-    device: str,
-    dtype: str,
     html: Path | None,
     as_json: bool,
+    **options: Any,
 ) -> None:
     """Find the images that match TEXT best. Give TEXT, --queries or --image.
 
@@ -192,13 +190,7 @@ def search(
 
         started = time.perf_counter()
         opened = TokenIndex.open(
-            index,
-            model,
-            precision=precision,
-            score=score,
-            columns=names,
-            device=device,
-            dtype=dtype,
+            index, precision=precision, score=score, columns=names, **options
         )
     loading = time.perf_counter() - started
     if not opened.model.info.trained:
