@@ -21,7 +21,7 @@ from storage_formats.errors import CorruptIndexError, TaskInterrupted, cannot_re
 from storage_formats.format.checksum import crc32c_file
 from storage_formats.format.committed_files import CommittedFiles
 from storage_formats.format.index_files import open_index_file
-from storage_formats.format.layout import IndexSpec, Layout
+from storage_formats.format.layout import EMBEDDING_FILE, IndexSpec, Layout
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.receipts import ShardReceipt
 from storage_formats.format.rows import (
@@ -71,9 +71,7 @@ class RowCopier:
         self._target = target
         self._spec = spec
         self._stores = {name: TokenStore(source, name) for name in spec.precisions}
-        self._embedding_files = CommittedFiles(
-            source, Layout(source.root).embedding_shard
-        )
+        self._embedding_files = CommittedFiles(source, EMBEDDING_FILE)
 
     def close(self) -> None:
         """Close the token files of the source."""
