@@ -48,15 +48,17 @@ docs: $(VENV)/.docs
 
 demo: $(VENV)/.demo
 	test -d $(DEMO)/model || $(BIN)/edje-index model get --out $(DEMO)/model
+	@echo "One of these files fails on purpose: multipage_rgb.tif has a pixel format that is no photo."
 	$(BIN)/edje-index build $(PHOTOS) --out $(DEMO)/photos.edje --model $(DEMO)/model --shard-size 16
 	$(BIN)/edje-index quantize $(DEMO)/photos.edje --to fp8 --to nvfp4
 	$(BIN)/edje-index info $(DEMO)/photos.edje
 	$(BIN)/edje-index verify $(DEMO)/photos.edje
 	$(BIN)/python -c "from storage_formats import TokenStore; store = TokenStore.open('$(DEMO)/photos.edje', 'fp8'); \
 	  blocks = store.fetch([3, 0]); print('fetched', blocks.shape, blocks.dtype, 'of', len(store), 'rows')"
-	$(BIN)/edje-index search $(DEMO)/photos.edje "a motorcycle" -k 5 --html $(DEMO)/motorcycle.html
+	$(BIN)/edje-index search $(DEMO)/photos.edje "a furry animal lies down" -k 5 --html $(DEMO)/animal.html
 	@echo
-	@echo "Open $(DEMO)/motorcycle.html in a browser: the photos before and after re-ranking. Then try:"
+	@echo "Open $(DEMO)/animal.html in a browser: re-ranking moves the cat to the top. It corrects some queries and"
+	@echo "spoils others of these photos; models/flickr8k-dinov2-small/MODEL_CARD.md counts them. Then try:"
 	@echo "  $(BIN)/edje-index search $(DEMO)/photos.edje \"a cup of coffee\" --html coffee.html"
 	@echo "  $(BIN)/edje-index build ~/Pictures --out pictures.edje --model $(DEMO)/model"
 

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from edje_index.search.client import Client as Client
     from edje_index.search.client import ServiceError as ServiceError
     from edje_index.search.cross_encoder import CrossEncoder as CrossEncoder
+    from edje_index.search.duplicates import near_duplicates as near_duplicates
     from edje_index.search.hits import Hit as Hit
     from edje_index.search.hits import Hits as Hits
     from edje_index.search.hits import TextHit as TextHit
@@ -76,6 +77,7 @@ _NAMES = {
     "edje_index.models.vision_tower": "VisionTower",
     "edje_index.search.client": "Client ServiceError",
     "edje_index.search.cross_encoder": "CrossEncoder",
+    "edje_index.search.duplicates": "near_duplicates",
     "edje_index.search.hits": "Hit Hits TextHit",
     "edje_index.search.late_interaction_search": "LateInteractionSearch max_sim",
     "edje_index.search.token_index": "TokenIndex",

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from benchmarks.fetch.peers import READER
 from benchmarks.paper.study import (
     LANGUAGES,
     LOCAL,
@@ -382,15 +383,16 @@ def _full(study: Study, benchmark: str) -> Values:
 def _fetch(study: Study) -> Values:
     make = f"bench make-synthetic {OUT}/random.edje --rows {FETCH_ROWS}"
     index = study.command("synthetic", *make.split())[0] / "random.edje"
-    options = f"--pool {FETCH_ROWS // 2} --cold --repeats 3".split()
+    options = ["--paper", "--precision", "bf16", "--repeats", "3"]
     report = study.command("fetch", "bench", "fetch", index, *options)[1]
     if not report:
         return ()
-    sections = report["precisions"]["bf16"]["sections"]
-    return [
-        sections[f"cold {each}"]["entries"]["edje"]["summary"]["gb_per_s"]
-        for each in ("contiguous", "random")
-    ]
+    rates = {
+        row["workload"]["is_contiguous"]: row["gb_per_s"][0]
+        for row in report["rows"]
+        if (row["subject"], row["cache"]) == (READER, "cold")
+    }
+    return [rates[is_contiguous] for is_contiguous in (True, False)]
 
 
 def _query_times(study: Study, variant: Variant) -> Values:

@@ -52,9 +52,12 @@ def section_page(heading: str) -> str:
     context = click.Context(
         cli, info_name="edje-index", terminal_width=HELP_WIDTH, **cli.context_settings
     )
-    parts = [f"# {heading}: commands\n"]
-    for path, text in commands(cli, context, list(SECTIONS[heading])):
-        parts.append(f"## {path}\n\n~~~text\n{text}\n~~~\n")
+    described = list(commands(cli, context, list(SECTIONS[heading])))
+    # The table of contents would take the room of the help texts.
+    parts = ["---\nhide: [toc]\n---", f"# {heading}: commands\n"]
+    links = [f"[{path}](#{path.replace(' ', '-')})" for path, _ in described]
+    parts.append(" · ".join(links) + "\n")
+    parts += [f"## {path}\n\n~~~text\n{text}\n~~~\n" for path, text in described]
     return "\n".join(parts)
 
 
@@ -82,14 +85,29 @@ def section_path(heading: str) -> str:
     return f"reference/cli/{heading.lower().replace(' ', '-')}.md"
 
 
+def output_text(output: dict[str, Any]) -> str:
+    """Markdown of an output of a cell: a picture, a table in HTML, or text."""
+    data = output.get("data", {})
+    if "image/png" in data:
+        return f"![Figure](data:image/png;base64,{data['image/png'].strip()})"
+    if "text/html" in data:
+        return f'<div class="output">{"".join(data["text/html"])}</div>'
+    text = "".join(output.get("text") or data.get("text/plain", ""))
+    return f"~~~text\n{text.rstrip()}\n~~~" if text else ""
+
+
 def notebook_page(path: Path) -> str:
-    """Markdown page with the cells of a notebook, and a link to the notebook."""
+    """Markdown page with the cells of a notebook and their outputs, and a link to the
+    notebook.
+    """
     parts = []
     for cell in json.loads(path.read_text())["cells"]:
         text = "".join(cell["source"])
-        parts.append(
-            text if cell["cell_type"] == "markdown" else f"~~~python\n{text}\n~~~"
-        )
+        if cell["cell_type"] == "markdown":
+            parts.append(text)
+            continue
+        parts.append(f"~~~python\n{text}\n~~~")
+        parts += filter(None, map(output_text, cell["outputs"]))
     parts.insert(1, f"[Download the notebook]({path.name})")
     return "\n\n".join(parts)
 

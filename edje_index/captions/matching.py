@@ -16,10 +16,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from edje_index.captions.reading import CaptionedImage
+from edje_index.captions.reading import CAPTION_KEYS, SPLIT_KEY, CaptionedImage
 from edje_index.inputs.refs import display_path
 from storage_formats.errors import UsageError
-from storage_formats.format.rows import DUPLICATE, INDEXED
+from storage_formats.format.manifest import CommittedIndex
+from storage_formats.format.rows import DUPLICATE, INDEXED, read_all_rows
 
 NOT_IN_INDEX = "not-in-index"
 DELETED = "deleted"
@@ -79,6 +80,40 @@ class MatchedRows:
         """
         kept = [item for item, row in zip(items, self.rows, strict=True) if row >= 0]
         return kept, self.rows[self.rows >= 0]
+
+
+def stored_captions(
+    index: CommittedIndex, split: str | None = None
+) -> list[CaptionedImage]:
+    """Return the indexed images whose captions the index holds.
+
+    Args:
+        split: only images with this value in the column `split`; None for all.
+
+    Raises:
+        UsageError: the index holds no captions, or none of `split`.
+    """
+    names = {column.name for column in index.manifest.columns}
+    columns = [name for name in (CAPTION_KEYS[0], SPLIT_KEY) if name in names]
+    table = read_all_rows(index, ("uri", "status", *columns))
+    items = []
+    for row in table.to_pylist():
+        captions = row.get(CAPTION_KEYS[0])
+        if not captions or row["status"] != INDEXED:
+            continue
+        if split is not None and row.get(SPLIT_KEY) != split:
+            continue
+        if isinstance(captions, str):
+            captions = [captions]
+        uri = row["uri"]
+        items.append(CaptionedImage(uri, uri, tuple(captions), row.get(SPLIT_KEY), uri))
+    if not items:
+        which = "" if split is None else f" of the split '{split}'"
+        raise UsageError(
+            f"the index {index.location} holds no captions{which}; give a file of"
+            " captions"
+        )
+    return items
 
 
 def match_items(

@@ -4,7 +4,7 @@
   [...]}. The keys "split" and "image_id" are optional. "caption": "..." may replace a
   list of one caption.
 - ``*.json``: a list of these objects, a Karpathy split file, or a COCO caption file.
-- ``*.parquet``: one column per key of these objects.
+- ``*.parquet``, ``*.csv``, ``*.tsv``: one column per key of these objects.
 - ``*.tar``: a WebDataset shard. A sample is KEY.jpg with KEY.txt (one caption per
   line), or KEY.jpg with KEY.json (the object without "image"), joined as a build does.
 
@@ -13,6 +13,7 @@ Records of the same image and split are merged.
 
 from __future__ import annotations
 
+import csv
 import html
 import json
 import os
@@ -35,8 +36,19 @@ from edje_index.inputs.refs import display_path
 from edje_index.inputs.tars import TarArchive
 from storage_formats.errors import UsageError
 from storage_formats.format.parquet import iter_batches, open_parquet
+from storage_formats.remote.urls import scheme_of
 
-IMAGE_KEYS = ("image", "path", "image_path", "file_name", "filename", "filepath")
+IMAGE_KEYS = (
+    "image",
+    "path",
+    "image_path",
+    "file_name",
+    "filename",
+    "filepath",
+    "file",
+    "uri",
+    "url",
+)
 CAPTION_KEYS = ("captions", "caption", "text")
 ID_KEY = "image_id"
 SPLIT_KEY = "split"
@@ -151,9 +163,12 @@ def read_caption_file(
     for record in read_records(file):
         blank += record.blank if parts is None or record.split in parts else 0
         if record.captions:
-            location = os.path.normpath(
-                f"{tar}!{record.image}" if tar else os.path.join(folder, record.image)
-            )
+            location = record.image
+            if scheme_of(record.image) is None:
+                name = f"{tar}!{record.image}"
+                if tar is None:
+                    name = os.path.join(folder, record.image)
+                location = os.path.normpath(name)
             first = merged.get((location, record.split))
             merged[location, record.split] = (
                 CaptionedImage(
@@ -312,6 +327,22 @@ def _json_file(path: Path) -> Iterator[_Located]:
         )
 
 
+def _text_table(path: Path) -> Iterator[_Located]:
+    with open(path, encoding="utf-8-sig", newline="") as file:
+        rows = csv.DictReader(file)
+        # quotation marks have no special meaning in most tables with tabs
+        if path.suffix.lower() == ".tsv":
+            rows = csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE)
+        try:
+            for row in rows:
+                yield f"line {rows.line_num}", row
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise UsageError(
+                f"{path} is damaged after line {rows.line_num}: {error}; write this"
+                " file again, in UTF-8"
+            ) from error
+
+
 def _parquet(path: Path) -> Iterator[_Located]:
     number = 0
     try:
@@ -370,6 +401,8 @@ _READERS: Mapping[str, Callable[[Path], Iterator[_Located]]] = {
     ".ndjson": _json_lines,
     ".json": _json_file,
     ".parquet": _parquet,
+    ".csv": _text_table,
+    ".tsv": _text_table,
     ".tar": _webdataset,
 }
 

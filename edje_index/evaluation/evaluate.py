@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from edje_index.bundles.info import matching_bundle
-from edje_index.captions.matching import NAME_COLUMNS, match_items
+from edje_index.captions.matching import NAME_COLUMNS, match_items, stored_captions
 from edje_index.captions.reading import read_captions
 from edje_index.evaluation.pool_scores import score_pools, token_sources
 from edje_index.evaluation.protocol import full_set, split_set
@@ -154,7 +154,7 @@ class Evaluation:
 
 def evaluate(
     index: str | Path,
-    captions: str | Path,
+    captions: str | Path | None = None,
     *,
     model: Path | None = None,
     images: Path | None = None,
@@ -176,7 +176,8 @@ def evaluate(
 
     Args:
         index: directory of the index.
-        captions: caption file, see `captions.reading.read_captions`.
+        captions: caption file, see `captions.reading.read_captions`. None for the
+            captions that the index holds.
         model: directory of the bundle; None for the bundle that built the index.
         images: base directory of relative image paths.
         split: split of the caption file to take queries from; None for the whole file.
@@ -235,9 +236,17 @@ def evaluate(
         raise UsageError(f"every pool size must be at least 1, got {pools[0]}")
     # raises an error for an invalid score before anything is read
     parse_score(score, ScoreWeights())
-    all_items = read_captions(captions, images)
-    items = all_items if split is None else read_captions(captions, images, split)
     opened = CommittedIndex.open(index)
+    if captions is None:
+        if images is not None:
+            raise UsageError(
+                "images is the base directory of a caption file; give captions"
+            )
+        all_items = stored_captions(opened)
+        items = stored_captions(opened, split)
+    else:
+        all_items = read_captions(captions, images)
+        items = all_items if split is None else read_captions(captions, images, split)
     sources = token_sources(opened, precisions)
     table = read_all_rows(opened, NAME_COLUMNS)
     matched = match_items(opened.root, table, items)
@@ -365,7 +374,7 @@ def evaluate(
     )
     return Evaluation(
         protocol="full" if full else "split",
-        captions=str(captions),
+        captions="of the index" if captions is None else str(captions),
         split=split,
         cutoffs=cutoffs,
         pools=pools,

@@ -1,21 +1,19 @@
 """Explains the tokens of an index as in the EDJE paper: by nearest words, attention,
-and alignment with captions.
+and alignment with captions. Explains why a query found an image.
 
 - The nearest word of a token has the word embedding with the highest cosine similarity
   to the token. The `<image>` placeholder is left out.
 - The attention of the m queries of a compressed adapter over the patches of an image is
   not stored. The vision tower encodes the images again.
-- S is the "Image-Caption Token Alignment" of the paper. For each content word of the
-  caption, take the highest cosine similarity with a stored token of the image. S is the
-  mean of these similarities.
+- For a query, each content word points to tokens by late interaction. Leaving out one
+  token at a time shows which tokens the joint encoder needs. A token points to patches
+  by the attention of its query, or it is a patch.
 """
 
 from __future__ import annotations
 
 import math
 import re
-import string
-import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -38,6 +36,7 @@ from edje_index.bundles.info import (
 from edje_index.captions.matching import NAME_COLUMNS, match_items
 from edje_index.captions.reading import read_captions
 from edje_index.errors import ModelError
+from edje_index.evaluation.alignment import Alignment, alignment_scores
 from edje_index.images.clips import is_clip
 from edje_index.images.decode import DEFAULT_MAX_PIXELS, decode_partial
 from edje_index.indexing.image_encoder import ImageEncoder
@@ -47,11 +46,14 @@ from edje_index.inputs.thumbnails import (
     describe_photo_error,
     read_photo,
 )
-from edje_index.models.adapter import COMPRESSED, CompressionAdapter
+from edje_index.models.adapter import COMPRESSED, LOCAL, CompressionAdapter
 from edje_index.models.devices import as_tensor
-from edje_index.models.joint_inputs import SPECIAL_TOKEN_NAMES
 from edje_index.models.joint_scorer import JointScorer
 from edje_index.progress import OnProgress
+from edje_index.scoring.parts import content_token_mask
+from edje_index.scoring.weights import TEXT_TO_IMAGE
+from edje_index.search.search_model import SearchModel
+from edje_index.search.token_index import TokenIndex
 from storage_formats.codecs import Blocks
 from storage_formats.errors import UsageError
 from storage_formats.format.manifest import CommittedIndex
@@ -63,25 +65,9 @@ _ROWS = 6
 # rows whose nearest words are counted
 _SAMPLE = 1000
 _BATCH = 64
-_BINS = 30
 # tokens compared at a time: 125 MB of similarities with 30,522 words
 _CHUNK = 1024
 _UNUSED = re.compile(r"\[unused\d+\]")
-
-# The English stop words of NLTK (Bird, Loper and Klein, "Natural Language Processing
-# with Python"), which the EDJE paper calls standard, without apostrophes.
-_STOP_WORDS = """ i me my myself we our ours ourselves you youre youve youll youd your
-yours yourself yourselves he him his himself she shes her hers herself it its itself
-they them their theirs themselves what which who whom this that thatll these those am is
-are was were be been being have has had having do does did doing a an the and but if or
-because as until while of at by for with about against between into through during
-before after above below to from up down in out on off over under again further then
-once here there when where why how all any both each few more most other some such no
-nor not only own same so than too very s t can will just don dont should shouldve now d
-ll m o re ve y ain aren arent couldn couldnt didn didnt doesn doesnt hadn hadnt hasn
-hasnt haven havent isn isnt ma mightn mightnt mustn mustnt needn neednt shan shant
-shouldn shouldnt wasn wasnt weren werent won wont wouldn wouldnt """
-_STOP_WORD_SET = frozenset(_STOP_WORDS.split())
 
 
 @dataclass(frozen=True)
@@ -90,15 +76,12 @@ class WordCounts:
 
     Attributes:
         words: (word, count) pairs, most frequent word first.
-        special: number of tokens with a special token as nearest word, such as
-            ``[SEP]``.
         unused: number of tokens with a reserved entry of the vocabulary as nearest
             word, such as ``[unused0]``.
     """
 
     words: tuple[tuple[str, int], ...]
     tokens: int
-    special: int
     unused: int
 
 
@@ -107,8 +90,8 @@ class ExplainedRow:
     """A row of the index, with the nearest words of the tokens of this row.
 
     Attributes:
-        words: how often each word is the nearest word of a token of this row.
-        token_words: nearest word of each of the m tokens.
+        words: how often each whole word is the nearest whole word of a token.
+        token_words: nearest whole word of each of the m tokens.
         attention: attention weights of the m queries over the grid of patches, averaged
             over the heads, float32 [m, rows, columns]. The weights of a query sum to 1.
             None if they cannot be computed.
@@ -124,102 +107,28 @@ class ExplainedRow:
     attention: NDArray[np.float32] | None
     pixels: NDArray[np.uint8] | None
     no_attention: str = ""
+    match: QueryMatch | None = None
 
 
 @dataclass(frozen=True)
-class AlignmentScores:
-    """Statistics of the alignment scores of many pairs: number, mean, sample
-    standard deviation, and histogram.
-    """
-
-    pairs: int
-    mean: float
-    deviation: float
-    counts: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class PairedTest:
-    """Result of a two-sided paired t-test between the scores of two indexes.
+class QueryMatch:
+    """Why a query found a row of m tokens.
 
     Attributes:
-        difference: mean of (score with the second index - score with the first index).
-        p: p-value. It may underflow to 0.0.
-        effect_size: Cohen's d for paired samples: `difference` / standard deviation of
-            the differences.
+        parts: value and weight of each part of the final score, by part name.
+        words: content words of the query, in pieces of the tokenizer.
+        similarities: cosine similarity of each word and each token, as in late
+            interaction, float32 [words, m].
+        drops: how much the logit drops without each token, float32 [m].
     """
 
-    difference: float
-    t: float
-    p: float
-    effect_size: float
-
-
-@dataclass(frozen=True)
-class Alignment:
-    """Alignment scores of the explained index, and of another index if two indexes are
-    compared.
-
-    Attributes:
-        first: scores of the explained index.
-        second: scores of the other index; None without a comparison.
-        test: t-test that compares `second` with `first`; None without a comparison.
-        left_out: number of captions without content words. These captions have no
-            score.
-    """
-
-    edges: tuple[float, ...]
-    first: AlignmentScores
-    second: AlignmentScores | None
-    test: PairedTest | None
-    left_out: int
-
-    @classmethod
-    def of(cls, *scores: NDArray[np.float64]) -> Alignment:
-        """Summarise the scores of the same captions in one or two indexes. A score is
-        NaN without content words.
-
-        Raises:
-            UsageError: there are fewer than two scores, or all differences of two
-                indexes are equal, so that the t-test is undefined.
-        """
-        from scipy.stats import ttest_rel
-
-        has_words = np.logical_and.reduce([~np.isnan(values) for values in scores])
-        counted = [values[has_words] for values in scores]
-        if len(counted[0]) < 2:
-            raise UsageError(
-                "alignment needs at least two captions with content words; give more"
-                " captions of images in the index"
-            )
-        edges = np.histogram_bin_edges(np.concatenate(counted), _BINS)
-        made = []
-        for values in counted:
-            counts = tuple(np.histogram(values, edges)[0].tolist())
-            made.append(
-                AlignmentScores(
-                    len(values), float(values.mean()), float(values.std(ddof=1)), counts
-                )
-            )
-        test = None
-        if len(counted) > 1:
-            differences = counted[1] - counted[0]
-            mean = float(differences.mean())
-            deviation = float(differences.std(ddof=1))
-            if deviation == 0:
-                raise UsageError(
-                    "the scores of both indexes differ by the same amount for every"
-                    " caption, so the t-test is undefined; compare two different"
-                    " indexes"
-                )
-            result = ttest_rel(counted[1], counted[0])
-            test = PairedTest(
-                mean, float(result.statistic), float(result.pvalue), mean / deviation
-            )
-        second = made[1] if len(made) > 1 else None
-        return cls(
-            tuple(edges.tolist()), made[0], second, test, int((~has_words).sum())
-        )
+    query: str
+    relevance: float | None
+    score: float
+    parts: dict[str, tuple[float, float]]
+    words: tuple[str, ...]
+    similarities: NDArray[np.float32]
+    drops: NDArray[np.float32]
 
 
 @dataclass(frozen=True)
@@ -249,11 +158,11 @@ def explain_index(
     *,
     model: Path | None = None,
     precision: str | None = None,
+    query: str | None = None,
     captions: Path | None = None,
     images: Path | None = None,
     split: str | None = None,
     against: Path | None = None,
-    against_model: Path | None = None,
     on_progress: OnProgress = lambda activity, done, total: None,
 ) -> Explanation:
     """Find the nearest words of the tokens in an index, and measure the alignment of
@@ -266,13 +175,14 @@ def explain_index(
             random sample.
         precision: precision of the tokens; None for the stored precision of the highest
             fidelity.
+        query: a text; explain also why it finds the rows. Without `row_ids`, its first
+            hit is explained.
         captions: caption file to measure the alignment with, see `read_captions`; None
             for no alignment.
         images: base directory of relative image paths in `captions`.
         split: split of the caption file; None for the whole file.
         against: another index of the same images, whose alignment is compared; None for
             no comparison.
-        against_model: directory of its bundle; None for the bundle that built it.
         on_progress: called with the progress. An exception raised by `on_progress`
             stops this function.
 
@@ -296,12 +206,17 @@ def explain_index(
             " index"
         )
     sampled = np.sort(np.random.default_rng(0).permutation(indexed)[:_SAMPLE])
+    searched = None
+    if query is not None:
+        scorer = SearchModel(info, device="cpu")
+        searched = TokenIndex(opened, scorer, precision=precision)
+        row_ids = row_ids or [hit.row_id for hit in searched.search(query, k=1)]
     shown = row_ids or sampled[:_ROWS].tolist()
     alignment = None
     if captions is not None:
         compared = [(opened, store, joint)]
         if against is not None:
-            compared.append(_open(against, against_model, None)[:3])
+            compared.append(_open(against, None, None)[:3])
         items = read_captions(captions, images, split)
         matched = [
             match_items(each.root, read_all_rows(each, NAME_COLUMNS), items).rows
@@ -337,27 +252,29 @@ def explain_index(
         )
     kind = info.adapter["kind"]
     encoder = None
-    if kind == COMPRESSED:
+    if kind == COMPRESSED or (kind == LOCAL and query is not None):
         verify_files(info, ENCODER_FILES)
         encoder = ImageEncoder.of(info, device="cpu", dtype="float32")
-    ids_of_rows = vocabulary.nearest(store.fetch(shown)).tolist()
+    ids_of_rows = vocabulary.nearest(store.fetch(shown), whole_words=True).tolist()
     rows: list[ExplainedRow] = []
     photos = read_rows(root, shown, PHOTO_COLUMNS).to_pylist()
     for row_id, row, ids in zip(shown, photos, ids_of_rows, strict=True):
         on_progress("computing attention, images", len(rows), len(shown))
         attention = None
         pixels = None
-        problem = (
-            f"the adapter is {kind}, and only a {COMPRESSED} adapter has queries over"
-            " patches"
-        )
+        problem = f"the tokens of a {kind} adapter have no place in the image"
         if encoder is not None:
             attention, pixels, problem = _attention(encoder, row)
         token_words = tuple(vocabulary.words[token_id] for token_id in ids)
         words = vocabulary.count(ids)
         uri = str(row["uri"])
+        match = None
+        if searched is not None and query is not None:
+            match = match_query(searched, query, row_id)
         rows.append(
-            ExplainedRow(row_id, uri, words, token_words, attention, pixels, problem)
+            ExplainedRow(
+                row_id, uri, words, token_words, attention, pixels, problem, match
+            )
         )
     return Explanation(
         root=root,
@@ -398,17 +315,22 @@ class Vocabulary:
         tokenizer = joint.tokenizer
         self._vectors = functional.normalize(joint.word_vectors.float(), dim=1)
         self._placeholder = tokenizer.image_token_id
-        self._special = frozenset(map(tokenizer.special_id, SPECIAL_TOKEN_NAMES))
         ids = range(len(self._vectors))
         self.words = [
             tokenizer.tokenizer.id_to_token(token_id) or f"[{token_id}]"
             for token_id in ids
         ]
+        whole = torch.tensor([is_whole_word(word) for word in self.words])
+        # a vocabulary without whole words, as of characters
+        self._left_out = ~whole if whole.any() else torch.zeros_like(whole)
 
     @torch.inference_mode()
-    def nearest(self, blocks: Blocks | torch.Tensor) -> NDArray[np.int64]:
+    def nearest(
+        self, blocks: Blocks | torch.Tensor, *, whole_words: bool = False
+    ) -> NDArray[np.int64]:
         """Return the token id of the nearest word of each token in `blocks` [k, m,
-        d], int64 [k, m].
+        d], int64 [k, m]. With `whole_words`, other entries of the vocabulary are left
+        out, see `is_whole_word`.
         """
         tokens = as_tensor(blocks)
         flat = functional.normalize(tokens.reshape(-1, tokens.shape[2]).float(), dim=1)
@@ -416,6 +338,8 @@ class Vocabulary:
         for chunk in torch.split(flat, _CHUNK):
             similarities = chunk @ self._vectors.T
             similarities[:, self._placeholder] = -torch.inf
+            if whole_words:
+                similarities[:, self._left_out] = -torch.inf
             nearest.append(similarities.argmax(dim=1))
         ids: NDArray[np.int64] = torch.cat(nearest).reshape(tokens.shape[:2]).numpy()
         return ids
@@ -431,15 +355,46 @@ class Vocabulary:
         return WordCounts(
             words=tuple((self.words[token_id], count) for token_id, count in ordered),
             tokens=counts.total(),
-            special=sum(
-                count for token_id, count in ordered if token_id in self._special
-            ),
             unused=sum(
                 count
                 for token_id, count in ordered
                 if _UNUSED.fullmatch(self.words[token_id])
             ),
         )
+
+
+def is_whole_word(word: str) -> bool:
+    """Return True for a word of at least three letters. Parts of words, numbers,
+    single characters and special tokens are no whole words.
+    """
+    return len(word) > 2 and word.isalpha()
+
+
+@torch.inference_mode()
+def match_query(index: TokenIndex, query: str, row_id: int) -> QueryMatch:
+    """Explain why `query` finds a row of `index`."""
+    (hit,) = index.rerank(query, [row_id])
+    weights = index.model.weights(TEXT_TO_IMAGE, index.score).by_part()
+    joint = index.model.joint
+    block = as_tensor(index.store.fetch([row_id]))
+    content = content_token_mask(joint.tokenizer)
+    ids = [at for at in joint.tokenizer.caption_ids([query])[0] if content[at]]
+    mean = joint.mean_word_vector
+    words = functional.normalize(joint.word_vectors[ids] - mean, dim=1)
+    tokens = functional.normalize(block[0].to(mean.device).float() - mean, dim=1)
+    count = len(tokens)
+    occluded = block.repeat(count, 1, 1)
+    occluded[range(count), range(count)] = block[0].float().mean(dim=0).to(block.dtype)
+    logits = joint.score([query] * (count + 1), torch.cat([block, occluded]))
+    return QueryMatch(
+        query=query,
+        relevance=hit.relevance,
+        score=hit.score,
+        parts={part: (value, weights[part]) for part, value in hit.parts.items()},
+        words=tuple(str(joint.tokenizer.tokenizer.id_to_token(at)) for at in ids),
+        similarities=(words @ tokens.T).float().numpy(force=True),
+        drops=(logits[0] - logits[1:]).float().numpy(force=True),
+    )
 
 
 @torch.inference_mode()
@@ -460,56 +415,12 @@ def _attention(
         resized = encoder.preprocess.resize(image)
     except PHOTO_ERRORS as error:
         return None, None, describe_photo_error(error)
-    assert isinstance(encoder.adapter, CompressionAdapter)
     patches, _ = encoder.vision.encode(pixels.unsqueeze(0))
-    weights = encoder.adapter.query_attention(patches)[0].float().cpu().numpy()
+    # a token of a local adapter is one patch
+    weights = np.eye(patches.shape[1], dtype=np.float32)
+    if isinstance(encoder.adapter, CompressionAdapter):
+        weights = encoder.adapter.query_attention(patches)[0].float().cpu().numpy()
     height, width = encoder.vision.image_size
     # patches are squares
     rows = round(math.sqrt(weights.shape[1] * height / width))
     return weights.reshape(len(weights), rows, -1), np.asarray(resized), ""
-
-
-def content_words(caption: str) -> str:
-    """Return the words of a caption without stop words and punctuation, in lower case,
-    separated by spaces.
-
-    Examples:
-        >>> from edje_index.evaluation.explain import content_words
-        >>> content_words("A child playing in the ocean.")
-        'child playing ocean'
-    """
-    kept = "".join(
-        character
-        for character in caption.lower()
-        if character not in string.punctuation
-        and not unicodedata.category(character).startswith("P")
-    )
-    return " ".join(word for word in kept.split() if word not in _STOP_WORD_SET)
-
-
-@torch.inference_mode()
-def alignment_scores(
-    joint: JointScorer, captions: Sequence[str], block: Blocks | torch.Tensor
-) -> NDArray[np.float64]:
-    """Return the score S of each caption with one image, float64 [c]. S is NaN for a
-    caption without content words.
-
-    Args:
-        block: stored tokens of the image [m, d].
-    """
-    # The late interaction of the final score differs: it subtracts the mean word vector
-    # and has other stop words.
-    ids = joint.tokenizer.caption_ids([content_words(caption) for caption in captions])
-    distinct = sorted({token_id for caption in ids for token_id in caption})
-    if not distinct:
-        return np.full(len(captions), np.nan)
-    positions = {token_id: position for position, token_id in enumerate(distinct)}
-    words = functional.normalize(joint.word_vectors[distinct].double(), dim=1)
-    tokens = functional.normalize(as_tensor(block).to(words.device).double(), dim=1)
-    best = (words @ tokens.T).amax(dim=1).tolist()
-    return np.array(
-        [
-            np.mean([best[positions[i]] for i in caption]) if caption else np.nan
-            for caption in ids
-        ]
-    )

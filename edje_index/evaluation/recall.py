@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,8 +27,6 @@ Bools = NDArray[np.bool_]
 
 # similarities in memory at a time
 _CHUNK_NUMBERS = 1 << 24
-# draws in memory at a time
-_CHUNK_DRAWS = 1 << 22
 _CONFIDENCE = 0.95
 
 
@@ -188,38 +185,16 @@ class ClusterBootstrap:
         """Compute the mean of each column of `values` [q, s] in each resample,
         float64 [resamples, s].
         """
-        cluster_of_query, multiplicities = self._resampled
-        sums = np.zeros((multiplicities.shape[1], values.shape[1] + 1))
+        labels, cluster_of_query = np.unique(self.clusters, return_inverse=True)
+        count = len(labels)
+        sums = np.zeros((count, values.shape[1] + 1))
         np.add.at(
             sums, cluster_of_query, np.column_stack([values, np.ones(len(values))])
         )
-        chunk = max(1, _CHUNK_DRAWS // len(sums))
-        totals = np.concatenate(
-            [
-                multiplicities[at : at + chunk].astype(np.float64) @ sums
-                for at in range(0, self.resamples, chunk)
-            ]
-        )
+        rng = np.random.default_rng(self.seed)
+        totals = np.empty((self.resamples, sums.shape[1]))
+        for resample in range(self.resamples):
+            drawn = rng.integers(0, count, count)
+            totals[resample] = np.bincount(drawn, minlength=count) @ sums
         result: NDArray[np.float64] = totals[:, :-1] / totals[:, -1:]
         return result
-
-    @cached_property
-    def _resampled(self) -> tuple[NDArray[np.int64], NDArray[np.uint16]]:
-        """Return the cluster of each query [q], and how often each resample
-        contains each cluster.
-        """
-        labels, cluster_of_query = np.unique(self.clusters, return_inverse=True)
-        count = len(labels)
-        rng = np.random.default_rng(self.seed)
-        drawn = np.empty((self.resamples, count), dtype=np.uint16)
-        chunk = max(1, _CHUNK_DRAWS // count)
-        for at in range(0, self.resamples, chunk):
-            part = drawn[at : at + chunk]
-            cells = (
-                rng.integers(0, count, part.shape)
-                + np.arange(len(part))[:, None] * count
-            )
-            part[:] = np.bincount(cells.ravel(), minlength=part.size).reshape(
-                part.shape
-            )
-        return cluster_of_query, drawn

@@ -52,7 +52,11 @@ class EdjeRetriever(BaseRetriever):
                 **hit.columns,
                 **{name: getattr(hit, name) for name in METADATA},
             }
-            documents.append(Document(hit.described() or hit.uri, metadata=metadata))
+            documents.append(
+                Document(
+                    hit.described(every_caption=True) or hit.uri, metadata=metadata
+                )
+            )
         return documents
 
 

@@ -60,7 +60,10 @@ class EdjeRetriever(BaseRetriever):
                 **{name: getattr(hit, name) for name in METADATA},
             }
             node = ImageNode(
-                id_=str(hit.row_id), text=hit.described(), metadata=metadata, **place
+                id_=str(hit.row_id),
+                text=hit.described(every_caption=True),
+                metadata=metadata,
+                **place,
             )
             nodes.append(NodeWithScore(node=node, score=hit.relevance))
         return nodes

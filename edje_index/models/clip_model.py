@@ -177,6 +177,11 @@ def load_clip(vision: str) -> tuple[torch.nn.Module, ClipConfig]:
             )
         tags = open_clip.list_pretrained_tags_by_model(name)
         if not tag:
+            if not tags:
+                raise ModelError(
+                    f"open_clip has no weights of {name}: give {name}:FILE, or another"
+                    " model of open_clip.list_pretrained()"
+                )
             if len(tags) != 1:
                 raise ModelError(
                     f"{name} has several sets of weights: give {name}:TAG or"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from edje_index.errors import ModelError
@@ -32,6 +32,8 @@ MAX_WEIGHT = 1e30
 """Largest absolute weight of a part: weighted sums of parts stay far below the
 largest float32, 3.4e38.
 """
+WEAK_RELEVANCE = 0.5
+"""Hits with a lower relevance are shown as weak matches."""
 BUNDLE_SCORE = "bundle"
 """The value of `score` that selects the weights in the model bundle."""
 
@@ -50,6 +52,8 @@ class ScoreWeights:
         calibration: (slope, offset) of the logit of the relevance as a function of the
             final score, with a slope above 0; None if it was not fitted. See
             `final_score.relevance`.
+        shares: share of each part in the spread of the final score over the dev pools,
+            in the order of `PART_NAMES`; the sum is 1. None if it was not measured.
     """
 
     logit: float = 1.0
@@ -57,6 +61,7 @@ class ScoreWeights:
     pooled: float = 0.0
     embedding: float = 0.0
     calibration: tuple[float, float] | None = None
+    shares: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         _check_finite(self.by_part())
@@ -96,29 +101,38 @@ class ScoreWeights:
                 number.
         """
         weights = cls.of_parts({part: value[part] for part in PART_NAMES})
-        calibration = value.get("calibration")
-        if calibration is None or value.get("hubness"):
+        if value.get("hubness"):
             return weights
-        return replace(
-            weights,
-            calibration=(float(calibration["slope"]), float(calibration["offset"])),
-        )
+        if calibration := value.get("calibration"):
+            line = (float(calibration["slope"]), float(calibration["offset"]))
+            weights = replace(weights, calibration=line)
+        if shares := value.get("shares"):
+            by_part = tuple(float(shares[part]) for part in PART_NAMES)
+            weights = replace(weights, shares=by_part)
+        return weights
 
     def to_json(self) -> dict[str, Any]:
         """Return the weights as a dictionary of JSON values."""
-        content = asdict(self)
-        if self.calibration is None:
-            del content["calibration"]
-        else:
-            content["calibration"] = dict(
-                zip(("slope", "offset"), self.calibration, strict=True)
-            )
+        content: dict[str, Any] = self.by_part()
+        if self.calibration is not None:
+            names = ("slope", "offset")
+            content["calibration"] = dict(zip(names, self.calibration, strict=True))
+        if self.shares is not None:
+            content["shares"] = dict(zip(PART_NAMES, self.shares, strict=True))
         return content
 
     def described(self) -> str:
-        """Return the weighted sum as text, for example ``logit + 2.5 x embedding
-        similarity``.
+        """Return the final score as text.
+
+        With shares, the text has the share of each part in the spread of the score, for
+        example ``60 % late interaction + 40 % embedding similarity``. Without, it is
+        the weighted sum, for example ``logit + 2.5 x embedding similarity``.
         """
+        if self.shares is not None:
+            names = zip(PART_NAMES.values(), self.shares, strict=True)
+            return " + ".join(
+                f"{100 * share:.0f} % {name}" for name, share in names if share
+            )
         terms = [
             name if weight == 1 and part == LOGIT else f"{weight:g} x {name}"
             for (part, name), weight in zip(

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from edje_index.search.rows import CAPTION_COLUMNS
-from storage_formats.errors import EdjeError
+from storage_formats.errors import EdjeError, UsageError
 from storage_formats.remote.urls import IndexLocation
 
 if TYPE_CHECKING:
@@ -60,15 +60,21 @@ class Hit:
     parts: Mapping[str, float] = field(default_factory=dict)
     columns: Mapping[str, Any] = field(default_factory=dict)
 
-    def described(self) -> str:
+    def described(self, *, every_caption: bool = False) -> str:
         """Return the columns as one line of text. Columns without a value are left
-        out.
+        out. Of several captions, the line has the first and the number of the others,
+        such as "+4", unless `every_caption`.
         """
-        values = {
-            name: "; ".join(value) if isinstance(value, list) else str(value)
-            for name, value in self.columns.items()
-            if value is not None
-        }
+        values = {}
+        for name, value in self.columns.items():
+            if value is None:
+                continue
+            is_cut = (
+                isinstance(value, list) and name in CAPTION_COLUMNS and len(value) > 1
+            )
+            if is_cut and not every_caption:
+                value = [f"{value[0]}  +{len(value) - 1}"]
+            values[name] = "; ".join(value) if isinstance(value, list) else str(value)
         return " | ".join(
             value if name in CAPTION_COLUMNS else f"{name}: {value}"
             for name, value in values.items()
@@ -137,6 +143,11 @@ class Hits(list[Hit]):
         """Return the first `k` hits."""
         return Hits(self[:k], self.root, self.stages)
 
+    def at_least(self, min_relevance: float) -> Hits:
+        """Return the hits with at least this relevance."""
+        kept = [hit for hit in self if (hit.relevance or 0.0) >= min_relevance]
+        return Hits(kept, self.root, self.stages)
+
     def to_arrow(self) -> pa.Table:
         """Return a pyarrow table with one row per hit.
 
@@ -152,23 +163,23 @@ class Hits(list[Hit]):
                 if name not in ("parts", "columns")
             }
             values |= {f"part_{part}": value for part, value in hit.parts.items()}
-            rows.append(
-                {
-                    **values,
-                    **{
-                        name: value
-                        for name, value in hit.columns.items()
-                        if name not in values
-                    },
-                }
-            )
+            # a column does not replace a value of the hit
+            rows.append({**values, **hit.columns, **values})
         return pa.Table.from_pylist(rows)
 
     def to_pandas(self) -> Any:
-        """Return a pandas data frame with the columns of `to_arrow`. pandas must be
-        installed.
+        """Return a pandas data frame with the columns of `to_arrow`.
+
+        Raises:
+            UsageError: pandas is not installed.
         """
-        return self.to_arrow().to_pandas()
+        try:
+            return self.to_arrow().to_pandas()
+        except ModuleNotFoundError as error:
+            raise UsageError(
+                "this needs the package pandas, which is not installed; run: pip"
+                " install pandas, or call to_arrow"
+            ) from error
 
     def __repr__(self) -> str:
         rated = [

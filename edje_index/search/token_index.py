@@ -315,6 +315,7 @@ class TokenIndex:
         score: str | ScoreWeights | None = ...,
         where: str | None = ...,
         image: ImageQuery | None = ...,
+        min_relevance: float = ...,
     ) -> Hits: ...
 
     @overload
@@ -327,6 +328,7 @@ class TokenIndex:
         score: str | ScoreWeights | None = ...,
         where: str | None = ...,
         image: ImageQuery | None = ...,
+        min_relevance: float = ...,
     ) -> list[Hits]: ...
 
     def search(
@@ -338,6 +340,7 @@ class TokenIndex:
         score: str | ScoreWeights | None = None,
         where: str | None = None,
         image: ImageQuery | None = None,
+        min_relevance: float = 0.0,
     ) -> Hits | list[Hits]:
         """Return the `k` best images for `text`, best first. Images with equal scores
         are sorted by row id.
@@ -358,11 +361,12 @@ class TokenIndex:
                 given to `open`. The score "embedding" keeps the order of the embeddings
                 and reads no tokens.
             where: filter such as "width > 800 and licence = 'cc0'", see
-                `edje_index.search.where`. The candidates are exactly the nearest rows
-                that pass the filter. None lets all rows pass.
+                `edje_index.search.where`. The candidates are the nearest rows that
+                pass the filter. None lets all rows pass.
             image: image or row id that the hits also resemble, as for `search_image`.
                 The query embedding is then the normalised sum of the embeddings of text
                 and image. The joint encoder still reads only the text.
+            min_relevance: leave out hits with a lower relevance.
 
         Returns:
             The hits of the query; for several queries, one list of hits per query.
@@ -409,6 +413,8 @@ class TokenIndex:
             )
             self._buffers.give_back(buffer)
         hits = self._hits(scored, k, stages, weights)
+        if min_relevance:
+            hits = [each.at_least(min_relevance) for each in hits]
         return hits[0] if isinstance(text, str) else hits
 
     def _fetch(

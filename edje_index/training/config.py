@@ -194,7 +194,9 @@ class FittingConfig(Settings):
     """Settings of the final score, whose weights are fitted to the dev captions."""
 
     pooled_dim: NonNegativeInt = 0
-    """Dimensions of the pooled similarity; 0 leaves out the pooled similarity."""
+    """Dimensions of the pooled similarity. 0 fits none: with inputs.init and
+    inputs.dev, that of the initial bundle is kept.
+    """
     dev_captions: PositiveInt = 500
     """Maximum number of dev captions, and of dev images, used as queries."""
     dev_pool: AtLeastTwo = 20

@@ -78,9 +78,10 @@ def choose_dev_weights(
     features: Features,
     config: FittingConfig,
     on_progress: OnProgress = lambda activity, done, total: None,
+    start: ModelBundle | None = None,
 ) -> dict[str, WeightChoice]:
     """Fit the weights of the final score. Return the weights, and the recall with these
-    weights, by direction.
+    weights, by direction. `start` is a bundle with the same towers to compare with.
 
     The modules of `bundle` must be in evaluation mode. `on_progress` is called before
     every query and every fit. An exception raised by `on_progress` stops this function.
@@ -94,17 +95,22 @@ def choose_dev_weights(
         def report(done: int, before: int = before) -> None:
             on_progress(_ACTIVITY, before + done, total)
 
-        pools = _pools(
-            bundle,
-            dev,
-            features,
-            direction,
-            positions,
-            config.dev_pool,
-            JOINT_PARTS,
-            report,
-        )
-        choices[direction] = choose_weights(pools, partial(report, len(positions)))
+        pools, *others = [
+            _pools(
+                each,
+                dev,
+                features,
+                direction,
+                positions,
+                config.dev_pool,
+                JOINT_PARTS,
+                report,
+            )
+            for each in (bundle, start)
+            if each is not None
+        ]
+        on_fit = partial(report, len(positions))
+        choices[direction] = choose_weights(pools, on_fit, *others)
         before += len(positions)
     return choices
 

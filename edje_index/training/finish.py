@@ -70,6 +70,19 @@ def finish_model(
     bundle.adapter.to(device).eval()
     bundle.joint.to(device).eval()
     bundle = replace(bundle, offset=_offset(adapter, source, device))
+    init = task.config.inputs.init
+    began = None
+    if init is not None and task.dev is not None:
+        began = ModelBundle.load(init)
+        sizes = (bundle.vision.patch_dim, bundle.joint.width)
+        # features of another tower fit no other adapter
+        if (began.vision.patch_dim, began.joint.width) != sizes:
+            began = None
+    if began is not None:
+        began.adapter.to(device).eval()
+        began.joint.to(device).eval()
+        if began.pooled is not None:
+            bundle = replace(bundle, pooled=began.pooled.to(device).eval())
     if fitting.pooled_dim:
         pooled = fit_pooled_similarity(
             adapter, bundle.joint, source, fitting.pooled_dim, on_progress
@@ -80,7 +93,9 @@ def finish_model(
     choices = dict[str, WeightChoice]()
     if task.dev is not None:
         dev = DevSet.open(*task.dev, source.features)
-        choices = choose_dev_weights(bundle, dev, source.features, fitting, on_progress)
+        choices = choose_dev_weights(
+            bundle, dev, source.features, fitting, on_progress, began
+        )
         score = DirectionWeights(
             **{direction: choice.weights for direction, choice in choices.items()}
         )

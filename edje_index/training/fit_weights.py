@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from scipy.optimize import minimize
 
+from edje_index.evaluation.recall import ClusterBootstrap, Estimate
 from edje_index.scoring.final_score import FinalScore
 from edje_index.scoring.weights import LOGIT, ScoreWeights
 
@@ -80,6 +81,9 @@ class WeightChoice:
         recall: R@1 with `weights`, on the queries that were used for the fit.
         held_out_recall: R@1 by 5-fold cross-validation over images; None if all queries
             have the same image.
+        start_recall: the same of the bundle that the training began from; None without
+            such a bundle.
+        change: `held_out_recall` - `start_recall`, with a 95 % confidence interval.
     """
 
     weights: ScoreWeights
@@ -90,31 +94,32 @@ class WeightChoice:
     queries: int
     pool: int
     logit_range: tuple[float, float]
+    start_recall: float | None = None
+    change: Estimate | None = None
 
 
 def choose_weights(
-    pools: DevPools, on_fit: Callable[[], None] = lambda: None
+    pools: DevPools,
+    on_fit: Callable[[], None] = lambda: None,
+    start: DevPools | None = None,
 ) -> WeightChoice:
     """Fit the weights of one direction to `pools`, and measure R@1. `on_fit` is
     called before each fit.
+
+    `start` are the same pools, scored by the bundle that the training began from. Both
+    are compared by cross-validation.
     """
     on_fit()
     weights = fit_weights(pools)
     weights = replace(
-        weights, calibration=fit_calibration(pools.scores(weights), pools.right)
+        weights,
+        calibration=fit_calibration(pools.scores(weights), pools.right),
+        shares=part_shares(pools, weights),
     )
-    images, image_index = np.unique(pools.images, return_inverse=True)
-    folds = image_index % _FOLDS
-    held_out = []
-    for fold in np.unique(folds) if len(images) > 1 else ():
-        on_fit()
-        held_out.append(
-            pools.select(folds == fold).hits(fit_weights(pools.select(folds != fold)))
-        )
-    return WeightChoice(
+    choice = WeightChoice(
         weights=weights,
         recall=float(pools.hits(weights).mean()),
-        held_out_recall=float(np.concatenate(held_out).mean()) if held_out else None,
+        held_out_recall=None,
         logit_recall=float(pools.hits(ScoreWeights()).mean()),
         embedding_recall=float(
             pools.hits(ScoreWeights(logit=0.0, embedding=1.0)).mean()
@@ -123,6 +128,29 @@ def choose_weights(
         pool=pools.right.shape[1],
         logit_range=(float(pools.parts[LOGIT].min()), float(pools.parts[LOGIT].max())),
     )
+    if len(np.unique(pools.images)) < 2:
+        return choice
+    held_out = _held_out_hits(pools, on_fit)
+    choice = replace(choice, held_out_recall=float(held_out.mean()))
+    if start is None:
+        return choice
+    before = _held_out_hits(start, on_fit)
+    changes = held_out.astype(np.float64) - before
+    change = ClusterBootstrap(pools.images).estimates(changes[:, None])[0]
+    return replace(choice, start_recall=float(before.mean()), change=change)
+
+
+def _held_out_hits(pools: DevPools, on_fit: Callable[[], None]) -> NDArray[np.bool_]:
+    """Return which queries have a relevant candidate at rank 0 with weights that were
+    fitted to other images, bool [q].
+    """
+    folds = np.unique(pools.images, return_inverse=True)[1] % _FOLDS
+    hits = np.zeros(len(folds), dtype=np.bool_)
+    for fold in np.unique(folds):
+        on_fit()
+        weights = fit_weights(pools.select(folds != fold))
+        hits[folds == fold] = pools.select(folds == fold).hits(weights)
+    return hits
 
 
 def fit_weights(pools: DevPools) -> ScoreWeights:
@@ -163,31 +191,57 @@ def fit_weights(pools: DevPools) -> ScoreWeights:
     return ScoreWeights.of_parts(weights)
 
 
+def part_shares(pools: DevPools, weights: ScoreWeights) -> tuple[float, ...] | None:
+    """Return the share of each part in the spread of the final score over the pools, in
+    the order of `PART_NAMES`: its standard deviation times its weight, divided by the
+    sum of these products. None if no part varies.
+    """
+    spreads = [
+        abs(weight) * float(np.std(pools.parts[part], dtype=np.float64))
+        if part in pools.parts
+        else 0.0
+        for part, weight in weights.by_part().items()
+    ]
+    total = sum(spreads)
+    return tuple(spread / total for spread in spreads) if total else None
+
+
 def fit_calibration(
     scores: Scores, right: NDArray[np.bool_]
 ) -> tuple[float, float] | None:
-    """Fit the probability that a candidate is relevant as a logistic function of its
-    final score.
+    """Fit the relevance as a logistic function of the final score.
 
-    Relevant and other candidates have the same total weight, so that the size of the
-    pools has no effect. `right` says which of the `scores` are of relevant candidates.
-    Return (slope, offset) of the logit of the probability; None if the scores of
-    relevant candidates are not higher.
+    The relevant candidates have half of the weight. The others share the other half:
+    one quarter belongs to all of them, and one quarter to the best of each pool, which
+    is the first hit if the collection has no match for the query. So the size of the
+    pools has little effect.
+
+    Args:
+        scores: final scores of the candidates of each query [q, p].
+        right: which candidates are relevant, bool [q, p].
+
+    Returns:
+        (slope, offset) of the logit of the relevance; None if the scores of relevant
+        candidates are not higher.
     """
-    if right.all() or not right.any():
+    has_other = ~right.all(axis=1)
+    if not right.any() or not has_other.any():
         return None
-    mean = float(scores.mean(dtype=np.float64))
-    deviation = float(scores.std(dtype=np.float64)) or 1.0
-    values = (scores - mean) / deviation
-    weights = np.where(right, 0.5 / right.mean(), 0.5 / (1 - right.mean()))
+    best_others = np.where(right, -np.inf, scores)[has_other].max(axis=1)
+    groups = (scores[right], scores[~right], best_others)
+    values = np.concatenate(groups).astype(np.float64)
+    sizes = [len(group) for group in groups]
+    weights = np.repeat([0.5, 0.25, 0.25], sizes) / np.repeat(sizes, sizes)
+    is_right = np.arange(len(values)) < sizes[0]
+    mean = float(values.mean())
+    deviation = float(values.std()) or 1.0
+    values = (values - mean) / deviation
 
     def loss(line: NDArray[np.float64]) -> float:
         logits = line[0] * values + line[1]
-        losses = np.logaddexp(0, logits) - right * logits
-        return float(
-            np.mean(weights * losses)
-            + _REGULARISATION / right.size * np.square(line).sum()
-        )
+        losses = np.logaddexp(0, logits) - is_right * logits
+        penalty = _REGULARISATION / right.size * np.square(line).sum()
+        return float((weights * losses).sum() + penalty)
 
     slope, offset = minimize(loss, np.zeros(2)).x.tolist()
     return (slope / deviation, offset - slope * mean / deviation) if slope > 0 else None

@@ -14,6 +14,7 @@ from pipelines.cli.options import (
     dtype_option,
     images_option,
     json_option,
+    local_index_argument,
     model_option,
     quiet_option,
     score_option,
@@ -22,8 +23,8 @@ from pipelines.cli.output import note, print_json, run_steps
 
 
 @click.command("eval")
-@click.argument("index", type=PATH)
-@click.argument("captions", type=PATH)
+@local_index_argument
+@click.argument("captions", type=PATH, required=False)
 @images_option
 @click.option(
     "--split",
@@ -70,16 +71,6 @@ from pipelines.cli.output import note, print_json, run_steps
     metavar="N",
     help="Sample N queries per direction.  [default: all queries]",
 )
-@click.option(
-    "--bootstrap",
-    "resamples",
-    type=click.IntRange(min=0),
-    default=1000,
-    help=(
-        "Number of bootstrap resamples for confidence intervals; 0 computes no"
-        " intervals."
-    ),
-)
 @click.option("--report", type=PATH, help="Directory for report.md and report.json.")
 @device_option
 @dtype_option
@@ -87,7 +78,7 @@ from pipelines.cli.output import note, print_json, run_steps
 @json_option
 def evaluate(
     index: Path,
-    captions: Path,
+    captions: Path | None,
     report: Path | None,
     quiet: bool,
     as_json: bool,
@@ -95,9 +86,10 @@ def evaluate(
 ) -> None:
     """Measure the recall of INDEX on captioned images, before and after re-ranking.
 
-    CAPTIONS is a file of captions in JSONL, JSON (Karpathy or COCO), Parquet or
-    WebDataset tar format. In text-to-image search, the correct hit is the image of the
-    caption. In image-to-text search, every caption of the image is a correct hit.
+    CAPTIONS is a file of captions in JSONL, JSON (Karpathy or COCO), CSV, TSV, Parquet
+    or WebDataset tar format. Without CAPTIONS, the captions are those that INDEX holds.
+    In text-to-image search, the correct hit is the image of the caption. In
+    image-to-text search, every caption of the image is a correct hit.
 
     The candidates are the images and captions of CAPTIONS, or of one split of CAPTIONS
     with --split. With --full, all images of INDEX and all captions of CAPTIONS are
@@ -105,6 +97,7 @@ def evaluate(
 
     \b
     Examples:
+      edje-index eval photos.edje
       edje-index eval photos.edje captions.jsonl --split dev \\
         --precision bf16 --precision fp8 --report out
       edje-index eval photos.edje dataset_flickr30k.json \\

@@ -4,24 +4,30 @@ from __future__ import annotations
 
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from edje_index.scoring.weights import PART_NAMES
 from pipelines.cli.options import (
     FILE,
     PATH,
     json_option,
+    local_index_argument,
     model_option,
     read_precision_option,
 )
 from pipelines.cli.output import note, print_json, print_line, run_steps
 from storage_formats.errors import UsageError
 
+if TYPE_CHECKING:
+    from edje_index.evaluation.explain import QueryMatch
+
 _FREQUENT = 10
 
 
 @click.command()
-@click.argument("index", type=PATH)
+@local_index_argument
 @click.argument("rows", metavar="[ROW]...", nargs=-1, type=click.IntRange(min=0))
 @click.option(
     "--out",
@@ -31,6 +37,11 @@ _FREQUENT = 10
 )
 @model_option
 @read_precision_option
+@click.option(
+    "--query",
+    metavar="TEXT",
+    help="Explain why TEXT finds ROW.  [default ROW: the first hit]",
+)
 @click.option(
     "--captions",
     type=PATH,
@@ -54,24 +65,13 @@ _FREQUENT = 10
 )
 @click.option(
     "--against",
-    metavar="INDEX[=MODEL]",
-    help=(
-        "Another index of the same images, and optionally its model bundle. A paired"
-        " t-test compares the alignments."
-    ),
+    type=PATH,
+    metavar="INDEX",
+    help=("Another index of the same images. A paired t-test compares the alignments."),
 )
 @json_option
 def explain(
-    index: Path,
-    rows: tuple[int, ...],
-    out: Path,
-    model: Path | None,
-    precision: str | None,
-    captions: Path | None,
-    images: Path | None,
-    split: str | None,
-    against: str | None,
-    as_json: bool,
+    index: Path, rows: tuple[int, ...], out: Path, as_json: bool, **options: Any
 ) -> None:
     """Write an HTML page that explains the tokens of INDEX with words.
 
@@ -80,47 +80,35 @@ def explain(
     adapter, the page also shows the attention of the adapter's queries, which is the
     part of the image that each token was computed from. Without ROW, the page shows the
     first images of a random sample. The page also shows the most frequent words in the
-    sample. With --captions, the page also shows how well the words of captions align
-    with tokens.
+    sample.
+
+    With --query, the page shows which words of the query found which patches of the
+    image, and the value, the weight and the product of each part of the score. With
+    --captions, the page also shows how well the words of captions align with tokens.
 
     \b
     Examples:
       edje-index explain photos.edje
+      edje-index explain photos.edje 17 --query "a red canoe"
       edje-index explain photos.edje 17 230 --precision nvfp4 --out words.html
       edje-index explain local.edje --captions dataset_flickr30k.json \\
         --split test --against m64.edje
     """
-    if captions is None and (images or split or against):
+    given = [options[name] for name in ("images", "split", "against")]
+    if options["captions"] is None and any(given):
         raise UsageError(
             "--images, --split and --against need --captions; add --captions FILE"
         )
-    from edje_index.evaluation.explain import explain_index
+    from edje_index.evaluation.explain import explain_index, is_whole_word
     from pipelines.pages import explain_page
     from storage_formats.atomic import write_bytes_atomic
 
-    other = None
-    other_model = None
-    if against is not None:
-        path, equals, bundle = against.rpartition("=")
-        if not equals or Path(against).exists():
-            other = Path(against)
-        elif path and bundle:
-            other = Path(path)
-            other_model = Path(bundle)
-        else:
-            raise UsageError(f"give INDEX or INDEX=MODEL, got '{against}'")
     explanation = run_steps(
         explain_index,
         index,
         rows,
-        model=model,
-        precision=precision,
-        captions=captions,
-        images=images,
-        split=split,
-        against=other,
-        against_model=other_model,
         stopped="stopped before the page was written",
+        **options,
     )
     page = explain_page(explanation)
     write_bytes_atomic(out, page.encode(errors="backslashreplace"))
@@ -134,6 +122,7 @@ def explain(
                 "words": asdict(row.words),
                 "token_words": row.token_words,
                 "attention": row.no_attention,
+                "match": None if row.match is None else _without_arrays(row.match),
             }
             for row in explanation.rows
         ]
@@ -142,16 +131,23 @@ def explain(
             "root": str(explanation.root),
             "rows": explained,
         }
-        print_json({**value, "against": against, "page": str(out)})
+        against = options["against"]
+        print_json({**value, "against": against and str(against), "page": str(out)})
         return
+    for row in explanation.rows:
+        if row.match is not None:
+            print_line(f"row {row.row_id}: {row.uri}")
+            print_line(f"{'part':<22}{'value':>10}{'weight':>10}{'product':>10}")
+            for part, (number, weight) in row.match.parts.items():
+                numbers = f"{number:>10.4f}{weight:>10.4g}{number * weight:>10.2f}"
+                print_line(f"{PART_NAMES[part]:<22}{numbers}")
+            print_line(f"{'score':<42}{row.match.score:>10.2f}")
     words = explanation.words
     alignment = explanation.alignment
-    frequent = ", ".join(f"{word} {count:,}" for word, count in words.words[:_FREQUENT])
+    whole = [(word, count) for word, count in words.words if is_whole_word(word)]
+    frequent = ", ".join(f"{word} {count:,}" for word, count in whole[:_FREQUENT])
     print_line(f"{explanation.sample:,} images, {words.tokens:,} tokens: {frequent}")
-    print_line(
-        f"special tokens {words.special / words.tokens:.1%}, unused tokens"
-        f" {words.unused / words.tokens:.1%}"
-    )
+    print_line(f"nearest to an unused word: {words.unused / words.tokens:.1%}")
     if alignment is None:
         return
     scores_of = {explanation.root: alignment.first}
@@ -168,3 +164,13 @@ def explain(
             f"paired t-test: t {test.t:.2f}, p {test.p:.1e}, effect size"
             f" {test.effect_size:.2f}"
         )
+
+
+def _without_arrays(match: QueryMatch) -> dict[str, Any]:
+    """Return a match as JSON values. Of the arrays, only the nearest similarity of each
+    word is kept.
+    """
+    value = {**vars(match)}
+    nearest = value.pop("similarities").max(axis=1, initial=-1.0).tolist()
+    del value["drops"]
+    return {**value, "words": dict(zip(match.words, nearest, strict=True))}

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pipelines.cli.options import json_option, location
-from pipelines.cli.output import print_json, print_line
-from pipelines.progress.wording import counted, human_bytes
+from pipelines.cli.options import index_argument, json_option
+from pipelines.cli.output import print_json, print_line, print_result
+from pipelines.progress.wording import by_reason, counted, human_bytes
+from storage_formats.errors import UsageError
 from storage_formats.format.layout import Layout
 from storage_formats.remote.urls import IndexLocation
 
@@ -25,12 +26,18 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("index", type=location)
+@index_argument
 @click.option(
-    "--failures", is_flag=True, help="List the inputs that could not be indexed."
+    "--duplicates",
+    type=click.FloatRange(0, 1, min_open=True),
+    metavar="SIMILARITY",
+    help=(
+        "Also list groups of images whose embeddings have at least this cosine"
+        " similarity, for example 0.95."
+    ),
 )
 @json_option
-def info(index: Path | str, failures: bool, as_json: bool) -> None:
+def info(index: Path | str, duplicates: float | None, as_json: bool) -> None:
     """Show what INDEX contains, or how far its build has come.
 
     The output shows the numbers of inputs, the size, the precisions, the columns of the
@@ -41,31 +48,33 @@ def info(index: Path | str, failures: bool, as_json: bool) -> None:
     The line 'search' describes the nearest-neighbour index, and says when 'edje-index
     ann build' would improve it.
 
+    With --duplicates, an index of 200,000 images takes about a minute on two cores.
+    Above 20,000 images, some pairs can be missed.
+
     To search INDEX, a model bundle must have the encoder fingerprint shown here.
     'edje-index model show' prints the encoder fingerprint of a bundle.
-
-    With --failures, the output has one line per failed row instead: row id, reason, URI
-    and details.
 
     \b
     Examples:
       edje-index info photos.edje
-      edje-index info photos.edje --failures --json | jq -r '.failures[].uri'
+      edje-index info photos.edje --duplicates 0.95
     """
-    if failures:
-        rows = failed_rows(index)
-        if as_json:
-            print_json({"index": str(index), "failures": list(rows)})
-        for row in rows:
-            parts = (row["row_id"], row["reason"], row["uri"], row["detail"])
-            print_line("  ".join(map(str, parts)))
-        return
     value = describe_index(index)
-    if as_json:
-        print_json(value)
-    else:
-        for name, text in _lines(value):
-            print_line(f"{name:<14}{text}")
+    if duplicates is not None:
+        if not isinstance(index, Path) or value["state"] != "finished":
+            raise UsageError("--duplicates needs a finished index in a directory")
+        from edje_index.search.duplicates import near_duplicates
+        from storage_formats.format.rows import read_rows
+
+        value["near_duplicates"] = [
+            read_rows(index, row_ids, ["row_id", "uri"]).to_pylist()
+            for row_ids in near_duplicates(index, duplicates)
+        ]
+    lines = [f"{name:<14}{text}" for name, text in _lines(value)]
+    for number, group in enumerate(value.get("near_duplicates", []), 1):
+        lines.append(f"near duplicates, group {number}:")
+        lines += [f"{image['row_id']:>9}  {image['uri']}" for image in group]
+    print_result(value, *lines, as_json=as_json)
 
 
 def describe_index(root: Path | str) -> dict[str, Any]:
@@ -250,13 +259,11 @@ def _lines(value: dict[str, Any]) -> Iterator[tuple[str, str]]:
 def _content_lines(value: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield what `_lines` shows only of a finished index."""
     counts = value["counts"]
-    failed = "".join(
-        f", {reason} {count:,}" for reason, count in counts["failed"].items()
-    )
     yield "inputs", f"{counts['inputs']:,}"
     yield "indexed", f"{counts['indexed']:,}"
     yield "duplicates", f"{counts['duplicates']:,}"
-    yield "failed", f"{counts['failed_total']:,}{failed}"
+    total = f"{counts['failed_total']:,}"
+    yield "failed", ", ".join(filter(None, [total, by_reason(counts["failed"])]))
     if value["deleted"]:
         yield "deleted", f"{value['deleted']:,}"
     yield "shards", f"{value['shards']:,} of {value['shard_size']:,} rows each"
@@ -310,12 +317,35 @@ def _precision_line(value: dict[str, Any], name: str) -> str:
     return name if source == "bf16" else f"{name} (from {source})"
 
 
+@click.command()
+@index_argument
+@json_option
+def failures(index: IndexLocation, as_json: bool) -> None:
+    """List the inputs of INDEX that could not be indexed.
+
+    INDEX is a directory, or a URL that begins with s3://, gs:// or az://.
+
+    The command prints one line per failed row: row id, reason, URI and details.
+    'edje-index info' shows the number of failed rows by reason.
+
+    \b
+    Examples:
+      edje-index failures photos.edje
+      edje-index failures photos.edje --json | jq -r '.failures[].uri'
+    """
+    rows = failed_rows(index)
+    if as_json:
+        print_json({"index": str(index), "failures": list(rows)})
+    for row in rows:
+        parts = (row["row_id"], row["reason"], row["uri"], row["detail"])
+        print_line("  ".join(map(str, parts)))
+
+
 def failed_rows(index: IndexLocation) -> Iterator[dict[str, Any]]:
     """Yield the row id, reason, URI and detail of each failed row, also of an
     unfinished build.
     """
     from storage_formats.change import is_unfinished
-    from storage_formats.format.layout import Layout
     from storage_formats.format.remote import open_index
     from storage_formats.format.rows import FAILED, iter_rows, read_shard_rows
     from storage_formats.remote.urls import is_url

@@ -17,10 +17,6 @@ definition, "module:attribute".
 """
 
 
-_MOVED = {"failures": "info INDEX --failures"}
-"""Commands of earlier versions, and what does the same now."""
-
-
 class LazyGroup(click.Group):
     """A group that imports the module of a command only when the command or its
     help is needed.
@@ -51,8 +47,6 @@ class LazyGroup(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         name = args[0]
-        if name in _MOVED:
-            ctx.fail(f"the command {name!r} is now '{_MOVED[name]}'")
         nearest = difflib.get_close_matches(name, self._listed, 1)
         # a shell that completes gets no error
         if nearest and name not in self._listed and not ctx.resilient_parsing:

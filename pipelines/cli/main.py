@@ -4,6 +4,7 @@ and exit codes.
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
@@ -16,7 +17,7 @@ import click
 from click.shell_completion import shell_complete
 
 from edje_index import __version__
-from edje_index.errors import BundleNotFoundError
+from edje_index.errors import BundleNotFoundError, NotABundleError
 from pipelines.cli.lazy_group import LazyGroup
 from pipelines.cli.output import LOG_KEY, open_standard_streams, print_json
 from pipelines.collector import skip_collection_at_exit
@@ -32,6 +33,15 @@ _COMPLETION = "_EDJE_INDEX_COMPLETE"
 _HINTS: dict[type[EdjeError], str] = {
     EngineUnavailableError: "; '--engine inline' works without Ray",
     BundleNotFoundError: " with --model",
+    NotABundleError: (
+        "; 'edje-index model from-open-clip NAME:TAG --out DIR' makes a bundle from an"
+        " open_clip model"
+    ),
+}
+_ADVICE = {
+    errno.EROFS: "; give a place on a disk that can be written",
+    errno.ENOSPC: "; free some space, or give a place on another disk",
+    errno.EACCES: "; check the permissions, or give another place",
 }
 _REMEDIES = {
     "verify": "; run 'edje-index verify' to list all damage",
@@ -65,6 +75,7 @@ SECTIONS = {
         "verify": "pipelines.cli.verify:verify",
         "repair": "pipelines.cli.changes:repair",
         "info": "pipelines.cli.info:info",
+        "failures": "pipelines.cli.info:failures",
         "ann": "pipelines.cli.ann:group",
     },
     "Search": {
@@ -249,7 +260,7 @@ def _explain(error: BaseException) -> tuple[int, str]:
     if isinstance(error, KeyboardInterrupt | click.Abort):
         return INTERRUPTED, "interrupted"
     if isinstance(error, OSError) and error.strerror:
-        return 1, describe_error(error)
+        return 1, describe_error(error) + _ADVICE.get(error.errno or 0, "")
     return (
         1,
         (

@@ -6,18 +6,18 @@ import os
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from edje_index.scoring.weights import BUNDLE_SCORE
+from edje_index.scoring.weights import BUNDLE_SCORE, WEAK_RELEVANCE
 from pipelines.cli.options import (
     FILE,
     POSITIVE,
     device_option,
     dtype_option,
+    index_argument,
     json_option,
-    location,
     model_option,
     read_precision_option,
     score_option,
@@ -35,7 +35,7 @@ _QUERIES_AT_ONCE = 64
 
 
 @click.command()
-@click.argument("index", type=location)
+@index_argument
 @click.argument("text", required=False)
 @click.option(
     "--queries",
@@ -74,6 +74,12 @@ _QUERIES_AT_ONCE = 64
 @where_option
 @read_precision_option
 @click.option(
+    "--min-relevance",
+    type=click.FloatRange(0, 1),
+    default=0.0,
+    help="Leave out hits with a lower relevance.",
+)
+@click.option(
     "--columns",
     metavar="NAMES",
     help=(
@@ -101,12 +107,11 @@ def search(
     score: str,
     where: str | None,
     precision: str | None,
+    min_relevance: float,
     columns: str | None,
-    model: Path | None,
-    device: str,
-    dtype: str,
     html: Path | None,
     as_json: bool,
+    **options: Any,
 ) -> None:
     """Find the images that match TEXT best. Give TEXT, --queries or --image.
 
@@ -115,8 +120,9 @@ def search(
     The weights are in the model bundle; --score sets other weights. With --score
     embedding, the candidates are not re-ranked.
 
-    Hits have a relevance between 0 and 1, an estimate of the probability that the text
-    describes the image.
+    Hits have a relevance between 0 and 1, which says how strongly the score speaks for
+    a match. Below 0.5, hits are weak: images score as high for texts that no image
+    matches.
 
     'edje-index model show' shows the formula of the score. With --json, each hit also
     has the final score and its parts before weighting.
@@ -131,6 +137,7 @@ def search(
     Examples:
       edje-index search photos.edje "two dogs play in the snow"
       edje-index search photos.edje "a red car" -k 3 --pool 500 --json
+      edje-index search photos.edje "a red car" --min-relevance 0.5
       edje-index search photos.edje "a red car" --score logit=1,embedding=20
       edje-index search photos.edje "a car" --where "width > 800 and licence = 'cc0'"
       edje-index search photos.edje "a red car" --columns captions,licence
@@ -183,17 +190,16 @@ def search(
 
         started = time.perf_counter()
         opened = TokenIndex.open(
-            index,
-            model,
-            precision=precision,
-            score=score,
-            columns=names,
-            device=device,
-            dtype=dtype,
+            index, precision=precision, score=score, columns=names, **options
         )
     loading = time.perf_counter() - started
     if not opened.model.info.trained:
         note("note: this model is untrained: the order of these hits has no meaning")
+    empty = "no hits: the index has no photos"
+    if where is not None:
+        empty = "no photo passes the filter"
+    if min_relevance:
+        empty = f"no hit has a relevance of {min_relevance:g}: lower --min-relevance"
     if image is not None and choices:
         found = opened.search_texts(image, choices, k, pool, score=score)
         if as_json:
@@ -205,7 +211,7 @@ def search(
         return
     if image is not None:
         hits = opened.search_image(image, k, where=where)
-        _print_hits(str(image), hits, where, as_json)
+        _print_hits(str(image), hits.at_least(min_relevance), empty, as_json)
         return
     shown = k if html is None else pool or max(k, opened.default_pool)
     for start in range(0, len(query_texts), _QUERIES_AT_ONCE):
@@ -214,7 +220,9 @@ def search(
         for query, hits in zip(batch, results, strict=True):
             if queries is not None and not as_json:
                 print_line(f"query: {query}")
-            _print_hits(query, hits.first(k), where, as_json)
+            kept = hits.at_least(min_relevance).first(k)
+            marks_weak = opened.model.info.trained
+            _print_hits(query, kept, empty, as_json, marks_weak=marks_weak)
     if html is not None:
         from pipelines.pages import search_page
         from storage_formats.atomic import write_bytes_atomic
@@ -222,7 +230,7 @@ def search(
         page = search_page(
             opened,
             query_texts[0],
-            results[0],
+            results[0].at_least(min_relevance),
             k,
             score,
             is_filtered=where is not None,
@@ -232,7 +240,10 @@ def search(
         note(f"page: {html}")
 
 
-def _print_hits(query: str, hits: Hits, where: str | None, as_json: bool) -> None:
+def _print_hits(
+    query: str, hits: Hits, empty: str, as_json: bool, *, marks_weak: bool = False
+) -> None:
+    """Print the hits of a query, or the message `empty` if there are none."""
     if as_json:
         stages = {
             stage: round(1000 * seconds, 3) for stage, seconds in hits.stages.items()
@@ -241,12 +252,12 @@ def _print_hits(query: str, hits: Hits, where: str | None, as_json: bool) -> Non
         print_json({"query": query, "hits": listed, "stages_ms": stages})
         return
     if not hits:
-        reason = "no photo passes the filter"
-        if where is None:
-            reason = "no hits: the index has no photos"
-        note(reason)
+        note(empty)
         return
     print_line(f"relevance {'row':>9}  image")
     for hit in hits:
+        if marks_weak and hit.relevance is not None and hit.relevance < WEAK_RELEVANCE:
+            print_line(f"--------- {'weak matches from here':>9}")
+            marks_weak = False
         numbers = f"{hit.relevance:>9.3f} {hit.row_id:>9}"
         print_line("  ".join(filter(None, [numbers, hit.uri, hit.described()])))

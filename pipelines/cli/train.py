@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, get_args
 import click
 
 from edje_index.scoring.weights import ScoreWeights
-from pipelines.cli.options import DEVICE, PATH, images_option, json_option, quiet_option
+from pipelines.cli.options import PATH, images_option, json_option, quiet_option
 from pipelines.cli.output import print_json, print_result, run_job
-from pipelines.progress.wording import counted
+from pipelines.progress.wording import by_reason, counted
 from storage_formats.errors import UsageError
 from storage_formats.format.index_files import open_regular
 
@@ -31,7 +31,6 @@ DEDICATED_OPTIONS = {
     "language": "inputs.language",
     "init": "inputs.init",
     "out": "run.out",
-    "device": "run.device",
     "steps": "loop.steps",
     "epochs": "loop.epochs",
 }
@@ -97,14 +96,6 @@ DEDICATED_OPTIONS = {
     "--epochs",
     type=float,
     help="Number of passes over all captions, instead of --steps.",
-)
-@click.option(
-    "--device",
-    type=DEVICE,
-    help=(
-        "Device to train on. auto uses cuda if a CUDA device is available.  [default:"
-        " auto]"
-    ),
 )
 @quiet_option
 @json_option
@@ -199,8 +190,8 @@ def describe_result(result: TrainResult) -> list[str]:
     images = dict(result.left_out)
     blank = images.pop("blank-caption", 0)
     if images:
-        reasons = ", ".join(f"{reason} {count:,}" for reason, count in images.items())
-        lines.append(f"{counted(sum(images.values()), 'image')} left out: {reasons}")
+        total = counted(sum(images.values()), "image")
+        lines.append(f"{total} left out: {by_reason(images)}")
     if blank:
         lines.append(f"{counted(blank, 'blank caption')} left out")
     if result.truncated:
@@ -227,6 +218,20 @@ def describe_result(result: TrainResult) -> list[str]:
             f" {cross_validated}{choice['recall']:.1%} with weights fitted to the same"
             " images"
         )
+        if (change := choice.get("change")) is not None:
+            low = 100 * change["low"]
+            high = 100 * change["high"]
+            verdict = "better than"
+            if low <= 0:
+                verdict = "no clear change from"
+            if high < 0:
+                verdict = "WARNING: worse than"
+            lines.append(
+                f"{verdict} the bundle of --init, on dev {queries}: R@1 of"
+                f" {candidates} {choice['start_recall']:.1%} before, {held_out:.1%}"
+                f" after, change {100 * change['value']:+.1f} points"
+                f" [{low:+.1f}, {high:+.1f}]"
+            )
     return lines
 
 

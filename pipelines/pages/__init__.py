@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edje_index.inputs.thumbnails import read_thumbnails
-from edje_index.scoring.weights import PART_NAMES
+from edje_index.scoring.weights import PART_NAMES, WEAK_RELEVANCE
 from edje_index.search.hits import rank_hits
 from storage_formats.extras import name_missing_extra
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from jinja2 import Environment
     from PIL import Image
 
-    from edje_index.evaluation.explain import Explanation
+    from edje_index.evaluation.explain import Explanation, QueryMatch
     from edje_index.search.hits import Hits
     from edje_index.search.token_index import TokenIndex
 
@@ -32,6 +32,8 @@ MAX_SHOWN = 100
 """Maximum number of hits that a page shows before and after re-ranking. The page
 contains a thumbnail of each hit.
 """
+# words of the table
+_FREQUENT = 50
 # pixels of the image under an attention map
 _MAP_SIDE = 160
 # opacity, of 255, over a patch without attention
@@ -63,6 +65,12 @@ def search_page(
     ranked = rank_hits(hits)
     by_score = ranked[:shown]
     by_embedding = sorted(ranked, key=lambda hit: hit.embedding_rank)[:shown]
+    first_weak = None
+    if index.model.info.trained:
+        strong = [
+            each for each in by_score if (each.hit.relevance or 0) >= WEAK_RELEVANCE
+        ]
+        first_weak = len(strong)
     row_ids = sorted({each.hit.row_id for each in [*by_score, *by_embedding]})
     return render(
         "search.html",
@@ -72,6 +80,7 @@ def search_page(
         is_filtered=is_filtered,
         by_embedding=by_embedding,
         by_score=by_score,
+        first_weak=first_weak,
         thumbnails={
             thumbnail.row_id: thumbnail
             for thumbnail in read_thumbnails(index.committed, row_ids)
@@ -86,6 +95,8 @@ def explain_page(explanation: Explanation) -> str:
     """Return the HTML page of an explanation."""
     from PIL import Image
 
+    from edje_index.evaluation.explain import is_whole_word
+
     thumbnails = read_thumbnails(
         explanation.root, [row.row_id for row in explanation.rows]
     )
@@ -97,10 +108,46 @@ def explain_page(explanation: Explanation) -> str:
             image = Image.fromarray(row.pixels)
             image.thumbnail((_MAP_SIDE, _MAP_SIDE))
             photo = _data_uri(image, "JPEG")
-        if row.attention is not None:
-            maps = [_mask(weights) for weights in row.attention]
+        if row.attention is not None and row.match is not None:
+            maps = _match_maps(row.match, row.attention)
+        elif row.attention is not None:
+            words = row.token_words
+            maps = list(zip(map(_mask, row.attention), words, strict=True))
         rows.append((row, thumbnail, photo, maps))
-    return render("explain.html", page=explanation, rows=rows)
+    counts = explanation.words.words
+    whole_words = [(word, count) for word, count in counts if is_whole_word(word)]
+    return render(
+        "explain.html",
+        page=explanation,
+        rows=rows,
+        part_names=PART_NAMES,
+        whole_words=whole_words[:_FREQUENT],
+    )
+
+
+def _match_maps(
+    match: QueryMatch, attention: NDArray[np.float32]
+) -> list[tuple[str, str]]:
+    """Return (map, label) of the whole query by late interaction and for the joint
+    encoder, then of each word.
+
+    A token lights up its patches, with the `attention` [m, rows, columns] of its query.
+    """
+    nearest = np.zeros_like(match.similarities)
+    best = match.similarities.argmax(axis=1)
+    words = np.arange(len(best))
+    nearest[words, best] = match.similarities[words, best].clip(min=1e-6)
+    weights = [
+        (nearest.sum(axis=0), "all words: late interaction"),
+        (match.drops.clip(min=0), "joint encoder: tokens it needs"),
+    ]
+    for word, similarities, token in zip(match.words, nearest, best, strict=True):
+        weights.append((similarities, f"{word} {similarities[token]:.2f}"))
+    return [
+        (_mask(np.tensordot(of_tokens, attention, 1)), label)
+        for of_tokens, label in weights
+        if of_tokens.any()
+    ]
 
 
 def _mask(weights: NDArray[np.float32]) -> str:

@@ -306,7 +306,9 @@ class Guard:
             if method == "POST" and kind != "application/json":
                 # a form on another web page could send any other type unasked
                 raise HTTPException(
-                    415, "send JSON with the header 'Content-Type: application/json'"
+                    415,
+                    "send JSON with the header 'Content-Type: application/json'; with"
+                    " curl, add -H 'Content-Type: application/json'",
                 )
             if int(headers.get("content-length", "0")) > limits.body_bytes:
                 raise too_large

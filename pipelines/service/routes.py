@@ -339,6 +339,8 @@ async def search(state: State, body: schemas.SearchRequest) -> dict[str, Any]:
         hits, timing = await state.batcher.submit(
             (body.query, k), search_texts, cost=cost, kind=kind
         )
+    if body.min_relevance:
+        hits = hits.at_least(body.min_relevance)
     del hits[: body.skip]
     if body.columns is not None:
         row_ids = np.array([hit.row_id for hit in hits], dtype=np.int64)

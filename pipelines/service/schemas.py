@@ -92,6 +92,9 @@ class SearchRequest(_Search):
         strict=True,
         description="Number of the best hits to leave out.",
     )
+    min_relevance: float = Field(
+        0.0, ge=0, le=1, description="Leave out hits with a lower relevance."
+    )
     embedding_order: bool = Field(
         False,
         description="Also return the first k candidates in the order by embedding.",

@@ -1,4 +1,4 @@
-"""`bench make-synthetic`, `bench quantize` and the check of a GPU."""
+"""`bench make-synthetic`, `bench quantize`, `bench build` and the check of a GPU."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from benchmarks import gpu_check, quantize
+from benchmarks.build import bench_build
 from edje_index.bundles.random_bundle import TINY, create_untrained_bundle
 from storage_formats import EdjeError, TokenStore, verify_index
 from tests.integration.builds import make_photos
@@ -40,6 +41,25 @@ def test_every_precision_is_measured_beside_its_peers(monkeypatch):
     peers = {"torch / edje", "edje with an offset / edje"}
     assert set(report["ratios"]["decode fp8"]) == peers
     assert report["ratios"]["gather"]["fp8 / bf16"] > 0
+
+
+@pytest.mark.slow
+def test_a_build_is_compared_with_a_bare_loop(tmp_path):
+    make_photos(tmp_path / "photos", 4)
+    create_untrained_bundle(tmp_path / "model", sizes=TINY)
+    photos = 2 * sorted((tmp_path / "photos").iterdir())
+    report = bench_build(photos, tmp_path / "model", repeats=1, engines=["inline"])
+    assert report["runs"]["inline"][0]["stdout"]["indexed"] == 8
+    assert report["runs"]["bare loop"][0]["stdout"]["images"] == 8
+    assert set(report["summary"]) == {"bare loop", "inline"}
+    assert set(report["summary"]["bare loop"]["stage_seconds"]) == {"decode", "encode"}
+    for row in report["summary"].values():
+        assert (
+            min(
+                row["wall"], row["cpu"], row["peak_pss"], row["model_images_per_second"]
+            )
+            > 0
+        )
 
 
 @pytest.mark.slow

@@ -290,10 +290,10 @@ CHECKPOINTS: dict[str, tuple[Edit, str]] = {
         ),
         "names code ('auto_map'",
     ),
-    "many words": (with_tensor(WORDS, 10**12, 16), TOO_LARGE),
+    "many words": (with_tensor(WORDS, 10**12, 16), "is larger than its file"),
     "wide adapter of a checkpoint": (
         with_tensor("vision_projection.mlp.fc1.weight", 10**12, 24),
-        TOO_LARGE,
+        "is larger than its file",
     ),
     "deep language model": (
         lambda path: change(
@@ -306,7 +306,7 @@ CHECKPOINTS: dict[str, tuple[Edit, str]] = {
         "the tensor text_projection.bias of the joint encoder of",
     ),
     "enormous": (lambda path: os.truncate(path, 64 << 30), ""),
-    "FIFO": (lambda path: (path.unlink(), os.mkfifo(path)), "no checkpoint file"),
+    "FIFO": (lambda path: (path.unlink(), os.mkfifo(path)), "there is no model at"),
     "deep lists": (lambda path: path.write_bytes(DEEP_LISTS), ""),
 }
 """An edit of a checkpoint, and a part of the message that refuses it."""

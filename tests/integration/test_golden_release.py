@@ -5,12 +5,14 @@ as it did.
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
 
+from edje_index import evaluate
 from storage_formats import TokenStore, verify_index
 from tests.command_line import run_here
 from tests.conftest import REPO
@@ -68,19 +70,15 @@ def test_search_gives_the_same_hits_and_scores(pool):
 
 
 def test_evaluation_gives_the_same_recall():
-    options = [
-        "--images",
-        "/photos",
-        "--pool",
-        "4",
-        "--pool",
-        "10",
-        "--bootstrap",
-        "0",
-        "--model",
-        MODEL,
-    ]
-    found = run_here("eval", INDEX, GOLDEN / "captions.jsonl", *map(str, options))
+    evaluation = evaluate(
+        INDEX,
+        GOLDEN / "captions.jsonl",
+        images=Path("/photos"),
+        model=MODEL,
+        pools=(4, 10),
+        resamples=0,
+    )
+    found = json.loads(json.dumps(evaluation.to_json()))
     wanted = expected("eval-without-hubness.json")
     assert found["inputs"] == wanted["inputs"]
     assert found["results"] == wanted["results"]

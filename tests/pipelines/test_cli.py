@@ -44,7 +44,7 @@ def test_every_command_explains_itself_with_examples(run, path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["build", "photos", "--out", "index"], "model get"),
+        (["build", "photos", "--out", "index"], "no model: name a model with --model"),
         (["build", "--out", "index"], "SOURCE"),
         (["build", "photos", "--out", "index", "--batch-size", "0"], "batch-size"),
         (["build", "photos", "--out", "index", "--engine", "spark"], "engine"),

@@ -89,12 +89,12 @@ def test_an_output_in_its_source_is_no_input(run, build, photos):
 def test_failures_lists_each_failed_input_with_its_reason(run, build, index, photos):
     (photos / "08.jpg").write_bytes((photos / "08.jpg").read_bytes()[:300])
     run(*build, "--max-failed", 1)
-    listed = json.loads(run("info", index, "--failures", "--json")[1])["failures"]
+    listed = json.loads(run("failures", index, "--json")[1])["failures"]
     assert [(row["row_id"], row["reason"], row["uri"]) for row in listed] == [
         (7, "not-an-image", str(photos / "07.jpg")),
         (8, "truncated", str(photos / "08.jpg")),
     ]
-    code, out, err = run("info", index, "--failures")
+    code, out, err = run("failures", index)
     assert (code, err) == (0, "")
     assert out.endswith(f"\n8  truncated  {photos / '08.jpg'}  {listed[1]['detail']}\n")
 
@@ -204,7 +204,7 @@ def test_a_build_with_too_many_failures_stops_and_goes_on_with_a_larger_limit(
         )
         assert "error: --max-failed: " in err
         assert not Layout(index).manifest.exists()
-    assert len(run("info", index, "--failures")[1].splitlines()) == 2
+    assert len(run("failures", index)[1].splitlines()) == 2
     kept = Layout(index).rows_file(0).stat().st_mtime_ns
     code, out, _ = run(*build, "--max-failed", 0.2, "--json")
     assert code == 0

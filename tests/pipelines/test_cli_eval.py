@@ -11,6 +11,7 @@ import pytest
 
 from edje_index.bundles.bundle import ModelBundle
 from edje_index.scoring.weights import parse_score
+from pipelines import build_index
 from pipelines.cli import main
 from storage_formats import TokenStore, codec
 from storage_formats.format.manifest import CommittedIndex
@@ -173,8 +174,6 @@ def test_recall_equals_brute_force(run, world, tiny_bundle):
             3,
             "--pool",
             1000,
-            "--bootstrap",
-            50,
             "--json",
         )
     )
@@ -218,8 +217,6 @@ def test_every_score_of_a_bundle_with_all_parts(run, world, tiny_bundle, tmp_pat
         tmp_path / "model",
         "--pool",
         6,
-        "--bootstrap",
-        0,
     )
     options += ("--precision", "sign1", "--precision", "bf16", "--json")
     report = json.loads(run(*arguments(world, *options))[1])
@@ -242,10 +239,34 @@ def test_every_score_of_a_bundle_with_all_parts(run, world, tiny_bundle, tmp_pat
     assert sign1["bytes_per_image"] == codec("sign1", (4, 16)).record_bytes
 
 
-def test_the_full_protocol(run, world, tiny_bundle):
-    code, out, _ = run(
-        *arguments(world, "--split", "dev", "--full", "--bootstrap", 0, "--json")
+def test_without_a_file_the_captions_are_those_of_the_index(
+    run, world, tiny_bundle, tmp_path
+):
+    index = tmp_path / "captioned.edje"
+    build_index(
+        world / "captions.jsonl", index, tiny_bundle, engine="inline", max_failed=1
     )
+    for options in ((), ("--split", "dev")):
+        options = (*options, "--pool", 3, "--device", "cpu", "--json")
+        code, out, err = run("eval", index, *options)
+        assert code == 0, err
+        own = json.loads(out)
+        file = json.loads(run("eval", index, world / "captions.jsonl", *options)[1])
+        assert own["results"] == file["results"]
+        assert own["inputs"]["captions_used"] == file["inputs"]["captions_used"]
+        assert own["captions"] == "of the index"
+    code, out, _ = run("eval", index, "--full", "--split", "dev", "--json")
+    assert (code, json.loads(out)["protocol"]) == (0, "full")
+    code, _, err = run("eval", index, "--split", "none")
+    assert (code, "holds no captions of the split 'none'" in err) == (2, True)
+    code, _, err = run("eval", world / "index")
+    assert (code, "holds no captions; give a file of captions" in err) == (2, True)
+    code, _, err = run("eval", index, "--images", world)
+    assert (code, "give captions" in err) == (2, True)
+
+
+def test_the_full_protocol(run, world, tiny_bundle):
+    code, out, _ = run(*arguments(world, "--split", "dev", "--full", "--json"))
     assert code == 0
     report = json.loads(out)
     rows = read_rows(world / "index").to_pylist()

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
-from edje_index import TokenIndex
+from edje_index import Hit, TokenIndex
+from edje_index.bundles.info import describe_bundle, read_bundle_info
+from edje_index.models.filesystem import write_json
 from edje_index.search.query import read_queries
 from tests.edje_index.search.indexes import HOLE, build_photos, photo
 
@@ -47,6 +50,45 @@ def test_queries_of_a_file_give_one_object_each(run, root, tmp_path):
         f"query: {q}" for q in QUERIES
     ]
     assert len(out.splitlines()) == len(QUERIES) * (1 + 1 + 3)
+
+
+def test_weak_matches_are_marked_or_left_out(run, tmp_path):
+    """With a bundle whose relevance is 0.5 between the third and the fourth hit."""
+    root, bundle = build_photos(tmp_path)
+    command = ("search", root, "a red canoe", "-k", 5)
+    (answer,) = hits_of(run, *command)
+    middle = (answer["hits"][2]["score"] + answer["hits"][3]["score"]) / 2
+    info = read_bundle_info(bundle)
+    weights = replace(info.score.t2i, calibration=(1e4, -1e4 * middle))
+    fitted = replace(info, trained=True, score=replace(info.score, t2i=weights))
+    write_json(bundle / "bundle.json", describe_bundle(fitted).to_json())
+    code, out, _ = run(*command)
+    lines = out.splitlines()
+    assert (code, lines[4]) == (0, "--------- weak matches from here")
+    assert "weak matches" not in "".join(lines[:4] + lines[5:])
+    rows = [hit["row_id"] for hit in answer["hits"]]
+    (strong,) = hits_of(run, *command, "--min-relevance", "0.5")
+    assert [hit["row_id"] for hit in strong["hits"]] == rows[:3]
+    index = TokenIndex.open(root, bundle)
+    found = index.search("a red canoe", k=5, min_relevance=0.5)
+    assert [hit.row_id for hit in found] == rows[:3]
+    assert min(hit.relevance for hit in found) >= 0.5
+    code, out, err = run(*command, "--min-relevance", "1", "--html", tmp_path / "p")
+    assert (code, out) == (0, "")
+    assert "no hit has a relevance of 1: lower --min-relevance" in err
+    run(*command, "--html", tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    assert page.count("Weak matches from here") == 1
+    before = page.partition("Weak matches from here")[0]
+    assert before.count(f"row {rows[2]},") == 1
+    assert f"row {rows[3]}," not in before
+
+
+def test_of_five_captions_one_is_shown():
+    hit = Hit(3, "a.jpg", 1.0, 1.0, columns={"captions": ["one", "two", "three"]})
+    assert hit.described() == "one  +2"
+    assert hit.described(every_caption=True) == "one; two; three"
+    assert replace(hit, columns={"captions": ["one"]}).described() == "one"
 
 
 def test_bad_files_of_queries_are_refused_before_anything_is_loaded(

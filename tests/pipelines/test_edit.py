@@ -220,8 +220,6 @@ def test_the_command_sets_texts_numbers_and_lists(index, run):
     assert "nothing to do" in run("edit", index, "--rows", 3, "--set", "stars=")[1]
     code, _, error = run("edit", index, "--rows", 3, "--set", "title")
     assert (code, "COLUMN=VALUE" in error) == (2, True)
-    code, _, error = run("failures", index)
-    assert (code, "info INDEX --failures" in error) == (2, True)
 
 
 @pytest.mark.slow

@@ -49,10 +49,7 @@ def test_images_that_cannot_be_read_are_named_with_what_to_do(
     message = str(caught.value)
     assert "none of the 2 inputs could be indexed (missing 2)" in message
     assert "nowhere/1.jpg (missing), " in message
-    assert message.endswith(
-        f"correct the sources, remove {job.folder / 'features.edje'}, and run the"
-        " command again"
-    )
+    assert message.endswith(f"correct {wrong}, and run the command again")
 
 
 def index(root: Path, rows: int, **damage: frozenset[int]) -> CommittedIndex:

@@ -54,4 +54,10 @@ export async function showThumbnail(image, row, side) {
 }
 
 export const nameOf = (hit) => hit.uri.split("!").pop().split("/").pop() || hit.uri;
+export const WEAK = 0.5; // relevance
 export const captionsOf = (hit) => [hit.columns.captions ?? []].flat();
+
+export function captionOf(hit) {
+  const [first, ...others] = captionsOf(hit);
+  return first === undefined ? "" : first + (others.length ? ` +${others.length}` : "");
+}

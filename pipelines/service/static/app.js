@@ -1,5 +1,5 @@
 // The page of the service: the query, the grid of photos, and the address, which holds both.
-import { addressOf, ask, byId, captionsOf, hasKey, nameOf, post, showThumbnail, useKey } from "/api.js";
+import { WEAK, addressOf, ask, byId, captionsOf, hasKey, nameOf, post, showThumbnail, useKey } from "/api.js";
 import { compare, showFormula } from "/compare.js";
 import * as viewer from "/viewer.js";
 
@@ -8,6 +8,7 @@ const STEP = 20; // photos that are added to the grid at once
 const MOST = 10_000; // hits that the service gives of one query
 const IMAGE_SIDE = 1024; // an image is made smaller before it is sent
 const SIDE = 512; // pixels of a photo in the grid
+const UNFILTERED = "uri_raw content_hash status reason detail duplicate_of read_seconds decode_seconds encode_seconds".split(" ");
 const INTERNAL = "row_id uri uri_raw size content_hash status reason detail duplicate_of read_seconds decode_seconds encode_seconds".split(" ");
 
 let index; // the description of the index
@@ -17,6 +18,7 @@ let running = null; // AbortController of the search that runs
 let asked = null; // the body of the search whose photos are shown
 let hits = []; // its hits so far
 let reranked = 0; // how many of them are re-ranked
+let firstWeak = -1; // position of the first weak match among these
 let shown = 0; // how many of them are in the grid
 let isLast = true; // no hits are left
 let isLoading = false;
@@ -31,7 +33,7 @@ function report(error) {
   const isLocked = error.status === 401;
   byId("key-form").hidden = !isLocked;
   document.body.classList.toggle("locked", isLocked);
-  if (!isLocked) return say(error.message, true);
+  if (!isLocked) return say(error.message.replace(/; the columns are .*/, "; the columns are listed below the filter"), true);
   say(hasKey() ? "This key is not accepted." : "", true);
   byId("key").focus();
 }
@@ -49,7 +51,8 @@ async function start() {
   byId("precision").replaceChildren(...index.precisions.map((name) => new Option(name, name)));
   byId("precision-field").hidden = index.precisions.length < 2;
   byId("pool").max = Math.min(500, Math.max(10, Math.ceil(index.indexed / 10) * 10));
-  const described = Object.entries(index.columns).map(([name, type]) => `${name} (${type})`);
+  const offered = Object.entries(index.columns).filter(([name]) => !UNFILTERED.includes(name));
+  const described = offered.map(([name, type]) => `${name} (${type})`);
   byId("columns").textContent = `Columns: ${described.join(", ")}`;
   showFormula(index);
   await readAddress();
@@ -149,12 +152,15 @@ function heading(wanted) {
   if (isAll && index.deleted) return `All photos in ${index.name}.`; // some of the deleted rows may have no photo
   const count = isAll ? index.indexed.toLocaleString("en") : `${hits.length}${isLast ? "" : "+"}`;
   const order = wanted.score !== undefined ? "" : wanted.query === undefined ? ", most similar first" : ", best first";
+  if (firstWeak === 0) return "No strong match among the photos. The nearest come first.";
+  if (firstWeak > 0) return `${firstWeak} ${firstWeak === 1 ? "photo matches" : "photos match"}, weaker matches follow.`;
   return `${count} ${count === "1" ? "photo" : "photos"}${wanted.score === undefined ? "" : ` in ${index.name}`}${order}.`;
 }
 
 function show(found, count = 0) {
   hits = found;
   reranked = count;
+  firstWeak = index.trained ? found.slice(0, count).findIndex((hit) => hit.relevance < WEAK) : -1;
   shown = 0;
   isLast = true;
   isLoading = false;
@@ -188,7 +194,10 @@ async function more() {
   isLoading = false;
   const next = hits.slice(shown, shown + STEP);
   const items = next.map((hit, at) => photoItem(hit, shown + at));
-  if (reranked && shown <= reranked && reranked < shown + next.length) items.splice(reranked - shown, 0, divider());
+  const dividers = [[reranked || -1, "Further photos, by embedding only"], [firstWeak, "Weak matches from here"]];
+  for (const [at, text] of dividers) {
+    if (shown <= at && at < shown + next.length) items.splice(at - shown, 0, divider(text));
+  }
   byId("photos").append(...items);
   shown += next.length;
   byId("more").hidden = isLast && shown === hits.length;
@@ -196,10 +205,10 @@ async function more() {
   if (next.length) observer.observe(byId("more"));
 }
 
-function divider() {
+function divider(text) {
   const item = document.createElement("li");
   item.className = "divider soft";
-  item.textContent = "Further photos, by embedding only";
+  item.textContent = text;
   return item;
 }
 
@@ -208,7 +217,9 @@ function photoItem(hit, at) {
   const { width, height } = hit.columns;
   item.style.setProperty("--ratio", width && height ? Math.min(3, Math.max(0.5, width / height)) : 4 / 3);
   const [link, picture, text] = [item.querySelector("a"), item.querySelector("img"), item.querySelector("span")];
-  text.textContent = captionsOf(hit)[0] ?? nameOf(hit);
+  const captions = captionsOf(hit);
+  text.textContent = captions[0] ?? nameOf(hit);
+  item.querySelector("small").textContent = captions.length > 1 ? `+${captions.length - 1}` : "";
   showThumbnail(picture, hit.row_id, SIDE);
   link.href = `?row=${hit.row_id}`;
   link.addEventListener("click", (event) => {
@@ -249,7 +260,11 @@ viewer.connect({
   },
 });
 
-// The image of the query: chosen, dropped or pasted.
+// The image of the query: chosen, dropped or pasted. The photo of a row may have changed, and cannot be shown then.
+byId("chip").querySelector("img").addEventListener("error", () => {
+  byId("chip").querySelector("img").removeAttribute("src");
+  byId("chip").querySelector("span").textContent = row === null ? "image" : `row ${row}`;
+});
 
 function useImage(data, rowId = null) {
   [image, row] = [data, data === null ? rowId : null];
@@ -257,6 +272,7 @@ function useImage(data, rowId = null) {
   const picture = byId("chip").querySelector("img");
   if (image !== null) picture.src = image;
   else if (row !== null) addressOf(`/thumbnails/${row}`).then((address) => (picture.src = address), report);
+  byId("chip").querySelector("span").textContent = "";
 }
 
 async function useFile(file) {
@@ -350,12 +366,12 @@ byId("copy").addEventListener("click", async () => {
 });
 addEventListener("dragover", (event) => {
   event.preventDefault();
-  byId("field").classList.add("over");
+  byId("drop").hidden = byId("viewer").open;
 });
-addEventListener("dragleave", () => byId("field").classList.remove("over"));
+addEventListener("dragleave", (event) => event.relatedTarget === null && (byId("drop").hidden = true));
 addEventListener("drop", (event) => {
   event.preventDefault();
-  byId("field").classList.remove("over");
+  byId("drop").hidden = true;
   if (event.dataTransfer.files[0]) useFile(event.dataTransfer.files[0]);
 });
 addEventListener("paste", (event) => {

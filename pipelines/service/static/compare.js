@@ -1,5 +1,5 @@
 // The view for studying: the order of the embeddings beside the re-ranked order, times, and the parts of the scores.
-import { byId, captionsOf, nameOf, showThumbnail } from "/api.js";
+import { WEAK, byId, captionOf, nameOf, showThumbnail } from "/api.js";
 
 const SHOWN = 12;
 const SIDE = 256;
@@ -10,11 +10,13 @@ const PART_NAMES = {
   embedding: "embedding similarity",
 };
 
+let isTrained = false;
 let last = null; // the latest answer, with what was asked
 
 export function showFormula(index) {
+  isTrained = index.trained;
   byId("formula").textContent =
-    `Score = ${index.score}. It orders the hits of one query. The relevance estimates the probability that the text describes the photo.`;
+    `Score = ${index.score}. It orders the hits of one query. The relevance, from 0 to 1, says how strongly the score speaks for a match; below ${WEAK}, a match is weak.`;
 }
 
 export function compare(result, asked, milliseconds) {
@@ -25,10 +27,20 @@ export function compare(result, asked, milliseconds) {
   const found = first.length ? "Photos by embedding" : "No photos";
   byId("after-title").textContent = isRanked ? `Re-ranked with ${result.precision} tokens` : found;
   byId("before").replaceChildren(...(result.by_embedding ?? []).slice(0, SHOWN).map((hit) => card(hit, result, "before")));
-  byId("after").replaceChildren(...first.map((hit) => card(hit, result, isRanked ? "after" : "single")));
+  const cards = first.map((hit) => card(hit, result, isRanked ? "after" : "single"));
+  const weak = isRanked && isTrained ? first.findIndex((hit) => hit.relevance < WEAK) : -1;
+  if (weak >= 0) cards.splice(weak, 0, divider());
+  byId("after").replaceChildren(...cards);
   byId("timing").textContent = times(result.timing, milliseconds);
   byId("changes").textContent = isRanked ? changes(result, asked) : "";
   last = { asked, result };
+}
+
+function divider() {
+  const item = document.createElement("li");
+  item.className = "weak";
+  item.textContent = "Weak matches from here";
+  return item;
 }
 
 function times({ waited_ms, computed_ms, stages_ms }, milliseconds) {
@@ -60,7 +72,7 @@ function card(hit, result, kind) {
   inside(".rank").textContent = kind === "before" ? hit.embedding_rank : hit.rank;
   inside(".name").textContent = nameOf(hit);
   inside(".name").title = hit.uri;
-  inside(".columns").textContent = captionsOf(hit)[0] ?? "";
+  inside(".columns").textContent = captionOf(hit);
   inside(".facts").textContent = `row ${hit.row_id}, cosine ${hit.embedding_score.toFixed(4)}`;
   inside("img").alt = nameOf(hit);
   showThumbnail(inside("img"), hit.row_id, SIDE);

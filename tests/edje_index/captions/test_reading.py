@@ -289,3 +289,24 @@ def test_a_malformed_json_file(tmp_path, content, words):
     (tmp_path / "c.json").write_text(content)
     with pytest.raises(UsageError, match=words):
         read_captions(tmp_path / "c.json")
+
+
+@pytest.mark.parametrize(("suffix", "delimiter"), [(".csv", ","), (".tsv", "\t")])
+def test_tables_of_text_have_the_columns_of_the_lists_that_build_reads(
+    tmp_path, suffix, delimiter
+):
+    file = tmp_path / f"list{suffix}"
+    rows = [
+        ("path", "caption", "split"),
+        (NAMES[0], "one", "dev"),
+        (NAMES[1], "two", ""),
+        (NAMES[0], "three", "dev"),
+        ("https://example.org/d.jpg", "four", ""),
+    ]
+    file.write_text("".join(delimiter.join(row) + "\n" for row in rows), "utf-8-sig")
+    first, second, third = read_captions(file)
+    assert first == item(tmp_path, NAMES[0], "one", "three", split="dev")
+    assert (second.captions, third.path) == (("two",), "https://example.org/d.jpg")
+    file.write_bytes(b"path,caption\n\xff,one\n".replace(b",", delimiter.encode()))
+    with pytest.raises(UsageError, match="is damaged after line"):
+        read_captions(file)

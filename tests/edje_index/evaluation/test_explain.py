@@ -12,12 +12,12 @@ from scipy import stats
 from scipy.spatial.distance import cdist
 
 from edje_index.bundles.bundle import ModelBundle, load_scorer
-from edje_index.evaluation.explain import (
+from edje_index.evaluation.alignment import (
     Alignment,
-    Vocabulary,
     alignment_scores,
     content_words,
 )
+from edje_index.evaluation.explain import Vocabulary
 from edje_index.models.devices import to_bf16_array
 from edje_index.models.joint_scorer import JointScorer
 from storage_formats.errors import UsageError

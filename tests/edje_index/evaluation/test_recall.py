@@ -103,11 +103,10 @@ CLUSTERS = RNG.integers(0, 40, 150) * 7
 HITS = (RNG.random((150, 3)) < [0.2, 0.5, 0.55]).astype(float)
 
 
-def test_intervals_are_those_of_scipy_on_the_same_draws(monkeypatch):
+def test_intervals_are_those_of_scipy_on_the_same_draws():
     """SciPy resamples the ratio of two sums over clusters, which is the mean over
     their members.
     """
-    monkeypatch.setattr("edje_index.evaluation.recall._CHUNK_DRAWS", 300)
     labels = np.unique(CLUSTERS)
     counts = np.array([(label == CLUSTERS).sum() for label in labels])
     for column, estimate in enumerate(

@@ -225,8 +225,8 @@ def test_precedence_and_words_that_begin_with_a_keyword(text, passes):
         (
             "widht > 3",
             (
-                r"there is no column widht; the columns are width \(int32\), n"
-                r" \(int64\), .*list<string>"
+                r"there is no column widht \(if it is a text, write 'widht' in"
+                r" quotes\); the columns are width \(int32\), n \(int64\), .*list"
             ),
         ),
         (

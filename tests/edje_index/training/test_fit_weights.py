@@ -49,25 +49,54 @@ def test_the_true_weights_are_found():
     assert fitted["logit"] == 1
 
 
-def test_relevance_is_the_share_of_relevant_candidates_at_even_chances():
+def test_relevance_is_the_share_of_matches_at_even_chances():
+    """Of two normal distributions, this share is a logistic function."""
     rng = np.random.default_rng(0)
-    scores = rng.normal(300, 100, (400, 50)).astype(np.float32)
-    right = rng.random(scores.shape) < 1 / (1 + np.exp(9 - 0.02 * scores))
-    calibration = fit_calibration(scores, right)
-    odds = (1 - right.mean()) / right.mean()
-    assert calibration == pytest.approx((0.02, -9 + np.log(odds)), rel=0.05)
-    rated = relevance(scores, ScoreWeights(embedding=2.0, calibration=calibration))
-    certain = rated > 0.5
-    weights = np.where(right, odds, 1)
-    share = np.average(right[certain], weights=weights[certain])
-    assert np.average(rated[certain], weights=weights[certain]) == pytest.approx(
-        share, abs=0.02
-    )
-    assert fit_calibration(scores, scores < 0) is None
-    assert fit_calibration(scores, scores < 300) is None
-    chosen = choose_weights(noisy_pools({"embedding": 2.0})).weights
+    scores = rng.normal(300, 50, (20_000, 2)).astype(np.float32)
+    scores[:, 0] += 100
+    right = np.zeros(scores.shape, dtype=bool)
+    right[:, 0] = True
+    slope, offset = fit_calibration(scores, right)
+    assert (slope, offset) == pytest.approx((0.04, -14), rel=0.05)
+
+
+def test_the_best_hit_of_a_caption_without_a_match_is_rated_low():
+    rng = np.random.default_rng(0)
+    scores = rng.normal(200, 50, (2000, 40)).astype(np.float32)
+    right = np.zeros(scores.shape, dtype=bool)
+    right[:, 7] = True
+    scores[right] = rng.normal(400, 50, 2000)
+    weights = ScoreWeights(embedding=2.0, calibration=fit_calibration(scores, right))
+    best = np.where(right, -np.inf, scores).max(axis=1)
+    assert (relevance(scores[right], weights) > 0.5).mean() > 0.9
+    assert (relevance(best, weights) < 0.5).mean() > 0.7
+
+
+def test_without_a_match_that_scores_higher_there_is_no_relevance():
+    scores = np.random.default_rng(0).normal(size=(50, 20))
+    right = np.zeros(scores.shape, dtype=bool)
+    assert fit_calibration(scores, right) is None
+    assert fit_calibration(scores, ~right) is None
+    right[np.arange(50), scores.argmin(axis=1)] = True
+    assert fit_calibration(scores, right) is None
+
+
+def test_the_chosen_weights_have_a_relevance_and_shares_of_the_spread():
+    pools = noisy_pools({"embedding": 2.0})
+    chosen = choose_weights(pools).weights
     assert ScoreWeights.from_json(chosen.to_json()) == chosen
     assert chosen.calibration is not None
+    spreads = {part: values.std() for part, values in pools.parts.items()}
+    products = {
+        part: weight * spreads.get(part, 0.0)
+        for part, weight in chosen.by_part().items()
+    }
+    total = sum(products.values())
+    assert chosen.shares == pytest.approx(
+        [product / total for product in products.values()], rel=1e-4
+    )
+    share = 100 * products["embedding"] / total
+    assert f"{share:.0f} % embedding similarity" in chosen.described()
 
 
 def test_no_weight_is_negative_and_the_others_are_fitted_without_it():
@@ -101,3 +130,19 @@ def test_held_out_queries_are_scored_with_weights_of_other_images():
         )
         hits.append(pools.right[query][final.argmax()])
     assert choose_weights(pools).held_out_recall == pytest.approx(np.mean(hits))
+
+
+def test_a_bundle_is_compared_with_the_one_that_training_began_from():
+    better = noisy_pools({"embedding": 6.0})
+    rng = np.random.default_rng(1)
+    noise = rng.normal(size=better.right.shape).astype(np.float32)
+    worse = replace(better, parts={**better.parts, "embedding": noise})
+    choice = choose_weights(worse, start=better)
+    assert choice.start_recall == choose_weights(better).held_out_recall
+    assert choice.change.value == pytest.approx(
+        choice.held_out_recall - choice.start_recall
+    )
+    assert choice.change.low <= choice.change.value <= choice.change.high < 0
+    same = choose_weights(better, start=better).change
+    assert (same.value, same.low, same.high) == (0, 0, 0)
+    assert choose_weights(better).change is None

@@ -14,11 +14,15 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from scipy.spatial.distance import cdist
 
+from edje_index import TokenIndex
 from edje_index.bundles.bundle import ModelBundle
 from edje_index.bundles.random_bundle import TINY, create_untrained_bundle
+from edje_index.evaluation.explain import is_whole_word, match_query
 from edje_index.models.clip_model import eval_transform
 from pipelines import build_index, quantize_index
+from pipelines.pages import _mask, _match_maps
 from storage_formats.format.rows import read_rows
 from storage_formats.token_store import TokenStore
 from tests.pipelines.conftest import write_photo
@@ -86,13 +90,18 @@ def test_rows_show_their_image_and_the_words_of_their_tokens(
     # [PAD] has length 0
     words = words / np.linalg.norm(words, axis=1, keepdims=True).clip(min=1e-12)
     words[joint.tokenizer.image_token_id] = 0
+    names = map(joint.tokenizer.tokenizer.id_to_token, range(len(words)))
+    whole = np.array([is_whole_word(name or "") for name in names])
+    assert whole.any()
     blocks = (
         TokenStore.open(case / "photos.edje", precision)
         .fetch([4, 1])
         .astype(np.float64)
     )
     for block, row in zip(blocks, result["rows"], strict=True):
-        nearest = [int(np.argmax(words @ token)) for token in block]
+        nearest = [
+            int(np.argmax(np.where(whole, words @ token, -np.inf))) for token in block
+        ]
         assert row["token_words"] == [
             *map(joint.tokenizer.tokenizer.id_to_token, nearest)
         ]
@@ -138,7 +147,7 @@ def test_the_page_loads_nothing_from_elsewhere_and_escapes_names(case, run, tmp_
 def test_alignment_is_compared_pair_by_pair(case, run, tmp_path):
     captions = ["--captions", case / "captions.jsonl", "--images", case / "photos"]
     page, result = explained(
-        case, run, tmp_path, *captions, "--against", f"{case}/other.edje={case}/other"
+        case, run, tmp_path, *captions, "--against", case / "other.edje"
     )
     alignment = result["alignment"]
     assert alignment["first"]["pairs"] == alignment["second"]["pairs"]
@@ -197,6 +206,59 @@ def test_maps_are_bright_where_a_query_looks(case, run, tmp_path, tiny_bundle):
             230 * (1 - (weights / weights.max()) ** 0.5).reshape(side, side),
             atol=1.01,
         )
+
+
+def test_a_query_is_explained_by_words_patches_and_parts(case, run, tmp_path):
+    page, result = explained(case, run, tmp_path, "--query", "a red dog")
+    (row,) = result["rows"]
+    index = TokenIndex.open(case / "photos.edje", dtype="float32")
+    (hit,) = index.search("a red dog", k=1)
+    match = row["match"]
+    assert (row["row_id"], match["query"]) == (hit.row_id, "a red dog")
+    products = [value * weight for value, weight in match["parts"].values()]
+    assert sum(products) == pytest.approx(match["score"], abs=1e-4)
+    assert match["score"] == pytest.approx(hit.score, abs=1e-3)
+    text = " ".join(page.text)
+    assert "Why “a red dog” finds it" in text
+    assert "product" in text
+    maps = [tag for tag, _ in page.tags if tag == "img"]
+    assert len(maps) >= 3, "the photo, and a map of each word"
+    code, out, _ = run(
+        "explain",
+        case / "photos.edje",
+        "3",
+        "--query",
+        "a red dog",
+        "--out",
+        tmp_path / "p.html",
+    )
+    assert code == 0
+    assert "row 3: " in out
+    assert "product" in out
+
+
+def test_the_heat_of_a_word_is_that_of_its_nearest_token(case):
+    index = TokenIndex.open(case / "photos.edje", dtype="float32")
+    match = match_query(index, "a red dog", 2)
+    block = index.store.fetch([2]).astype(np.float32)[0]
+    words = index.model.joint.word_vectors.numpy()
+    tokenizer = index.model.joint.tokenizer.tokenizer
+    ids = [tokenizer.token_to_id(word) for word in match.words]
+    mean = words.mean(axis=0)
+    expected = 1 - cdist(words[ids] - mean, block - mean, "cosine")
+    np.testing.assert_allclose(match.similarities, expected, atol=1e-5)
+    without = block.copy()
+    without[1] = block.mean(axis=0)
+    pair = torch.from_numpy(np.stack([block, without])).bfloat16()
+    whole, less = index.model.joint.score(["a red dog"] * 2, pair)
+    assert match.drops[1] == pytest.approx(float(whole - less), abs=1e-4)
+    attention = np.random.default_rng(0).random((4, 3, 3)).astype(np.float32)
+    maps = _match_maps(match, attention)[-len(match.words) :]
+    nearest = match.similarities.argmax(axis=1)
+    for at, (mask, label) in enumerate(maps):
+        assert label.startswith(match.words[at])
+        strength = match.similarities[at].max().clip(min=1e-6)
+        assert mask == _mask(strength * attention[nearest[at]])
 
 
 def test_what_cannot_be_explained_is_refused(case, run, tmp_path):

@@ -266,6 +266,65 @@ def test_the_comparison_shows_both_orders_and_what_a_precision_changes(watched):
     )
 
 
+DRAG = """(kind) => document.body.dispatchEvent(new DragEvent(kind, {
+  dataTransfer: new DataTransfer(), bubbles: true, cancelable: true }))"""
+
+
+def test_the_header_the_drop_zone_and_small_photos_fit(watched):
+    page = watched.page
+    assert page.locator("#search").bounding_box()["width"] > 1100
+    page.evaluate(DRAG, "dragover")
+    box = page.locator("#drop").bounding_box()
+    assert (box["width"] > 1200, box["height"] > 700) == (True, True)
+    page.evaluate(DRAG, "dragleave")
+    assert page.is_hidden("#drop")
+    page.locator("#photos a").first.click()
+    watched.wait()
+    large = page.locator("#large")
+    assert large.evaluate("image => getComputedStyle(image).objectFit") == "scale-down"
+
+
+def test_an_error_of_the_filter_names_the_columns_once(watched):
+    page = watched.page
+    page.click("#filter-button")
+    assert "width (int32)" in page.inner_text("#columns")
+    assert "encode_seconds" not in page.inner_text("#columns")
+    before = page.locator("#filter-button").bounding_box()
+    page.fill("#where", "colour > 3")
+    page.press("#where", "Enter")
+    status = page.locator("#status.error")
+    sync_api.expect(status).to_contain_text("there is no column colour")
+    assert "width" not in status.inner_text()
+    assert page.locator("#filter-button").bounding_box() == before
+    assert "422" in watched.problems.pop()
+
+
+def test_a_phone_shows_both_orders_side_by_side(browser, service):
+    page = browser.new_page(viewport={"width": 390, "height": 844})
+    watched = Watched(page, service.url)
+    page.goto(f"{service.url}/?q=a+dog&compare=1")
+    watched.wait()
+    after = page.locator("#after").bounding_box()
+    before = page.locator("#before").bounding_box()
+    assert abs(after["y"] - before["y"]) < 2
+    assert after["x"] + after["width"] <= before["x"]
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    page.close()
+
+
+def test_a_changed_photo_of_a_query_is_named_by_its_row(browser, tiny_bundle, tmp_path):
+    for row in range(2):
+        write_photo(tmp_path / "photos" / f"{row}.jpg", row)
+    build_index(tmp_path / "photos", tmp_path / "i.edje", tiny_bundle, engine="inline")
+    (tmp_path / "photos" / "1.jpg").write_bytes(b"changed")
+    with serve(tmp_path, tmp_path / "i.edje") as service:
+        page = browser.new_page()
+        page.goto(f"{service.url}/?row=1")
+        sync_api.expect(page.locator("#chip span")).to_have_text("row 1")
+        assert page.is_hidden("#chip img")
+        page.close()
+
+
 def test_a_link_can_inject_nothing(watched):
     script = "<script>alert(1)</script>"
     page = watched.page

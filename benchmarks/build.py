@@ -1,0 +1,210 @@
+"""Compares the processor time and memory of an index build with a loop that only
+decodes and encodes images.
+
+Linux only. The loop and one build per engine run alternately. Each run is a new
+process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import resource
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from benchmarks.process import call_in_process
+from benchmarks.report import median_ratio
+from pipelines.environment import environment
+from storage_formats.errors import EdjeError
+
+_BATCH = 8
+_THREADS = 2
+_DTYPE = "float32"
+# <linux/prctl.h>
+_PR_SET_CHILD_SUBREAPER = 36
+_SAMPLE_SECONDS = 0.5
+
+
+def bench_build(
+    images: Sequence[Path],
+    model: Path,
+    *,
+    repeats: int = 3,
+    engines: Sequence[str] = ("inline", "ray"),
+) -> dict[str, Any]:
+    """Measure all runs on `images`, and return a report that compares each engine with
+    the loop.
+
+    Args:
+        repeats: number of runs of the loop and of each engine.
+    """
+    runs: dict[str, list[dict[str, Any]]] = {"bare loop": []}
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "images.jsonl"
+        index = Path(folder) / "index"
+        # paths of a list are relative to the list
+        lines = [json.dumps({"path": str(path.absolute())}) + "\n" for path in images]
+        source.write_text("".join(lines))
+        python = [sys.executable, "-m"]
+        commands = {"bare loop": [*python, "benchmarks.build", str(source), str(model)]}
+        for engine in engines:
+            options = (
+                f"--engine {engine} --device cpu --workers 1 --threads {_THREADS}"
+                f" --batch-size {_BATCH} --dtype {_DTYPE} --json --quiet"
+            ).split()
+            build = [*python, "pipelines.cli", "build", str(source), *options]
+            commands[engine] = [*build, "--out", str(index), "--model", str(model)]
+            runs[engine] = []
+        for _ in range(repeats):
+            for name, command in commands.items():
+                shutil.rmtree(index, ignore_errors=True)
+                runs[name].append(call_in_process("benchmarks.build:measure", *command))
+    settings = {
+        "images": len(images),
+        "model": model.name,
+        "threads": _THREADS,
+        "batch_size": _BATCH,
+        "dtype": _DTYPE,
+        "repeats": repeats,
+        "engines": list(engines),
+    }
+    summary = {}
+    # ratios and differences are of runs in the same round
+    for name, of_name in runs.items():
+        cpu, memory = (
+            [[run[key] for run in each] for each in (of_name, runs["bare loop"])]
+            for key in ("cpu", "peak_pss")
+        )
+        stages = [run["stdout"]["stage_seconds"] for run in of_name]
+        median_stages = {
+            stage: statistics.median(run[stage] for run in stages)
+            for stage in stages[0]
+        }
+        summary[name] = {
+            "wall": statistics.median(run["wall"] for run in of_name),
+            "cpu": statistics.median(cpu[0]),
+            "peak_pss": statistics.median(memory[0]),
+            "cpu_ratio": median_ratio(*cpu),
+            "extra_pss": statistics.median(a - b for a, b in zip(*memory, strict=True)),
+            "stage_seconds": median_stages,
+            "model_images_per_second": len(images) / median_stages["encode"],
+        }
+    return {
+        "environment": environment(),
+        "settings": settings,
+        "runs": runs,
+        "summary": summary,
+    }
+
+
+def report_lines(report: dict[str, Any]) -> Iterator[str]:
+    """Yield the lines of the report as text."""
+    for name, row in report["summary"].items():
+        yield (
+            f"{name:10} cpu {row['cpu']:8.1f} s  x{row['cpu_ratio']:.3f}   wall"
+            f" {row['wall']:8.1f} s   memory {row['peak_pss'] / 2**20:6.0f} MiB"
+            f" ({row['extra_pss'] / 2**20:+.0f})"
+        )
+        stages = "  ".join(
+            f"{stage} {seconds:.1f}" for stage, seconds in row["stage_seconds"].items()
+        )
+        yield (
+            f"{'':10} seconds per stage: {stages}   model"
+            f" {row['model_images_per_second']:.1f} images/s"
+        )
+
+
+def bare_loop(image_list: str, model: str) -> dict[str, Any]:
+    """Do the minimum work of a build: decode and preprocess every image in the list,
+    and run the model.
+
+    Returns:
+        The number of images, and the seconds of both stages.
+    """
+    import torch
+    from PIL import Image
+
+    from edje_index.indexing.image_encoder import ImageEncoder
+
+    encoder = ImageEncoder.open(model, device="cpu", threads=_THREADS, dtype=_DTYPE)
+    paths = [
+        json.loads(line)["path"] for line in Path(image_list).read_text().splitlines()
+    ]
+    count = 0
+    decode_seconds = 0.0
+    model_seconds = 0.0
+    for start in range(0, len(paths), _BATCH):
+        started = time.perf_counter()
+        pixels = []
+        for path in paths[start : start + _BATCH]:
+            with Image.open(path) as image:
+                pixels.append(encoder.preprocess(image.convert("RGB")))
+        batch = torch.stack(pixels)
+        loaded = time.perf_counter()
+        count += len(encoder.encode(batch)[0])
+        decode_seconds += loaded - started
+        model_seconds += time.perf_counter() - loaded
+    return {
+        "images": count,
+        "stage_seconds": {"decode": decode_seconds, "encode": model_seconds},
+    }
+
+
+def measure(*command: str) -> dict[str, Any]:
+    """Run a command that prints a JSON object, and return the cost of the command and
+    its descendants.
+
+    Returns:
+        `wall`: seconds; `cpu`: user and system seconds; `peak_pss`: largest sampled sum
+        of the proportional set sizes of all processes, in bytes; `stdout`: the object
+        that the command printed.
+    """
+    # daemons of Ray become children of this process
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    peak = 0
+    cpu_of_process = dict[int, float]()
+    here = psutil.Process()
+    started = time.perf_counter()
+    with tempfile.TemporaryFile("w+") as stdout, tempfile.TemporaryFile("w+") as stderr:
+        process = subprocess.Popen(command, stdout=stdout, stderr=stderr)
+        while process.poll() is None:
+            pss = 0
+            for child in here.children(recursive=True):
+                # it has ended
+                with contextlib.suppress(psutil.Error):
+                    times = child.cpu_times()
+                    cpu_of_process[child.pid] = max(
+                        cpu_of_process.get(child.pid, 0.0), times.user + times.system
+                    )
+                    pss += child.memory_full_info().pss
+            peak = max(peak, pss)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_SAMPLE_SECONDS)
+        wall = time.perf_counter() - started
+        stdout.seek(0)
+        stderr.seek(0)
+        if process.returncode:
+            raise EdjeError(
+                f"'{' '.join(command[:4])} ...' failed:"
+                f" {' '.join(stderr.read().splitlines()[-3:])}"
+            )
+        printed = json.load(stdout)
+    # without daemons, which end later
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu = max(usage.ru_utime + usage.ru_stime, sum(cpu_of_process.values()))
+    return {"wall": wall, "cpu": cpu, "peak_pss": peak, "stdout": printed}
+
+
+if __name__ == "__main__":
+    print(json.dumps(bare_loop(*sys.argv[1:])))

@@ -1,0 +1,114 @@
+"""Finds groups of near duplicates among the images of an index."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from storage_formats.errors import UsageError
+from storage_formats.extras import name_missing_extra
+from storage_formats.format.manifest import CommittedIndex
+from storage_formats.format.rows import INDEXED, read_all_rows
+from storage_formats.reading.embeddings import read_embeddings
+
+# Up to this number of images, all pairs are compared.
+_EXACT = 20_000
+# Above, pairs in nearby cells are compared: a near duplicate is rarely elsewhere.
+_CELLS = 1024
+_PROBES = 4
+_TRAINING_ROUNDS = 4
+# queries at a time, which limits the memory for their results
+_QUERIES = 4096
+
+
+@name_missing_extra("search")
+def near_duplicates(
+    index: str | Path | CommittedIndex, similarity: float = 0.95
+) -> list[list[int]]:
+    """Return groups of images whose embeddings are nearly equal, largest group first.
+
+    Two images belong to one group if the cosine similarity of their embeddings is at
+    least `similarity`, or if a chain of such pairs connects them. Up to 20,000 images,
+    all pairs are compared. In larger indexes, pairs in distant cells are not, so that
+    some pairs can be missed.
+
+    Args:
+        index: directory of the index, or the open index.
+        similarity: least cosine similarity of a pair, above 0 and at most 1.
+
+    Returns:
+        The row ids of each group, ascending. Images without a near duplicate are in no
+        group.
+
+    Examples:
+        >>> from edje_index import near_duplicates
+        >>> groups = near_duplicates("photos.edje", 0.99)
+        >>> all(len(rows) > 1 for rows in groups)
+        True
+    """
+    if not 0 < similarity <= 1:
+        raise UsageError(
+            f"similarity must be above 0 and at most 1, got {similarity}",
+            parameter="similarity",
+        )
+    opened = index if isinstance(index, CommittedIndex) else CommittedIndex.open(index)
+    table = read_all_rows(opened, ("row_id", "status"))
+    is_indexed = np.array(table["status"]) == INDEXED
+    rows = np.array(table["row_id"], dtype=np.int64)[is_indexed]
+    if len(rows) < 2:
+        return []
+    first, second = _pairs(read_embeddings(opened, rows), similarity)
+    return [rows[members].tolist() for members in _components(len(rows), first, second)]
+
+
+def _pairs(
+    embeddings: NDArray[np.float32], similarity: float
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return both positions of each similar pair among `embeddings` [n, e]."""
+    import faiss
+
+    count, width = embeddings.shape
+    nearest: Any = faiss.IndexFlatIP(width)
+    if count > _EXACT:
+        nearest = faiss.IndexIVFFlat(nearest, width, _CELLS, faiss.METRIC_INNER_PRODUCT)
+        nearest.nprobe = _PROBES
+        nearest.cp.niter = _TRAINING_ROUNDS
+        nearest.cp.max_points_per_centroid = 64
+        nearest.train(embeddings)
+    nearest.add(embeddings)
+    # rounding makes the similarity of equal images slightly less than 1
+    threshold = similarity - 1e-5
+    first = []
+    second = []
+    for start in range(0, count, _QUERIES):
+        limits, _, found = nearest.range_search(
+            embeddings[start : start + _QUERIES], threshold
+        )
+        counts = np.diff(limits.astype(np.int64))
+        queries = np.repeat(np.arange(len(counts)), counts) + start
+        is_new = queries < found
+        first.append(queries[is_new])
+        second.append(found[is_new])
+    return np.concatenate(first), np.concatenate(second)
+
+
+def _components(
+    count: int, first: NDArray[np.int64], second: NDArray[np.int64]
+) -> list[NDArray[np.int64]]:
+    """Return the connected components with several members of the graph of `count`
+    nodes with the edges (`first`, `second`), largest first.
+    """
+    from scipy.sparse import coo_array
+    from scipy.sparse.csgraph import connected_components
+
+    edges = coo_array(
+        (np.ones(len(first), dtype=np.int8), (first, second)), shape=(count, count)
+    )
+    _, labels = connected_components(edges, directed=False)
+    order = np.argsort(labels, kind="stable")
+    ends = np.flatnonzero(np.diff(labels[order])) + 1
+    groups = [group for group in np.split(order, ends) if len(group) > 1]
+    return sorted(groups, key=lambda group: (-len(group), group[0]))

@@ -1,0 +1,77 @@
+"""Groups of near duplicates."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from edje_index import near_duplicates
+from edje_index.search import duplicates
+from pipelines import build_index
+from storage_formats import UsageError
+from tests.pipelines.conftest import write_photo
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory, tiny_bundle) -> Path:
+    """Rows 0, 2 and 4 show one photo in three files; row 3 is no photo."""
+    folder = tmp_path_factory.mktemp("duplicates")
+    for row in range(7):
+        write_photo(folder / "photos" / f"{row}.png", row)
+    with Image.open(folder / "photos" / "0.png") as photo:
+        for row, level in ((2, 0), (4, 9)):
+            path = folder / "photos" / f"{row}.png"
+            photo.save(path, compress_level=level)
+    (folder / "photos" / "3.png").write_bytes(b"no photo")
+    build_index(
+        folder / "photos", folder / "i.edje", tiny_bundle, engine="inline", max_failed=1
+    )
+    return folder / "i.edje"
+
+
+def test_copies_in_other_files_form_one_group(root, run):
+    groups = near_duplicates(root, 0.999)
+    assert [0, 2, 4] in groups
+    assert all(3 not in rows for rows in groups)
+    code, out, _ = run("info", root, "--duplicates", "0.999", "--json")
+    listed = json.loads(out)["near_duplicates"]
+    assert code == 0
+    assert [[image["row_id"] for image in group] for group in listed] == groups
+    _, out, _ = run("info", root, "--duplicates", "0.999")
+    assert "near duplicates, group 1:\n        0  " in out
+
+
+@pytest.mark.parametrize("similarity", [0, 1.01, float("nan")])
+def test_an_impossible_similarity_is_refused(root, similarity):
+    with pytest.raises(UsageError, match="similarity must be above 0"):
+        near_duplicates(root, similarity)
+
+
+def test_a_chain_of_pairs_is_one_group_and_the_largest_group_is_first():
+    first = np.array([5, 1, 2])
+    second = np.array([6, 2, 8])
+    groups = duplicates._components(10, first, second)
+    assert [group.tolist() for group in groups] == [[1, 2, 8], [5, 6]]
+
+
+def test_cells_find_the_pairs_that_an_exact_search_finds(monkeypatch):
+    rng = np.random.default_rng(0)
+    embeddings = rng.normal(size=(3000, 32)).astype(np.float32)
+    embeddings[1::10] = embeddings[::10] + 0.05 * rng.normal(size=(300, 32))
+    embeddings /= np.linalg.norm(embeddings, axis=1, keepdims=True)
+
+    def pairs() -> set[tuple[int, int]]:
+        first, second = duplicates._pairs(embeddings, 0.95)
+        return set(zip(first.tolist(), second.tolist(), strict=True))
+
+    exact = pairs()
+    assert exact == {(row, row + 1) for row in range(0, 3000, 10)}
+    monkeypatch.setattr(duplicates, "_EXACT", 1000)
+    monkeypatch.setattr(duplicates, "_CELLS", 40)
+    nearby = pairs()
+    assert nearby <= exact
+    assert len(nearby) > 0.97 * len(exact)
