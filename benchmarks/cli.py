@@ -354,14 +354,6 @@ def serve_command(
     default=200,
     help="Number of captions to search for.",
 )
-@click.option(
-    "--rows",
-    type=POSITIVE,
-    help=(
-        "Repeat the images with noise up to this number of rows. Searches get memory"
-        " for a quarter of the tokens."
-    ),
-)
 @_report_option
 @json_option
 def end_to_end_command(

@@ -11,9 +11,6 @@ Each step of a system runs in a process of its own.
 
 from __future__ import annotations
 
-import contextlib
-import math
-import os
 import pickle
 import shutil
 import time
@@ -56,8 +53,6 @@ _PRECISIONS = ("bf16", "fp8", "nvfp4", "sign1")
 _CHUNK = 256
 # searches before the timed ones
 _WARM_UP = 3
-# length of the noise of repeated vectors, which have length 1
-_NOISE = 0.3
 Floats = NDArray[np.float32]
 
 
@@ -70,7 +65,6 @@ def bench_end_to_end(
     images: Path | None = None,
     model: Path | None = None,
     queries: int = 200,
-    rows: int | None = None,
 ) -> dict[str, Any]:
     """Build every system from the same vectors, search with each, and return the
     report. Linux only.
@@ -101,12 +95,11 @@ def bench_end_to_end(
             for text in item.captions
         ]
         sample = np.random.default_rng(0).permutation(len(every))[:queries]
-        write_collection(folder, opened, [every[position] for position in sample], rows)
+        write_collection(folder, opened, [every[position] for position in sample])
         collection = Collection.open(folder)
         exact = collection.exact(max(CUTOFFS))
         spec = Manifest.load(collection.index).spec
         m, d = spec.block_shape
-        memory = None if rows is None else spec.rows * m * d * BF16.itemsize // 4
         copy = folder / "copy"
         results = []
         for number, (name, system) in enumerate(SYSTEMS.items(), 1):
@@ -131,7 +124,6 @@ def bench_end_to_end(
                         [str(path) for path in files],
                         max(CUTOFFS),
                         pool,
-                        memory,
                     )
                     run = {"pool": pool, **figures(searched, collection, exact)}
                     result["runs"].append(run)
@@ -147,12 +139,7 @@ def bench_end_to_end(
         shutil.rmtree(folder, ignore_errors=True)
     return {
         "environment": environment(),
-        "settings": {
-            "index": index.name,
-            "captions": captions.name,
-            "rows": rows,
-            "memory_bytes": memory,
-        },
+        "settings": {"index": index.name, "captions": captions.name},
         "collection": {
             "images": spec.rows,
             "block_shape": [m, d],
@@ -235,8 +222,6 @@ def report_lines(report: dict[str, Any]) -> Iterator[str]:
         f"{collection['images']:,} photos of {m} x {d} tokens,"
         f" {collection['queries']:,} captions.\n"
     )
-    if memory := report["settings"]["memory_bytes"]:
-        yield f"Searches had {memory / 2**20:,.0f} MiB of memory with page cache.\n"
     rows = []
     for system in report["systems"]:
         if "problem" in system:
@@ -305,13 +290,6 @@ class Collection:
         """The tokens of highest fidelity."""
         return TokenStore.open(self.index)
 
-    def chunks(self) -> Iterator[tuple[NDArray[np.int64], Floats]]:
-        """Yield (positions, float32 tokens) of a few images at a time."""
-        store = self.store
-        for start in range(0, len(self.row_ids), _CHUNK):
-            positions = np.arange(start, min(start + _CHUNK, len(self.row_ids)))
-            yield positions, store.fetch(positions).astype(np.float32)
-
     def exact(self, k: int) -> list[list[int]]:
         """Return the positions of the `k` images with the highest MaxSim for each
         query, best first.
@@ -330,13 +308,11 @@ def write_collection(
     folder: Path,
     index: TokenIndex,
     queries: Sequence[tuple[str, int]],
-    rows: int | None = None,
 ) -> None:
     """Write the vectors of every image in `index`, and of `queries`, which are pairs of
     a caption and a row id.
 
-    Queries without a content word are left out. With `rows`, images are repeated with
-    noise up to this number.
+    Queries without a content word are left out.
 
     Raises:
         UsageError: no query has a content word.
@@ -347,28 +323,17 @@ def write_collection(
     row_ids = row_ids[present]
     embeddings = embeddings[present]
     joint = index.model.joint
-    distinct = len(row_ids)
-    count = rows or distinct
-    noise = torch.Generator().manual_seed(0)
     with IndexWriter.create(
         folder / "index",
         block_shape=index.manifest.spec.block_shape,
         embed_dim=embeddings.shape[1],
         precisions=_PRECISIONS,
     ) as writer:
-        for start in range(0, count, _CHUNK):
-            chunk = np.arange(start, min(start + _CHUNK, count))
-            images = chunk % distinct
-            tokens = index.store.fetch(row_ids[images]).astype(np.float32)
-            blocks = torch.from_numpy(_unit(torch.from_numpy(tokens), joint))
-            vectors = torch.from_numpy(embeddings[images])
-            is_repeated = torch.from_numpy(chunk >= distinct)
-            for values in (blocks, vectors):
-                values[is_repeated] += torch.randn(
-                    values[is_repeated].shape, generator=noise
-                ) * (_NOISE / math.sqrt(values.shape[-1]))
-                values /= values.norm(dim=-1, keepdim=True)
-            writer.append(blocks.numpy(), vectors.numpy())
+        for start in range(0, len(row_ids), _CHUNK):
+            chunk = slice(start, start + _CHUNK)
+            tokens = index.store.fetch(row_ids[chunk]).astype(np.float32)
+            vectors = functional.normalize(torch.from_numpy(embeddings[chunk]), dim=-1)
+            writer.append(_unit(torch.from_numpy(tokens), joint), vectors.numpy())
     add_ann(folder / "index")
     positions = {int(row): position for position, row in enumerate(row_ids)}
     content = content_token_mask(joint.tokenizer)
@@ -386,9 +351,7 @@ def write_collection(
             kept.append(VectorQuery(text, embedding, words, positions[row_id]))
     if not kept:
         raise UsageError("no query has a content word; give other captions")
-    (folder / "queries.pickle").write_bytes(
-        pickle.dumps((kept, np.resize(row_ids, count)))
-    )
+    (folder / "queries.pickle").write_bytes(pickle.dumps((kept, row_ids)))
 
 
 def _unit(vectors: torch.Tensor, joint: JointScorer) -> Floats:
@@ -489,15 +452,12 @@ def search_system(
     files: Sequence[str],
     k: int,
     pool: int,
-    memory: int | None,
 ) -> dict[str, Any]:
     """Search for every query, first cold, then warm.
 
     Return the hits, the milliseconds of each search in both passes, and the peak memory
-    in bytes. With `memory`, the process and its page cache get this many bytes.
+    in bytes.
     """
-    if memory is not None:
-        _cap_memory(memory)
     libraries_bytes = peak_memory()
     system = SYSTEMS[name]
     collection = Collection.open(Path(folder))
@@ -522,21 +482,6 @@ def search_system(
         "libraries_bytes": libraries_bytes,
         "peak_bytes": peak_memory(),
     }
-
-
-def _cap_memory(limit: int) -> None:
-    """Move this process into a control group with at most `limit` bytes."""
-    for root, name in (
-        ("/sys/fs/cgroup/memory", "memory.limit_in_bytes"),
-        ("/sys/fs/cgroup", "memory.max"),
-    ):
-        group = Path(root) / "edje-bench"
-        with contextlib.suppress(OSError):
-            group.mkdir(exist_ok=True)
-            (group / name).write_text(str(limit))
-            (group / "cgroup.procs").write_text(str(os.getpid()))
-            return
-    raise EdjeError("the memory cannot be limited; run the command as root")
 
 
 def _index_files(index: Path, precision: str) -> list[Path]:

@@ -19,8 +19,6 @@ from benchmarks.fetch.peers import installed_version
 from edje_index.evaluation.report import write_report
 from edje_index.search.token_index import TokenIndex
 from storage_formats import UsageError
-from storage_formats.format.manifest import CommittedIndex
-from storage_formats.reading.embeddings import read_embeddings
 from tests.conftest import REPO
 
 GOLDEN = REPO / "tests" / "golden" / "release_0_1"
@@ -54,25 +52,6 @@ def test_the_vectors_rank_as_late_interaction(index, collection):
         ranked = [scores[int(collection.row_ids[position])] for position in exact]
         # tokens are rounded to bfloat16
         np.testing.assert_allclose(ranked, sorted(ranked, reverse=True), atol=5e-3)
-
-
-def test_repeated_images_have_noise(index, collection, tmp_path):
-    count = len(collection.row_ids)
-    write_collection(
-        tmp_path, index, [(TEXTS[0], int(collection.row_ids[0]))], rows=2 * count
-    )
-    repeated = Collection.open(tmp_path)
-    tokens = repeated.store.fetch(range(2 * count)).astype(np.float32)
-    embeddings = read_embeddings(
-        CommittedIndex.open(repeated.index), np.arange(2 * count)
-    )
-    for values in (tokens, embeddings):
-        cosines = (values[:count] * values[count:]).sum(axis=-1)
-        np.testing.assert_allclose(np.square(values).sum(axis=-1), 1, atol=0.02)
-        assert 0.8 < cosines.min() <= cosines.max() < 0.999
-    np.testing.assert_array_equal(
-        tokens[:count], collection.store.fetch(range(count)).astype(np.float32)
-    )
 
 
 @pytest.mark.parametrize("name", SYSTEMS)
