@@ -191,6 +191,11 @@ class Change:
         self._journal = replace(self._journal, plan=plan)
         self._journal.write(self.layout)
 
+    def is_same(self, earlier: Journal) -> bool:
+        """Return True if `earlier` is the journal of this change."""
+        wanted = self._journal
+        return (earlier.kind, earlier.request) == (wanted.kind, wanted.request)
+
     def receipts(
         self, shards: Iterable[int], fingerprint: str
     ) -> dict[int, ShardReceipt]:
@@ -395,10 +400,6 @@ def begin_change(
     with locked(layout.root):
         earlier = _unfinished(layout)
         change = IndexChange(layout, kind, request)
-        if earlier is not None and not _is_same(earlier, change):
-            _refuse_work(layout, earlier)
-            change._remove_files()
-            earlier = None
         with _running(change, earlier):
             yield change
 
@@ -431,11 +432,8 @@ def begin_new_index(
                 parameter="out",
             )
         change = NewIndex(layout, kind, request)
-        if earlier is not None and not _is_same(earlier, change):
-            if earlier.kind != kind:
-                _refuse_work(layout, earlier)
-            _tell_discarded(layout, earlier, notify)
-            change._remove_files()
+        if earlier is not None and earlier.kind == kind and not change.is_same(earlier):
+            _discard(change, earlier, notify)
             earlier = None
         with _running(change, earlier):
             yield change
@@ -463,8 +461,7 @@ def collect_garbage(
             earlier = Journal("unknown", {}, _digest(layout), plan={})
         change = IndexChange(layout, "gc", None)
         if earlier is not None:
-            _tell_discarded(layout, earlier, notify)
-            change._remove_files()
+            _discard(change, earlier, notify)
         with _running(change, None):
             current = change.index.manifest
             numbers = earlier_snapshots(layout, current)
@@ -487,37 +484,35 @@ def _local_layout(root: str | Path) -> Layout:
     return Layout(local_path(root, advice=advice).absolute())
 
 
-def _is_same(earlier: Journal, change: Change) -> bool:
-    wanted = change._journal
-    return (earlier.kind, earlier.request) == (wanted.kind, wanted.request)
-
-
 def _has_work(layout: Layout, journal: Journal) -> bool:
     """Return True if a later run of the change can use what it has stored."""
     return journal.plan is not None or bool(_entries(layout.receipt(0).parent))
 
 
-def _refuse_work(layout: Layout, earlier: Journal) -> None:
-    """Raise UnfinishedChangeError if `earlier` has a plan or finished shards."""
-    if _has_work(layout, earlier):
-        raise UnfinishedChangeError(
-            f"'{earlier.kind}' of {layout.root} has not finished ({_finished(layout)});"
-            f" run the same 'edje-index {earlier.kind}' again to finish it, or"
-            f" {_discard_advice(layout)}"
-        )
-
-
-def _tell_discarded(layout: Layout, earlier: Journal, notify: Notify) -> None:
+def _discard(change: Change, earlier: Journal, notify: Notify) -> None:
+    layout = change.layout
     if _has_work(layout, earlier):
         notify(
             f"discarding the unfinished '{earlier.kind}', which had {_finished(layout)}"
         )
+    change._remove_files()
 
 
 @contextlib.contextmanager
 def _running(change: Change, earlier: Journal | None) -> Iterator[None]:
-    """Context manager of a change that begins, or resumes `earlier`."""
+    """Context manager of a change that begins, or resumes `earlier`. Another change
+    that was stopped is refused if it has a plan or finished shards.
+    """
     layout = change.layout
+    if earlier is not None and not change.is_same(earlier):
+        if _has_work(layout, earlier):
+            raise UnfinishedChangeError(
+                f"'{earlier.kind}' of {layout.root} has not finished"
+                f" ({_finished(layout)}); run the same 'edje-index {earlier.kind}'"
+                f" again to finish it, or {_discard_advice(layout)}"
+            )
+        change._remove_files()
+        earlier = None
     change._has_written = earlier is not None
     if earlier is None:
         change._journal.write(layout)

@@ -132,6 +132,22 @@ class AnnKind:
         return math.ceil(_PEAK * rows * self.vector_bytes(width))
 
 
+def missed_recall(manifest: Manifest) -> str | None:
+    """Return a message if the nearest-neighbour index finds fewer of the nearest rows
+    than its target; None if it does not.
+    """
+    recall = manifest.ann.get("recall", {})
+    value = recall.get("value", 1.0)
+    target = recall.get("target", 0.0)
+    if value >= target:
+        return None
+    return (
+        f"the nearest-neighbour index finds {100 * value:.1f} % of the nearest rows"
+        f" instead of {100 * target:g} %, because its codes are too short for these"
+        " embeddings; build it with longer codes or as IVF<lists>,Flat"
+    )
+
+
 def rebuild_reasons(manifest: Manifest) -> list[str]:
     """Return the reasons to build the nearest-neighbour index again; empty if there are
     none.
@@ -141,7 +157,7 @@ def rebuild_reasons(manifest: Manifest) -> list[str]:
     """
     files = manifest.ann.get("files", [])
     spec = manifest.spec
-    reasons = []
+    reasons = [missed] if (missed := missed_recall(manifest)) else []
     distances = [
         (int(file["vectors"]), 1 - float(file["similarity"]))
         for file in files

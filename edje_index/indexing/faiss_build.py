@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from edje_index.indexing.ann_kind import AnnKind
 from edje_index.indexing.faiss_index import (
+    CANDIDATES_PER_NEIGHBOUR,
     PIECE_BYTES,
     FaissIndex,
     Neighbours,
@@ -45,6 +46,10 @@ _CODES = 16
 _TRAINING_VECTORS_PER_LIST = 64
 # their mean distance from the centroids varies by about 1 % from sample to sample
 _DRIFT_ROWS = 2000
+# of the recall, if the number of probes is doubled
+_LEAST_GAIN = 0.01
+# of a similarity
+_ROUNDING = 1e-6
 
 
 @name_missing_extra("search")
@@ -158,7 +163,8 @@ def extend_ann(layout: Layout, spec: IndexSpec, ann: Ann) -> Ann:
     segment = spec.used_segments[-1]
     embeddings = IndexedEmbeddings(layout, spec, spec.segment_shards(segment))
     files: list[Any] = [{"vectors": ann["vectors"], **file} for file in ann["files"]]
-    index = open_part(layout.root, spec, files[0])
+    # all files have the same centroids
+    index = open_part(layout.root, spec, min(files, key=lambda file: file["bytes"]))
     if count_lists(index):
         # keeps the centroids
         index.reset()
@@ -289,17 +295,21 @@ def _measure(
     target: float,
     on_progress: OnProgress | None,
 ) -> dict[str, Any]:
-    """Measure the recall of `index` with increasing numbers of probes until it reaches
-    `target`.
+    """Measure the recall of `index` with increasing numbers of probes and candidates
+    until it reaches `target`.
 
-    Return the keys `probes` and `recall` of `ann` in `index.json`; empty if no row is
-    indexed.
+    A found row counts if it is as similar as the 100th neighbour, so rows with equal
+    embeddings count alike.
+
+    Return the keys `probes`, `candidates` and `recall` of `ann` in `index.json`; empty
+    if no row is indexed.
     """
     row_ids, queries, neighbours = recall_queries(embeddings, on_progress)
     if not len(row_ids):
         return {}
+    levels = list(CANDIDATES_PER_NEIGHBOUR if hasattr(index, "pq") else (2,))
     probes = min(_LEAST_PROBES, lists)
-    recall = 0.0
+    before = 0.0
     while True:
         results = nearest(
             [index],
@@ -308,32 +318,45 @@ def _measure(
             _RECALL_NEIGHBOURS + 1,
             probes=probes,
             live=None,
+            candidates=levels[0],
         )
         shares = []
-        for row_id, (rows, _), exact in zip(row_ids, results, neighbours, strict=True):
-            others = rows[rows != row_id][:_RECALL_NEIGHBOURS]
-            shares.append(len(np.intersect1d(others, exact)) / max(1, len(exact)))
+        for row_id, (rows, similarities), (_, exact) in zip(
+            row_ids, results, neighbours, strict=True
+        ):
+            least = exact.min(initial=np.inf) - _ROUNDING
+            count = np.count_nonzero(similarities[rows != row_id] >= least)
+            shares.append(min(1.0, count / max(1, len(exact))))
         recall = float(np.mean(shares))
-        if recall >= target or probes >= lists:
+        if recall >= target or (probes >= lists and len(levels) == 1):
             break
-        probes = min(2 * probes, lists)
+        if probes < lists and (recall > before + _LEAST_GAIN or len(levels) == 1):
+            probes = min(2 * probes, lists)
+            before = recall
+        else:
+            # more lists do not help: the codes hide some neighbours
+            levels.pop(0)
+            before = 0.0
     measured = {
         "k": _RECALL_NEIGHBOURS,
         "queries": len(row_ids),
         "value": round(recall, 4),
         "target": target,
     }
-    return {"probes": probes, "recall": measured}
+    settings: dict[str, Any] = {"probes": probes, "recall": measured}
+    if levels[0] > CANDIDATES_PER_NEIGHBOUR[0]:
+        settings["candidates"] = levels[0]
+    return settings
 
 
 def recall_queries(
     embeddings: IndexedEmbeddings, on_progress: OnProgress | None = None
-) -> tuple[NDArray[np.int64], Vectors, list[NDArray[np.int64]]]:
+) -> tuple[NDArray[np.int64], Vectors, list[Neighbours]]:
     """Draw rows as queries from all shards, and find the 100 nearest other rows of each
     query by exact search.
 
-    Return the row ids and the embeddings of the queries, and the row ids of the
-    neighbours of each query.
+    Return the row ids and the embeddings of the queries, and the neighbours of each
+    query.
     """
     row_ids, queries = held_out(embeddings, _RECALL_QUERIES)
     best: list[Neighbours] = [
@@ -354,7 +377,7 @@ def recall_queries(
                     (rows[others], scores[query, others]),
                     _RECALL_NEIGHBOURS,
                 )
-    return row_ids, queries, [rows for rows, _ in best]
+    return row_ids, queries, best
 
 
 def held_out(

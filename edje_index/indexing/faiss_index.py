@@ -8,6 +8,7 @@ more: a part of the nearest-neighbour index. `faiss_build` writes the files.
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -16,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edje_index.errors import ModelError
+from edje_index.indexing.ann_kind import missed_recall
 from edje_index.indexing.faiss_file import FaissFileError, check_faiss_file
 from storage_formats.arrays import as_finite
 from storage_formats.errors import UsageError, cannot_read
@@ -26,12 +28,18 @@ from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.shard_table import FileEntry
 from storage_formats.reading.embeddings import IndexedEmbeddings
 
-_CANDIDATES_PER_NEIGHBOUR = 2
-"""Number of candidates per requested row if FAISS stores codes. Their stored
+CANDIDATES_PER_NEIGHBOUR = (2, 8, 32)
+"""Possible numbers of candidates per requested row if FAISS stores codes. Their stored
 embeddings are then compared.
 """
-# 50 MB of embeddings of 384 values
-_ROWS_AT_ONCE = 1 << 15
+_FILTERED_CANDIDATES = 8
+"""The same with a filter: rows that pass are further away than the rows for which the
+smaller numbers suffice (docs/lab/scale.md).
+"""
+_SCANNED_ROWS = 4096
+"""Number of rows that pass a filter up to which all are compared. That takes about as
+long as a search of the codes of 1,000,000 rows.
+"""
 PIECE_BYTES = 1 << 20
 """Bytes of a FAISS file that are read or written at once."""
 
@@ -122,6 +130,10 @@ class AnnIndex:
             )
         probes = manifest.ann.get("probes")
         self._probes = None if probes is None else max(1, int(probes))
+        candidates = manifest.ann.get("candidates", CANDIDATES_PER_NEIGHBOUR[0])
+        self._candidates = max(1, int(candidates))
+        if missed := missed_recall(manifest):
+            warnings.warn(missed, RuntimeWarning, stacklevel=2)
 
     def __len__(self) -> int:
         return sum(int(part.ntotal) for part in self._parts)
@@ -146,8 +158,9 @@ class AnnIndex:
         """Return at most `k` nearest rows for each query, best first.
 
         Args:
-            passing: which rows to search, bool [rows]; deleted rows must be False. The
-                search is then exact. None searches all rows that are not deleted.
+            passing: which rows to search, bool [rows]; deleted rows must be False. All
+                inverted lists are searched then, so there are `k` rows if as many pass.
+                None searches all rows that are not deleted.
 
         Raises:
             ModelError: the queries and the embeddings of the index differ in width.
@@ -161,30 +174,32 @@ class AnnIndex:
         queries = as_finite(queries, "query")
         probes = self._probes
         live = self.live
-        if passing is not None and not all(map(_is_exact, self._parts)):
-            # Compare the queries with the stored embeddings, because the FAISS files
-            # hold codes.
-            row_ids = np.flatnonzero(passing)
-            best: list[Neighbours] = [
-                (np.empty(0, np.int64), np.empty(0, np.float32)) for _ in queries
-            ]
-            for start in range(0, len(row_ids), _ROWS_AT_ONCE):
-                rows = row_ids[start : start + _ROWS_AT_ONCE]
+        candidates = self._candidates
+        if passing is not None:
+            rows = np.flatnonzero(passing)
+            candidates = max(_FILTERED_CANDIDATES, candidates)
+            has_codes = not all(map(_is_exact, self._parts))
+            if has_codes and len(rows) <= max(_SCANNED_ROWS, candidates * k):
                 vectors = self._embeddings[rows]
                 # holes have none
                 has_vector = ~np.isnan(vectors[:, 0])
                 rows = rows[has_vector]
-                similarities = queries @ vectors[has_vector].T
-                best = [
-                    best_of(kept, (rows, its), k)
-                    for kept, its in zip(best, similarities, strict=True)
+                scores = queries @ vectors[has_vector].T
+                orders = np.argsort(-scores, axis=1, kind="stable")[:, :k]
+                return [
+                    (rows[order], similarities[order])
+                    for order, similarities in zip(orders, scores, strict=True)
                 ]
-            return best
-        if passing is not None:
             probes = max(map(count_lists, self._parts)) or None
             live = np.packbits(passing, bitorder="little")
         return nearest(
-            self._parts, self._embeddings, queries, k, probes=probes, live=live
+            self._parts,
+            self._embeddings,
+            queries,
+            k,
+            probes=probes,
+            live=live,
+            candidates=candidates,
         )
 
 
@@ -203,6 +218,7 @@ def nearest(
     *,
     probes: int | None,
     live: NDArray[np.uint8] | None,
+    candidates: int = CANDIDATES_PER_NEIGHBOUR[0],
 ) -> list[Neighbours]:
     """Search FAISS indexes. Return at most `k` nearest rows for each query, best first,
     with exact similarities.
@@ -213,6 +229,8 @@ def nearest(
             number in the FAISS file.
         live: bitmap of the rows to search, one bit per row, lowest bit first; None
             searches all rows.
+        candidates: number of candidates per requested row if a FAISS index stores
+            codes.
     """
     import faiss
 
@@ -222,7 +240,7 @@ def nearest(
     scores = [np.empty((len(queries), 0), np.float32)]
     rows = [np.empty((len(queries), 0), np.int64)]
     for part in parts:
-        wanted = min(k if exact else k * _CANDIDATES_PER_NEIGHBOUR, int(part.ntotal))
+        wanted = min(k if exact else k * candidates, int(part.ntotal))
         if not wanted:
             continue
         inner = module.downcast_index(part.index) if hasattr(part, "id_map") else part
@@ -247,12 +265,12 @@ def nearest(
     ):
         # FAISS returns -1 if the searched lists contain too few vectors
         filled = its_rows >= 0
-        candidates = its_rows[filled]
+        row_ids = its_rows[filled]
         similarities = its_scores[filled]
         if not exact:
-            similarities = embeddings[candidates] @ query
+            similarities = embeddings[row_ids] @ query
         order = np.argsort(-similarities, kind="stable")[:k]
-        neighbours.append((candidates[order], similarities[order]))
+        neighbours.append((row_ids[order], similarities[order]))
     return neighbours
 
 

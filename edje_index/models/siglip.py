@@ -167,7 +167,8 @@ def read_siglip(config: Mapping[str, Any]) -> SiglipConfig:
     try:
         if config.get("model_type") != "siglip":
             raise ValueError(f"model_type is {config.get('model_type')!r}")
-        return SiglipConfig.from_dict(dict(config))
+        # `from_dict` warns of token ids of the default configuration
+        return SiglipConfig(**config)
     except Exception as error:
         # the checks of transformers raise exceptions of several libraries
         raise ModelError(

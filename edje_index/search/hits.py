@@ -163,16 +163,8 @@ class Hits(list[Hit]):
                 if name not in ("parts", "columns")
             }
             values |= {f"part_{part}": value for part, value in hit.parts.items()}
-            rows.append(
-                {
-                    **values,
-                    **{
-                        name: value
-                        for name, value in hit.columns.items()
-                        if name not in values
-                    },
-                }
-            )
+            # a column does not replace a value of the hit
+            rows.append({**values, **hit.columns, **values})
         return pa.Table.from_pylist(rows)
 
     def to_pandas(self) -> Any:

@@ -27,6 +27,7 @@ from storage_formats.codecs import Blocks
 from storage_formats.errors import UsageError
 from storage_formats.extras import name_missing_extra
 from storage_formats.format.manifest import CommittedIndex
+from storage_formats.format.tombstones import check_row_ids
 from storage_formats.token_store import TokenStore
 
 # BLAS computes such small products in the calling thread; its idle threads would spin
@@ -82,6 +83,7 @@ class LateInteractionSearch:
         embedding: ArrayLike | None = None,
         pool: int = 100,
         row_ids: Sequence[int] | NDArray[np.integer] | None = None,
+        where: str | None = None,
     ) -> Hits:
         """Return the `k` best rows for `query`, best first. Holes are left out.
 
@@ -95,6 +97,8 @@ class LateInteractionSearch:
             pool: number of candidates with `embedding`; ignored with `row_ids`.
             row_ids: row ids of the candidates. Pass `index.store.row_ids()` to score
                 every row.
+            where: filter such as "width > 800", see `edje_index.search.where`. Rows
+                that do not pass are no candidates. None lets all rows pass.
 
         Raises:
             UsageError: an argument has the wrong shape or value. Also raised if both or
@@ -107,10 +111,13 @@ class LateInteractionSearch:
             raise UsageError(
                 "give either embedding or row_ids, which select the candidates"
             )
+        passing = None if where is None else self._rows.passing(where)
         if row_ids is None:
-            candidates, similarities = self._nearest(embedding, pool)
+            candidates, similarities = self._nearest(embedding, pool, passing)
         else:
-            candidates = np.asarray(row_ids, dtype=np.int64)
+            candidates = check_row_ids(row_ids, self._index.manifest.spec.rows)
+            if passing is not None:
+                candidates = candidates[passing[candidates]]
             similarities = np.full(len(candidates), np.nan, np.float32)
         scores = self.scores(query, candidates)
         present = np.flatnonzero(~np.isnan(scores))
@@ -135,10 +142,15 @@ class LateInteractionSearch:
         """Return the MaxSim of `query` [q, d] and each of `row_ids` [k], float32
         [k]. The score of a hole is NaN.
         """
-        return self.store.max_sim(as_finite(query, "query"), row_ids)
+        return self.store.max_sim(np.asarray(query), row_ids)
 
     @name_missing_extra("search")
-    def _nearest(self, embedding: ArrayLike | None, pool: int) -> Neighbours:
+    def _nearest(
+        self,
+        embedding: ArrayLike | None,
+        pool: int,
+        passing: NDArray[np.bool_] | None,
+    ) -> Neighbours:
         """Return the `pool` rows whose embeddings are nearest to `embedding`."""
         if self._ann is None:
             self._ann = AnnIndex(self._index)
@@ -150,7 +162,7 @@ class LateInteractionSearch:
             )
         # as the stored embeddings
         length = float(np.linalg.norm(vector)) or 1.0
-        return self._ann.nearest(vector / np.float32(length), pool)
+        return self._ann.nearest(vector / np.float32(length), pool, passing)
 
 
 def max_sim(query: NDArray[np.float32], blocks: Blocks) -> NDArray[np.float32]:

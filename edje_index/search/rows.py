@@ -14,7 +14,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from storage_formats.arguments import as_text
-from storage_formats.errors import EdjeError
+from storage_formats.errors import CorruptIndexError, EdjeError
 from storage_formats.extras import name_missing_extra
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.rows import check_names, iter_stored_rows, row_schema
@@ -128,20 +128,30 @@ class IndexRows:
         with self._filtering:
             if where not in self._results:
                 mask = np.zeros(spec.rows, dtype=np.bool_)
-                names = sorted({"row_id", *columns})
                 shards = list(spec.shard_numbers())
+                tables = self._tables(shards, columns)
                 for start in range(0, len(shards), _SHARDS_AT_ONCE):
+                    part = shards[start : start + _SHARDS_AT_ONCE]
                     if time.monotonic() > until:
                         raise FilterTimeoutError(
                             "the filter took too long; write a simpler filter or try"
                             " again later"
                         )
-                    arrays = zip(
-                        *self._tables(shards[start : start + _SHARDS_AT_ONCE], names),
-                        strict=True,
+                    row_ids = np.concatenate(
+                        [
+                            np.arange(rows.start, rows.stop)
+                            for rows in map(spec.shard_rows, part)
+                        ]
                     )
-                    table = pa.table(list(map(pa.chunked_array, arrays)), names)
-                    mask[table["row_id"].to_numpy()] = passes(table)
+                    arrays = zip(*itertools.islice(tables, len(part)), strict=True)
+                    table = pa.table(list(map(pa.chunked_array, arrays)), columns)
+                    if len(table) != len(row_ids):
+                        raise CorruptIndexError(
+                            f"a file of the shards {part[0]} to {part[-1]} in rows/ has"
+                            " too few or too many rows",
+                            remedy="verify",
+                        )
+                    mask[row_ids] = passes(table)
                 mask[self._index.deleted.row_ids()] = False
                 self._results[where] = mask
                 while len(self._results) > _CACHED_FILTERS:

@@ -361,8 +361,8 @@ class TokenIndex:
                 given to `open`. The score "embedding" keeps the order of the embeddings
                 and reads no tokens.
             where: filter such as "width > 800 and licence = 'cc0'", see
-                `edje_index.search.where`. The candidates are exactly the nearest rows
-                that pass the filter. None lets all rows pass.
+                `edje_index.search.where`. The candidates are the nearest rows that
+                pass the filter. None lets all rows pass.
             image: image or row id that the hits also resemble, as for `search_image`.
                 The query embedding is then the normalised sum of the embeddings of text
                 and image. The joint encoder still reads only the text.

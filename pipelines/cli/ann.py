@@ -5,8 +5,8 @@ from __future__ import annotations
 import click
 
 from pipelines.cli.lazy_group import LazyGroup
-from pipelines.cli.options import json_option, location
-from pipelines.cli.output import note, print_json, print_line, run_steps
+from pipelines.cli.options import index_argument, json_option
+from pipelines.cli.output import note, print_result, run_steps
 from pipelines.progress.wording import counted, human_bytes
 from storage_formats.remote.urls import IndexLocation
 
@@ -19,7 +19,7 @@ def group() -> None:
 
 
 @click.command()
-@click.argument("index", type=location)
+@index_argument
 @click.option(
     "--ann",
     default="auto",
@@ -68,30 +68,21 @@ def build(
     built = run_steps(add_ann, index, request, stopped=stopped).ann
     measured = built.get("recall")
     file_bytes = sum(file["bytes"] for file in built["files"])
-    if as_json:
-        print_json(
-            {
-                "index": str(index),
-                **built,
-                "files": len(built["files"]),
-                "bytes": file_bytes,
-            }
-        )
-        return
-    kind = (
-        f"{built['kind']} {built['factory']}" if "factory" in built else built["kind"]
-    )
-    print_line(
+    kind = " ".join(filter(None, [built["kind"], built.get("factory")]))
+    lines = [
         f"{index}: {kind}, {counted(built['vectors'], 'vector')},"
         f" {human_bytes(file_bytes)}"
-    )
+    ]
     if measured is not None:
-        print_line(
+        lines.append(
             f"recall@{measured['k']} {measured['value']:.3f} with {built['probes']}"
             " lists per query"
         )
-        if measured["value"] < recall:
-            note(
-                f"the recall is below {recall}; for a higher recall, give --ann a"
-                " factory string with longer codes"
-            )
+    files = len(built["files"])
+    value = {"index": str(index), **built, "files": files, "bytes": file_bytes}
+    print_result(value, *lines, as_json=as_json)
+    if not as_json and measured is not None and measured["value"] < recall:
+        note(
+            f"the recall is below {recall}; for a higher recall, give --ann a"
+            " factory string with longer codes"
+        )

@@ -10,23 +10,23 @@ import click
 from edje_index.models import MAX_FRAMES
 from pipelines.cli.options import (
     DTYPE,
-    LOCAL_INDEX,
     POSITIVE,
     address_option,
     column_option,
     device_option,
     engine_option,
+    index_argument,
     json_option,
-    location,
     max_failed_option,
     model_option,
+    out_index_option,
     quiet_option,
     shard_size_option,
     size,
     stored_precisions_option,
 )
 from pipelines.cli.output import note, print_json, print_line, print_result, run_job
-from pipelines.progress.wording import counted, human_bytes
+from pipelines.progress.wording import by_reason, counted, human_bytes
 from storage_formats.errors import UsageError
 from storage_formats.remote.urls import IndexLocation
 
@@ -43,9 +43,7 @@ _NO_MODEL = (
 
 @click.command()
 @click.argument("sources", nargs=-1, required=True, metavar="SOURCE...")
-@click.option(
-    "--out", required=True, type=LOCAL_INDEX, help="Directory of the new index."
-)
+@out_index_option
 @click.option(
     "--model",
     help="Directory of the model bundle, or a model of 'model get', such as edje.",
@@ -229,6 +227,7 @@ def _new_rows_options(command: _Command) -> _Command:
         max_failed_option,
         model_option,
         engine_option,
+        out_index_option,
         quiet_option,
         json_option,
     )
@@ -239,9 +238,7 @@ def _new_rows_options(command: _Command) -> _Command:
 
 def _note_failures(result: BuildResult, index: IndexLocation) -> None:
     if result.failed:
-        reasons = ", ".join(
-            f"{reason} {count:,}" for reason, count in result.failed_by_reason.items()
-        )
+        reasons = by_reason(result.failed_by_reason)
         note(
             f"{counted(result.failed, 'input')} failed: {reasons}; 'edje-index"
             f" failures {index}' lists them"
@@ -249,12 +246,12 @@ def _note_failures(result: BuildResult, index: IndexLocation) -> None:
 
 
 @click.command()
-@click.argument("root", type=location, metavar="INDEX")
+@index_argument
 @click.argument("sources", nargs=-1, required=True, metavar="SOURCE...")
 @column_option
 @_new_rows_options
 def append(
-    root: IndexLocation,
+    index: IndexLocation,
     sources: tuple[str, ...],
     as_json: bool,
     quiet: bool,
@@ -275,19 +272,19 @@ def append(
     """
     from pipelines.jobs.add_rows import append_index
 
-    result = run_job(append_index, root, sources, resume=root, quiet=quiet, **options)
+    result = run_job(append_index, index, sources, resume=index, quiet=quiet, **options)
     at = "" if result.first_row is None else f" (row ids from {result.first_row:,})"
     line = (
-        f"{root}: {counted(result.inputs, 'input')} = {result.indexed:,} indexed{at} +"
+        f"{index}: {counted(result.inputs, 'input')} = {result.indexed:,} indexed{at} +"
         f" {result.duplicates:,} duplicates + {result.failed:,} failed, in"
         f" {counted(result.shards, 'new shard')}; {result.seconds:.1f} s"
     )
     print_result(result, line, as_json=as_json)
-    _note_failures(result, root)
+    _note_failures(result, index)
 
 
 @click.command()
-@click.argument("root", type=location, metavar="INDEX")
+@index_argument
 @click.argument("sources", nargs=-1, metavar="[SOURCE...]")
 @click.option("--dry-run", is_flag=True, help="Show the changes without applying them.")
 @click.option(
@@ -309,7 +306,7 @@ def append(
 )
 @_new_rows_options
 def update(
-    root: IndexLocation,
+    index: IndexLocation,
     sources: tuple[str, ...],
     as_json: bool,
     quiet: bool,
@@ -346,8 +343,10 @@ def update(
         raise UsageError(
             "--retry-failed looks up the failed inputs by their names; leave out SOURCE"
         )
-    resume = not options["dry_run"] and root
-    result = run_job(update_index, root, sources, resume=resume, quiet=quiet, **options)
+    resume = not options["dry_run"] and index
+    result = run_job(
+        update_index, index, sources, resume=resume, quiet=quiet, **options
+    )
     done = f"{counted(result.deleted, 'row')} deleted; {result.seconds:.1f} s"
     if result.dry_run:
         done = (
@@ -361,11 +360,11 @@ def update(
         rows = counted(result.edited, "unchanged photo")
         done = f"columns of {rows} changed; {done}"
     line = (
-        f"{root}: {counted(result.inputs, 'input')} = {result.unchanged:,} unchanged +"
+        f"{index}: {counted(result.inputs, 'input')} = {result.unchanged:,} unchanged +"
         f" {result.new:,} new + {result.changed:,} changed + {result.duplicates:,}"
         f" duplicates + {result.failed:,} failed{stay_deleted};"
         f" {result.vanished:,} vanished; {done}"
     )
     print_result(result, line, as_json=as_json)
     if not result.dry_run:
-        _note_failures(result, root)
+        _note_failures(result, index)

@@ -14,6 +14,7 @@ from pipelines.cli.models import report
 from pipelines.cli.options import (
     LOCAL_INDEX,
     POSITIVE,
+    index_argument,
     json_option,
     location,
     model_option,
@@ -22,8 +23,6 @@ from pipelines.cli.options import (
 )
 from pipelines.cli.output import (
     note,
-    print_json,
-    print_line,
     print_result,
     run_job,
     running_job,
@@ -36,7 +35,7 @@ _SHOWN = 10
 
 
 @click.command()
-@click.argument("index", type=location)
+@index_argument
 @click.option(
     "--rows",
     "rows",
@@ -105,7 +104,7 @@ class _RowsOrFilter(click.ParamType["int | str"]):
 
 
 @click.command()
-@click.argument("index", type=location)
+@index_argument
 @click.option(
     "--rows",
     type=_RowsOrFilter(),
@@ -185,7 +184,7 @@ def edit(
 
 
 @click.command()
-@click.argument("index", type=location)
+@index_argument
 @json_option
 def compact(index: IndexLocation, as_json: bool) -> None:
     """Rewrite INDEX without its deleted rows, or join its small shards.
@@ -259,7 +258,7 @@ def merge(indexes: tuple[Path, ...], out: Path, as_json: bool) -> None:
 
 
 @click.command()
-@click.argument("index", type=location)
+@index_argument
 @click.argument("out", type=location)
 @click.option(
     "--replace", is_flag=True, help="Before the copy, remove the index at the URL OUT."
@@ -335,7 +334,7 @@ def copy(
 
 
 @click.command()
-@click.argument("index", type=location)
+@index_argument
 @model_option
 @json_option
 def repair(index: IndexLocation, model: Path | None, as_json: bool) -> int:
@@ -367,7 +366,7 @@ def repair(index: IndexLocation, model: Path | None, as_json: bool) -> int:
 
 
 @click.command()
-@click.argument("index", type=location)
+@index_argument
 @json_option
 def history(index: IndexLocation, as_json: bool) -> None:
     """List the snapshots of INDEX, oldest first. The last snapshot is the current one.
@@ -384,14 +383,7 @@ def history(index: IndexLocation, as_json: bool) -> None:
     from pipelines.jobs.snapshots import history as read_history
 
     snapshots = read_history(index)
-    if as_json:
-        print_json(
-            {
-                "index": str(index),
-                "snapshots": [asdict(snapshot) for snapshot in snapshots],
-            }
-        )
-        return
+    lines = []
     for snapshot in snapshots:
         line = (
             f"{snapshot.snapshot:>4}  {snapshot.kind:<9} {snapshot.created or '':<26}"
@@ -404,11 +396,13 @@ def history(index: IndexLocation, as_json: bool) -> None:
         )
         if details:
             line += f" ({details})"
-        print_line(line)
+        lines.append(line)
+    value = {"index": str(index), "snapshots": list(map(asdict, snapshots))}
+    print_result(value, *lines, as_json=as_json)
 
 
 @click.command()
-@click.argument("index", type=location)
+@index_argument
 @click.argument("snapshot", type=click.IntRange(min=0))
 @json_option
 def rollback(index: IndexLocation, snapshot: int, as_json: bool) -> None:
@@ -434,7 +428,7 @@ def rollback(index: IndexLocation, snapshot: int, as_json: bool) -> None:
 
 
 @click.command()
-@click.argument("index", type=location)
+@index_argument
 @click.option(
     "--keep",
     type=POSITIVE,

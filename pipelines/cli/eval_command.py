@@ -14,6 +14,7 @@ from pipelines.cli.options import (
     dtype_option,
     images_option,
     json_option,
+    local_index_argument,
     model_option,
     quiet_option,
     score_option,
@@ -22,7 +23,7 @@ from pipelines.cli.output import note, print_json, run_steps
 
 
 @click.command("eval")
-@click.argument("index", type=PATH)
+@local_index_argument
 @click.argument("captions", type=PATH, required=False)
 @images_option
 @click.option(

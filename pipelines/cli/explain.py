@@ -13,6 +13,7 @@ from pipelines.cli.options import (
     FILE,
     PATH,
     json_option,
+    local_index_argument,
     model_option,
     read_precision_option,
 )
@@ -26,7 +27,7 @@ _FREQUENT = 10
 
 
 @click.command()
-@click.argument("index", type=PATH)
+@local_index_argument
 @click.argument("rows", metavar="[ROW]...", nargs=-1, type=click.IntRange(min=0))
 @click.option(
     "--out",
@@ -70,17 +71,7 @@ _FREQUENT = 10
 )
 @json_option
 def explain(
-    index: Path,
-    rows: tuple[int, ...],
-    out: Path,
-    model: Path | None,
-    precision: str | None,
-    query: str | None,
-    captions: Path | None,
-    images: Path | None,
-    split: str | None,
-    against: Path | None,
-    as_json: bool,
+    index: Path, rows: tuple[int, ...], out: Path, as_json: bool, **options: Any
 ) -> None:
     """Write an HTML page that explains the tokens of INDEX with words.
 
@@ -103,7 +94,8 @@ def explain(
       edje-index explain local.edje --captions dataset_flickr30k.json \\
         --split test --against m64.edje
     """
-    if captions is None and (images or split or against):
+    given = [options[name] for name in ("images", "split", "against")]
+    if options["captions"] is None and any(given):
         raise UsageError(
             "--images, --split and --against need --captions; add --captions FILE"
         )
@@ -115,14 +107,8 @@ def explain(
         explain_index,
         index,
         rows,
-        model=model,
-        precision=precision,
-        query=query,
-        captions=captions,
-        images=images,
-        split=split,
-        against=against,
         stopped="stopped before the page was written",
+        **options,
     )
     page = explain_page(explanation)
     write_bytes_atomic(out, page.encode(errors="backslashreplace"))
@@ -145,6 +131,7 @@ def explain(
             "root": str(explanation.root),
             "rows": explained,
         }
+        against = options["against"]
         print_json({**value, "against": against and str(against), "page": str(out)})
         return
     for row in explanation.rows:

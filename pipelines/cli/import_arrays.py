@@ -9,11 +9,11 @@ from typing import Any
 import click
 
 from pipelines.cli.options import (
-    LOCAL_INDEX,
     json_option,
+    out_index_option,
     stored_precisions_option,
 )
-from pipelines.cli.output import print_json, print_line, run_job
+from pipelines.cli.output import print_result, run_job
 from pipelines.progress.wording import counted
 
 _FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
@@ -23,9 +23,7 @@ _FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
 @click.argument("tokens", type=_FILE)
 @click.argument("embeddings", type=_FILE)
 @click.argument("rows", type=_FILE, required=False)
-@click.option(
-    "--out", required=True, type=LOCAL_INDEX, help="Directory of the new index."
-)
+@out_index_option
 @stored_precisions_option
 @click.option(
     "--encoder",
@@ -60,7 +58,6 @@ def import_arrays(as_json: bool, **options: Any) -> None:
     from storage_formats.codecs import codec
 
     started = time.monotonic()
-    out = options["out"]
     options["precisions"] = tuple(dict.fromkeys(options["precisions"]))
     manifest = run_job(run_import, **options)
     spec = manifest.spec
@@ -68,23 +65,19 @@ def import_arrays(as_json: bool, **options: Any) -> None:
     record_bytes = {
         name: codec(name, spec.block_shape).record_bytes for name in spec.precisions
     }
-    if as_json:
-        print_json(
-            {
-                "rows": spec.rows,
-                "shards": spec.shards,
-                "block_shape": spec.block_shape,
-                "embed_dim": spec.embed_dim,
-                "bytes_per_image": record_bytes,
-                "ann": manifest.ann["kind"],
-                "seconds": seconds,
-            }
-        )
-        return
+    value = {
+        "rows": spec.rows,
+        "shards": spec.shards,
+        "block_shape": spec.block_shape,
+        "embed_dim": spec.embed_dim,
+        "bytes_per_image": record_bytes,
+        "ann": manifest.ann["kind"],
+        "seconds": seconds,
+    }
     m, d = spec.block_shape
-    print_line(
-        f"{out}: {counted(spec.rows, 'row')} of {m} x {d} tokens in"
+    line = (
+        f"{options['out']}: {counted(spec.rows, 'row')} of {m} x {d} tokens in"
         f" {counted(spec.shards, 'shard')}, {seconds:.1f} s"
     )
-    for name, size in record_bytes.items():
-        print_line(f"{name:6} {size:7,} bytes per row")
+    sizes = [f"{name:6} {size:7,} bytes per row" for name, size in record_bytes.items()]
+    print_result(value, line, *sizes, as_json=as_json)

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pipelines.cli.options import json_option, location
-from pipelines.cli.output import print_json, print_line
-from pipelines.progress.wording import counted, human_bytes
+from pipelines.cli.options import index_argument, json_option
+from pipelines.cli.output import print_json, print_line, print_result
+from pipelines.progress.wording import by_reason, counted, human_bytes
 from storage_formats.errors import UsageError
 from storage_formats.format.layout import Layout
 from storage_formats.remote.urls import IndexLocation
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("index", type=location)
+@index_argument
 @click.option(
     "--duplicates",
     type=click.FloatRange(0, 1, min_open=True),
@@ -63,26 +63,18 @@ def info(index: Path | str, duplicates: float | None, as_json: bool) -> None:
     if duplicates is not None:
         if not isinstance(index, Path) or value["state"] != "finished":
             raise UsageError("--duplicates needs a finished index in a directory")
-        value["near_duplicates"] = _near_duplicates(index, duplicates)
-    if as_json:
-        print_json(value)
-    else:
-        for name, text in _lines(value):
-            print_line(f"{name:<14}{text}")
-        for number, group in enumerate(value.get("near_duplicates", []), 1):
-            print_line(f"near duplicates, group {number}:")
-            for image in group:
-                print_line(f"{image['row_id']:>9}  {image['uri']}")
+        from edje_index.search.duplicates import near_duplicates
+        from storage_formats.format.rows import read_rows
 
-
-def _near_duplicates(root: Path, similarity: float) -> list[list[dict[str, Any]]]:
-    from edje_index.search.duplicates import near_duplicates
-    from storage_formats.format.rows import read_rows
-
-    return [
-        read_rows(root, row_ids, ["row_id", "uri"]).to_pylist()
-        for row_ids in near_duplicates(root, similarity)
-    ]
+        value["near_duplicates"] = [
+            read_rows(index, row_ids, ["row_id", "uri"]).to_pylist()
+            for row_ids in near_duplicates(index, duplicates)
+        ]
+    lines = [f"{name:<14}{text}" for name, text in _lines(value)]
+    for number, group in enumerate(value.get("near_duplicates", []), 1):
+        lines.append(f"near duplicates, group {number}:")
+        lines += [f"{image['row_id']:>9}  {image['uri']}" for image in group]
+    print_result(value, *lines, as_json=as_json)
 
 
 def describe_index(root: Path | str) -> dict[str, Any]:
@@ -267,13 +259,11 @@ def _lines(value: dict[str, Any]) -> Iterator[tuple[str, str]]:
 def _content_lines(value: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield what `_lines` shows only of a finished index."""
     counts = value["counts"]
-    failed = "".join(
-        f", {reason} {count:,}" for reason, count in counts["failed"].items()
-    )
     yield "inputs", f"{counts['inputs']:,}"
     yield "indexed", f"{counts['indexed']:,}"
     yield "duplicates", f"{counts['duplicates']:,}"
-    yield "failed", f"{counts['failed_total']:,}{failed}"
+    total = f"{counts['failed_total']:,}"
+    yield "failed", ", ".join(filter(None, [total, by_reason(counts["failed"])]))
     if value["deleted"]:
         yield "deleted", f"{value['deleted']:,}"
     yield "shards", f"{value['shards']:,} of {value['shard_size']:,} rows each"
@@ -328,7 +318,7 @@ def _precision_line(value: dict[str, Any], name: str) -> str:
 
 
 @click.command()
-@click.argument("index", type=location)
+@index_argument
 @json_option
 def failures(index: IndexLocation, as_json: bool) -> None:
     """List the inputs of INDEX that could not be indexed.
@@ -356,7 +346,6 @@ def failed_rows(index: IndexLocation) -> Iterator[dict[str, Any]]:
     unfinished build.
     """
     from storage_formats.change import is_unfinished
-    from storage_formats.format.layout import Layout
     from storage_formats.format.remote import open_index
     from storage_formats.format.rows import FAILED, iter_rows, read_shard_rows
     from storage_formats.remote.urls import is_url

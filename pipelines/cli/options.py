@@ -65,7 +65,11 @@ def size(value: str | int) -> int:
 
 
 POSITIVE = click.IntRange(min=1)
-DEVICE = click.Choice(["auto", "cpu", "cuda"])
+index_argument = click.argument("index", type=location)
+local_index_argument = click.argument("index", type=PATH)
+out_index_option = click.option(
+    "--out", required=True, type=LOCAL_INDEX, help="Directory of the new index."
+)
 DTYPE = click.Choice(["auto", "float32", "bfloat16"])
 
 json_option = click.option(
@@ -79,7 +83,7 @@ model_option = click.option(
 )
 device_option = click.option(
     "--device",
-    type=DEVICE,
+    type=click.Choice(["auto", "cpu", "cuda"]),
     default="auto",
     help="Device that runs the model. auto uses cuda if a CUDA device is available.",
 )

@@ -107,9 +107,9 @@ def print_line(text: str) -> None:
 
 
 def print_result(result: Any, *lines: str, as_json: bool) -> None:
-    """Print a dataclass as JSON, or `lines` that describe it."""
+    """Print a dataclass or JSON object as JSON, or `lines` that describe it."""
     if as_json:
-        print_json(asdict(result))
+        print_json(result if isinstance(result, dict) else asdict(result))
         return
     for line in lines:
         print_line(line)

@@ -12,8 +12,8 @@ from pipelines.cli.options import (
     FILE,
     PATH,
     POSITIVE,
+    index_argument,
     json_option,
-    location,
     quiet_option,
 )
 from pipelines.cli.output import print_json, print_line, run_job, run_steps
@@ -25,7 +25,7 @@ _PRINT_ONLY = Path("-")
 
 
 @click.command()
-@click.argument("index", type=location)
+@index_argument
 @click.option(
     "--to", "to", multiple=True, metavar="NAME", help="Precision to add; repeatable."
 )
@@ -78,15 +78,12 @@ _PRINT_ONLY = Path("-")
 def quantize(
     index: IndexLocation,
     to: tuple[str, ...],
-    drop: tuple[str, ...],
-    source: str | None,
-    workers: int | None,
-    address: str | None,
     report: Path | None,
     queries: Path | None,
     model: Path | None,
     quiet: bool,
     as_json: bool,
+    **options: Any,
 ) -> None:
     """Add or remove precisions of the tokens in INDEX.
 
@@ -105,7 +102,8 @@ def quantize(
       edje-index quantize photos.edje --report
       edje-index quantize photos.edje --report costs/ --queries captions.txt
     """
-    if not (to or drop or report):
+    is_change = to or options["drop"]
+    if not (is_change or report):
         raise UsageError("nothing to do: give --to, --drop or --report")
     if (queries or model) and report is None:
         raise UsageError("--queries and --model need --report; add --report")
@@ -128,7 +126,7 @@ def quantize(
 
         if report != _PRINT_ONLY:
             check_report_folder(report)
-        reference = precision_to_read(index, Manifest.load(index), source)
+        reference = precision_to_read(index, Manifest.load(index), options["source"])
         measured = run_steps(
             measure_precisions,
             index,
@@ -148,22 +146,14 @@ def quantize(
                 print_line(line)
             if report != _PRINT_ONLY:
                 print_line(f"report written to {report}")
-        output = {"report": asdict(measured)} if to or drop else asdict(measured)
-    if to or drop:
+        output = {"report": asdict(measured)} if is_change else asdict(measured)
+    if is_change:
         from pipelines.jobs.quantize import quantize_index
 
-        if address is not None and workers is None:
+        if options["address"] is not None and options["workers"] is None:
             raise UsageError("--address needs --workers; add --workers")
         result = run_job(
-            quantize_index,
-            index,
-            to,
-            drop=drop,
-            source=source,
-            workers=workers,
-            address=address,
-            resume=index,
-            quiet=quiet,
+            quantize_index, index, to, resume=index, quiet=quiet, **options
         )
         if not as_json:
             for name, size in result.bytes_per_image.items():

@@ -6,7 +6,7 @@ import os
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -16,8 +16,8 @@ from pipelines.cli.options import (
     POSITIVE,
     device_option,
     dtype_option,
+    index_argument,
     json_option,
-    location,
     model_option,
     read_precision_option,
     score_option,
@@ -35,7 +35,7 @@ _QUERIES_AT_ONCE = 64
 
 
 @click.command()
-@click.argument("index", type=location)
+@index_argument
 @click.argument("text", required=False)
 @click.option(
     "--queries",
@@ -109,11 +109,9 @@ def search(
     precision: str | None,
     min_relevance: float,
     columns: str | None,
-    model: Path | None,
-    device: str,
-    dtype: str,
     html: Path | None,
     as_json: bool,
+    **options: Any,
 ) -> None:
     """Find the images that match TEXT best. Give TEXT, --queries or --image.
 
@@ -192,13 +190,7 @@ def search(
 
         started = time.perf_counter()
         opened = TokenIndex.open(
-            index,
-            model,
-            precision=precision,
-            score=score,
-            columns=names,
-            device=device,
-            dtype=dtype,
+            index, precision=precision, score=score, columns=names, **options
         )
     loading = time.perf_counter() - started
     if not opened.model.info.trained:

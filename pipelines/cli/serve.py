@@ -8,10 +8,16 @@ import re
 import threading
 import webbrowser
 from pathlib import Path
+from typing import Any
 
 import click
 
-from pipelines.cli.options import PATH, device_option, dtype_option, model_option
+from pipelines.cli.options import (
+    device_option,
+    dtype_option,
+    local_index_argument,
+    model_option,
+)
 from pipelines.cli.output import note, print_line, run_job
 from storage_formats.errors import UsageError
 from storage_formats.extras import name_missing_extra
@@ -22,7 +28,7 @@ _LOCAL_NAMES = ["localhost", "127.0.0.1", "[::1]"]
 
 
 @click.command()
-@click.argument("index", type=PATH)
+@local_index_argument
 @click.option(
     "--host",
     default="127.0.0.1",
@@ -69,13 +75,11 @@ def serve(
     index: Path,
     host: str,
     port: int,
-    model: Path | None,
-    device: str,
-    dtype: str,
     hosts: tuple[str, ...],
     insecure: bool,
     deadline: float,
     is_mcp: bool,
+    **options: Any,
 ) -> None:
     """Serve search and re-ranking of INDEX over HTTP, with a search page for browsers.
 
@@ -98,7 +102,7 @@ def serve(
         with name_missing_extra("mcp"):
             from edje_index.search.token_index import TokenIndex
             from pipelines.service.mcp import mcp_server
-        mcp_server(TokenIndex.open(index, model, device=device, dtype=dtype)).run()
+        mcp_server(TokenIndex.open(index, **options)).run()
         return
     text = os.environ.get(_KEYS_VARIABLE)
     keys = [] if text is None else [key for key in re.split(r"[,\s]+", text) if key]
@@ -132,7 +136,7 @@ def serve(
     limits = Limits(deadline_seconds=deadline)
     with listen(host, port) as listener:
         note(f"loading {index}")
-        opened = open_warm(index, model, device=device, dtype=dtype)
+        opened = open_warm(index, **options)
         run_service(
             opened,
             limits,

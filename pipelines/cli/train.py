@@ -15,7 +15,7 @@ import click
 from edje_index.scoring.weights import ScoreWeights
 from pipelines.cli.options import PATH, images_option, json_option, quiet_option
 from pipelines.cli.output import print_json, print_result, run_job
-from pipelines.progress.wording import counted
+from pipelines.progress.wording import by_reason, counted
 from storage_formats.errors import UsageError
 from storage_formats.format.index_files import open_regular
 
@@ -190,8 +190,8 @@ def describe_result(result: TrainResult) -> list[str]:
     images = dict(result.left_out)
     blank = images.pop("blank-caption", 0)
     if images:
-        reasons = ", ".join(f"{reason} {count:,}" for reason, count in images.items())
-        lines.append(f"{counted(sum(images.values()), 'image')} left out: {reasons}")
+        total = counted(sum(images.values()), "image")
+        lines.append(f"{total} left out: {by_reason(images)}")
     if blank:
         lines.append(f"{counted(blank, 'blank caption')} left out")
     if result.truncated:

@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 import click
 
-from pipelines.cli.options import json_option, location, quiet_option
+from pipelines.cli.options import index_argument, json_option, quiet_option
 from pipelines.cli.output import note, print_json, print_line, running_job
 from pipelines.progress.events import Progress
 from pipelines.progress.wording import counted
@@ -14,7 +14,7 @@ from storage_formats.remote.urls import IndexLocation
 
 
 @click.command()
-@click.argument("index", type=location)
+@index_argument
 @click.option(
     "--sample",
     metavar="SHARE|N",

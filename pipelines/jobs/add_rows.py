@@ -5,7 +5,6 @@ snapshot.
 from __future__ import annotations
 
 import hashlib
-import itertools
 import os
 import tempfile
 import time
@@ -15,7 +14,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -252,9 +250,10 @@ def update_index(
         rows = len(changes.refs)
         counts = Counts(rows, rows - problems.total(), 0, dict(problems))
         shards = -(-rows // manifest.spec.shard_size)
-        is_changed = np.isin(np.arange(rows), changes.changed)
+        positions = {*changes.changed}
         changed = sum(
-            ref.problem is None for ref in itertools.compress(changes.refs, is_changed)
+            ref.problem is None and position in positions
+            for position, ref in enumerate(changes.refs)
         )
     else:
         request = {"retry_failed": retry_failed}

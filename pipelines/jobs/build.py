@@ -447,21 +447,14 @@ def try_build(
     else:
         check_free(Layout(root))
         journal = is_unfinished(root)
-        stored = (
-            Plan.from_json(journal.plan)
-            if journal is not None and journal.plan
-            else None
-        )
-        receipts = (
-            {}
-            if stored is None
-            else read_receipts(Layout(root), stored.shards, stored.fingerprint)
-        )
-        finished_shards = len(receipts)
-        # the build would forget this plan, or make the same one
-        if not any(receipt.indexed for receipt in receipts.values()):
-            stored = None
-            finished_shards = 0
+        stored = None
+        if journal is not None and journal.plan:
+            plan = Plan.from_json(journal.plan)
+            receipts = read_receipts(Layout(root), plan.shards, plan.fingerprint)
+            # otherwise the build would forget this plan, or make the same one
+            if any(receipt.indexed for receipt in receipts.values()):
+                stored = plan
+                finished_shards = len(receipts)
         chosen = BuildSettings.choose(
             None if stored is None else stored.settings, **requested
         )

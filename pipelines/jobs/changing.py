@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
 from edje_index.progress import ShardProgress
 from pipelines.engines.base import (
@@ -315,6 +316,17 @@ def _shard_tables(
         )
         lines = itertools.chain(stored, lines)
     return write_shard_tables(Layout(index.root), spec, lines, unchanged)
+
+
+def rows_passing(index: CommittedIndex, where: str | None) -> NDArray[np.int64]:
+    """Return the ids of the rows that pass the filter `where`, ascending; none without
+    a filter.
+    """
+    if where is None:
+        return np.empty(0, np.int64)
+    from edje_index.search.rows import IndexRows
+
+    return np.flatnonzero(IndexRows(index).passing(where))
 
 
 @contextlib.contextmanager

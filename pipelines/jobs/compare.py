@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from edje_index.inputs.containers import split_uri
 from edje_index.inputs.refs import (
@@ -285,7 +286,8 @@ def compare_sources(
     stored_values = CollectedColumns(index.manifest.spec.shard_size, columns.values())
     for ref in hashed(digested(sources, hashlib.sha256(), on_event, should_stop)):
         row = find(ref, any_content=False)
-        if row is None and _hash_of(ref) in removed:
+        content = ref.content_hash
+        if row is None and input_hash(ref.uri, ref.uri_raw, content) in removed:
             stay_deleted += 1
             inputs += 1
             continue
@@ -429,10 +431,6 @@ def compare_sources(
     )
 
 
-def _hash_of(ref: InputRef) -> str:
-    return input_hash(ref.uri, ref.uri_raw, ref.content_hash)
-
-
 def _hash(values: Mapping[str, Any]) -> bytes:
     given = {name: value for name, value in values.items() if value is not None}
     return hashlib.blake2b(metadata_text(given).encode(), digest_size=16).digest()
@@ -515,12 +513,8 @@ def find_failed(index: CommittedIndex) -> SourceChanges:
     # by a row that has not failed
     held: set[str] = set()
     for table in iter_rows(index, ["content_hash", "status"]):
-        pairs = zip(
-            table["content_hash"].to_pylist(), table["status"].to_pylist(), strict=True
-        )
-        held |= hashes.intersection(
-            digits for digits, status in pairs if status != FAILED
-        )
+        sound = table.filter(pc.field("status") != FAILED)
+        held |= hashes.intersection(sound["content_hash"].to_pylist())
     # Equal inputs stay separate, so that each of them is listed if they fail again.
     remaining = [ref for ref in refs if ref.content_hash not in held]
     return SourceChanges(

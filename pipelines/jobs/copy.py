@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 
-from edje_index.search.rows import IndexRows
 from pipelines.jobs.ann import build_copied_ann
 from pipelines.jobs.changing import (
     Edit,
@@ -28,6 +27,7 @@ from pipelines.jobs.changing import (
     next_first_row,
     notifier,
     resumable,
+    rows_passing,
 )
 from pipelines.jobs.hub import send_to_hub
 from pipelines.jobs.plan import recorded_sources, with_sources
@@ -405,12 +405,8 @@ def copy_index(
         requested = check_row_ids(rows, spec.rows)
         check_rows_in_use(requested, spec)
         opened.deleted.refuse(requested)
-        passing = (
-            np.empty(0, np.int64)
-            if where is None
-            else np.flatnonzero(IndexRows(opened).passing(where))
-        )
         live = live_rows(opened)
+        passing = rows_passing(opened, where)
         chosen = np.isin(live, np.concatenate([requested, passing]))
         if not chosen.any():
             raise UsageError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 
 from edje_index.inputs.refs import metadata_text
-from pipelines.jobs.changing import Edit, apply
+from pipelines.jobs.changing import Edit, apply, rows_passing
 from pipelines.progress.events import OnEvent, ignore, never
 from pipelines.sources.base import Ignored
 from pipelines.sources.metadata import python_values, source_values
@@ -24,10 +23,10 @@ from storage_formats.format.rows import ROW_SCHEMA, read_index_rows
 from storage_formats.format.source_columns import (
     MAX_COLUMNS,
     MAX_ROW_BYTES,
+    CountedColumns,
     SourceColumn,
     Value,
     as_type,
-    kind_of,
 )
 from storage_formats.format.tombstones import RowIds, check_row_ids
 
@@ -98,10 +97,7 @@ def set_columns(
                 "nothing is set; select at least one row, and give at least one value",
                 parameter="rows",
             )
-        if where is not None:
-            from edje_index.search.rows import IndexRows
-
-            ids = np.union1d(ids, np.flatnonzero(IndexRows(opened).passing(where)))
+        ids = np.union1d(ids, rows_passing(opened, where))
         values = _checked(ids.tolist(), columns)
         lines, after = edited_values(opened, values, opened.manifest.columns)
         types = {column.name: column.type for column in opened.manifest.columns}
@@ -175,8 +171,7 @@ def edited_values(
     row_ids = sorted(values)
     # also those of rows whose columns are new
     rows = read_index_rows(index, row_ids, ["row_id", *stored]).to_pylist()
-    kinds = {column.name: {*column.kinds} for column in columns}
-    counts = Counter({column.name: column.values for column in columns})
+    counted = CountedColumns(columns)
     lines: list[tuple[int, str, str | None]] = []
     for row in rows:
         for name, value in values[row["row_id"]].items():
@@ -185,18 +180,15 @@ def edited_values(
                 continue
             text = None if value is None else metadata_text({"": value})[4:-1]
             lines.append((row["row_id"], name, text))
-            counts[name] += (value is not None) - (before is not None)
+            counted.values[name] -= before is not None
             if value is not None:
-                kinds.setdefault(name, set()).add(kind_of(value))
-    if len(kinds) > MAX_COLUMNS:
+                counted.count(name, value)
+    after = counted.columns()
+    if len(after) > MAX_COLUMNS:
         raise UsageError(
-            f"the index would have {len(kinds)} columns, more than {MAX_COLUMNS}",
+            f"the index would have {len(after)} columns, more than {MAX_COLUMNS}",
             parameter="columns",
         )
-    after = tuple(
-        SourceColumn(name, tuple(sorted(kinds[name])), counts[name])
-        for name in sorted(kinds)
-    )
     parts = zip(*lines, strict=True) if lines else ((), (), ())
     return pa.table(list(map(list, parts)), schema=EDIT_SCHEMA), after
 

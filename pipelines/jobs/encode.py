@@ -17,7 +17,7 @@ from pipelines.engines.base import Worker, count_metrics, open_engine, worker_ma
 from pipelines.jobs.changing import ShardWork, run_shards
 from pipelines.jobs.plan import Plan
 from pipelines.progress.events import OnEvent, PlanReady, ShouldStop, StatusMessage
-from pipelines.progress.wording import counted
+from pipelines.progress.wording import by_reason, counted
 from storage_formats.change import Change, IndexChange
 from storage_formats.errors import EdjeError
 from storage_formats.format.layout import Layout
@@ -163,7 +163,7 @@ def encode_rows(
                 so_far = "" if done == plan.rows else " so far"
                 raise EdjeError(
                     f"{number:,} of {counted(done, 'input')} failed{so_far},"
-                    f" more than {limit} ({_by_reason(failed)}). The first are"
+                    f" more than {limit} ({by_reason(failed)}). The first are"
                     f" {_first_failures(layout, receipts)}. {len(receipts):,} of"
                     f" {counted(len(plan.shards), 'shard')} are finished and kept;"
                     " raise the share to index the others",
@@ -172,7 +172,7 @@ def encode_rows(
     if undecoded := _undecoded(layout, receipts, plan.ignored):
         text = (
             f"{counted(undecoded.total(), 'file')} in a format that this installation"
-            f" does not decode: {_by_reason(undecoded)}"
+            f" does not decode: {by_reason(undecoded)}"
         )
         on_event(StatusMessage(text, is_warning=True))
     if needs_one and not any(receipt.indexed for receipt in receipts):
@@ -180,7 +180,7 @@ def encode_rows(
             change.abandon()
         raise EdjeError(
             f"none of the {counted(failed.total(), 'input')} could be indexed"
-            f" ({_by_reason(failed)}). The first are"
+            f" ({by_reason(failed)}). The first are"
             f" {_first_failures(layout, receipts)}; correct"
             f" {', '.join(settings.sources)}, and run the command again"
         )
@@ -238,12 +238,6 @@ def _undecoded(
                 row["detail"] for row in rows.to_pylist() if row["reason"] in UNDECODED
             )
     return formats
-
-
-def _by_reason(failed: Counter[str]) -> str:
-    return ", ".join(
-        f"{reason} {number:,}" for reason, number in sorted(failed.items())
-    )
 
 
 def _first_failures(layout: Layout, receipts: list[ShardReceipt]) -> str:

@@ -338,10 +338,16 @@ def get_model(
 def find_model(model: str, say: Say = silent) -> Path:
     """Return the directory of a bundle: `model` itself, or for a name or URL that
     `get_model` knows, a directory in the user's cache, which is written first if it
-    does not exist.
+    does not exist. Raise as `get_model`.
     """
     if (hub_kind(model) is None and model not in MODELS) or Path(model).is_dir():
-        return local_path(model)
+        path = local_path(model)
+        if not path.exists():
+            raise UsageError(
+                f"there is no model {model!r}; give the directory of a bundle,"
+                f" hf://ORG/REPO, or one of {', '.join(MODELS)}"
+            )
+        return path
     folder = cache_directory() / "models" / model.rpartition("//")[2].replace("/", "--")
     if not folder.exists():
         get_model(model, folder, say=say)

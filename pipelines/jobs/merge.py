@@ -151,19 +151,11 @@ def merge_indexes(
             found = [np.empty(0, np.int64)]
             hashes = [np.empty(0, _HASH)]
             for table in iter_rows(each, ["row_id", "content_hash", "status"]):
-                values = np.array(
-                    [
-                        (value or "").encode()
-                        for value in table["content_hash"].to_pylist()
-                    ],
-                    _HASH,
-                )
+                digits = table["content_hash"].fill_null("").to_pylist()
+                values = np.array([each.encode() for each in digits], _HASH)
                 is_known = np.isin(values, known) & (values != b"")
                 found.append(table["row_id"].to_numpy()[is_known])
-                indexed = np.array(
-                    [status == INDEXED for status in table["status"].to_pylist()],
-                    dtype=np.bool_,
-                )
+                indexed = table["status"].to_numpy() == INDEXED
                 hashes.append(values[(values != b"") & indexed])
             duplicates.append(np.concatenate(found))
             known = np.unique(np.concatenate([known, *hashes]))

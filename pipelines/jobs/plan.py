@@ -5,12 +5,14 @@ or an update.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import shutil
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import NoneType
+from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 from edje_index.bundles.info import BundleInfo
 from edje_index.models import MAX_FRAMES
@@ -19,17 +21,16 @@ from storage_formats.atomic import fsync_paths
 from storage_formats.codecs import codec
 from storage_formats.errors import CorruptIndexError, UsageError
 from storage_formats.format.checksum import crc32c_file, to_hex
-from storage_formats.format.layout import IndexSpec, Layout, OffsetBlock, Segment
+from storage_formats.format.layout import IndexSpec, Layout
 from storage_formats.format.manifest import Manifest
 from storage_formats.format.receipts import fingerprint
 from storage_formats.format.source_columns import (
     MAX_COLUMNS,
     MAX_ROW_BYTES,
     MAX_SHARD_BYTES,
+    CountedColumns,
     SourceColumn,
     Value,
-    columns_from_json,
-    kind_of,
 )
 from storage_formats.threads import has_bfloat16, usable_cpus
 
@@ -160,22 +161,6 @@ class BuildSettings:
             **{each.name: getattr(self, each.name) for each in fields(DecodeSettings)}
         )
 
-    @classmethod
-    def from_json(cls, value: dict[str, Any]) -> BuildSettings:
-        """Return the settings that a plan or a manifest stores as `value`.
-
-        Raises:
-            KeyError, TypeError: `value` is not a JSON object with the settings of a
-                plan.
-        """
-        known = {each.name for each in fields(cls)}
-        settings: dict[str, Any] = {
-            name: tuple(member) if isinstance(member, list) else member
-            for name, member in value.items()
-            if name in known
-        }
-        return cls(**settings)
-
 
 def settings_of(root: Path, manifest: Manifest) -> BuildSettings:
     """Return the settings that the index at `root` was built with.
@@ -184,8 +169,9 @@ def settings_of(root: Path, manifest: Manifest) -> BuildSettings:
         UsageError: the index was not made by a build.
     """
     try:
-        return BuildSettings.from_json(manifest.settings)
-    except (KeyError, TypeError) as error:
+        settings: BuildSettings = read_json(BuildSettings, manifest.settings)
+        return settings
+    except (LookupError, TypeError) as error:
         raise UsageError(
             f"{root} was not built from images, so no images can be added to it; choose"
             " another index",
@@ -271,29 +257,32 @@ class Plan:
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Plan:
         """Return the plan described by `value`, a result of `to_json`."""
-        spec = value["spec"]
-        tuples = {
-            "block_shape": tuple(spec["block_shape"]),
-            "precisions": tuple(spec["precisions"]),
-            "segments": tuple(Segment(**segment) for segment in spec["segments"]),
-            "offset": _offset(spec.get("offset")),
-        }
-        settings = BuildSettings.from_json(value["settings"])
-        columns = columns_from_json(value["columns"])
-        return cls(
-            **{
-                **value,
-                "spec": IndexSpec(**{**spec, **tuples}),
-                "settings": settings,
-                "columns": columns,
-            }
+        plan: Plan = read_json(cls, value)
+        return plan
+
+
+def read_json(kind: Any, value: Any) -> Any:
+    """Return the object of type `kind` that `value` describes as JSON. Unknown members
+    of dataclasses are left out.
+
+    Raises:
+        LookupError, TypeError: a member is missing, or of another type.
+    """
+    if dataclasses.is_dataclass(kind):
+        types = _types_of(kind)
+        known = {name: value[name] for name in types.keys() & value.keys()}
+        return kind(
+            **{name: read_json(types[name], each) for name, each in known.items()}
         )
+    if isinstance(value, list):
+        return tuple(read_json(get_args(kind)[0], each) for each in value)
+    # the type of a member that may be None
+    if isinstance(value, dict) and NoneType in get_args(kind):
+        return read_json(get_args(kind)[0], value)
+    return value
 
 
-def _offset(value: dict[str, Any] | None) -> OffsetBlock | None:
-    if value is None:
-        return None
-    return OffsetBlock(value["crc32c"], tuple(value["precisions"]))
+_types_of = functools.cache(get_type_hints)
 
 
 def model_record(info: BundleInfo) -> dict[str, Any]:
@@ -352,7 +341,7 @@ def store_inputs(
     shard_size: int,
     *,
     first_shard: int = 0,
-    earlier_columns: Iterable[SourceColumn] = (),
+    earlier_columns: Collection[SourceColumn] = (),
 ) -> dict[str, Any]:
     """Write `refs` to `build/inputs/`. Existing files in this directory are removed.
 
@@ -413,7 +402,7 @@ def check_inputs(root: Path, plan: Plan, finished_shards: Collection[int]) -> No
             )
 
 
-class CollectedColumns:
+class CollectedColumns(CountedColumns):
     """The source columns of all inputs that were added so far. If there are too many,
     the first in row order are kept.
 
@@ -422,11 +411,10 @@ class CollectedColumns:
             a row.
     """
 
-    def __init__(self, shard_size: int, earlier: Iterable[SourceColumn] = ()) -> None:
+    def __init__(self, shard_size: int, earlier: Collection[SourceColumn] = ()) -> None:
+        super().__init__(earlier)
         self.ignored = Counter[str]()
         self._row_bytes = min(MAX_ROW_BYTES, MAX_SHARD_BYTES // shard_size)
-        self._kinds = {column.name: set(column.kinds) for column in earlier}
-        self._values = Counter({column.name: column.values for column in earlier})
 
     def add(self, ref: InputRef) -> InputRef:
         """Add the metadata of one input. Return the input with only the metadata to
@@ -442,8 +430,8 @@ class CollectedColumns:
         kept: dict[str, Value] = {}
         new = 0
         for name, value in ref.metadata.items():
-            new += name not in self._kinds
-            if name in self._kinds or len(self._kinds) + new <= MAX_COLUMNS:
+            new += name not in self.kinds
+            if name in self.kinds or len(self.kinds) + new <= MAX_COLUMNS:
                 kept[name] = value
             else:
                 self.ignored[TOO_MANY] += 1
@@ -460,17 +448,8 @@ class CollectedColumns:
             total -= lengths[name]
             del kept[name]
         for name, value in kept.items():
-            self._kinds.setdefault(name, set()).add(kind_of(value))
-            self._values[name] += 1
+            self.count(name, value)
         return dataclasses.replace(ref, metadata=kept or None)
-
-    def columns(self) -> tuple[SourceColumn, ...]:
-        """Return the earlier and the new columns together, sorted by name."""
-        names = sorted(self._kinds)
-        return tuple(
-            SourceColumn(name, tuple(sorted(self._kinds[name])), self._values[name])
-            for name in names
-        )
 
 
 SOURCES_MEMBER = "indexed_sources"

@@ -127,16 +127,9 @@ def workers_memory(
     """Return a lower bound of the memory that all workers need together. If
     `workers` is None, assume one worker.
     """
-    height, width = info.vision["image_size"]
-    images = max(settings.batch_size, settings.frames or 1)
-    batches = (
-        _BATCHES_IN_MEMORY
-        * images
-        * _CHANNELS
-        * int(height)
-        * int(width)
-        * _FLOAT32_BYTES
-    )
+    height, width = map(int, info.vision["image_size"])
+    images = _BATCHES_IN_MEMORY * max(settings.batch_size, settings.frames or 1)
+    batches = images * _CHANNELS * height * width * _FLOAT32_BYTES
     parts = {
         "libraries": _PROCESS_BYTES,
         "weights": info.encoder_weights_bytes,
@@ -208,13 +201,11 @@ def disk_need(spec: IndexSpec, memory: int | None = None) -> Need:
     """Return the disk space that the whole index needs, plus 2 %."""
     last = len(spec.shard_rows(spec.shards - 1))
     tokens = spec.rows * CRC_BYTES * len(spec.precisions)
-    for record_bytes in (
-        codec(name, spec.block_shape).record_bytes for name in spec.precisions
-    ):
-        tokens += (spec.shards - 1) * padded_shard_bytes(
-            spec.shard_size, spec.shard_size, record_bytes
-        )[1]
-        tokens += padded_shard_bytes(last, spec.shard_size, record_bytes)[1]
+    for name in spec.precisions:
+        record_bytes = codec(name, spec.block_shape).record_bytes
+        for rows, shards in ((spec.shard_size, spec.shards - 1), (last, 1)):
+            size = padded_shard_bytes(rows, spec.shard_size, record_bytes)[1]
+            tokens += shards * size
     embeddings = spec.shards * spec.shard_size * spec.embed_dim * _FLOAT32_BYTES
     # files end in a partial disk block
     rows = spec.rows * _ROW_BYTES + spec.shards * _FILES_PER_SHARD * PAGE_BYTES

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from pipelines.jobs.changing import Edit, apply, notifier
+from pipelines.jobs.changing import Edit, apply, notifier, rows_passing
 from pipelines.progress.events import OnEvent, StatusMessage, ignore, never
 from storage_formats.change import (
     Removal,
@@ -165,30 +165,16 @@ def deletion(
             for line in table.to_pylist()
         )
         matching = [line["row_id"] for line in lines if matches(line["uri"])]
-    passing: list[int] = []
-    if where is not None:
-        from edje_index.search.rows import IndexRows
-
-        passing = np.flatnonzero(IndexRows(index).passing(where)).tolist()
-    requested = np.unique(
-        np.array(
-            [*check_row_ids(rows, index.manifest.spec.rows), *matching, *passing],
-            np.int64,
-        )
-    )
+    given = check_row_ids(rows, index.manifest.spec.rows)
+    passing = rows_passing(index, where)
+    requested = np.unique(np.array([*given, *matching, *passing], np.int64))
     # the first run of an interrupted erasure may have removed rows
     if with_duplicates:
         requested = requested[rows_in_use(requested, index.manifest.spec)]
     check_rows_in_use(requested, index.manifest.spec)
     if with_duplicates and len(requested) and index.manifest.counts.duplicates:
         for table in iter_rows(index, ["row_id", "duplicate_of"]):
-            originals = np.array(
-                [
-                    -1 if row is None else row
-                    for row in table["duplicate_of"].to_pylist()
-                ],
-                np.int64,
-            )
+            originals = table["duplicate_of"].fill_null(-1).to_numpy()
             duplicates = table["row_id"].to_numpy()[np.isin(originals, requested)]
             requested = np.union1d(requested, duplicates)
     new = requested[~index.deleted.contain(requested)].tolist()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from decimal import Decimal
 
 _SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,9})?) ?(?:([KMGT])(i)?)?B?", re.IGNORECASE)
@@ -11,6 +12,11 @@ _SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,9})?) ?(?:([KMGT])(i)?)?B?", re.IGNORECA
 def counted(count: int, noun: str) -> str:
     """Format a count and a noun, in the plural if needed: "1 shard", "2,000 shards"."""
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def by_reason(counts: Mapping[str, int]) -> str:
+    """Format counts by reason, sorted: "missing 3, unreadable 1"."""
+    return ", ".join(f"{reason} {count:,}" for reason, count in sorted(counts.items()))
 
 
 def human_bytes(size: float) -> str:

@@ -42,6 +42,8 @@ from pipelines.sources.base import (
     holds_inputs,
     is_input,
     read_head,
+    source_error,
+    unreadable,
 )
 from pipelines.sources.folder import FolderSource
 from pipelines.sources.lists import (
@@ -128,14 +130,12 @@ def open_sources(
         )
     for source, other in _contained(sources):
         if _real_path(source) == _real_path(other):
-            raise UsageError(
+            raise source_error(
                 f"{other.spec} and {source.spec} are the same source; name this source"
-                " once",
-                parameter="sources",
+                " once"
             )
-        raise UsageError(
-            f"{source.spec} is inside {other.spec}; leave out one of these sources",
-            parameter="sources",
+        raise source_error(
+            f"{source.spec} is inside {other.spec}; leave out one of these sources"
         )
     return sources
 
@@ -284,23 +284,20 @@ def open_source(spec: str, column: str | None = None, *, clips: bool = False) ->
     if is_url(spec):
         require_libraries(spec)
     elif scheme_of(spec) is not None:
-        raise UsageError(
+        raise source_error(
             f"{spec} is not a local path; mount the storage, or copy the files to this"
-            " machine",
-            parameter="sources",
+            " machine"
         )
     elif os.path.isdir(spec):
         if not os.access(spec, os.R_OK | os.X_OK):
-            raise UsageError(
+            raise source_error(
                 f"cannot list the directory {spec}: permission denied; change its"
-                " permissions",
-                parameter="sources",
+                " permissions"
             )
         return FolderSource(spec, clips=clips)
     elif os.path.exists(spec) and not os.path.isfile(spec):
-        raise UsageError(
-            f"{spec} is neither a directory nor a regular file; give {ACCEPTED}",
-            parameter="sources",
+        raise source_error(
+            f"{spec} is neither a directory nor a regular file; give {ACCEPTED}"
         )
     suffix = os.path.splitext(file_name(spec))[1].lower()
     try:
@@ -327,48 +324,36 @@ def open_source(spec: str, column: str | None = None, *, clips: bool = False) ->
         if is_url(spec):
             listing = list_remote_folder(spec)
             if listing is None:
-                raise UsageError(
+                raise source_error(
                     f"{spec} is not an image, archive or table, and web servers do not"
                     " list directories; give the URLs of files, or a file with a list"
-                    " of URLs",
-                    parameter="sources",
+                    " of URLs"
                 )
             if not any(listing):
-                raise UsageError(
-                    f"{spec} does not exist; check the URL", parameter="sources"
-                )
+                raise source_error(f"{spec} does not exist; check the URL")
             return FolderSource(spec, clips=clips)
     except (OSError, ValueError, EOFError, pa.ArrowException) as error:
         if isinstance(error, FileNotFoundError) and not is_url(spec):
-            raise UsageError(
-                f"{spec} does not exist; check the path", parameter="sources"
-            ) from error
+            raise source_error(f"{spec} does not exist; check the path") from error
         advice = (
             "the URL and the credentials"
             if is_url(spec)
             else "the file, its permissions and its format"
         )
-        reason = getattr(error, "strerror", None) or error
-        raise UsageError(
-            f"cannot read {spec}: {reason}; check {advice}", parameter="sources"
-        ) from error
+        raise unreadable(spec, error, advice) from error
     if is_input(head, clips=True):
-        raise UsageError(
-            f"{spec} is a video; set the number of frames per clip to index videos",
-            parameter="sources",
+        raise source_error(
+            f"{spec} is a video; set the number of frames per clip to index videos"
         )
-    raise UsageError(
-        f"{spec} is not a source of images; give {ACCEPTED}", parameter="sources"
-    )
+    raise source_error(f"{spec} is not a source of images; give {ACCEPTED}")
 
 
 def _refuse_credentials(url: str) -> None:
     if has_credentials(url):
-        raise UsageError(
+        raise source_error(
             f"{without_credentials(url)} contains a user name or a password, which the"
             " index would store; remove them from the URL, and put the credentials"
-            " into the environment",
-            parameter="sources",
+            " into the environment"
         )
 
 
@@ -384,25 +369,19 @@ def _matches(pattern: str) -> list[str]:
         _refuse_credentials(pattern)
         parent, _, last = pattern.rpartition("/")
         if glob.has_magic(parent):
-            raise UsageError(
+            raise source_error(
                 f"{pattern} has a wildcard in a directory; use wildcards only after the"
-                " last slash",
-                parameter="sources",
+                " last slash"
             )
         require_libraries(pattern)
         try:
             files, _ = list_remote_folder(parent) or ({}, [])
         except (OSError, ValueError) as error:
-            reason = getattr(error, "strerror", None) or error
-            raise UsageError(
-                f"cannot read {pattern}: {reason}; check the URL and the credentials",
-                parameter="sources",
-            ) from error
+            advice = "the URL and the credentials"
+            raise unreadable(pattern, error, advice) from error
         names = [f"{parent}/{name}" for name in fnmatch.filter(files, last)]
     if not names:
-        raise UsageError(
-            f"no file matches {pattern}; check the pattern", parameter="sources"
-        )
+        raise source_error(f"no file matches {pattern}; check the pattern")
     return sorted(names, key=os.fsencode)
 
 
@@ -438,10 +417,9 @@ def expand_braces(pattern: str) -> list[str]:
         )
     ]
     if len(names) > MAX_EXPANSIONS:
-        raise UsageError(
+        raise source_error(
             f"{pattern} expands to more than {MAX_EXPANSIONS:,} names; give several"
-            " smaller patterns",
-            parameter="sources",
+            " smaller patterns"
         )
     return names
 

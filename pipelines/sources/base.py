@@ -177,6 +177,19 @@ class ImageFileSource(Source):
         yield file_input(self.path)
 
 
+def source_error(message: str) -> UsageError:
+    """Return the error for a source that cannot be used."""
+    return UsageError(message, parameter="sources")
+
+
+def unreadable(what: str, error: Exception, advice: str) -> UsageError:
+    """Return the error for a source that cannot be read. `advice` says what to
+    check.
+    """
+    reason = getattr(error, "strerror", None) or error
+    return source_error(f"cannot read {what}: {reason}; check {advice}")
+
+
 def absolute_path(spec: str) -> bytes:
     """Return the absolute path of a source, or its URL."""
     return os.fsencode(spec) if is_url(spec) else os.path.abspath(os.fsencode(spec))
@@ -348,10 +361,7 @@ def lost_file(source: Source, error: Exception) -> InputRef:
     )
     problem = "damaged-archive" if is_damage else problem_of(error)
     if is_url(source.path) and problem in ("missing", "unreadable"):
-        reason = getattr(error, "strerror", None) or error
-        raise UsageError(
-            f"cannot read {source.spec}: {reason}; check the URL", parameter="sources"
-        ) from error
+        raise unreadable(source.spec, error, "the URL") from error
     return InputRef(display_path(source.path), source.path, problem=problem)
 
 

@@ -21,7 +21,14 @@ import pyarrow as pa
 from edje_index.captions.reading import ID_KEY, SPLIT_KEY, CaptionRecord, read_records
 from edje_index.inputs.json_lines import read_json_lines
 from edje_index.inputs.refs import MAX_INPUT_BYTES, InputRef, display_path
-from pipelines.sources.base import STANDARD_INPUT, Source, file_name, listed_input
+from pipelines.sources.base import (
+    STANDARD_INPUT,
+    Source,
+    file_name,
+    listed_input,
+    source_error,
+    unreadable,
+)
 from pipelines.sources.metadata import (
     BAD_NAME,
     CAPTIONS,
@@ -106,10 +113,9 @@ class ListSource(Source):
         super().__post_init__()
         if self.spec == STANDARD_INPUT:
             if sys.stdin is None or (not sys.stdin.closed and sys.stdin.isatty()):
-                raise UsageError(
+                raise source_error(
                     "standard input is a terminal; pipe a list of paths into the"
-                    " command",
-                    parameter="sources",
+                    " command"
                 )
             self.path = b"-"
             self._directory = os.fsencode(os.getcwd())
@@ -132,12 +138,8 @@ class ListSource(Source):
                 return
             columns = self._columns()
         except (OSError, ValueError, csv.Error) as error:
-            reason = getattr(error, "strerror", None) or error
-            raise UsageError(
-                f"cannot read the list {self.spec}: {reason}; check the path and the"
-                " format",
-                parameter="sources",
-            ) from error
+            name = f"the list {self.spec}"
+            raise unreadable(name, error, "the path and the format") from error
         candidates = PATH_COLUMNS if self.column is None else (self.column,)
         self.column = next((name for name in candidates if name in columns), None)
         if self.column is None:
@@ -207,10 +209,9 @@ class ListSource(Source):
                     ):
                         yield position, dict(zip(columns, fields, strict=True))
             except (OSError, pa.ArrowException) as error:
-                raise UsageError(
+                raise source_error(
                     f"the list {self.spec} is damaged after row {position}: {error};"
-                    " write the list again",
-                    parameter="sources",
+                    " write the list again"
                 ) from error
         elif self._suffix in _DELIMITERS:
             rows = self._csv_rows()
@@ -226,7 +227,11 @@ class ListSource(Source):
                     self.ignored.count(MORE_FIELDS)
                 yield number, values
         else:
-            yield from self._json_entries()
+            # File names need not be UTF-8.
+            for number, value, _ in read_json_lines(
+                self._file, decode_errors="surrogateescape"
+            ):
+                yield number, value if isinstance(value, dict) else {}
 
     def _columns(self) -> list[str]:
         if self._suffix in _DELIMITERS:
@@ -247,10 +252,9 @@ class ListSource(Source):
     def _lines(self) -> Iterator[_Entry]:
         is_standard_input = self.spec == STANDARD_INPUT
         if is_standard_input and sys.stdin.closed:
-            raise UsageError(
+            raise source_error(
                 "standard input has been read already, and cannot be read again; write"
-                f" the list to a file that ends in {LINES_SUFFIX}, and give its name",
-                parameter="sources",
+                f" the list to a file that ends in {LINES_SUFFIX}, and give its name"
             )
         with sys.stdin.buffer if is_standard_input else open(self._file, "rb") as file:
             for number in itertools.count(1):
@@ -266,13 +270,6 @@ class ListSource(Source):
                     yield number, {}
                 elif text := line.strip():
                     yield number, {_PATH: os.fsdecode(text)}
-
-    def _json_entries(self) -> Iterator[_Entry]:
-        # File names need not be UTF-8.
-        for number, value, _ in read_json_lines(
-            self._file, decode_errors="surrogateescape"
-        ):
-            yield number, value if isinstance(value, dict) else {}
 
     def _csv_rows(self) -> Iterator[_Row]:
         """Yield the rows of a table, including the header.
@@ -321,10 +318,9 @@ def _comma_rows(file: Iterable[str], name: str) -> Iterator[_Row]:
         except csv.Error:
             row = None
         if at_end or (row is None and rows.line_num > first):
-            raise UsageError(
+            raise source_error(
                 f"the quoted text that begins in line {first} of {name} has no end or"
-                " is too long; correct the quotation marks of this line",
-                parameter="sources",
+                " is too long; correct the quotation marks of this line"
             )
         if row != []:
             yield rows.line_num, row

@@ -70,16 +70,12 @@ def python_values(values: Mapping[Any, Any]) -> dict[Any, Any]:
     """Return `values` with Python objects in place of the numbers, dates and arrays of
     NumPy and PyTorch.
     """
-    return {
-        name: _plain_value(value.astype("M8[us]"))
-        if isinstance(value, np.datetime64)
-        else _plain_value(value)
-        for name, value in values.items()
-    }
-
-
-def _plain_value(value: Any) -> Any:
-    return value.tolist() if hasattr(value, "tolist") else value
+    plain = {}
+    for name, value in values.items():
+        if isinstance(value, np.datetime64):
+            value = value.astype("M8[us]")
+        plain[name] = value.tolist() if hasattr(value, "tolist") else value
+    return plain
 
 
 def sidecar_values(

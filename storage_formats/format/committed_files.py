@@ -7,18 +7,17 @@ from __future__ import annotations
 import bisect
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Sequence
 from typing import BinaryIO
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from numpy.typing import NDArray
 
 from storage_formats.errors import CorruptIndexError, cannot_read
 from storage_formats.format.checksum import crc32c_stream
 from storage_formats.format.index_files import open_index_file
-from storage_formats.format.layout import Layout
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.parquet import ParquetRowGroups
 from storage_formats.format.shard_table import (
@@ -28,8 +27,7 @@ from storage_formats.format.shard_table import (
     table_lines,
 )
 
-# about 20 MB
-_KEPT_ENTRIES = 1 << 16
+_LINE = np.dtype([("shard", "i8"), ("bytes", "i8"), ("crc32c", "u4")])
 # their lines are in one or a few row groups
 _SHARDS_PER_READ = 1024
 
@@ -38,49 +36,65 @@ class CommittedFiles:
     """Looks up file entries in the shard tables for one kind of file, for example the
     rows files. Thread-safe.
 
-    A lookup reads only the row groups that can contain the requested shards.
+    A lookup reads the row groups that can contain the requested shards, and keeps the
+    lengths and checksums of all files of this kind in them: 20 bytes per shard.
 
     Args:
-        path: function that takes a shard number and returns the path of the file, for
-            example `layout.rows_file`.
+        name: relative path of a file with a field for the shard number, for example
+            `layout.ROWS_FILE`.
     """
 
-    def __init__(self, index: CommittedIndex, path: Callable[[int], Path]) -> None:
-        self._layout = Layout(index.root)
+    def __init__(self, index: CommittedIndex, name: str) -> None:
         self._spec = index.manifest.spec
-        self._path = path
+        self._name = name
         self._tables = [_Table(index, entry) for entry in index.manifest.shard_tables]
-        self._files: dict[int, FileEntry] = {}
+        # the known lines, sorted by shard
+        self._lines = np.empty(0, _LINE)
+        self._shards = self._lines["shard"]
         self._lock = threading.Lock()
 
     def files(self, shards: Iterable[int]) -> dict[int, FileEntry]:
         """Return the file entry of each of `shards`, keyed by shard number. Each
         shard must belong to a segment.
         """
-        requested = list(shards)
+        requested = np.fromiter(shards, dtype=np.int64)
         with self._lock:
-            missing = [shard for shard in requested if shard not in self._files]
-            for segment, table in zip(
-                self._spec.used_segments, self._tables, strict=True
-            ):
-                of_segment = self._spec.segment_shards(segment)
-                if here := [shard for shard in missing if shard in of_segment]:
-                    self._load(table, here)
-            files = {shard: self._files[shard] for shard in requested}
-            if len(self._files) > _KEPT_ENTRIES:
-                self._files = dict(files)
-            return files
+            missing = requested[~np.isin(requested, self._shards)]
+            if len(missing):
+                self._load(np.unique(missing))
+            lines = self._lines[np.searchsorted(self._shards, requested)]
+        return {
+            shard: FileEntry(self._name.format(shard), length, crc)
+            for shard, length, crc in lines.tolist()
+        }
 
-    def _load(self, table: _Table, shards: list[int]) -> None:
-        for shard, file in table.lines(shards):
-            if file.path == self._layout.relative(self._path(shard)):
-                self._files[shard] = file
-        for shard in shards:
-            if shard not in self._files:
-                raise CorruptIndexError(
-                    f"the shard table {table.path} does not list {self._path(shard)}",
-                    remedy="verify",
-                )
+    def _load(self, missing: NDArray[np.int64]) -> None:
+        parts = [self._lines]
+        for segment, table in zip(self._spec.used_segments, self._tables, strict=True):
+            of_segment = self._spec.segment_shards(segment)
+            start, stop = np.searchsorted(missing, [of_segment.start, of_segment.stop])
+            if start < stop:
+                parts += map(self._own, table.groups(missing[start:stop].tolist()))
+        lines = np.concatenate(parts)
+        self._shards, first = np.unique(lines["shard"], return_index=True)
+        self._lines = lines[first]
+        for shard in np.setdiff1d(missing, self._shards).tolist():
+            raise CorruptIndexError(
+                f"no shard table lists {self._name.format(shard)}", remedy="verify"
+            )
+
+    def _own(self, group: pa.Table) -> NDArray[np.void]:
+        """Return the lines of `group` for files of this kind."""
+        folder = self._name.rpartition("/")[0] + "/"
+        group = group.filter(pc.starts_with(group["path"], folder))
+        # `to_numpy` would import pandas, which takes 0.25 s
+        columns = (group[name].to_pylist() for name in SHARD_TABLE_SCHEMA.names)
+        lines = [
+            (shard, length, crc)
+            for shard, path, length, crc in zip(*columns, strict=True)
+            if path == self._name.format(shard)
+        ]
+        return np.array(lines, dtype=_LINE)
 
 
 def iter_shard_files(
@@ -108,8 +122,10 @@ def iter_shard_files(
         for first in range(start, stop, _SHARDS_PER_READ):
             group = list(shards[first : min(first + _SHARDS_PER_READ, stop)])
             files: dict[int, dict[str, FileEntry]] = {shard: {} for shard in group}
-            for shard, file in table.lines(group):
-                files[shard][file.path] = file
+            for lines in table.groups(group):
+                for shard, file in table_lines(lines):
+                    if shard in files:
+                        files[shard][file.path] = file
             yield from files.items()
 
 
@@ -123,27 +139,17 @@ class _Table:
         self._groups: ParquetRowGroups | None = None
         self._identity: tuple[int, ...] = ()
 
-    def lines(self, shards: list[int]) -> list[tuple[int, FileEntry]]:
-        """Return a pair (shard number, file entry) for each line of the table for
-        `shards`.
-        """
-        # `pa.array` would import pandas, which takes 0.25 s.
-        wanted = pa.py_buffer(np.array(shards, dtype=np.int32))
-        requested = pa.Array.from_buffers(pa.int32(), len(shards), [None, wanted])
+    def groups(self, shards: list[int]) -> Iterator[pa.Table]:
+        """Yield the row groups of the table that can contain `shards`."""
         try:
             self._index.fetch([self._entry])
             with open_index_file(self._index.root, self.path) as file:
                 self._open(file)
                 assert self._groups is not None
-                lines: list[tuple[int, FileEntry]] = []
                 for group in self._groups.read(file, shards):
-                    group = group.select(SHARD_TABLE_SCHEMA.names).cast(
+                    yield group.select(SHARD_TABLE_SCHEMA.names).cast(
                         SHARD_TABLE_SCHEMA
                     )
-                    lines += table_lines(
-                        group.filter(pc.is_in(group["shard"], requested))
-                    )
-                return lines
         except (OSError, KeyError, ValueError, pa.ArrowException) as error:
             raise cannot_read(
                 f"the shard table {self.path}", error, EXCHANGED

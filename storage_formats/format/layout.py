@@ -32,6 +32,9 @@ PAGE_BYTES = 4096
 # offset and length of the Zarr sharding codec, two uint64
 INDEX_ENTRY_BYTES = 16
 CRC_BYTES = 4
+# paths of the files of a shard, relative to the root; the field is the shard number
+ROWS_FILE = "rows/{:08d}.parquet"
+EMBEDDING_FILE = "embeddings/c.{}.0"
 
 
 @dataclass(frozen=True)
@@ -189,6 +192,18 @@ def padded_shard_bytes(
     return total - index_bytes, total
 
 
+def token_file(precision: str, record_ndim: int = 2) -> str:
+    """Return the relative path of a token file, with a field for the shard number."""
+    return f"tokens/{precision}/c.{{}}" + ".0" * record_ndim
+
+
+def checksum_file(precision: str) -> str:
+    """Return the relative path of a checksum file, with a field for the shard
+    number.
+    """
+    return f"checksums/{precision}/{{:08d}}.crc32c"
+
+
 @dataclass(frozen=True)
 class Layout:
     """The paths of all files of the index at `root`."""
@@ -280,18 +295,16 @@ class Layout:
         return [folder / "zarr.json" for folder in folders]
 
     def token_shard(self, precision: str, shard: int, record_ndim: int = 2) -> Path:
-        return self.token_array(precision) / ".".join(
-            ["c", str(shard), *["0"] * record_ndim]
-        )
+        return self.root / token_file(precision, record_ndim).format(shard)
 
     def embedding_shard(self, shard: int) -> Path:
-        return self.embeddings / f"c.{shard}.0"
+        return self.root / EMBEDDING_FILE.format(shard)
 
     def checksums(self, precision: str, shard: int) -> Path:
-        return self.root / "checksums" / precision / f"{shard:08d}.crc32c"
+        return self.root / checksum_file(precision).format(shard)
 
     def rows_file(self, shard: int) -> Path:
-        return self.rows / f"{shard:08d}.parquet"
+        return self.root / ROWS_FILE.format(shard)
 
     def shard_table(self, crc32c: int) -> Path:
         return self.root / "manifest" / f"shards-{crc32c:08x}.parquet"

@@ -165,6 +165,7 @@ class Ann(TypedDict, total=False):
     factory: str
     vectors: int
     probes: int
+    candidates: int
     recall: Recall
     files: list[AnnFile]
 

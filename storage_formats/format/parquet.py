@@ -75,14 +75,16 @@ def read_table(
     """
     with open_parquet(pa.py_buffer(data)) as file:
         _check_size(file.metadata, len(data))
-        schema, leaves = (
-            file.schema_arrow,
-            [file.schema.column(index) for index in range(len(file.schema))],
-        )
-    names = schema.names if columns is None else columns
-    names = [name for name in names if name in schema.names or name not in optional]
-    if missing := sorted(set(names) - set(schema.names)):
-        raise ValueError(f"the Parquet file has no column {missing[0]!r}")
+        schema = file.schema_arrow
+        names = schema.names if columns is None else columns
+        names = [name for name in names if name in schema.names or name not in optional]
+        if missing := sorted(set(names) - set(schema.names)):
+            raise ValueError(f"the Parquet file has no column {missing[0]!r}")
+        types = [schema.field(name).type for name in names]
+        # opening a file again takes as long as reading a column
+        if all(map(pa.types.is_primitive, types)):
+            return file.read(columns=names, use_threads=False).select(names)
+        leaves = [file.schema.column(index) for index in range(len(file.schema))]
     # Text is read as a dictionary, so that one long value of many rows is in memory
     # once until its size is checked.
     texts = [

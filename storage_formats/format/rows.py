@@ -19,7 +19,7 @@ from storage_formats.errors import UsageError, cannot_read
 from storage_formats.format.committed_files import CommittedFiles
 from storage_formats.format.edits import Edits
 from storage_formats.format.index_files import read_index_file
-from storage_formats.format.layout import Layout
+from storage_formats.format.layout import ROWS_FILE, Layout
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.parquet import read_table
 from storage_formats.format.remote import open_index
@@ -404,7 +404,7 @@ def read_index_rows(
 
 
 def _rows_files(index: CommittedIndex, shards: Iterable[int]) -> dict[int, FileEntry]:
-    return CommittedFiles(index, Layout(index.root).rows_file).files(shards)
+    return CommittedFiles(index, ROWS_FILE).files(shards)
 
 
 def failures_by_reason(table: pa.Table) -> dict[str, int]:

@@ -4,13 +4,15 @@ section 5).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from numpy.typing import NDArray
 
 from storage_formats.atomic import write_bytes_atomic
 from storage_formats.errors import CorruptIndexError, cannot_read
@@ -78,7 +80,11 @@ class FileEntry:
 
 
 def check_content(
-    path: Path, entry: FileEntry, content: bytes, *, row_ids: tuple[int, ...] = ()
+    path: str | Path,
+    entry: FileEntry,
+    content: bytes | NDArray[np.uint8],
+    *,
+    row_ids: Sequence[int] = (),
 ) -> None:
     """Compare `content`, read from the file at `path`, with the file entry `entry`.
 
@@ -88,7 +94,8 @@ def check_content(
     """
     if (len(content), crc32c(content)) != (entry.bytes, entry.crc32c):
         raise CorruptIndexError(
-            f"{path} is not the file that was committed: {EXCHANGED}", row_ids=row_ids
+            f"{path} is not the file that was committed: {EXCHANGED}",
+            row_ids=tuple(row_ids),
         )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime
 import json
 import re
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -138,6 +139,28 @@ def merge_columns(*tables: Iterable[SourceColumn]) -> tuple[SourceColumn, ...]:
             column.name, kinds, other.values + column.values
         )
     return tuple(merged.values())
+
+
+class CountedColumns:
+    """The kinds and the numbers of values of source columns, which grow with each
+    value.
+    """
+
+    def __init__(self, earlier: Collection[SourceColumn] = ()) -> None:
+        self.kinds = {column.name: set(column.kinds) for column in earlier}
+        self.values = Counter({column.name: column.values for column in earlier})
+
+    def count(self, name: str, value: Value) -> None:
+        """Count one more value."""
+        self.kinds.setdefault(name, set()).add(kind_of(value))
+        self.values[name] += 1
+
+    def columns(self) -> tuple[SourceColumn, ...]:
+        """Return the columns, sorted by name."""
+        return tuple(
+            SourceColumn(name, tuple(sorted(kinds)), self.values[name])
+            for name, kinds in sorted(self.kinds.items())
+        )
 
 
 def is_allowed(name: str) -> bool:

@@ -73,13 +73,24 @@ class Batch:
             for start in range(0, len(self), length)
         ]
 
-    def run_list(self, record_bytes: int) -> list[tuple[int, int, int, int]]:
-        """Return (shard, position, start, stop) of each run: the shard and the position
-        of its first record. Its records are [start, stop) of the batch.
+    def ranges(
+        self, record_bytes: int, *, gap: int = 0, longest_bytes: int = RUN_BYTES
+    ) -> tuple[list[tuple[int, int, int, int]], Ints]:
+        """Return what to read into a buffer, for the arguments of `runs`.
+
+        Returns:
+            (shard, position, start, stop) of each run: the records from `position` on
+            belong at [start, stop) of the buffer; and int64 [n], the index of each
+            record of the batch in the buffer.
         """
-        first, count = self.runs(record_bytes)
-        columns = (self.shards[first], self.positions[first], first, first + count)
-        return list(zip(*(column.tolist() for column in columns), strict=True))
+        first, count = self.runs(record_bytes, gap=gap, longest_bytes=longest_bytes)
+        positions = self.positions[first]
+        lengths = self.positions[first + count - 1] + 1 - positions
+        stops = np.cumsum(lengths)
+        starts = stops - lengths
+        columns = (self.shards[first], positions, starts, stops)
+        ranges = list(zip(*(column.tolist() for column in columns), strict=True))
+        return ranges, self.positions + np.repeat(starts - positions, count)
 
     def runs(
         self,

@@ -136,7 +136,7 @@ class BlockCache:
                         part.start + begin,
                         part.start + end,
                     )
-                    for shard, position, begin, end in batch[part].run_list(size)
+                    for shard, position, begin, end in batch[part].ranges(size)[0]
                     if shard in descriptors
                 ]
                 for descriptor, offset, begin, end in requests:

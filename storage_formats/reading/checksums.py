@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections import OrderedDict
 
 import numpy as np
 from numpy.typing import NDArray
 
-from storage_formats.errors import CorruptIndexError, cannot_read
+from storage_formats.errors import CorruptIndexError
 from storage_formats.format.committed_files import CommittedFiles
-from storage_formats.format.index_files import open_index_file
+from storage_formats.format.layout import checksum_file
 from storage_formats.format.shard_table import check_content
 from storage_formats.reading.batch import Batch
-from storage_formats.reading.files import TokenFiles
-from storage_formats.system_calls import advise
+from storage_formats.reading.files import ShardFiles, TokenFiles, read_ranges
 
 # the checksums of 16 million rows
 _KEPT_BYTES = 64 << 20
@@ -34,7 +32,9 @@ class BlockChecksums:
     def __init__(self, tokens: TokenFiles) -> None:
         self._tokens = tokens
         self._index = tokens.index
-        self._committed = CommittedFiles(tokens.index, tokens.checksums)
+        name = checksum_file(tokens.codec.name)
+        self._committed = CommittedFiles(tokens.index, name)
+        self._files = ShardFiles(tokens.index.root, name)
         self._spec = tokens.index.manifest.spec
         self._kept: OrderedDict[int, Checksums] = OrderedDict()
         self._lock = threading.Lock()
@@ -47,9 +47,8 @@ class BlockChecksums:
                 shard: self._kept[shard] for shard in shards if shard in self._kept
             }
         missing = [shard for shard in shards if shard not in by_shard]
-        for first in range(0, len(missing), _OPEN_FILES):
-            by_shard.update(self._load(missing[first : first + _OPEN_FILES]))
         if missing:
+            by_shard |= self._load(missing)
             with self._lock:
                 self._kept.update(by_shard)
                 while len(self._kept) > max(
@@ -95,31 +94,31 @@ class BlockChecksums:
 
     def _load(self, shards: list[int]) -> dict[int, Checksums]:
         entries = self._committed.files(shards)
-        checksums = {}
-        with contextlib.ExitStack() as opened:
-            path = self._tokens.checksums(shards[0])
+        self._index.fetch(entries.values())
+        checksums: dict[int, Checksums] = {}
+        for start in range(0, len(shards), _OPEN_FILES):
+            files = self._files.acquire(shards[start : start + _OPEN_FILES])
             try:
-                self._index.fetch(entries.values())
-                files = {}
-                for shard in shards:
-                    path = self._tokens.checksums(shard)
-                    files[shard] = opened.enter_context(
-                        open_index_file(self._index.root, path)
-                    )
-                    advise(files[shard].fileno())
+                requests = []
                 for shard, file in files.items():
-                    path = self._tokens.checksums(shard)
-                    rows = tuple(self._spec.shard_rows(shard))
-                    content = file.read(4 * len(rows) + 1)
-                    if len(content) != 4 * len(rows):
+                    rows = self._spec.shard_rows(shard)
+                    if file.size != 4 * len(rows):
                         raise CorruptIndexError(
-                            f"the checksum file {path} does not have {4 * len(rows)}"
-                            " bytes (4 per row)",
-                            row_ids=rows,
+                            f"the checksum file {file.path} does not have"
+                            f" {4 * len(rows)} bytes (4 per row)",
+                            row_ids=tuple(rows),
                             remedy="verify",
                         )
-                    check_content(path, entries[shard], content, row_ids=rows)
-                    checksums[shard] = np.frombuffer(content, dtype="<u4")
-            except OSError as error:
-                raise cannot_read(error.filename or path, error) from error
+                    content = np.empty(file.size, dtype=np.uint8)
+                    checksums[shard] = content.view("<u4")
+                    requests.append((file, 0, content.data))
+                read_ranges(requests)
+                for shard, file in files.items():
+                    rows = self._spec.shard_rows(shard)
+                    content = checksums[shard].view(np.uint8)
+                    check_content(file.path, entries[shard], content, row_ids=rows)
+            finally:
+                self._files.release(files)
+                # their contents stay in memory
+                self._files.close()
         return checksums

@@ -108,7 +108,7 @@ class _Reader:
     ) -> None:
         self._destination = destination
         self._files = files
-        self._size = files.record_bytes
+        self._size = destination.codec.record_bytes
         self._queues = queues
         self._queue = queues.borrow()
         self._holds_queue = True
@@ -152,7 +152,7 @@ class _Reader:
         batch = self._destination.batch[piece]
         records = self._destination.records
         size = self._size
-        files = self._files.acquire(batch)
+        files = self._files.acquire_for(batch, size)
         sector = self._files.sector
         first, count = batch.runs(size, gap=_GAP_BYTES // size)
         is_direct = records is not None and not (size | records.ctypes.data) % sector
@@ -244,8 +244,9 @@ class _Reader:
                 shift + start * self._size : shift + stop * self._size
             ].data
             try:
-                with open(file.path, "rb", buffering=0) as plain_file:
-                    file.read_fully(plain_file.fileno(), start, target, self._size)
+                with open(file.path, "rb", buffering=0) as opened:
+                    plain_file = ShardFile(opened.fileno(), file.size, file.path)
+                    plain_file.read_fully(start * self._size, target)
             except OSError as error:
                 raise cannot_read(file.path, error) from error
         indices = np.flatnonzero(np.repeat(is_ready, flight.count))

@@ -7,6 +7,7 @@ index exceed 1 GiB, reads of a few rows of a file skip this check.
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,16 +16,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from storage_formats.errors import CorruptIndexError, cannot_read
-from storage_formats.format.checksum import crc32c_stream
 from storage_formats.format.committed_files import CommittedFiles
-from storage_formats.format.index_files import open_index_file
-from storage_formats.format.layout import IndexSpec, Layout
+from storage_formats.format.index_files import read_index_file
+from storage_formats.format.layout import (
+    EMBEDDING_FILE,
+    PAGE_BYTES,
+    IndexSpec,
+    Layout,
+)
 from storage_formats.format.manifest import CommittedIndex
-from storage_formats.format.shard_table import EXCHANGED, FileEntry
+from storage_formats.format.shard_table import FileEntry, check_content
 from storage_formats.format.tombstones import RowIds, check_row_ids, check_rows_in_use
-from storage_formats.system_calls import advise
+from storage_formats.reading.batch import PIECE_RECORDS, Batch
+from storage_formats.reading.files import ShardFile, ShardFiles, read_ranges
 
-# read single rows if fewer than one row in 16 of a full shard is requested
+# few rows of a file: fewer than one in 16
 _SPARSE = 16
 # in an index with more embeddings, checks of whole files would slow down small reads
 _COMPARED_BYTES = 1 << 30
@@ -35,79 +41,40 @@ _compared: set[tuple[object, ...]] = set()
 
 
 def read_shard_embeddings(
-    layout: Layout,
-    spec: IndexSpec,
-    shard: int,
-    committed: FileEntry | None = None,
-    positions: NDArray[np.int64] | None = None,
+    layout: Layout, spec: IndexSpec, shard: int, committed: FileEntry | None = None
 ) -> NDArray[np.float32]:
-    """Read the embeddings of a shard, float32 [k, embed_dim]. The embedding of a hole
-    is NaN.
+    """Read the embeddings of a shard, float32 [rows, embed_dim]. The embedding of a
+    hole is NaN.
 
     Args:
         committed: file entry in the shard table, which the file must match. None skips
             this check.
-        positions: [k], positions of the rows to read one by one. None reads all rows of
-            the shard at once.
     """
     path = layout.embedding_shard(shard)
-    size = 4 * spec.embed_dim
     try:
-        with open_index_file(layout.root, path) as file:
-            status = os.fstat(file.fileno())
-            if status.st_size != spec.shard_size * size:
-                raise CorruptIndexError(
-                    f"the embedding file {path} has {status.st_size} bytes instead of"
-                    f" {spec.shard_size * size}",
-                    remedy="verify",
-                )
-            if committed is not None:
-                # A file that has not changed since the last comparison is not compared
-                # again.
-                comparison = (
-                    committed,
-                    status.st_dev,
-                    status.st_ino,
-                    status.st_size,
-                    status.st_mtime_ns,
-                )
-                if comparison not in _compared:
-                    if (status.st_size, crc32c_stream(file)) != (
-                        committed.bytes,
-                        committed.crc32c,
-                    ):
-                        raise CorruptIndexError(
-                            f"{path} is not the file that was committed: {EXCHANGED}",
-                            row_ids=tuple(spec.shard_rows(shard)),
-                        )
-                    if len(_compared) >= _KEPT_COMPARISONS:
-                        _compared.clear()
-                    _compared.add(comparison)
-            if positions is None:
-                file.seek(0)
-                return np.fromfile(
-                    file,
-                    dtype="<f4",
-                    count=len(spec.shard_rows(shard)) * spec.embed_dim,
-                ).reshape(-1, spec.embed_dim)
-            if committed is None:
-                for position in positions.tolist():
-                    advise(file.fileno(), position * size, size)
-            parts = [
-                os.pread(file.fileno(), size, position * size)
-                for position in positions.tolist()
-            ]
+        length = 4 * spec.shard_size * spec.embed_dim
+        data = read_index_file(layout.root, path, max_bytes=length)
     except OSError as error:
         raise cannot_read(path, error) from error
-    return np.frombuffer(b"".join(parts), dtype="<f4").reshape(
-        len(positions), spec.embed_dim
-    )
+    _check_length(str(path), len(data), spec)
+    if committed is not None:
+        check_content(path, committed, data)
+    rows = len(spec.shard_rows(shard))
+    return np.frombuffer(data, "<f4", rows * spec.embed_dim).reshape(rows, -1)
+
+
+def _check_length(path: str, length: int, spec: IndexSpec) -> None:
+    if length != (expected := 4 * spec.shard_size * spec.embed_dim):
+        raise CorruptIndexError(
+            f"the embedding file {path} has {length} bytes instead of {expected}",
+            remedy="verify",
+        )
 
 
 @dataclass(frozen=True)
 class IndexedEmbeddings:
     """The stored embeddings of an index, or of an unfinished build. Files are not
-    compared with checksums.
+    compared with checksums. Files stay open.
 
     For an index at a URL, `index` must be given: the files are downloaded.
 
@@ -121,12 +88,15 @@ class IndexedEmbeddings:
     shards: Sequence[int] = ()
     index: CommittedIndex | None = None
 
+    @functools.cached_property
+    def _files(self) -> ShardFiles:
+        return ShardFiles(self.layout.root, EMBEDDING_FILE)
+
     def __getitem__(self, row_ids: RowIds) -> NDArray[np.float32]:
         if self.index is not None and self.index.remote is not None:
             return read_embeddings(self.index, row_ids)
-        return _read_rows(
-            self.layout, self.spec, check_row_ids(row_ids, self.spec.rows), {}
-        )
+        ids = check_row_ids(row_ids, self.spec.rows)
+        return _read_rows(self._files, self.spec, ids, {})
 
     def __iter__(self) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float32]]]:
         for shard in self.shards:
@@ -142,20 +112,23 @@ def read_embeddings(index: CommittedIndex, row_ids: RowIds) -> NDArray[np.float3
     Args:
         row_ids: [k], row ids in any order. Duplicates are allowed.
     """
-    layout = Layout(index.root)
     spec = index.manifest.spec
     ids = check_row_ids(row_ids, spec.rows)
     check_rows_in_use(ids, spec)
     shards, counts = np.unique(ids // spec.shard_size, return_counts=True)
     if index.remote is None and 4 * spec.used_rows * spec.embed_dim > _COMPARED_BYTES:
         shards = shards[counts * _SPARSE >= spec.shard_size]
-    committed = CommittedFiles(index, layout.embedding_shard).files(shards.tolist())
+    committed = CommittedFiles(index, EMBEDDING_FILE).files(shards.tolist())
     index.fetch(committed.values())
-    return _read_rows(layout, spec, ids, committed)
+    files = ShardFiles(index.root, EMBEDDING_FILE)
+    try:
+        return _read_rows(files, spec, ids, committed)
+    finally:
+        files.close()
 
 
 def _read_rows(
-    layout: Layout,
+    files: ShardFiles,
     spec: IndexSpec,
     row_ids: NDArray[np.int64],
     committed: dict[int, FileEntry],
@@ -164,16 +137,50 @@ def _read_rows(
 
     The files of shards in `committed` must match their file entries.
     """
-    distinct_ids, inverse = np.unique(row_ids, return_inverse=True)
-    parts = [np.empty((0, spec.embed_dim), dtype=np.float32)]
-    shards, starts = np.unique(distinct_ids // spec.shard_size, return_index=True)
-    for shard, shard_ids in zip(
-        shards.tolist(), np.split(distinct_ids, starts[1:]), strict=False
-    ):
-        positions = shard_ids % spec.shard_size
-        entry = committed.get(shard)
-        if len(positions) * _SPARSE < spec.shard_size:
-            parts.append(read_shard_embeddings(layout, spec, shard, entry, positions))
-        else:
-            parts.append(read_shard_embeddings(layout, spec, shard, entry)[positions])
-    return np.concatenate(parts)[inverse]
+    size = 4 * spec.embed_dim
+    distinct, inverse = np.unique(row_ids, return_inverse=True)
+    batch = Batch(*np.divmod(distinct, spec.shard_size), distinct)
+    embeddings = np.empty((len(distinct), spec.embed_dim), dtype="<f4")
+    for piece in batch.pieces(PIECE_RECORDS):
+        part = batch[piece]
+        ranges, at = part.ranges(size, gap=PAGE_BYTES // size)
+        buffer = np.empty((ranges[-1][-1], spec.embed_dim), dtype="<f4")
+        memory = buffer.data.cast("B")
+        held = files.acquire([shard for shard, _, _ in part.shard_spans])
+        try:
+            for shard, file in held.items():
+                _check_length(file.path, file.size, spec)
+                if shard in committed:
+                    _compare(file, committed[shard], spec.shard_rows(shard))
+            read_ranges(
+                [
+                    (held[shard], position * size, memory[start * size : stop * size])
+                    for shard, position, start, stop in ranges
+                ]
+            )
+        finally:
+            files.release(held)
+        embeddings[piece] = buffer[at]
+    return embeddings[inverse]
+
+
+def _compare(file: ShardFile, committed: FileEntry, row_ids: range) -> None:
+    """Compare a file with its entry in the shard table, unless it has not changed
+    since the last comparison.
+    """
+    status = os.fstat(file.fd)
+    comparison = (
+        committed,
+        status.st_dev,
+        status.st_ino,
+        status.st_size,
+        status.st_mtime_ns,
+    )
+    if comparison in _compared:
+        return
+    content = np.empty(file.size, dtype=np.uint8)
+    read_ranges([(file, 0, content.data)])
+    check_content(file.path, committed, content, row_ids=row_ids)
+    if len(_compared) >= _KEPT_COMPARISONS:
+        _compared.clear()
+    _compared.add(comparison)

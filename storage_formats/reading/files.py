@@ -4,9 +4,11 @@ of the page cache.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import functools
+import itertools
 import mmap
 import os
 import struct
@@ -14,7 +16,7 @@ import sys
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,16 +25,21 @@ from numpy.typing import NDArray
 
 from storage_formats.codecs import Codec
 from storage_formats.errors import CorruptIndexError, cannot_read
-from storage_formats.format.index_files import check_inside, open_regular
-from storage_formats.format.layout import PAGE_BYTES, Layout
+from storage_formats.format.index_files import open_inside
+from storage_formats.format.layout import PAGE_BYTES, token_file
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.reading.batch import Batch
 from storage_formats.reading.queues import system_call
-from storage_formats.system_calls import LACKING
+from storage_formats.system_calls import LACKING, advise
+from storage_formats.threads import run_threads
 
-_MAX_OPEN = 256
-# an evaluation has six `ShardFiles`: three precisions, each cached and direct
+# a process may have 65,530 memory maps (vm.max_map_count)
+_MAX_OPEN = 8192
+# an evaluation has nine `ShardFiles`; a mapped file has two descriptors
 _SHARE_OF_LIMIT = 8
+_THREADS = 16
+# Linux 4.14
+_NOWAIT = getattr(os, "RWF_NOWAIT", 0)
 _CACHED_SHARE = 0.95
 # asking for a cached shard of 50 MB takes 0.1 ms, as much as copying 20 records
 TRUSTED_SECONDS = 2.0
@@ -45,35 +52,25 @@ _STATX_DIOALIGN = 0x2000
 
 @dataclass(frozen=True)
 class TokenFiles:
-    """The names of the token files and checksum files of one precision of an index."""
+    """The token files of one precision of an index."""
 
     index: CommittedIndex
     codec: Codec
 
     @functools.cached_property
-    def _layout(self) -> Layout:
-        return Layout(self.index.root)
-
-    def path(self, shard: int) -> Path:
-        """Return the path of a token file. Raise OSError if it is outside the index."""
-        return check_inside(self.index.root, self._path(shard))
+    def name(self) -> str:
+        """Relative path of a token file with a field for the shard number."""
+        return token_file(self.codec.name, len(self.codec.record_shape))
 
     def key(self, shard: int) -> str:
         """Return the key of a token object."""
-        return self._layout.relative(self._path(shard))
+        return self.name.format(shard)
 
     def location(self, shard: int) -> Path | str:
         """Return the path or the URL of a token file, for messages."""
         remote = self.index.remote
-        return self._path(shard) if remote is None else remote.url_of(self.key(shard))
-
-    def checksums(self, shard: int) -> Path:
-        """Return the path of a checksum file."""
-        return self._layout.checksums(self.codec.name, shard)
-
-    def _path(self, shard: int) -> Path:
-        ndim = len(self.codec.record_shape)
-        return self._layout.token_shard(self.codec.name, shard, ndim)
+        key = self.key(shard)
+        return self.index.root / key if remote is None else remote.url_of(key)
 
 
 @dataclass
@@ -89,7 +86,7 @@ class ShardFile:
 
     fd: int
     size: int
-    path: Path
+    path: str
     readers: int = 0
     is_cached: bool | None = None
     trusted_until: float = 0.0
@@ -121,21 +118,20 @@ class ShardFile:
 
     def ask(self, now: float) -> None:
         """Ask the kernel whether the page cache has the file."""
-        share = self.cached_share(0, self.size)
+        share = self._cached_share()
         self.is_cached = None if share is None else share >= _CACHED_SHARE
         self.trusted_until = now + TRUSTED_SECONDS
 
-    def cached_share(self, start: int, stop: int) -> float | None:
-        """Return the share of the bytes [start, stop) in the page cache, 0 to 1; None
-        if the kernel does not tell.
+    def _cached_share(self) -> float | None:
+        """Return the share of the file in the page cache, 0 to 1; None if the kernel
+        does not tell.
 
         Kernels before 6.5 are asked for a sample of the pages.
         """
-        if sys.platform != "linux" or stop <= start:
+        if sys.platform != "linux" or not self.size:
             return None
-        first = start // mmap.PAGESIZE
-        pages = -(-stop // mmap.PAGESIZE) - first
-        extent = (ctypes.c_uint64 * 2)(start, stop - start)
+        pages = -(-self.size // mmap.PAGESIZE)
+        extent = (ctypes.c_uint64 * 2)(0, self.size)
         counts = (ctypes.c_uint64 * 5)()
         try:
             system_call(
@@ -151,7 +147,7 @@ class ShardFile:
                 # mincore(2) reports the pages of other users' files as cached
                 return None
         sample = np.unique(
-            np.linspace(first, first + pages - 1, _SAMPLED_PAGES, dtype=np.int64)
+            np.linspace(0, pages - 1, _SAMPLED_PAGES, dtype=np.int64)
         ).tolist()
         state = ctypes.c_ubyte()
         try:
@@ -169,32 +165,60 @@ class ShardFile:
             cached += state.value & 1
         return cached / len(sample)
 
-    def read_fully(
-        self, fd: int, position: int, target: memoryview, record_bytes: int
-    ) -> None:
-        """Read the records from `position` on with blocking reads of the descriptor
-        `fd` until `target` is full.
+    def read_cached(self, offset: int, target: memoryview) -> bool:
+        """Fill `target` from the byte `offset` on, if the page cache has all of it.
+        Return whether `target` is full.
         """
+        # a part of it is not in the page cache, or the file system cannot tell;
+        # `read_fully` reports other errors
+        with contextlib.suppress(OSError):
+            return bool(_NOWAIT) and (
+                os.preadv(self.fd, [target], offset, _NOWAIT) == len(target)
+            )
+        return False
+
+    def read_fully(self, offset: int, target: memoryview) -> None:
+        """Read from the byte `offset` on with blocking reads until `target` is full."""
         done = 0
         while done < len(target):
             try:
-                count = os.preadv(fd, [target[done:]], position * record_bytes + done)
+                count = os.preadv(self.fd, [target[done:]], offset + done)
             except OSError as error:
                 raise cannot_read(self.path, error) from error
             if not count:
-                raise self.ends_early(position + done // record_bytes)
+                raise self.ends_early(offset + done)
             done += count
 
-    def ends_early(self, position: int) -> CorruptIndexError:
-        """Return the error for a file that ends before the record at `position`."""
+    def ends_early(self, offset: int) -> CorruptIndexError:
+        """Return the error for a file that ends before the byte `offset`."""
         return CorruptIndexError(
-            f"{self.path} ends before the record at position {position}",
-            remedy="verify",
+            f"{self.path} ends before byte {offset}", remedy="verify"
         )
 
     def close(self) -> None:
         self._map = None
         os.close(self.fd)
+
+
+def read_ranges(requests: Sequence[tuple[ShardFile, int, memoryview]]) -> None:
+    """Read byte ranges of files through the page cache.
+
+    Args:
+        requests: (file, byte offset, target) of each range.
+    """
+    missing = [
+        (file, offset, target)
+        for file, offset, target in requests
+        if not file.read_cached(offset, target)
+    ]
+    # all reads start before a thread waits for one
+    for file, offset, target in missing:
+        advise(file.fd, offset, len(target))
+    run_threads(
+        lambda request: request[0].read_fully(*request[1:]),
+        missing,
+        min(_THREADS, len(missing)),
+    )
 
 
 @functools.cache
@@ -204,24 +228,23 @@ def open_files() -> int:
         import resource
     except ImportError:
         # not on Windows
-        return _MAX_OPEN
+        return 256
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return (
-        _MAX_OPEN
-        if limit == resource.RLIM_INFINITY
-        else max(8, min(_MAX_OPEN, limit // _SHARE_OF_LIMIT))
-    )
+    if limit == resource.RLIM_INFINITY:
+        return _MAX_OPEN
+    return max(8, min(_MAX_OPEN, limit // _SHARE_OF_LIMIT))
 
 
 class ShardFiles:
-    """A cache of the open shard files of one precision. Thread-safe.
+    """A cache of the open files of one kind, for example the token files of one
+    precision. Thread-safe.
 
     If too many files are open, the cache closes the least recently used file. It never
     closes a file that a reader uses.
 
     Args:
-        path: function that takes a shard number and returns the path of the file. It
-            may raise OSError.
+        root: directory of the index.
+        name: relative path of a file with a field for the shard number.
         direct: whether to open files for direct I/O, which bypasses the page cache, if
             the file system supports it.
 
@@ -231,66 +254,67 @@ class ShardFiles:
             memory addresses of direct reads must be multiples of the sector size.
     """
 
-    def __init__(
-        self, path: Callable[[int], Path], record_bytes: int, *, direct: bool = False
-    ) -> None:
-        self.record_bytes = record_bytes
+    def __init__(self, root: Path, name: str, *, direct: bool = False) -> None:
         self.is_direct = direct and hasattr(os, "O_DIRECT")
         self.sector = 1
-        self._path = path
+        self._root = root
+        self._name = name
         self._open: OrderedDict[int, ShardFile] = OrderedDict()
         self._lock = threading.Lock()
         weakref.finalize(self, _close_all, self._open).atexit = False
 
-    def get(self, shard: int) -> ShardFile:
-        """Return the open file of a shard. The caller must pass it to `release`
-        later.
-        """
-        with self._lock:
-            file = self._open.get(shard)
-            if file is None:
-                try:
-                    path = self._path(shard)
-                    try:
-                        fd = open_regular(path, os.O_DIRECT if self.is_direct else 0)
-                    except OSError as error:
-                        if error.errno not in LACKING or not self.is_direct:
-                            raise
-                        # this file system has no direct I/O
-                        self.is_direct = False
-                        fd = open_regular(path)
-                    if self.is_direct and self.sector == 1:
-                        self.sector = sector_bytes(path)
-                    file = self._open[shard] = ShardFile(fd, os.fstat(fd).st_size, path)
-                except OSError as error:
-                    raise cannot_read(
-                        error.filename or f"the token file of shard {shard}", error
-                    ) from error
-            self._open.move_to_end(shard)
-            file.readers += 1
-        return file
-
-    def acquire(self, batch: Batch) -> dict[int, ShardFile]:
-        """Return the open files of a batch by shard number. The caller must pass
-        the result to `release` later.
+    def acquire(self, shards: Iterable[int]) -> dict[int, ShardFile]:
+        """Return the open file of each of `shards`, keyed by shard number. The caller
+        must pass the result to `release` later.
         """
         files: dict[int, ShardFile] = {}
         try:
-            for shard, _, stop in batch.shard_spans:
-                files[shard] = self.get(shard)
-                position = int(batch.positions[stop - 1])
-                if (position + 1) * self.record_bytes > files[shard].size:
-                    raise files[shard].ends_early(position)
+            with self._lock:
+                for shard in shards:
+                    file = self._open.get(shard)
+                    if file is None:
+                        file = self._open[shard] = self._opened(shard)
+                    else:
+                        self._open.move_to_end(shard)
+                    file.readers += 1
+                    files[shard] = file
         except BaseException:
             self.release(files)
             raise
         return files
 
-    def peek(self, shard: int) -> ShardFile | None:
-        """Return the file of a shard, or None if it is not open. Another thread may
-        close the file at any time.
+    def acquire_for(self, batch: Batch, record_bytes: int) -> dict[int, ShardFile]:
+        """Return the open files of a batch, see `acquire`. Raise CorruptIndexError if
+        one is too short for its records.
         """
-        return self._open.get(shard)
+        files = self.acquire([shard for shard, _, _ in batch.shard_spans])
+        for shard, _, stop in batch.shard_spans:
+            end = (int(batch.positions[stop - 1]) + 1) * record_bytes
+            if end > files[shard].size:
+                error = files[shard].ends_early(end)
+                self.release(files)
+                raise error
+        return files
+
+    def _opened(self, shard: int) -> ShardFile:
+        path = f"{self._root}/{self._name.format(shard)}"
+        try:
+            try:
+                flags = os.O_DIRECT if self.is_direct else 0
+                fd = open_inside(self._root, path, flags)
+            except OSError as error:
+                if error.errno not in LACKING or not self.is_direct:
+                    raise
+                # this file system has no direct I/O
+                self.is_direct = False
+                fd = open_inside(self._root, path)
+            if self.is_direct and self.sector == 1:
+                self.sector = sector_bytes(path)
+            # `read_cached` would start to read many more pages than it is asked for
+            advise(fd, advice="RANDOM")
+            return ShardFile(fd, os.fstat(fd).st_size, path)
+        except OSError as error:
+            raise cannot_read(path, error) from error
 
     def release(self, files: dict[int, ShardFile]) -> None:
         """Release the files that `acquire` returned, so that they can be closed."""
@@ -305,7 +329,8 @@ class ShardFiles:
             self._evict(0)
 
     def _evict(self, keep: int) -> None:
-        for shard in list(self._open)[: max(0, len(self._open) - keep)]:
+        oldest = itertools.islice(self._open, max(0, len(self._open) - keep))
+        for shard in list(oldest):
             if not self._open[shard].readers:
                 self._open.pop(shard).close()
 
@@ -315,7 +340,7 @@ def _close_all(files: OrderedDict[int, ShardFile]) -> None:
         files.popitem()[1].close()
 
 
-def sector_bytes(path: Path) -> int:
+def sector_bytes(path: str | Path) -> int:
     """Return the alignment in bytes that direct reads of the file at `path` need."""
     status = ctypes.create_string_buffer(256)
     # glibc 2.28

@@ -95,28 +95,21 @@ class ObjectReads:
                 if not len(part):
                     continue
                 missing = batch[part]
-                first, count = missing.runs(
+                ranges, at = missing.ranges(
                     size, gap=_GAP_BYTES // size, longest_bytes=_RUN_BYTES
                 )
-                starts = missing.positions[first]
-                stops = missing.positions[first + count - 1] + 1
-                at = np.cumsum(stops - starts) - (stops - starts)
-                buffer = self.buffers.borrow(int((stops - starts).sum()) * size)
-                columns = (
-                    column.tolist()
-                    for column in (missing.shards[first], starts, stops, at)
-                )
+                buffer = self.buffers.borrow(ranges[-1][-1] * size)
                 requests = [
                     (
                         shard,
-                        start,
-                        stop,
-                        buffer[offset * size : (offset + stop - start) * size],
+                        position,
+                        position + stop - start,
+                        buffer[start * size : stop * size],
                         names.get(shard),
                     )
-                    for shard, start, stop, offset in zip(*columns, strict=True)
+                    for shard, position, start, stop in ranges
                 ]
-                offsets = (np.repeat(at - starts, count) + missing.positions) * size
+                offsets = at * size
                 crews.append((Crew(self._read, requests), buffer, offsets, part))
                 crews[-1][0].start(min(_REQUESTS, len(requests)))
             while crews:

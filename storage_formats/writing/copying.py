@@ -21,7 +21,7 @@ from storage_formats.errors import CorruptIndexError, TaskInterrupted, cannot_re
 from storage_formats.format.checksum import crc32c_file
 from storage_formats.format.committed_files import CommittedFiles
 from storage_formats.format.index_files import open_index_file
-from storage_formats.format.layout import IndexSpec, Layout
+from storage_formats.format.layout import EMBEDDING_FILE, IndexSpec, Layout
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.receipts import ShardReceipt
 from storage_formats.format.rows import (
@@ -71,9 +71,7 @@ class RowCopier:
         self._target = target
         self._spec = spec
         self._stores = {name: TokenStore(source, name) for name in spec.precisions}
-        self._embedding_files = CommittedFiles(
-            source, Layout(source.root).embedding_shard
-        )
+        self._embedding_files = CommittedFiles(source, EMBEDDING_FILE)
 
     def close(self) -> None:
         """Close the token files of the source."""
@@ -96,17 +94,12 @@ class RowCopier:
             range(new_ids.start - first, new_ids.stop - first)
         )
         table = read_index_rows(self._source, old_ids)
-        originals = [
-            -1 if original is None else original
-            for original in table["duplicate_of"].to_pylist()
-        ]
+        originals = table["duplicate_of"].fill_null(-1).to_pylist()
         ranks = self._selection.ranks_of(originals).tolist()
         rows = with_row_ids(
             table, new_ids, [-1 if rank < 0 else first + rank for rank in ranks]
         )
-        indexed = np.flatnonzero(
-            np.array([status == INDEXED for status in rows["status"].to_pylist()])
-        )
+        indexed = np.flatnonzero(rows["status"].to_numpy() == INDEXED)
         staged = StagedFiles(self._target, shard)
         with contextlib.ExitStack() as stack:
             stack.callback(staged.remove)
@@ -183,15 +176,12 @@ class ShardCopier:
                 self._source.manifest.columns,
                 self._source.edits,
             )
-            originals = [
-                -1 if row is None else row + self._offset
-                for row in table["duplicate_of"].to_pylist()
-            ]
+            originals = table["duplicate_of"].fill_null(-1).to_numpy() + self._offset
             rows = spec.shard_rows(shard)
             table = with_row_ids(
                 table,
                 range(rows.start + self._offset, rows.stop + self._offset),
-                originals,
+                originals.tolist(),
             )
             return staged.commit_rows(table, plan)
         finally:

@@ -237,7 +237,17 @@ def begin_remote_copy(
     writer = f"copy {to_hex(crc32c(manifest_bytes(index)))}"
     _claim(folder, writer)
     try:
-        version, manifest = read_root(folder) if not replace else _readable_root(folder)
+        manifest: Manifest | None = None
+        try:
+            version, manifest = read_root(folder)
+        except (CorruptIndexError, UsageError):
+            # a damaged one can be replaced
+            if not replace:
+                raise
+            info = folder.info(ROOT)
+            version = None
+            if info is not None:
+                version = ObjectVersion(b"", info.etag, info.version)
         if manifest is not None and (lost := what_is_lost(index, folder.url, manifest)):
             if not replace:
                 raise UsageError(lost, parameter="out")
@@ -260,21 +270,6 @@ def is_data(key: str) -> bool:
     return (
         DATA_FILE.fullmatch(key) is not None or SNAPSHOT_FILE.fullmatch(key) is not None
     )
-
-
-def _readable_root(
-    folder: ObjectFolder,
-) -> tuple[ObjectVersion | None, Manifest | None]:
-    """Read `index.json` like `read_root`. The contents of a damaged one are not
-    read, since it is to be replaced.
-    """
-    try:
-        return read_root(folder)
-    except (CorruptIndexError, UsageError):
-        info = folder.info(ROOT)
-        return (
-            None if info is None else ObjectVersion(b"", info.etag, info.version)
-        ), None
 
 
 def _claim(folder: ObjectFolder, writer: str) -> None:

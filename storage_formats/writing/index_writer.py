@@ -13,9 +13,8 @@ import datetime
 import hashlib
 import math
 import uuid
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeAlias
@@ -40,10 +39,9 @@ from storage_formats.format.rows import INDEXED, ROW_SCHEMA, with_source_values
 from storage_formats.format.source_columns import (
     MAX_COLUMNS,
     MAX_ROW_BYTES,
-    SourceColumn,
+    CountedColumns,
     Value,
     is_allowed,
-    kind_of,
     stored_name,
 )
 from storage_formats.writing.publish import new_manifest
@@ -100,8 +98,7 @@ class IndexWriter:
         self._tables: list[pa.Table] = []
         # values of source columns, one mapping per held row
         self._values: list[dict[str, Value]] = []
-        self._kinds: dict[str, set[str]] = {}
-        self._counts = Counter[str]()
+        self._columns = CountedColumns()
         self._held = 0
         self._blocks = np.empty((spec.shard_size, *spec.block_shape), dtype=BF16)
         self._embeddings = np.empty((spec.shard_size, spec.embed_dim), dtype=np.float32)
@@ -214,7 +211,7 @@ class IndexWriter:
             name: _source_values(name, given.pop(name))
             for name in given.keys() - {*ROW_COLUMNS}
         }
-        if len(self._kinds.keys() | sources.keys()) > MAX_COLUMNS:
+        if len(self._columns.kinds.keys() | sources.keys()) > MAX_COLUMNS:
             raise UsageError(
                 f"rows has more than {MAX_COLUMNS} columns; leave some out"
             )
@@ -252,8 +249,7 @@ class IndexWriter:
                 }
                 self._values.append(values)
                 for name, value in values.items():
-                    self._kinds.setdefault(name, set()).add(kind_of(value))
-                    self._counts[name] += 1
+                    self._columns.count(name, value)
             self._held = held
             done = stop
             if self._held == self._spec.shard_size:
@@ -291,7 +287,7 @@ class IndexWriter:
                 self._layout,
                 spec,
                 self._receipts,
-                self._columns,
+                self._columns.columns(),
                 model=model,
                 settings={},
                 plan=self._plan,
@@ -339,18 +335,7 @@ class IndexWriter:
             self.abort()
 
     def _spec_of(self, rows: int) -> IndexSpec:
-        spec = self._spec
-        return IndexSpec(
-            rows, spec.shard_size, spec.block_shape, spec.embed_dim, spec.precisions
-        )
-
-    @property
-    def _columns(self) -> list[SourceColumn]:
-        """The source columns of the rows so far."""
-        return [
-            SourceColumn(name, tuple(sorted(kinds)), self._counts[name])
-            for name, kinds in sorted(self._kinds.items())
-        ]
+        return replace(self._spec, rows=rows, segments=())
 
     def _commit_shard(self) -> None:
         first = len(self._receipts) * self._spec.shard_size
@@ -362,7 +347,7 @@ class IndexWriter:
                 positions, self._blocks[: self._held], self._embeddings[: self._held]
             )
             table = with_source_values(
-                pa.concat_tables(self._tables), self._columns, self._values
+                pa.concat_tables(self._tables), self._columns.columns(), self._values
             )
             receipt = writer.commit(table, self._plan, {})
         self._receipts.append(receipt)

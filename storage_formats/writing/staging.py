@@ -108,13 +108,15 @@ class StagedFiles:
         """Flush all staged files and rename each file to its final path. Return the
         file entries.
         """
-        fsync_paths(path for path, _, _ in self._files)
-        for path, final, _ in self._files:
+        files = self._files
+        self._files = []
+        fsync_paths(path for path, _, _ in files)
+        for path, final, _ in files:
             make_directories(final.parent)
             with promised("rename", final):
                 path.replace(final)
-        fsync_paths(final.parent for _, final, _ in self._files)
-        return tuple(entry for _, _, entry in self._files)
+        fsync_paths(final.parent for _, final, _ in files)
+        return tuple(entry for _, _, entry in files)
 
     def commit_rows(
         self,
@@ -156,14 +158,9 @@ class StagedFiles:
         Raises:
             FileNotFoundError: a later attempt at the shard has begun.
         """
-        path = self.path("receipt.json")
         final = self._layout.receipt(receipt.shard)
-        path.write_bytes(json_bytes(receipt.to_json()))
-        fsync_paths([path])
-        make_directories(final.parent)
-        with promised("rename", final):
-            path.replace(final)
-        fsync_paths([final.parent])
+        self.add_bytes("receipt.json", final, json_bytes(receipt.to_json()))
+        self.commit()
 
     def remove(self) -> None:
         """Remove the uncommitted files. May be called repeatedly."""

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from edje_index import IndexWriter, LateInteractionSearch
+from edje_index import IndexWriter, LateInteractionSearch, add_ann
 from storage_formats import UsageError
 
 slow = pytest.mark.slow
@@ -37,6 +37,22 @@ def test_vectors_of_unequal_numbers_fill_their_blocks(tmp_path):
     stored = [torch.from_numpy(each).bfloat16().float().numpy() for each in vectors]
     expected = [float((query @ each.T).max(axis=1).sum()) for each in stored]
     assert search.scores(query, [0, 1, 2]) == pytest.approx(expected, abs=1e-4)
+
+
+def test_a_filter_limits_the_candidates(tmp_path):
+    rng = np.random.default_rng(0)
+    blocks = rng.standard_normal((30, 4, 8), dtype=np.float32)
+    embeddings = rng.standard_normal((30, 8), dtype=np.float32)
+    with IndexWriter.create(tmp_path / "i", block_shape=(4, 8), embed_dim=8) as writer:
+        writer.append(blocks, embeddings, {"width": [row % 3 for row in range(30)]})
+    add_ann(tmp_path / "i")
+    search = LateInteractionSearch.open(tmp_path / "i")
+    for candidates in ({"embedding": embeddings[4]}, {"row_ids": range(30)}):
+        hits = search.search(blocks[4], 30, where="width = 1", **candidates)
+        assert sorted(hit.row_id for hit in hits) == list(range(1, 30, 3))
+        assert hits[0].row_id == 4
+    with pytest.raises(UsageError, match="there is no column colour"):
+        search.search(blocks[4], where="colour = 1", row_ids=[1])
 
 
 @slow

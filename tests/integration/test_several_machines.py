@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 
 PHOTOS = 160
 SHARD_SIZE = 4
-BUILD_SECONDS = 60
+BUILD_SECONDS = 300
 
 
 @pytest.fixture(scope="module")

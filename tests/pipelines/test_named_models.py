@@ -110,6 +110,12 @@ def test_models_are_listed_with_what_the_hub_says(hub: Hub) -> None:
 
 
 def test_unknown_names_are_refused(hub: Hub, tmp_path: Path) -> None:
+    build = ("build", tmp_path, "--out", tmp_path / "out", "--model", "edji")
+    refused = run_here(*build, expect=2)
+    assert "there is no model 'edji'; give the directory of a" in refused["error"]
+    assert refused["error"].endswith(
+        "or one of demo, edje, siglip2-base, siglip2-large"
+    )
     refused = run_here("model", "get", "blip", "--out", tmp_path / "out", expect=2)
     assert (
         "there is no model 'blip'; give hf://ORG/REPO, an open_clip model"

@@ -21,7 +21,7 @@ from pipelines.engines import ray_engine
 from pipelines.jobs import plan as planning
 from pipelines.jobs import resources
 from pipelines.jobs.build import try_build
-from pipelines.jobs.plan import BuildSettings, Plan
+from pipelines.jobs.plan import BuildSettings, Plan, read_json
 from pipelines.jobs.resources import (
     check_ann_memory,
     choose_workers,
@@ -87,7 +87,7 @@ def test_indexes_of_earlier_versions_have_the_settings_that_they_do_not_record(c
     settings = json.loads(json.dumps(dataclasses.asdict(made.settings)))
     for name in ("truncated", "frames"):
         del settings[name]
-    assert BuildSettings.from_json(settings) == made.settings
+    assert read_json(BuildSettings, settings) == made.settings
     for later in ({"truncated": "load"}, {"frames": 8}):
         changed = dataclasses.replace(made.settings, **later)
         assert (

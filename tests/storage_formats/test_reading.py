@@ -212,7 +212,10 @@ def test_few_files_are_open_and_none_after_close(many_shards, engine, monkeypatc
     monkeypatch.setattr(
         ShardFiles,
         "acquire",
-        lambda self, batch: held.append(len(batch.shard_spans)) or real(self, batch),
+        lambda self, shards: (
+            held.append(len(shards) if "tokens" in self._name else 0)
+            or real(self, shards)
+        ),
     )
     root, expected = many_shards
     store = TokenStore.open(root, engine=engine)
@@ -278,7 +281,9 @@ def test_threads_share_a_store_that_another_thread_closes(built, whole, engine):
 def test_reads_served_in_part_are_continued(built, monkeypatch):
     read = os.preadv
     monkeypatch.setattr(
-        os, "preadv", lambda fd, buffers, offset: read(fd, [buffers[0][:100]], offset)
+        os,
+        "preadv",
+        lambda fd, buffers, *rest: read(fd, [buffers[0][:100]], *rest),
     )
     assert same_bits(
         TokenStore.open(built[0], engine="portable").fetch(range(70)), built[1][:70]

@@ -36,7 +36,7 @@ from pipelines.progress.events import (
     ignore,
     never,
 )
-from pipelines.progress.wording import counted
+from pipelines.progress.wording import by_reason, counted
 from storage_formats.atomic import write_json_atomic
 from storage_formats.change import Journal, locked, read_journal
 from storage_formats.errors import CorruptIndexError, EdjeError, UsageError
@@ -692,9 +692,7 @@ def match_captions(
         strict=True,
     ):
         kept, row_ids = rows.indexed(part)
-        reasons = ", ".join(
-            f"{reason} {count:,}" for reason, count in rows.missing().items()
-        )
+        reasons = by_reason(rows.missing())
         if part and not kept:
             raise UsageError(
                 f"none of the {len(part):,} images of {setting} has features"

@@ -102,6 +102,42 @@ def test_the_stored_recall_is_that_of_a_search(root):
     assert recall["value"] == pytest.approx(np.mean(shares), abs=1e-4)
 
 
+def test_rows_with_equal_embeddings_cost_no_recall(tmp_path):
+    """A placeholder image in every second row: any 100 of its rows are the nearest."""
+    write_random_index(tmp_path, SPEC)
+    placeholder = clustered(1, 99, 0)[0]
+    for shard in SPEC.shard_numbers():
+        vectors = clustered(SPEC.shard_size, shard + 1, 0)
+        vectors[::2] = placeholder
+        vectors.tofile(Layout(tmp_path).embedding_shard(shard))
+    assert add_ann(tmp_path, replace(CODES, recall=0.95)).ann["recall"]["value"] >= 0.95
+
+
+def test_more_candidates_reach_a_recall_that_codes_alone_do_not(root):
+    ann = add_ann(root, AnnRequest("IVF10,PQ2x4fs", recall=0.95)).ann
+    assert ann["recall"]["value"] >= 0.95
+    assert ann["candidates"] in (8, 32)
+    queries = read_embeddings(CommittedIndex.open(root), [7, 9])
+    for query, (rows, _) in zip(
+        queries,
+        AnnIndex(CommittedIndex.open(root)).nearest_to_each(queries, 100),
+        strict=True,
+    ):
+        (nearest,) = exact(root, query[None], 100)
+        assert len(np.intersect1d(rows, nearest)) >= 95
+
+
+def test_a_missed_recall_is_said_by_info_and_by_the_search(root):
+    manifest = add_ann(root, CODES)
+    assert not rebuild_reasons(manifest)
+    recall = {**manifest.ann["recall"], "value": 0.66, "target": 0.95}
+    missed = replace(manifest, ann={**manifest.ann, "recall": recall})
+    (reason,) = rebuild_reasons(missed)
+    assert "finds 66.0 % of the nearest rows instead of 95 %" in reason
+    with pytest.warns(RuntimeWarning, match=r"finds 66.0 %"):
+        AnnIndex(CommittedIndex(root, missed))
+
+
 def test_what_gpus_do_gives_the_same_file_and_gpus_without_memory_are_not_used(
     root, monkeypatch
 ):

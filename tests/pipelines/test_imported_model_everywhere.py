@@ -1,0 +1,112 @@
+"""An imported model of the paper rates the same rows alike wherever a query may come
+from.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from edje_index import (
+    Client,
+    CrossEncoder,
+    Hit,
+    ModelBundle,
+    TokenIndex,
+    import_checkpoint,
+)
+from pipelines import build_index
+from tests.conftest import REPO
+from tests.edje_index.bundles.test_published_layouts import towers
+from tests.pipelines.conftest import write_photo
+from tests.pipelines.service.server import serving
+
+QUERY = "a red dog"
+ROWS = 5
+TOLERANCE = 1e-6
+# timm lacks the small tower, which the first module registers
+SERVE = """
+import sys
+import tests.edje_index.siglip_cases
+from pipelines.cli import main
+
+main(["serve", sys.argv[1], "--port", "0"])
+"""
+Ratings = list[tuple[int, float]]
+
+
+@pytest.fixture(scope="module")
+def index(tmp_path_factory: pytest.TempPathFactory) -> TokenIndex:
+    """Photos, indexed with an imported model."""
+    folder = tmp_path_factory.mktemp("imported")
+    towers(folder)
+    checkpoint = REPO / "tests" / "golden" / "compressed_small" / "checkpoint.pth"
+    import_checkpoint(checkpoint, str(folder / "siglip"), folder / "model")
+    for seed in range(ROWS):
+        write_photo(folder / "photos" / f"{seed}.jpg", seed)
+    root = folder / "photos.edje"
+    build_index(folder / "photos", root, folder / "model", engine="inline", threads=1)
+    return TokenIndex.open(root)
+
+
+def ratings(hits: list[Hit]) -> Ratings:
+    return [(hit.row_id, hit.relevance) for hit in hits]
+
+
+def rerank(index: TokenIndex, _: Path) -> Ratings:
+    return ratings(index.rerank(QUERY, range(ROWS)))
+
+
+def cross_encoder(index: TokenIndex, _: Path) -> Ratings:
+    ranked = CrossEncoder(index).rank(QUERY, list(range(ROWS)))
+    return [(each["corpus_id"], each["score"]) for each in ranked]
+
+
+def service(index: TokenIndex, folder: Path) -> Ratings:
+    arguments = [sys.executable, "-c", SERVE, str(index.root)]
+    with serving(folder, arguments) as running, Client(running.url) as client:
+        found = ratings(client.search(QUERY, ROWS))
+        reranked = client.rerank(QUERY, list(range(ROWS)))
+    assert dict(reranked) == pytest.approx(dict(found), abs=TOLERANCE)
+    return found
+
+
+def langchain(index: TokenIndex, _: Path) -> Ratings:
+    pytest.importorskip("langchain_core")
+    from edje_index.integrations.langchain import EdjeReranker, EdjeRetriever
+
+    documents = EdjeRetriever(index=index, k=ROWS).invoke(QUERY)
+    again = EdjeReranker(index=index).compress_documents(documents[::-1], QUERY)
+    return [(each.metadata["row_id"], each.metadata["relevance"]) for each in again]
+
+
+def llama_index(index: TokenIndex, _: Path) -> Ratings:
+    pytest.importorskip("llama_index.core")
+    from edje_index.integrations.llama_index import EdjeReranker, EdjeRetriever
+
+    nodes = EdjeRetriever(index, k=ROWS).retrieve(QUERY)
+    again = EdjeReranker(index=index).postprocess_nodes(nodes[::-1], query_str=QUERY)
+    return [(each.node.metadata["row_id"], each.score) for each in again]
+
+
+@pytest.mark.parametrize(
+    "rated",
+    [rerank, cross_encoder, service, langchain, llama_index],
+    ids=lambda rated: rated.__name__,
+)
+def test_relevance_is_the_logistic_function_of_the_logit(
+    index: TokenIndex, tmp_path: Path, rated: Callable[[TokenIndex, Path], Ratings]
+) -> None:
+    bundle = ModelBundle.load(index.model.info.path)
+    blocks = index.store.fetch(range(ROWS))
+    tokens = torch.from_numpy(blocks.astype("float32"))
+    logits = bundle.joint.score([QUERY] * ROWS, tokens)
+    expected = dict(enumerate(torch.sigmoid(logits).tolist()))
+    result = rated(index, tmp_path)
+    assert dict(result) == pytest.approx(expected, abs=TOLERANCE)
+    relevances = [value for _, value in result]
+    assert relevances == sorted(relevances, reverse=True)
