@@ -14,7 +14,6 @@ from __future__ import annotations
 import pickle
 import shutil
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -361,29 +360,7 @@ def _unit(vectors: torch.Tensor, joint: JointScorer) -> Floats:
     return unit
 
 
-class System(ABC):
-    """A search system, with the settings that its documentation recommends for late
-    interaction.
-    """
-
-    settings: str
-
-    @abstractmethod
-    def build(self, collection: Collection, folder: Path) -> list[Path]:
-        """Write the files of the system to `folder`, and return the paths of all files
-        that a search reads.
-        """
-
-    @abstractmethod
-    def open(self, collection: Collection, folder: Path) -> None:
-        """Open the files."""
-
-    @abstractmethod
-    def search(self, query: VectorQuery, k: int, pool: int) -> list[int]:
-        """Return the positions of the `k` best images, best first."""
-
-
-class EdjeIndex(System):
+class EdjeIndex:
     """`LateInteractionSearch` over one precision."""
 
     def __init__(self, precision: str) -> None:
@@ -391,18 +368,31 @@ class EdjeIndex(System):
         self.settings = f"FAISS chooses the pool, tokens in {precision}"
 
     def build(self, collection: Collection, folder: Path) -> list[Path]:
-        return _index_files(collection.index, self.precision)
+        """Write the files of the system to `folder`, and return the paths of all files
+        that a search reads: those of the index, of its precisions only one.
+        """
+        index = collection.index
+        others = set(Manifest.load(index).spec.precisions) - {self.precision}
+        return [
+            path
+            for path in index.rglob("*")
+            if path.is_file() and not others & set(path.parts)
+        ]
 
     def open(self, collection: Collection, folder: Path) -> None:
+        """Open the files."""
         self._index = LateInteractionSearch.open(collection.index, self.precision)
 
     def search(self, query: VectorQuery, k: int, pool: int) -> list[int]:
+        """Return the positions of the `k` best images, best first."""
         hits = self._index.search(query.words, k, embedding=query.embedding, pool=pool)
         return [hit.row_id for hit in hits]
 
 
-class StoredTokens(System):
-    """FAISS chooses the pool, and a library of `bench fetch` reads the tokens."""
+class StoredTokens:
+    """FAISS chooses the pool, and a library of `bench fetch` reads the tokens. The
+    methods are those of `EdjeIndex`.
+    """
 
     def __init__(self, store: str) -> None:
         self.store = store
@@ -438,7 +428,7 @@ class StoredTokens(System):
         return [int(position) for position in candidates[best]]
 
 
-SYSTEMS: dict[str, System] = {
+SYSTEMS: dict[str, EdjeIndex | StoredTokens] = {
     **{f"edje-index {name}": EdjeIndex(name) for name in _PRECISIONS},
     **{f"FAISS and {name}": StoredTokens(name) for name in PEERS},
 }
@@ -482,13 +472,3 @@ def search_system(
         "libraries_bytes": libraries_bytes,
         "peak_bytes": peak_memory(),
     }
-
-
-def _index_files(index: Path, precision: str) -> list[Path]:
-    """Return the files of an index, of its precisions only those of one."""
-    others = set(Manifest.load(index).spec.precisions) - {precision}
-    return [
-        path
-        for path in index.rglob("*")
-        if path.is_file() and not others & set(path.parts)
-    ]

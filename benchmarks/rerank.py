@@ -16,7 +16,7 @@ import torch
 
 from edje_index.bundles.bundle import ModelBundle
 from edje_index.bundles.random_bundle import untrained_joint_encoder
-from edje_index.models.devices import resolve_device, resolve_dtype
+from edje_index.models.devices import resolve_device, resolve_dtype, threads_kept
 from edje_index.models.joint_encoder import JointEncoder
 from edje_index.scoring.weights import BUNDLE_SCORE
 from edje_index.search.token_index import TokenIndex
@@ -90,7 +90,6 @@ def bench_rerank(
         encoders[name] = bundle.joint, bundle.block_shape
     models: dict[str, Any] = {}
     rng = np.random.default_rng(0)
-    before = torch.get_num_threads()
     for name, (joint, block_shape) in encoders.items():
         joint.compute_dtype = torch_dtype
         scorer = joint.scorer()
@@ -102,16 +101,14 @@ def bench_rerank(
                 rng.standard_normal((batch, *block_shape), dtype=np.float32)
             ).to(torch.bfloat16)
             seconds = []
-            torch.set_num_threads(count)
-            try:
+            with threads_kept():
+                torch.set_num_threads(count)
                 # the first run is the warm-up
                 for _ in range(1 + repeats):
                     started = time.perf_counter()
                     # includes tokenisation and copies to the device
                     scorer.score([CAPTION] * batch, blocks)
                     seconds.append(time.perf_counter() - started)
-            finally:
-                torch.set_num_threads(before)
             rates[f"batch {batch}, {count} threads"] = [
                 batch / each for each in seconds[1:]
             ]

@@ -166,20 +166,16 @@ async def _send(
     return Exchange(time.perf_counter() - planned, status, timing)
 
 
-def _client(url: str) -> httpx.AsyncClient:
-    limits = httpx.Limits(
-        max_connections=_CONNECTIONS, max_keepalive_connections=_CONNECTIONS
-    )
-    return httpx.AsyncClient(base_url=url, timeout=120.0, limits=limits)
-
-
 async def open_loop(
     url: str, bodies: Sequence[dict[str, Any]], times: Sequence[float]
 ) -> list[Exchange]:
     """Send one search at each time in `times`, in seconds from now. Return the
     exchanges in the order of `times`.
     """
-    async with _client(url) as client:
+    limits = httpx.Limits(
+        max_connections=_CONNECTIONS, max_keepalive_connections=_CONNECTIONS
+    )
+    async with httpx.AsyncClient(base_url=url, timeout=120.0, limits=limits) as client:
         start = time.perf_counter()
         sent = []
         for number, planned in enumerate(times):
@@ -242,7 +238,7 @@ def knee(loads: Sequence[dict[str, Any]]) -> float:
     does not keep up with.
     """
     kept = itertools.takewhile(lambda load: keeps_up(load, loads[0]), loads)
-    return float(max([load["offered_per_s"] for load in kept] or [0.0]))
+    return max((load["offered_per_s"] for load in kept), default=0.0)
 
 
 def _cells(load: dict[str, Any]) -> tuple[str, ...]:

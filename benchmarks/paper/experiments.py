@@ -304,16 +304,16 @@ def _prior_art(study: Study, variant: Variant) -> Values:
     bundle = study.trained(variant)
     tokens, width = _block_shape(study, variant)
     scored = next(iter(_rerank(study, bundle).get("joint_encoders", {}).values()), None)
+    vision = _vision_milliseconds(study, bundle)
+    # commands are only listed
+    if scored is None:
+        return recalls
     return [
         *recalls,
-        None if tokens is None else 2 * tokens * width / 1000,
-        None if scored is None else scored["parameters"] / 1e6,
-        (
-            None
-            if scored is None
-            else _BATCH / next(iter(scored["median"].values())) * 1e3
-        ),
-        _vision_milliseconds(study, bundle),
+        2 * tokens * width / 1000,
+        scored["parameters"] / 1e6,
+        _BATCH / next(iter(scored["median"].values())) * 1e3,
+        vision,
     ]
 
 

@@ -24,11 +24,10 @@ class FinalScore:
     """A weighted sum of parts. In shapes, p is the number of candidates of one query.
 
     Attributes:
-        weights: weight of each part by name. A weight is a number; during weight
-            fitting, a weight is a scalar tensor.
+        weights: weight of each part by name.
     """
 
-    weights: Mapping[str, Any]
+    weights: Mapping[str, float]
 
     @classmethod
     def of(cls, weights: ScoreWeights) -> FinalScore:
@@ -37,14 +36,8 @@ class FinalScore:
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """Names of the parts in the sum. A part is left out if its weight is the
-        number 0.
-        """
-        return tuple(
-            part
-            for part, weight in self.weights.items()
-            if not isinstance(weight, (int, float)) or weight != 0
-        )
+        """Names of the parts in the sum: those whose weight is not 0."""
+        return tuple(part for part, weight in self.weights.items() if weight)
 
     def only(self, parts: Iterable[str]) -> FinalScore:
         """Return a copy of this final score that contains only the named parts."""

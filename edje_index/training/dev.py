@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -33,6 +32,7 @@ from edje_index.training.fit_weights import (
 )
 from edje_index.training.random_streams import DEV, stream
 from edje_index.training.start import trained_part
+from storage_formats.reading.embeddings import read_embeddings
 
 _ADAPTER_BATCH = 32
 _ACTIVITY = "choosing the weights of the final score on the dev captions, queries"
@@ -61,7 +61,7 @@ class DevSet:
         caption_images = np.repeat(
             np.arange(len(captions.rows)), [len(group) for group in captions.captions]
         )
-        image_embeddings = features.embeddings(captions.rows).numpy()
+        image_embeddings = read_embeddings(features.index, captions.rows)
         text_embeddings = np.asarray(TrainingData.open(data).text_embeddings)
         return cls(
             captions.rows,
@@ -84,7 +84,8 @@ def choose_dev_weights(
     weights, by direction. `start` is a bundle with the same towers to compare with.
 
     The modules of `bundle` must be in evaluation mode. `on_progress` is called before
-    every query and every fit. An exception raised by `on_progress` stops this function.
+    every query and the fit of each direction. An exception raised by `on_progress`
+    stops this function.
     """
     queries = _queries(dev, config)
     before = 0
@@ -109,8 +110,8 @@ def choose_dev_weights(
             for each in (bundle, start)
             if each is not None
         ]
-        on_fit = partial(report, len(positions))
-        choices[direction] = choose_weights(pools, on_fit, *others)
+        report(len(positions))
+        choices[direction] = choose_weights(pools, *others)
         before += len(positions)
     return choices
 

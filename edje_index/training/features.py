@@ -26,7 +26,6 @@ from edje_index.models.devices import as_tensor
 from edje_index.training.random_streams import VIEWS, stream
 from storage_formats.errors import CorruptIndexError, EdjeError
 from storage_formats.format.manifest import CommittedIndex
-from storage_formats.reading.embeddings import read_embeddings
 from storage_formats.token_store import TokenStore
 
 # images per forward pass of the tower, as in a build
@@ -38,7 +37,7 @@ _ASPECT = (3 / 4, 4 / 3)
 
 
 class Features(ABC):
-    """Patch features and embeddings of the images of an index.
+    """Patch features of the images of an index.
 
     The thread that makes batches calls `load`, which uses the CPU. The training step
     calls `finish`, which uses the device.
@@ -75,10 +74,6 @@ class Features(ABC):
         not read so far.
         """
         return 0
-
-    def embeddings(self, rows: NDArray[np.int64]) -> torch.Tensor:
-        """Read the embeddings of the k `rows`, float32 [k, e]."""
-        return torch.from_numpy(read_embeddings(self.index, rows))
 
 
 class StoredFeatures(Features):

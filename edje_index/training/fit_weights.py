@@ -8,25 +8,25 @@ Maximising recall directly overfits a small dev set (docs/lab/score.md).
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from scipy.optimize import minimize
+from scipy.special import logsumexp
 
 from edje_index.evaluation.recall import ClusterBootstrap, Estimate
 from edje_index.scoring.final_score import FinalScore
 from edje_index.scoring.weights import LOGIT, ScoreWeights
 
 Scores = NDArray[np.floating[Any]]
-Columns = Mapping[str, torch.Tensor]
 
 # penalty on the squared factors of columns with standard deviation 1
 _REGULARISATION = 0.01
+# of a column during the fit: a factor of 0 would leave the column out of the sum
+_LEAST_FACTOR = 1e-9
 # smallest factor of the logit, as a share of the largest factor
 _LEAST_LOGIT = 1e-3
 _FOLDS = 5
@@ -98,18 +98,12 @@ class WeightChoice:
     change: Estimate | None = None
 
 
-def choose_weights(
-    pools: DevPools,
-    on_fit: Callable[[], None] = lambda: None,
-    start: DevPools | None = None,
-) -> WeightChoice:
-    """Fit the weights of one direction to `pools`, and measure R@1. `on_fit` is
-    called before each fit.
+def choose_weights(pools: DevPools, start: DevPools | None = None) -> WeightChoice:
+    """Fit the weights of one direction to `pools`, and measure R@1.
 
     `start` are the same pools, scored by the bundle that the training began from. Both
     are compared by cross-validation.
     """
-    on_fit()
     weights = fit_weights(pools)
     weights = replace(
         weights,
@@ -130,24 +124,23 @@ def choose_weights(
     )
     if len(np.unique(pools.images)) < 2:
         return choice
-    held_out = _held_out_hits(pools, on_fit)
+    held_out = _held_out_hits(pools)
     choice = replace(choice, held_out_recall=float(held_out.mean()))
     if start is None:
         return choice
-    before = _held_out_hits(start, on_fit)
+    before = _held_out_hits(start)
     changes = held_out.astype(np.float64) - before
     change = ClusterBootstrap(pools.images).estimates(changes[:, None])[0]
     return replace(choice, start_recall=float(before.mean()), change=change)
 
 
-def _held_out_hits(pools: DevPools, on_fit: Callable[[], None]) -> NDArray[np.bool_]:
+def _held_out_hits(pools: DevPools) -> NDArray[np.bool_]:
     """Return which queries have a relevant candidate at rank 0 with weights that were
     fitted to other images, bool [q].
     """
     folds = np.unique(pools.images, return_inverse=True)[1] % _FOLDS
     hits = np.zeros(len(folds), dtype=np.bool_)
     for fold in np.unique(folds):
-        on_fit()
         weights = fit_weights(pools.select(folds != fold))
         hits[folds == fold] = pools.select(folds == fold).hits(weights)
     return hits
@@ -163,31 +156,37 @@ def fit_weights(pools: DevPools) -> ScoreWeights:
     if not answered.any():
         return ScoreWeights()
     pools = pools.select(answered)
-    columns = {
-        part: torch.from_numpy(values.astype(np.float64))
-        for part, values in pools.parts.items()
-    }
-    right = torch.from_numpy(pools.right)
-    weights = dict.fromkeys(columns, 0.0) | {LOGIT: 1.0}
-    if len(columns) > 1 and pools.right.shape[1] > 1:
+    weights = dict.fromkeys(pools.parts, 0.0) | {LOGIT: 1.0}
+    if len(weights) > 1 and pools.right.shape[1] > 1:
         scales = {
-            part: values.std(correction=0).clamp(min=1e-9)
-            for part, values in columns.items()
+            part: max(float(np.std(values, dtype=np.float64)), 1e-9)
+            for part, values in pools.parts.items()
         }
-        factors = _likeliest_factors(
-            {part: values / scales[part] for part, values in columns.items()}, right
-        )
-        factors = {part: factors[part] / scales[part] for part in columns}
+        columns = {
+            part: values.astype(np.float64) / scales[part]
+            for part, values in pools.parts.items()
+        }
+
+        # If each query has one relevant candidate, the problem is convex.
+        def loss(factors: NDArray[np.float64]) -> float:
+            weighted = FinalScore(dict(zip(columns, factors, strict=True)))
+            scores = weighted.sum(columns)
+            relevant = logsumexp(np.where(pools.right, scores, -np.inf), axis=1)
+            penalty = _REGULARISATION / len(scores) * np.square(factors).sum()
+            return float(np.mean(logsumexp(scores, axis=1) - relevant) + penalty)
+
+        start = np.ones(len(columns))
+        bounds = [(_LEAST_FACTOR, None)] * len(columns)
+        found = minimize(loss, start, bounds=bounds, options={"ftol": 1e-12}).x
+        factors = {
+            part: float(factor) / scales[part] if factor > _LEAST_FACTOR else 0.0
+            for part, factor in zip(columns, found, strict=True)
+        }
         # If the factor of the logit is close to 0, the weights of the other parts are
         # limited to 1 / _LEAST_LOGIT.
-        unit = (
-            factors[LOGIT]
-            .clamp(min=float(max(factors.values())) * _LEAST_LOGIT)
-            .clamp(min=1e-9)
-        )
-        weights = {part: float(factor / unit) for part, factor in factors.items()} | {
-            LOGIT: 1.0
-        }
+        unit = max(factors[LOGIT], max(factors.values()) * _LEAST_LOGIT, 1e-9)
+        weights = {part: factor / unit for part, factor in factors.items()}
+        weights[LOGIT] = 1.0
     return ScoreWeights.of_parts(weights)
 
 
@@ -245,51 +244,3 @@ def fit_calibration(
 
     slope, offset = minimize(loss, np.zeros(2)).x.tolist()
     return (slope / deviation, offset - slope * mean / deviation) if slope > 0 else None
-
-
-def _likeliest_factors(
-    columns: Columns, right: torch.Tensor
-) -> dict[str, torch.Tensor]:
-    """Return the factor of each column that minimises the loss. Negative factors
-    become 0.
-    """
-    factors = {part: torch.zeros((), dtype=torch.float64) for part in columns}
-    kept = dict(columns)
-    while kept:
-        minimum = _minimise(kept, right)
-        if all(factor >= 0 for factor in minimum.values()):
-            return factors | minimum
-        kept = {part: values for part, values in kept.items() if minimum[part] >= 0}
-    return factors
-
-
-def _minimise(columns: Columns, right: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the factors that minimise the loss with weak regularisation. Factors
-    may be negative.
-    """
-    # If each query has one relevant candidate, the problem is convex.
-    factors = torch.ones(len(columns), dtype=torch.float64, requires_grad=True)
-    optimizer = torch.optim.LBFGS(
-        [factors], max_iter=200, line_search_fn="strong_wolfe"
-    )
-
-    def loss() -> torch.Tensor:
-        optimizer.zero_grad()
-        total = _mean_loss(
-            FinalScore(dict(zip(columns, factors, strict=True))).sum(columns), right
-        )
-        total = total + _REGULARISATION / len(right) * factors.square().sum()
-        total.backward()  # type: ignore[no-untyped-call]
-        return total
-
-    optimizer.step(loss)  # type: ignore[no-untyped-call]
-    return dict(zip(columns, factors.detach(), strict=True))
-
-
-def _mean_loss(scores: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Return the mean of -log P, where P is the softmax probability of all relevant
-    candidates.
-    """
-    return (
-        scores.logsumexp(dim=1) - scores.masked_fill(~right, -math.inf).logsumexp(dim=1)
-    ).mean()

@@ -42,8 +42,8 @@ from edje_index.training.checkpoints import (
 from edje_index.training.config import LoopConfig, OptimizerConfig, TrainSettings
 from edje_index.training.dev import DevSet, dev_recalls
 from edje_index.training.features import Features, OnlineFeatures, StoredFeatures
-from edje_index.training.random_streams import DROPOUT, stream
-from edje_index.training.start import init_from_features, make_trainable, trained_part
+from edje_index.training.random_streams import CLUSTERING, DROPOUT, stream
+from edje_index.training.start import init_queries, make_trainable, trained_part
 from edje_index.training.step import TOTAL, AlignmentObjective, JointObjective, Teacher
 from edje_index.training.workers import WorkerGroup
 from storage_formats.errors import EdjeError, UsageError
@@ -62,6 +62,8 @@ _ALIGNMENT_WARMUP = 0.1
 # batches that are made ahead
 _AHEAD = 2
 _MAX_DECODE_THREADS = 16
+# whose patches a new adapter starts from
+_SAMPLE_IMAGES = 300
 
 
 class TrainingStopped(EdjeError):
@@ -243,8 +245,13 @@ def run_worker(
             settings = config.alignment
             adapter = start.adapter
             if task.new_adapter and isinstance(adapter, CompressionAdapter):
-                init_from_features(
-                    adapter, source.features, source.data, config.loop.seed
+                order = stream(config.loop.seed, CLUSTERING)
+                images = np.sort(order.permutation(source.data.images)[:_SAMPLE_IMAGES])
+                patches, readable = source.features.fetch(source.data.rows[images])
+                init_queries(
+                    adapter,
+                    patches[torch.from_numpy(readable)],
+                    torch.Generator().manual_seed(config.loop.seed),
                 )
             warmup = int(settings.steps * _ALIGNMENT_WARMUP)
             changes = {

@@ -7,7 +7,6 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-import numpy as np
 import torch
 from safetensors.torch import save
 from torch import nn
@@ -41,10 +40,7 @@ from edje_index.models.weights import (
     read_checkpoint,
     read_weights,
 )
-from edje_index.training.captions import TrainingData
 from edje_index.training.config import ArchitectureConfig
-from edje_index.training.features import Features
-from edje_index.training.random_streams import CLUSTERING, stream
 
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 _WORD_EMBEDDINGS = "bert.embeddings.word_embeddings.weight"
@@ -57,7 +53,6 @@ _UNUSED = (
     "decoder.bias",
 )
 _HEAD_BIAS = "cls.predictions.bias"
-_SAMPLE_IMAGES = 300
 _SAMPLE_PATCHES = 20_000
 # standard deviation of attention scores over patches; one deviation gives e**4 times
 # the weight
@@ -269,21 +264,6 @@ def feature_fingerprint(info: BundleInfo, trained: AdapterConfig) -> str:
     digest = hashlib.sha256(save(build_adapter(features).state_dict())).hexdigest()
     return encoder_fingerprint(
         features.to_json(), {**info.files, ADAPTER_WEIGHTS: {"sha256": digest}}
-    )
-
-
-def init_from_features(
-    adapter: CompressionAdapter, features: Features, data: TrainingData, seed: int
-) -> None:
-    """Initialise `adapter` in place from patch features of random training images.
-    `seed` determines the images.
-    """
-    images = np.sort(stream(seed, CLUSTERING).permutation(data.images)[:_SAMPLE_IMAGES])
-    patches, readable = features.fetch(data.rows[images])
-    init_queries(
-        adapter,
-        patches[torch.from_numpy(readable)],
-        torch.Generator().manual_seed(seed),
     )
 
 

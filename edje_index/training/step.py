@@ -43,11 +43,9 @@ def itm_loss(
         negative_texts: logits of each image with k other captions [b, k].
     """
     target = torch.zeros(positive.shape[0], dtype=torch.int64, device=positive.device)
-    images = functional.cross_entropy(
-        torch.cat([positive[:, None], negative_images], dim=1), target
-    )
-    texts = functional.cross_entropy(
-        torch.cat([positive[:, None], negative_texts], dim=1), target
+    images, texts = (
+        functional.cross_entropy(torch.cat([positive[:, None], others], dim=1), target)
+        for others in (negative_images, negative_texts)
     )
     return (images + texts) / 2
 

@@ -227,7 +227,6 @@ def _new_rows_options(command: _Command) -> _Command:
         max_failed_option,
         model_option,
         engine_option,
-        out_index_option,
         quiet_option,
         json_option,
     )

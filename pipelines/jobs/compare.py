@@ -286,8 +286,8 @@ def compare_sources(
     stored_values = CollectedColumns(index.manifest.spec.shard_size, columns.values())
     for ref in hashed(digested(sources, hashlib.sha256(), on_event, should_stop)):
         row = find(ref, any_content=False)
-        content = ref.content_hash
-        if row is None and input_hash(ref.uri, ref.uri_raw, content) in removed:
+        named = (ref.uri, ref.uri_raw, ref.content_hash)
+        if row is None and input_hash(*named) in removed:
             stay_deleted += 1
             inputs += 1
             continue

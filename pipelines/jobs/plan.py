@@ -268,7 +268,7 @@ def read_json(kind: Any, value: Any) -> Any:
     Raises:
         LookupError, TypeError: a member is missing, or of another type.
     """
-    if dataclasses.is_dataclass(kind):
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         types = _types_of(kind)
         known = {name: value[name] for name in types.keys() & value.keys()}
         return kind(
