@@ -34,7 +34,7 @@ _HINTS: dict[type[EdjeError], str] = {
     EngineUnavailableError: "; '--engine inline' works without Ray",
     BundleNotFoundError: " with --model",
     NotABundleError: (
-        "; 'edje-index model from-open-clip NAME:TAG --out DIR' makes a bundle from an"
+        "; 'edje-index model get NAME:TAG --out DIR' makes a bundle from an"
         " open_clip model"
     ),
 }
