@@ -118,7 +118,8 @@ def check_shard(
     Return the problems, the numbers of inputs, and the number of values of each source
     column. If the rows table cannot be read, all numbers are 0.
     """
-    spec, rows = manifest.spec, manifest.spec.shard_rows(shard)
+    spec = manifest.spec
+    rows = spec.shard_rows(shard)
     expected = shard_paths(layout, spec, shard)
     problems = list[Problem]()
     for path in expected:

@@ -59,9 +59,7 @@ from edje_index.models.weights import (
 from edje_index.scoring.weights import DirectionWeights, ScoreWeights
 from storage_formats.remote.urls import hub_kind
 
-AUTHORS_MODEL = "hf://shahafw/edje-vl-image-retrieval-reranker"
-"""The trained model that the project page of the EDJE paper links."""
-# The names on its model card, for models that name nothing else.
+# The names on the model card of the authors, for models that name nothing else.
 AUTHORS_TOWERS = "google/siglip2-large-patch16-384"
 AUTHORS_LANGUAGE = "microsoft/MiniLM-L12-H384-uncased"
 TOWERS_OF = ("siglip_path", r"siglip2?-[\w.-]+", AUTHORS_TOWERS)

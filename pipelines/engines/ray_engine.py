@@ -141,9 +141,12 @@ def run_on_ray(
         address, workers=workers or 1, cpus=cpus, gpus=gpus, wait_seconds=wait_seconds
     ) as cluster:
         holder = None if lock is None else (lock, lock.read_bytes())
+        # Its two threads run a task, and answer calls of `exchange`.
+        settings = {"num_cpus": cpus, "num_gpus": gpus, "max_concurrency": 2}
+        actor_class = cluster.ray.remote(**settings)(EdjeWorker)
         run = _Run(
             cluster,
-            _worker_class(cluster.ray, cpus, gpus),
+            actor_class,
             (make_worker, holder),
             deque(_Turn(task) for task in tasks),
             on_progress=on_progress,
@@ -151,11 +154,6 @@ def run_on_ray(
             stall_seconds=stall_seconds,
         )
         yield from run.results(workers, should_stop)
-
-
-def _worker_class(ray: Any, cpus: int, gpus: int) -> Any:
-    # Two threads: one runs a task, the other answers calls of `exchange`.
-    return ray.remote(num_cpus=cpus, num_gpus=gpus, max_concurrency=2)(EdjeWorker)
 
 
 class EdjeWorker:

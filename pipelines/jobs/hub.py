@@ -371,7 +371,7 @@ def describe_models() -> Iterator[dict[str, Any]]:
                 )
             except Exception:
                 # the HTTP library differs between versions of huggingface_hub
-                megabytes, licence = None, licence or None
+                megabytes = None
                 break
             files = {file.rfilename: file.size or 0 for file in info.siblings or ()}
             choose = text_files if part.endswith("/") else all_files

@@ -215,7 +215,8 @@ class SnapshotEntry:
     @classmethod
     def of(cls, manifest: Manifest) -> SnapshotEntry:
         """Return the entry of the snapshot with `manifest`."""
-        snapshot, change = manifest.snapshot, dict(manifest.snapshot.change)
+        snapshot = manifest.snapshot
+        change = dict(snapshot.change)
         kind = str(change.pop("kind", "build"))
         created = change.pop("created", None)
         rows = manifest.counts.inputs - snapshot.deleted_rows

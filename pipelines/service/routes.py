@@ -234,11 +234,9 @@ async def info(state: State) -> dict[str, Any]:
     """Return the index with its precisions and scores, and the limits on requests."""
     index = state.index
     limits = state.limits
-    manifest, model, weights = (
-        index.manifest,
-        index.model,
-        index.model.weights(TEXT_TO_IMAGE),
-    )
+    manifest = index.manifest
+    model = index.model
+    weights = model.weights(TEXT_TO_IMAGE)
     dtype = str(model.joint.compute_dtype).removeprefix("torch.")
     described = {
         "name": state.name,
