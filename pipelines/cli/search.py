@@ -257,7 +257,8 @@ def _print_hits(
     print_line(f"relevance {'row':>9}  image")
     for hit in hits:
         if marks_weak and hit.relevance is not None and hit.relevance < WEAK_RELEVANCE:
-            print_line(f"--------- {'weak matches from here':>9}")
+            # standard output has one line per hit, for other programs
+            note("--------- weak matches from here")
             marks_weak = False
         numbers = f"{hit.relevance:>9.3f} {hit.row_id:>9}"
         print_line("  ".join(filter(None, [numbers, hit.uri, hit.described()])))

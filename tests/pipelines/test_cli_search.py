@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from dataclasses import replace
 
 import pytest
@@ -11,6 +12,8 @@ from edje_index import Hit, TokenIndex
 from edje_index.bundles.info import describe_bundle, read_bundle_info
 from edje_index.models.filesystem import write_json
 from edje_index.search.query import read_queries
+from tests.command_line import command as command_line
+from tests.command_line import environment
 from tests.edje_index.search.indexes import HOLE, build_photos, photo
 
 QUERIES = ["a red canoe", "two dogs", "a red canoe"]
@@ -63,9 +66,16 @@ def test_weak_matches_are_marked_or_left_out(run, tmp_path):
     fitted = replace(info, trained=True, score=replace(info.score, t2i=weights))
     write_json(bundle / "bundle.json", describe_bundle(fitted).to_json())
     code, out, _ = run(*command)
-    lines = out.splitlines()
-    assert (code, lines[4]) == (0, "--------- weak matches from here")
-    assert "weak matches" not in "".join(lines[:4] + lines[5:])
+    assert (code, len(out.splitlines())) == (0, 1 + 5), "one line per hit, for programs"
+    terminal = subprocess.run(
+        command_line(*command),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env=environment(),
+        check=True,
+    )
+    lines = terminal.stdout.decode().splitlines()
+    assert lines.index("--------- weak matches from here") == 1 + 3
     rows = [hit["row_id"] for hit in answer["hits"]]
     (strong,) = hits_of(run, *command, "--min-relevance", "0.5")
     assert [hit["row_id"] for hit in strong["hits"]] == rows[:3]
