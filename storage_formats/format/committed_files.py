@@ -61,20 +61,21 @@ class CommittedFiles:
         with self._lock:
             missing = requested[~np.isin(requested, self._shards)]
             if len(missing):
-                self._load(np.unique(missing))
+                self._load(sorted({*missing.tolist()}))
             lines = self._lines[np.searchsorted(self._shards, requested)]
         return {
             shard: FileEntry(self._name.format(shard), length, crc)
             for shard, length, crc in lines.tolist()
         }
 
-    def _load(self, missing: NDArray[np.int64]) -> None:
+    def _load(self, missing: list[int]) -> None:
         parts = [self._lines]
         for segment, table in zip(self._spec.used_segments, self._tables, strict=True):
             of_segment = self._spec.segment_shards(segment)
-            start, stop = np.searchsorted(missing, [of_segment.start, of_segment.stop])
+            start = bisect.bisect_left(missing, of_segment.start)
+            stop = bisect.bisect_left(missing, of_segment.stop)
             if start < stop:
-                parts += map(self._own, table.groups(missing[start:stop].tolist()))
+                parts += map(self._own, table.groups(missing[start:stop]))
         lines = np.concatenate(parts)
         self._shards, first = np.unique(lines["shard"], return_index=True)
         self._lines = lines[first]
