@@ -5,8 +5,10 @@ NumPy arrays.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any
+import functools
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, ParamSpec, TypeVar
 
 import ml_dtypes
 import numpy as np
@@ -14,6 +16,13 @@ import torch
 
 from edje_index.errors import ModelError
 from storage_formats.arguments import as_text
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
+
+# Values of the first tensor. For fewer, one kernel saves less time than it takes to
+# find the compiled kernel.
+_FUSED_VALUES = 1 << 23
 
 DTYPES = ("auto", "float32", "bfloat16")
 """Names of the data types of matrix products."""
@@ -62,6 +71,43 @@ def autocast(
     if dtype == torch.float32:
         return contextlib.nullcontext()
     return torch.autocast(device.type, dtype=dtype)
+
+
+def fused_on_cuda(
+    function: Callable[_Arguments, _Result],
+) -> Callable[_Arguments, _Result]:
+    """Decorator for a function of tensors. For large tensors on a CUDA device, the
+    function becomes one kernel, which reads and writes the memory once.
+
+    The first argument is a tensor. The kernel is compiled at the first such call, in
+    about two seconds. Where no compiler is found, the function runs as it is, and a
+    warning says so.
+    """
+    chosen = None
+
+    @functools.wraps(function)
+    def run(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+        nonlocal chosen
+        first: Any = args[0]
+        if first.device.type != "cuda" or first.numel() < _FUSED_VALUES:
+            return function(*args, **kwargs)
+        if chosen is None:
+            chosen = torch.compile(function, dynamic=True)
+        try:
+            return chosen(*args, **kwargs)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            warnings.warn(
+                "re-ranking is slower than this GPU allows, because torch.compile"
+                f" fails: {str(error)[:200]}; install a C compiler, which Triton needs",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            chosen = function
+            return function(*args, **kwargs)
+
+    return run
 
 
 @contextlib.contextmanager
