@@ -12,7 +12,6 @@ and the report says so; `--tiny` does this with small models.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import os
 import shutil
@@ -60,10 +59,12 @@ _WORDS = 16000
 _EXTENSIONS = {".jpg", ".jpeg", ".png"}
 # the vision towers of the EDJE paper, and images to build from
 _TOWERS = {
-    "ViT-B/16 at 224": (UntrainedSizes(224, 16, 768, 12, 64), 12288),
-    "ViT-L/16 at 384": (UntrainedSizes(384, 16, 1024, 24, 64), 4096),
+    "ViT-L/16 at 384": (
+        UntrainedSizes(384, 16, 1024, 24, adapter_hidden=8192, language_layers=12),
+        4096,
+    ),
+    "ViT-B/16 at 224": (UntrainedSizes(224, 16, 768, 12, adapter_hidden=8192), 12288),
 }
-_ADAPTER_HIDDEN = 8192
 _BATCH = 128
 # seconds that a part needs at least
 _SECONDS = {
@@ -74,6 +75,7 @@ _SECONDS = {
     "search": 60,
     "encode": 90,
     "train": 30,
+    "step": 60,
     "neighbours": 10,
 }
 
@@ -345,12 +347,9 @@ class GpuCheck:
 
     def encode(self) -> Iterator[Line]:
         """Vision towers: a bare loop, the encoder, and a build from photos."""
-        for name, (sizes, count) in reversed(_TOWERS.items()):
-            given = TINY
-            if not self._tiny:
-                given = dataclasses.replace(sizes, adapter_hidden=_ADAPTER_HIDDEN)
-            model = self._scratch / name.replace("/", "-").replace(" ", "-")
-            create_untrained_bundle(model, sizes=given)
+        for name, (sizes, count) in _TOWERS.items():
+            given = TINY if self._tiny else sizes
+            model = self._bundle(name)
             encoder = ImageEncoder.open(model, device=str(self.device))
             batch = 8 if self._tiny else _BATCH
             images = [encoder.preprocess(_rgb(path)) for path in self._photos]
@@ -367,6 +366,13 @@ class GpuCheck:
             rate = self._build_rate(photos, model, batch)
             what = f"{name}, a build; the limit is the bare loop"
             yield Line("encode", what, rate, "images", rate / bare)
+
+    def _bundle(self, tower: str) -> Path:
+        model = self._scratch / tower.replace("/", "-").replace(" ", "-")
+        if not model.exists():
+            sizes = TINY if self._tiny else _TOWERS[tower][0]
+            create_untrained_bundle(model, sizes=sizes)
+        return model
 
     def _bare_rate(self, model: Path, batch: int, side: int) -> float:
         """Images per second of the best loop with one batch in the device's memory."""
@@ -408,38 +414,64 @@ class GpuCheck:
 
     def train(self) -> Iterator[Line]:
         """Losses of the first steps on both devices."""
-        captions = self._scratch / "captions.jsonl"
-        subjects = ("dogs", "snow", "a red car", "two people")
-        with captions.open("w") as file:
-            for at, path in enumerate(self._photos):
-                texts = [f"a picture {at} of {subject}" for subject in subjects]
-                line = {"image": str(path.absolute()), "captions": texts}
-                file.write(json.dumps(line) + "\n")
         model = self._scratch / "start"
         create_untrained_bundle(model, sizes=TINY)
         losses = []
         for device in dict.fromkeys((str(self.device), "cpu")):
-            out = self._scratch / f"trained-{device.replace(':', '-')}"
-            settings = (
-                "loop.steps=6",
-                "loop.batch_size=8",
-                "loop.dtype=float32",
-                "alignment.steps=0",
-                "augmentation.views=0",
-                "architecture.dropout=0",
-                "run.log_every=1",
-                "fitting.pooled_dim=0",
-                f"run.device={device}",
+            steps = self._train(
+                model, self._photos, device, "loop.batch_size=8", "loop.dtype=float32"
             )
-            options = [f"--set={setting}" for setting in settings]
-            models = ["--model", model, "--init", model]
-            run_command("train", captions, "--out", out, *models, *options)
-            log = out.with_suffix(".run") / "log.jsonl"
-            steps = [json.loads(line) for line in log.read_text().splitlines()]
             losses.append(np.array([step["loss"] for step in steps if "loss" in step]))
         worst = float(np.abs(losses[0] - losses[-1]).max())
         what = "largest difference of a loss from that of the CPU"
         yield Line("train", what, worst, is_right=worst < 0.01)
+
+    def step(self) -> Iterator[Line]:
+        """Training steps of the EDJE paper's size."""
+        model = self._bundle("ViT-L/16 at 384")
+        pairs = 8 if self._tiny else 256
+        photos = self._links(self._scratch / "photos", 4 * pairs)
+        steps = self._train(
+            model,
+            sorted(photos.iterdir()),
+            str(self.device),
+            f"loop.batch_size={pairs}",
+        )
+        seconds = [step["step_seconds"] for step in steps if "step_seconds" in step]
+        rate = pairs / statistics.median(seconds)
+        yield Line("step", f"steps of {pairs} pairs, 12 layers", rate, "pairs")
+
+    def _train(
+        self, model: Path, photos: list[Path], device: str, *settings: str
+    ) -> list[dict[str, Any]]:
+        """Train `model` for a few steps on photos with made-up captions. Return the
+        log.
+        """
+        name = f"trained-{len(photos)}-{device.replace(':', '-')}"
+        captions = self._scratch / f"{name}.jsonl"
+        subjects = ("dogs", "snow", "a red car", "two people that walk to the sea")
+        with captions.open("w") as file:
+            for at, path in enumerate(photos):
+                texts = [f"a picture {at} of {subject}" for subject in subjects]
+                line = {"image": str(path.absolute()), "captions": texts}
+                file.write(json.dumps(line) + "\n")
+        out = self._scratch / name
+        given = (
+            *settings,
+            "loop.steps=6",
+            "alignment.steps=0",
+            "augmentation.views=0",
+            "architecture.dropout=0",
+            "run.log_every=1",
+            "fitting.pooled_dim=0",
+            f"run.device={device}",
+        )
+        options = [f"--set={setting}" for setting in given]
+        run_command(
+            "train", captions, "--out", out, "--model", model, "--init", model, *options
+        )
+        log = out.with_suffix(".run") / "log.jsonl"
+        return [json.loads(line) for line in log.read_text().splitlines()]
 
     def neighbours(self) -> Iterator[Line]:
         """The GPUs that FAISS finds."""
