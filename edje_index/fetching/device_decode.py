@@ -22,6 +22,8 @@ from storage_formats.codecs.formats import LARGE_LEVEL, GroupScaledCodec, SignCo
 from storage_formats.codecs.minifloat import CANONICAL_NAN, E2M1
 from storage_formats.errors import UsageError
 
+_FUSED_RECORDS = 1024
+
 
 def decode_records_torch(
     name: str,
@@ -60,11 +62,16 @@ def decode_records_torch(
             f"records must be uint8 [k, {entry.record_bytes}], got {records.dtype}"
             f" {list(records.shape)}"
         )
-    blocks = _DECODERS[name](entry, records).reshape(len(records), *block_shape)
-    return blocks if offset is None else _with_offset(blocks, offset)
+    # kernels are compiled for one number of records
+    size = _FUSED_RECORDS if records.device.type == "cuda" else max(1, len(records))
+    parts = []
+    for part in torch.split(records, size):
+        blocks = _DECODERS[name](entry, part).reshape(len(part), *block_shape)
+        parts.append(blocks if offset is None else _with_offset(blocks, offset))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-@fused_on_cuda
+@fused_on_cuda(lambda records: len(records) == _FUSED_RECORDS, dynamic=False)
 def _with_offset(blocks: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
     return _canonical((blocks.float() + offset).bfloat16())
 
@@ -80,7 +87,7 @@ def _decode_groups(entry: Codec, records: torch.Tensor) -> torch.Tensor:
     )
 
 
-@fused_on_cuda
+@fused_on_cuda(lambda records: len(records) == _FUSED_RECORDS, dynamic=False)
 def _look_up(
     records: torch.Tensor,
     products: torch.Tensor,

@@ -22,6 +22,9 @@ from edje_index.models.adapter import activation
 from edje_index.models.devices import fused_on_cuda
 from edje_index.models.linear import Linear
 
+# about 250 pairs of a caption and an image
+_FUSED_VALUES = 1 << 23
+
 
 def check_bert(config: Mapping[str, Any], source: str) -> None:
     """Raise ModelError if `config`, a configuration in the format of transformers, does
@@ -307,7 +310,7 @@ def _add_and_normalize(
     return rows.view(change.shape), low.view(change.shape)
 
 
-@fused_on_cuda
+@fused_on_cuda(lambda x: x.numel() >= _FUSED_VALUES, dynamic=True)
 def _sum_and_norm(
     x: torch.Tensor,
     change: torch.Tensor,

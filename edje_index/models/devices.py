@@ -20,10 +20,6 @@ from storage_formats.arguments import as_text
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 
-# Values of the first tensor. For fewer, one kernel saves less time than it takes to
-# find the compiled kernel.
-_FUSED_VALUES = 1 << 23
-
 DTYPES = ("auto", "float32", "bfloat16")
 """Names of the data types of matrix products."""
 
@@ -74,40 +70,49 @@ def autocast(
 
 
 def fused_on_cuda(
-    function: Callable[_Arguments, _Result],
-) -> Callable[_Arguments, _Result]:
-    """Decorator for a function of tensors. For large tensors on a CUDA device, the
-    function becomes one kernel, which reads and writes the memory once.
+    is_large: Callable[[torch.Tensor], bool], *, dynamic: bool
+) -> Callable[[Callable[_Arguments, _Result]], Callable[_Arguments, _Result]]:
+    """Decorator for a function of tensors. On a CUDA device, the function becomes one
+    kernel, which reads and writes the memory once.
 
-    The first argument is a tensor. The kernel is compiled at the first such call, in
-    about two seconds. Where no compiler is found, the function runs as it is, and a
-    warning says so.
+    The kernel is compiled at the first call, in about two seconds. Where no compiler is
+    found, the function runs as it is, and a warning says so.
+
+    Args:
+        is_large: given the first argument, a tensor, whether the kernel saves more time
+            than it takes to find the kernel.
+        dynamic: whether one kernel is made for all shapes. A kernel for one shape is
+            faster.
     """
-    chosen = None
 
-    @functools.wraps(function)
-    def run(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
-        nonlocal chosen
-        first: Any = args[0]
-        if first.device.type != "cuda" or first.numel() < _FUSED_VALUES:
-            return function(*args, **kwargs)
-        if chosen is None:
-            chosen = torch.compile(function, dynamic=True)
-        try:
-            return chosen(*args, **kwargs)
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            warnings.warn(
-                "re-ranking is slower than this GPU allows, because torch.compile"
-                f" fails: {str(error)[:200]}; install a C compiler, which Triton needs",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-            chosen = function
+    def decorate(
+        function: Callable[_Arguments, _Result],
+    ) -> Callable[_Arguments, _Result]:
+        kernel = torch.compile(function, dynamic=dynamic)
+        is_compiled = True
+
+        @functools.wraps(function)
+        def run(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+            nonlocal is_compiled
+            first: Any = args[0]
+            if is_compiled and first.device.type == "cuda" and is_large(first):
+                try:
+                    return kernel(*args, **kwargs)
+                except torch.OutOfMemoryError:
+                    raise
+                except RuntimeError as error:
+                    is_compiled = False
+                    warnings.warn(
+                        "the GPU is slower than it could be, because torch.compile"
+                        f" fails: {str(error)[:200]}; Triton needs a C compiler",
+                        RuntimeWarning,
+                        stacklevel=2,
+                    )
             return function(*args, **kwargs)
 
-    return run
+        return run
+
+    return decorate
 
 
 @contextlib.contextmanager
