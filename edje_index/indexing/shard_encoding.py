@@ -78,7 +78,6 @@ class ShardTask:
         batch_size: number of images, or of frames of clips, per forward pass.
         decode_threads: number of threads that read and decode images. This number does
             not affect the result.
-        is_halved: whether `batch_size` is smaller than that of the plan.
     """
 
     root: str
@@ -89,7 +88,6 @@ class ShardTask:
     decoding: DecodeSettings
     decode_threads: int = 1
     columns: tuple[SourceColumn, ...] = ()
-    is_halved: bool = False
 
 
 @dataclass
@@ -235,7 +233,7 @@ def encode_shard(
     torch.cuda.empty_cache()
     # The whole shard is encoded again: its bytes depend on the batch size alone, and
     # not on the batch that was too large.
-    smaller = replace(task, batch_size=task.batch_size // 2, is_halved=True)
+    smaller = replace(task, batch_size=task.batch_size // 2)
     return encode_shard(
         smaller, encoder, on_progress, should_stop, machine=machine, alive=alive
     )
@@ -334,7 +332,7 @@ def _encode_whole_shard(
             table,
             task.plan,
             {"read": read, "decode": decode, **stages},
-            batch_size=task.batch_size if task.is_halved else None,
+            encoder.processor(task.batch_size),
         )
     return receipt
 

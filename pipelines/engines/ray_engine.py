@@ -474,20 +474,12 @@ class RayCluster:
         self._nodes = self._read()
         # ids of nodes that get no more work
         self.left_out: set[str] = set()
-        if gpus and not any(
-            "GPU" in each["Resources"] for each in self._nodes.values()
-        ):
-            raise UsageError(
-                "no node of the Ray cluster has a GPU; use the device cpu, or add nodes"
-                " with GPUs",
-                parameter="device",
-            )
         if self.room < min_workers:
             raise UsageError(
                 f"a worker needs {cpus} CPUs and {gpus:g} GPUs on one node, but the"
                 f" nodes of the Ray cluster have room for only {self.room} of"
                 f" {counted(min_workers, 'worker')}; add nodes, or use fewer or smaller"
-                " workers"
+                " workers, or another device"
             )
 
     def _read(self) -> dict[str, dict[str, Any]]:

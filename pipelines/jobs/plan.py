@@ -23,7 +23,7 @@ from storage_formats.errors import CorruptIndexError, UsageError
 from storage_formats.format.checksum import crc32c_file, to_hex
 from storage_formats.format.layout import IndexSpec, Layout
 from storage_formats.format.manifest import Manifest
-from storage_formats.format.receipts import fingerprint
+from storage_formats.format.receipts import ShardReceipt, fingerprint
 from storage_formats.format.source_columns import (
     MAX_COLUMNS,
     MAX_ROW_BYTES,
@@ -476,6 +476,9 @@ class CollectedColumns(CountedColumns):
         return dataclasses.replace(ref, metadata=kept or None)
 
 
+PROCESSORS_MEMBER = "encoded_on"
+"""Key of the sorted `ShardReceipt.encoded_on` in the settings of an index."""
+
 SOURCES_MEMBER = "indexed_sources"
 """Key of the recorded sources in the settings of an index, if other commands than
 one build added rows.
@@ -533,6 +536,17 @@ def with_sources(
     """
     recorded = None if groups is None else [dict(vars(group)) for group in groups]
     return {**manifest.settings, SOURCES_MEMBER: recorded}
+
+
+def processors(
+    settings: Mapping[str, Any], receipts: Iterable[ShardReceipt]
+) -> dict[str, list[str]]:
+    """Return the member `PROCESSORS_MEMBER` of the settings of an index with `settings`
+    and the shards of `receipts`; nothing if no processor is recorded.
+    """
+    names = {receipt.encoded_on for receipt in receipts if receipt.encoded_on}
+    names.update(settings.get(PROCESSORS_MEMBER, ()))
+    return {PROCESSORS_MEMBER: sorted(names)} if names else {}
 
 
 def holds_clips(manifest: Manifest) -> bool:
