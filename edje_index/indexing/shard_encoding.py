@@ -19,10 +19,10 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -65,8 +65,6 @@ _REMOTE_THREADS = 16
 _BATCHES_AHEAD = 2
 # at least as many may wait, so that the requests for remote inputs overlap
 _IMAGES_AHEAD = 32
-
-_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True)
@@ -174,20 +172,6 @@ def begin_attempt(
     path.unlink(missing_ok=True)
 
 
-class OneAtATime(Executor):
-    """Executor that runs each call at once, in the calling thread."""
-
-    def submit(
-        self, fn: Callable[..., _Result], /, *args: Any, **kwargs: Any
-    ) -> Future[_Result]:
-        future: Future[_Result] = Future()
-        try:
-            future.set_result(fn(*args, **kwargs))
-        except Exception as error:
-            future.set_exception(error)
-        return future
-
-
 def encode_shard(
     task: ShardTask,
     encoder: ImageEncoder,
@@ -265,11 +249,7 @@ def _encode_whole_shard(
     with (
         ShardWriter(task.root, task.spec, task.shard) as writer,
         begin_attempt(layout, task.shard, machine, alive) as attempt,
-        (
-            OneAtATime()
-            if attempt.careful
-            else ThreadPoolExecutor(threads, "edje-decode")
-        ) as pool,
+        ThreadPoolExecutor(threads, "edje-decode") as pool,
         contextlib.ExitStack() as stack,
     ):
         # images still wait if an exception ends the shard
@@ -292,6 +272,8 @@ def _encode_whole_shard(
         prepared = ordered_results(
             images, lambda image: pool.submit(prepare, image), ahead=ahead
         )
+        if attempt.careful:
+            prepared = map(prepare, images)
         for start in range(0, len(images), size):
             if should_stop():
                 raise TaskInterrupted

@@ -48,6 +48,7 @@ from pipelines.engines.base import (
     describe_error,
     run_task,
 )
+from pipelines.environment import cuda_devices
 from pipelines.progress.events import OnEvent, ShouldStop, StatusMessage
 from pipelines.progress.wording import counted, duration
 from storage_formats.errors import EdjeError, TaskInterrupted, UsageError
@@ -637,12 +638,17 @@ def connected_ray(
         )
 
 
-def has_gpus(address: str) -> bool:
-    """Return whether a node of the Ray cluster at `address` has a GPU."""
-    with connected_ray(
-        address, workers=1, cpus=1, gpus=0, wait_seconds=NODE_WAIT_SECONDS
-    ) as cluster:
-        return bool(cluster.ray.cluster_resources().get("GPU"))
+def best_device(address: str | None) -> str:
+    """Return "cuda" if this machine or a node of the Ray cluster at `address` has a
+    GPU, else "cpu".
+    """
+    gpus = cuda_devices()
+    if address is not None and not gpus:
+        with connected_ray(
+            address, workers=1, cpus=1, gpus=0, wait_seconds=NODE_WAIT_SECONDS
+        ) as cluster:
+            gpus = cluster.ray.cluster_resources().get("GPU", 0)
+    return "cuda" if gpus else "cpu"
 
 
 def check_ray(address: str | None) -> None:

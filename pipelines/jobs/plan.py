@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 from edje_index.bundles.info import BundleInfo
 from edje_index.models import MAX_FRAMES
-from pipelines.environment import cuda_devices
 from storage_formats.atomic import fsync_paths
 from storage_formats.codecs import codec
 from storage_formats.errors import CorruptIndexError, UsageError
@@ -121,7 +120,9 @@ class BuildSettings:
                 parameter="frames",
             )
         if device == "auto":
-            device = stored.device if stored else _best_device(cluster)
+            from pipelines.engines.ray_engine import best_device
+
+            device = stored.device if stored else best_device(cluster)
         if dtype is None or dtype == "auto":
             # Without "auto", equal devices choose alike, so that the bytes do not
             # depend on the model of the CPU.
@@ -174,16 +175,6 @@ class BuildSettings:
         return DecodeSettings(
             **{each.name: getattr(self, each.name) for each in fields(DecodeSettings)}
         )
-
-
-def _best_device(address: str | None) -> str:
-    has_gpu = cuda_devices() > 0
-    if address is not None and not has_gpu:
-        # the machine that plans the build need not encode images
-        from pipelines.engines.ray_engine import has_gpus
-
-        has_gpu = has_gpus(address)
-    return "cuda" if has_gpu else "cpu"
 
 
 def settings_of(root: Path, manifest: Manifest) -> BuildSettings:

@@ -102,3 +102,20 @@ def test_pixels_are_normalised_as_open_clip_does(tiny_bundle: Path) -> None:
     pixels = encoder.normalize(encoder.preprocess(image))
     assert torch.equal(pixels, expected)
     assert encoder.normalize(expected) is expected
+
+
+@pytest.mark.slow
+# of torch, when it imports its compiler
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_compiled_layers_give_the_same_up_to_rounding(tiny_bundle: Path) -> None:
+    encoder = ImageEncoder.open(tiny_bundle, device="cpu")
+    compiled = ImageEncoder.open(tiny_bundle, device="cpu", compiled=True)
+    pixels = torch.randint(0, 256, (4, 3, *encoder.vision.image_size)).byte()
+    tokens, embeddings = encoder.encode(pixels)
+    torch._dynamo.utils.counters.clear()
+    found_tokens, found_embeddings = compiled.encode(pixels)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1, "of all layers"
+    np.testing.assert_allclose(found_embeddings, embeddings, atol=1e-5)
+    np.testing.assert_allclose(
+        found_tokens.astype(np.float32), tokens.astype(np.float32), rtol=0.01, atol=1e-5
+    )
