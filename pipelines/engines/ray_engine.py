@@ -33,7 +33,7 @@ import time
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pipelines
 from pipelines.engines.base import (
@@ -638,7 +638,7 @@ def connected_ray(
         )
 
 
-def best_device(address: str | None) -> str:
+def best_device(address: str | None) -> Literal["cpu", "cuda"]:
     """Return "cuda" if this machine or a node of the Ray cluster at `address` has a
     GPU, else "cpu".
     """

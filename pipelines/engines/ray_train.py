@@ -12,6 +12,7 @@ import shutil
 import threading
 import uuid
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from pipelines.engines.base import EngineUnavailableError, describe_error
@@ -62,7 +63,11 @@ def train_on_ray(
     run_dir = run.folder
     workers = run.workers
     cpus = run.threads or 1
-    device = best_device(run.address) if run.device == "auto" else run.device
+    device = run.device
+    if device == "auto":
+        device = best_device(run.address)
+        chosen = run.model_copy(update={"device": device})
+        task = replace(task, config=task.config.model_copy(update={"run": chosen}))
     gpus = int(device == "cuda")
     stop_file = run_dir / _STOP_FILE
     stop_file.unlink(missing_ok=True)

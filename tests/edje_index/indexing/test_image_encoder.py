@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import ml_dtypes
@@ -11,6 +12,7 @@ import torch
 from PIL import Image
 
 from edje_index.bundles.bundle import ModelBundle
+from edje_index.bundles.random_bundle import TINY, create_untrained_bundle
 from edje_index.errors import ModelError
 from edje_index.indexing.image_encoder import ImageEncoder, image_tokens
 from edje_index.models.clip_model import eval_transform
@@ -104,18 +106,23 @@ def test_pixels_are_normalised_as_open_clip_does(tiny_bundle: Path) -> None:
     assert encoder.normalize(expected) is expected
 
 
-@pytest.mark.slow
-# of torch, when it imports its compiler
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_compiled_layers_give_the_same_up_to_rounding(tiny_bundle: Path) -> None:
-    encoder = ImageEncoder.open(tiny_bundle, device="cpu")
-    compiled = ImageEncoder.open(tiny_bundle, device="cpu", compiled=True)
-    pixels = torch.randint(0, 256, (4, 3, *encoder.vision.image_size)).byte()
-    tokens, embeddings = encoder.encode(pixels)
-    torch._dynamo.utils.counters.clear()
-    found_tokens, found_embeddings = compiled.encode(pixels)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1, "of all layers"
-    np.testing.assert_allclose(found_embeddings, embeddings, atol=1e-5)
-    np.testing.assert_allclose(
-        found_tokens.astype(np.float32), tokens.astype(np.float32), rtol=0.01, atol=1e-5
+@pytest.mark.parametrize(
+    "kind", ["compressed", "local", "strided", "clustered", "pruned"]
+)
+@torch.inference_mode()
+def test_a_tower_and_an_adapter_in_bfloat16_give_similar_tokens(
+    tmp_path: Path, kind: str
+) -> None:
+    """As on a GPU."""
+    create_untrained_bundle(tmp_path, sizes=replace(TINY, adapter_kind=kind))
+    model = ModelBundle.load(tmp_path)
+    pixels = random_pixels(model.clip_config, count=3)
+    expected, pooled = image_tokens(model.vision, model.adapter, pixels)
+    low = torch.bfloat16
+    tokens, embeddings = image_tokens(
+        model.vision.to(low), model.adapter.to(low), pixels.to(low)
     )
+    assert tokens.dtype == low
+    similar = torch.nn.functional.cosine_similarity(tokens.float(), expected, dim=2)
+    assert similar.min() > 0.999
+    np.testing.assert_allclose(embeddings, pooled, atol=0.02)
