@@ -26,6 +26,7 @@ from pipelines.jobs.plan import (
     Plan,
     check_inputs,
     model_record,
+    processors,
     refuse_differences,
     settings_of,
     store_inputs,
@@ -393,7 +394,11 @@ def build_index(
         )
         on_event(StatusMessage("building the nearest-neighbour index"))
         ann = build_ann(out, plan.spec, request=AnnRequest(memory=memory))
-        described = {**asdict(plan.settings), "inputs_digest": plan.inputs_digest}
+        described = {
+            **asdict(plan.settings),
+            "inputs_digest": plan.inputs_digest,
+            **processors({}, receipts),
+        }
         manifest = new_manifest(
             change.layout,
             plan.spec,
