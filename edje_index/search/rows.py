@@ -171,14 +171,10 @@ class IndexRows:
             for shard, name in itertools.product(shards, names):
                 if (shard, name) in self._columns:
                     self._columns.move_to_end((shard, name))
-        missing = [
-            shard
-            for shard, columns in held.items()
-            if any(column is None for column in columns)
-        ]
+        missing = [shard for shard, columns in held.items() if None in columns]
         read = iter_stored_rows(self._index, names, missing) if missing else iter(())
         for shard in shards:
-            if shard in missing:
+            if None in held[shard]:
                 held[shard] = [column.combine_chunks() for column in next(read).columns]
                 with self._lock:
                     for name, column in zip(names, held[shard], strict=True):

@@ -63,6 +63,8 @@ class Edits:
 
     def of_shard(self, shard: int) -> dict[str, dict[int, str | None]]:
         """Return the new values of a shard as JSON, by column and position."""
+        if not len(self._row_ids):
+            return {}
         first = shard * self.shard_size
         bounds = np.searchsorted(self._row_ids, [first, first + self.shard_size])
         start, stop = bounds.tolist()

@@ -84,7 +84,9 @@ def read_table(
         # opening a file again takes as long as reading a column
         if all(map(pa.types.is_primitive, types)):
             return file.read(columns=names, use_threads=False).select(names)
-        leaves = [file.schema.column(index) for index in range(len(file.schema))]
+        # each access to `file.schema` makes a new object
+        stored = file.schema
+        leaves = [stored.column(index) for index in range(len(stored))]
     # Text is read as a dictionary, so that one long value of many rows is in memory
     # once until its size is checked.
     texts = [
@@ -94,7 +96,10 @@ def read_table(
         and leaf.physical_type == "BYTE_ARRAY"
     ]
     with pq.ParquetFile(
-        pa.py_buffer(data), read_dictionary=texts, pre_buffer=False
+        pa.py_buffer(data),
+        metadata=file.metadata,
+        read_dictionary=texts,
+        pre_buffer=False,
     ) as file:
         table = file.read(columns=names, use_threads=False).select(names)
     _check_texts(table, len(data))
@@ -191,20 +196,12 @@ def _check_size(metadata: pq.FileMetaData, length: int) -> None:
     """
     # A small Parquet file can hold a huge table if few values are repeated.
     groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
+    columns = [
+        group.column(index) for group in groups for index in range(group.num_columns)
+    ]
+    decoded = sum(column.total_uncompressed_size for column in columns)
     rows = max(metadata.num_rows, sum(group.num_rows for group in groups))
-    decoded = sum(
-        group.column(index).total_uncompressed_size
-        for group in groups
-        for index in range(group.num_columns)
-    )
-    values = max(
-        (
-            group.column(index).num_values
-            for group in groups
-            for index in range(group.num_columns)
-        ),
-        default=0,
-    )
+    values = max((column.num_values for column in columns), default=0)
     if (
         max(rows, values) > _MAX_ROWS_PER_BYTE * length
         or decoded > _MAX_EXPANSION * length

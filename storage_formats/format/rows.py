@@ -245,7 +245,7 @@ def cast_columns(
     arrays = []
     for field in schema:
         if field.name not in source_names:
-            arrays.append(table[field.name].cast(field.type))
+            arrays.append(table[field.name])
         elif field.name in table.schema.names:
             column = table[field.name]
             arrow_type = field.type
@@ -266,7 +266,7 @@ def cast_columns(
             arrays.append(column)
         else:
             arrays.append(pa.nulls(len(table), field.type))
-    # fails if a non-nullable column has nulls
+    # fails if a non-nullable column has nulls or another type
     return pa.Table.from_arrays(arrays, names=schema.names).cast(schema)
 
 

@@ -82,9 +82,7 @@ def exhaustive(root: Path, query: np.ndarray, where: str, k: int) -> list[int]:
 @pytest.mark.parametrize("factory", ["auto", "IVF10,PQ3x4fs"])
 def test_a_filtered_search_is_exact(index, tmp_path, factory):
     shutil.copytree(index, tmp_path / "i")
-    assert (
-        len(add_ann(tmp_path / "i", AnnRequest(factory, recall=0.5)).ann["files"]) == 1
-    )
+    add_ann(tmp_path / "i", AnnRequest(factory, recall=0.5))
     delete_rows(tmp_path / "i", rows=[1, 17, 71, 690, *range(100, 200)])
     opened = CommittedIndex.open(tmp_path / "i")
     ann = AnnIndex(opened)
