@@ -29,11 +29,10 @@ from torch.utils.data import DataLoader
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.process import run_command
-from benchmarks.report import table
 from benchmarks.rerank import CAPTION
 from benchmarks.synthetic import make_synthetic
 from edje_index.bundles.bundle import ModelBundle
-from edje_index.evaluation.report import write_report
+from edje_index.evaluation.report import table, write_report
 from edje_index.fetching.device_decode import decode_records_torch
 from edje_index.fetching.device_fetcher import DeviceFetcher
 from edje_index.fetching.token_dataset import TokenDataset
