@@ -550,8 +550,8 @@ def check_finished(
         before = counted(index.manifest.counts.inputs, "input")
         raise UsageError(
             f"the sources have changed since {out} was built: they had {before} and now"
-            f" have {inputs}, with other names, sizes or metadata. Run"
-            " 'edje-index update', or choose another output directory",
+            f" have {inputs}, with other names, sizes or metadata. Update the index, or"
+            " choose another output directory",
             parameter="sources",
         )
     return index.manifest
