@@ -44,6 +44,7 @@ _ADVICE = {
     errno.EACCES: "; check the permissions, or give another place",
 }
 _REMEDIES = {
+    "ann": "; build it with 'edje-index ann build'",
     "verify": "; run 'edje-index verify' to list all damage",
     "show": (
         "; to search a folder of photos, run 'edje-index show FOLDER', or build an"

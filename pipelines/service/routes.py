@@ -333,7 +333,7 @@ async def search(state: State, body: schemas.SearchRequest) -> dict[str, Any]:
     elif body.row_id is not None:
         hits, timing = await state.batcher.submit(body.row_id, search_images, cost=cost)
     else:
-        kind = ("search", id(index.store), pool, *options.values())
+        kind = ("search", index.store, pool, *options.values())
         hits, timing = await state.batcher.submit(
             (body.query, k), search_texts, cost=cost, kind=kind
         )
@@ -508,7 +508,7 @@ async def _rerank(
             (query, unique),
             rerank_rows,
             cost=len(unique) * tokens,
-            kind=("rerank", id(index.store)),
+            kind=("rerank", index.store),
         )
         of_row = {hit.row_id: hit.score for hit in hits}
         scores |= {
@@ -600,7 +600,7 @@ async def embed(state: State, body: schemas.EmbedRequest) -> list[list[float]]:
             texts,
             embed_texts,
             cost=len(texts) * tokens,
-            kind=("embed", id(index.store)),
+            kind=("embed", index.store),
         )
     elif images:
         embeddings, _ = await state.on_images(
