@@ -218,7 +218,7 @@ def _trained(kind: AnnKind, embeddings: IndexedEmbeddings, rows: int) -> FaissIn
             [vectors[row_ids % step == 0] for row_ids, vectors in embeddings]
         )
         if len(sample) >= max(kind.lists, _CODES if kind.sub_vectors else 0):
-            for centroids in (_on_gpus(faiss.IndexFlatIP(width)), None):
+            for centroids in (_on_gpu(faiss.IndexFlatIP(width)), None):
                 index: FaissIndex = faiss.index_factory(
                     width, kind.factory, faiss.METRIC_INNER_PRODUCT
                 )
@@ -229,7 +229,7 @@ def _trained(kind: AnnKind, embeddings: IndexedEmbeddings, rows: int) -> FaissIn
                 except RuntimeError:
                     if centroids is None:
                         raise
-                    # the memory of the GPUs has ended
+                    # the memory of the GPU has ended
                     continue
                 # FAISS keeps no reference to it
                 index.clustering_index = None
@@ -255,26 +255,26 @@ def _fill(
 
     # finds the inverted list of a vector
     own = index.quantizer if count_lists(index) else None
-    copy = None if own is None else _on_gpus(own)
+    copy = None if own is None else _on_gpu(own)
     if copy is not None:
         index.quantizer = copy
         try:
             return add_all()
         except RuntimeError:
-            # the memory of the GPUs has ended: begin again on the CPU
+            # the memory of the GPU has ended: begin again on the CPU
             index.reset()
         finally:
             index.quantizer = own
     add_all()
 
 
-def _on_gpus(flat: FaissIndex) -> FaissIndex | None:
-    """Return a copy of a flat FAISS index on all GPUs. Return None if FAISS can use no
-    GPU.
+def _on_gpu(flat: FaissIndex) -> FaissIndex | None:
+    """Return a copy of a flat FAISS index on the first GPU. Return None if FAISS can
+    use no GPU.
 
-    The GPUs train the centroids and find the inverted list of each vector. Codes, their
-    lists and searches stay on the CPU, because FAISS has neither 4-bit fast-scan codes
-    nor filters of rows on GPUs.
+    The GPU trains the centroids and finds the inverted list of each vector. Codes,
+    their lists and searches stay on the CPU, because FAISS has neither 4-bit fast-scan
+    codes nor filters of rows on GPUs.
     """
     import faiss
 
@@ -282,9 +282,10 @@ def _on_gpus(flat: FaissIndex) -> FaissIndex | None:
     # 0 in builds of FAISS for CPUs
     if not module.get_num_gpus():
         return None
-    # other processes may have taken the memory of the GPUs
+    # other processes may have taken the memory of the GPU
     with contextlib.suppress(RuntimeError):
-        return module.index_cpu_to_all_gpus(flat)
+        # others may need the memory of the other GPUs
+        return module.index_cpu_to_all_gpus(flat, ngpu=1)
     return None
 
 

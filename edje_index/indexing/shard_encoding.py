@@ -87,7 +87,7 @@ class ShardTask:
     plan: str
     batch_size: int
     decoding: DecodeSettings
-    decode_threads: int
+    decode_threads: int = 1
     columns: tuple[SourceColumn, ...] = ()
     is_halved: bool = False
 
@@ -305,7 +305,7 @@ def _encode_whole_shard(
                 ]
             if ready:
                 with _timed(stages, "encode"):
-                    tokens, embeddings = _encode(encoder, ready)
+                    tokens, embeddings = _encode(encoder, ready, size)
                 with _timed(stages, "write"):
                     problems = writer.outside(tokens)
                     for at, problem in problems.items():
@@ -394,19 +394,18 @@ def _prepare(encoder: ImageEncoder, settings: DecodeSettings, image: _Image) -> 
 
 
 def _encode(
-    encoder: ImageEncoder, images: list[_Image]
+    encoder: ImageEncoder, images: list[_Image], size: int
 ) -> tuple[Blocks, NDArray[np.float32]]:
-    """Run the model on `images`.
+    """Run the model on `images`, in a batch of `size` inputs.
 
     If an output is not finite, mark the row as failed and remove the image from
     `images`.
     """
-    import torch
-
     started = time.perf_counter()
-    tokens, embeddings = encoder.encode(
-        torch.stack([image.pixels for image in images if image.pixels is not None])
-    )
+    pixels = [image.pixels for image in images if image.pixels is not None]
+    tokens, embeddings = encoder.encode(encoder.batch(pixels, size))
+    tokens = tokens[: len(images)]
+    embeddings = embeddings[: len(images)]
     bits = tokens.view(np.uint16).reshape(len(tokens), -1)
     # bfloat16
     finite = np.isfinite(embeddings).all(axis=1) & ((bits & 0x7F80) != 0x7F80).all(
@@ -424,9 +423,15 @@ def _encode(
 
 
 def encode_inputs(
-    refs: Sequence[InputRef], encoder: ImageEncoder, settings: DecodeSettings
+    refs: Sequence[InputRef],
+    encoder: ImageEncoder,
+    settings: DecodeSettings,
+    batch_size: int,
 ) -> tuple[dict[int, Blocks], dict[int, str]]:
     """Encode one batch of inputs as `encode_shard` does, and write nothing.
+
+    Args:
+        batch_size: see `ShardTask`.
 
     Returns:
         The blocks [m, d], and for inputs that cannot be encoded the reasons. The keys
@@ -441,7 +446,8 @@ def encode_inputs(
         for position, ref in enumerate(refs)
     ]
     ready = [image for image in images if image.pixels is not None]
-    tokens = _encode(encoder, ready)[0] if ready else ()
+    size = settings.inputs_per_batch(batch_size)
+    tokens = _encode(encoder, ready, size)[0] if ready else ()
     blocks = {
         image.entry.row_id: block for image, block in zip(ready, tokens, strict=True)
     }

@@ -88,20 +88,21 @@ def fused_on_cuda(
     def decorate(
         function: Callable[_Arguments, _Result],
     ) -> Callable[_Arguments, _Result]:
-        kernel = torch.compile(function, dynamic=dynamic)
-        is_compiled = True
+        kernel: Callable[_Arguments, _Result] | None = None
 
         @functools.wraps(function)
         def run(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
-            nonlocal is_compiled
+            nonlocal kernel
             first: Any = args[0]
-            if is_compiled and first.device.type == "cuda" and is_large(first):
+            if first.device.type == "cuda" and is_large(first):
+                # imports the compiler, which takes seconds
+                kernel = kernel or torch.compile(function, dynamic=dynamic)
                 try:
                     return kernel(*args, **kwargs)
                 except torch.OutOfMemoryError:
                     raise
                 except RuntimeError as error:
-                    is_compiled = False
+                    kernel = function
                     warnings.warn(
                         "the GPU is slower than it could be, because torch.compile"
                         f" fails: {str(error)[:200]}; Triton needs a C compiler",

@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from edje_index.bundles.bundle import ModelBundle
 from edje_index.errors import ModelError
@@ -25,7 +24,7 @@ from edje_index.images.preprocessing import Preprocessor
 from edje_index.indexing.image_encoder import ImageEncoder
 from edje_index.inputs.input_lists import InputTable
 from edje_index.models.adapter import CompressionAdapter, build_adapter
-from edje_index.models.devices import autocast, resolve_device, resolve_dtype
+from edje_index.models.devices import resolve_device, resolve_dtype
 from edje_index.scoring.parts import content_token_mask
 from edje_index.training.batches import BatchSource, to_device
 from edje_index.training.captions import CaptionSet, TrainingData, prepare_captions
@@ -44,7 +43,7 @@ from edje_index.training.dev import DevSet, dev_recalls
 from edje_index.training.features import Features, OnlineFeatures, StoredFeatures
 from edje_index.training.random_streams import CLUSTERING, DROPOUT, stream
 from edje_index.training.start import init_queries, make_trainable, trained_part
-from edje_index.training.step import TOTAL, AlignmentObjective, JointObjective, Teacher
+from edje_index.training.step import AlignmentObjective, JointObjective, Teacher
 from edje_index.training.workers import WorkerGroup
 from storage_formats.errors import EdjeError, UsageError
 from storage_formats.format.manifest import CommittedIndex
@@ -118,13 +117,13 @@ class TrainTask:
 
 
 def open_start(
-    task: TrainTask, group: WorkerGroup
-) -> tuple[ModelBundle, BatchSource, torch.device]:
-    """Return the bundle with the initial weights, what makes the batches, and the
-    device to train on.
+    task: TrainTask, group: WorkerGroup, device: torch.device
+) -> tuple[ModelBundle, BatchSource]:
+    """Return the bundle with the initial weights, and what makes the batches.
+
+    `device` computes online features.
     """
     config = task.config
-    device = resolve_device(config.run.device)
     start = ModelBundle.load(task.start, verify=False)
     adapter = start.adapter.config
     data = TrainingData.open(task.data)
@@ -162,9 +161,10 @@ def open_start(
         config=config,
         rank=group.rank,
         world_size=group.size,
+        chunk_pairs=config.run.chunk_pairs,
         views=views,
     )
-    return start, source, device
+    return start, source
 
 
 def run_worker(
@@ -205,7 +205,7 @@ def run_worker(
                 "the training run stopped while preparing captions; finished shards are"
                 " kept"
             )
-    start, source, device = open_start(task, group)
+    start, source = open_start(task, group, device)
     teacher = None
     if task.teacher is not None:
         bundle = ModelBundle.load(task.teacher, verify=False)
@@ -323,7 +323,7 @@ def _run_phase(
     *,
     name: str,
     stage: int,
-    module: nn.Module,
+    module: AlignmentObjective | JointObjective,
     make_batch: Callable[[int], Any],
     steps: int,
     images: int,
@@ -340,7 +340,7 @@ def _run_phase(
         skipped: number of steps without a finite gradient before this phase, see
             `TrainState`.
         stage: number of the phase, counted from 0.
-        module: module to train. Its ``forward`` maps a batch to losses by name.
+        module: module to train.
         make_batch: makes a batch from the batch number, which counts from 0 in each
             phase.
         images: number of images per optimiser step, over all workers.
@@ -376,10 +376,6 @@ def _run_phase(
                 " wrote the checkpoint, or use another run folder"
             ) from error
         skipped = resumed.skipped
-    distributed: Any = module
-    if group.size > 1:
-        devices = [device] if device.type == "cuda" else None
-        distributed = DistributedDataParallel(module, device_ids=devices)
     if group.rank == 0:
         begin_log(run_dir, stage, first)
 
@@ -393,29 +389,28 @@ def _run_phase(
     started = time.monotonic()
     waited = 0.0
     since = first
-    batches = ordered_map(make_batch, range(first, steps), 1, 1 + _AHEAD)
+    dtype = resolve_dtype(loop.dtype, device)
+    on_device = batches_on_device(make_batch, device)
+    batches = ordered_map(on_device, range(first, steps), 1, 1 + _AHEAD)
     with contextlib.closing(batches):
         for step in range(first, steps):
             rate = learning_rate(step, steps, epoch, optimization, epochs_before)
             for parameters in optimizer.param_groups:
                 parameters["lr"] = rate * parameters["factor"]
             waiting_since = time.monotonic()
-            batch = to_device(next(batches), device)
+            batch = next(batches)
             waited += time.monotonic() - waiting_since
-            batch = source.with_features(batch)
             # Seeds dropout, so that a resumed training run draws the same random
             # numbers.
             dropout = stream(loop.seed, DROPOUT, stage, step, group.rank)
             torch.manual_seed(int(dropout.integers(2**63)))
-            with autocast(resolve_dtype(loop.dtype, device), device):
-                losses = distributed(batch)
-            losses[TOTAL].backward()
+            losses = module.backward(source.with_features(batch), dtype)
             for loss, value in losses.items():
-                sums[loss] = sums.get(loss, 0) + value.detach()
+                sums[loss] = sums.get(loss, 0) + value
             trained = [part for part in module.parameters() if part.grad is not None]
-            norm = nn.utils.get_total_norm(
-                [parameter.grad for parameter in trained]  # type: ignore[misc]
-            )
+            gradients = [part.grad for part in trained if part.grad is not None]
+            group.average(gradients)
+            norm = nn.utils.get_total_norm(gradients)
             if optimization.clip_norm:
                 nn.utils.clip_grads_with_norm_(trained, optimization.clip_norm, norm)
             is_bad = group.any(not bool(torch.isfinite(norm)))
@@ -490,6 +485,28 @@ def _run_phase(
                     f" {name} phase"
                 )
     return skipped
+
+
+def batches_on_device(
+    make_batch: Callable[[int], Any], device: torch.device
+) -> Callable[[int], Any]:
+    """Return a function that makes the same batches as `make_batch`, on `device`.
+
+    On CUDA, the calling thread copies a batch while the steps before it run. A batch
+    must be kept until the work on it is done.
+    """
+    if device.type == "cpu":
+        return make_batch
+    # other threads have another current device
+    stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def make(number: int) -> Any:
+        with torch.cuda.stream(stream):
+            batch = to_device(make_batch(number), stream.device)
+        stream.synchronize()
+        return batch
+
+    return make
 
 
 def make_optimizer(module: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:

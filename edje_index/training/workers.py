@@ -66,6 +66,17 @@ class WorkerGroup:
             stacked /= self.size
         return dict(zip(values, stacked.tolist(), strict=True))
 
+    def average(self, gradients: list[torch.Tensor]) -> None:
+        """Average each of the `gradients` over the workers, in place."""
+        if self.size == 1:
+            return
+        flat = torch.cat([gradient.flatten() for gradient in gradients])
+        distributed.all_reduce(flat)
+        flat /= self.size
+        parts = torch.split(flat, [gradient.numel() for gradient in gradients])
+        for gradient, part in zip(gradients, parts, strict=True):
+            gradient.copy_(part.view_as(gradient))
+
     def gather(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the rows of all workers, in rank order. Gradients flow back to the
         worker that the rows come from.

@@ -19,6 +19,7 @@ import fcntl
 import functools
 import importlib.util
 import logging
+import math
 import os
 import re
 import secrets
@@ -113,7 +114,7 @@ def run_on_ray(
     should_stop: ShouldStop,
     workers: int | None = None,
     cpus: int = 1,
-    gpus: int = 0,
+    gpus: float = 0,
     address: str | None = None,
     lock: Path | None = None,
     stall_seconds: float = STALL_SECONDS,
@@ -458,7 +459,7 @@ class RayCluster:
         daemons: Sequence[Any],
         *,
         cpus: int,
-        gpus: int,
+        gpus: float,
         min_workers: int,
         wait_seconds: float,
     ) -> None:
@@ -473,10 +474,18 @@ class RayCluster:
         self._nodes = self._read()
         # ids of nodes that get no more work
         self.left_out: set[str] = set()
+        if gpus and not any(
+            "GPU" in each["Resources"] for each in self._nodes.values()
+        ):
+            raise UsageError(
+                "no node of the Ray cluster has a GPU; use the device cpu, or add nodes"
+                " with GPUs",
+                parameter="device",
+            )
         if self.room < min_workers:
             raise UsageError(
-                f"a worker needs {cpus} CPUs and {gpus} GPUs on one node, but the nodes"
-                f" of the Ray cluster have room for only {self.room} of"
+                f"a worker needs {cpus} CPUs and {gpus:g} GPUs on one node, but the"
+                f" nodes of the Ray cluster have room for only {self.room} of"
                 f" {counted(min_workers, 'worker')}; add nodes, or use fewer or smaller"
                 " workers"
             )
@@ -566,7 +575,7 @@ def connected_ray(
     *,
     workers: int,
     cpus: int,
-    gpus: int,
+    gpus: float,
     min_workers: int = 1,
     wait_seconds: float,
 ) -> Iterator[RayCluster]:
@@ -614,7 +623,7 @@ def connected_ray(
                 # near Ray's minimum: tasks and results are small
                 object_store_memory=80 * 2**20,
                 num_cpus=workers * cpus,
-                num_gpus=workers * gpus,
+                num_gpus=math.ceil(workers * gpus),
             )
         except Exception as error:
             raise EngineUnavailableError(
@@ -634,6 +643,14 @@ def connected_ray(
                 if any(folder in word for word in words)
             ],
         )
+
+
+def has_gpus(address: str) -> bool:
+    """Return whether a node of the Ray cluster at `address` has a GPU."""
+    with connected_ray(
+        address, workers=1, cpus=1, gpus=0, wait_seconds=NODE_WAIT_SECONDS
+    ) as cluster:
+        return bool(cluster.ray.cluster_resources().get("GPU"))
 
 
 def check_ray(address: str | None) -> None:

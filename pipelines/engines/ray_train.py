@@ -12,10 +12,12 @@ import shutil
 import threading
 import uuid
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from pipelines.engines.base import EngineUnavailableError, describe_error
 from pipelines.engines.ray_engine import NODE_WAIT_SECONDS, connected_ray
+from pipelines.environment import cuda_devices
 from pipelines.progress.events import JobStopped, OnEvent
 from storage_formats.errors import EdjeError
 
@@ -53,13 +55,17 @@ def train_on_ray(
         EdjeError: Ray or the training run failed; the message gives the reason.
     """
     from edje_index.training.checkpoints import read_log
-    from pipelines.environment import cuda_devices
 
     run = task.config.run
     run_dir = run.folder
     workers = run.workers
     cpus = run.threads or 1
-    gpus = 1 if run.device == "cuda" or (run.device == "auto" and cuda_devices()) else 0
+    device = run.device
+    if device == "auto":
+        device = "cuda" if _has_gpus(run.address, workers, cpus) else "cpu"
+        chosen = run.model_copy(update={"device": device})
+        task = replace(task, config=task.config.model_copy(update={"run": chosen}))
+    gpus = int(device == "cuda")
     stop_file = run_dir / _STOP_FILE
     stop_file.unlink(missing_ok=True)
     errors: list[BaseException] = []
@@ -115,6 +121,18 @@ def train_on_ray(
         raise JobStopped(
             "the training run stopped; the last checkpoint contains all finished steps"
         )
+
+
+def _has_gpus(address: str | None, workers: int, cpus: int) -> bool:
+    """Return whether the cluster at `address` has GPUs, or this machine if it is None.
+    The driver of a cluster may have none.
+    """
+    if address is None:
+        return cuda_devices() > 0
+    with connected_ray(
+        address, workers=workers, cpus=cpus, gpus=0, wait_seconds=NODE_WAIT_SECONDS
+    ) as cluster:
+        return bool(cluster.ray.cluster_resources().get("GPU"))
 
 
 def _fit(task: TrainTask, cpus: int, gpus: int, errors: list[BaseException]) -> None:

@@ -198,6 +198,7 @@ def build_index(
     batch_size: int | None = None,
     device: str = "auto",
     dtype: str | None = None,
+    compiled: bool = False,
     precisions: Sequence[str] = ("bf16",),
     dedupe: bool = False,
     column: str | None = None,
@@ -228,13 +229,17 @@ def build_index(
         threads: number of CPU threads per worker; None derives the number from the
             hardware. A resumed build keeps the number of the first run.
         shard_size: number of rows per shard.
-        batch_size: number of images per forward pass; None is 8 on a CPU and 32 on
-            cuda. A resumed build keeps the number of the first run.
-        device: device of the encoder: "auto", "cpu" or "cuda".
+        batch_size: number of images per forward pass; None is 8 on a CPU and 128
+            on cuda. A resumed build keeps the number of the first run.
+        device: device of the encoder: "auto", "cpu", "cuda" or, with the engine inline,
+            "cuda:N". "auto" is cuda if this machine, or the cluster at `address`, has
+            a GPU.
         dtype: data type of the encoder's matrix products: "float32", "bfloat16" or
             "auto". "auto" is bfloat16 on cuda, and on a CPU if the CPU of the process
             that plans the build has bfloat16 instructions. None is bfloat16 on cuda and
             float32 on every CPU. A resumed build keeps the type of the first run.
+        compiled: True to let torch compile the vision tower, which takes some time at
+            the start of each worker. This changes the stored bytes a little.
         precisions: precisions of the stored tokens.
         dedupe: True to encode byte-identical inputs only once.
         column: name of the path column in lists of paths; None selects the first column
@@ -299,8 +304,10 @@ def build_index(
         "threads": threads,
         "device": device,
         "dtype": dtype,
+        "compiled": compiled,
         "truncated": truncated,
         "frames": frames,
+        "cluster": address if engine == "ray" else None,
     }
     if Layout(out).manifest.exists():
         manifest = check_finished(out, info, requested, should_stop)
@@ -421,7 +428,11 @@ def try_build(
     """
     root = local_path(out)
     info = read_bundle_info(local_path(model))
-    requested = {"sources": source_names(sources), **settings}
+    requested = {
+        "sources": source_names(sources),
+        "cluster": address if engine == "ray" else None,
+        **settings,
+    }
     finished_shards = 0
     failed = Counter[str]()
     ignored = dict[str, int]()

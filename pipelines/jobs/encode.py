@@ -7,16 +7,24 @@ import functools
 import itertools
 import math
 import os
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from edje_index.progress import ShardProgress
-from pipelines.engines.base import Worker, count_metrics, open_engine, worker_machine
+from pipelines.engines.base import (
+    Worker,
+    count_metrics,
+    machine_gpus,
+    open_engine,
+    worker_machine,
+)
 from pipelines.jobs.changing import ShardWork, run_shards
-from pipelines.jobs.plan import Plan
+from pipelines.jobs.plan import SHARDS_PER_GPU, Plan
 from pipelines.jobs.resources import Execution
 from pipelines.progress.events import OnEvent, PlanReady, ShouldStop, StatusMessage
 from pipelines.progress.wording import by_reason, counted
@@ -130,14 +138,21 @@ def encode_rows(
     started = time.monotonic()
     failed = Counter[str]()
     receipts: list[ShardReceipt] = []
-    # If the model runs on the CPU, it shares its threads with the decoding. Otherwise
-    # the workers share all CPUs.
-    threads = (
-        settings.threads
-        if settings.device == "cpu"
-        else usable_cpus() // (execution.workers or 1)
-    )
-    threads = min(max(1, threads), _MAX_DECODE_THREADS)
+    engine = execution.engine
+    workers = execution.workers
+    device = settings.device
+    cpus = settings.threads
+    gpus = 0.0
+    if settings.is_cuda:
+        # a worker decodes with its share of the CPUs of its machine
+        cpus = 1
+        gpus = 1 / SHARDS_PER_GPU
+        if engine == "inline":
+            engine = "threads"
+            workers = SHARDS_PER_GPU
+        elif engine == "ray":
+            # the only one that the worker sees
+            device = "cuda"
     bundle = str(plan.model["bundle"])
     work = ShardWork(
         "indexing",
@@ -151,17 +166,21 @@ def encode_rows(
             plan=fingerprint,
             batch_size=settings.batch_size,
             decoding=settings.decoding,
-            decode_threads=threads,
             columns=plan.columns,
         ),
         make_worker=functools.partial(
-            open_worker, bundle, settings.device, settings.threads, settings.dtype
+            open_worker,
+            bundle,
+            device,
+            settings.threads,
+            settings.dtype,
+            compiled=settings.compiled,
         ),
         engine=open_engine(
-            execution.engine,
-            execution.workers,
-            cpus=settings.threads,
-            gpus=1 if settings.device == "cuda" else 0,
+            engine,
+            workers,
+            cpus=cpus,
+            gpus=gpus,
             address=execution.address,
             lock=layout.lock.absolute(),
         ),
@@ -271,12 +290,24 @@ def _first_failures(layout: Layout, receipts: list[ShardReceipt]) -> str:
     return ", ".join(itertools.islice(failed, _NAMED_FAILURES))
 
 
-def open_worker(bundle: str, device: str, threads: int, dtype: str) -> Worker:
-    """Load the encoder and return a worker that encodes one shard per call."""
+def open_worker(
+    bundle: str, device: str, threads: int, dtype: str, *, compiled: bool = False
+) -> Worker:
+    """Load the encoder and return a worker that encodes one shard per call.
+
+    `SHARDS_PER_GPU` threads may call the worker at once.
+    """
     from edje_index.indexing.image_encoder import ImageEncoder
     from edje_index.indexing.shard_encoding import encode_shard
 
-    encoder = ImageEncoder.open(bundle, device=device, threads=threads, dtype=dtype)
+    encoder = ImageEncoder.open(
+        bundle, device=device, threads=threads, dtype=dtype, compiled=compiled
+    )
+    if encoder.device.type == "cuda":
+        share = usable_cpus() // (SHARDS_PER_GPU * machine_gpus())
+        threads = min(max(1, share), _MAX_DECODE_THREADS)
+    entrance = threading.Lock()
+    places = threading.Semaphore(SHARDS_PER_GPU)
 
     def encode(
         task: ShardTask,
@@ -284,9 +315,24 @@ def open_worker(bundle: str, device: str, threads: int, dtype: str) -> Worker:
         should_stop: ShouldStop,
     ) -> ShardReceipt:
         machine, alive = worker_machine()
-        receipt = encode_shard(
-            task, encoder, on_progress, should_stop, machine=machine, alive=alive
-        )
+        # After the death of a worker, a shard is encoded alone. Otherwise an input of
+        # another shard could be blamed for the next death.
+        ended = Layout(Path(task.root)).attempt(task.shard).exists()
+        needed = SHARDS_PER_GPU if ended else 1
+        with entrance:
+            for _ in range(needed):
+                places.acquire()
+        try:
+            receipt = encode_shard(
+                replace(task, decode_threads=threads),
+                encoder,
+                on_progress,
+                should_stop,
+                machine=machine,
+                alive=alive,
+            )
+        finally:
+            places.release(needed)
         count_metrics(
             {
                 "images": receipt.indexed,

@@ -41,9 +41,15 @@ if TYPE_CHECKING:
 
 TOO_LONG = "(metadata too long)"
 TOO_MANY = "(too many metadata columns)"
+SHARDS_PER_GPU = 2
+"""Shards that are encoded at once on a GPU: while the model runs on a batch of one
+shard, the images of the other are decoded, and its blocks are written.
+"""
+
 # the activations of larger batches do not fit into the caches
 _CPU_BATCH = 8
-_CUDA_BATCH = 32
+# the processor takes as long to start the kernels of a small batch
+_CUDA_BATCH = 128
 # a small ViT gains little from more threads; more workers use the CPUs better
 _MAX_THREADS = 4
 
@@ -69,6 +75,7 @@ class BuildSettings:
     frames: int | None = None
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
+    compiled: bool = False
 
     @classmethod
     def choose(
@@ -83,13 +90,15 @@ class BuildSettings:
         device: str,
         dtype: str | None,
         frames: int | None,
+        cluster: str | None = None,
         **others: Any,
     ) -> BuildSettings:
         """Return the settings of a request, with actual values instead of "auto" and
         other defaults.
 
         Values that depend on the hardware are those of `stored`, the settings of an
-        unfinished or finished index; if it is None, they are derived from this machine.
+        unfinished or finished index; if it is None, they are derived from this machine,
+        and the device from the Ray cluster at the address `cluster`.
         `pipelines.build_index` describes the other arguments.
 
         Raises:
@@ -112,11 +121,11 @@ class BuildSettings:
                 parameter="frames",
             )
         if device == "auto":
-            device = stored.device if stored else "cuda" if cuda_devices() else "cpu"
+            device = stored.device if stored else _best_device(cluster)
         if dtype is None or dtype == "auto":
             # Without "auto", equal devices choose alike, so that the bytes do not
             # depend on the model of the CPU.
-            is_fast = device == "cuda" or (dtype == "auto" and has_bfloat16())
+            is_fast = device != "cpu" or (dtype == "auto" and has_bfloat16())
             dtype = stored.dtype if stored else "bfloat16" if is_fast else "float32"
         if threads is None:
             threads = stored.threads if stored else min(usable_cpus(), _MAX_THREADS)
@@ -140,6 +149,11 @@ class BuildSettings:
             **others,
         )
 
+    @property
+    def is_cuda(self) -> bool:
+        """Whether the encoder runs on a GPU."""
+        return self.device != "cpu"
+
     def open_sources(self) -> list[Source]:
         """Open the sources, see `pipelines.sources.open_sources`."""
         from pipelines.sources import open_sources
@@ -160,6 +174,16 @@ class BuildSettings:
         return DecodeSettings(
             **{each.name: getattr(self, each.name) for each in fields(DecodeSettings)}
         )
+
+
+def _best_device(address: str | None) -> str:
+    has_gpu = cuda_devices() > 0
+    if address is not None and not has_gpu:
+        # the machine that plans the build need not encode images
+        from pipelines.engines.ray_engine import has_gpus
+
+        has_gpu = has_gpus(address)
+    return "cuda" if has_gpu else "cpu"
 
 
 def settings_of(root: Path, manifest: Manifest) -> BuildSettings:

@@ -152,6 +152,7 @@ def repair_index(
                     device=settings.device,
                     threads=settings.threads,
                     dtype=settings.dtype,
+                    compiled=settings.compiled,
                 )
 
         for entry in opened.manifest.offset_files:
@@ -303,6 +304,7 @@ class ShardEncoder:
                     [inputs[at] for at in batch],
                     self._open_encoder(),
                     settings.decoding,
+                    settings.batch_size,
                 )
                 self._blocks |= {
                     batch[number]: block for number, block in blocks.items()

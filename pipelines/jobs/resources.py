@@ -10,7 +10,7 @@ from pathlib import Path
 from edje_index.bundles.info import BundleInfo
 from edje_index.indexing.ann_kind import AnnKind
 from pipelines.environment import available_memory, cuda_devices, free_disk
-from pipelines.jobs.plan import BuildSettings
+from pipelines.jobs.plan import SHARDS_PER_GPU, BuildSettings
 from pipelines.progress.wording import counted, human_bytes
 from storage_formats.codecs import codec
 from storage_formats.errors import UsageError
@@ -36,8 +36,8 @@ _FILES_PER_SHARD = 5
 _ROW_BYTES = 200
 # torch, open_clip and their libraries
 _PROCESS_BYTES = 600 * 2**20
-# being decoded, ready, and in the model
-_BATCHES_IN_MEMORY = 4
+# As bytes: being decoded, ready, and stacked. As float32 numbers: in the model.
+_BYTES_PER_VALUE = 8
 _CHANNELS = 3
 _FLOAT32_BYTES = 4
 
@@ -75,8 +75,8 @@ def choose_workers(
     """Return `execution` with the number of workers, if engine, device and memory
     suffice. With None, the Ray cluster chooses it.
 
-    If `workers` is None, this is the number of GPUs, or that of CPUs divided by the
-    threads of a worker, but at most as many as the memory has room for.
+    If `workers` is None, this is twice the number of GPUs, or the number of CPUs
+    divided by the threads of a worker, but at most as many as the memory has room for.
 
     Raises:
         UsageError: this machine lacks the device or the memory for the workers, or the
@@ -110,22 +110,26 @@ def choose_workers(
             )
     if engine != "inline" and address is not None:
         return execution
-    if settings.device == "cuda" and not cuda_devices():
-        raise UsageError(
-            "the device is cuda, but torch finds no CUDA device on this machine; use"
-            " the device cpu",
-            parameter="device",
-        )
+    most = usable_cpus() // settings.threads
+    if settings.is_cuda:
+        most = SHARDS_PER_GPU * cuda_devices()
+        if not most:
+            raise UsageError(
+                "the device is cuda, but torch finds no CUDA device on this machine;"
+                " use the device cpu",
+                parameter="device",
+            )
+        if engine == "ray" and (workers or 0) > most:
+            raise UsageError(
+                f"{workers} workers are too many: the GPUs of this machine have room"
+                f" for {most}",
+                parameter="workers",
+            )
     if engine == "inline":
         workers = 1
     elif workers is None:
-        wanted = (
-            cuda_devices()
-            if settings.device == "cuda"
-            else usable_cpus() // settings.threads
-        )
         worker_bytes = sum(workers_memory(1, settings, info).values())
-        workers = max(1, min(wanted, usable_memory(memory) // worker_bytes))
+        workers = max(1, min(most, usable_memory(memory) // worker_bytes))
     need = workers_memory(workers, settings, info)
     _check_memory(
         need, memory, "use fewer workers or a smaller batch size", parameter="workers"
@@ -140,8 +144,8 @@ def workers_memory(
     `workers` is None, assume one worker.
     """
     height, width = map(int, info.vision["image_size"])
-    images = _BATCHES_IN_MEMORY * max(settings.batch_size, settings.frames or 1)
-    batches = images * _CHANNELS * height * width * _FLOAT32_BYTES
+    images = max(settings.batch_size, settings.frames or 1)
+    batches = images * _CHANNELS * height * width * _BYTES_PER_VALUE
     parts = {
         "libraries": _PROCESS_BYTES,
         "weights": info.encoder_weights_bytes,

@@ -145,15 +145,16 @@ def test_what_gpus_do_gives_the_same_file_and_gpus_without_memory_are_not_used(
     expected = [file["crc32c"] for file in add_ann(root, CODES).ann["files"]]
     clones = []
 
-    def clone(index):
+    def clone(index, ngpu):
+        assert ngpu == 1, "other processes need the memory of the others"
         # FAISS itself keeps no references either
         clones.append(weakref.ref(on_gpus := faiss.clone_index(index)))
         return on_gpus
 
-    def fail(index):
+    def fail(index, ngpu):
         raise RuntimeError("out of memory")
 
-    def end_during_the_work(index):
+    def end_during_the_work(index, ngpu):
         # it cannot be trained with so few vectors, nor searched
         clones.append(faiss.IndexPQ(index.d, 8, 8))
         return clones[-1]
