@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import shutil
+from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
@@ -104,12 +105,27 @@ class Model:
         )
 
     def compacted(self) -> State | None:
+        """The state without deleted rows, or, if there are none, with the shards that
+        are not full joined; None if that makes no fewer.
+        """
+        moved = list(self.now.photos)
         if not self.now.deleted:
-            return None
+            shards = Counter(row // SHARD for row in self.now.photos)
+            small = {shard for shard, rows in shards.items() if rows < SHARD}
+            moved = [row for row in self.now.photos if row // SHARD in small]
+            if -(-len(moved) // SHARD) >= len(small):
+                return None
         first = self.next_shard * SHARD
-        photos = dict(enumerate(self.now.photos.values(), first))
+        photos = {
+            row: photo for row, photo in self.now.photos.items() if row not in moved
+        }
+        photos |= dict(enumerate((self.now.photos[row] for row in moved), first))
         return replace(
-            self.now, photos=photos, rows=first + len(photos), first=first, deleted=0
+            self.now,
+            photos=photos,
+            rows=first + len(moved),
+            first=min(photos),
+            deleted=0,
         )
 
     def merged(self, photos: list[int]) -> State:
