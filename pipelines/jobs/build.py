@@ -198,7 +198,6 @@ def build_index(
     batch_size: int | None = None,
     device: str = "auto",
     dtype: str | None = None,
-    compiled: bool = False,
     precisions: Sequence[str] = ("bf16",),
     dedupe: bool = False,
     column: str | None = None,
@@ -238,8 +237,6 @@ def build_index(
             "auto". "auto" is bfloat16 on cuda, and on a CPU if the CPU of the process
             that plans the build has bfloat16 instructions. None is bfloat16 on cuda and
             float32 on every CPU. A resumed build keeps the type of the first run.
-        compiled: True to let torch compile the vision tower, which takes some time at
-            the start of each worker. This changes the stored bytes a little.
         precisions: precisions of the stored tokens.
         dedupe: True to encode byte-identical inputs only once.
         column: name of the path column in lists of paths; None selects the first column
@@ -304,7 +301,6 @@ def build_index(
         "threads": threads,
         "device": device,
         "dtype": dtype,
-        "compiled": compiled,
         "truncated": truncated,
         "frames": frames,
         "cluster": address if engine == "ray" else None,

@@ -174,7 +174,6 @@ def encode_rows(
             device,
             settings.threads,
             settings.dtype,
-            compiled=settings.compiled,
         ),
         engine=open_engine(
             engine,
@@ -290,9 +289,7 @@ def _first_failures(layout: Layout, receipts: list[ShardReceipt]) -> str:
     return ", ".join(itertools.islice(failed, _NAMED_FAILURES))
 
 
-def open_worker(
-    bundle: str, device: str, threads: int, dtype: str, *, compiled: bool = False
-) -> Worker:
+def open_worker(bundle: str, device: str, threads: int, dtype: str) -> Worker:
     """Load the encoder and return a worker that encodes one shard per call.
 
     `SHARDS_PER_GPU` threads may call the worker at once.
@@ -300,9 +297,7 @@ def open_worker(
     from edje_index.indexing.image_encoder import ImageEncoder
     from edje_index.indexing.shard_encoding import encode_shard
 
-    encoder = ImageEncoder.open(
-        bundle, device=device, threads=threads, dtype=dtype, compiled=compiled
-    )
+    encoder = ImageEncoder.open(bundle, device=device, threads=threads, dtype=dtype)
     if encoder.device.type == "cuda":
         share = usable_cpus() // (SHARDS_PER_GPU * machine_gpus())
         threads = min(max(1, share), _MAX_DECODE_THREADS)

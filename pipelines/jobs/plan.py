@@ -75,7 +75,6 @@ class BuildSettings:
     frames: int | None = None
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
-    compiled: bool = False
 
     @classmethod
     def choose(

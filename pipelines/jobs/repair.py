@@ -152,7 +152,6 @@ def repair_index(
                     device=settings.device,
                     threads=settings.threads,
                     dtype=settings.dtype,
-                    compiled=settings.compiled,
                 )
 
         for entry in opened.manifest.offset_files:
