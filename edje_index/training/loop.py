@@ -152,6 +152,7 @@ def open_start(
                 task.features, *images, views=count, seed=config.loop.seed
             )
             views = cropped, data.rows[:, None] * count + np.arange(count)
+    on_gpu = device.type == "cuda"
     source = BatchSource(
         data=data,
         features=features,
@@ -162,7 +163,8 @@ def open_start(
         config=config,
         rank=group.rank,
         world_size=group.size,
-        chunk_pairs=config.run.chunk_pairs,
+        chunk_pairs=config.run.chunk_pairs or (128 if on_gpu else 64),
+        on_gpu=on_gpu,
         views=views,
     )
     return start, source
