@@ -31,7 +31,6 @@ import torch
 from numpy.typing import NDArray
 
 from benchmarks.process import run_command
-from benchmarks.report import table
 from benchmarks.rerank import CAPTION
 from edje_index.bundles.bundle import ModelBundle
 from edje_index.bundles.random_bundle import (
@@ -40,7 +39,7 @@ from edje_index.bundles.random_bundle import (
     create_untrained_bundle,
     untrained_joint_encoder,
 )
-from edje_index.evaluation.report import write_report
+from edje_index.evaluation.report import table, write_report
 from edje_index.fetching.device_decode import decode_records_torch
 from edje_index.fetching.device_fetcher import DeviceFetcher
 from edje_index.indexing.image_encoder import ImageEncoder, image_tokens

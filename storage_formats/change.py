@@ -555,7 +555,9 @@ def _unfinished(layout: Layout) -> Journal | None:
     """Return the journal of a change that was stopped before its commit. Finish a
     change that was killed after it.
     """
-    for path in (path for pattern in _TEMPORARY for path in layout.root.glob(pattern)):
+    # all changes have a journal, but `verify` has none
+    patterns = _TEMPORARY if layout.journal.exists() else _TEMPORARY[-1:]
+    for path in (path for pattern in patterns for path in layout.root.glob(pattern)):
         # a killed process left it while it wrote a manifest or metadata
         path.unlink()
     journal = read_journal(layout.root)

@@ -80,14 +80,3 @@ def replace_linear_layers(module: torch.nn.Module, dtype: torch.dtype) -> None:
         elif not isinstance(child, torch.nn.MultiheadAttention):
             # it uses its weights without calling its layers
             replace_linear_layers(child, dtype)
-
-
-def cast_linear_layers(module: torch.nn.Module, dtype: torch.dtype) -> None:
-    """Convert the weights of the linear layers and of the attention in `module` to
-    `dtype`.
-
-    Autocast gives the same results, but converts float32 weights at each call.
-    """
-    for child in module.modules():
-        if isinstance(child, torch.nn.Linear | torch.nn.MultiheadAttention):
-            child.to(dtype)

@@ -70,11 +70,6 @@ class VisionTower(torch.nn.Module, ABC):
         self.image_size = (int(visual.image_size[0]), int(visual.image_size[1]))
         self.eval()
 
-    @property
-    @abstractmethod
-    def blocks(self) -> torch.nn.Module:
-        """The layers, which have one class."""
-
     @abstractmethod
     def encode(self, pixels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the patch features [b, n, d] and the L2-normalised embeddings [b, e]
@@ -117,11 +112,6 @@ class TimmTower(VisionTower):
             self.embed_dim = int(
                 getattr(trunk.head, "out_features", trunk.num_features)
             )
-
-    @property
-    def blocks(self) -> torch.nn.Module:
-        blocks: torch.nn.Module = self.visual.trunk.blocks
-        return blocks
 
     def encode(self, pixels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         hidden = self.visual.trunk.forward_features(pixels)
@@ -180,11 +170,6 @@ class ClipTower(VisionTower):
         self.layer_norm_eps = float(visual.ln_post.eps)
         self.embed_dim = int(visual.output_dim)
         self._penultimate = len(blocks) - 2
-
-    @property
-    def blocks(self) -> torch.nn.Module:
-        blocks: torch.nn.Module = self.visual.transformer.resblocks
-        return blocks
 
     def encode(self, pixels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         patches, _, embedding = self._forward(pixels)

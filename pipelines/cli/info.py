@@ -272,6 +272,8 @@ def _content_lines(value: dict[str, Any]) -> Iterator[tuple[str, str]]:
         f"{name} {human_bytes(size)}" for name, size in value["bytes_by_folder"].items()
     )
     yield "size", f"{human_bytes(value['bytes'])} ({sizes})"
+    for processor in value["settings"].get("encoded_on", ()):
+        yield "encoded on", processor
     ann = value["ann"]
     kind = " ".join(filter(None, [str(ann.get("kind")), ann.get("factory")]))
     ann_line = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import ml_dtypes
@@ -11,6 +12,7 @@ import torch
 from PIL import Image
 
 from edje_index.bundles.bundle import ModelBundle
+from edje_index.bundles.random_bundle import TINY, create_untrained_bundle
 from edje_index.errors import ModelError
 from edje_index.indexing.image_encoder import ImageEncoder, image_tokens
 from edje_index.models.clip_model import eval_transform
@@ -102,3 +104,26 @@ def test_pixels_are_normalised_as_open_clip_does(tiny_bundle: Path) -> None:
     pixels = encoder.normalize(encoder.preprocess(image))
     assert torch.equal(pixels, expected)
     assert encoder.normalize(expected) is expected
+
+
+@pytest.mark.parametrize(
+    "kind", ["compressed", "local", "strided", "clustered", "pruned"]
+)
+@torch.inference_mode()
+def test_a_tower_and_an_adapter_in_bfloat16_give_similar_tokens(
+    tmp_path: Path, kind: str
+) -> None:
+    """As on a GPU."""
+    create_untrained_bundle(tmp_path / "model", sizes=replace(TINY, adapter_kind=kind))
+    model = ModelBundle.load(tmp_path / "model")
+    pixels = random_pixels(model.clip_config, count=3)
+    expected, pooled = image_tokens(model.vision, model.adapter, pixels)
+    low = torch.bfloat16
+    tokens, embeddings = image_tokens(
+        model.vision.to(low), model.adapter.to(low), pixels.to(low)
+    )
+    assert tokens.dtype == low
+    similar = torch.nn.functional.cosine_similarity(tokens.float(), expected, dim=2)
+    # rounding may move a patch to another cluster
+    assert similar.median() > 0.999
+    np.testing.assert_allclose(embeddings, pooled, atol=0.02)

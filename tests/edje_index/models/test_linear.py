@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from edje_index.models.clip_config import ClipConfig
-from edje_index.models.linear import Linear, cast_linear_layers, replace_linear_layers
+from edje_index.models.linear import Linear, replace_linear_layers
 from edje_index.models.vision_tower import vision_tower
 from tests.edje_index.towers import clip_config, random_clip, random_pixels, timm_config
 
@@ -54,28 +54,3 @@ def test_a_tower_gives_the_same_with_other_linear_layers(
             torch.testing.assert_close(
                 left.float(), right, atol=tolerance, rtol=tolerance
             )
-
-
-@pytest.fixture
-def slow_attention():
-    """Without the attention that torch never uses under autocast on a GPU."""
-    torch.backends.mha.set_fastpath_enabled(False)
-    yield
-    torch.backends.mha.set_fastpath_enabled(True)
-
-
-@pytest.mark.parametrize("config", TOWERS, ids=lambda config: config.name)
-@torch.inference_mode()
-def test_cast_weights_give_the_same_bits_as_autocast(
-    config: ClipConfig, slow_attention: None
-) -> None:
-    tower = vision_tower(random_clip(config).visual)
-    pixels = random_pixels(config)
-    size = sum(parameter.nbytes for parameter in tower.parameters())
-    with torch.autocast("cpu", torch.bfloat16):
-        expected = tower.encode(pixels)
-        cast_linear_layers(tower, torch.bfloat16)
-        found = tower.encode(pixels)
-    assert sum(parameter.nbytes for parameter in tower.parameters()) < 0.7 * size
-    for left, right in zip(found, expected, strict=True):
-        assert torch.equal(left, right)
