@@ -41,14 +41,14 @@ from pipelines.jobs.resources import (
     check_extension_memory,
     choose_workers,
 )
+from pipelines.metadata import Ignored, python_values, source_values
 from pipelines.progress.events import OnEvent, ShouldStop, ignore, never
 from pipelines.sources import (
     count_ignored,
     digested,
     hash_and_mark_duplicates,
 )
-from pipelines.sources.base import Ignored, absolute_spec
-from pipelines.sources.metadata import python_values, source_values
+from pipelines.sources.base import absolute_spec
 from storage_formats.arguments import as_list, as_path, as_text
 from storage_formats.change import IndexChange, begin_change
 from storage_formats.errors import UsageError

@@ -433,7 +433,7 @@ class CollectedColumns(CountedColumns):
         Values are left out if the metadata is too long or if there are too many
         columns. `ignored` counts these values.
         """
-        from edje_index.inputs.refs import metadata_text
+        from storage_formats.format.source_columns import metadata_text
 
         if not ref.metadata:
             return ref
