@@ -246,7 +246,7 @@ def read_bundle_info(path: str | Path) -> BundleInfo:
             content = json.loads(opened.read())
     except (FileNotFoundError, NotADirectoryError) as error:
         raise NotABundleError(
-            f"{folder} is not a model bundle: there is no file {INFO_FILE} in it; give"
+            f"{folder} is not a model bundle, because there is no file {file}; give"
             " another path"
         ) from error
     except (OSError, ValueError, RecursionError) as error:

@@ -13,7 +13,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from edje_index.indexing.ann_kind import AnnKind
+from edje_index.indexing.ann_kind import FLAT_LIMIT, AnnKind
 from edje_index.indexing.faiss_index import (
     CANDIDATES_PER_NEIGHBOUR,
     PIECE_BYTES,
@@ -122,6 +122,10 @@ def build_ann(
     kind.check_memory(spec.used_rows, width, request.memory)
     embeddings = IndexedEmbeddings(layout, spec, list(spec.shard_numbers()))
     index = _trained(kind, embeddings, spec.used_rows)
+    files: list[Any] = []
+    if count_lists(index):
+        # an append needs the centroids, and not the vectors
+        files.append(_write(layout, index, None))
     _fill(index, embeddings, on_progress)
     measured: dict[str, Any] = {}
     if lists := count_lists(index):
@@ -142,14 +146,15 @@ def build_ann(
         "kind": kind.name,
         "metric": "inner-product",
         "vectors": vectors,
-        "files": [file],
+        "files": [file, *files],
         **measured,
     }
     return cast(Ann, ann)
 
 
 def extend_ann(layout: Layout, spec: IndexSpec, ann: Ann) -> Ann:
-    """Write the last segment of `spec` to a new FAISS file.
+    """Write the last segment of `spec` to a new FAISS file, together with the vectors
+    in small files of earlier appends.
 
     If the first FAISS file has inverted lists, the new file uses the same centroids and
     codes.
@@ -173,8 +178,25 @@ def extend_ann(layout: Layout, spec: IndexSpec, ann: Ann) -> Ann:
             AnnKind.choose(segment.rows, spec.embed_dim), embeddings, segment.rows
         )
     _fill(index, embeddings)
-    file: Any = _write(layout, index, None, embeddings)
-    return {**ann, "vectors": ann["vectors"] + file["vectors"], "files": [*files, file]}
+    added: int = index.ntotal
+    joined: list[Any] = []
+    # few files stay, and no vector is written again more than a few times
+    for file in sorted(files[1:], key=lambda file: file["vectors"]):
+        if 0 < file["vectors"] <= min(2 * index.ntotal, FLAT_LIMIT - index.ntotal):
+            part = open_part(layout.root, spec, file)
+            if count_lists(part) == count_lists(index):
+                index.merge_from(part, 0)
+                joined.append(file)
+    new: Any = _write(layout, index, None, embeddings)
+    samples = [*joined, {**new, "vectors": added}]
+    if all("similarity" in each for each in samples):
+        total = sum(each["vectors"] * each["similarity"] for each in samples)
+        new["similarity"] = round(total / new["vectors"], 4)
+    return {
+        **ann,
+        "vectors": ann["vectors"] + added,
+        "files": [*(file for file in files if file not in joined), new],
+    }
 
 
 def ann_without_rows(index: CommittedIndex, row_ids: Sequence[int]) -> Ann:

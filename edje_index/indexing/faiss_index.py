@@ -119,6 +119,7 @@ class AnnIndex:
         if len(index.deleted):
             row_ids = index.deleted.row_ids()
             self.live = np.full(-(-manifest.spec.rows // 8), 0xFF, dtype=np.uint8)
+            # clear the bits of deleted rows
             np.bitwise_and.at(
                 self.live, row_ids // 8, ~np.left_shift(1, row_ids % 8).astype(np.uint8)
             )

@@ -163,6 +163,18 @@ class ImageEncoder:
         """Width of an embedding."""
         return self.vision.embed_dim
 
+    def processor(self, batch_size: int) -> str | None:
+        """Return what the bits of results depend on, apart from settings: the GPU, the
+        version of torch and `batch_size`. Return None for a CPU.
+        """
+        if self.device.type != "cuda":
+            return None
+        gpu = torch.cuda.get_device_properties(self.device)
+        return (
+            f"{gpu.name}, compute capability {gpu.major}.{gpu.minor}, torch"
+            f" {torch.__version__}, batches of {batch_size}"
+        )
+
     def batch(self, images: Sequence[torch.Tensor], size: int) -> torch.Tensor:
         """Stack at most `size` results of `preprocess`, or as many clips [f, 3, height,
         width].

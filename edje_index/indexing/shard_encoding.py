@@ -19,10 +19,10 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -66,8 +66,6 @@ _BATCHES_AHEAD = 2
 # at least as many may wait, so that the requests for remote inputs overlap
 _IMAGES_AHEAD = 32
 
-_Result = TypeVar("_Result")
-
 
 @dataclass(frozen=True)
 class ShardTask:
@@ -78,7 +76,6 @@ class ShardTask:
         batch_size: number of images, or of frames of clips, per forward pass.
         decode_threads: number of threads that read and decode images. This number does
             not affect the result.
-        is_halved: whether `batch_size` is smaller than that of the plan.
     """
 
     root: str
@@ -89,7 +86,6 @@ class ShardTask:
     decoding: DecodeSettings
     decode_threads: int = 1
     columns: tuple[SourceColumn, ...] = ()
-    is_halved: bool = False
 
 
 @dataclass
@@ -176,20 +172,6 @@ def begin_attempt(
     path.unlink(missing_ok=True)
 
 
-class OneAtATime(Executor):
-    """Executor that runs each call at once, in the calling thread."""
-
-    def submit(
-        self, fn: Callable[..., _Result], /, *args: Any, **kwargs: Any
-    ) -> Future[_Result]:
-        future: Future[_Result] = Future()
-        try:
-            future.set_result(fn(*args, **kwargs))
-        except Exception as error:
-            future.set_exception(error)
-        return future
-
-
 def encode_shard(
     task: ShardTask,
     encoder: ImageEncoder,
@@ -235,7 +217,7 @@ def encode_shard(
     torch.cuda.empty_cache()
     # The whole shard is encoded again: its bytes depend on the batch size alone, and
     # not on the batch that was too large.
-    smaller = replace(task, batch_size=task.batch_size // 2, is_halved=True)
+    smaller = replace(task, batch_size=task.batch_size // 2)
     return encode_shard(
         smaller, encoder, on_progress, should_stop, machine=machine, alive=alive
     )
@@ -267,11 +249,7 @@ def _encode_whole_shard(
     with (
         ShardWriter(task.root, task.spec, task.shard) as writer,
         begin_attempt(layout, task.shard, machine, alive) as attempt,
-        (
-            OneAtATime()
-            if attempt.careful
-            else ThreadPoolExecutor(threads, "edje-decode")
-        ) as pool,
+        ThreadPoolExecutor(threads, "edje-decode") as pool,
         contextlib.ExitStack() as stack,
     ):
         # images still wait if an exception ends the shard
@@ -294,6 +272,8 @@ def _encode_whole_shard(
         prepared = ordered_results(
             images, lambda image: pool.submit(prepare, image), ahead=ahead
         )
+        if attempt.careful:
+            prepared = map(prepare, images)
         for start in range(0, len(images), size):
             if should_stop():
                 raise TaskInterrupted
@@ -334,7 +314,7 @@ def _encode_whole_shard(
             table,
             task.plan,
             {"read": read, "decode": decode, **stages},
-            batch_size=task.batch_size if task.is_halved else None,
+            encoder.processor(task.batch_size),
         )
     return receipt
 

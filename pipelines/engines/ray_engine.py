@@ -33,7 +33,7 @@ import time
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pipelines
 from pipelines.engines.base import (
@@ -48,6 +48,7 @@ from pipelines.engines.base import (
     describe_error,
     run_task,
 )
+from pipelines.environment import cuda_devices
 from pipelines.progress.events import OnEvent, ShouldStop, StatusMessage
 from pipelines.progress.wording import counted, duration
 from storage_formats.errors import EdjeError, TaskInterrupted, UsageError
@@ -474,20 +475,12 @@ class RayCluster:
         self._nodes = self._read()
         # ids of nodes that get no more work
         self.left_out: set[str] = set()
-        if gpus and not any(
-            "GPU" in each["Resources"] for each in self._nodes.values()
-        ):
-            raise UsageError(
-                "no node of the Ray cluster has a GPU; use the device cpu, or add nodes"
-                " with GPUs",
-                parameter="device",
-            )
         if self.room < min_workers:
             raise UsageError(
                 f"a worker needs {cpus} CPUs and {gpus:g} GPUs on one node, but the"
                 f" nodes of the Ray cluster have room for only {self.room} of"
                 f" {counted(min_workers, 'worker')}; add nodes, or use fewer or smaller"
-                " workers"
+                " workers, or another device"
             )
 
     def _read(self) -> dict[str, dict[str, Any]]:
@@ -645,12 +638,17 @@ def connected_ray(
         )
 
 
-def has_gpus(address: str) -> bool:
-    """Return whether a node of the Ray cluster at `address` has a GPU."""
-    with connected_ray(
-        address, workers=1, cpus=1, gpus=0, wait_seconds=NODE_WAIT_SECONDS
-    ) as cluster:
-        return bool(cluster.ray.cluster_resources().get("GPU"))
+def best_device(address: str | None) -> Literal["cpu", "cuda"]:
+    """Return "cuda" if this machine or a node of the Ray cluster at `address` has a
+    GPU, else "cpu".
+    """
+    gpus = cuda_devices()
+    if address is not None and not gpus:
+        with connected_ray(
+            address, workers=1, cpus=1, gpus=0, wait_seconds=NODE_WAIT_SECONDS
+        ) as cluster:
+            gpus = cluster.ray.cluster_resources().get("GPU", 0)
+    return "cuda" if gpus else "cpu"
 
 
 def check_ray(address: str | None) -> None:

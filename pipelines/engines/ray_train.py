@@ -16,8 +16,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from pipelines.engines.base import EngineUnavailableError, describe_error
-from pipelines.engines.ray_engine import NODE_WAIT_SECONDS, connected_ray
-from pipelines.environment import cuda_devices
+from pipelines.engines.ray_engine import (
+    NODE_WAIT_SECONDS,
+    best_device,
+    connected_ray,
+)
 from pipelines.progress.events import JobStopped, OnEvent
 from storage_formats.errors import EdjeError
 
@@ -62,7 +65,7 @@ def train_on_ray(
     cpus = run.threads or 1
     device = run.device
     if device == "auto":
-        device = "cuda" if _has_gpus(run.address, workers, cpus) else "cpu"
+        device = best_device(run.address)
         chosen = run.model_copy(update={"device": device})
         task = replace(task, config=task.config.model_copy(update={"run": chosen}))
     gpus = int(device == "cuda")
@@ -121,18 +124,6 @@ def train_on_ray(
         raise JobStopped(
             "the training run stopped; the last checkpoint contains all finished steps"
         )
-
-
-def _has_gpus(address: str | None, workers: int, cpus: int) -> bool:
-    """Return whether the cluster at `address` has GPUs, or this machine if it is None.
-    The driver of a cluster may have none.
-    """
-    if address is None:
-        return cuda_devices() > 0
-    with connected_ray(
-        address, workers=workers, cpus=cpus, gpus=0, wait_seconds=NODE_WAIT_SECONDS
-    ) as cluster:
-        return bool(cluster.ray.cluster_resources().get("GPU"))
 
 
 def _fit(task: TrainTask, cpus: int, gpus: int, errors: list[BaseException]) -> None:

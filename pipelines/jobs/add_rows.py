@@ -29,6 +29,7 @@ from pipelines.jobs.plan import (
     SourceGroup,
     check_inputs,
     model_record,
+    processors,
     recorded_sources,
     settings_of,
     store_inputs,
@@ -555,7 +556,10 @@ def _commit(
         manifest.spec if plan is None else plan.spec,
         details=details,
         deleted=deleted,
-        settings=with_sources(manifest, groups),
+        settings={
+            **with_sources(manifest, groups),
+            **processors(manifest.settings, encoded.receipts),
+        },
         **{"columns": None if plan is None else plan.columns, **edited},
     )
     return commit_edit(change, edit, encoded.receipts, on_event)

@@ -26,6 +26,7 @@ from pipelines.jobs.plan import (
     Plan,
     check_inputs,
     model_record,
+    processors,
     refuse_differences,
     settings_of,
     store_inputs,
@@ -381,7 +382,11 @@ def build_index(
         encoded = encode_rows(change, plan, execution, on_event, should_stop)
         on_event(StatusMessage("building the nearest-neighbour index"))
         ann = build_ann(out, plan.spec, request=AnnRequest(memory=memory))
-        described = {**asdict(plan.settings), "inputs_digest": plan.inputs_digest}
+        described = {
+            **asdict(plan.settings),
+            "inputs_digest": plan.inputs_digest,
+            **processors({}, encoded.receipts),
+        }
         manifest = new_manifest(
             change.layout,
             plan.spec,

@@ -24,7 +24,7 @@ from pipelines.engines.base import (
     worker_machine,
 )
 from pipelines.jobs.changing import ShardWork, run_shards
-from pipelines.jobs.plan import SHARDS_PER_GPU, Plan
+from pipelines.jobs.plan import PROCESSORS_MEMBER, SHARDS_PER_GPU, Plan, processors
 from pipelines.jobs.resources import Execution
 from pipelines.progress.events import OnEvent, PlanReady, ShouldStop, StatusMessage
 from pipelines.progress.wording import by_reason, counted
@@ -202,6 +202,11 @@ def encode_rows(
                     " raise the share to index the others",
                     parameter="max_failed",
                 )
+    before = change.index.manifest.settings if isinstance(change, IndexChange) else {}
+    several = processors(before, receipts).get(PROCESSORS_MEMBER, ())
+    if len(several) > 1 and several != before.get(PROCESSORS_MEMBER):
+        text = f"the last bits of the tokens differ between {' and '.join(several)}"
+        on_event(StatusMessage(text, is_warning=True))
     if undecoded := _undecoded(layout, receipts, plan.ignored):
         text = (
             f"{counted(undecoded.total(), 'file')} in a format that this installation"

@@ -16,14 +16,13 @@ from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 from edje_index.bundles.info import BundleInfo
 from edje_index.models import MAX_FRAMES
-from pipelines.environment import cuda_devices
 from storage_formats.atomic import fsync_paths
 from storage_formats.codecs import codec
 from storage_formats.errors import CorruptIndexError, UsageError
 from storage_formats.format.checksum import crc32c_file, to_hex
 from storage_formats.format.layout import IndexSpec, Layout
 from storage_formats.format.manifest import Manifest
-from storage_formats.format.receipts import fingerprint
+from storage_formats.format.receipts import ShardReceipt, fingerprint
 from storage_formats.format.source_columns import (
     MAX_COLUMNS,
     MAX_ROW_BYTES,
@@ -120,7 +119,9 @@ class BuildSettings:
                 parameter="frames",
             )
         if device == "auto":
-            device = stored.device if stored else _best_device(cluster)
+            from pipelines.engines.ray_engine import best_device
+
+            device = stored.device if stored else best_device(cluster)
         if dtype is None or dtype == "auto":
             # Without "auto", equal devices choose alike, so that the bytes do not
             # depend on the model of the CPU.
@@ -173,16 +174,6 @@ class BuildSettings:
         return DecodeSettings(
             **{each.name: getattr(self, each.name) for each in fields(DecodeSettings)}
         )
-
-
-def _best_device(address: str | None) -> str:
-    has_gpu = cuda_devices() > 0
-    if address is not None and not has_gpu:
-        # the machine that plans the build need not encode images
-        from pipelines.engines.ray_engine import has_gpus
-
-        has_gpu = has_gpus(address)
-    return "cuda" if has_gpu else "cpu"
 
 
 def settings_of(root: Path, manifest: Manifest) -> BuildSettings:
@@ -471,6 +462,9 @@ class CollectedColumns(CountedColumns):
         return dataclasses.replace(ref, metadata=kept or None)
 
 
+PROCESSORS_MEMBER = "encoded_on"
+"""Key of the sorted `ShardReceipt.encoded_on` in the settings of an index."""
+
 SOURCES_MEMBER = "indexed_sources"
 """Key of the recorded sources in the settings of an index, if other commands than
 one build added rows.
@@ -528,6 +522,17 @@ def with_sources(
     """
     recorded = None if groups is None else [dict(vars(group)) for group in groups]
     return {**manifest.settings, SOURCES_MEMBER: recorded}
+
+
+def processors(
+    settings: Mapping[str, Any], receipts: Iterable[ShardReceipt]
+) -> dict[str, list[str]]:
+    """Return the member `PROCESSORS_MEMBER` of the settings of an index with `settings`
+    and the shards of `receipts`; nothing if no processor is recorded.
+    """
+    names = {receipt.encoded_on for receipt in receipts if receipt.encoded_on}
+    names.update(settings.get(PROCESSORS_MEMBER, ()))
+    return {PROCESSORS_MEMBER: sorted(names)} if names else {}
 
 
 def holds_clips(manifest: Manifest) -> bool:

@@ -185,7 +185,6 @@ def test_every_experiment_runs_on_small_data(tiny_bundle, run, tmp_path, monkeyp
     """Of the towers and language models only the main ones are there, so that some
     rows are not measured.
     """
-    monkeypatch.setattr(experiments, "FETCH_ROWS", 100)
     small = bench.PAPER._replace(rows=100, blocks=50, pool=50)
     monkeypatch.setattr(bench, "PAPER", small)
     started = subprocess.run
@@ -278,7 +277,8 @@ def test_a_trained_model_is_measured_without_training(
     }
     pools = {f"64 tokens, pool {pool}" for pool in (5, 10, 20, 50, 100)}
     precisions = {f"64 tokens, {name}" for name in ("bf16", "fp8", "nvfp4", "sign1")}
-    towers = {f"{MAIN_TOWER}: {kind}" for kind in ("embeddings", "re-ranked")}
+    kinds = ("embeddings", "re-ranked, 64 tokens")
+    towers = {f"{MAIN_TOWER}: {kind}" for kind in kinds}
     assert measured == {"Compressed-64, ViT-L/16"} | pools | precisions | towers
     row = next(row for row in tables["pool-size"]["rows"] if row["own"])
     low, high = row["intervals"]["T2I R@1"]

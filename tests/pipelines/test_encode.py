@@ -9,13 +9,18 @@ from pathlib import Path
 import pytest
 
 from edje_index.images.frames import DecodeSettings
+from edje_index.indexing.image_encoder import ImageEncoder
 from edje_index.indexing.shard_encoding import ShardTask
 from edje_index.inputs.input_lists import write_input_lists
 from edje_index.inputs.refs import InputRef
+from pipelines import append_index
+from pipelines.cli.info import _lines, describe_index
 from pipelines.engines.base import run_on_threads
 from pipelines.jobs.encode import open_worker
+from pipelines.progress.events import StatusMessage
 from storage_formats.change import begin_index
 from storage_formats.format.layout import IndexSpec, Layout
+from storage_formats.format.manifest import CommittedIndex
 from tests.pipelines.conftest import run_build, stop_after_one_shard, write_photo
 
 
@@ -36,6 +41,32 @@ def test_shards_encoded_at_once_have_the_same_bytes(config, tmp_path):
     run_build(at_once)
     assert stored_files(at_once.out) == stored_files(alone.out)
     assert len(stored_files(alone.out)) > 3
+
+
+def test_an_index_names_the_processors_of_its_tokens(config, photos, monkeypatch):
+    warnings = []
+
+    def note(event):
+        if isinstance(event, StatusMessage) and "last bits" in event.text:
+            warnings.append(event.text)
+
+    request = config()
+    monkeypatch.setattr(ImageEncoder, "processor", lambda _, size: f"GPU {size}")
+    stop_after_one_shard(run_build, request)
+    run_build(request, note)
+    assert CommittedIndex.open(request.out).manifest.settings["encoded_on"] == ["GPU 2"]
+    assert not warnings
+    monkeypatch.setattr(ImageEncoder, "processor", lambda *_: "another GPU")
+    for seed in (50, 51):
+        write_photo(photos / "more" / f"{seed}.jpg", seed)
+        append_index(
+            request.out, photos / "more" / f"{seed}.jpg", engine="inline", on_event=note
+        )
+    assert warnings == [
+        "the last bits of the tokens differ between GPU 2 and another GPU"
+    ], "once"
+    lines = [line for line in _lines(describe_index(request.out)) if "GPU" in line[1]]
+    assert lines == [("encoded on", "GPU 2"), ("encoded on", "another GPU")]
 
 
 @pytest.fixture

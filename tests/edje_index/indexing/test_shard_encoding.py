@@ -136,9 +136,10 @@ def test_every_input_is_a_row_and_decodable_ones_hold_the_model_output(case, enc
         assert np.isnan(embeddings[row]).all()
 
 
-def test_out_of_memory_halves_the_batch_of_the_whole_shard(case, encoder):
+def test_out_of_memory_halves_the_batch_of_the_whole_shard(case, encoder, monkeypatch):
     """The model raises above one image per pass; the bytes are those of this size."""
     task, _ = case
+    monkeypatch.setattr(encoder, "processor", "a GPU, batches of {}".format)
     encode_shard(replace(task, batch_size=1), encoder)
     expected = stored(task)
     sizes = []
@@ -154,7 +155,7 @@ def test_out_of_memory_halves_the_batch_of_the_whole_shard(case, encoder):
     finally:
         hook.remove()
     assert sizes == [2, 1, 1, 1, 1, 1], "3 inputs, the third of which is truncated"
-    assert receipt.batch_size == 1
+    assert receipt.encoded_on == "a GPU, batches of 1"
     assert read_receipt(_layout(task), 0, "plan") == receipt
     for bits, other in zip(stored(task), expected, strict=True):
         assert np.array_equal(bits, other, equal_nan=bits.dtype == np.float32)
