@@ -36,8 +36,9 @@ from storage_formats.errors import UsageError
 
 TokenIds = list[int]
 _ALIGNMENT, _JOINT = range(2)
-# per chunk: more buckets have less padding, but smaller matrix products
+# more buckets have less padding, but smaller matrix products
 _BUCKETS = 4
+_BUCKET_ROWS = 24
 Batch = TypeVar("Batch", "JointBatch", "AlignmentBatch")
 
 
@@ -220,16 +221,14 @@ class InputRows:
     A row is padded to the longest row of its bucket.
 
     Attributes:
-        buckets: the input rows of each bucket.
-        images: index of the image of each row of each bucket, int64. The images are
-            those of the positive pairs of all workers, in rank order. A bucket of rows
-            without image tokens has no images.
+        buckets: the input rows of each bucket, and the index of the image of each row,
+            int64. The images are those of the positive pairs of all workers, in rank
+            order. A bucket of rows without image tokens has no images.
         starts: position of ``[CLS]`` of each row in the concatenated rows of all
             buckets, int64 [r].
     """
 
-    buckets: tuple[JointInputs, ...]
-    images: tuple[torch.Tensor, ...]
+    buckets: tuple[tuple[JointInputs, torch.Tensor], ...]
     starts: torch.Tensor
 
     @classmethod
@@ -245,23 +244,24 @@ class InputRows:
         rows of the captions `plain` without image.
         """
         order = np.argsort([len(text) for text in texts], kind="stable")
-        parts = np.array_split(order, min(_BUCKETS, len(order)))
+        parts = np.array_split(order, max(1, min(_BUCKETS, len(order) // _BUCKET_ROWS)))
         buckets = [
-            tokenizer.inputs_of_ids([texts[row] for row in part], image_tokens)
+            (
+                tokenizer.inputs_of_ids([texts[row] for row in part], image_tokens),
+                torch.from_numpy(images[part]),
+            )
             for part in parts
         ]
-        images_of_buckets = [torch.from_numpy(images[part]) for part in parts]
         if plain:
             parts.append(len(texts) + np.arange(len(plain)))
-            buckets.append(text_rows(plain, tokenizer))
-            images_of_buckets.append(torch.empty(0, dtype=torch.int64))
-        starts = torch.empty(len(texts) + len(plain), dtype=torch.int64)
+            buckets.append((text_rows(plain, tokenizer), torch.empty(0).long()))
+        starts = np.empty(len(texts) + len(plain), dtype=np.int64)
         end = 0
-        for part, bucket in zip(parts, buckets, strict=True):
-            rows, width = bucket.input_ids.shape
-            starts[torch.from_numpy(part)] = end + torch.arange(rows) * width
+        for part, (inputs, _) in zip(parts, buckets, strict=True):
+            rows, width = inputs.input_ids.shape
+            starts[part] = end + np.arange(rows) * width
             end += rows * width
-        return cls(tuple(buckets), tuple(images_of_buckets), starts)
+        return cls(tuple(buckets), torch.from_numpy(starts))
 
 
 @dataclass(frozen=True)

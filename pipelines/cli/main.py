@@ -45,12 +45,12 @@ _ADVICE = {
     errno.EACCES: "; check the permissions, or give another place",
 }
 _REMEDIES = {
-    "ann": "; build it with 'edje-index ann build'",
     "bundle": _BUNDLE,
     "demo": (
         "; the demo model needs no Hub: 'edje-index show FOLDER', or 'edje-index model"
         " get'"
     ),
+    "ann": "; build it with 'edje-index ann build'",
     "verify": "; run 'edje-index verify' to list all damage",
     "show": (
         "; to search a folder of photos, run 'edje-index show FOLDER', or build an"
