@@ -28,9 +28,11 @@ from benchmarks.report import median_ratio
 from pipelines.environment import environment
 from storage_formats.errors import EdjeError
 
-_BATCH = 8
+# those of a build by default
+_BATCH = {"cpu": 8, "cuda": 128}
 _THREADS = 2
-_DTYPE = "float32"
+# two share a GPU
+_WORKERS = {"cpu": 1, "cuda": 2}
 # <linux/prctl.h>
 _PR_SET_CHILD_SUBREAPER = 36
 _SAMPLE_SECONDS = 0.5
@@ -42,12 +44,14 @@ def bench_build(
     *,
     repeats: int = 3,
     engines: Sequence[str] = ("inline", "ray"),
+    device: str = "cpu",
 ) -> dict[str, Any]:
     """Measure all runs on `images`, and return a report that compares each engine with
     the loop.
 
     Args:
         repeats: number of runs of the loop and of each engine.
+        device: "cpu" or "cuda".
     """
     runs: dict[str, list[dict[str, Any]]] = {"bare loop": []}
     with tempfile.TemporaryDirectory() as folder:
@@ -57,11 +61,12 @@ def bench_build(
         lines = [json.dumps({"path": str(path.absolute())}) + "\n" for path in images]
         source.write_text("".join(lines))
         python = [sys.executable, "-m"]
-        commands = {"bare loop": [*python, "benchmarks.build", str(source), str(model)]}
+        loop = [*python, "benchmarks.build", str(source), str(model), device]
+        commands = {"bare loop": loop}
         for engine in engines:
             options = (
-                f"--engine {engine} --device cpu --workers 1 --threads {_THREADS}"
-                f" --batch-size {_BATCH} --dtype {_DTYPE} --json --quiet"
+                f"--engine {engine} --device {device} --workers {_WORKERS[device]}"
+                f" --threads {_THREADS} --json --quiet"
             ).split()
             build = [*python, "pipelines.cli", "build", str(source), *options]
             commands[engine] = [*build, "--out", str(index), "--model", str(model)]
@@ -73,9 +78,9 @@ def bench_build(
     settings = {
         "images": len(images),
         "model": model.name,
+        "device": device,
         "threads": _THREADS,
-        "batch_size": _BATCH,
-        "dtype": _DTYPE,
+        "batch_size": _BATCH[device],
         "repeats": repeats,
         "engines": list(engines),
     }
@@ -125,34 +130,34 @@ def report_lines(report: dict[str, Any]) -> Iterator[str]:
         )
 
 
-def bare_loop(image_list: str, model: str) -> dict[str, Any]:
+def bare_loop(image_list: str, model: str, device: str) -> dict[str, Any]:
     """Do the minimum work of a build: decode and preprocess every image in the list,
     and run the model.
 
     Returns:
         The number of images, and the seconds of both stages.
     """
-    import torch
     from PIL import Image
 
     from edje_index.indexing.image_encoder import ImageEncoder
 
-    encoder = ImageEncoder.open(model, device="cpu", threads=_THREADS, dtype=_DTYPE)
+    encoder = ImageEncoder.open(model, device=device, threads=_THREADS)
+    size = _BATCH[device]
     paths = [
         json.loads(line)["path"] for line in Path(image_list).read_text().splitlines()
     ]
     count = 0
     decode_seconds = 0.0
     model_seconds = 0.0
-    for start in range(0, len(paths), _BATCH):
+    for start in range(0, len(paths), size):
         started = time.perf_counter()
         pixels = []
-        for path in paths[start : start + _BATCH]:
+        for path in paths[start : start + size]:
             with Image.open(path) as image:
                 pixels.append(encoder.preprocess(image.convert("RGB")))
-        batch = torch.stack(pixels)
+        batch = encoder.batch(pixels, size)
         loaded = time.perf_counter()
-        count += len(encoder.encode(batch)[0])
+        count += len(encoder.encode(batch)[0][: len(pixels)])
         decode_seconds += loaded - started
         model_seconds += time.perf_counter() - loaded
     return {

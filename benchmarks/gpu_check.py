@@ -1,412 +1,527 @@
 """`make gpu-check`: are the results on a GPU right, and how near do the rates come to
 the limits of the device?
 
-    python -m benchmarks.gpu_check PHOTOS MODEL --report DIRECTORY
+    python -m benchmarks.gpu_check PHOTOS --report DIRECTORY
 
-Each part first compares its results with those of the CPU. Then it measures its rate
-beside a bare loop that does nothing else, and beside a limit of the device: the
-products of a large matrix, a copy within its memory, or a copy from pinned memory.
-Without a GPU, everything runs on the CPU, and the report says so.
+Models have the sizes of the EDJE paper and random weights, so no model is read. Each
+line is printed and saved at once. A part that fails does not stop the next, and a part
+for which too little time is left is skipped. Without a GPU, everything runs on the CPU,
+and the report says so; `--tiny` does this with small models.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import shutil
 import statistics
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterator
-from functools import partial
-from importlib.metadata import distributions
+from datetime import datetime
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader
-from torch.utils.flop_counter import FlopCounterMode
+from numpy.typing import NDArray
 
 from benchmarks.process import run_command
-from benchmarks.report import table
 from benchmarks.rerank import CAPTION
-from benchmarks.synthetic import make_synthetic
 from edje_index.bundles.bundle import ModelBundle
-from edje_index.evaluation.report import write_report
+from edje_index.bundles.random_bundle import (
+    TINY,
+    UntrainedSizes,
+    create_untrained_bundle,
+    untrained_joint_encoder,
+)
+from edje_index.evaluation.report import table, write_report
 from edje_index.fetching.device_decode import decode_records_torch
 from edje_index.fetching.device_fetcher import DeviceFetcher
-from edje_index.fetching.token_dataset import TokenDataset
-from edje_index.images.decode import decode_rgb
-from edje_index.indexing.faiss_build import AnnRequest
-from edje_index.indexing.image_encoder import ImageEncoder
-from edje_index.models.devices import autocast, resolve_device, resolve_dtype
+from edje_index.indexing.image_encoder import ImageEncoder, image_tokens
+from edje_index.models.devices import resolve_device, resolve_dtype
+from edje_index.models.joint_scorer import JointScorer
+from edje_index.search.token_index import TokenIndex
 from pipelines.environment import environment
-from pipelines.jobs.ann import add_ann
-from storage_formats.codecs import Blocks, codec
+from storage_formats.codecs import BF16, codec, precisions
 from storage_formats.errors import EdjeError
-from storage_formats.format.layout import IndexSpec
-from storage_formats.format.manifest import CommittedIndex
-from storage_formats.format.rows import read_all_rows
-from storage_formats.threads import usable_cpus
 from storage_formats.token_store import TokenStore
+from storage_formats.writing.index_writer import IndexWriter
 
 _SHAPE = (64, 384)
-_PRECISIONS = ("bf16", "fp8", "nvfp4", "sign1")
-_REPEATS = 5
-_PAIRS = 8
-_TRAINING = (
-    "loop.steps=6",
-    f"loop.batch_size={_PAIRS}",
-    "alignment.steps=0",
-    "augmentation.views=0",
-    "architecture.dropout=0",
-    "run.log_every=1",
-    "fitting.pooled_dim=0",
-)
-_SUBJECTS = ("dogs", "snow", "a red car", "two people")
+_STORED = ("bf16", "fp8", "nvfp4")
+_WORDS = 16000
 _EXTENSIONS = {".jpg", ".jpeg", ".png"}
+# the vision towers of the EDJE paper, and images to build from
+_TOWERS = {
+    "ViT-L/16 at 384": (
+        UntrainedSizes(384, 16, 1024, 24, adapter_hidden=8192, language_layers=12),
+        4096,
+    ),
+    "ViT-B/16 at 224": (UntrainedSizes(224, 16, 768, 12, adapter_hidden=8192), 12288),
+}
+_BATCH = 128
+# seconds that a part needs at least
+_SECONDS = {
+    "limits": 10,
+    "decode": 20,
+    "score": 30,
+    "pool": 45,
+    "search": 60,
+    "encode": 90,
+    "train": 30,
+    "step": 60,
+    "neighbours": 10,
+}
 
 
 class Line(NamedTuple):
-    """One rate, in `unit` per second.
+    """One result.
 
     Attributes:
-        agreed: how the results compare with those of the CPU.
-        bare: rate of a loop that does nothing else; None if there is none.
-        limit: rate that the device allows; None if it is not known.
+        value: a rate per second, or a difference, or words.
+        of_limit: share of a limit of the device, or of a bare loop.
+        is_right: False if results on the device are not those of the CPU.
     """
 
     part: str
-    agreed: str
-    unit: str
-    rate: float
-    bare: float | None = None
-    limit: float | None = None
+    what: str
+    value: float | str
+    unit: str = ""
+    of_limit: float | None = None
+    is_right: bool = True
 
 
-def gpu_check(
-    photos: Path, model: Path, *, device: str = "auto", repeats: int = _REPEATS
-) -> dict[str, Any]:
-    """Run all parts. Return the report.
+class GpuCheck:
+    """Runs the parts. `lines` has all results so far."""
 
-    Raises:
-        EdjeError: a result on the device is not that of the CPU.
-    """
-    target = resolve_device(device)
-    check = _Check(target, repeats)
-    with tempfile.TemporaryDirectory() as scratch:
-        lines = [
-            *check.decoding(),
-            *check.fetching(Path(scratch) / "tokens.edje"),
-            *check.building(photos, model, Path(scratch)),
-            *check.scoring(model),
-            *check.training(photos, model, Path(scratch)),
-            *check.neighbours(Path(scratch) / "tokens.edje"),
+    def __init__(
+        self, photos: Path, report: Path, *, device: str = "auto", tiny: bool = False
+    ) -> None:
+        self.device = resolve_device(device)
+        self.dtype = resolve_dtype("auto", self.device)
+        self.lines: list[Line] = []
+        self._report = report
+        self._tiny = tiny
+        self._repeats = 1 if tiny else 5
+        self._photos = sorted(
+            path for path in photos.rglob("*") if path.suffix.lower() in _EXTENSIONS
+        )[:64]
+        if not self._photos:
+            raise EdjeError(f"{photos} has no photos: give a folder with JPEG files")
+
+    def run(self, parts: list[str], seconds: float) -> bool:
+        """Run `parts`, for at most about `seconds`. Return True if all are right."""
+        started = time.perf_counter()
+        with tempfile.TemporaryDirectory() as scratch:
+            self._scratch = Path(scratch)
+            for part in parts:
+                left = seconds - (time.perf_counter() - started)
+                if left < _SECONDS[part] and not self._tiny:
+                    self._add(Line(part, "skipped", f"{left:.0f} s left"))
+                    continue
+                try:
+                    for line in getattr(self, part)():
+                        self._add(line)
+                # the next part may succeed
+                except Exception as error:
+                    traceback.print_exc()
+                    message = f"{type(error).__name__}: {str(error)[:200]}"
+                    self._add(Line(part, "failed", message, is_right=False))
+        return all(line.is_right for line in self.lines)
+
+    def _add(self, line: Line) -> None:
+        self.lines.append(line)
+        print(*_cells(line), sep="  ", flush=True)
+        where = environment()
+        report = {
+            "environment": where,
+            "device": self._name,
+            "lines": [line._asdict() for line in self.lines],
+        }
+        header = ("part", "what", "value", "unit", "of the limit", "right")
+        text = [
+            f"# Results and rates on {self._name}, {where['date']}",
+            "",
+            f"torch {torch.__version__}, {os.cpu_count()} CPUs.",
+            "",
+            *table(header, map(_cells, self.lines)),
         ]
-    name = (
-        torch.cuda.get_device_name(target)
-        if target.type == "cuda"
-        else "the CPU: nothing was measured on a GPU"
-    )
-    limits = {
-        "product_tflops": check.flops / 1e12,
-        "memory_gb_s": check.memory / 1e9,
-        "copy_gb_s": check.copy / 1e9,
-    }
-    return {
-        "environment": environment(),
-        "device": name,
-        "limits": limits,
-        "lines": lines,
-    }
+        name = f"{where['date']}-gpu-check"
+        write_report(self._report, "\n".join([*text, ""]), report, name)
 
+    @property
+    def _name(self) -> str:
+        if self.device.type == "cuda":
+            return torch.cuda.get_device_name(self.device)
+        return "the CPU: nothing was measured on a GPU"
 
-class _Check:
-    def __init__(self, device: torch.device, repeats: int) -> None:
-        self.device = device
-        self.repeats = repeats
-        self.dtype = resolve_dtype("auto", device)
-        cuda = device.type == "cuda"
-        self.rows = 4096 if cuda else 512
-        size = 8192 if cuda else 1024
-        square = torch.randn(size, size, device=device).to(self.dtype)
-        self.flops = self.rate(2 * size**3, lambda: square @ square)
-        mebibytes = 256 if cuda else 64
-        large = torch.ones(mebibytes << 20, dtype=torch.uint8, device=device)
-        # each byte is read and written
-        self.memory = self.rate(2 * len(large), large.clone)
-        host = torch.ones(64 << 20, dtype=torch.uint8, pin_memory=cuda)
-        part = large[: len(host)]
-        self.copy = self.rate(len(host), lambda: part.copy_(host, non_blocking=True))
-
-    def rate(self, amount: float, work: Callable[[], object]) -> float:
+    def _rate(self, amount: float, work: Callable[[], object]) -> float:
         """Return `amount` per median second of `work`, which may return before the
         device has ended.
         """
         times = []
-        # the first run is the warm-up
-        for _ in range(1 + self.repeats):
+        # the first runs are the warm-up, which compiles kernels
+        for _ in range(2 + self._repeats):
             started = time.perf_counter()
             work()
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
             times.append(time.perf_counter() - started)
-        return amount / statistics.median(times[1:])
+        return amount / statistics.median(times[2:])
 
-    def decoding(self) -> Iterator[Line]:
-        """Decode stored records on the device. The bits must be those of the codecs."""
-        blocks = np.random.default_rng(0).standard_normal(
-            (512, *_SHAPE), dtype=np.float32
-        )
-        # bf16 needs no decoding
-        for name in _PRECISIONS[1:]:
+    @cached_property
+    def _product(self) -> float:
+        """Operations per second of a matrix product."""
+        size = 512 if self._tiny else 8192
+        square = torch.randn(size, size, device=self.device).to(self.dtype)
+        return self._rate(2 * size**3, lambda: square @ square)
+
+    @cached_property
+    def _bus(self) -> float:
+        """Bytes per second of a copy from pinned memory."""
+        cuda = self.device.type == "cuda"
+        host = torch.ones(64 << 20, dtype=torch.uint8, pin_memory=cuda)
+        copied = torch.empty_like(host, device=self.device)
+        return self._rate(len(host), lambda: copied.copy_(host, non_blocking=True))
+
+    def limits(self) -> Iterator[Line]:
+        """The limits of the device."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        yield Line("limits", f"matrix product, {dtype}", self._product / 1e12, "TFLOP")
+        large = torch.ones(64 << 20, dtype=torch.uint8, device=self.device)
+        # each byte is read and written
+        memory = self._rate(2 * len(large), large.clone)
+        yield Line("limits", "copy in the memory", memory / 1e9, "GB")
+        yield Line("limits", "copy from pinned memory", self._bus / 1e9, "GB")
+
+    def decode(self) -> Iterator[Line]:
+        """Decoding of stored records. The bits must be those of the codecs."""
+        count = 64 if self._tiny else 4096
+        rng = np.random.default_rng(0)
+        blocks = rng.standard_normal((64, *_SHAPE), dtype=np.float32).astype(BF16)
+        for name in precisions():
             entry = codec(name, _SHAPE)
-            encoded = entry.encode(blocks.astype("bfloat16"))
+            encoded = np.tile(entry.encode(blocks), (count // 64, 1))
             records = torch.from_numpy(encoded).to(self.device)
             decode = partial(decode_records_torch, name, records, _SHAPE)
-            decoded = decode()
             expected = torch.from_numpy(entry.decode(encoded).view(np.int16))
-            agreed = _same_bits(f"decoding {name} on {self.device}", decoded, expected)
-            size = decoded.nbytes / 1e9
-            limit = self.memory * size / (decoded.nbytes + records.nbytes)
-            yield Line(
-                f"decode {name}", agreed, "GB/s", self.rate(size, decode), None, limit
-            )
+            is_right = torch.equal(decode().cpu().view(torch.int16), expected)
+            rate = self._rate(records.nbytes, decode)
+            what = f"{name}, stored bytes; the limit is the bus"
+            yield Line("decode", what, rate / 1e9, "GB", rate / self._bus, is_right)
 
-    def fetching(self, index: Path) -> Iterator[Line]:
-        """Fetch rows of a warm index to the device, with `DeviceFetcher` and with a
-        `DataLoader`.
-        """
-        make_synthetic(index, IndexSpec(self.rows, self.rows, _SHAPE, 64, _PRECISIONS))
-        rows = np.random.default_rng(1).permutation(self.rows)
-        limit = self.copy / 1e9
-        for name in _PRECISIONS:
-            store = TokenStore.open(index, name)
-            fetch = partial(DeviceFetcher(store, str(self.device)).fetch, rows)
-            expected = store.fetch(rows, as_torch=True)
-            agreed = _same_bits(f"fetching {name} to {self.device}", fetch(), expected)
-            records = store.fetch_records(rows)
-            size = records.nbytes / 1e9
-            bare = self.rate(size, partial(store.fetch_records, rows, records))
-            rate = self.rate(size, fetch)
-            yield Line(f"DeviceFetcher {name}", agreed, "GB/s read", rate, bare, limit)
-        loader = DataLoader(
-            TokenDataset(index, "bf16"),
-            batch_size=256,
-            num_workers=min(2, usable_cpus()),
-            pin_memory=self.device.type == "cuda",
-        )
-        loaded = torch.cat([batch.to(self.device) for batch in loader])
-        expected = TokenStore.open(index, "bf16").fetch(range(self.rows), as_torch=True)
-        agreed = _same_bits("the DataLoader", loaded, expected)
-        rate = self.rate(
-            loaded.nbytes / 1e9, lambda: [batch.to(self.device) for batch in loader]
-        )
-        yield Line("DataLoader", agreed, "GB/s", rate, None, limit)
+    @cached_property
+    def _index(self) -> Path:
+        """An index of random blocks in several precisions."""
+        rng = np.random.default_rng(0)
+        tokens = rng.standard_normal((512, *_SHAPE), dtype=np.float32).astype(BF16)
+        embeddings = rng.standard_normal((512, 64), dtype=np.float32)
+        out = self._scratch / "tokens.edje"
+        with IndexWriter.create(
+            out,
+            block_shape=_SHAPE,
+            embed_dim=64,
+            precisions=_STORED,
+            shard_size=4096,
+            encoder="synthetic",
+        ) as writer:
+            for _ in range(2 if self._tiny else 118):
+                writer.append(tokens, embeddings)
+        return out
 
-    def building(self, photos: Path, model: Path, scratch: Path) -> Iterator[Line]:
-        """Encode photos, alone and in a build."""
-        paths = _photos(photos)
-        encoder = ImageEncoder.open(model, device=str(self.device))
-        reference = ImageEncoder.open(model, device="cpu")
-        pixels = torch.stack(
-            [encoder.preprocess(decode_rgb(path.read_bytes())) for path in paths]
-        )
-        expected = reference.encode(pixels)[0]
-        on_device = pixels.to(self.device)
+    def _scorer(self, layers: int, dtype: torch.dtype, device: str) -> JointScorer:
+        sizes = {
+            "words": _WORDS,
+            "width": _SHAPE[1],
+            "intermediate": 4 * _SHAPE[1],
+            "layers": 1 if self._tiny else layers,
+            "heads": 12,
+        }
+        torch.manual_seed(0)
+        joint = untrained_joint_encoder(_SHAPE[1], **sizes).to(device)
+        joint.compute_dtype = dtype
+        return joint.scorer()
 
-        @torch.inference_mode()
-        def bare() -> object:
-            with autocast(encoder.dtype, self.device):
-                return encoder.adapter(encoder.vision.encode(on_device)[0])
+    def score(self) -> Iterator[Line]:
+        """The joint encoder alone."""
+        count = 64 if self._tiny else 4096
+        generator = torch.Generator().manual_seed(0)
+        blocks = torch.randn(count, *_SHAPE, generator=generator).bfloat16()
+        there = blocks.to(self.device)
+        words = CAPTION.split() * 4
+        mixed = [" ".join(words[: 4 + at % 40]) for at in range(count)]
+        for layers in (6, 12):
+            reference = self._scorer(layers, torch.float32, "cpu")
+            for dtype in dict.fromkeys((self.dtype, torch.float32)):
+                scorer = self._scorer(layers, dtype, str(self.device))
+                name = f"MiniLM-L{layers} {str(dtype).removeprefix('torch.')}"
+                for kind, captions in (("one caption", [CAPTION]), ("mixed", mixed)):
+                    some = captions[:32]
+                    expected = reference.score(some, blocks[:32])
+                    found = scorer.score(some, there[:32])
+                    worst = float((found - expected).abs().max())
+                    allowed = 1e-3 if dtype == torch.float32 else 0.05
+                    what = f"{name}, {kind}: largest difference of a logit"
+                    yield Line("score", what, worst, is_right=worst < allowed)
+                    rate = self._rate(count, partial(scorer.score, captions, there))
+                    share = rate * _pair_flops(layers, CAPTION) / self._product
+                    yield Line("score", f"{name}, {kind}", rate, "pairs", share)
 
-        limit = len(pixels) * self.flops / _flops(bare)
-        rate = self.rate(len(pixels), lambda: encoder.encode(pixels))
-        bare_rate = self.rate(len(pixels), bare)
-        agreed = self._similar(encoder.encode(pixels)[0], expected)
-        yield Line("encode images", agreed, "images/s", rate, bare_rate, limit)
-        index = scratch / "photos.edje"
-        options = ["--model", model, "--engine", "inline", "--device", self.device]
-        report = run_command("build", photos, "--out", index, "--quiet", *options)
-        stored = read_all_rows(CommittedIndex.open(index), ("uri", "row_id"))
-        rows = {row["uri"]: row["row_id"] for row in stored.to_pylist()}
-        row_ids = [rows[str(path.absolute())] for path in paths]
-        agreed = self._similar(TokenStore.open(index).fetch(row_ids), expected)
-        rate = report["indexed"] / report["stage_seconds"]["encode"]
-        yield Line("build, its model stage", agreed, "images/s", rate, bare_rate, limit)
+    def pool(self) -> Iterator[Line]:
+        """A pool of 50,000 candidates, from files in the page cache to logits."""
+        pool = 512 if self._tiny else 50000
+        store = TokenStore.open(self._index)
+        rows = np.random.default_rng(2).permutation(len(store))[:pool]
+        for name in _STORED:
+            store = TokenStore.open(self._index, name)
+            size = pool * store.record_bytes
+            fetcher = DeviceFetcher(store, str(self.device))
+            expected = store.fetch(rows[:512], as_torch=True)
+            found = fetcher.fetch(rows)[:512].cpu()
+            is_right = torch.equal(found.view(torch.int16), expected.view(torch.int16))
+            rate = self._rate(size, partial(fetcher.fetch, rows))
+            what = f"{name}, fetched, stored bytes; the limit is the bus"
+            yield Line("pool", what, rate / 1e9, "GB", rate / self._bus, is_right)
+            for layers in (12, 6):
+                scorer = self._scorer(layers, self.dtype, str(self.device))
+                rate = self._rate(
+                    pool, partial(_fetch_and_score, fetcher, scorer, rows)
+                )
+                what = f"{name}, fetched and scored by MiniLM-L{layers}"
+                yield Line("pool", what, rate, "pairs")
 
-    def _similar(self, tokens: Blocks, expected: Blocks) -> str:
-        first = torch.from_numpy(tokens.astype(np.float32))
-        second = torch.from_numpy(expected.astype(np.float32))
-        cosines = torch.nn.functional.cosine_similarity(first, second, dim=2)
-        cosine = float(cosines.min())
-        if cosine < 0.98:
-            raise EdjeError(
-                f"a token of {self.device} has a cosine of {cosine:.3f} with that"
-                " of the CPU"
-            )
-        return f"tokens: cosine of at least {cosine:.4f}"
-
-    def scoring(self, model: Path) -> Iterator[Line]:
-        """Score pairs with the joint encoder."""
-        bundle = ModelBundle.load(model, device=str(self.device), verify=False)
-        reference = ModelBundle.load(model, device="cpu", verify=False)
-        joint = bundle.joint
-        joint.compute_dtype = self.dtype
-        captions = [CAPTION] * 256
-        blocks = torch.randn(
-            256, *bundle.block_shape, generator=torch.Generator().manual_seed(0)
-        ).bfloat16()
-        score = partial(joint.scorer().score, captions, blocks)
-        expected = reference.joint.scorer().score(captions, blocks)
-        difference = float((score().cpu() - expected).abs().max())
-        if difference > (0.2 if self.dtype == torch.bfloat16 else 1e-3):
-            raise EdjeError(
-                f"a logit of {self.device} differs by {difference:.3f} from that of"
-                " the CPU"
-            )
-        inputs = joint.tokenizer.inputs(captions, blocks.shape[1])
-        on_device = blocks.to(self.device)
-
-        @torch.inference_mode()
-        def bare() -> object:
-            return joint(inputs, on_device)
-
+    def search(self) -> Iterator[Line]:
+        """Build an index on the device, twice, and search it on both devices."""
+        model = self._scratch / "model"
+        create_untrained_bundle(model, sizes=TINY)
+        photos = self._links(self._scratch / "few", len(self._photos))
+        found = []
+        for name in ("first", "second"):
+            out = self._scratch / f"{name}.edje"
+            given = ["--model", model, "--engine", "inline", "--device", self.device]
+            run_command("build", photos, "--out", out, "--quiet", *given)
+            opened = TokenStore.open(out)
+            found.append(opened.fetch(range(len(opened))).view(np.uint16))
+        is_right = np.array_equal(found[0], found[1])
         yield Line(
-            "re-rank",
-            f"logits differ by at most {difference:.2g}",
-            "pairs/s",
-            self.rate(256, score),
-            self.rate(256, bare),
-            256 * self.flops / _flops(bare),
+            "search", "two builds", "equal" if is_right else "differ", is_right=is_right
         )
+        on_cpu = ImageEncoder.open(model, device="cpu")
+        with_device = ImageEncoder.open(model, device=str(self.device))
+        pixels = torch.stack([on_cpu.preprocess(_rgb(path)) for path in self._photos])
+        first, second = (
+            torch.from_numpy(encoder.encode(pixels)[0].astype(np.float32))
+            for encoder in (on_cpu, with_device)
+        )
+        cosine = float(torch.nn.functional.cosine_similarity(first, second, 2).min())
+        what = "least cosine of a token with that of the CPU"
+        yield Line("search", what, cosine, is_right=cosine > 0.98)
+        hits = []
+        for device in ("cpu", str(self.device)):
+            index = TokenIndex.open(
+                self._scratch / "first.edje", device=device, dtype="float32"
+            )
+            found_there = index.search([CAPTION, "a dog", "snow"], k=10, pool=40)
+            hits.append([[hit.row_id for hit in each] for each in found_there])
+        same = hits[0] == hits[1]
+        what = "hits of three queries in float32"
+        yield Line("search", what, "equal" if same else "differ", is_right=same)
 
-    def training(self, photos: Path, model: Path, scratch: Path) -> Iterator[Line]:
-        """Train the model for a few steps on photos, with made-up captions. The
-        losses must be those of the CPU.
+    def _links(self, folder: Path, count: int) -> Path:
+        folder.mkdir()
+        for at in range(count):
+            source = self._photos[at % len(self._photos)]
+            # a copy of each photo, then links to the copy
+            first = folder / f"{at % len(self._photos):06d}.jpg"
+            if at < len(self._photos):
+                shutil.copy(source, first)
+            else:
+                os.link(first, folder / f"{at:06d}.jpg")
+        return folder
+
+    def encode(self) -> Iterator[Line]:
+        """Vision towers: a bare loop, the encoder, and a build from photos."""
+        for name, (sizes, count) in _TOWERS.items():
+            given = TINY if self._tiny else sizes
+            model = self._bundle(name)
+            encoder = ImageEncoder.open(model, device=str(self.device))
+            batch = 8 if self._tiny else _BATCH
+            images = [encoder.preprocess(_rgb(path)) for path in self._photos]
+            pixels = torch.stack((images * batch)[:batch])
+            with torch.inference_mode():
+                bare = self._bare_rate(model, batch, given.image_size)
+            yield Line("encode", f"{name}, bare compiled loop", bare, "images")
+            rate = self._rate(batch, partial(encoder.encode, pixels))
+            what = f"{name}, the encoder; the limit is the bare loop"
+            yield Line("encode", what, rate, "images", rate / bare)
+            photos = self._links(
+                self._scratch / f"links-{model.name}", 32 if self._tiny else count
+            )
+            rate = self._build_rate(photos, model, batch)
+            what = f"{name}, a build; the limit is the bare loop"
+            yield Line("encode", what, rate, "images", rate / bare)
+
+    def _bundle(self, tower: str) -> Path:
+        model = self._scratch / tower.replace("/", "-").replace(" ", "-")
+        if not model.exists():
+            sizes = TINY if self._tiny else _TOWERS[tower][0]
+            create_untrained_bundle(model, sizes=sizes)
+        return model
+
+    def _bare_rate(self, model: Path, batch: int, side: int) -> float:
+        """Images per second of the best loop with one batch in the device's memory."""
+        bundle = ModelBundle.load(model, device=str(self.device), verify=False)
+        vision = bundle.vision.to(self.dtype)
+        adapter = bundle.adapter.to(self.dtype)
+        pixels = torch.randn(batch, 3, side, side, device=self.device, dtype=self.dtype)
+        work = partial(image_tokens, vision, adapter, pixels)
+        rates = [self._rate(batch, work)]
+        if self.device.type == "cuda":
+            # one kernel serves all layers
+            layers = vision.visual.transformer.resblocks
+            for at, layer in enumerate(layers):
+                layers[at] = torch.compile(layer, dynamic=False)
+            rates.append(self._rate(batch, work))
+        return max(rates)
+
+    def _build_rate(self, photos: Path, model: Path, batch: int) -> float:
+        """Images per second of a build, after its first shard."""
+        log = self._scratch / f"{model.name}.jsonl"
+        shard = 8 if self._tiny else 512
+        options = {
+            "--out": self._scratch / f"{model.name}.edje",
+            "--model": model,
+            "--engine": "inline",
+            "--device": self.device,
+            "--batch-size": batch,
+            "--shard-size": shard,
+        }
+        words = [word for option in options.items() for word in option]
+        run_command("--log", log, "build", photos, "--quiet", *words)
+        events = [json.loads(line) for line in log.read_text().splitlines()]
+        ends = [
+            datetime.fromisoformat(event["time"])
+            for event in events
+            if event["event"] == "shard"
+        ]
+        return shard * (len(ends) - 1) / (ends[-1] - ends[0]).total_seconds()
+
+    def train(self) -> Iterator[Line]:
+        """Losses of the first steps on both devices."""
+        model = self._scratch / "start"
+        create_untrained_bundle(model, sizes=TINY)
+        losses = []
+        for device in dict.fromkeys((str(self.device), "cpu")):
+            steps = self._train(
+                model, self._photos, device, "loop.batch_size=8", "loop.dtype=float32"
+            )
+            losses.append(np.array([step["loss"] for step in steps if "loss" in step]))
+        worst = float(np.abs(losses[0] - losses[-1]).max())
+        what = "largest difference of a loss from that of the CPU"
+        yield Line("train", what, worst, is_right=worst < 0.01)
+
+    def step(self) -> Iterator[Line]:
+        """Training steps of the EDJE paper's size."""
+        model = self._bundle("ViT-L/16 at 384")
+        pairs = 8 if self._tiny else 256
+        photos = self._links(self._scratch / "photos", 4 * pairs)
+        steps = self._train(
+            model,
+            sorted(photos.iterdir()),
+            str(self.device),
+            f"loop.batch_size={pairs}",
+        )
+        seconds = [step["step_seconds"] for step in steps if "step_seconds" in step]
+        rate = pairs / statistics.median(seconds)
+        yield Line("step", f"steps of {pairs} pairs, 12 layers", rate, "pairs")
+
+    def _train(
+        self, model: Path, photos: list[Path], device: str, *settings: str
+    ) -> list[dict[str, Any]]:
+        """Train `model` for a few steps on photos with made-up captions. Return the
+        log.
         """
-        captions = scratch / "captions.jsonl"
+        name = f"trained-{len(photos)}-{device.replace(':', '-')}"
+        captions = self._scratch / f"{name}.jsonl"
+        subjects = ("dogs", "snow", "a red car", "two people that walk to the sea")
         with captions.open("w") as file:
-            for at, path in enumerate(_photos(photos)):
-                texts = [f"a picture {at} of {subject}" for subject in _SUBJECTS]
+            for at, path in enumerate(photos):
+                texts = [f"a picture {at} of {subject}" for subject in subjects]
                 line = {"image": str(path.absolute()), "captions": texts}
                 file.write(json.dumps(line) + "\n")
-        losses = []
-        rates = []
-        for device in (str(self.device), "cpu"):
-            out = scratch / f"trained-{device.replace(':', '-')}"
-            if not out.exists():
-                settings = (
-                    *_TRAINING,
-                    f"run.device={device}",
-                    f"loop.dtype={str(self.dtype).removeprefix('torch.')}",
-                )
-                options = [f"--set={setting}" for setting in settings]
-                models = ["--model", model, "--init", model]
-                run_command("train", captions, "--out", out, *models, *options)
-            log = out.with_suffix(".run") / "log.jsonl"
-            steps = [json.loads(line) for line in log.read_text().splitlines()]
-            losses.append(np.array([step["loss"] for step in steps if "loss" in step]))
-            seconds = [step["step_seconds"] for step in steps if "step_seconds" in step]
-            rates.append(_PAIRS / statistics.median(seconds))
-        difference = float(np.abs(losses[0] - losses[1]).max())
-        if difference > 0.05:
-            raise EdjeError(
-                f"losses of {self.device} differ by {difference:.3f} from those of"
-                " the CPU"
-            )
-        agreed = f"losses differ by at most {difference:.2g}"
-        yield Line("train step", agreed, "pairs/s", rates[0])
-
-    def neighbours(self, index: Path) -> Iterator[Line]:
-        """Build a nearest-neighbour index. FAISS uses the GPU if the package
-        faiss-gpu is installed.
-        """
-        has_gpu = self.device.type == "cuda" and "faiss-gpu-cu12" in {
-            each.name for each in distributions()
-        }
-        processor = "GPU" if has_gpu else "CPU"
-        started = time.perf_counter()
-        recall = add_ann(index, AnnRequest("IVF16,Flat")).ann["recall"]["value"]
-        rate = self.rows / (time.perf_counter() - started)
-        yield Line(
-            f"FAISS on the {processor}", f"recall of {recall:.3f}", "rows/s", rate
+        out = self._scratch / name
+        given = (
+            *settings,
+            "loop.steps=6",
+            "alignment.steps=0",
+            "augmentation.views=0",
+            "architecture.dropout=0",
+            "run.log_every=1",
+            "fitting.pooled_dim=0",
+            f"run.device={device}",
         )
+        options = [f"--set={setting}" for setting in given]
+        run_command(
+            "train", captions, "--out", out, "--model", model, "--init", model, *options
+        )
+        log = out.with_suffix(".run") / "log.jsonl"
+        return [json.loads(line) for line in log.read_text().splitlines()]
+
+    def neighbours(self) -> Iterator[Line]:
+        """The GPUs that FAISS finds."""
+        import faiss
+
+        found = getattr(faiss, "get_num_gpus", lambda: 0)()
+        yield Line("neighbours", "GPUs that FAISS finds", float(found))
 
 
-def _same_bits(what: str, found: torch.Tensor, expected: torch.Tensor) -> str:
-    if not torch.equal(found.cpu().view(torch.int16), expected.view(torch.int16)):
-        raise EdjeError(f"{what} gives other bits than the codec on the CPU")
-    return "equal bits"
+def _fetch_and_score(
+    fetcher: DeviceFetcher, scorer: JointScorer, rows: NDArray[np.int64]
+) -> object:
+    return scorer.score(CAPTION, fetcher.fetch(rows))
 
 
-def _photos(folder: Path) -> list[Path]:
-    return sorted(
-        path for path in folder.rglob("*") if path.suffix.lower() in _EXTENSIONS
-    )[:64]
+def _rgb(path: Path) -> Any:
+    from edje_index.images.decode import decode_rgb
+
+    return decode_rgb(path.read_bytes())
 
 
-def _flops(work: Callable[[], object]) -> int:
-    """Count the operations of `work`. Linear layers of oneDNN are not counted, so a
-    CPU's limit is too high.
-    """
-    with FlopCounterMode(display=False) as counter:
-        work()
-    return int(counter.get_total_flops())
-
-
-def report_lines(report: dict[str, Any]) -> list[str]:
-    """Return the report as Markdown."""
-    limits = report["limits"]
-    return [
-        f"# Results and rates on {report['device']}, {report['environment']['date']}",
-        "",
-        (
-            f"Limits: products {limits['product_tflops']:.4g} TFLOP/s, copies within"
-            f" the memory {limits['memory_gb_s']:.4g} GB/s, copies from pinned memory"
-            f" {limits['copy_gb_s']:.4g} GB/s."
-        ),
-        "",
-        *table(
-            (
-                "part",
-                "compared with the CPU",
-                "unit",
-                "rate",
-                "bare loop",
-                "limit",
-                "share of the limit",
-            ),
-            [_cells(line) for line in report["lines"]],
-        ),
-    ]
+def _pair_flops(layers: int, caption: str) -> float:
+    """Operations of one pair: of the last layer, one query, and all keys and values."""
+    # each word of the caption is one token; [CLS] and both [SEP]
+    tokens = len(caption.split()) + 3 + _SHAPE[0]
+    width = _SHAPE[1]
+    layer = tokens * (24 * width**2 + 4 * tokens * width)
+    last = tokens * 4 * width**2 + 20 * width**2 + 4 * tokens * width
+    return (layers - 1) * layer + last
 
 
 def _cells(line: Line) -> list[str]:
-    share = line.limit and line.rate / line.limit
-    numbers = (line.rate, line.bare, line.limit, share)
-    return [
-        *line[:3],
-        *("" if number is None else f"{number:,.4g}" for number in numbers),
-    ]
+    value = line.value if isinstance(line.value, str) else f"{line.value:,.5g}"
+    rate = f"{line.unit}/s" if line.unit else ""
+    share = "" if line.of_limit is None else f"{line.of_limit:.2f}"
+    return [line.part, line.what, value, rate, share, "" if line.is_right else "WRONG"]
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_check")
     parser.add_argument("photos", type=Path, help="folder of photos")
-    parser.add_argument("model", type=Path, help="directory of the model bundle")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
-    parser.add_argument(
-        "--report", type=Path, help="directory for the report, in Markdown and JSON"
-    )
-    given = parser.parse_args()
+    parser.add_argument("--report", type=Path, default=Path("benchmarks/results"))
+    parser.add_argument("--parts", default=",".join(_SECONDS), help="separated by ,")
+    parser.add_argument("--seconds", type=float, default=540.0, help="time limit")
+    parser.add_argument("--tiny", action="store_true", help="small models")
+    options = parser.parse_args()
     try:
-        result = gpu_check(given.photos, given.model, device=given.device)
+        check = GpuCheck(
+            options.photos, options.report, device=options.device, tiny=options.tiny
+        )
     except EdjeError as problem:
         sys.exit(f"error: {problem}")
-    text = "\n".join(report_lines(result))
-    print(text)
-    if given.report is not None:
-        dated = f"{result['environment']['date']}-gpu-check"
-        write_report(given.report, f"{text}\n", result, dated)
+    sys.exit(not check.run(options.parts.split(","), options.seconds))

@@ -178,7 +178,7 @@ class Change:
         self._is_abandoned = False
         # whether data files may be there that no commit names
         self._has_written = True
-        # as it is read
+        # in JSON, as `is_same` compares it with a stored journal
         wanted = json.loads(json.dumps(request or {}))
         self._journal = Journal(kind, wanted, _digest(layout))
 
@@ -271,6 +271,9 @@ class IndexChange(Change):
         """Commit `manifest` as a new snapshot, and return it as it was written. The
         oldest snapshots are removed if there are more than `MOST_SNAPSHOTS`.
 
+        In this order: `index.json` is copied to `snapshots/`, `zarr.json` files get
+        shapes that grow, `index.json` is replaced, and files that nothing names go.
+
         Args:
             manifest: manifest after the change. The snapshot number and the format
                 version are set here.
@@ -283,6 +286,7 @@ class IndexChange(Change):
         make_directories(kept.parent)
         write_bytes_atomic(kept, read_index_file(layout.root, layout.manifest))
         numbers = [*earlier_snapshots(layout, current), number]
+        # with the new snapshot, LEAST_SNAPSHOTS are left
         dropped = numbers[: 1 - LEAST_SNAPSHOTS]
         if len(numbers) < MOST_SNAPSHOTS:
             dropped = []
@@ -332,6 +336,7 @@ class IndexChange(Change):
             # it says nothing about their files
             self.layout.verified.unlink(missing_ok=True)
         manifest.write(self.layout)
+        # shapes that shrink follow, so that a reader of the old manifest finds its rows
         write_array_shapes(self.layout, after)
 
     def _remove_data(self) -> None:
@@ -550,7 +555,9 @@ def _unfinished(layout: Layout) -> Journal | None:
     """Return the journal of a change that was stopped before its commit. Finish a
     change that was killed after it.
     """
-    for path in (path for pattern in _TEMPORARY for path in layout.root.glob(pattern)):
+    # all changes have a journal, but `verify` has none
+    patterns = _TEMPORARY if layout.journal.exists() else _TEMPORARY[-1:]
+    for path in (path for pattern in patterns for path in layout.root.glob(pattern)):
         # a killed process left it while it wrote a manifest or metadata
         path.unlink()
     journal = read_journal(layout.root)

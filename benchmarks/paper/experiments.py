@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from benchmarks.fetch import bench
 from benchmarks.fetch.peers import READER
 from benchmarks.paper.study import (
     LANGUAGES,
@@ -24,7 +25,9 @@ from benchmarks.paper.study import (
     Study,
     Variant,
 )
-from benchmarks.report import Say, table
+from benchmarks.report import Say
+from edje_index.evaluation.recall import Estimate
+from edje_index.evaluation.report import scatter_plot, table
 from storage_formats.atomic import write_bytes_atomic
 from storage_formats.threads import usable_cpus
 
@@ -73,7 +76,15 @@ def run_experiments(
     """Run experiments and write their tables to `out`. Return the tables by name.
     See `Study` for the arguments.
     """
-    study = Study(data, out, say, config, listing, model)
+    # commands are compared with those of earlier runs
+    study = Study(
+        data.absolute(),
+        out.absolute(),
+        say,
+        config and config.absolute(),
+        listing,
+        model and model.absolute(),
+    )
     reports = {name: measured(EXPERIMENTS[name], study) for name in names}
     if not listing:
         for name, report in reports.items():
@@ -81,9 +92,7 @@ def run_experiments(
                 out / f"{name}.md", "\n".join([*report_lines(report), ""]).encode()
             )
         if "prior-art" in reports:
-            figure = scatter_plot(
-                reports["prior-art"]["rows"], "64 pairs, ms", "Flickr T2I"
-            )
+            figure = prior_art_figure(reports["prior-art"]["rows"])
             write_bytes_atomic(out / FIGURE, figure.encode())
     return reports
 
@@ -175,40 +184,20 @@ def report_lines(report: dict[str, Any]) -> Iterator[str]:
     )
 
 
-def scatter_plot(rows: Sequence[dict[str, Any]], x: str, y: str) -> str:
-    """Return an SVG image with one point per row: column `y` over the logarithm of
-    column `x`.
-
-    Published values are circles, and measured values are discs.
+def prior_art_figure(rows: Sequence[dict[str, Any]]) -> str:
+    """Return an SVG image of the recall over the milliseconds of each row. Published
+    values are circles, and measured values are discs.
     """
-    points: list[tuple[float, float]] = []
-    names: list[tuple[str, str]] = []
+    x = "64 pairs, ms"
+    y = "Flickr T2I"
+    points = []
     for row in rows:
-        for kind, fill in (("paper", "none"), ("own", "black")):
-            if row[kind].get(x) and row[kind].get(y):
-                points.append((math.log10(row[kind][x]), row[kind][y]))
-                names.append(
-                    (f"{row['label']}: {row[kind][y]:g} at {row[kind][x]:.3g}", fill)
-                )
-    left, low = map(min, zip(*points, strict=True))
-    right, high = map(max, zip(*points, strict=True))
-    marks = []
-    for (at, value), (text, fill) in zip(points, names, strict=True):
-        across = 40 + 440 * (at - left) / (right - left or 1)
-        down = 360 - 300 * (value - low) / (high - low or 1)
-        marks += [
-            (
-                f'<circle cx="{across:.1f}" cy="{down:.1f}" r="4" fill="{fill}"'
-                ' stroke="black"/>'
-            ),
-            f'<text x="{across + 8:.1f}" y="{down + 4:.1f}">{text}</text>',
-        ]
-    title = f'<text x="8" y="20">{y}, in percent, over {x} (logarithmic)</text>'
-    style = 'font-family="sans-serif" font-size="11"'
-    return (
-        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 720 400"'
-        f" {style}>{title}{''.join(marks)}</svg>\n"
-    )
+        for kind, colour in (("paper", "none"), ("own", "black")):
+            time, recall = (row[kind].get(name) for name in (x, y))
+            if time and recall:
+                label = f"{row['label']}: {recall:g} at {time:.3g}"
+                points.append((time, Estimate(recall), label, colour))
+    return scatter_plot(f"{y}, in percent, over {x} (logarithmic)", points)
 
 
 def _cell(
@@ -232,8 +221,6 @@ _FULL_RECALLS = tuple(
 _POOLS = (5, 10, 20, 50, 100)
 _PRECISIONS = ("bf16", "fp8", "nvfp4", "sign1")
 FIGURE = "prior-art.svg"
-# of the index in the experiment `io-test`
-FETCH_ROWS = 100_000
 # pairs and images per timed batch, as in the paper
 _BATCH = 64
 _STAGES = ("text", "nearest", "fetch", "score")
@@ -277,13 +264,6 @@ def _recalls(
     else:
         results = study.results(study.trained(variant), "flickr", pools)
     return [_recall(results, column, pool) for column in _RECALLS]
-
-
-def _zero_shot(study: Study, tower: str, pool: int | None) -> Values:
-    # the published row is that of the local model
-    is_given = study.model is not None and tower == MAIN_TOWER
-    variant = _COMPRESSED if is_given else replace(LOCAL, tower=tower)
-    return _recalls(study, variant, pool)
 
 
 def _r1(study: Study, variant: Variant) -> list[float | None]:
@@ -381,7 +361,7 @@ def _full(study: Study, benchmark: str) -> Values:
 
 
 def _fetch(study: Study) -> Values:
-    make = f"bench make-synthetic {OUT}/random.edje --rows {FETCH_ROWS}"
+    make = f"bench make-synthetic {OUT}/random.edje --rows {bench.PAPER.rows}"
     index = study.command("synthetic", *make.split())[0] / "random.edje"
     options = ["--paper", "--precision", "bf16", "--repeats", "3"]
     report = study.command("fetch", "bench", "fetch", index, *options)[1]
@@ -435,9 +415,12 @@ _MEASUREMENTS: dict[str, dict[str, tuple[Callable[..., Values], *tuple[Any, ...]
         "Compressed-64, ViT-L/16": (_prior_art, _COMPRESSED),
     },
     "zero-shot": {
-        f"{tower}: {kind}": (_zero_shot, tower, pool)
-        for tower in TOWERS
-        for kind, pool in (("embeddings", None), ("re-ranked", POOL))
+        **{
+            f"{tower}: {kind}": (_recalls, replace(LOCAL, tower=tower), pool)
+            for tower in TOWERS
+            for kind, pool in (("embeddings", None), ("re-ranked", POOL))
+        },
+        f"{MAIN_TOWER}: re-ranked, 64 tokens": (_recalls, _COMPRESSED),
     },
     "tokens": {
         "local": (_recalls, LOCAL),

@@ -197,7 +197,7 @@ def _download(
     except ValueError as error:
         raise ModelError(str(error)) from error
     endpoint = os.environ.get("HF_ENDPOINT")
-    with hub_errors(f"cannot download {url}"):
+    with hub_errors(f"cannot download {url}", remedy="demo"):
         try:
             info = HfApi(endpoint).model_info(
                 repository, revision=revision, files_metadata=True
@@ -303,9 +303,10 @@ def _check_content(file: Path, expected: Any, label: str) -> None:
 
 
 @contextmanager
-def hub_errors(action: str) -> Iterator[None]:
+def hub_errors(action: str, remedy: str | None = None) -> Iterator[None]:
     """Raise a ModelError that begins with `action` and says what to do, if a call of
-    ``huggingface_hub`` fails.
+    ``huggingface_hub`` fails. If the Hub cannot be reached, the error has the
+    `remedy`.
     """
     try:
         yield
@@ -327,7 +328,9 @@ def hub_errors(action: str) -> Iterator[None]:
                 "check the network, and HF_ENDPOINT and HF_HUB_OFFLINE if they are set;"
                 " then run this again, which continues the transfer"
             )
-        raise kind(f"{action}: {reason[:300]}; {advice}") from error
+        if kind is ModelError:
+            remedy = None
+        raise kind(f"{action}: {reason[:300]}; {advice}", remedy=remedy) from error
 
 
 def _whole(name: str) -> str:

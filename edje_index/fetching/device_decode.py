@@ -16,10 +16,13 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from edje_index.models.devices import fused_on_cuda
 from storage_formats.codecs import Codec, codec
 from storage_formats.codecs.formats import LARGE_LEVEL, GroupScaledCodec, SignCodec
 from storage_formats.codecs.minifloat import CANONICAL_NAN, E2M1
 from storage_formats.errors import UsageError
+
+_FUSED_RECORDS = 1024
 
 
 def decode_records_torch(
@@ -59,23 +62,48 @@ def decode_records_torch(
             f"records must be uint8 [k, {entry.record_bytes}], got {records.dtype}"
             f" {list(records.shape)}"
         )
-    blocks = _DECODERS[name](entry, records).reshape(len(records), *block_shape)
-    if offset is None:
-        return blocks
+    # kernels are compiled for one number of records
+    size = _FUSED_RECORDS if records.device.type == "cuda" else max(1, len(records))
+    parts = []
+    for part in torch.split(records, size):
+        blocks = _DECODERS[name](entry, part).reshape(len(part), *block_shape)
+        parts.append(blocks if offset is None else _with_offset(blocks, offset))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+@fused_on_cuda(lambda records: len(records) == _FUSED_RECORDS, dynamic=False)
+def _with_offset(blocks: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
     return _canonical((blocks.float() + offset).bfloat16())
 
 
 def _decode_groups(entry: Codec, records: torch.Tensor) -> torch.Tensor:
     assert isinstance(entry, GroupScaledCodec)
-    codes = records[:, : entry.codes_bytes]
-    scales = records[:, entry.codes_bytes :]
-    if entry.element is E2M1:
+    return _look_up(
+        records,
+        _products(type(entry), records.device),
+        entry.codes_bytes,
+        entry.group,
+        entry.element is E2M1,
+    )
+
+
+@fused_on_cuda(lambda records: len(records) == _FUSED_RECORDS, dynamic=False)
+def _look_up(
+    records: torch.Tensor,
+    products: torch.Tensor,
+    codes_bytes: int,
+    group: int,
+    is_packed: bool,
+) -> torch.Tensor:
+    codes = records[:, :codes_bytes]
+    scales = records[:, codes_bytes:]
+    if is_packed:
         codes = torch.stack([codes & 15, codes >> 4], dim=-1)
-    table = _products(type(entry), records.device)
-    groups = codes.reshape(*scales.shape, entry.group).int()
-    return table.view(torch.bfloat16)[
-        (scales.int() * (len(table) // 256)).unsqueeze(-1) + groups
-    ]
+    codes_per_scale = len(products) // 256
+    first_products = scales.int() * codes_per_scale
+    groups = codes.reshape(*scales.shape, group).int()
+    bits = products[first_products.unsqueeze(-1) + groups]
+    return bits.view(torch.bfloat16)
 
 
 @functools.lru_cache(maxsize=32)
@@ -119,11 +147,8 @@ def _words(data: torch.Tensor) -> torch.Tensor:
 def _canonical(blocks: torch.Tensor) -> torch.Tensor:
     """Replace every NaN with the NaN that the NumPy codecs return."""
     bits = blocks.view(torch.int16)
-    return torch.where(
-        blocks.isnan(),
-        torch.tensor(CANONICAL_NAN, dtype=torch.int16, device=bits.device),
-        bits,
-    ).view(torch.bfloat16)
+    # a fill, because a copy from the host would wait for all work on the device
+    return bits.masked_fill(blocks.isnan(), CANONICAL_NAN).view(torch.bfloat16)
 
 
 _DECODERS: dict[str, Callable[[Codec, torch.Tensor], torch.Tensor]] = {

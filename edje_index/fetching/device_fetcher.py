@@ -14,10 +14,12 @@ import torch
 from edje_index.fetching.device_decode import decode_records_torch
 from edje_index.models.devices import resolve_device
 from storage_formats.arguments import repr_of
+from storage_formats.format.tombstones import check_row_ids
 from storage_formats.token_store import RowIds, TokenStore
 
-# takes about 10 ms to read, much longer than starting a copy to the device
-_BUFFER_BYTES = 16 << 20
+# A larger part is read at the rate of a whole pool; two buffers of this size still fit
+# where pinned memory is scarce.
+_BUFFER_BYTES = 64 << 20
 
 
 class DeviceFetcher:
@@ -47,11 +49,10 @@ class DeviceFetcher:
         self.device = resolve_device(device)
         self._store = store
         cuda = self.device.type == "cuda"
+        self._buffer_bytes = buffer_bytes
         self._rows = max(1, buffer_bytes // store.record_bytes)
-        shape = (self._rows, store.record_bytes)
-        self._buffers = [
-            torch.empty(shape, dtype=torch.uint8, pin_memory=cuda) for _ in range(2)
-        ]
+        # allocated by the first fetches, no larger than they need
+        self._buffers = [torch.empty(0, store.record_bytes, dtype=torch.uint8)] * 2
         self._stream: torch.cuda.Stream | None = None
         self._copied: list[torch.cuda.Event] = []
         if cuda:
@@ -63,7 +64,7 @@ class DeviceFetcher:
     __repr__ = repr_of("_store", "device")
 
     def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self._store, str(self.device), self._buffers[0].nbytes)
+        return type(self), (self._store, str(self.device), self._buffer_bytes)
 
     def fetch(self, row_ids: RowIds) -> torch.Tensor:
         """Fetch the blocks of `row_ids`, bfloat16 [k, m, d] on the device.
@@ -74,35 +75,47 @@ class DeviceFetcher:
         Raises:
             UsageError, RowIdError, CorruptIndexError: as for `TokenStore.fetch`.
         """
-        ids = np.asarray(row_ids)
-        out = torch.empty(
-            (len(ids), *self._store.block_shape),
-            dtype=torch.bfloat16,
-            device=self.device,
-        )
+        ids = check_row_ids(row_ids, len(self._store))
+        # in the order of the files, so that each is read once
+        order = np.argsort(ids)
         with contextlib.ExitStack() as side_stream:
             if self._stream is not None:
                 current = torch.cuda.current_stream(self.device)
-                self._stream.wait_stream(current)
-                # else PyTorch could reuse the memory while the side stream writes
-                out.record_stream(self._stream)
                 side_stream.callback(current.wait_stream, self._stream)
                 side_stream.enter_context(torch.cuda.stream(self._stream))
+            out = torch.empty(
+                (len(ids), *self._store.block_shape),
+                dtype=torch.bfloat16,
+                device=self.device,
+            )
+            if self._stream is not None:
+                # else PyTorch could reuse the memory while the current stream reads
+                out.record_stream(current)
             offset = None
             if (values := self._store.offset) is not None:
                 offset = torch.from_numpy(values).to(self.device)
+            places = torch.from_numpy(order).to(self.device)
             for turn, start in enumerate(range(0, len(ids), self._rows)):
-                part = ids[start : start + self._rows]
+                part = slice(start, start + self._rows)
                 # the previous copy from the same host buffer must be finished
                 if self._copied:
                     self._copied[turn % 2].synchronize()
-                host = self._buffers[turn % 2][: len(part)]
-                self._store.fetch_records(part, out=host.numpy())
+                host = self._host_buffer(turn % 2, len(order[part]))
+                self._store.fetch_records(ids[order[part]], out=host.numpy())
                 records = host.to(self.device, non_blocking=True)
                 if self._copied:
                     self._copied[turn % 2].record(self._stream)
-                blocks = decode_records_torch(
+                out[places[part]] = decode_records_torch(
                     self._store.precision, records, self._store.block_shape, offset
                 )
-                out[start : start + len(part)] = blocks
         return out
+
+    def _host_buffer(self, turn: int, rows: int) -> torch.Tensor:
+        """Return `rows` rows of the host buffer number `turn`."""
+        if len(self._buffers[turn]) < rows:
+            self._buffers[turn] = torch.empty(
+                (rows, self._store.record_bytes),
+                dtype=torch.uint8,
+                pin_memory=self.device.type == "cuda",
+            )
+        return self._buffers[turn][:rows]

@@ -1,9 +1,8 @@
-"""Converts a decoded image to the input of the vision tower, bit for bit as open_clip
-does with Pillow 13.
+"""Resizes and crops a decoded image for the vision tower, bit for bit as open_clip does
+with Pillow 13.
 
-open_clip resizes and crops the image. The remaining steps convert each byte to a number
-that depends only on the byte and its channel. A table of 3 x 256 numbers replaces these
-steps, because a table is faster and starts no torch threads.
+The pixels stay bytes. `edje_index.indexing.image_encoder` normalises a whole batch
+where the model is: bytes are a quarter of the numbers to keep and to copy.
 """
 
 from __future__ import annotations
@@ -19,21 +18,23 @@ from edje_index.models.clip_model import eval_transform, preprocess_settings
 
 
 class Preprocessor:
-    """Callable that converts a PIL image (RGB) to a float32 tensor [3, height, width].
-    Thread-safe.
+    """Callable that converts a PIL image (RGB) to a tensor of bytes, uint8 [3, height,
+    width]. Thread-safe.
 
     A call raises ``ImageError`` if the image is too narrow to be resized.
+
+    Attributes:
+        scale: what `normalize` needs, float32 [3, 3, 1, 1]: the largest byte, and the
+            mean and the standard deviation of each channel.
     """
 
     def __init__(self, config: ClipConfig) -> None:
-        steps = eval_transform(config).transforms
-        self._geometry = steps[:-2]
-        to_tensor, normalize = steps[-2:]
-        levels = np.repeat(np.arange(256, dtype=np.uint8)[None, :, None], 3, axis=2)
-        # every byte in every channel, [3, 1, 256]
-        normalized = normalize(to_tensor(Image.fromarray(levels)))
-        self._table = np.ascontiguousarray(normalized[:, 0].numpy())
+        # without the steps that `scale` replaces
+        self._geometry = eval_transform(config).transforms[:-2]
         settings = preprocess_settings(config)
+        self.scale = torch.tensor([(255.0,) * 3, settings.mean, settings.std])[
+            ..., None, None
+        ]
         side = settings.size
         self._size = (side, side) if isinstance(side, int) else (side[1], side[0])
         self._resampling = Image.Resampling.BICUBIC
@@ -42,9 +43,9 @@ class Preprocessor:
         self._mode = settings.resize_mode
 
     def __call__(self, image: Image.Image) -> torch.Tensor:
-        from edje_index.images.resize import normalize
+        from edje_index.images.resize import channels
 
-        return torch.from_numpy(normalize(self.pixels(image), self._table))
+        return torch.from_numpy(channels(self.pixels(image)))
 
     def resize(self, image: Image.Image) -> Image.Image:
         """Return the image (RGB) as the vision tower reads it: resized and cropped.
@@ -85,3 +86,13 @@ class Preprocessor:
                 f" {error}",
             ) from error
         return np.asarray(resized.convert("RGBX"))
+
+
+def normalize(pixels: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Return the numbers that open_clip passes to the vision tower, float32 [..., 3,
+    height, width], for results of a `Preprocessor` with `scale` on the same device.
+    """
+    # The divisors are tensors: by a Python number, torch multiplies on a GPU, which
+    # rounds differently.
+    largest, mean, deviation = scale
+    return pixels.float().div_(largest).sub_(mean).div_(deviation)

@@ -99,14 +99,10 @@ def resize(
     return _vertical(narrow, right - left, (starts, down[1])).reshape(shape)
 
 
-def normalize(pixels: U8, table: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Map the bytes of an image [rows, columns, 4] to numbers [3, rows, columns].
-
-    Args:
-        table: numbers of all bytes, by channel [3, 256].
-    """
-    result = np.empty((3, *pixels.shape[:2]), np.float32)
-    _look_up(pixels.reshape(-1), table.reshape(-1), result.reshape(-1))
+def channels(pixels: U8) -> U8:
+    """Return the first channels of an image [rows, columns, 4], [3, rows, columns]."""
+    result = np.empty((3, *pixels.shape[:2]), np.uint8)
+    _split(pixels.reshape(-1), result.reshape(-1))
     return result
 
 
@@ -305,18 +301,10 @@ def _resize_columns(
             result[y * length + i] = _byte(totals[i])
 
 
-@kernel(
-    input_array(types.uint8),
-    input_array(types.float32),
-    output_array(types.float32),
-)
-def _look_up(
-    pixels: U8, table: NDArray[np.float32], result: NDArray[np.float32]
-) -> None:
-    """Compute `normalize`, with flat arrays."""
+@kernel(input_array(types.uint8), output_array(types.uint8))
+def _split(pixels: U8, result: U8) -> None:
+    """Compute `channels`, with flat arrays."""
     count = np.uint64(len(pixels)) // _PIXEL
-    levels = np.uint64(256)
     for channel in range(_ZERO, _THREE):
         for i in range(count):
-            level = np.uint64(pixels[i * _PIXEL + channel])
-            result[channel * count + i] = table[channel * levels + level]
+            result[channel * count + i] = pixels[i * _PIXEL + channel]

@@ -155,7 +155,8 @@ def rebuild_reasons(manifest: Manifest) -> list[str]:
     The drift is the mean distance of appended embeddings from the nearest centroid,
     divided by the mean distance of the embeddings in the first file.
     """
-    files = manifest.ann.get("files", [])
+    # one file may hold only the centroids
+    files = [file for file in manifest.ann.get("files", []) if file.get("vectors", 1)]
     spec = manifest.spec
     reasons = [missed] if (missed := missed_recall(manifest)) else []
     distances = [

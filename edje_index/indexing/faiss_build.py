@@ -13,7 +13,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from edje_index.indexing.ann_kind import AnnKind
+from edje_index.indexing.ann_kind import FLAT_LIMIT, AnnKind
 from edje_index.indexing.faiss_index import (
     CANDIDATES_PER_NEIGHBOUR,
     PIECE_BYTES,
@@ -122,6 +122,10 @@ def build_ann(
     kind.check_memory(spec.used_rows, width, request.memory)
     embeddings = IndexedEmbeddings(layout, spec, list(spec.shard_numbers()))
     index = _trained(kind, embeddings, spec.used_rows)
+    files: list[Any] = []
+    if count_lists(index):
+        # an append needs the centroids, and not the vectors
+        files.append(_write(layout, index, None))
     _fill(index, embeddings, on_progress)
     measured: dict[str, Any] = {}
     if lists := count_lists(index):
@@ -142,14 +146,15 @@ def build_ann(
         "kind": kind.name,
         "metric": "inner-product",
         "vectors": vectors,
-        "files": [file],
+        "files": [file, *files],
         **measured,
     }
     return cast(Ann, ann)
 
 
 def extend_ann(layout: Layout, spec: IndexSpec, ann: Ann) -> Ann:
-    """Write the last segment of `spec` to a new FAISS file.
+    """Write the last segment of `spec` to a new FAISS file, together with the vectors
+    in small files of earlier appends.
 
     If the first FAISS file has inverted lists, the new file uses the same centroids and
     codes.
@@ -173,8 +178,25 @@ def extend_ann(layout: Layout, spec: IndexSpec, ann: Ann) -> Ann:
             AnnKind.choose(segment.rows, spec.embed_dim), embeddings, segment.rows
         )
     _fill(index, embeddings)
-    file: Any = _write(layout, index, None, embeddings)
-    return {**ann, "vectors": ann["vectors"] + file["vectors"], "files": [*files, file]}
+    added: int = index.ntotal
+    joined: list[Any] = []
+    # few files stay, and no vector is written again more than a few times
+    for file in sorted(files[1:], key=lambda file: file["vectors"]):
+        if 0 < file["vectors"] <= min(2 * index.ntotal, FLAT_LIMIT - index.ntotal):
+            part = open_part(layout.root, spec, file)
+            if count_lists(part) == count_lists(index):
+                index.merge_from(part, 0)
+                joined.append(file)
+    new: Any = _write(layout, index, None, embeddings)
+    samples = [*joined, {**new, "vectors": added}]
+    if all("similarity" in each for each in samples):
+        total = sum(each["vectors"] * each["similarity"] for each in samples)
+        new["similarity"] = round(total / new["vectors"], 4)
+    return {
+        **ann,
+        "vectors": ann["vectors"] + added,
+        "files": [*(file for file in files if file not in joined), new],
+    }
 
 
 def ann_without_rows(index: CommittedIndex, row_ids: Sequence[int]) -> Ann:
@@ -218,7 +240,7 @@ def _trained(kind: AnnKind, embeddings: IndexedEmbeddings, rows: int) -> FaissIn
             [vectors[row_ids % step == 0] for row_ids, vectors in embeddings]
         )
         if len(sample) >= max(kind.lists, _CODES if kind.sub_vectors else 0):
-            for centroids in (_on_gpus(faiss.IndexFlatIP(width)), None):
+            for centroids in (_on_gpu(faiss.IndexFlatIP(width)), None):
                 index: FaissIndex = faiss.index_factory(
                     width, kind.factory, faiss.METRIC_INNER_PRODUCT
                 )
@@ -229,7 +251,7 @@ def _trained(kind: AnnKind, embeddings: IndexedEmbeddings, rows: int) -> FaissIn
                 except RuntimeError:
                     if centroids is None:
                         raise
-                    # the memory of the GPUs has ended
+                    # the memory of the GPU has ended
                     continue
                 # FAISS keeps no reference to it
                 index.clustering_index = None
@@ -255,26 +277,26 @@ def _fill(
 
     # finds the inverted list of a vector
     own = index.quantizer if count_lists(index) else None
-    copy = None if own is None else _on_gpus(own)
+    copy = None if own is None else _on_gpu(own)
     if copy is not None:
         index.quantizer = copy
         try:
             return add_all()
         except RuntimeError:
-            # the memory of the GPUs has ended: begin again on the CPU
+            # the memory of the GPU has ended: begin again on the CPU
             index.reset()
         finally:
             index.quantizer = own
     add_all()
 
 
-def _on_gpus(flat: FaissIndex) -> FaissIndex | None:
-    """Return a copy of a flat FAISS index on all GPUs. Return None if FAISS can use no
-    GPU.
+def _on_gpu(flat: FaissIndex) -> FaissIndex | None:
+    """Return a copy of a flat FAISS index on the first GPU. Return None if FAISS can
+    use no GPU.
 
-    The GPUs train the centroids and find the inverted list of each vector. Codes, their
-    lists and searches stay on the CPU, because FAISS has neither 4-bit fast-scan codes
-    nor filters of rows on GPUs.
+    The GPU trains the centroids and finds the inverted list of each vector. Codes,
+    their lists and searches stay on the CPU, because FAISS has neither 4-bit fast-scan
+    codes nor filters of rows on GPUs.
     """
     import faiss
 
@@ -282,9 +304,10 @@ def _on_gpus(flat: FaissIndex) -> FaissIndex | None:
     # 0 in builds of FAISS for CPUs
     if not module.get_num_gpus():
         return None
-    # other processes may have taken the memory of the GPUs
+    # other processes may have taken the memory of the GPU
     with contextlib.suppress(RuntimeError):
-        return module.index_cpu_to_all_gpus(flat)
+        # others may need the memory of the other GPUs
+        return module.index_cpu_to_all_gpus(flat, ngpu=1)
     return None
 
 

@@ -1,12 +1,15 @@
 """The image encoder of an indexing worker: converts images and clips to tokens and
 embeddings.
 
-Equal bundle, device type, dtype, number of threads and batch size give equal bits in
-every process.
+On a CPU, equal bundle, dtype, number of threads, batch size and neighbours in a batch
+give equal bits. On a GPU, batches are always full, so that neighbours change nothing;
+the model of the GPU and the version of torch do.
 """
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +25,7 @@ from edje_index.bundles.info import (
     verify_files,
 )
 from edje_index.errors import ModelError
-from edje_index.images.preprocessing import Preprocessor
+from edje_index.images.preprocessing import Preprocessor, normalize
 from edje_index.models.adapter import COMPRESSED, Adapter
 from edje_index.models.devices import (
     autocast,
@@ -46,9 +49,12 @@ class ImageEncoder:
     Attributes:
         info: description of the bundle.
         device: device of the weights.
-        dtype: dtype of the matrix products. The weights are float32.
-        preprocess: thread-safe function that converts a PIL image (RGB) to float32 [3,
-            height, width], bit for bit as the evaluation transform of open_clip.
+        dtype: dtype of the matrix products. On a GPU, `open` gives the weights and all
+            that lies between the products the same dtype; elsewhere they are float32.
+        preprocess: thread-safe function that converts a PIL image (RGB) to bytes, uint8
+            [3, height, width]. `normalize` converts these to the numbers of the
+            evaluation transform of open_clip, bit for bit.
+        fills_batches: whether `batch` fills a batch up.
 
     Examples:
         >>> import torch
@@ -75,6 +81,12 @@ class ImageEncoder:
         self.preprocess = preprocess
         self.device = next(vision.parameters()).device
         self.dtype = dtype
+        self._weights = next(vision.parameters()).dtype
+        self.fills_batches = self.device.type == "cuda"
+        self._scale = preprocess.scale.to(self.device)
+        # While a thread waits for the GPU, the next one launches its batch. If both
+        # launched at once, both would also wait at once, and the GPU after them.
+        self._launching = threading.Lock()
 
     @classmethod
     def open(
@@ -105,7 +117,11 @@ class ImageEncoder:
 
     @classmethod
     def of(
-        cls, info: BundleInfo, *, device: str = "auto", dtype: str = "auto"
+        cls,
+        info: BundleInfo,
+        *,
+        device: str = "auto",
+        dtype: str = "auto",
     ) -> ImageEncoder:
         """Load the vision tower and the adapter of a bundle whose files are already
         verified.
@@ -127,6 +143,12 @@ class ImageEncoder:
         )
         if target.type == "cpu":
             replace_linear_layers(encoder.vision, encoder.dtype)
+        else:
+            # A GPU is 1.4 times as fast as with float32 weights and autocast. The
+            # error of a token of DINOv2-small grows from 0.012 to 0.014.
+            vision.to(encoder.dtype)
+            adapter.to(encoder.dtype)
+            encoder._weights = encoder.dtype
         return encoder
 
     __repr__ = repr_of("info.path", "block_shape", "dtype", "device")
@@ -141,36 +163,84 @@ class ImageEncoder:
         """Width of an embedding."""
         return self.vision.embed_dim
 
-    def encode(self, pixels: torch.Tensor) -> tuple[Array, Array]:
-        """Encode a batch of images.
+    def processor(self, batch_size: int) -> str | None:
+        """Return what the bits of results depend on, apart from settings: the GPU, the
+        version of torch and `batch_size`. Return None for a CPU.
+        """
+        if self.device.type != "cuda":
+            return None
+        gpu = torch.cuda.get_device_properties(self.device)
+        return (
+            f"{gpu.name}, compute capability {gpu.major}.{gpu.minor}, torch"
+            f" {torch.__version__}, batches of {batch_size}"
+        )
+
+    def batch(self, images: Sequence[torch.Tensor], size: int) -> torch.Tensor:
+        """Stack at most `size` results of `preprocess`, or as many clips [f, 3, height,
+        width].
+
+        On a GPU, the batch is in pinned memory, which torch reuses, and the last image
+        fills it up to `size`: the kernels depend on the size of a batch.
+        """
+        if self.fills_batches:
+            images = [*images, *[images[-1]] * (size - len(images))]
+        pixels = torch.empty(
+            (len(images), *images[0].shape),
+            dtype=torch.uint8,
+            pin_memory=self.device.type == "cuda",
+        )
+        return torch.stack(list(images), out=pixels)
+
+    def normalize(self, pixels: torch.Tensor) -> torch.Tensor:
+        """Copy pixels to the device of the weights, and normalise them.
 
         Args:
-            pixels: results of `preprocess`, float32 [b, 3, height, width]. For clips,
-                [b, f, 3, height, width].
+            pixels: results of `preprocess`, uint8 [..., 3, height, width]. Float32
+                pixels count as normalised.
+        """
+        pixels = pixels.to(self.device, non_blocking=True)
+        if pixels.is_floating_point():
+            return pixels
+        return normalize(pixels, self._scale)
+
+    def encode(self, pixels: torch.Tensor) -> tuple[Array, Array]:
+        """Encode a batch of images. Thread-safe.
+
+        Args:
+            pixels: as for `normalize`, [b, 3, height, width]. For clips, [b, f, 3,
+                height, width].
 
         Returns:
             (tokens, ml_dtypes.bfloat16 [b, m, d], rounded to nearest even;
             embeddings, unit vectors, float32 [b, embed_dim]).
         """
-        with torch.inference_mode(), autocast(self.dtype, self.device):
-            tokens, embeddings = image_tokens(
-                self.vision, self.adapter, self._on_device(pixels)
-            )
-            return to_bf16_array(tokens), embeddings.float().cpu().numpy()
+        with (
+            self._launching,
+            torch.inference_mode(),
+        ):
+            tokens, embeddings = self._run(pixels)
+            # from a GPU, into pinned memory
+            tokens = tokens.bfloat16().to("cpu", non_blocking=True)
+            embeddings = embeddings.float().to("cpu", non_blocking=True)
+            if self.device.type == "cuda":
+                end = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+                end.record(torch.cuda.current_stream(self.device))
+        if self.device.type == "cuda":
+            end.synchronize()
+        return to_bf16_array(tokens), embeddings.numpy()
 
     def tokens(self, pixels: torch.Tensor) -> torch.Tensor:
         """Return the tokens of `pixels`, bfloat16 [b, m, d]. The tokens stay on the
         device of the weights.
         """
-        with torch.no_grad(), autocast(self.dtype, self.device):
-            return image_tokens(self.vision, self.adapter, self._on_device(pixels))[
-                0
-            ].bfloat16()
+        with torch.no_grad():
+            return self._run(pixels)[0].bfloat16()
 
-    def _on_device(self, pixels: torch.Tensor) -> torch.Tensor:
-        if self.device.type != "cuda" or pixels.device.type == "cuda":
-            return pixels
-        return pixels.pin_memory().to(self.device, non_blocking=True)
+    def _run(self, pixels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        dtype = torch.float32 if self._weights == self.dtype else self.dtype
+        with autocast(dtype, self.device):
+            normalized = self.normalize(pixels).to(self._weights)
+            return image_tokens(self.vision, self.adapter, normalized)
 
 
 def image_tokens(

@@ -19,10 +19,10 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -66,8 +66,6 @@ _BATCHES_AHEAD = 2
 # at least as many may wait, so that the requests for remote inputs overlap
 _IMAGES_AHEAD = 32
 
-_Result = TypeVar("_Result")
-
 
 @dataclass(frozen=True)
 class ShardTask:
@@ -78,7 +76,6 @@ class ShardTask:
         batch_size: number of images, or of frames of clips, per forward pass.
         decode_threads: number of threads that read and decode images. This number does
             not affect the result.
-        is_halved: whether `batch_size` is smaller than that of the plan.
     """
 
     root: str
@@ -87,9 +84,8 @@ class ShardTask:
     plan: str
     batch_size: int
     decoding: DecodeSettings
-    decode_threads: int
+    decode_threads: int = 1
     columns: tuple[SourceColumn, ...] = ()
-    is_halved: bool = False
 
 
 @dataclass
@@ -176,20 +172,6 @@ def begin_attempt(
     path.unlink(missing_ok=True)
 
 
-class OneAtATime(Executor):
-    """Executor that runs each call at once, in the calling thread."""
-
-    def submit(
-        self, fn: Callable[..., _Result], /, *args: Any, **kwargs: Any
-    ) -> Future[_Result]:
-        future: Future[_Result] = Future()
-        try:
-            future.set_result(fn(*args, **kwargs))
-        except Exception as error:
-            future.set_exception(error)
-        return future
-
-
 def encode_shard(
     task: ShardTask,
     encoder: ImageEncoder,
@@ -235,7 +217,7 @@ def encode_shard(
     torch.cuda.empty_cache()
     # The whole shard is encoded again: its bytes depend on the batch size alone, and
     # not on the batch that was too large.
-    smaller = replace(task, batch_size=task.batch_size // 2, is_halved=True)
+    smaller = replace(task, batch_size=task.batch_size // 2)
     return encode_shard(
         smaller, encoder, on_progress, should_stop, machine=machine, alive=alive
     )
@@ -267,11 +249,7 @@ def _encode_whole_shard(
     with (
         ShardWriter(task.root, task.spec, task.shard) as writer,
         begin_attempt(layout, task.shard, machine, alive) as attempt,
-        (
-            OneAtATime()
-            if attempt.careful
-            else ThreadPoolExecutor(threads, "edje-decode")
-        ) as pool,
+        ThreadPoolExecutor(threads, "edje-decode") as pool,
         contextlib.ExitStack() as stack,
     ):
         # images still wait if an exception ends the shard
@@ -294,6 +272,8 @@ def _encode_whole_shard(
         prepared = ordered_results(
             images, lambda image: pool.submit(prepare, image), ahead=ahead
         )
+        if attempt.careful:
+            prepared = map(prepare, images)
         for start in range(0, len(images), size):
             if should_stop():
                 raise TaskInterrupted
@@ -305,7 +285,7 @@ def _encode_whole_shard(
                 ]
             if ready:
                 with _timed(stages, "encode"):
-                    tokens, embeddings = _encode(encoder, ready)
+                    tokens, embeddings = _encode(encoder, ready, size)
                 with _timed(stages, "write"):
                     problems = writer.outside(tokens)
                     for at, problem in problems.items():
@@ -334,7 +314,7 @@ def _encode_whole_shard(
             table,
             task.plan,
             {"read": read, "decode": decode, **stages},
-            batch_size=task.batch_size if task.is_halved else None,
+            encoder.processor(task.batch_size),
         )
     return receipt
 
@@ -394,19 +374,18 @@ def _prepare(encoder: ImageEncoder, settings: DecodeSettings, image: _Image) -> 
 
 
 def _encode(
-    encoder: ImageEncoder, images: list[_Image]
+    encoder: ImageEncoder, images: list[_Image], size: int
 ) -> tuple[Blocks, NDArray[np.float32]]:
-    """Run the model on `images`.
+    """Run the model on `images`, in a batch of `size` inputs.
 
     If an output is not finite, mark the row as failed and remove the image from
     `images`.
     """
-    import torch
-
     started = time.perf_counter()
-    tokens, embeddings = encoder.encode(
-        torch.stack([image.pixels for image in images if image.pixels is not None])
-    )
+    pixels = [image.pixels for image in images if image.pixels is not None]
+    tokens, embeddings = encoder.encode(encoder.batch(pixels, size))
+    tokens = tokens[: len(images)]
+    embeddings = embeddings[: len(images)]
     bits = tokens.view(np.uint16).reshape(len(tokens), -1)
     # bfloat16
     finite = np.isfinite(embeddings).all(axis=1) & ((bits & 0x7F80) != 0x7F80).all(
@@ -424,9 +403,15 @@ def _encode(
 
 
 def encode_inputs(
-    refs: Sequence[InputRef], encoder: ImageEncoder, settings: DecodeSettings
+    refs: Sequence[InputRef],
+    encoder: ImageEncoder,
+    settings: DecodeSettings,
+    batch_size: int,
 ) -> tuple[dict[int, Blocks], dict[int, str]]:
     """Encode one batch of inputs as `encode_shard` does, and write nothing.
+
+    Args:
+        batch_size: see `ShardTask`.
 
     Returns:
         The blocks [m, d], and for inputs that cannot be encoded the reasons. The keys
@@ -441,7 +426,8 @@ def encode_inputs(
         for position, ref in enumerate(refs)
     ]
     ready = [image for image in images if image.pixels is not None]
-    tokens = _encode(encoder, ready)[0] if ready else ()
+    size = settings.inputs_per_batch(batch_size)
+    tokens = _encode(encoder, ready, size)[0] if ready else ()
     blocks = {
         image.entry.row_id: block for image, block in zip(ready, tokens, strict=True)
     }

@@ -208,7 +208,8 @@ class ReducedAdapter(Adapter):
             tokens = stride_tokens(patches, count)
         elif self.config.kind == CLUSTERED:
             with torch.autocast(patches.device.type, enabled=False):
-                tokens = cluster_tokens(patches, count)
+                weights = next(self.local.parameters()).dtype
+                tokens = cluster_tokens(patches, count).to(weights)
         else:
             assert received is not None
             tokens = prune_tokens(patches, received, count)

@@ -19,7 +19,11 @@ from torch.nn import functional
 
 from edje_index.errors import ModelError
 from edje_index.models.adapter import activation
+from edje_index.models.devices import fused_on_cuda
 from edje_index.models.linear import Linear
+
+# about 250 pairs of a caption and an image
+_FUSED_VALUES = 1 << 23
 
 
 def check_bert(config: Mapping[str, Any], source: str) -> None:
@@ -160,6 +164,7 @@ class Bert:
             "embeddings.token_type_embeddings.weight", -1, self.width
         )
         self._norm = weights.norm("embeddings.LayerNorm", self.width, eps)
+        self._dtype = dtype
         act = activation(activation_name)
         self._layers = [
             _Layer(
@@ -197,9 +202,10 @@ class Bert:
         `mask` is False for padding, bool [b, t]. It is None if there is no padding,
         which is faster.
         """
+        states = self._states(embedded)
         for layer in self._layers:
-            embedded = layer(embedded, mask)
-        return embedded
+            states = layer(*states, mask)
+        return states[0]
 
     def first_states(
         self, embedded: torch.Tensor, mask: torch.Tensor | None
@@ -207,14 +213,19 @@ class Bert:
         """Return ``hidden_states(embedded, mask)[:, 0]``, float32 [b, d], in less
         time.
         """
+        states = self._states(embedded)
         for layer in self._layers[:-1]:
-            embedded = layer(embedded, mask)
-        return self._layers[-1](embedded, mask, outputs=1)[:, 0]
+            states = layer(*states, mask)
+        return self._layers[-1](*states, mask, outputs=1)[0][:, 0]
+
+    def _states(self, embedded: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return embedded, embedded.to(self._dtype)
 
 
 class _Layer:
     """One layer. Queries, keys and values share one matrix product, because this is
-    faster.
+    faster. States pass from layer to layer in float32 and in the data type of matrix
+    products.
     """
 
     def __init__(
@@ -235,7 +246,6 @@ class _Layer:
         wide = len(weights.take(f"{name}intermediate.dense.bias", -1))
         self._heads = heads
         self._activation = act
-        self._dtype = dtype
         # The last layer has a query projection of its own, which may be computed for
         # the first token only.
         self._query = (
@@ -257,10 +267,18 @@ class _Layer:
         self._feed_forward_norm = weights.norm(f"{name}output.LayerNorm", width, eps)
 
     def __call__(
-        self, x: torch.Tensor, mask: torch.Tensor | None, outputs: int | None = None
-    ) -> torch.Tensor:
-        """Return the output for the first `outputs` tokens. None means all tokens."""
-        low = x.to(self._dtype)
+        self,
+        x: torch.Tensor,
+        low: torch.Tensor,
+        mask: torch.Tensor | None,
+        outputs: int | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the output for the first `outputs` tokens. None means all tokens.
+
+        Args:
+            x: states in float32 [b, t, d].
+            low: the same states in the data type of matrix products.
+        """
         if self._query is None:
             query, key, value = self._key_value(low).chunk(3, dim=2)
             query = query[:, :outputs]
@@ -275,13 +293,33 @@ class _Layer:
         attended = _attention(
             query, key, value, None if mask is None else mask[:, None, None, :]
         )
-        x = self._output_norm(
-            x[:, :outputs] + self._output(attended.transpose(1, 2).flatten(2))
-        )
-        normed: torch.Tensor = self._feed_forward_norm(
-            x + self._second(self._activation(self._first(x)))
-        )
-        return normed
+        attended = self._output(attended.transpose(1, 2).flatten(2))
+        x, low = _add_and_normalize(x[:, :outputs], attended, self._output_norm)
+        fed_forward = self._second(self._activation(self._first(low)))
+        return _add_and_normalize(x, fed_forward, self._feed_forward_norm)
+
+
+def _add_and_normalize(
+    x: torch.Tensor, change: torch.Tensor, norm: nn.LayerNorm
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the layer norm of `x` + `change`, in the data types of both."""
+    # one axis of any length, so that one kernel serves all batches and captions
+    rows, low = _sum_and_norm(
+        x.flatten(0, 1), change.flatten(0, 1), norm.weight, norm.bias, norm.eps
+    )
+    return rows.view(change.shape), low.view(change.shape)
+
+
+@fused_on_cuda(lambda x: x.numel() >= _FUSED_VALUES, dynamic=True)
+def _sum_and_norm(
+    x: torch.Tensor,
+    change: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    normed = functional.layer_norm(x + change, weight.shape, weight, bias, eps)
+    return normed, normed.to(change.dtype)
 
 
 def _attention(

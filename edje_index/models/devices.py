@@ -5,8 +5,10 @@ NumPy arrays.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any
+import functools
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, ParamSpec, TypeVar
 
 import ml_dtypes
 import numpy as np
@@ -14,6 +16,9 @@ import torch
 
 from edje_index.errors import ModelError
 from storage_formats.arguments import as_text
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
 
 DTYPES = ("auto", "float32", "bfloat16")
 """Names of the data types of matrix products."""
@@ -62,6 +67,53 @@ def autocast(
     if dtype == torch.float32:
         return contextlib.nullcontext()
     return torch.autocast(device.type, dtype=dtype)
+
+
+def fused_on_cuda(
+    is_large: Callable[[torch.Tensor], bool], *, dynamic: bool
+) -> Callable[[Callable[_Arguments, _Result]], Callable[_Arguments, _Result]]:
+    """Decorator for a function of tensors. On a CUDA device, the function becomes one
+    kernel, which reads and writes the memory once.
+
+    The kernel is compiled at the first call, in about two seconds. Where no compiler is
+    found, the function runs as it is, and a warning says so.
+
+    Args:
+        is_large: given the first argument, a tensor, whether the kernel saves more time
+            than it takes to find the kernel.
+        dynamic: whether one kernel is made for all shapes. A kernel for one shape is
+            faster.
+    """
+
+    def decorate(
+        function: Callable[_Arguments, _Result],
+    ) -> Callable[_Arguments, _Result]:
+        kernel: Callable[_Arguments, _Result] | None = None
+
+        @functools.wraps(function)
+        def run(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+            nonlocal kernel
+            first: Any = args[0]
+            if first.device.type == "cuda" and is_large(first):
+                # imports the compiler, which takes seconds
+                kernel = kernel or torch.compile(function, dynamic=dynamic)
+                try:
+                    return kernel(*args, **kwargs)
+                except torch.OutOfMemoryError:
+                    raise
+                except RuntimeError as error:
+                    kernel = function
+                    warnings.warn(
+                        "the GPU is slower than it could be, because torch.compile"
+                        f" fails: {str(error)[:200]}; Triton needs a C compiler",
+                        RuntimeWarning,
+                        stacklevel=2,
+                    )
+            return function(*args, **kwargs)
+
+        return run
+
+    return decorate
 
 
 @contextlib.contextmanager

@@ -17,7 +17,11 @@ from torch.nn import functional
 from edje_index.errors import ModelError
 from edje_index.models.bert import Bert, BertWeights
 from edje_index.models.devices import as_tensor
-from edje_index.models.joint_inputs import JointInputs, JointTokenizer
+from edje_index.models.joint_inputs import (
+    NUM_SPECIAL_TOKENS,
+    JointInputs,
+    JointTokenizer,
+)
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -107,43 +111,52 @@ class JointScorer:
             )
         if len(set(captions)) == 1:
             captions = captions[:1]
+        if not len(tokens):
+            return torch.empty(0)
         ids = self.tokenizer.caption_ids(captions)
-        # The logits stay on the device up to the end, so that no batch waits for the
-        # one before it.
-        logits = torch.empty(len(tokens), device=self.device)
         if len(ids) == 1:
-            row = self._text_rows(ids)
-            for start in range(0, len(tokens), self.batch):
-                part = slice(start, start + self.batch)
-                logits[part] = self.logits(row, tokens[part])
-            return logits.cpu()
-        pairs_of_length: dict[int, list[int]] = {}
-        for pair, caption in enumerate(ids):
-            pairs_of_length.setdefault(len(caption), []).append(pair)
-        # captions of one length need no mask
-        for pairs in pairs_of_length.values():
-            for start in range(0, len(pairs), self.batch):
-                batch = pairs[start : start + self.batch]
-                rows = self._text_rows([ids[pair] for pair in batch])
-                logits[batch] = self.logits(rows, tokens[batch])
-        return logits.cpu()
+            row = self._word_ids(ids)
+            logits = [
+                self.logits(row, batch) for batch in torch.split(tokens, self.batch)
+            ]
+            return torch.cat(logits).cpu()
+        # Captions of one length need no mask. Everything is copied to the device before
+        # the first batch, and from it after the last, because a copy waits for the
+        # work under way.
+        lengths = np.array([len(caption) for caption in ids])
+        order = np.argsort(lengths, kind="stable")
+        rows = self._word_ids([ids[pair] for pair in order])
+        places = torch.from_numpy(order)
+        images = places.to(tokens.device)
+        logits = []
+        first = 0
+        for length, count in zip(*np.unique(lengths, return_counts=True), strict=True):
+            for start in range(first, first + count, self.batch):
+                batch = slice(start, min(start + self.batch, first + count))
+                texts = rows[batch, : int(length) + NUM_SPECIAL_TOKENS]
+                logits.append(self.logits(texts, tokens[images[batch]]))
+            first += count
+        result = torch.empty(len(tokens))
+        result[places] = torch.cat(logits).cpu()
+        return result
 
-    def _text_rows(self, captions: Sequence[Sequence[int]]) -> torch.Tensor:
-        """Return the input rows of captions of one length, without image tokens: word
-        embeddings [n, t, d].
+    def _word_ids(self, captions: Sequence[Sequence[int]]) -> torch.Tensor:
+        """Return the input rows of captions, without image tokens, int64 [n, t] on the
+        device. Shorter rows have padding at the end.
         """
-        ids = self.tokenizer.inputs_of_ids(captions, 0).input_ids
-        return functional.embedding(ids.to(self.device), self.word_vectors)
+        return self.tokenizer.inputs_of_ids(captions, 0).input_ids.to(self.device)
 
     @torch.inference_mode()
-    def logits(self, rows: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    def logits(self, word_ids: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """Return one matching logit per pair, float32 [b], on the device.
 
         Args:
-            rows: result of `_text_rows`, of b captions or of one.
+            word_ids: input rows of b captions or of one, without image tokens and
+                without padding, int64 [b, t] on the device.
             tokens: image tokens of the pairs [b, m, d].
         """
         image = tokens.to(self.device).float()
+        rows = functional.embedding(word_ids, self.word_vectors)
         rows = rows.expand(len(image), -1, -1)
         words = torch.cat([rows[:, :-1], image, rows[:, -1:]], dim=1)
         # the second [SEP] and the image tokens before it have type 1

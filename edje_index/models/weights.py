@@ -113,17 +113,26 @@ def read_weights(path: Path, prefix: str = "") -> State:
 def assign_weights(
     module: torch.nn.Module, state: Mapping[str, torch.Tensor], source: str
 ) -> None:
-    """Copy the tensors in ``state`` into ``module``. `source` names the file or model
+    """Load the tensors in ``state`` into ``module``. `source` names the file or model
     that they come from.
 
-    Only names that share the tensor of an earlier name may be missing.
+    Only names that share the tensor of an earlier name may be missing. A module
+    without such names takes the tensors themselves, where their data type fits: those
+    of a file stay mapped, and a large model is not in memory twice.
     """
+    tied = tied_names(module)
+    if not tied:
+        dtypes = {name: tensor.dtype for name, tensor in module.state_dict().items()}
+        state = {
+            name: tensor.to(dtypes.get(name, tensor.dtype))
+            for name, tensor in state.items()
+        }
     try:
-        result = module.load_state_dict(state, strict=False)
+        result = module.load_state_dict(state, strict=False, assign=not tied)
     except RuntimeError as error:
         problems = [_one_line(error)]
     else:
-        missing = sorted(set(result.missing_keys) - tied_names(module))
+        missing = sorted(set(result.missing_keys) - tied)
         unexpected = result.unexpected_keys
         problems = [
             f"{len(names)} tensors {kind}"

@@ -337,8 +337,8 @@ class Scorer:
             if not (np.abs(values[name]) <= _MAX_PART).all():
                 raise ModelError(
                     f"the model computes a {PART_NAMES[name]} that is NaN, or beyond"
-                    f" {_MAX_PART:g}: use another model, and run 'edje-index verify' if"
-                    " the index may be damaged"
+                    f" {_MAX_PART:g}: use another model, and verify the index if it may"
+                    " be damaged"
                 )
         return values
 
@@ -353,15 +353,20 @@ class Scorer:
         """`late_interaction` of captions and images."""
         words = self.joint.word_vectors
         content = content_token_mask(self.joint.tokenizer)
+        distinct = list(dict.fromkeys(captions))
+        ids = dict(
+            zip(distinct, self.joint.tokenizer.caption_ids(distinct), strict=True)
+        )
+        size = max(_LATE_BATCH, self.joint.batch)
         values = []
-        for start in range(0, len(captions), _LATE_BATCH):
-            batch = slice(start, start + _LATE_BATCH)
+        for start in range(0, len(captions), size):
+            batch = slice(start, start + size)
             texts = captions[batch]
             if len(set(texts)) == 1:
                 texts = texts[:1]
             values.append(
                 late_interaction(
-                    self.joint.tokenizer.caption_ids(texts),
+                    [ids[text] for text in texts],
                     images.tokens[batch].to(words.device),
                     words,
                     content,

@@ -405,6 +405,9 @@ class TokenIndex:
                 continue
             pairs = len(_all_rows(candidates))
             block_bytes = math.prod(self.store.block_shape) * BF16.itemsize
+            if self.model.joint.device.type != "cpu":
+                # the blocks are decoded there
+                block_bytes = 0
             buffer = self._buffers.borrow(pairs * block_bytes)
             candidates, tokens = self._fetch(candidates, buffer, stages)
             images = self._images(candidates, tokens)

@@ -8,8 +8,9 @@ not communicate.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import lru_cache
 from typing import Any, TypeVar
 
@@ -35,6 +36,9 @@ from storage_formats.errors import UsageError
 
 TokenIds = list[int]
 _ALIGNMENT, _JOINT = range(2)
+# more buckets have less padding, but smaller matrix products
+_BUCKETS = 4
+_BUCKET_ROWS = 24
 Batch = TypeVar("Batch", "JointBatch", "AlignmentBatch")
 
 
@@ -151,15 +155,11 @@ def mask_captions(
     probability: float,
     tokenizer: JointTokenizer,
     rng: np.random.Generator,
-) -> tuple[list[TokenIds], NDArray[np.bool_]]:
+) -> list[TokenIds]:
     """Replace random tokens by ``[MASK]``. Each token that is not special is replaced
     with the given `probability`.
 
     As in the published code, special tokens include ``[UNK]``.
-
-    Returns:
-        The masked captions, and which tokens of the concatenated captions are masked,
-        bool [tokens].
     """
     flat = np.concatenate(captions).astype(np.int64)
     special = [
@@ -169,23 +169,27 @@ def mask_captions(
     is_masked = (rng.random(len(flat)) < probability) & ~np.isin(flat, special)
     masked = np.where(is_masked, tokenizer.special_id("mask_token"), flat)
     ends = np.cumsum([len(caption) for caption in captions])[:-1]
-    return [part.tolist() for part in np.split(masked, ends)], is_masked
+    return [part.tolist() for part in np.split(masked, ends)]
 
 
 def masked_targets(
-    captions: Sequence[TokenIds], is_masked: NDArray[np.bool_], width: int
+    captions: Sequence[TokenIds],
+    masked: Sequence[TokenIds],
+    starts: NDArray[np.int64],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the positions of the masked tokens and their original token ids, int64
     [masked] each.
 
-    `captions` are the captions before masking. A position is an index into the
-    flattened input rows [captions, width].
+    Args:
+        captions, masked: the captions before and after masking.
+        starts: position of ``[CLS]`` of the input row of each masked caption.
     """
+    flat = np.concatenate(captions).astype(np.int64)
+    is_masked = flat != np.concatenate(masked)
     positions = np.concatenate(
-        [row * width + 1 + np.arange(len(c)) for row, c in enumerate(captions)]
+        [start + 1 + np.arange(len(c)) for start, c in zip(starts, masked, strict=True)]
     )
-    targets = np.concatenate(captions)[is_masked].astype(np.int64)
-    return torch.from_numpy(positions[is_masked]), torch.from_numpy(targets)
+    return torch.from_numpy(positions[is_masked]), torch.from_numpy(flat[is_masked])
 
 
 def to_device(value: Any, device: torch.device) -> Any:
@@ -198,7 +202,7 @@ def to_device(value: Any, device: torch.device) -> Any:
             if device.type == "cuda"
             else value
         )
-    if isinstance(value, JointBatch | AlignmentBatch | JointInputs):
+    if is_dataclass(value) and not isinstance(value, type):
         return replace(
             value,
             **{
@@ -211,39 +215,99 @@ def to_device(value: Any, device: torch.device) -> Any:
 
 
 @dataclass(frozen=True)
-class JointBatch:
-    """One worker's part of a joint-phase batch: b pairs with k negative images and k
-    negative texts each.
+class InputRows:
+    """r input rows of the joint encoder, in buckets of rows of similar length.
+
+    A row is padded to the longest row of its bucket.
+
+    Attributes:
+        buckets: the input rows of each bucket, and the index of the image of each row,
+            int64. The images are those of the positive pairs of all workers, in rank
+            order. A bucket of rows without image tokens has no images.
+        starts: position of ``[CLS]`` of each row in the concatenated rows of all
+            buckets, int64 [r].
+    """
+
+    buckets: tuple[tuple[JointInputs, torch.Tensor], ...]
+    starts: torch.Tensor
+
+    @classmethod
+    def of(
+        cls,
+        texts: Sequence[TokenIds],
+        images: NDArray[np.int64],
+        tokenizer: JointTokenizer,
+        image_tokens: int,
+        plain: Sequence[TokenIds] = (),
+    ) -> InputRows:
+        """Return the rows of the captions `texts`, each with an image, followed by
+        rows of the captions `plain` without image.
+        """
+        order = np.argsort([len(text) for text in texts], kind="stable")
+        parts = np.array_split(order, max(1, min(_BUCKETS, len(order) // _BUCKET_ROWS)))
+        buckets = [
+            (
+                tokenizer.inputs_of_ids([texts[row] for row in part], image_tokens),
+                torch.from_numpy(images[part]),
+            )
+            for part in parts
+        ]
+        if plain:
+            parts.append(len(texts) + np.arange(len(plain)))
+            buckets.append((text_rows(plain, tokenizer), torch.empty(0).long()))
+        starts = np.empty(len(texts) + len(plain), dtype=np.int64)
+        end = 0
+        for part, (inputs, _) in zip(parts, buckets, strict=True):
+            rows, width = inputs.input_ids.shape
+            starts[part] = end + np.arange(rows) * width
+            end += rows * width
+        return cls(tuple(buckets), torch.from_numpy(starts))
+
+
+@dataclass(frozen=True)
+class PairChunk:
+    """Some pairs of a joint-phase batch: b pairs with k negative images and k negative
+    texts each.
 
     Attributes:
         pairs: number of positive pairs, b.
         negatives: number of negative images per pair, and number of negative texts per
             pair, k.
-        patches: patch features of the images of the positive pairs [b, n, d_v], or the
-            values from which `Features.finish` computes the patch features.
-        inputs: input rows of the joint encoder, in this order: positive pairs, pairs
+        rows: input rows of the joint encoder, in this order: positive pairs, pairs
             with negative images, pairs with negative texts, masked captions (only with
-            masked language modelling).
-        image: index of the image of each row of `inputs`, int64. The images are those
-            of the positive pairs of all workers, in rank order.
+            masked language modelling), captions without images (only with
+            text-embedding recovery).
         masked: positions and original token ids of the masked tokens; None without
-            masked language modelling.
-        text_inputs: input rows without images, and embeddings of the captions in these
-            rows [b, e]; None without text-embedding recovery.
-        teacher: input rows of the teacher for all positive and negative pairs, and the
-            teacher's stored tokens of the images of the positive pairs; None instead of
-            tokens that the teacher's adapter computes from `patches`. None without a
-            teacher.
+            masked language modelling. A position counts the tokens of all rows.
+        embeddings: embeddings of the captions of the positive pairs [b, e]; None
+            without text-embedding recovery.
+        teacher: input rows of the teacher for all positive and negative pairs; None
+            without a teacher.
     """
 
     pairs: int
     negatives: int
-    patches: torch.Tensor
-    inputs: JointInputs
-    image: torch.Tensor
+    rows: InputRows
     masked: tuple[torch.Tensor, torch.Tensor] | None
-    text_inputs: tuple[JointInputs, torch.Tensor] | None
-    teacher: tuple[JointInputs, torch.Tensor | None] | None
+    embeddings: torch.Tensor | None
+    teacher: InputRows | None
+
+
+@dataclass(frozen=True)
+class JointBatch:
+    """One worker's part of a joint-phase batch.
+
+    Attributes:
+        patches: patch features of the images of the positive pairs [b, n, d_v], or the
+            values from which `Features.finish` computes the patch features.
+        chunks: the pairs, in chunks of at most ``run.chunk_pairs``.
+        teacher_tokens: the teacher's stored tokens of the images of the positive pairs;
+            None instead of tokens that the teacher's adapter computes from `patches`.
+    """
+
+    patches: torch.Tensor
+    chunks: tuple[PairChunk, ...]
+    teacher_tokens: torch.Tensor | None
 
 
 @dataclass(frozen=True)
@@ -271,6 +335,7 @@ class BatchSource:
     Attributes:
         image_tokens: number of image tokens per input row of the joint encoder.
         rank: rank of this worker, counted from 0.
+        chunk_pairs: maximum number of pairs in a `PairChunk`.
         views: reads features of augmented views, and the row of each view of each image
             in these features, int64 [n, views], -1 for a missing view; None without
             views. For each image, a batch uses the image or a random view.
@@ -287,6 +352,7 @@ class BatchSource:
     config: TrainConfig
     rank: int = 0
     world_size: int = 1
+    chunk_pairs: int = 64
     views: tuple[Features, NDArray[np.int64]] | None = None
     teacher_tokens: int = 0
     teacher: tuple[StoredFeatures, NDArray[np.int64]] | None = None
@@ -314,53 +380,65 @@ class BatchSource:
         other_images, other_texts = (
             n[chosen] for n in self.negatives(images, captions)
         )
-        pair_images = np.concatenate([own, other_images.ravel(), np.repeat(own, count)])
-        pair_captions = np.concatenate(
-            [
-                captions[own],
-                np.repeat(captions[own], count),
-                captions[other_texts.ravel()],
-            ]
-        )
-        whole = [self.data.caption(caption) for caption in pair_captions]
+        whole = [self.data.caption(caption) for caption in captions.tolist()]
         texts = [*map(tokenizer.truncated, whole)]
-        rows = texts
-        row_images = pair_images
-        masked = None
-        text_inputs = None
-        teacher = None
+        # of the pairs of this worker
+        own_texts = [texts[pair] for pair in own]
+        hidden: list[TokenIds] = []
         if objective.mlm_weight:
             rng = stream(loop.seed, MASKING, number, self.rank)
-            hidden, is_masked = mask_captions(
-                texts[:pairs], objective.mlm_probability, tokenizer, rng
+            hidden = mask_captions(own_texts, objective.mlm_probability, tokenizer, rng)
+        teacher_tokens = None
+        if self.teacher is not None:
+            stored, teacher_rows = self.teacher
+            teacher_tokens, _ = stored.fetch(teacher_rows[images[part]])
+
+        def chunk(members: NDArray[np.int64]) -> PairChunk:
+            """Return the chunk of the `members`, numbers of pairs of this worker."""
+            pairs = own[members]
+            row_images = np.concatenate(
+                [pairs, other_images[members].ravel(), np.repeat(pairs, count)]
             )
-            rows = texts + hidden
-            row_images = np.concatenate([pair_images, pair_images[:pairs]])
-        inputs = tokenizer.inputs_of_ids(rows, self.image_tokens)
-        if objective.mlm_weight:
-            masked = masked_targets(texts[:pairs], is_masked, inputs.input_ids.shape[1])
-        if objective.recovery_weight:
-            embeddings = torch.from_numpy(
-                self.data.text_embeddings[pair_captions[:pairs]]
+            row_texts = [
+                texts[pair]
+                for pair in (
+                    *pairs,
+                    *np.repeat(pairs, count),
+                    *other_texts[members].ravel(),
+                )
+            ]
+            teacher = None
+            if self.teacher_tokens:
+                teacher = InputRows.of(
+                    row_texts, row_images, tokenizer, self.teacher_tokens
+                )
+            plain = []
+            embeddings = None
+            if objective.recovery_weight:
+                plain = [whole[pair] for pair in pairs]
+                embeddings = torch.from_numpy(
+                    self.data.text_embeddings[captions[pairs]]
+                )
+            covered = [hidden[member] for member in members] if hidden else []
+            rows = InputRows.of(
+                row_texts + covered,
+                np.concatenate([row_images, pairs[: len(covered)]]),
+                tokenizer,
+                self.image_tokens,
+                plain,
             )
-            text_inputs = text_rows(whole[:pairs], tokenizer), embeddings
-        if self.teacher_tokens:
-            tokens = (
-                None
-                if self.teacher is None
-                else self.teacher[0].fetch(self.teacher[1][images[part]])[0]
-            )
-            teacher = tokenizer.inputs_of_ids(texts, self.teacher_tokens), tokens
-        return JointBatch(
-            pairs=pairs,
-            negatives=count,
-            patches=patches,
-            inputs=inputs,
-            image=torch.from_numpy(row_images),
-            masked=masked,
-            text_inputs=text_inputs,
-            teacher=teacher,
-        )
+            masked = None
+            if covered:
+                starts = rows.starts.numpy()[len(row_texts) :][: len(covered)]
+                masked = masked_targets(
+                    [own_texts[member] for member in members], covered, starts
+                )
+            return PairChunk(len(pairs), count, rows, masked, embeddings, teacher)
+
+        # pairs with captions of similar lengths come into one chunk
+        order = np.argsort([len(text) for text in own_texts], kind="stable")
+        chunks = np.array_split(order, math.ceil(len(order) / self.chunk_pairs))
+        return JointBatch(patches, tuple(map(chunk, chunks)), teacher_tokens)
 
     def negatives(
         self, images: NDArray[np.int64], captions: NDArray[np.int64]

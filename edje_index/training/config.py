@@ -273,6 +273,10 @@ class RunSettings(Settings):
     """CPU threads per worker. None uses PyTorch's default for one worker, and one
     thread for several workers.
     """
+    chunk_pairs: PositiveInt = 64
+    """Pairs per forward and backward pass of the joint encoder, within a step and a
+    worker. Fewer pairs need less memory.
+    """
     checkpoint_every: PositiveInt = 200
     """Number of steps between checkpoints."""
     log_every: PositiveInt = 10

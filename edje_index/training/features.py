@@ -93,8 +93,8 @@ class StoredFeatures(Features):
         holes = self._store.holes(blocks)
         if holes.any():
             raise CorruptIndexError(
-                f"the index {self.index.root} has no features for row {rows[holes][0]};"
-                " run 'edje-index verify'"
+                f"the index {self.index.root} has no features for row {rows[holes][0]}",
+                remedy="verify",
             )
         return as_tensor(blocks), np.ones(len(rows), dtype=bool)
 
@@ -141,13 +141,14 @@ class OnlineFeatures(Features):
         return sum(unreadable_by_reason(self._run_dir).values())
 
     def load(self, rows: NDArray[np.int64]) -> Loaded:
-        """Read and decode the images of the k `rows`, float32 [k, 3, h, w]. An
-        image that cannot be read is blank.
+        """Read and decode the images of the k `rows`, uint8 [k, 3, h, w]. An image
+        that cannot be read is blank.
         """
         images, views = np.divmod(rows, max(1, self._views))
         # the threads write to the tensor, and are never in inference mode
         with torch.inference_mode(False):
-            pixels = torch.zeros(len(rows), 3, *self._encoder.vision.image_size)
+            size = self._encoder.vision.image_size
+            pixels = torch.zeros(len(rows), 3, *size, dtype=torch.uint8)
         readable = self._pool.map(
             self._load_one, self._inputs.refs(images), views.tolist(), pixels
         )

@@ -12,6 +12,7 @@ from torch import nn
 
 from edje_index.bundles.bundle import ModelBundle
 from edje_index.errors import ModelError
+from edje_index.models.devices import resolve_device
 from edje_index.progress import OnProgress
 from edje_index.scoring.weights import TEXT_TO_IMAGE, DirectionWeights
 from edje_index.training.batches import BatchSource
@@ -50,7 +51,10 @@ def finish_model(
     """
     fitting = task.config.fitting
     run_dir = task.config.run.folder
-    bundle, source, device = open_start(task, WorkerGroup())
+    # the workers may have had a GPU that this process lacks
+    cuda = torch.cuda.is_available()
+    device = resolve_device(task.config.run.device if cuda else "cpu")
+    bundle, source = open_start(task, WorkerGroup(), device)
     checkpoints = Checkpoints(run_dir, task.run)
     state = checkpoints.latest() if step is None else checkpoints.at(step)
     if state is None or not any(name.startswith("joint.") for name in state.weights):

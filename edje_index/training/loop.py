@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -17,7 +18,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from edje_index.bundles.bundle import ModelBundle
 from edje_index.errors import ModelError
@@ -25,7 +25,7 @@ from edje_index.images.preprocessing import Preprocessor
 from edje_index.indexing.image_encoder import ImageEncoder
 from edje_index.inputs.input_lists import InputTable
 from edje_index.models.adapter import CompressionAdapter, build_adapter
-from edje_index.models.devices import autocast, resolve_device, resolve_dtype
+from edje_index.models.devices import resolve_device, resolve_dtype
 from edje_index.scoring.parts import content_token_mask
 from edje_index.training.batches import BatchSource, to_device
 from edje_index.training.captions import CaptionSet, TrainingData, prepare_captions
@@ -44,7 +44,7 @@ from edje_index.training.dev import DevSet, dev_recalls
 from edje_index.training.features import Features, OnlineFeatures, StoredFeatures
 from edje_index.training.random_streams import CLUSTERING, DROPOUT, stream
 from edje_index.training.start import init_queries, make_trainable, trained_part
-from edje_index.training.step import TOTAL, AlignmentObjective, JointObjective, Teacher
+from edje_index.training.step import AlignmentObjective, JointObjective, Teacher
 from edje_index.training.workers import WorkerGroup
 from storage_formats.errors import EdjeError, UsageError
 from storage_formats.format.manifest import CommittedIndex
@@ -118,13 +118,13 @@ class TrainTask:
 
 
 def open_start(
-    task: TrainTask, group: WorkerGroup
-) -> tuple[ModelBundle, BatchSource, torch.device]:
-    """Return the bundle with the initial weights, what makes the batches, and the
-    device to train on.
+    task: TrainTask, group: WorkerGroup, device: torch.device
+) -> tuple[ModelBundle, BatchSource]:
+    """Return the bundle with the initial weights, and what makes the batches.
+
+    `device` computes online features.
     """
     config = task.config
-    device = resolve_device(config.run.device)
     start = ModelBundle.load(task.start, verify=False)
     adapter = start.adapter.config
     data = TrainingData.open(task.data)
@@ -162,9 +162,10 @@ def open_start(
         config=config,
         rank=group.rank,
         world_size=group.size,
+        chunk_pairs=config.run.chunk_pairs,
         views=views,
     )
-    return start, source, device
+    return start, source
 
 
 def run_worker(
@@ -205,7 +206,7 @@ def run_worker(
                 "the training run stopped while preparing captions; finished shards are"
                 " kept"
             )
-    start, source, device = open_start(task, group)
+    start, source = open_start(task, group, device)
     teacher = None
     if task.teacher is not None:
         bundle = ModelBundle.load(task.teacher, verify=False)
@@ -236,7 +237,6 @@ def run_worker(
         )
         return {**recalls, RECALL: sum(recalls.values()) / len(recalls)}
 
-    skipped = (0, 0)
     common = (task, group, device, source, should_stop, on_record)
     with torch.random.fork_rng(
         [torch.cuda.current_device()] if device.type == "cuda" else []
@@ -260,10 +260,9 @@ def run_worker(
                 "warmup_steps": warmup,
                 "adapter_lr_factor": 1.0,
             }
-            skipped = _run_phase(
+            _run_phase(
                 *common,
                 state,
-                skipped,
                 name=ALIGNMENT,
                 stage=0,
                 module=AlignmentObjective(adapter, start.joint, config.augmentation),
@@ -289,7 +288,6 @@ def run_worker(
         _run_phase(
             *common,
             state,
-            skipped,
             name=JOINT,
             stage=1 if config.alignment.steps else 0,
             module=JointObjective(
@@ -319,11 +317,10 @@ def _run_phase(
     should_stop: Callable[[], bool],
     on_record: Callable[[Record], None],
     state: TrainState | None,
-    skipped: tuple[int, int],
     *,
     name: str,
     stage: int,
-    module: nn.Module,
+    module: AlignmentObjective | JointObjective,
     make_batch: Callable[[int], Any],
     steps: int,
     images: int,
@@ -332,15 +329,12 @@ def _run_phase(
     previous: TrainState | None = None,
     evaluate: Callable[[], dict[str, float]] = dict,
     evaluate_every: int = 0,
-) -> tuple[int, int]:
+) -> None:
     """Run the steps of the phase `name` that follow `state`, the last checkpoint.
-    Return `skipped` after the phase.
 
     Args:
-        skipped: number of steps without a finite gradient before this phase, see
-            `TrainState`.
         stage: number of the phase, counted from 0.
-        module: module to train. Its ``forward`` maps a batch to losses by name.
+        module: module to train.
         make_batch: makes a batch from the batch number, which counts from 0 in each
             phase.
         images: number of images per optimiser step, over all workers.
@@ -351,6 +345,7 @@ def _run_phase(
             if that is 0.
     """
     first = 0
+    skipped = (0, 0)
     run_dir = task.config.run.folder
     loop = task.config.loop
     run = task.config.run
@@ -358,8 +353,6 @@ def _run_phase(
     if resumed is not None:
         module.load_state_dict(resumed.weights)
         first = resumed.step
-    if first == steps:
-        return skipped
     module = module.to(device).train()
     optimizer = make_optimizer(module, optimization)
     epochs_before = 0
@@ -376,10 +369,6 @@ def _run_phase(
                 " wrote the checkpoint, or use another run folder"
             ) from error
         skipped = resumed.skipped
-    distributed: Any = module
-    if group.size > 1:
-        devices = [device] if device.type == "cuda" else None
-        distributed = DistributedDataParallel(module, device_ids=devices)
     if group.rank == 0:
         begin_log(run_dir, stage, first)
 
@@ -389,40 +378,44 @@ def _run_phase(
             on_record(record)
 
     # of the losses since the last log record
-    sums: dict[str, Any] = {}
+    sums: Any = Counter()
     started = time.monotonic()
     waited = 0.0
     since = first
-    batches = ordered_map(make_batch, range(first, steps), 1, 1 + _AHEAD)
+    dtype = resolve_dtype(loop.dtype, device)
+    on_device = batches_on_device(make_batch, device)
+    batches = ordered_map(on_device, range(first, steps), 1, 1 + _AHEAD)
     with contextlib.closing(batches):
         for step in range(first, steps):
             rate = learning_rate(step, steps, epoch, optimization, epochs_before)
             for parameters in optimizer.param_groups:
                 parameters["lr"] = rate * parameters["factor"]
             waiting_since = time.monotonic()
-            batch = to_device(next(batches), device)
+            batch = next(batches)
             waited += time.monotonic() - waiting_since
-            batch = source.with_features(batch)
             # Seeds dropout, so that a resumed training run draws the same random
             # numbers.
             dropout = stream(loop.seed, DROPOUT, stage, step, group.rank)
             torch.manual_seed(int(dropout.integers(2**63)))
-            with autocast(resolve_dtype(loop.dtype, device), device):
-                losses = distributed(batch)
-            losses[TOTAL].backward()
-            for loss, value in losses.items():
-                sums[loss] = sums.get(loss, 0) + value.detach()
+            try:
+                losses = module.backward(source.with_features(batch), dtype)
+            except torch.OutOfMemoryError as error:
+                raise ModelError(
+                    f"step {step + 1} of the {name} phase needs more memory than the"
+                    " device has; lower run.chunk_pairs, or alignment.batch_size in the"
+                    " alignment phase, and train again"
+                ) from error
             trained = [part for part in module.parameters() if part.grad is not None]
-            norm = nn.utils.get_total_norm(
-                [parameter.grad for parameter in trained]  # type: ignore[misc]
-            )
+            gradients = [part.grad for part in trained if part.grad is not None]
+            group.average(gradients)
+            norm = nn.utils.get_total_norm(gradients)
             if optimization.clip_norm:
                 nn.utils.clip_grads_with_norm_(trained, optimization.clip_norm, norm)
             is_bad = group.any(not bool(torch.isfinite(norm)))
             if not is_bad:
                 optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-            sums["gradient"] = sums.get("gradient", 0) + norm
+            sums.update({**losses, "gradient": norm})
             skipped = (skipped[0] + 1, skipped[1] + 1) if is_bad else (skipped[0], 0)
             done = step + 1
             if skipped[1] >= MAX_BAD_STEPS:
@@ -460,7 +453,7 @@ def _run_phase(
                         "unreadable": source.features.unreadable(),
                     }
                 )
-                sums = {}
+                sums = Counter()
                 started = time.monotonic()
                 waited = 0.0
                 since = done
@@ -489,7 +482,28 @@ def _run_phase(
                     f"the training run stopped after step {done} of {steps} of the"
                     f" {name} phase"
                 )
-    return skipped
+
+
+def batches_on_device(
+    make_batch: Callable[[int], Any], device: torch.device
+) -> Callable[[int], Any]:
+    """Return a function that makes the same batches as `make_batch`, on `device`.
+
+    On CUDA, the calling thread copies a batch while the steps before it run. A batch
+    must be kept until the work on it is done.
+    """
+    if device.type == "cpu":
+        return make_batch
+    # other threads have another current device
+    stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def make(number: int) -> Any:
+        with torch.cuda.stream(stream):
+            batch = to_device(make_batch(number), stream.device)
+        stream.synchronize()
+        return batch
+
+    return make
 
 
 def make_optimizer(module: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:

@@ -8,24 +8,29 @@ words, d width of a token, e width of an embedding.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
 
 from edje_index.models.adapter import Adapter
+from edje_index.models.devices import autocast
 from edje_index.models.joint_encoder import JointEncoder
-from edje_index.models.joint_inputs import JointInputs
-from edje_index.training.batches import AlignmentBatch, JointBatch
+from edje_index.training.batches import (
+    AlignmentBatch,
+    InputRows,
+    JointBatch,
+    PairChunk,
+)
 from edje_index.training.config import AugmentationConfig, ObjectiveConfig
 from edje_index.training.start import trained_part
 
 Losses = dict[str, torch.Tensor]
 TOTAL = "loss"
 FIRST_TEMPERATURE = 0.07
-# pairs per forward pass of the teacher
-_TEACHER_BATCH = 256
 
 
 def itm_loss(
@@ -152,32 +157,21 @@ class Teacher:
         self.adapter = None if adapter is None else adapter.to(device)
 
     @torch.no_grad()
-    def logits(
-        self, batch: JointBatch, gather: Callable[[torch.Tensor], torch.Tensor]
-    ) -> torch.Tensor:
-        """Return the teacher's logits of all positive and negative pairs of `batch`,
-        float32 [b (1 + 2 k)].
+    def tokens(self, batch: JointBatch) -> torch.Tensor:
+        """Return the teacher's tokens of the images of `batch`, float [b, m, d]."""
+        if batch.teacher_tokens is not None:
+            return batch.teacher_tokens.float()
+        tokens: torch.Tensor = self.adapter(batch.patches.float())  # type: ignore[misc]
+        return tokens
 
-        `gather` returns the tokens of the images of all workers.
+    @torch.no_grad()
+    def logits(self, rows: InputRows, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the teacher's logit of each of r rows, float32 [r]. `tokens` are the
+        teacher's tokens of the images of all workers.
         """
-        assert batch.teacher is not None
-        inputs, tokens = batch.teacher
-        tokens = gather(
-            self.adapter(batch.patches.float())  # type: ignore[misc]
-            if tokens is None
-            else tokens.float()
-        )
-        parts = []
-        for start in range(0, len(inputs.input_ids), _TEACHER_BATCH):
-            rows = slice(start, start + _TEACHER_BATCH)
-            part = JointInputs(
-                inputs.input_ids[rows],
-                inputs.token_type_ids[rows],
-                inputs.attention_mask[rows],
-            )
-            images = batch.image[: len(inputs.input_ids)][rows]
-            parts.append(self.joint(part, tokens.index_select(0, images)).float())
-        return torch.cat(parts)
+        cls = hidden_states(self.joint, rows, tokens).index_select(0, rows.starts)
+        logits: torch.Tensor = self.joint.classification_head(cls[:, None].float())
+        return logits[:, 0].float()
 
 
 class JointObjective(nn.Module):
@@ -189,7 +183,7 @@ class JointObjective(nn.Module):
 
     Args:
         adapter, joint: modules to train. Heads that no loss uses are frozen, which
-        excludes them from weight decay.
+            excludes them from weight decay.
         teacher: the teacher; None without distillation.
         gather: maps the tokens of this worker's images to the tokens of the images of
             all workers.
@@ -207,7 +201,11 @@ class JointObjective(nn.Module):
         super().__init__()
         self.adapter = trained_part(adapter)
         self.joint = joint
-        self._weights = {"mlm": config.mlm_weight, "recovery": config.recovery_weight}
+        self._weights = {
+            "mlm": config.mlm_weight,
+            "recovery": config.recovery_weight,
+            "accuracy": 0.0,
+        }
         self._augmentation = augmentation
         self._gather = gather
         # in a tuple, so that PyTorch does not register the teacher as a submodule
@@ -219,53 +217,107 @@ class JointObjective(nn.Module):
         if not config.recovery_weight:
             joint.text_projection.requires_grad_(False)
 
-    def forward(self, batch: JointBatch) -> Losses:
-        """Return a dictionary with each loss by name, the weighted sum ``loss``, and
-        ``accuracy``.
+    def backward(self, batch: JointBatch, dtype: torch.dtype = torch.float32) -> Losses:
+        """Add the gradients of the loss of `batch` to the gradients of the parameters.
+        Matrix products are computed in `dtype`.
 
-        ``accuracy`` is the fraction of positive pairs that have a higher logit than all
-        negatives of the pair.
+        The adapter runs once, forward and backward. The joint encoder runs for one
+        chunk after the other, so memory holds the activations of one chunk.
+
+        Returns:
+            Each loss by name, the weighted sum ``loss``, and ``accuracy``: the fraction
+            of positive pairs that have a higher logit than all negatives of the pair.
         """
-        tokens = random_subset(
-            self.adapter(kept_patches(batch.patches, self._augmentation)),
-            self._augmentation.step_tokens,
-        )
-        hidden = self.joint.hidden_states(
-            batch.inputs, self._gather(tokens).index_select(0, batch.image)
-        )
-        pairs = batch.pairs * (1 + 2 * batch.negatives)
-        logits = self.joint.classification_head(hidden[:pairs])[:, 0].float()
-        negatives = batch.pairs * batch.negatives
-        sizes = [batch.pairs, negatives, negatives]
+        device = batch.patches.device
+        with autocast(dtype, device):
+            tokens = self._gather(
+                random_subset(
+                    self.adapter(kept_patches(batch.patches, self._augmentation)),
+                    self._augmentation.step_tokens,
+                )
+            )
+            teacher_tokens = None
+            if (teacher := self._teacher[0]) is not None:
+                teacher_tokens = self._gather(teacher.tokens(batch))
+        # The chunks add their gradients to those of this copy, in full precision.
+        leaf = tokens.detach().to(self.joint.text_projection.weight.dtype)
+        leaf.requires_grad_(tokens.requires_grad)
+        pairs = sum(chunk.pairs for chunk in batch.chunks)
+        masked = sum(len(chunk.masked[1]) for chunk in batch.chunks if chunk.masked)
+        sums: Any = Counter()
+        for chunk in batch.chunks:
+            with autocast(dtype, device):
+                losses = self.losses(chunk, leaf, teacher_tokens)
+            # Each loss is a mean: over masked tokens, or over pairs.
+            shares = dict.fromkeys(losses, chunk.pairs / pairs)
+            if chunk.masked is not None:
+                shares["mlm"] = len(chunk.masked[1]) / max(1, masked)
+            parts = {name: shares[name] * loss for name, loss in losses.items()}
+            total = torch.stack(
+                [self._weights.get(name, 1.0) * loss for name, loss in parts.items()]
+            ).sum()
+            torch.autograd.backward(total)
+            sums.update({name: value.detach() for name, value in parts.items()})
+            sums[TOTAL] += total.detach()
+        if tokens.requires_grad:
+            assert leaf.grad is not None
+            torch.autograd.backward(tokens, leaf.grad.to(tokens.dtype))
+        return dict(sums)
+
+    def losses(
+        self,
+        chunk: PairChunk,
+        tokens: torch.Tensor,
+        teacher_tokens: torch.Tensor | None = None,
+    ) -> Losses:
+        """Return each loss of a chunk by name, without its weight, and ``accuracy``.
+
+        `tokens` and `teacher_tokens` are those of the images of all workers.
+        """
+        hidden = hidden_states(self.joint, chunk.rows, tokens)
+        cls = hidden.index_select(0, chunk.rows.starts)
+        negatives = chunk.pairs * chunk.negatives
+        sizes = [chunk.pairs, negatives, negatives]
+        scored = chunk.pairs + 2 * negatives
+        logits = self.joint.classification_head(cls[:scored, None])[:, 0].float()
         parts = torch.split(logits, sizes)
         positive = parts[0]
-        images = parts[1].view(batch.pairs, batch.negatives)
-        texts = parts[2].view(batch.pairs, batch.negatives)
+        images = parts[1].view(chunk.pairs, chunk.negatives)
+        texts = parts[2].view(chunk.pairs, chunk.negatives)
         losses = {"itm": itm_loss(positive, images, texts)}
-        if batch.masked is not None:
-            positions, targets = batch.masked
-            masked = (
-                hidden[pairs:].reshape(-1, hidden.shape[2]).index_select(0, positions)
-            )
+        if chunk.masked is not None:
+            positions, targets = chunk.masked
+            masked = hidden.index_select(0, positions)
             losses["mlm"] = mlm_loss(
                 self.joint.language_model.cls(masked).float(), targets
             )
-        if batch.text_inputs is not None:
-            inputs, embeddings = batch.text_inputs
-            no_images = torch.empty(0, 0, self.joint.width, device=embeddings.device)
-            cls = self.joint.hidden_states(inputs, no_images)[:, 0]
-            losses["recovery"] = recovery_loss(
-                self.joint.text_projection(cls).float(), embeddings
-            )
+        if chunk.embeddings is not None:
+            projected = self.joint.text_projection(cls[-chunk.pairs :])
+            losses["recovery"] = recovery_loss(projected.float(), chunk.embeddings)
         if (teacher := self._teacher[0]) is not None:
+            assert chunk.teacher is not None
+            assert teacher_tokens is not None
+            taught = teacher.logits(chunk.teacher, teacher_tokens)
             losses["distillation"] = distillation_loss(
-                parts, torch.split(teacher.logits(batch, self._gather), sizes)
+                parts, torch.split(taught, sizes)
             )
-        total = torch.stack(
-            [self._weights.get(name, 1.0) * loss for name, loss in losses.items()]
-        ).sum()
         best = torch.cat([images, texts], dim=1).amax(dim=1)
-        return {TOTAL: total, **losses, "accuracy": (positive > best).float().mean()}
+        losses["accuracy"] = (positive > best).float().mean()
+        return losses
+
+
+def hidden_states(
+    joint: JointEncoder, rows: InputRows, tokens: torch.Tensor
+) -> torch.Tensor:
+    """Return the last hidden states of all tokens of all `rows`, one bucket after the
+    other. `tokens` are those of the images [b, m, d].
+    """
+    return torch.cat(
+        [
+            joint.hidden_states(inputs, tokens.index_select(0, images)).flatten(0, 1)
+            for inputs, images in rows.buckets
+        ]
+    )
 
 
 class AlignmentObjective(nn.Module):
@@ -290,35 +342,46 @@ class AlignmentObjective(nn.Module):
         self.register_buffer("words", words, persistent=False)
         self.register_buffer("mean", words.mean(dim=0), persistent=False)
 
-    def forward(self, batch: AlignmentBatch) -> Losses:
-        """Return a dictionary with ``loss`` and ``accuracy``.
+    def backward(
+        self, batch: AlignmentBatch, dtype: torch.dtype = torch.float32
+    ) -> Losses:
+        """Add the gradients of the loss of `batch` to the gradients of the parameters.
+        Matrix products are computed in `dtype`.
 
-        ``accuracy`` is the i2t R@1, between 0 and 1, of the images and the first set of
-        captions.
+        Returns:
+            ``loss``, and ``accuracy``: the i2t R@1, between 0 and 1, of the images and
+            the first set of captions.
         """
-        tokens = (
-            self.adapter(kept_patches(batch.patches, self._augmentation)) - self.mean
-        )
-        scores = alignment_scores(
-            tokens, self.words[batch.words] - self.mean, batch.shares
-        ).float()
+        with autocast(dtype, batch.patches.device):
+            tokens = (
+                self.adapter(kept_patches(batch.patches, self._augmentation))
+                - self.mean
+            )
+            scores = alignment_scores(
+                tokens, self.words[batch.words] - self.mean, batch.shares
+            ).float()
+            loss = alignment_loss(scores, self.log_temperature.exp().clamp(min=0.01))
+        torch.autograd.backward(loss)
         images = tokens.shape[0]
         best = scores[:, :images].argmax(dim=1) == torch.arange(
             images, device=scores.device
         )
-        loss = alignment_loss(scores, self.log_temperature.exp().clamp(min=0.01))
-        return {TOTAL: loss, "accuracy": best.float().mean()}
+        return {TOTAL: loss.detach(), "accuracy": best.float().mean()}
 
 
 def kept_patches(
     patches: torch.Tensor, augmentation: AugmentationConfig
 ) -> torch.Tensor:
-    """Return `patches` [b, n, d_v] after patch dropout, as float32. Every image
-    loses the same patch positions.
+    """Return `patches` [b, n, d_v] after patch dropout. Every image loses the same
+    patch positions.
     """
-    return random_subset(
+    kept = random_subset(
         patches, max(1, round(patches.shape[1] * (1 - augmentation.patch_dropout)))
-    ).float()
+    )
+    # autocast converts the weights to the type of stored features
+    if torch.is_autocast_enabled(kept.device.type):
+        return kept
+    return kept.to(torch.promote_types(kept.dtype, torch.float32))
 
 
 def random_subset(blocks: torch.Tensor, count: int | None) -> torch.Tensor:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import distributed
 from torch.distributed.nn.functional import all_gather
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from storage_formats.errors import EdjeError, UsageError
 
@@ -65,6 +66,14 @@ class WorkerGroup:
             distributed.all_reduce(stacked)
             stacked /= self.size
         return dict(zip(values, stacked.tolist(), strict=True))
+
+    def average(self, gradients: list[torch.Tensor]) -> None:
+        """Average each of the `gradients` over the workers, in place."""
+        if self.size == 1:
+            return
+        flat = parameters_to_vector(gradients)
+        distributed.all_reduce(flat)
+        vector_to_parameters(flat / self.size, gradients)
 
     def gather(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the rows of all workers, in rank order. Gradients flow back to the

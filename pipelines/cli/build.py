@@ -53,8 +53,9 @@ _NO_MODEL = (
     "--workers",
     type=POSITIVE,
     help=(
-        "Number of worker processes.  [default: number of GPUs, or number of CPUs"
-        " divided by --threads, but only as many as the memory has room for]"
+        "Number of worker processes. Two of them share a GPU.  [default: twice the"
+        " number of GPUs, or number of CPUs divided by --threads, but only as many as"
+        " the memory has room for]"
     ),
 )
 @click.option(
@@ -67,7 +68,7 @@ _NO_MODEL = (
 @click.option(
     "--batch-size",
     type=POSITIVE,
-    help="Number of images per forward pass.  [default: 8 on a CPU, 32 on cuda]",
+    help="Number of images per forward pass.  [default: 8 on a CPU, 128 on cuda]",
 )
 @device_option
 @click.option(

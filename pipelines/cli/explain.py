@@ -143,27 +143,9 @@ def explain(
                 print_line(f"{PART_NAMES[part]:<22}{numbers}")
             print_line(f"{'score':<42}{row.match.score:>10.2f}")
     words = explanation.words
-    alignment = explanation.alignment
     whole = [(word, count) for word, count in words.words if is_whole_word(word)]
     frequent = ", ".join(f"{word} {count:,}" for word, count in whole[:_FREQUENT])
     print_line(f"{explanation.sample:,} images, {words.tokens:,} tokens: {frequent}")
-    print_line(f"nearest to an unused word: {words.unused / words.tokens:.1%}")
-    if alignment is None:
-        return
-    scores_of = {explanation.root: alignment.first}
-    if explanation.against is not None and alignment.second is not None:
-        scores_of[explanation.against] = alignment.second
-    for name, scores in scores_of.items():
-        print_line(
-            f"alignment S of {name}: {scores.mean:.4f} +- {scores.deviation:.4f},"
-            f" {scores.pairs:,} pairs"
-        )
-    if alignment.test is not None:
-        test = alignment.test
-        print_line(
-            f"paired t-test: t {test.t:.2f}, p {test.p:.1e}, effect size"
-            f" {test.effect_size:.2f}"
-        )
 
 
 def _without_arrays(match: QueryMatch) -> dict[str, Any]:

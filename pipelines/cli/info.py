@@ -74,6 +74,8 @@ def info(index: Path | str, duplicates: float | None, as_json: bool) -> None:
     for number, group in enumerate(value.get("near_duplicates", []), 1):
         lines.append(f"near duplicates, group {number}:")
         lines += [f"{image['row_id']:>9}  {image['uri']}" for image in group]
+    if duplicates is not None and not value["near_duplicates"]:
+        lines.append(f"no two images have a similarity of {duplicates:g} or more")
     print_result(value, *lines, as_json=as_json)
 
 
@@ -253,7 +255,6 @@ def _lines(value: dict[str, Any]) -> Iterator[tuple[str, str]]:
     name = model.get("vision") or model.get("encoder", "unknown")
     yield "model", f"{name}{untrained}"
     yield "", f"encoder fingerprint {model['fingerprint']}"
-    yield "plan", value["plan"]
 
 
 def _content_lines(value: dict[str, Any]) -> Iterator[tuple[str, str]]:
@@ -271,6 +272,8 @@ def _content_lines(value: dict[str, Any]) -> Iterator[tuple[str, str]]:
         f"{name} {human_bytes(size)}" for name, size in value["bytes_by_folder"].items()
     )
     yield "size", f"{human_bytes(value['bytes'])} ({sizes})"
+    for processor in value["settings"].get("encoded_on", ()):
+        yield "encoded on", processor
     ann = value["ann"]
     kind = " ".join(filter(None, [str(ann.get("kind")), ann.get("factory")]))
     ann_line = (

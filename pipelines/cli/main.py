@@ -30,13 +30,14 @@ from storage_formats.extras import missing_extra
 _PROGRAM = "edje-index"
 # the variable that click's completion scripts set
 _COMPLETION = "_EDJE_INDEX_COMPLETE"
+_BUNDLE = (
+    "; 'edje-index model get --out DIR' writes a small trained model, and 'model get"
+    " NAME:TAG --out DIR' an open_clip model"
+)
 _HINTS: dict[type[EdjeError], str] = {
     EngineUnavailableError: "; '--engine inline' works without Ray",
     BundleNotFoundError: " with --model",
-    NotABundleError: (
-        "; 'edje-index model get NAME:TAG --out DIR' makes a bundle from an"
-        " open_clip model"
-    ),
+    NotABundleError: _BUNDLE,
 }
 _ADVICE = {
     errno.EROFS: "; give a place on a disk that can be written",
@@ -44,6 +45,12 @@ _ADVICE = {
     errno.EACCES: "; check the permissions, or give another place",
 }
 _REMEDIES = {
+    "bundle": _BUNDLE,
+    "demo": (
+        "; the demo model needs no Hub: 'edje-index show FOLDER', or 'edje-index model"
+        " get'"
+    ),
+    "ann": "; build it with 'edje-index ann build'",
     "verify": "; run 'edje-index verify' to list all damage",
     "show": (
         "; to search a folder of photos, run 'edje-index show FOLDER', or build an"

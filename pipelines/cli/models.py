@@ -153,7 +153,8 @@ def show(bundle: Path, as_json: bool) -> None:
     lines = []
     for name, value in shown.items():
         text = " x ".join(map(str, value)) if isinstance(value, list) else str(value)
-        lines.append(f"{name.replace('_', ' '):<21}{text}")
+        if value is not None:
+            lines.append(f"{name.replace('_', ' '):<21}{text}")
     print_result(record, *lines, as_json=as_json)
 
 

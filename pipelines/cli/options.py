@@ -7,13 +7,7 @@ from typing import Any
 
 import click
 
-from edje_index.scoring.weights import (
-    BUNDLE_SCORE,
-    LOGIT,
-    PART_NAMES,
-    ScoreWeights,
-    parse_score,
-)
+from edje_index.scoring.weights import BUNDLE_SCORE, LOGIT, PART_NAMES
 from pipelines.progress.wording import parse_bytes
 from storage_formats.errors import UsageError
 from storage_formats.format.layout import SHARD_SIZE
@@ -162,12 +156,6 @@ images_option = click.option(
 )
 
 
-def _check_score(_: click.Context, __: click.Parameter, score: str) -> str:
-    # raises UsageError if the score is invalid for every bundle
-    parse_score(score, ScoreWeights())
-    return score
-
-
 _PARTS = ", ".join(
     f"{part} ({name})" if part != LOGIT else "logit (joint encoder)"
     for part, name in PART_NAMES.items()
@@ -177,7 +165,6 @@ score_option = click.option(
     "--score",
     default=BUNDLE_SCORE,
     metavar="SCORE",
-    callback=_check_score,
     help=(
         "Final score that sorts the hits: 'bundle' (weighted sum with the weights of"
         " the model bundle), or PART=WEIGHT,... (your own weights). A PART without"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -188,11 +187,9 @@ def search(
     with paused_collector():
         from edje_index.search.token_index import TokenIndex
 
-        started = time.perf_counter()
         opened = TokenIndex.open(
             index, precision=precision, score=score, columns=names, **options
         )
-    loading = time.perf_counter() - started
     if not opened.model.info.trained:
         note("note: this model is untrained: the order of these hits has no meaning")
     empty = "no hits: the index has no photos"
@@ -234,7 +231,6 @@ def search(
             k,
             score,
             is_filtered=where is not None,
-            loading=loading,
         )
         write_bytes_atomic(html, page.encode(errors="backslashreplace"))
         note(f"page: {html}")

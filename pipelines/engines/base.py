@@ -8,20 +8,26 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import os
+import queue
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Generator, Iterable, Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
 from pipelines.collector import paused_collector
 from pipelines.progress.events import OnEvent, ShouldStop
 from storage_formats.errors import EdjeError, TaskInterrupted
-from storage_formats.threads import ordered_map, usable_cpus
+from storage_formats.threads import usable_cpus
 
 CLUSTER = "edje-index"
 """Namespace of the workers that run on a Ray cluster."""
+
+_POLL_SECONDS = 0.2
 
 Task = Any
 OnProgress = Callable[[Any], None]
@@ -64,19 +70,18 @@ def open_engine(
     workers: int | None,
     *,
     cpus: int = 1,
-    gpus: int = 0,
+    gpus: float = 0,
     address: str | None = None,
     lock: Path | None = None,
 ) -> Engine:
     """Return the execution engine `name`: "inline", "threads" or "ray".
 
-    The other arguments configure `ray_engine.run_on_ray`. The other engines ignore
-    these arguments.
+    The other arguments configure `ray_engine.run_on_ray`, and `workers` the threads.
     """
     if name == "inline":
         return run_inline
     if name == "threads":
-        return run_on_threads
+        return functools.partial(run_on_threads, threads=workers)
     from pipelines.engines.ray_engine import run_on_ray
 
     return functools.partial(
@@ -127,23 +132,54 @@ def run_on_threads(
     on_progress: OnProgress,
     on_event: OnEvent,
     should_stop: ShouldStop,
+    threads: int | None = None,
 ) -> Generator[Any, None, None]:
-    """Run the tasks in threads of this process, one per CPU, like `run_inline`. The
-    results are in the order of the tasks.
+    """Run the tasks in threads of this process like `run_inline`.
 
-    The threads share one worker, which must be thread-safe, as must `on_progress`.
+    Args:
+        make_worker: returns the worker of all threads, which must be thread-safe, as
+            must `should_stop`.
+        threads: number of threads; None is the number of CPUs.
     """
     worker = build_worker(make_worker)
+    count = threads or usable_cpus()
+    reports: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    ended = threading.Event()
+
+    def stops() -> bool:
+        return ended.is_set() or should_stop()
 
     def run(task: Task) -> Any:
-        if should_stop():
+        if stops():
             raise TaskInterrupted
-        return run_task(worker, task, on_progress, should_stop)
+        return run_task(worker, task, reports.put, stops)
 
-    threads = usable_cpus()
-    results = ordered_map(run, tasks, threads, 2 * threads)
-    with contextlib.suppress(TaskInterrupted), contextlib.closing(results):
-        yield from results
+    remaining = iter(tasks)
+    running: set[Future[Any]] = set()
+    pool = ThreadPoolExecutor(count, "edje-task")
+    waits = True
+    try:
+        while True:
+            # a thread that has ended a task finds the next one
+            room = 2 * count - len(running)
+            new = itertools.islice(remaining, room)
+            running.update(pool.submit(run, task) for task in new)
+            if not running:
+                return
+            done, running = wait(running, _POLL_SECONDS, FIRST_COMPLETED)
+            while not reports.empty():
+                on_progress(reports.get())
+            for future in done:
+                yield future.result()
+    except TaskInterrupted:
+        return
+    except KeyboardInterrupt:
+        # a thread may hang in a read
+        waits = False
+        raise
+    finally:
+        ended.set()
+        pool.shutdown(wait=waits, cancel_futures=True)
 
 
 def build_worker(make_worker: WorkerFactory) -> Worker:
@@ -189,6 +225,18 @@ def worker_machine() -> tuple[str, frozenset[str]]:
     return f"{job}/{context.get_node_id()}", frozenset(
         f"{job}/{node}" for node in alive
     )
+
+
+def machine_gpus() -> int:
+    """Return the number of GPUs on this machine that this job uses; outside a Ray
+    cluster, it uses one.
+    """
+    ray = _cluster()
+    if ray is None:
+        return 1
+    here = ray.get_runtime_context().get_node_id()
+    resources = (node["Resources"] for node in ray.nodes() if node["NodeID"] == here)
+    return max(1, int(next(resources).get("GPU", 1)))
 
 
 def count_metrics(values: Mapping[str, float]) -> None:

@@ -19,6 +19,7 @@ import fcntl
 import functools
 import importlib.util
 import logging
+import math
 import os
 import re
 import secrets
@@ -32,7 +33,7 @@ import time
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pipelines
 from pipelines.engines.base import (
@@ -47,6 +48,7 @@ from pipelines.engines.base import (
     describe_error,
     run_task,
 )
+from pipelines.environment import cuda_devices
 from pipelines.progress.events import OnEvent, ShouldStop, StatusMessage
 from pipelines.progress.wording import counted, duration
 from storage_formats.errors import EdjeError, TaskInterrupted, UsageError
@@ -113,7 +115,7 @@ def run_on_ray(
     should_stop: ShouldStop,
     workers: int | None = None,
     cpus: int = 1,
-    gpus: int = 0,
+    gpus: float = 0,
     address: str | None = None,
     lock: Path | None = None,
     stall_seconds: float = STALL_SECONDS,
@@ -458,7 +460,7 @@ class RayCluster:
         daemons: Sequence[Any],
         *,
         cpus: int,
-        gpus: int,
+        gpus: float,
         min_workers: int,
         wait_seconds: float,
     ) -> None:
@@ -475,10 +477,10 @@ class RayCluster:
         self.left_out: set[str] = set()
         if self.room < min_workers:
             raise UsageError(
-                f"a worker needs {cpus} CPUs and {gpus} GPUs on one node, but the nodes"
-                f" of the Ray cluster have room for only {self.room} of"
+                f"a worker needs {cpus} CPUs and {gpus:g} GPUs on one node, but the"
+                f" nodes of the Ray cluster have room for only {self.room} of"
                 f" {counted(min_workers, 'worker')}; add nodes, or use fewer or smaller"
-                " workers"
+                " workers, or another device"
             )
 
     def _read(self) -> dict[str, dict[str, Any]]:
@@ -566,7 +568,7 @@ def connected_ray(
     *,
     workers: int,
     cpus: int,
-    gpus: int,
+    gpus: float,
     min_workers: int = 1,
     wait_seconds: float,
 ) -> Iterator[RayCluster]:
@@ -614,7 +616,7 @@ def connected_ray(
                 # near Ray's minimum: tasks and results are small
                 object_store_memory=80 * 2**20,
                 num_cpus=workers * cpus,
-                num_gpus=workers * gpus,
+                num_gpus=math.ceil(workers * gpus),
             )
         except Exception as error:
             raise EngineUnavailableError(
@@ -634,6 +636,19 @@ def connected_ray(
                 if any(folder in word for word in words)
             ],
         )
+
+
+def best_device(address: str | None) -> Literal["cpu", "cuda"]:
+    """Return "cuda" if this machine or a node of the Ray cluster at `address` has a
+    GPU, else "cpu".
+    """
+    gpus = cuda_devices()
+    if address is not None and not gpus:
+        with connected_ray(
+            address, workers=1, cpus=1, gpus=0, wait_seconds=NODE_WAIT_SECONDS
+        ) as cluster:
+            gpus = cluster.ray.cluster_resources().get("GPU", 0)
+    return "cuda" if gpus else "cpu"
 
 
 def check_ray(address: str | None) -> None:

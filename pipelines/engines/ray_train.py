@@ -12,10 +12,15 @@ import shutil
 import threading
 import uuid
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from pipelines.engines.base import EngineUnavailableError, describe_error
-from pipelines.engines.ray_engine import NODE_WAIT_SECONDS, connected_ray
+from pipelines.engines.ray_engine import (
+    NODE_WAIT_SECONDS,
+    best_device,
+    connected_ray,
+)
 from pipelines.progress.events import JobStopped, OnEvent
 from storage_formats.errors import EdjeError
 
@@ -53,13 +58,17 @@ def train_on_ray(
         EdjeError: Ray or the training run failed; the message gives the reason.
     """
     from edje_index.training.checkpoints import read_log
-    from pipelines.environment import cuda_devices
 
     run = task.config.run
     run_dir = run.folder
     workers = run.workers
     cpus = run.threads or 1
-    gpus = 1 if run.device == "cuda" or (run.device == "auto" and cuda_devices()) else 0
+    device = run.device
+    if device == "auto":
+        device = best_device(run.address)
+        chosen = run.model_copy(update={"device": device})
+        task = replace(task, config=task.config.model_copy(update={"run": chosen}))
+    gpus = int(device == "cuda")
     stop_file = run_dir / _STOP_FILE
     stop_file.unlink(missing_ok=True)
     errors: list[BaseException] = []

@@ -87,8 +87,8 @@ def changed_ann(index: CommittedIndex, spec: IndexSpec, on_event: OnEvent) -> An
     """
     before = index.manifest
     old = before.spec
-    left_out = {*old.shard_numbers()} - {*spec.shard_numbers()}
-    if left_out == {*old.shard_numbers()}:
+    left_out = old.shards_not_in(spec)
+    if len(left_out) == old.used_shards:
         return build_copied_ann(
             index.root, spec, [before], on_event, replace_file=False
         )
@@ -96,7 +96,7 @@ def changed_ann(index: CommittedIndex, spec: IndexSpec, on_event: OnEvent) -> An
     if left_out:
         rows = [row for shard in sorted(left_out) for row in old.shard_rows(shard)]
         ann = ann_without_rows(index, rows)
-    if {*spec.shard_numbers()} - {*old.shard_numbers()}:
+    if spec.shards_not_in(old):
         ann = extend_ann(Layout(index.root), spec, ann)
     return ann
 

@@ -140,9 +140,8 @@ class Edit:
 
 def apply(
     change: IndexChange, edit: Edit, on_event: OnEvent, should_stop: ShouldStop
-) -> tuple[Manifest, list[ShardReceipt]]:
-    """Carry out `edit`, and commit it. Return the manifest of the index and the
-    receipts of `edit.work`.
+) -> Manifest:
+    """Carry out `edit`, and commit it. Return the manifest of the index.
 
     Raises:
         JobStopped: `should_stop()` returned True, or a shard failed. Finished shards
@@ -151,7 +150,7 @@ def apply(
     receipts: list[ShardReceipt] = []
     if edit.work is not None:
         receipts = finish_work(change, edit.work, on_event, should_stop)
-    return commit_edit(change, edit, receipts, on_event), receipts
+    return commit_edit(change, edit, receipts, on_event)
 
 
 def commit_edit(
@@ -165,7 +164,7 @@ def commit_edit(
     An edit that changes nothing is not committed.
     """
     before = change.index.manifest
-    moves_rows = {*edit.spec.shard_numbers()} != {*before.spec.shard_numbers()}
+    moves_rows = edit.spec.used_segments != before.spec.used_segments
     edits_rows = len(edit.edits) or edit.restored
     if not moves_rows and not len(edit.deleted) and not edits_rows:
         if edit.spec == before.spec:
@@ -213,21 +212,21 @@ def edited(
     layout = Layout(index.root)
     before = index.manifest
     spec = edit.spec
-    old = {*before.spec.shard_numbers()}
-    new = {*spec.shard_numbers()}
-    written = new - old
+    left_out = sorted(before.spec.shards_not_in(spec))
+    new = spec.shards_not_in(before.spec)
+    written = sorted(new)
     if {*spec.precisions} - {*before.spec.precisions}:
-        written = new
-    check_receipts(receipts, sorted(written))
-    added = [receipt for receipt in receipts if receipt.shard not in old]
+        written = list(spec.shard_numbers())
+    check_receipts(receipts, written)
+    added = [receipt for receipt in receipts if receipt.shard in new]
     counts = before.counts
     columns = before.columns if edit.columns is None else edit.columns
-    if old - new:
-        counts, columns = _without_shards(index, sorted(old - new), columns, added)
+    if left_out:
+        counts, columns = _without_shards(index, left_out, columns, added)
     snapshot = before.snapshot
-    if old - new or len(edit.deleted):
+    if left_out or len(edit.deleted):
         deleted = index.deleted
-        stay = np.isin(deleted.shards, sorted(new))
+        stay = ~np.isin(deleted.shards, left_out)
         tombstones = Tombstones(
             spec.shard_size, deleted.shards[stay], deleted.bits[stay]
         )
@@ -236,15 +235,16 @@ def edited(
         entry = write_tombstones(layout, tombstones) if len(tombstones) else None
         snapshot = replace(snapshot, deleted=entry, deleted_rows=len(tombstones))
     edits = before.edits
-    if old - new or len(edit.edits) or edit.restored:
-        changed = index.edits.changed(edit.edits, edit.restored, sorted(new))
+    if left_out or len(edit.edits) or edit.restored:
+        changed = index.edits.changed(edit.edits, edit.restored, left_out)
         edits = changed.write(layout)
     row_maps = before.row_maps
     if edit.moved is not None:
         first_row = next_first_row(before, spec.shard_size)
         parts = ((ids, first_row + ranks) for ids, ranks in edit.moved.by_shard())
         row_map = write_row_map(layout, parts)
-        row_maps = (*row_maps, RowMap(row_map, first_row, is_partial=bool(old & new)))
+        is_partial = len(left_out) < before.spec.used_shards
+        row_maps = (*row_maps, RowMap(row_map, first_row, is_partial=is_partial))
     origins = {**before.encoded_from, **edit.encoded_from}
     return replace(
         before,
@@ -303,9 +303,9 @@ def _shard_tables(
         tables = zip(before.spec.used_segments, before.shard_tables, strict=True)
         unchanged = dict(tables)
     lines = receipt_lines(receipts)
-    old = {*before.spec.shard_numbers()}
+    new = spec.shards_not_in(before.spec)
     changed = [each for each in spec.used_segments if each not in unchanged]
-    if any(old.intersection(spec.segment_shards(segment)) for segment in changed):
+    if not all(new.issuperset(spec.segment_shards(segment)) for segment in changed):
         dropped = tuple(
             f"{folder}/{name}/"
             for name in {*before.spec.precisions} - {*spec.precisions}

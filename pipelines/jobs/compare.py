@@ -131,12 +131,12 @@ class _Row(NamedTuple):
     metadata: bytes
 
 
+@dataclass(frozen=True)
 class StoredRefs(Collection[InputRef]):
     """Inputs in a temporary database."""
 
-    def __init__(self, database: sqlite3.Connection, count: int) -> None:
-        self._database = database
-        self._count = count
+    _database: sqlite3.Connection
+    _count: int
 
     def __len__(self) -> int:
         return self._count

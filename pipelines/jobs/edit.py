@@ -112,7 +112,7 @@ def set_columns(
         names = sorted(lines["column"].unique().to_pylist())
         details = {"rows": rows, "columns": names}
         edit = Edit(opened.manifest.spec, details, columns=after, edits=lines)
-        manifest, _ = apply(change, edit, on_event, never)
+        manifest = apply(change, edit, on_event, never)
     return EditResult(rows, len(lines), tuple(names), manifest.snapshot.number)
 
 

@@ -7,23 +7,35 @@ import functools
 import itertools
 import math
 import os
+import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from edje_index.progress import ShardProgress
-from pipelines.engines.base import Worker, count_metrics, open_engine, worker_machine
+from pipelines.engines.base import (
+    Worker,
+    count_metrics,
+    machine_gpus,
+    open_engine,
+    worker_machine,
+)
 from pipelines.jobs.changing import ShardWork, run_shards
-from pipelines.jobs.plan import Plan
+from pipelines.jobs.plan import PROCESSORS_MEMBER, SHARDS_PER_GPU, Plan, processors
+from pipelines.jobs.resources import Execution
 from pipelines.progress.events import OnEvent, PlanReady, ShouldStop, StatusMessage
 from pipelines.progress.wording import by_reason, counted
 from storage_formats.change import Change, IndexChange
 from storage_formats.errors import EdjeError
 from storage_formats.format.layout import Layout
+from storage_formats.format.manifest import Counts
 from storage_formats.format.receipts import ShardReceipt
 from storage_formats.format.rows import FAILED, read_shard_rows
 from storage_formats.threads import usable_cpus
+from storage_formats.writing.publish import total_counts
 
 if TYPE_CHECKING:
     from edje_index.indexing.shard_encoding import ShardTask
@@ -58,29 +70,40 @@ RAW_SUFFIXES = frozenset(
 
 _NAMED_FAILURES = 3
 _MAX_DECODE_THREADS = 16
+_NO_ROWS = Counts(0, 0, 0)
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """New rows in shards that are not committed.
+
+    Attributes:
+        plan: the plan of the rows; None if there are none.
+        receipts: receipts of all shards, in the order of the shards.
+        counts: counts of the rows.
+        speed: rows per second that this run encoded.
+    """
+
+    plan: Plan | None = None
+    receipts: Sequence[ShardReceipt] = ()
+    counts: Counts = _NO_ROWS
+    speed: float = 0.0
 
 
 def encode_rows(
     change: Change,
     plan: Plan,
-    engine: str,
-    workers: int | None,
-    address: str | None,
-    max_failed: float | None,
+    execution: Execution,
     on_event: OnEvent,
     should_stop: ShouldStop,
     *,
     needs_one: bool = True,
-) -> tuple[list[ShardReceipt], float]:
+) -> Encoded:
     """Encode the shards of `plan` that earlier runs of `change` did not finish.
 
-    `pipelines.build_index` describes the other arguments, but `workers` is the result
-    of `choose_workers`. `needs_one` says whether it is an error if no input can be
-    indexed.
-
-    Returns:
-        The receipts of all shards, in the order of the shards, and the rows that this
-        run encoded per second.
+    Args:
+        execution: the result of `choose_workers`.
+        needs_one: whether it is an error if no input can be indexed.
 
     Raises:
         UsageError, EngineUnavailableError: the engine cannot run with the requested
@@ -101,28 +124,35 @@ def encode_rows(
             plan.rows,
             len(plan.shards),
             len(earlier),
-            workers,
+            execution.workers,
             plan.duplicates,
             plan.ignored,
         )
     )
     allowed = max(ALWAYS_ALLOWED, math.floor(DEFAULT_SHARE * plan.rows))
     limit = f"the {allowed:,} that may fail by default"
-    if max_failed is not None:
+    if execution.max_failed is not None:
         # 0.29 * 100 is less than 29
-        allowed = math.floor(max_failed * plan.rows + 1e-6)
-        limit = f"the share of {max_failed:g} that may fail"
+        allowed = math.floor(execution.max_failed * plan.rows + 1e-6)
+        limit = f"the share of {execution.max_failed:g} that may fail"
     started = time.monotonic()
     failed = Counter[str]()
     receipts: list[ShardReceipt] = []
-    # If the model runs on the CPU, it shares its threads with the decoding. Otherwise
-    # the workers share all CPUs.
-    threads = (
-        settings.threads
-        if settings.device == "cpu"
-        else usable_cpus() // (workers or 1)
-    )
-    threads = min(max(1, threads), _MAX_DECODE_THREADS)
+    engine = execution.engine
+    workers = execution.workers
+    device = settings.device
+    cpus = settings.threads
+    gpus = 0.0
+    if settings.is_cuda:
+        # a worker decodes with its share of the CPUs of its machine
+        cpus = 1
+        gpus = 1 / SHARDS_PER_GPU
+        if engine == "inline":
+            engine = "threads"
+            workers = SHARDS_PER_GPU
+        elif engine == "ray":
+            # the only one that the worker sees
+            device = "cuda"
     bundle = str(plan.model["bundle"])
     work = ShardWork(
         "indexing",
@@ -136,18 +166,21 @@ def encode_rows(
             plan=fingerprint,
             batch_size=settings.batch_size,
             decoding=settings.decoding,
-            decode_threads=threads,
             columns=plan.columns,
         ),
         make_worker=functools.partial(
-            open_worker, bundle, settings.device, settings.threads, settings.dtype
+            open_worker,
+            bundle,
+            device,
+            settings.threads,
+            settings.dtype,
         ),
         engine=open_engine(
             engine,
             workers,
-            cpus=settings.threads,
-            gpus=1 if settings.device == "cuda" else 0,
-            address=address,
+            cpus=cpus,
+            gpus=gpus,
+            address=execution.address,
             lock=layout.lock.absolute(),
         ),
         shows_failed=True,
@@ -169,6 +202,11 @@ def encode_rows(
                     " raise the share to index the others",
                     parameter="max_failed",
                 )
+    before = change.index.manifest.settings if isinstance(change, IndexChange) else {}
+    several = processors(before, receipts).get(PROCESSORS_MEMBER, ())
+    if len(several) > 1 and several != before.get(PROCESSORS_MEMBER):
+        text = f"the last bits of the tokens differ between {' and '.join(several)}"
+        on_event(StatusMessage(text, is_warning=True))
     if undecoded := _undecoded(layout, receipts, plan.ignored):
         text = (
             f"{counted(undecoded.total(), 'file')} in a format that this installation"
@@ -184,10 +222,10 @@ def encode_rows(
             f" {_first_failures(layout, receipts)}; correct"
             f" {', '.join(settings.sources)}, and run the command again"
         )
-    encoded = sum(receipt.rows for receipt in receipts if receipt.shard not in earlier)
-    return sorted(receipts, key=lambda receipt: receipt.shard), encoded / (
-        time.monotonic() - started
-    )
+    rows = sum(receipt.rows for receipt in receipts if receipt.shard not in earlier)
+    seconds = time.monotonic() - started
+    receipts.sort(key=lambda receipt: receipt.shard)
+    return Encoded(plan, receipts, total_counts(receipts), rows / seconds)
 
 
 def earlier_plan(
@@ -257,11 +295,19 @@ def _first_failures(layout: Layout, receipts: list[ShardReceipt]) -> str:
 
 
 def open_worker(bundle: str, device: str, threads: int, dtype: str) -> Worker:
-    """Load the encoder and return a worker that encodes one shard per call."""
+    """Load the encoder and return a worker that encodes one shard per call.
+
+    `SHARDS_PER_GPU` threads may call the worker at once.
+    """
     from edje_index.indexing.image_encoder import ImageEncoder
     from edje_index.indexing.shard_encoding import encode_shard
 
     encoder = ImageEncoder.open(bundle, device=device, threads=threads, dtype=dtype)
+    if encoder.device.type == "cuda":
+        share = usable_cpus() // (SHARDS_PER_GPU * machine_gpus())
+        threads = min(max(1, share), _MAX_DECODE_THREADS)
+    entrance = threading.Lock()
+    places = threading.Semaphore(SHARDS_PER_GPU)
 
     def encode(
         task: ShardTask,
@@ -269,9 +315,24 @@ def open_worker(bundle: str, device: str, threads: int, dtype: str) -> Worker:
         should_stop: ShouldStop,
     ) -> ShardReceipt:
         machine, alive = worker_machine()
-        receipt = encode_shard(
-            task, encoder, on_progress, should_stop, machine=machine, alive=alive
-        )
+        # After the death of a worker, a shard is encoded alone. Otherwise an input of
+        # another shard could be blamed for the next death.
+        ended = Layout(Path(task.root)).attempt(task.shard).exists()
+        needed = SHARDS_PER_GPU if ended else 1
+        with entrance:
+            for _ in range(needed):
+                places.acquire()
+        try:
+            receipt = encode_shard(
+                replace(task, decode_threads=threads),
+                encoder,
+                on_progress,
+                should_stop,
+                machine=machine,
+                alive=alive,
+            )
+        finally:
+            places.release(needed)
         count_metrics(
             {
                 "images": receipt.indexed,

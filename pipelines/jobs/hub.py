@@ -345,7 +345,8 @@ def find_model(model: str, say: Say = silent) -> Path:
         if not path.exists():
             raise UsageError(
                 f"there is no model {model!r}; give the directory of a bundle,"
-                f" hf://ORG/REPO, or one of {', '.join(MODELS)}"
+                f" hf://ORG/REPO, or one of {', '.join(MODELS)}",
+                remedy="bundle",
             )
         return path
     folder = cache_directory() / "models" / model.rpartition("//")[2].replace("/", "--")

@@ -16,14 +16,13 @@ from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 from edje_index.bundles.info import BundleInfo
 from edje_index.models import MAX_FRAMES
-from pipelines.environment import cuda_devices
 from storage_formats.atomic import fsync_paths
 from storage_formats.codecs import codec
 from storage_formats.errors import CorruptIndexError, UsageError
 from storage_formats.format.checksum import crc32c_file, to_hex
 from storage_formats.format.layout import IndexSpec, Layout
 from storage_formats.format.manifest import Manifest
-from storage_formats.format.receipts import fingerprint
+from storage_formats.format.receipts import ShardReceipt, fingerprint
 from storage_formats.format.source_columns import (
     MAX_COLUMNS,
     MAX_ROW_BYTES,
@@ -41,9 +40,15 @@ if TYPE_CHECKING:
 
 TOO_LONG = "(metadata too long)"
 TOO_MANY = "(too many metadata columns)"
+SHARDS_PER_GPU = 2
+"""Shards that are encoded at once on a GPU: while the model runs on a batch of one
+shard, the images of the other are decoded, and its blocks are written.
+"""
+
 # the activations of larger batches do not fit into the caches
 _CPU_BATCH = 8
-_CUDA_BATCH = 32
+# the processor takes as long to start the kernels of a small batch
+_CUDA_BATCH = 128
 # a small ViT gains little from more threads; more workers use the CPUs better
 _MAX_THREADS = 4
 
@@ -83,13 +88,15 @@ class BuildSettings:
         device: str,
         dtype: str | None,
         frames: int | None,
+        cluster: str | None = None,
         **others: Any,
     ) -> BuildSettings:
         """Return the settings of a request, with actual values instead of "auto" and
         other defaults.
 
         Values that depend on the hardware are those of `stored`, the settings of an
-        unfinished or finished index; if it is None, they are derived from this machine.
+        unfinished or finished index; if it is None, they are derived from this machine,
+        and the device from the Ray cluster at the address `cluster`.
         `pipelines.build_index` describes the other arguments.
 
         Raises:
@@ -112,11 +119,13 @@ class BuildSettings:
                 parameter="frames",
             )
         if device == "auto":
-            device = stored.device if stored else "cuda" if cuda_devices() else "cpu"
+            from pipelines.engines.ray_engine import best_device
+
+            device = stored.device if stored else best_device(cluster)
         if dtype is None or dtype == "auto":
             # Without "auto", equal devices choose alike, so that the bytes do not
             # depend on the model of the CPU.
-            is_fast = device == "cuda" or (dtype == "auto" and has_bfloat16())
+            is_fast = device != "cpu" or (dtype == "auto" and has_bfloat16())
             dtype = stored.dtype if stored else "bfloat16" if is_fast else "float32"
         if threads is None:
             threads = stored.threads if stored else min(usable_cpus(), _MAX_THREADS)
@@ -139,6 +148,11 @@ class BuildSettings:
             frames=frames,
             **others,
         )
+
+    @property
+    def is_cuda(self) -> bool:
+        """Whether the encoder runs on a GPU."""
+        return self.device != "cpu"
 
     def open_sources(self) -> list[Source]:
         """Open the sources, see `pipelines.sources.open_sources`."""
@@ -322,11 +336,7 @@ def refuse_differences(
         if left != right:
             differences[name] = f"{name} {left} in the index, {right} requested"
     if differences:
-        append = (
-            ", add other sources with 'edje-index append'"
-            if "sources" in differences
-            else ""
-        )
+        append = ", append other sources" if "sources" in differences else ""
         raise UsageError(
             f"{root} was built with other settings: {'; '.join(differences.values())}."
             f" Use the model and settings of the index{append}, or choose another"
@@ -452,6 +462,9 @@ class CollectedColumns(CountedColumns):
         return dataclasses.replace(ref, metadata=kept or None)
 
 
+PROCESSORS_MEMBER = "encoded_on"
+"""Key of the sorted `ShardReceipt.encoded_on` in the settings of an index."""
+
 SOURCES_MEMBER = "indexed_sources"
 """Key of the recorded sources in the settings of an index, if other commands than
 one build added rows.
@@ -509,6 +522,17 @@ def with_sources(
     """
     recorded = None if groups is None else [dict(vars(group)) for group in groups]
     return {**manifest.settings, SOURCES_MEMBER: recorded}
+
+
+def processors(
+    settings: Mapping[str, Any], receipts: Iterable[ShardReceipt]
+) -> dict[str, list[str]]:
+    """Return the member `PROCESSORS_MEMBER` of the settings of an index with `settings`
+    and the shards of `receipts`; nothing if no processor is recorded.
+    """
+    names = {receipt.encoded_on for receipt in receipts if receipt.encoded_on}
+    names.update(settings.get(PROCESSORS_MEMBER, ()))
+    return {PROCESSORS_MEMBER: sorted(names)} if names else {}
 
 
 def holds_clips(manifest: Manifest) -> bool:

@@ -4,12 +4,13 @@ index needs.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from edje_index.bundles.info import BundleInfo
 from edje_index.indexing.ann_kind import AnnKind
 from pipelines.environment import available_memory, cuda_devices, free_disk
-from pipelines.jobs.plan import BuildSettings
+from pipelines.jobs.plan import SHARDS_PER_GPU, BuildSettings
 from pipelines.progress.wording import counted, human_bytes
 from storage_formats.codecs import codec
 from storage_formats.errors import UsageError
@@ -35,8 +36,8 @@ _FILES_PER_SHARD = 5
 _ROW_BYTES = 200
 # torch, open_clip and their libraries
 _PROCESS_BYTES = 600 * 2**20
-# being decoded, ready, and in the model
-_BATCHES_IN_MEMORY = 4
+# As bytes: being decoded, ready, and stacked. As float32 numbers: in the model.
+_BYTES_PER_VALUE = 8
 _CHANNELS = 3
 _FLOAT32_BYTES = 4
 
@@ -55,26 +56,37 @@ def usable_memory(limit: int | None) -> int:
     return free if limit is None else min(free, limit)
 
 
-def choose_workers(
-    settings: BuildSettings,
-    info: BundleInfo,
-    *,
-    engine: str,
-    workers: int | None,
-    address: str | None,
-    memory: int | None = None,
-) -> int | None:
-    """Return the number of workers, if engine, device and memory suffice. None lets the
-    Ray cluster choose it.
+@dataclass(frozen=True)
+class Execution:
+    """Where new rows are encoded, and how many of them may fail: arguments of
+    `pipelines.build_index`.
+    """
 
-    If `workers` is None, this is the number of GPUs, or that of CPUs divided by the
-    threads of a worker, but at most as many as the memory has room for.
+    engine: str
+    workers: int | None = None
+    address: str | None = None
+    memory: int | None = None
+    max_failed: float | None = None
+
+
+def choose_workers(
+    settings: BuildSettings, info: BundleInfo, execution: Execution
+) -> Execution:
+    """Return `execution` with the number of workers, if engine, device and memory
+    suffice. With None, the Ray cluster chooses it.
+
+    If `workers` is None, this is twice the number of GPUs, or the number of CPUs
+    divided by the threads of a worker, but at most as many as the memory has room for.
 
     Raises:
         UsageError: this machine lacks the device or the memory for the workers, or the
             model cannot encode clips.
         EngineUnavailableError: the Ray cluster does not answer.
     """
+    engine = execution.engine
+    address = execution.address
+    workers = execution.workers
+    memory = execution.memory
     if engine == "inline" and address is not None:
         raise UsageError(
             f"the engine inline runs in this process, so it cannot join the cluster at"
@@ -97,28 +109,32 @@ def choose_workers(
                 parameter="model",
             )
     if engine != "inline" and address is not None:
-        return workers
-    if settings.device == "cuda" and not cuda_devices():
-        raise UsageError(
-            "the device is cuda, but torch finds no CUDA device on this machine; use"
-            " the device cpu",
-            parameter="device",
-        )
+        return execution
+    most = usable_cpus() // settings.threads
+    if settings.is_cuda:
+        most = SHARDS_PER_GPU * cuda_devices()
+        if not most:
+            raise UsageError(
+                "the device is cuda, but torch finds no CUDA device on this machine;"
+                " use the device cpu",
+                parameter="device",
+            )
+        if engine == "ray" and (workers or 0) > most:
+            raise UsageError(
+                f"{workers} workers are too many: the GPUs of this machine have room"
+                f" for {most}",
+                parameter="workers",
+            )
     if engine == "inline":
         workers = 1
     elif workers is None:
-        wanted = (
-            cuda_devices()
-            if settings.device == "cuda"
-            else usable_cpus() // settings.threads
-        )
         worker_bytes = sum(workers_memory(1, settings, info).values())
-        workers = max(1, min(wanted, usable_memory(memory) // worker_bytes))
+        workers = max(1, min(most, usable_memory(memory) // worker_bytes))
     need = workers_memory(workers, settings, info)
     _check_memory(
         need, memory, "use fewer workers or a smaller batch size", parameter="workers"
     )
-    return workers
+    return replace(execution, workers=workers)
 
 
 def workers_memory(
@@ -128,8 +144,8 @@ def workers_memory(
     `workers` is None, assume one worker.
     """
     height, width = map(int, info.vision["image_size"])
-    images = _BATCHES_IN_MEMORY * max(settings.batch_size, settings.frames or 1)
-    batches = images * _CHANNELS * height * width * _FLOAT32_BYTES
+    images = max(settings.batch_size, settings.frames or 1)
+    batches = images * _CHANNELS * height * width * _BYTES_PER_VALUE
     parts = {
         "libraries": _PROCESS_BYTES,
         "weights": info.encoder_weights_bytes,

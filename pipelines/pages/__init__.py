@@ -48,7 +48,6 @@ def search_page(
     score: str,
     *,
     is_filtered: bool,
-    loading: float,
 ) -> str:
     """Return the HTML page of a search.
 
@@ -59,7 +58,6 @@ def search_page(
         k: number of hits to show before and after re-ranking, at most `MAX_SHOWN`.
         score: the final score.
         is_filtered: whether only some rows were searched.
-        loading: seconds in which the index and the model were opened.
     """
     shown = min(k, MAX_SHOWN)
     ranked = rank_hits(hits)
@@ -87,7 +85,7 @@ def search_page(
         },
         weights=index.model.weights("t2i", score),
         part_names=PART_NAMES,
-        timings={"load index and model": loading, **hits.stages},
+        timings=hits.stages,
     )
 
 

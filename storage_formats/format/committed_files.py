@@ -5,6 +5,7 @@ section 5).
 from __future__ import annotations
 
 import bisect
+import itertools
 import os
 import threading
 from collections.abc import Iterable, Iterator, Sequence
@@ -47,7 +48,9 @@ class CommittedFiles:
     def __init__(self, index: CommittedIndex, name: str) -> None:
         self._spec = index.manifest.spec
         self._name = name
-        self._tables = [_Table(index, entry) for entry in index.manifest.shard_tables]
+        self._index = index
+        # by segment
+        self._tables: dict[int, _Table] = {}
         # the known lines, sorted by shard
         self._lines = np.empty(0, _LINE)
         self._shards = self._lines["shard"]
@@ -70,12 +73,15 @@ class CommittedFiles:
 
     def _load(self, missing: list[int]) -> None:
         parts = [self._lines]
-        for segment, table in zip(self._spec.used_segments, self._tables, strict=True):
-            of_segment = self._spec.segment_shards(segment)
-            start = bisect.bisect_left(missing, of_segment.start)
-            stop = bisect.bisect_left(missing, of_segment.stop)
-            if start < stop:
-                parts += map(self._own, table.groups(missing[start:stop]))
+        segments = self._spec.used_segments
+        tables = self._index.manifest.shard_tables
+        starts = [segment.first_row // self._spec.shard_size for segment in segments]
+        for segment, shards in itertools.groupby(
+            missing, lambda shard: bisect.bisect_right(starts, shard) - 1
+        ):
+            if segment not in self._tables:
+                self._tables[segment] = _Table(self._index, tables[segment])
+            parts += map(self._own, self._tables[segment].groups(list(shards)))
         lines = np.concatenate(parts)
         self._shards, first = np.unique(lines["shard"], return_index=True)
         self._lines = lines[first]

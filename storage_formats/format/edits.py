@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -82,25 +82,24 @@ class Edits:
         self,
         new: pa.Table,
         restored: Collection[str] = (),
-        shards: Iterable[int] | None = None,
+        left_out: Collection[int] = (),
     ) -> Edits:
         """Return these edits with the lines `new`, which replace lines of the same
         row and column.
 
         Args:
             restored: hashes of inputs that need not stay deleted.
-            shards: shards whose edits are kept; None keeps all.
+            left_out: shards whose edits are not kept.
         """
         lines = pa.concat_tables([self.lines, new])
         if restored:
             of_row = lines["row_id"].is_valid()
             is_restored = pc.is_in(lines["column"], pa.array([*restored], pa.string()))
             lines = lines.filter(pc.or_(of_row, pc.invert(is_restored)))
-        if shards is not None:
-            of_row = lines["row_id"].is_null()
+        if left_out:
             numbers = pc.divide(lines["row_id"], self.shard_size)
-            stays = pc.is_in(numbers, pa.array([*shards], pa.int64()))
-            lines = lines.filter(pc.or_(of_row, stays))
+            goes = pc.is_in(numbers, pa.array([*left_out], pa.int64()))
+            lines = lines.filter(pc.invert(goes))
         last = lines.group_by(["row_id", "column"], use_threads=False).aggregate(
             [("value", "last", _LAST)]
         )

@@ -164,6 +164,20 @@ class IndexSpec:
             segment.first_row // self.shard_size, -(-segment.stop // self.shard_size)
         )
 
+    def shards_not_in(self, other: IndexSpec) -> set[int]:
+        """Return the numbers of the shards that have files here, but not in `other`,
+        which has the same `shard_size`.
+        """
+        shared = {*self.used_segments}.intersection(other.used_segments)
+        own, others = (
+            {*itertools.chain.from_iterable(map(self.segment_shards, segments))}
+            for segments in (
+                shared.symmetric_difference(self.used_segments),
+                shared.symmetric_difference(other.used_segments),
+            )
+        )
+        return own - others
+
     def shard_rows(self, shard: int) -> range:
         """Return the row ids of `shard`. The range is empty if the shard belongs to no
         segment.

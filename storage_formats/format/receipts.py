@@ -33,8 +33,8 @@ class ShardReceipt:
             over threads.
         truncated: number of indexed rows whose images are truncated. The column
             `detail` of these rows has a text.
-        batch_size: images per forward pass, if a GPU had too little memory for the
-            batch size of the build; otherwise None.
+        encoded_on: the GPU, the version of torch and the images per forward pass that
+            the bytes depend on; None for a CPU.
     """
 
     shard: int
@@ -46,15 +46,15 @@ class ShardReceipt:
     files: tuple[FileEntry, ...]
     seconds: dict[str, float]
     truncated: int = 0
-    batch_size: int | None = None
+    encoded_on: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the receipt as a JSON object. The member `crc32c` is the checksum
         of the other members.
         """
         value = {**self.__dict__, "files": [file.to_json() for file in self.files]}
-        if self.batch_size is None:
-            del value["batch_size"]
+        if self.encoded_on is None:
+            del value["encoded_on"]
         return {**value, "crc32c": json_checksum(value)}
 
     @classmethod

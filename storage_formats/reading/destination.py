@@ -86,9 +86,11 @@ class Destination:
         expected = self._expected[part]
         sources = memory.ctypes.data + offsets
         if self.records is None:
+            # checked here, decoded below
             targets = None
             block_bytes = 2 * m * d
         elif memory.ctypes.data == self.records.ctypes.data:
+            # the engine has read into the output
             targets = None
             block_bytes = size
         else:

@@ -118,6 +118,7 @@ class LocalReads:
                     # a file system without memory maps
                     self._read_portable(destination)
                     return
+                # from the first to the last map, though nothing reads between them
                 start = min(addresses)
                 stop = max(
                     address + file.size

@@ -68,7 +68,7 @@ class ShardWriter:
         rows: pa.Table,
         plan: str,
         seconds: dict[str, float],
-        batch_size: int | None = None,
+        encoded_on: str | None = None,
     ) -> ShardReceipt:
         """Move the files into the index, and write the receipt. The files survive a
         power failure.
@@ -84,7 +84,7 @@ class ShardWriter:
             self._layout.embedding_shard(self._shard),
             self._embeddings.tobytes(),
         )
-        receipt = self._staged.commit_rows(rows, plan, seconds, batch_size)
+        receipt = self._staged.commit_rows(rows, plan, seconds, encoded_on)
         self.abort()
         return receipt
 

@@ -123,7 +123,7 @@ class StagedFiles:
         rows: pa.Table,
         plan: str,
         seconds: dict[str, float] | None = None,
-        batch_size: int | None = None,
+        encoded_on: str | None = None,
     ) -> ShardReceipt:
         """Write the rows table of the shard, and commit all staged files and the
         receipt. Return the receipt.
@@ -147,7 +147,7 @@ class StagedFiles:
             truncated=sum(
                 status == INDEXED and detail is not None for status, detail in notes
             ),
-            batch_size=batch_size,
+            encoded_on=encoded_on,
         )
         self.commit_receipt(receipt)
         return receipt

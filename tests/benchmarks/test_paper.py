@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from benchmarks.fetch import bench
 from benchmarks.paper import experiments
 from benchmarks.paper.experiments import EXPERIMENTS, measured
 from benchmarks.paper.study import LANGUAGES, MAIN_LANGUAGE, MAIN_TOWER, TOWERS, Study
@@ -121,14 +122,13 @@ def test_the_figure_shows_published_and_measured_points():
     rows = [
         {
             "label": "a",
-            "paper": {"ms": 100.0, "R@1": 80.0},
-            "own": {"ms": 10.0, "R@1": 90.0},
+            "paper": {"64 pairs, ms": 100.0, "Flickr T2I": 80.0},
+            "own": {"64 pairs, ms": 10.0, "Flickr T2I": 90.0},
         },
-        {"label": "b", "paper": {"ms": 1.0}, "own": {}},
+        {"label": "b", "paper": {"64 pairs, ms": 1.0}, "own": {}},
     ]
-    circles = ElementTree.fromstring(
-        experiments.scatter_plot(rows, "ms", "R@1")
-    ).findall("{*}circle")
+    figure = ElementTree.fromstring(experiments.prior_art_figure(rows))
+    circles = figure.findall("{*}circle")
     places = [(float(c.get("cx")), float(c.get("cy")), c.get("fill")) for c in circles]
     assert places == [(480, 360, "none"), (40, 60, "black")]
 
@@ -185,7 +185,8 @@ def test_every_experiment_runs_on_small_data(tiny_bundle, run, tmp_path, monkeyp
     """Of the towers and language models only the main ones are there, so that some
     rows are not measured.
     """
-    monkeypatch.setattr(experiments, "FETCH_ROWS", 100)
+    small = bench.PAPER._replace(rows=100, blocks=50, pool=50)
+    monkeypatch.setattr(bench, "PAPER", small)
     started = subprocess.run
 
     def run_command(
@@ -276,7 +277,8 @@ def test_a_trained_model_is_measured_without_training(
     }
     pools = {f"64 tokens, pool {pool}" for pool in (5, 10, 20, 50, 100)}
     precisions = {f"64 tokens, {name}" for name in ("bf16", "fp8", "nvfp4", "sign1")}
-    towers = {f"{MAIN_TOWER}: {kind}" for kind in ("embeddings", "re-ranked")}
+    kinds = ("embeddings", "re-ranked, 64 tokens")
+    towers = {f"{MAIN_TOWER}: {kind}" for kind in kinds}
     assert measured == {"Compressed-64, ViT-L/16"} | pools | precisions | towers
     row = next(row for row in tables["pool-size"]["rows"] if row["own"])
     low, high = row["intervals"]["T2I R@1"]

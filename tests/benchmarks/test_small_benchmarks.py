@@ -10,7 +10,7 @@ import pytest
 from benchmarks import gpu_check, quantize
 from benchmarks.build import bench_build
 from edje_index.bundles.random_bundle import TINY, create_untrained_bundle
-from storage_formats import EdjeError, TokenStore, verify_index
+from storage_formats import TokenStore, verify_index
 from tests.integration.builds import make_photos
 
 
@@ -63,31 +63,32 @@ def test_a_build_is_compared_with_a_bare_loop(tmp_path):
 
 
 @pytest.mark.slow
-def test_results_of_a_device_are_compared_with_those_of_the_cpu(tmp_path, monkeypatch):
+def test_results_of_a_device_are_compared_with_those_of_the_cpu(tmp_path):
     make_photos(tmp_path / "photos", 5)
-    create_untrained_bundle(tmp_path / "model", sizes=TINY)
-    report = gpu_check.gpu_check(
-        tmp_path / "photos", tmp_path / "model", device="cpu", repeats=1
+    check = gpu_check.GpuCheck(
+        tmp_path / "photos", tmp_path / "report", device="cpu", tiny=True
     )
-    rates = {part: rate for part, _, _, rate, *_ in report["lines"]}
-    parts = (
-        "decode",
-        "DeviceFetcher",
-        "DataLoader",
-        "encode",
-        "build",
-        "re-rank",
-        "train step",
-        "FAISS",
+    assert check.run(list(gpu_check._SECONDS), 0)
+    assert {line.part for line in check.lines} == set(gpu_check._SECONDS)
+    report = next((tmp_path / "report").glob("*-gpu-check.md")).read_text()
+    assert "nothing was measured on a GPU" in report
+    assert report.count("\n| ") == len(check.lines) + 2
+
+
+def test_wrong_results_of_a_device_are_found_and_a_part_may_fail(tmp_path, monkeypatch):
+    make_photos(tmp_path / "photos", 1)
+    check = gpu_check.GpuCheck(
+        tmp_path / "photos", tmp_path / "report", device="cpu", tiny=True
     )
-    assert all(any(name.startswith(part) for name in rates) for part in parts)
-    assert min(rates.values()) > 0
-    assert "nothing was measured on a GPU" in gpu_check.report_lines(report)[0]
     decode = gpu_check.decode_records_torch
     monkeypatch.setattr(
         gpu_check, "decode_records_torch", lambda *given: decode(*given) + 1
     )
-    with pytest.raises(EdjeError, match="decoding fp8 on cpu gives other bits"):
-        gpu_check.gpu_check(
-            tmp_path / "photos", tmp_path / "model", device="cpu", repeats=1
-        )
+    assert not check.run(["decode"], 0)
+    assert not any(line.is_right for line in check.lines if "fp8" in line.what)
+    monkeypatch.setattr(gpu_check, "precisions", lambda: 1 / 0)
+    assert not check.run(["decode", "limits"], 0)
+    failed, *others = check.lines[-4:]
+    assert failed.what == "failed"
+    assert "ZeroDivisionError" in failed.value
+    assert all(line.is_right for line in others)

@@ -63,22 +63,26 @@ class RayNodes:
             cpus=0,
         )
 
-    def add(self, number: int, cpus: int = 1, hidden: Path | None = None) -> None:
+    def add(
+        self, number: int, cpus: int = 1, hidden: Path | None = None, gpus: int = 0
+    ) -> None:
         """Start the node with the address 127.0.0.`number`. The node sees an empty
-        directory in place of `hidden`.
+        directory in place of `hidden`, and says that it has `gpus` GPUs.
         """
         if hidden is not None:
             mount = f'mount -t tmpfs none {shlex.quote(str(hidden))} && exec "$@"'
             self._view = ["unshare", "--mount", "sh", "-c", mount, "sh"]
-        self._start(number, [f"--address={self.address}"], cpus=cpus)
+        self._start(number, [f"--address={self.address}"], cpus=cpus, gpus=gpus)
         self._view = []
 
-    def _start(self, number: int, options: list[str], *, cpus: int) -> None:
+    def _start(
+        self, number: int, options: list[str], *, cpus: int, gpus: int = 0
+    ) -> None:
         options = [
             *options,
             f"--node-ip-address=127.0.0.{number}",
             f"--num-cpus={cpus}",
-            "--num-gpus=0",
+            f"--num-gpus={gpus}",
         ]
         options += [
             f"--object-store-memory={80 * 2**20}",

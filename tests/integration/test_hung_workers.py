@@ -47,18 +47,18 @@ class HangsAtOneSize:
                 os.kill(os.getpid(), getattr(signal, self.how))
         return self.encoder.preprocess(image)
 
-    def encode(self, pixels):
-        return self.encoder.encode(pixels)
+    def __getattr__(self, name):
+        return getattr(self.encoder, name)
 
 
-def open_worker(how, *settings):
+def open_worker(how, *settings, **options):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             ImageEncoder,
             "open",
             lambda *args, **options: HangsAtOneSize(OPEN(*args, **options), how),
         )
-        return OPEN_WORKER(*settings)
+        return OPEN_WORKER(*settings, **options)
 
 
 @pytest.mark.parametrize("how", ["SIGSTOP", "SIGKILL"])

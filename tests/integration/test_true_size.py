@@ -22,7 +22,7 @@ from PIL import Image
 
 from edje_index import ModelBundle
 from edje_index.bundles.random_bundle import untrained_tokenizer
-from edje_index.images.preprocessing import Preprocessor
+from edje_index.images.preprocessing import Preprocessor, normalize
 from edje_index.models._torchvision_compat import prepare_torchvision
 from edje_index.models.filesystem import write_json
 from pipelines.jobs.hub import MODELS
@@ -248,8 +248,9 @@ def compare_with_transformers(folder: Path) -> None:
     unit = torch.nn.functional.normalize
     del model
     bundle = ModelBundle.load(folder / "model", verify=False)
+    preprocess = Preprocessor(bundle.clip_config)
     patches, embedding = bundle.vision.encode(
-        Preprocessor(bundle.clip_config)(image)[None]
+        normalize(preprocess(image)[None], preprocess.scale)
     )
     largest = {
         "patch features": (patches - expected_patches).abs().max().item(),

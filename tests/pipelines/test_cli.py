@@ -166,6 +166,7 @@ def test_show_explains_a_bundle(capsys):
     assert main(["model", "show", str(bundle)]) == 0
     shown = capsys.readouterr().out
     assert "block shape          4 x 16\n" in shown
+    assert "None" not in shown
     assert main(["model", "show", str(bundle), "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
     assert record["block_shape"] == [4, 16]

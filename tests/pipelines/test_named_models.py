@@ -109,13 +109,22 @@ def test_models_are_listed_with_what_the_hub_says(hub: Hub) -> None:
     assert (models["demo"]["megabytes"], models["demo"]["needs_hub"]) == (174, False)
 
 
+def test_without_the_hub_the_demo_model_is_named(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run
+) -> None:
+    write_photo(tmp_path / "photos" / "0.jpg", 0)
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    code, _, error = run("show", tmp_path / "photos", "--model", "edje")
+    assert code == 1
+    assert "; the demo model needs no Hub: 'edje-index show" in error
+
+
 def test_unknown_names_are_refused(hub: Hub, tmp_path: Path) -> None:
     build = ("build", tmp_path, "--out", tmp_path / "out", "--model", "edji")
     refused = run_here(*build, expect=2)
     assert "there is no model 'edji'; give the directory of a" in refused["error"]
-    assert refused["error"].endswith(
-        "or one of demo, edje, siglip2-base, siglip2-large"
-    )
+    assert "or one of demo, edje, siglip2-base, siglip2-large;" in refused["error"]
+    assert "'model get NAME:TAG --out DIR' an open_clip model" in refused["error"]
     refused = run_here("model", "get", "blip", "--out", tmp_path / "out", expect=2)
     assert (
         "there is no model 'blip'; give hf://ORG/REPO, an open_clip model"

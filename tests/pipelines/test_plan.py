@@ -23,6 +23,7 @@ from pipelines.jobs import resources
 from pipelines.jobs.build import try_build
 from pipelines.jobs.plan import BuildSettings, Plan, read_json
 from pipelines.jobs.resources import (
+    Execution,
     check_ann_memory,
     choose_workers,
     disk_need,
@@ -196,23 +197,24 @@ def test_workers_fill_the_machine_and_its_memory_unless_told(
     info = read_bundle_info(tiny_bundle)
     settings = settings_of_request(config())
     need = sum(workers_memory(1, settings, info).values())
-    monkeypatch.setattr(resources, "available_memory", lambda: 4 * need)
+    monkeypatch.setattr(resources, "available_memory", lambda: 8 * need)
 
     def workers(settings: BuildSettings = settings, **changes: Any) -> int | None:
-        options = {
-            "engine": "ray",
-            "workers": None,
-            "address": None,
-            "memory": None,
-            **changes,
-        }
-        return choose_workers(settings, info, **options)
+        execution = Execution(**{"engine": "ray", **changes})
+        return choose_workers(settings, info, execution).workers
 
-    assert workers() == 4, "the memory has room for four"
-    assert workers(memory=100 * need) == 4, "more than is free"
+    assert workers() == 8, "the memory has room for eight"
+    assert workers(memory=100 * need) == 8, "more than is free"
     assert workers(memory=3 * need - 1) == 2
     assert workers(dataclasses.replace(settings, threads=4)) == 2
-    assert workers(dataclasses.replace(settings, device="cuda")) == 3
+    on_gpus = dataclasses.replace(settings, device="cuda")
+    assert workers(on_gpus, workers=6) == 6, "two per GPU"
+    with pytest.raises(UsageError, match=r"7 workers are too many: .* room for 6"):
+        workers(on_gpus, workers=7)
+    monkeypatch.setattr(resources, "cuda_devices", lambda: 1)
+    assert workers(on_gpus) == 2
+    named = settings_of_request(config(device="cuda:1", batch_size=None))
+    assert (named.dtype, named.batch_size, workers(named)) == ("bfloat16", 128, 2)
     assert (
         workers(workers=3),
         workers(engine="inline", workers=3),

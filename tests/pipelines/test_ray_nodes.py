@@ -100,6 +100,40 @@ def test_the_task_of_a_lost_node_runs_again_on_a_node_that_joins(nodes, tmp_path
         assert (f"node 127.0.0.{number} joined the cluster", False) in notices
 
 
+DEVICE = """
+import sys
+from pipelines.engines.ray_engine import best_device, run_on_ray
+
+print(best_device(sys.argv[1]))
+
+def make_worker():
+    from pipelines.engines.base import machine_gpus
+    return lambda *_: machine_gpus()
+
+answers = run_on_ray(
+    make_worker, [0], on_progress=print, on_event=print, should_stop=lambda: False,
+    address=sys.argv[1], workers=1, gpus=0.5
+)
+print(next(answers))
+"""
+
+
+def test_the_cluster_has_the_device_and_not_the_driver(nodes):
+    def ask() -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", DEVICE, nodes.address]
+        return subprocess.run(
+            command, env=nodes.environment, capture_output=True, text=True, check=False
+        )
+
+    nodes.add(2)
+    done = ask()
+    assert done.stdout == "cpu\n", done.stderr
+    assert "needs 1 CPUs and 0.5 GPUs on one node" in done.stderr
+    nodes.add(3, gpus=2)
+    done = ask()
+    assert done.stdout.splitlines() == ["cuda", "2"], done.stderr
+
+
 def test_a_run_waits_for_a_node_only_so_long(nodes, tmp_path):
     nodes.add(2)
     with start(nodes, tmp_path, [[7, "wait_for_go"]], wait_seconds=3) as run:

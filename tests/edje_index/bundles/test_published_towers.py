@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, SiglipModel, SiglipVisionModel
 from edje_index.bundles.bundle import ModelBundle
 from edje_index.bundles.import_models import bundle_of_towers, import_checkpoint
 from edje_index.errors import ModelError
-from edje_index.images.preprocessing import Preprocessor
+from edje_index.images.preprocessing import Preprocessor, normalize
 from edje_index.models.siglip import siglip_config
 from tests.edje_index.published_cases import Case, write_case
 from tests.edje_index.siglip_cases import (
@@ -65,8 +65,9 @@ def test_towers_of_transformers_give_its_outputs(
     with torch.inference_mode():
         seen = model.vision_model(pixels)
         text = model.text_model(ids["input_ids"]).pooler_output
+    preprocess = Preprocessor(bundle.clip_config)
     patches, embedding = bundle.vision.encode(
-        Preprocessor(bundle.clip_config)(image)[None]
+        normalize(preprocess(image)[None], preprocess.scale)
     )
     torch.testing.assert_close(
         patches, seen.last_hidden_state, atol=TOLERANCE, rtol=TOLERANCE

@@ -12,7 +12,7 @@ import pytest
 
 from edje_index.indexing.ann_kind import AnnKind, rebuild_reasons
 from edje_index.indexing.faiss_build import AnnRequest, extend_ann, recall_queries
-from edje_index.indexing.faiss_index import AnnIndex
+from edje_index.indexing.faiss_index import AnnIndex, open_part
 from pipelines import repair_index
 from pipelines.jobs.ann import add_ann
 from storage_formats import Manifest, UsageError, verify_index
@@ -145,15 +145,16 @@ def test_what_gpus_do_gives_the_same_file_and_gpus_without_memory_are_not_used(
     expected = [file["crc32c"] for file in add_ann(root, CODES).ann["files"]]
     clones = []
 
-    def clone(index):
+    def clone(index, ngpu):
+        assert ngpu == 1, "other processes need the memory of the others"
         # FAISS itself keeps no references either
         clones.append(weakref.ref(on_gpus := faiss.clone_index(index)))
         return on_gpus
 
-    def fail(index):
+    def fail(index, ngpu):
         raise RuntimeError("out of memory")
 
-    def end_during_the_work(index):
+    def end_during_the_work(index, ngpu):
         # it cannot be trained with so few vectors, nor searched
         clones.append(faiss.IndexPQ(index.d, 8, 8))
         return clones[-1]
@@ -168,17 +169,18 @@ def test_what_gpus_do_gives_the_same_file_and_gpus_without_memory_are_not_used(
         assert len(clones) == count
 
 
-def appended(root, vectors):
+def appended(root, vectors, manifest=None):
     """Append a segment with the embeddings `vectors` to the FAISS files, and return
     the manifest.
     """
-    manifest = Manifest.load(root)
+    manifest = manifest or Manifest.load(root)
     layout = Layout(root)
-    segment = Segment(SPEC.shards * SPEC.shard_size, len(vectors))
-    spec = replace(SPEC, rows=segment.stop, segments=(*SPEC.used_segments, segment))
+    before = manifest.spec
+    segment = Segment(before.shards * SPEC.shard_size, len(vectors))
+    spec = replace(SPEC, rows=segment.stop, segments=(*before.used_segments, segment))
     stored = np.full((SPEC.shard_size, SPEC.embed_dim), np.nan, np.float32)
     stored[: len(vectors)] = vectors
-    stored.tofile(layout.embedding_shard(SPEC.shards))
+    stored.tofile(layout.embedding_shard(before.shards))
     return replace(manifest, spec=spec, ann=extend_ann(layout, spec, manifest.ann))
 
 
@@ -208,8 +210,8 @@ def test_an_append_adds_codes_and_reports_its_drift(root, first_dimension, drift
     add_ann(root, CODES)
     vectors = clustered(100, 77, first_dimension)
     manifest = appended(root, vectors)
-    first_file, second_file = manifest.ann["files"]
-    assert second_file["vectors"] == 100
+    first_file, centroids, second_file = manifest.ann["files"]
+    assert (centroids["vectors"], second_file["vectors"]) == (0, 100)
     assert manifest.ann["vectors"] == first_file["vectors"] + 100
     assert [
         "times as far from the centroids" in reason
@@ -221,6 +223,44 @@ def test_an_append_adds_codes_and_reports_its_drift(root, first_dimension, drift
         rows, scores = index.nearest(vectors[position], 2)
         assert rows[0] == first + position
         assert scores[0] == pytest.approx(1, abs=1e-5)
+
+
+@pytest.mark.parametrize("factory", ["Flat", "IVF10,Flat", "IVF10,PQ8x4fs"])
+def test_many_small_appends_leave_few_files(root, factory):
+    add_ann(root, AnnRequest(factory))
+    first = Manifest.load(root)
+    manifest = first
+    vectors = clustered(40, 77, 0)
+    for start in range(0, 40, 2):
+        manifest = appended(root, vectors[start : start + 2], manifest)
+    # the file of the build, that of the centroids, and 40 vectors
+    sizes = [file["vectors"] for file in manifest.ann["files"]]
+    assert sum(sizes) == manifest.ann["vectors"] == first.ann["vectors"] + 40
+    assert len(sizes) <= 5
+    assert manifest.ann_files[: len(first.ann_files)] == first.ann_files
+    index = AnnIndex(CommittedIndex(root, manifest))
+    queries = vectors[::7]
+    results = index.nearest_to_each(queries, 3)
+    for number, (rows, scores) in enumerate(results):
+        at = 7 * number
+        segment = manifest.spec.used_segments[1 + at // 2]
+        assert rows[0] == segment.first_row + at % 2
+        assert scores[0] == pytest.approx(1, abs=1e-5)
+    if factory != "Flat":
+        centroids = open_part(root, manifest.spec, first.ann["files"][1])
+        assert not centroids.ntotal
+        # odd rows are the sample
+        mean = centroids.quantizer.search(vectors[1::2], 1)[0].mean()
+        weighted = [
+            file["vectors"] * file["similarity"] for file in manifest.ann["files"][2:]
+        ]
+        assert sum(weighted) / 40 == pytest.approx(mean, abs=2e-4)
+
+
+def test_an_append_reads_no_vectors_of_the_build(root):
+    add_ann(root, CODES)
+    (root / "ann" / "index.faiss").unlink()
+    appended(root, clustered(3, 77, 0))
 
 
 def test_too_few_vectors_for_the_lists_give_a_flat_index(tmp_path):
@@ -283,7 +323,7 @@ def test_the_commands_build_and_describe(root, run):
     assert described["ann"]["recall"] == built["recall"]
     assert described["ann_rebuild"] == []
     assert (
-        "ivf-pq IVF10,PQ8x4fs, 598 vectors in 1 file, recall@100"
+        "ivf-pq IVF10,PQ8x4fs, 598 vectors in 2 files, recall@100"
         f" {built['recall']['value']:.3f}" in run("info", root)[1]
     )
     code, _, err = run("ann", "build", root, "--ann", "HNSW32")

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from edje_index.bundles.bundle import ModelBundle
+from edje_index.bundles.random_bundle import TINY, create_untrained_bundle
 from edje_index.errors import ModelError
 from edje_index.indexing.image_encoder import ImageEncoder, image_tokens
+from edje_index.models.clip_model import eval_transform
 from tests.edje_index.towers import random_pixels
 
 
@@ -65,3 +69,61 @@ def test_the_patches_of_all_frames_of_a_clip_are_those_of_one_image(
         np.testing.assert_allclose(
             embedding, total / np.linalg.norm(total), rtol=1e-5, atol=1e-6
         )
+
+
+def test_a_full_batch_hides_the_neighbours_of_an_image(tiny_bundle: Path) -> None:
+    encoder = ImageEncoder.open(tiny_bundle, device="cpu")
+    encoder.fills_batches = True
+    rng = np.random.default_rng(0)
+    images = [
+        encoder.preprocess(
+            Image.fromarray(rng.integers(0, 256, (40, 40, 3), dtype=np.uint8))
+        )
+        for _ in range(7)
+    ]
+    whole = encoder.batch(images, 7)
+    tokens, embeddings = encoder.encode(whole)
+    for count in (1, 2, 6):
+        part = encoder.batch(images[:count], 7)
+        assert part.shape == whole.shape
+        assert torch.equal(part[count:], whole[count - 1].expand(7 - count, -1, -1, -1))
+        few_tokens, few_embeddings = encoder.encode(part)
+        assert np.array_equal(
+            few_tokens[:count].view(np.int16), tokens[:count].view(np.int16)
+        )
+        assert np.array_equal(few_embeddings[:count], embeddings[:count])
+    encoder.fills_batches = False
+    assert len(encoder.batch(images[:2], 7)) == 2
+
+
+def test_pixels_are_normalised_as_open_clip_does(tiny_bundle: Path) -> None:
+    encoder = ImageEncoder.open(tiny_bundle, device="cpu")
+    config = ModelBundle.load(tiny_bundle).clip_config
+    image = Image.effect_noise((50, 41), 90).convert("RGB")
+    expected = eval_transform(config)(image)
+    pixels = encoder.normalize(encoder.preprocess(image))
+    assert torch.equal(pixels, expected)
+    assert encoder.normalize(expected) is expected
+
+
+@pytest.mark.parametrize(
+    "kind", ["compressed", "local", "strided", "clustered", "pruned"]
+)
+@torch.inference_mode()
+def test_a_tower_and_an_adapter_in_bfloat16_give_similar_tokens(
+    tmp_path: Path, kind: str
+) -> None:
+    """As on a GPU."""
+    create_untrained_bundle(tmp_path / "model", sizes=replace(TINY, adapter_kind=kind))
+    model = ModelBundle.load(tmp_path / "model")
+    pixels = random_pixels(model.clip_config, count=3)
+    expected, pooled = image_tokens(model.vision, model.adapter, pixels)
+    low = torch.bfloat16
+    tokens, embeddings = image_tokens(
+        model.vision.to(low), model.adapter.to(low), pixels.to(low)
+    )
+    assert tokens.dtype == low
+    similar = torch.nn.functional.cosine_similarity(tokens.float(), expected, dim=2)
+    # rounding may move a patch to another cluster
+    assert similar.median() > 0.999
+    np.testing.assert_allclose(embeddings, pooled, atol=0.02)

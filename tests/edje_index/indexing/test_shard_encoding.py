@@ -136,9 +136,10 @@ def test_every_input_is_a_row_and_decodable_ones_hold_the_model_output(case, enc
         assert np.isnan(embeddings[row]).all()
 
 
-def test_out_of_memory_halves_the_batch_of_the_whole_shard(case, encoder):
+def test_out_of_memory_halves_the_batch_of_the_whole_shard(case, encoder, monkeypatch):
     """The model raises above one image per pass; the bytes are those of this size."""
     task, _ = case
+    monkeypatch.setattr(encoder, "processor", "a GPU, batches of {}".format)
     encode_shard(replace(task, batch_size=1), encoder)
     expected = stored(task)
     sizes = []
@@ -154,10 +155,31 @@ def test_out_of_memory_halves_the_batch_of_the_whole_shard(case, encoder):
     finally:
         hook.remove()
     assert sizes == [2, 1, 1, 1, 1, 1], "3 inputs, the third of which is truncated"
-    assert receipt.batch_size == 1
+    assert receipt.encoded_on == "a GPU, batches of 1"
     assert read_receipt(_layout(task), 0, "plan") == receipt
     for bits, other in zip(stored(task), expected, strict=True):
         assert np.array_equal(bits, other, equal_nan=bits.dtype == np.float32)
+
+
+def test_full_batches_hold_the_same_rows(case, encoder, monkeypatch):
+    """Batches of a GPU are full, also behind failed inputs and at the end."""
+    task, _ = case
+    encode_shard(replace(task, batch_size=7), encoder)
+    expected = stored(task)
+    monkeypatch.setattr(encoder, "fills_batches", True)
+    sizes = []
+    hook = encoder.adapter.register_forward_pre_hook(
+        lambda _, inputs: sizes.append(len(inputs[0]))
+    )
+    try:
+        receipt = encode_shard(replace(task, batch_size=7), encoder)
+    finally:
+        hook.remove()
+    assert sizes == [7, 7]
+    assert (receipt.indexed, receipt.duplicates) == (5, 1)
+    bits, embeddings = stored(task)
+    np.testing.assert_allclose(_floats(bits), _floats(expected[0]), atol=0.02)
+    np.testing.assert_allclose(embeddings, expected[1], atol=1e-5)
 
 
 def test_out_of_memory_for_one_image_ends_the_build(case, encoder):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from edje_index.errors import ModelError
-from edje_index.models.weights import assign_weights, read_weights
+from edje_index.models.weights import assign_weights, read_weights, save_weights
 
 
 class Tied(torch.nn.Module):
@@ -36,3 +36,29 @@ def test_says_what_does_not_fit(tmp_path: Path) -> None:
         for prefix in ("", "first."):
             with pytest.raises(ModelError, match="cannot read the weights"):
                 read_weights(path, prefix)
+
+
+def test_only_tensors_that_fit_are_taken_without_a_copy(tmp_path: Path) -> None:
+    module = torch.nn.Linear(2, 3)
+    save_weights(module, tmp_path / "weights.safetensors")
+    state = read_weights(tmp_path / "weights.safetensors")
+    state["bias"] = state["bias"].half()
+    loaded = torch.nn.Linear(2, 3)
+    assign_weights(loaded, state, "the file")
+    assert loaded.weight.data_ptr() == state["weight"].data_ptr()
+    assert loaded.bias.dtype == torch.float32
+    assert loaded.weight.requires_grad
+    # a change of the mapped weights does not reach the file
+    with torch.no_grad():
+        loaded.weight.zero_()
+    again = read_weights(tmp_path / "weights.safetensors")
+    assert torch.equal(again["weight"], module.weight)
+
+
+def test_shared_tensors_stay_shared() -> None:
+    state = Tied().state_dict()
+    del state["second.weight"]
+    loaded = Tied()
+    assign_weights(loaded, state, "the file")
+    assert loaded.second.weight is loaded.first.weight
+    assert torch.equal(loaded.second.weight, state["first.weight"])

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from edje_index import near_duplicates
+from edje_index import delete_rows, near_duplicates
 from edje_index.search import duplicates
 from pipelines import build_index
 from storage_formats import UsageError
@@ -43,6 +44,13 @@ def test_copies_in_other_files_form_one_group(root, run):
     assert [[image["row_id"] for image in group] for group in listed] == groups
     _, out, _ = run("info", root, "--duplicates", "0.999")
     assert "near duplicates, group 1:\n        0  " in out
+
+
+def test_an_index_without_duplicates_says_so(root, run, tmp_path):
+    copy = shutil.copytree(root, tmp_path / "copy.edje")
+    delete_rows(copy, rows=[2, 4])
+    _, out, _ = run("info", copy, "--duplicates", "1")
+    assert out.endswith("\nno two images have a similarity of 1 or more\n")
 
 
 @pytest.mark.parametrize("similarity", [0, 1.01, float("nan")])

@@ -113,6 +113,7 @@ class Case:
             self.config(**settings),
             rank,
             world,
+            self.config(**settings).run.chunk_pairs,
         )
 
 

@@ -34,14 +34,15 @@ def test_text_rows_are_cls_caption_sep_and_masks_leave_special_tokens_out(
     texts = [rng.integers(50, 400, rng.integers(1, 20)).tolist() for _ in range(2000)]
     for text in texts[:100]:
         text[0] = unknown
-    masked, is_masked = mask_captions(texts, 0.5, tokenizer, rng)
+    masked = mask_captions(texts, 0.5, tokenizer, rng)
     rows = text_rows(masked, tokenizer)
     plain = text_rows(texts, tokenizer)
     for ids, mask, caption in zip(
         plain.input_ids, plain.attention_mask, texts, strict=True
     ):
         assert ids[mask.bool()].tolist() == [cls, *caption, sep]
-    positions, targets = masked_targets(texts, is_masked, rows.input_ids.shape[1])
+    starts = np.arange(len(texts)) * rows.input_ids.shape[1]
+    positions, targets = masked_targets(texts, masked, starts)
     assert (
         rows.input_ids.flatten()[positions] == tokenizer.special_id("mask_token")
     ).all()
@@ -53,77 +54,127 @@ def test_text_rows_are_cls_caption_sep_and_masks_leave_special_tokens_out(
     assert len(positions) / (sum(map(len, texts)) - 100) == pytest.approx(0.5, abs=0.02)
 
 
-def rows_of(batch, source, patches):
-    """(row in the index, caption tokens) of every row of a batch, told by its tensors
-    alone.
+def rows_of(batch, source, patches, *, teacher=False):
+    """(row in the index, caption tokens) of every row of every chunk of a batch, told
+    by its tensors alone. A row without image tokens has the row -1.
 
     `patches` are those of the images of all workers.
     """
     store = TokenStore.open(source.features.index.root)
     blocks = {store.fetch([row]).tobytes(): row for row in range(len(store))}
     patches = patches.view(torch.int16).numpy()
-    images = [blocks[patches[at].tobytes()] for at in batch.image]
     sep = source.tokenizer.special_id("sep_token")
-    texts = []
-    for ids in batch.inputs.input_ids.tolist():
-        texts.append(tuple(ids[1 : ids.index(sep)]))
-    return images, texts
+    for chunk in batch.chunks:
+        rows = chunk.teacher if teacher else chunk.rows
+        images = []
+        texts = []
+        for bucket, shown in rows.buckets:
+            used = bucket.attention_mask.sum(dim=1)
+            assert used.max() == bucket.input_ids.shape[1], "it is padded for nothing"
+            images += [blocks[patches[at].tobytes()] for at in shown] or [-1] * len(
+                bucket.input_ids
+            )
+            for ids in bucket.input_ids.tolist():
+                texts.append(tuple(ids[1 : ids.index(sep)]))
+        flat = torch.cat([bucket.input_ids.flatten() for bucket, _ in rows.buckets])
+        assert (flat[rows.starts] == source.tokenizer.special_id("cls_token")).all()
+        order = rows.starts.argsort().argsort()
+        yield chunk, [images[at] for at in order], [texts[at] for at in order]
 
 
-def test_a_batch_holds_positives_negatives_and_masked_rows_in_their_order(case):
-    source = case.source()
+@pytest.mark.parametrize("chunk_pairs", [64, 3])
+def test_a_batch_holds_positives_negatives_and_masked_rows_in_their_order(
+    case, chunk_pairs
+):
+    source = replace(case.source(run__chunk_pairs=chunk_pairs), teacher_tokens=7)
     batch = source.joint(5)
-    b = 8
     k = 2
-    images, texts = rows_of(batch, source, batch.patches)
-    assert len(images) == len(texts) == b * (1 + 2 * k) + b
     data = source.data
-    own_images, own_captions = Sampler(data, b, 0).pairs(5)
-    assert images[:b] == data.rows[own_images].tolist()
-    assert texts[:b] == [tuple(data.caption(at)) for at in own_captions]
+    own_images, own_captions = Sampler(data, 8, 0).pairs(5)
     caption_of = {
-        tuple(data.caption(at)): image
-        for at, image in zip(own_captions, own_images, strict=True)
+        tuple(data.caption(caption)): data.rows[image]
+        for caption, image in zip(own_captions, own_images, strict=True)
     }
-    for anchor in range(b):
-        for negative in range(b + k * anchor, b + k * anchor + k):
-            assert texts[negative] == texts[anchor]
-            assert images[negative] != images[anchor]
-            assert images[negative] in images[:b]
-        for negative in range(b * (1 + k) + k * anchor, b * (1 + k) + k * anchor + k):
-            assert images[negative] == images[anchor]
-            assert texts[negative] != texts[anchor]
-            assert texts[negative] in caption_of
-    assert images[-b:] == images[:b]
-    positions, targets = batch.masked
-    width = batch.inputs.input_ids.shape[1]
-    flat = batch.inputs.input_ids[-b:].flatten()
-    assert (flat[positions] == source.tokenizer.special_id("mask_token")).all()
-    restored = flat.clone()
-    restored[positions] = targets
-    assert torch.equal(restored.view(b, width), batch.inputs.input_ids[:b])
+    anchors = []
+    lengths = []
+    taught = rows_of(batch, source, batch.patches, teacher=True)
+    for chunk, images, texts in rows_of(batch, source, batch.patches):
+        b = chunk.pairs
+        scored = b * (1 + 2 * k)
+        assert len(images) == len(texts) == scored + 2 * b
+        anchors += zip(images[:b], texts[:b], strict=True)
+        lengths += map(len, texts[:b])
+        assert (chunk, images[:scored], texts[:scored]) == next(taught)
+        for anchor in range(b):
+            for negative in range(b + k * anchor, b + k * anchor + k):
+                assert texts[negative] == texts[anchor]
+                assert images[negative] != images[anchor]
+                assert images[negative] in data.rows[own_images]
+            for negative in range(
+                b * (1 + k) + k * anchor, b * (1 + k) + k * anchor + k
+            ):
+                assert images[negative] == images[anchor]
+                assert texts[negative] != texts[anchor]
+                assert texts[negative] in caption_of
+        assert images[scored:] == [*images[:b], *[-1] * b]
+        assert texts[-b:] == texts[:b]
+        flat = torch.cat(
+            [bucket.input_ids.flatten() for bucket, _ in chunk.rows.buckets]
+        )
+        positions, targets = chunk.masked
+        assert (flat[positions] == source.tokenizer.special_id("mask_token")).all()
+        flat[positions] = targets
+        for start, text in zip(
+            chunk.rows.starts[scored : scored + b].tolist(), texts[:b], strict=True
+        ):
+            assert tuple(flat[start + 1 : start + 1 + len(text)].tolist()) == text
+        embeddings = [data.text_embeddings[own_captions[at]] for at in range(8)]
+        for embedding, text in zip(chunk.embeddings, texts, strict=False):
+            captions = [tuple(data.caption(at)) for at in own_captions]
+            assert any(
+                np.array_equal(embedding, other)
+                for other, caption in zip(embeddings, captions, strict=True)
+                if caption == text
+            )
+    assert sorted(anchors) == sorted(
+        (data.rows[image], tuple(data.caption(caption)))
+        for caption, image in zip(own_captions, own_images, strict=True)
+    )
+    assert lengths == sorted(lengths)
+
+
+def test_chunks_differ_in_nothing_but_their_size(case):
+    """The masked tokens are drawn before the pairs are divided."""
+    drawn = []
+    for chunk_pairs in (64, 3):
+        source = case.source(run__chunk_pairs=chunk_pairs)
+        batch = source.joint(1)
+        rows = [
+            (images[at], texts[at])
+            for _, images, texts in rows_of(batch, source, batch.patches)
+            for at in range(len(images))
+        ]
+        drawn.append(sorted(rows))
+    assert drawn[0] == drawn[1]
 
 
 def test_ranks_share_a_batch_and_mine_over_all_of_it(case):
     whole = case.source()
+    batch = whole.joint(3)
+    pairs = 8 * 5
+    [(_, images, texts)] = rows_of(batch, whole, batch.patches)
+    expected = sorted(zip(images[:pairs], texts[:pairs], strict=True))
     parts = [case.source(rank, 2) for rank in range(2)]
-    images, texts = rows_of(whole.joint(3), whole, whole.joint(3).patches)
-    patches = torch.cat([part.joint(3).patches for part in parts])
-    b = 8
-    k = 2
-    for rank, part in enumerate(parts):
-        batch = part.joint(3)
-        found_images, found_texts = rows_of(batch, part, patches)
-        local = range(rank * 4, rank * 4 + 4)
-        expected = [
-            *local,
-            *(b + k * at + j for at in local for j in range(k)),
-            *(b * (1 + k) + k * at + j for at in local for j in range(k)),
-        ]
-        pairs = 4 * (1 + 2 * k)
-        assert found_images[:pairs] == [images[at] for at in expected]
-        assert found_texts[:pairs] == [texts[at] for at in expected]
-    beyond = set(found_images) - set(images[4:8])
+    batches = [part.joint(3) for part in parts]
+    patches = torch.cat([batch.patches for batch in batches])
+    rows = []
+    beyond = set()
+    for part, batch in zip(parts, batches, strict=True):
+        [(chunk, images, texts)] = rows_of(batch, part, patches)
+        assert chunk.pairs == 4
+        rows += zip(images[: pairs // 2], texts[: pairs // 2], strict=True)
+        beyond |= set(images[4:12]) - set(images[:4])
+    assert sorted(rows) == expected
     assert beyond, "no negative came from the other rank"
 
 
@@ -147,7 +198,7 @@ def test_a_batch_shows_photos_and_views_at_random(case):
         ):
             batch = make(number)
             assert torch.equal(batch.patches, again(number).patches)
-            if hasattr(batch, "image"):
+            if hasattr(batch, "chunks"):
                 images = Sampler(source.data, 8, 0).pairs(number)[0]
             else:
                 images = Sampler(source.data, IMAGES, 0).sets(number, 1)[0]

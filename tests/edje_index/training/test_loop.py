@@ -96,6 +96,9 @@ def test_it_learns_and_leaves_the_tower(case, tmp_path):
     log = read_log(tmp_path)
     assert log[-1]["recovery"] < 0.7 * log[0]["recovery"]
     assert log[-1]["mlm"] < 0.8 * log[0]["mlm"]
+    # the workers had a GPU, and this process has none
+    run = task.config.run.model_copy(update={"device": "cuda"})
+    task = replace(task, config=task.config.model_copy(update={"run": run}))
     bundle, steps, _ = finish_model(task, None, lambda *report: None)
     assert steps == 30
     assert bundle.trained
@@ -150,6 +153,32 @@ def test_gradients_that_are_no_numbers_are_skipped_and_then_end_it(
     )
 
 
+def test_a_run_that_is_out_of_memory_goes_on_with_smaller_chunks(
+    case, tmp_path, monkeypatch
+):
+    """A device with room for three pairs at a time. The steps are those of one with
+    room for all.
+    """
+    whole = case.task(tmp_path / "whole", architecture__dropout=0.0)
+    run_worker(whole, WorkerGroup(), never)
+    losses = JointObjective.losses
+
+    def small(self, chunk, *tokens):
+        if chunk.pairs > 3:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return losses(self, chunk, *tokens)
+
+    monkeypatch.setattr(JointObjective, "losses", small)
+    run_dir = tmp_path / "small"
+    with pytest.raises(ModelError, match=r"step 1 of the joint .* run\.chunk_pairs"):
+        run_worker(case.task(run_dir, architecture__dropout=0.0), WorkerGroup(), never)
+    task = case.task(run_dir, architecture__dropout=0.0, run__chunk_pairs=3)
+    run_worker(task, WorkerGroup(), never)
+    for one, other in zip(read_log(tmp_path / "whole"), read_log(run_dir), strict=True):
+        for name in ("loss", "itm", "mlm", "recovery", "accuracy", "gradient"):
+            assert other[name] == pytest.approx(one[name], abs=1e-4)
+
+
 def test_all_parameters_have_weight_decay(case):
     config = case.config(optimizer__adapter_lr_factor=3.0)
     start = ModelBundle.load(case.bundle)
@@ -180,7 +209,7 @@ def test_a_step_is_that_of_stock_adamw(case, tmp_path, clip_norm):
     }
     task = case.task(tmp_path, **settings, architecture__dropout=0.0)
     run_worker(task, WorkerGroup(), never)
-    start, source, _ = open_start(task, WorkerGroup())
+    start, source = open_start(task, WorkerGroup(), torch.device("cpu"))
     make_trainable(start, task.config.architecture, torch.device("cpu"))
     module = JointObjective(
         start.adapter, start.joint, task.config.objective, task.config.augmentation
@@ -188,7 +217,7 @@ def test_a_step_is_that_of_stock_adamw(case, tmp_path, clip_norm):
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3, weight_decay=0.05)
     for number in range(2):
         optimizer.zero_grad()
-        module(source.joint(number))["loss"].backward()
+        module.backward(source.joint(number))
         total = (
             sum(
                 float(p.grad.double().square().sum())
@@ -285,7 +314,7 @@ def test_fine_tuning_goes_on_with_adam_and_the_epochs_as_published(case, tmp_pat
     run_worker(
         replace(task, continued=(tmp_path / "first", "run", 6)), WorkerGroup(), never
     )
-    start, source, _ = open_start(task, WorkerGroup())
+    start, source = open_start(task, WorkerGroup(), torch.device("cpu"))
     make_trainable(start, task.config.architecture, torch.device("cpu"))
     whole = first.config.objective, task.config.augmentation
     module = JointObjective(start.adapter, start.joint, *whole).train()
@@ -296,7 +325,7 @@ def test_fine_tuning_goes_on_with_adam_and_the_epochs_as_published(case, tmp_pat
     optimizer.load_state_dict(
         {"state": saved.optimizer["state"], "param_groups": groups}
     )
-    module(source.joint(0))["itm"].backward()
+    module.backward(source.joint(0))
     optimizer.step()
     state = Checkpoints(tmp_path / "second", "run").latest()
     assert state.epochs == pytest.approx(1 + 1 / 6, abs=1e-5)

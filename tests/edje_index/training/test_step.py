@@ -143,80 +143,125 @@ def bundle(tiny_bundle):
     return loaded
 
 
-def rows(inputs, at):
-    part = slice(at, at + 1)
-    return JointInputs(
-        inputs.input_ids[part], inputs.token_type_ids[part], inputs.attention_mask[part]
-    )
+def hidden_rows(joint, rows, tokens):
+    """The last hidden states of each row, from a pass without padding for every row."""
+    starts = np.cumsum([0, *(bucket.input_ids.numel() for bucket, _ in rows.buckets)])
+    for start in rows.starts.tolist():
+        number = int(np.searchsorted(starts, start, side="right")) - 1
+        bucket, images = rows.buckets[number]
+        row = (start - starts[number]) // bucket.input_ids.shape[1]
+        length = int(bucket.attention_mask[row].sum())
+        inputs = JointInputs(
+            *(
+                field[row : row + 1, :length]
+                for field in (
+                    bucket.input_ids,
+                    bucket.token_type_ids,
+                    bucket.attention_mask,
+                )
+            )
+        )
+        yield start, joint.hidden_states(inputs, tokens[images[row : row + 1]])[0]
 
 
-@pytest.mark.parametrize("has_tokens", [True, False])
-def test_losses_are_those_of_the_pairs_scored_one_by_one(
-    case, bundle, tiny_bundle, has_tokens
+@pytest.mark.parametrize(
+    ("chunk_pairs", "has_tokens"), [(64, True), (64, False), (3, False), (1, True)]
+)
+def test_losses_and_gradients_are_those_of_the_pairs_scored_one_by_one(
+    case, bundle, tiny_bundle, chunk_pairs, has_tokens
 ):
-    """The scoring and the tokenizer of the joint encoders are the reference. The
-    teacher has its own tokens.
+    """In float64, with chunks of 8, 3 + 3 + 2 and 1 pairs. The teacher has its own
+    tokens.
     """
-    source = case.source()
-    joint = bundle.joint
+    source = case.source(run__chunk_pairs=chunk_pairs)
+    joint = bundle.joint.double()
+    adapter = bundle.adapter.double()
     batch = replace(source, teacher_tokens=16).joint(0)
-    assert (batch.teacher[0].input_ids == source.tokenizer.image_token_id).sum(
-        dim=1
-    ).tolist() == [16] * 40
+    assert [chunk.pairs for chunk in batch.chunks] == {
+        64: [8],
+        3: [3, 3, 2],
+        1: [1] * 8,
+    }[chunk_pairs]
+    patches = batch.patches.double()
     teacher_joint = ModelBundle.load(tiny_bundle).joint
     local = build_adapter(AdapterConfig("local", 16, 32, 16, 24))
     teacher_tokens = local(batch.patches.float()).detach()
+    batch = replace(batch, patches=patches)
     if has_tokens:
-        batch = replace(batch, teacher=(batch.teacher[0], teacher_tokens))
+        batch = replace(batch, teacher_tokens=teacher_tokens)
     teacher = Teacher(teacher_joint, None if has_tokens else local, torch.device("cpu"))
+    config = case.config(objective__mlm_weight=0.5).objective
     objective = JointObjective(
-        bundle.adapter, joint, case.config().objective, AugmentationConfig(), teacher
+        bundle.adapter, joint, config, AugmentationConfig(), teacher
     ).eval()
-    losses = objective(batch)
-    with torch.no_grad():
-        tokens = bundle.adapter(batch.patches.float())
-        images = [slice(at, at + 1) for at in batch.image]
-        logits = torch.cat(
-            [joint(rows(batch.inputs, at), tokens[images[at]]) for at in range(40)]
+    tokens = adapter(patches)
+    itm = []
+    distilled = [[], [], []]
+    mlm = []
+    recovered = []
+    for chunk in batch.chunks:
+        b = chunk.pairs
+        k = chunk.negatives
+        rows = list(hidden_rows(joint, chunk.rows, tokens))
+        assert len(rows) == b * (1 + 2 * k) + 2 * b
+        logits = torch.stack(
+            [joint.classification_head(states[None])[0, 0] for _, states in rows]
+        )[: b * (1 + 2 * k)].split([b, b * k, b * k])
+        itm.append((logits[0], logits[1].view(b, k), logits[2].view(b, k)))
+        taught = torch.stack(
+            [
+                teacher_joint.classification_head(states[None])[0, 0]
+                for _, states in hidden_rows(
+                    teacher_joint, chunk.teacher, teacher_tokens
+                )
+            ]
+        ).split([b, b * k, b * k])
+        for group, ours, theirs in zip(distilled, logits, taught, strict=True):
+            group.append((ours, theirs.double()))
+        for position, target in zip(*chunk.masked, strict=True):
+            start, states = max(
+                (row for row in rows if row[0] <= position), key=lambda row: row[0]
+            )
+            mlm.append((states[position - start], target))
+        for (_, states), embedding in zip(rows[-b:], chunk.embeddings, strict=True):
+            recovered.append((joint.text_projection(states[0]), embedding))
+    expected = {
+        "itm": itm_loss(*(torch.cat(part) for part in zip(*itm, strict=True))),
+        "mlm": mlm_loss(
+            joint.language_model.cls(torch.stack([states for states, _ in mlm])),
+            torch.stack([target for _, target in mlm]),
+        ),
+        "recovery": recovery_loss(
+            *(torch.stack(part) for part in zip(*recovered, strict=True))
+        ),
+        "distillation": distillation_loss(
+            *(
+                [torch.cat([pair[side] for pair in group]) for group in distilled]
+                for side in range(2)
+            )
+        ),
+    }
+    weights = {"mlm": 0.5}
+    total = sum(weights.get(name, 1.0) * loss for name, loss in expected.items())
+    total.backward()
+    gradients = {
+        name: parameter.grad for name, parameter in objective.named_parameters()
+    }
+    objective.zero_grad()
+    losses = objective.backward(batch)
+    for name, value in {**expected, "loss": total}.items():
+        torch.testing.assert_close(
+            losses[name].double(), value, atol=1e-6, rtol=0, msg=name
         )
-        taught = [
-            teacher_joint(rows(batch.teacher[0], at), teacher_tokens[images[at]])
-            for at in range(40)
-        ]
-        hidden = [
-            joint.hidden_states(rows(batch.inputs, at), tokens[images[at]])
-            for at in range(40, 48)
-        ]
-        texts = joint.hidden_states(batch.text_inputs[0], torch.empty(0, 0, 16))[:, 0]
-        covered = joint.language_model.cls(
-            torch.cat(hidden).flatten(0, 1)[batch.masked[0]]
+    for name, parameter in objective.named_parameters():
+        torch.testing.assert_close(
+            parameter.grad, gradients[name], atol=1e-6, rtol=0, msg=name
         )
-        sizes = [8, 16, 16]
-        expected = {
-            "itm": itm_loss(
-                logits[:8], logits[8:24].view(8, 2), logits[24:].view(8, 2)
-            ),
-            "mlm": mlm_loss(covered, batch.masked[1]),
-            "recovery": recovery_loss(
-                joint.text_projection(texts), batch.text_inputs[1]
-            ),
-            "distillation": distillation_loss(
-                logits.split(sizes), torch.cat(taught).split(sizes)
-            ),
-        }
-    for name, value in {**expected, "loss": sum(expected.values())}.items():
-        torch.testing.assert_close(losses[name], value, atol=1e-5, rtol=0)
-    losses["loss"].backward()
     assert all(
         parameter.grad is None
         for parameter in (*local.parameters(), *teacher_joint.parameters())
     )
-    assert not any("teacher" in name for name, _ in objective.named_parameters())
-    assert [
-        name
-        for name, parameter in objective.named_parameters()
-        if parameter.grad is None
-    ] == []
+    assert not any("teacher" in name for name in gradients)
 
 
 def test_losses_of_weight_zero_leave_their_heads_alone(case, bundle):
@@ -227,19 +272,30 @@ def test_losses_of_weight_zero_leave_their_heads_alone(case, bundle):
         case.config(**settings).objective,
         AugmentationConfig(),
     )
-    objective.train()(case.source(**settings).joint(0))["loss"].backward()
+    objective.train().backward(case.source(**settings).joint(0))
     head = "joint.language_model.cls.predictions."
     frozen = ("joint.text_projection", f"{head}transform", f"{head}bias")
     for name, parameter in objective.named_parameters():
         assert (parameter.grad is None) == name.startswith(frozen), name
 
 
+def test_a_frozen_adapter_gets_no_gradient(case, bundle):
+    bundle.adapter.requires_grad_(False)
+    objective = JointObjective(
+        bundle.adapter, bundle.joint, case.config().objective, AugmentationConfig()
+    )
+    objective.backward(case.source(run__chunk_pairs=3).joint(0))
+    assert all(
+        (parameter.grad is None) == name.startswith("adapter.")
+        for name, parameter in objective.named_parameters()
+    )
+
+
 def test_a_step_sees_as_much_of_an_image_as_is_asked_for(case, bundle):
     seen = AugmentationConfig(patch_dropout=0.25, step_tokens=3)
     batch = replace(case.source(), image_tokens=3).joint(0)
-    assert (
-        batch.inputs.input_ids[0] == bundle.joint.tokenizer.image_token_id
-    ).sum() == 3
+    bucket, _ = batch.chunks[0].rows.buckets[0]
+    assert (bucket.input_ids[0] == bundle.joint.tokenizer.image_token_id).sum() == 3
     patches = []
     bundle.adapter.register_forward_pre_hook(
         lambda _, inputs: patches.append(inputs[0])
@@ -247,7 +303,25 @@ def test_a_step_sees_as_much_of_an_image_as_is_asked_for(case, bundle):
     objective = JointObjective(
         bundle.adapter, bundle.joint, case.config().objective, seen
     ).train()
-    losses = [objective(batch)["loss"].item() for _ in range(2)]
+    losses = [objective.backward(batch)["loss"].item() for _ in range(2)]
     assert patches[0].shape == (batch.patches.shape[0], 12, 32)
     assert not torch.equal(*patches)
     assert np.isfinite(losses).all()
+
+
+def test_bfloat16_reads_stored_patches_as_they_are(case, bundle):
+    """A copy of the patches in float32 would take twice their memory."""
+    batch = case.source().joint(0)
+    types = []
+    bundle.adapter.register_forward_pre_hook(
+        lambda _, inputs: types.append(inputs[0].dtype)
+    )
+    objective = JointObjective(
+        bundle.adapter, bundle.joint, case.config().objective, AugmentationConfig()
+    )
+    losses = [
+        objective.backward(batch, dtype)["loss"].item()
+        for dtype in (torch.float32, torch.bfloat16)
+    ]
+    assert types == [torch.float32, torch.bfloat16]
+    assert losses[1] == pytest.approx(losses[0], rel=0.02)

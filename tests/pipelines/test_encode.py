@@ -1,0 +1,116 @@
+"""Shards that two threads encode at once with one encoder, as on a GPU."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from pathlib import Path
+
+import pytest
+
+from edje_index.images.frames import DecodeSettings
+from edje_index.indexing.image_encoder import ImageEncoder
+from edje_index.indexing.shard_encoding import ShardTask
+from edje_index.inputs.input_lists import write_input_lists
+from edje_index.inputs.refs import InputRef
+from pipelines import append_index
+from pipelines.cli.info import _lines, describe_index
+from pipelines.engines.base import run_on_threads
+from pipelines.jobs.encode import open_worker
+from pipelines.progress.events import StatusMessage
+from storage_formats.change import begin_index
+from storage_formats.format.layout import IndexSpec, Layout
+from storage_formats.format.manifest import CommittedIndex
+from tests.pipelines.conftest import run_build, stop_after_one_shard, write_photo
+
+
+def stored_files(root: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(root)): path.read_bytes()
+        for folder in ("tokens", "embeddings", "checksums")
+        for path in sorted((root / folder).rglob("*"))
+        if path.is_file()
+    }
+
+
+def test_shards_encoded_at_once_have_the_same_bytes(config, tmp_path):
+    alone = config(out=tmp_path / "alone")
+    run_build(alone)
+    at_once = config(engine="threads", workers=2)
+    stop_after_one_shard(run_build, at_once)
+    run_build(at_once)
+    assert stored_files(at_once.out) == stored_files(alone.out)
+    assert len(stored_files(alone.out)) > 3
+
+
+def test_an_index_names_the_processors_of_its_tokens(config, photos, monkeypatch):
+    warnings = []
+
+    def note(event):
+        if isinstance(event, StatusMessage) and "last bits" in event.text:
+            warnings.append(event.text)
+
+    request = config()
+    monkeypatch.setattr(ImageEncoder, "processor", lambda _, size: f"GPU {size}")
+    stop_after_one_shard(run_build, request)
+    run_build(request, note)
+    assert CommittedIndex.open(request.out).manifest.settings["encoded_on"] == ["GPU 2"]
+    assert not warnings
+    monkeypatch.setattr(ImageEncoder, "processor", lambda *_: "another GPU")
+    for seed in (50, 51):
+        write_photo(photos / "more" / f"{seed}.jpg", seed)
+        append_index(
+            request.out, photos / "more" / f"{seed}.jpg", engine="inline", on_event=note
+        )
+    assert warnings == [
+        "the last bits of the tokens differ between GPU 2 and another GPU"
+    ], "once"
+    lines = [line for line in _lines(describe_index(request.out)) if "GPU" in line[1]]
+    assert lines == [("encoded on", "GPU 2"), ("encoded on", "another GPU")]
+
+
+@pytest.fixture
+def tasks(tmp_path):
+    """Four shards of six photos, which are encoded one by one."""
+    spec = IndexSpec(rows=24, shard_size=6, block_shape=(4, 16), embed_dim=24)
+    root = tmp_path / "index"
+    begin_index(root, spec)
+    refs = []
+    for name in range(24):
+        path = tmp_path / f"{name}.jpg"
+        write_photo(path, name)
+        refs.append(InputRef(str(path), bytes(path)))
+    Layout(root).input_lists.mkdir()
+    write_input_lists(Layout(root), refs, spec.shard_size)
+    return [
+        ShardTask(str(root), shard, spec, "plan", 1, DecodeSettings(), 1)
+        for shard in range(4)
+    ]
+
+
+@pytest.mark.parametrize("ended", [None, 1])
+def test_after_the_death_of_a_worker_a_shard_is_encoded_alone(
+    tasks, tiny_bundle, ended
+):
+    if ended is not None:
+        attempt = Layout(Path(tasks[0].root)).attempt(ended)
+        attempt.parent.mkdir()
+        attempt.write_text(
+            '{"machine": "", "careful": false, "position": null, "deaths": {}}'
+        )
+    shards = []
+    receipts = run_on_threads(
+        functools.partial(open_worker, str(tiny_bundle), "cpu", 1, "float32"),
+        tasks,
+        on_progress=lambda progress: shards.append(progress.shard),
+        on_event=print,
+        should_stop=lambda: False,
+        threads=2,
+    )
+    assert sorted(receipt.shard for receipt in receipts) == [0, 1, 2, 3]
+    runs = [shard for shard, _ in itertools.groupby(shards)]
+    assert len(shards) == 24
+    if ended is None:
+        assert len(runs) > 4, "shards were encoded at once"
+    else:
+        assert runs.count(ended) == 1
