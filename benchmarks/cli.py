@@ -24,6 +24,7 @@ from pipelines.cli.options import (
     score_option,
     stored_precisions_option,
 )
+from pipelines.cli.output import note
 from storage_formats.extras import name_missing_extra
 from storage_formats.format.layout import SHARD_SIZE, IndexSpec
 
@@ -45,10 +46,6 @@ _report_option = click.option(
 )
 
 
-def _say(line: str) -> None:
-    click.echo(line, err=True)
-
-
 def _finish(
     report: dict[str, Any],
     lines: Sequence[str],
@@ -64,7 +61,7 @@ def _finish(
 
         dated = f"{report['environment']['date']}-{name}"
         write_report(folder, "\n".join(lines) + "\n", report, dated)
-        _say(f"wrote {folder / dated}.md and .json")
+        note(f"wrote {folder / dated}.md and .json")
     # in the order of the measurements
     text = json.dumps(report, default=str) if as_json else "\n".join(lines)
     click.echo(text)
@@ -166,7 +163,7 @@ def fetch_command(
     # removes the temporary files
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        result = bench_fetch(index, _say, **options)
+        result = bench_fetch(index, note, **options)
     finally:
         signal.signal(signal.SIGTERM, before)
     picture = None
@@ -342,7 +339,7 @@ def serve_command(
         from benchmarks.serve import bench_serve, report_lines
     from edje_index.search.query import read_queries
 
-    result = bench_serve(index, read_queries(queries), _say, **options)
+    result = bench_serve(index, read_queries(queries), note, **options)
     _finish(result, list(report_lines(result)), as_json, report, "serve")
 
 
@@ -385,7 +382,7 @@ def end_to_end_command(
     """
     from benchmarks.end_to_end import bench_end_to_end, report_lines
 
-    result = bench_end_to_end(index, captions, say=_say, **options)
+    result = bench_end_to_end(index, captions, say=note, **options)
     _finish(result, list(report_lines(result)), as_json, report, "end-to-end")
 
 
@@ -453,7 +450,7 @@ def paper_command(
     names = tuple(EXPERIMENTS) if experiments == ("all",) else experiments
     if model is not None:
         names = names or OF_A_MODEL
-        options["model"] = find_model(model, lambda text: click.echo(text, err=True))
+        options["model"] = find_model(model, note)
     for name in names:
         if name not in EXPERIMENTS:
             raise click.UsageError(

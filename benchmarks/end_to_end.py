@@ -27,9 +27,10 @@ from torch.nn import functional
 from benchmarks.disk import evict, peak_memory
 from benchmarks.fetch.peers import PEERS, StoredRecords, Subject, installed_version
 from benchmarks.process import call_in_process
-from benchmarks.report import Say, machine, table
+from benchmarks.report import Say, machine
 from edje_index.captions.matching import NAME_COLUMNS, match_items
 from edje_index.captions.reading import read_captions
+from edje_index.evaluation.report import table
 from edje_index.indexing.faiss_index import AnnIndex
 from edje_index.models.joint_scorer import JointScorer
 from edje_index.scoring.parts import content_token_mask

@@ -1,11 +1,9 @@
-"""What the reports of all benchmarks share: median ratios, Markdown tables, and the
-machine.
-"""
+"""What the reports of all benchmarks share: median ratios, and the machine."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
 
 Say: TypeAlias = Callable[[str], None]
@@ -19,13 +17,6 @@ def median_ratio(numerators: Iterable[float], denominators: Iterable[float]) -> 
     return statistics.median(
         a / b for a, b in zip(numerators, denominators, strict=True)
     )
-
-
-def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Return the lines of a Markdown table."""
-    return [
-        f"| {' | '.join(cells)} |" for cells in (header, ["---"] * len(header), *rows)
-    ]
 
 
 def machine(environment: dict[str, Any]) -> str:

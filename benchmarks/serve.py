@@ -23,7 +23,8 @@ import httpx
 import numpy as np
 
 from benchmarks.disk import peak_memory
-from benchmarks.report import Say, machine, table
+from benchmarks.report import Say, machine
+from edje_index.evaluation.report import table
 from pipelines.environment import environment
 from storage_formats.codecs import finest
 from storage_formats.errors import EdjeError

@@ -18,8 +18,9 @@ class EdjeError(Exception):
             parameter is wrong. The command line adds the name of the matching option to
             the message.
         remedy: what to do, a word that a program can handle: "verify" means that
-            `verify_index` lists all damage. None if the message says what to do. The
-            command line adds the matching command to the message.
+            `verify_index` lists all damage, "ann" that `add_ann` builds what is
+            missing. None if the message says what to do. The command line adds the
+            matching command to the message.
 
     Examples:
         >>> from storage_formats import EdjeError, TokenStore

@@ -221,7 +221,7 @@ def bench_fetch(
         for task in tasks
     ]
     say(
-        f"{len(tasks)} runs take about {max(1, round(sum(costs) / 60))} minutes, and"
+        f"{len(tasks)} runs take about {max(1, round(sum(costs) / 60))} min, and"
         f" copies for other libraries up to {copy_bytes / 1e9:.1f} GB. If you interrupt"
         " the command, run it again to continue"
     )

@@ -17,7 +17,8 @@ from benchmarks.fetch.bench import (
     Workload,
 )
 from benchmarks.fetch.peers import READER
-from benchmarks.report import machine, table
+from benchmarks.report import machine
+from edje_index.evaluation.report import table
 
 Row = dict[str, Any]
 # below this ratio to the reader, a row is called faster

@@ -25,7 +25,9 @@ from benchmarks.paper.study import (
     Study,
     Variant,
 )
-from benchmarks.report import Say, table
+from benchmarks.report import Say
+from edje_index.evaluation.recall import Estimate
+from edje_index.evaluation.report import scatter_plot, table
 from storage_formats.atomic import write_bytes_atomic
 from storage_formats.threads import usable_cpus
 
@@ -74,7 +76,15 @@ def run_experiments(
     """Run experiments and write their tables to `out`. Return the tables by name.
     See `Study` for the arguments.
     """
-    study = Study(data, out, say, config, listing, model)
+    # commands are compared with those of earlier runs
+    study = Study(
+        data.absolute(),
+        out.absolute(),
+        say,
+        config and config.absolute(),
+        listing,
+        model and model.absolute(),
+    )
     reports = {name: measured(EXPERIMENTS[name], study) for name in names}
     if not listing:
         for name, report in reports.items():
@@ -82,9 +92,7 @@ def run_experiments(
                 out / f"{name}.md", "\n".join([*report_lines(report), ""]).encode()
             )
         if "prior-art" in reports:
-            figure = scatter_plot(
-                reports["prior-art"]["rows"], "64 pairs, ms", "Flickr T2I"
-            )
+            figure = prior_art_figure(reports["prior-art"]["rows"])
             write_bytes_atomic(out / FIGURE, figure.encode())
     return reports
 
@@ -176,40 +184,20 @@ def report_lines(report: dict[str, Any]) -> Iterator[str]:
     )
 
 
-def scatter_plot(rows: Sequence[dict[str, Any]], x: str, y: str) -> str:
-    """Return an SVG image with one point per row: column `y` over the logarithm of
-    column `x`.
-
-    Published values are circles, and measured values are discs.
+def prior_art_figure(rows: Sequence[dict[str, Any]]) -> str:
+    """Return an SVG image of the recall over the milliseconds of each row. Published
+    values are circles, and measured values are discs.
     """
-    points: list[tuple[float, float]] = []
-    names: list[tuple[str, str]] = []
+    x = "64 pairs, ms"
+    y = "Flickr T2I"
+    points = []
     for row in rows:
-        for kind, fill in (("paper", "none"), ("own", "black")):
-            if row[kind].get(x) and row[kind].get(y):
-                points.append((math.log10(row[kind][x]), row[kind][y]))
-                names.append(
-                    (f"{row['label']}: {row[kind][y]:g} at {row[kind][x]:.3g}", fill)
-                )
-    left, low = map(min, zip(*points, strict=True))
-    right, high = map(max, zip(*points, strict=True))
-    marks = []
-    for (at, value), (text, fill) in zip(points, names, strict=True):
-        across = 40 + 440 * (at - left) / (right - left or 1)
-        down = 360 - 300 * (value - low) / (high - low or 1)
-        marks += [
-            (
-                f'<circle cx="{across:.1f}" cy="{down:.1f}" r="4" fill="{fill}"'
-                ' stroke="black"/>'
-            ),
-            f'<text x="{across + 8:.1f}" y="{down + 4:.1f}">{text}</text>',
-        ]
-    title = f'<text x="8" y="20">{y}, in percent, over {x} (logarithmic)</text>'
-    style = 'font-family="sans-serif" font-size="11"'
-    return (
-        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 720 400"'
-        f" {style}>{title}{''.join(marks)}</svg>\n"
-    )
+        for kind, colour in (("paper", "none"), ("own", "black")):
+            time, recall = (row[kind].get(name) for name in (x, y))
+            if time and recall:
+                label = f"{row['label']}: {recall:g} at {time:.3g}"
+                points.append((time, Estimate(recall), label, colour))
+    return scatter_plot(f"{y}, in percent, over {x} (logarithmic)", points)
 
 
 def _cell(

@@ -20,7 +20,7 @@ import json
 import shlex
 import tomllib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +88,7 @@ LOCAL = Variant(adapter="local", distilled=False)
 """The uncompressed model, which is the teacher of the other models."""
 
 
+@dataclass
 class Study:
     """Makes each model, index and evaluation of the experiments once.
 
@@ -98,22 +99,18 @@ class Study:
     towers and of the compressed model with 64 tokens, and nothing is trained.
     """
 
-    def __init__(
-        self,
-        data: Path,
-        out: Path,
-        say: Say,
-        config: Path | None = None,
-        listing: bool = False,
-        model: Path | None = None,
-    ) -> None:
-        self.model = None if model is None else model.absolute()
-        self.folder = out.absolute() / "steps"
-        self._data = data.absolute()
-        self._say = say
-        self._config = None if config is None else config.absolute()
-        self._listing = listing
-        self._listed: set[str] = set()
+    data: Path
+    out: Path
+    say: Say
+    config: Path | None = None
+    listing: bool = False
+    model: Path | None = None
+    _listed: set[str] = field(default_factory=set)
+
+    @property
+    def folder(self) -> Path:
+        """Directory with the folder of each step."""
+        return self.out / "steps"
 
     def captions(self, part: str) -> tuple[list[Path], Path, str | None]:
         """Return the caption files, the base directory of their images, and the split
@@ -127,7 +124,7 @@ class Study:
             MissingDataError: the files are missing. The methods below raise it, too.
         """
         if part == "pretrain":
-            folder = self._data / "pretrain"
+            folder = self.data / "pretrain"
             kinds = (".jsonl", ".json", ".parquet", ".tar")
             files = (
                 sorted(path for path in folder.iterdir() if path.suffix in kinds)
@@ -140,11 +137,11 @@ class Study:
                     " pre-training images there"
                 )
             return files, folder, None
-        folder = self._data / "coco"
+        folder = self.data / "coco"
         file = "dataset_coco.json"
         images = "."
         if part == "flickr":
-            folder = self._data / "flickr30k"
+            folder = self.data / "flickr30k"
             file = "dataset_flickr30k.json"
             images = "flickr30k-images"
         if not (folder / file).is_file():
@@ -161,7 +158,7 @@ class Study:
         """Return the path of a bundle; `name` is a key of `TOWERS`."""
         if self.model is not None and name == MAIN_TOWER:
             return self.model
-        path = self._data / "towers" / name
+        path = self.data / "towers" / name
         if not path.is_dir():
             remedy = f"edje-index model get {TOWERS[name]} --out {path}"
             raise MissingDataError(
@@ -192,9 +189,9 @@ class Study:
         command = [argument.replace(OUT, str(folder)) for argument in template]
         line = shlex.join(["edje-index", *command])
         if line not in self._listed:
-            self._say(line)
+            self.say(line)
         self._listed.add(line)
-        if not self._listing:
+        if not self.listing:
             folder.mkdir(parents=True, exist_ok=True)
             try:
                 report = run_command(*command)
@@ -217,7 +214,7 @@ class Study:
         files, images, split = self.captions(phase)
         command: list[object] = ["train", *files, "--images", images]
         if phase == "pretrain":
-            language = self._data / "languages" / variant.language
+            language = self.data / "languages" / variant.language
             if not language.is_dir():
                 remedy = (
                     f"download {LANGUAGES[variant.language]} from the Hugging Face hub"
@@ -228,15 +225,15 @@ class Study:
             command += ["--preset", "paper-finetune", "--init", self.trained(variant)]
         command += ["--model", self.tower(variant.tower), "--out", f"{OUT}/model"]
         chosen: dict[str, Any] = {}
-        if self._config is not None:
-            command += ["--config", self._config]
+        if self.config is not None:
+            command += ["--config", self.config]
             try:
-                loop = tomllib.loads(self._config.read_text(encoding="utf-8")).get(
+                loop = tomllib.loads(self.config.read_text(encoding="utf-8")).get(
                     "loop"
                 )
             except (OSError, ValueError) as error:
                 raise UsageError(
-                    f"cannot read {self._config}: {error}; give a TOML file"
+                    f"cannot read {self.config}: {error}; give a TOML file"
                 ) from error
             chosen = loop if isinstance(loop, dict) else {}
         # The published run: 45 epochs of the first phase, and 8 workers with 32 pairs

@@ -144,7 +144,13 @@ class BundleInfo:
         """Sizes of the pooled similarity: ``words`` and ``dim``. None if the bundle
         has no pooled similarity.
         """
-        return _sizes(self.joint.get("pooled_similarity"), words=0, dim=0)
+        value = self.joint.get("pooled_similarity")
+        if value is None:
+            return None
+        sizes = {name: int(value[name]) for name in ("words", "dim")}
+        if min(sizes.values()) < 0:
+            raise ValueError(f"the sizes {sizes} must not be negative")
+        return sizes
 
     @property
     def logit_range(self) -> tuple[float, float] | None:
@@ -278,11 +284,8 @@ def read_bundle_info(path: str | Path) -> BundleInfo:
             encoder_fingerprint=str(content["encoder_fingerprint"]),
         )
         # raises ValueError for invalid numbers
-        _ = info.pooled_similarity, info.logit_range
-        _ = (
-            info.bfloat16_recall_change,
-            [int(file["bytes"]) for file in info.files.values()],
-        )
+        _ = info.pooled_similarity, info.logit_range, info.bfloat16_recall_change
+        _ = [int(file["bytes"]) for file in info.files.values()]
         fingerprints = (
             _stored_fingerprint(content),
             encoder_fingerprint(info.adapter, info.files),
@@ -422,18 +425,6 @@ def _joint_and_score_of_version_1(
     return {"text_embed_dim": joint["text_embed_dim"], **sizes}, DirectionWeights(
         *weights
     )
-
-
-def _sizes(value: Mapping[str, Any] | None, **least: int) -> dict[str, int] | None:
-    """Return the sizes that `least` names, or None if `value` is None. Check their
-    minima.
-    """
-    if value is None:
-        return None
-    sizes = {name: int(value[name]) for name in least}
-    if any(sizes[name] < limit for name, limit in least.items()):
-        raise ValueError(f"the sizes {sizes} must be at least {least}")
-    return sizes
 
 
 def _stored_fingerprint(content: Mapping[str, Any]) -> str:

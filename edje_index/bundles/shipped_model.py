@@ -144,8 +144,6 @@ def base_towers(
                     "download",
                     "--quiet",
                     "--disable-pip-version-check",
-                ]
-                command += [
                     "--no-deps",
                     "--only-binary=:all:",
                     "--dest",

@@ -138,17 +138,11 @@ class Evaluation:
         value = asdict(self)
         system = value.pop("system")
         results = [
-            {
-                name: (
-                    {str(key): entry for key, entry in member.items()}
-                    if isinstance(member, dict)
-                    else member
-                )
-                for name, member in {"system": system["name"], **result}.items()
-                if member is not None
-            }
+            {name: member for name, member in result.items() if member is not None}
             for result in value["results"]
         ]
+        for result in results:
+            result["system"] = system["name"]
         return {**value, "systems": [system], "results": results, "unit": "percent"}
 
 

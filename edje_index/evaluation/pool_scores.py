@@ -49,21 +49,13 @@ class TokenSource:
         """
         return None if self.store.precision == self.codec.name else self.store.precision
 
-    def fetch(self, rows: NDArray[np.int64], reference: Blocks | None = None) -> Blocks:
-        """Return the blocks of `rows` [k], of shape [k, m, d].
-
-        If the precision is not stored, the blocks are converted from `reference`, the
-        blocks of these rows in the precision of the store; None reads them.
-        """
-        if self.simulated_from is not None and reference is not None:
-            return self.codec.decode(self.codec.encode(reference))
+    def fetch(self, rows: NDArray[np.int64]) -> Blocks:
+        """Return the blocks of `rows` [k], of shape [k, m, d]."""
         distinct, which = np.unique(rows, return_inverse=True)
         blocks = self.store.fetch(distinct)
-        return (
-            blocks
-            if self.simulated_from is None
-            else self.codec.decode(self.codec.encode(blocks))
-        )[which]
+        if self.simulated_from is not None:
+            blocks = self.codec.decode(self.codec.encode(blocks))
+        return blocks[which]
 
 
 def token_sources(

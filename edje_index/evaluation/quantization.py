@@ -28,7 +28,6 @@ from storage_formats.format.tombstones import live_rows
 
 if TYPE_CHECKING:
     from edje_index.search.token_index import TokenIndex
-    from storage_formats.token_store import TokenStore
 
 _BATCH_ROWS = 128
 _ROWS = 2000
@@ -73,6 +72,10 @@ candidates of any query.
 """
 
 Scores = NDArray[np.float32]
+
+
+class _NoRankingError(Exception):
+    """The candidates of this index cannot be re-ranked."""
 
 
 @dataclass(frozen=True)
@@ -206,10 +209,15 @@ def measure_precisions(
         exact = blocks[kept].astype(np.float64)
         squares[reference] += float(np.square(exact).sum())
         for name in compared:
-            other = sources[name].fetch(rows[kept], blocks[kept])
+            other = sources[name].fetch(rows[kept])
             squares[name] += float(np.square(other.astype(np.float64) - exact).sum())
 
-    opened, left_out = _ranking_index(index, model)
+    opened: TokenIndex | None = None
+    left_out: str | None = None
+    try:
+        opened = _ranking_index(index, model)
+    except (_NoRankingError, BundleNotFoundError) as error:
+        left_out = str(error)
     scores: dict[str, dict[str, list[Scores]]] = {}
     hits: list[Scores] = []
     clusters: list[int] = []
@@ -225,16 +233,16 @@ def measure_precisions(
         activity = f"re-ranking at {len(sources)} precisions"
         for _, text, candidates in pools[:1]:
             # the first call is slower
-            _pool_scores(opened, sources, store, text, candidates)
+            _pool_scores(opened, sources, text, candidates)
             started = time.perf_counter()
-            _pool_scores(opened, sources, store, text, candidates)
+            _pool_scores(opened, sources, text, candidates)
             minutes = (time.perf_counter() - started) * len(pools) / 60
             activity += f", about {max(1, round(minutes))} min, queries"
         for done, (cluster, text, candidates) in enumerate(pools):
             on_progress(activity, done, len(pools))
             clusters.append(cluster)
             hits.append(candidates[0] == cluster)
-            scored = _pool_scores(opened, sources, store, text, candidates)
+            scored = _pool_scores(opened, sources, text, candidates)
             for score, of_query in scored.items():
                 for name, numbers in of_query.items():
                     scores.setdefault(score, {}).setdefault(name, []).append(numbers)
@@ -263,7 +271,7 @@ def measure_precisions(
             name,
             source.simulated_from is None,
             source.codec.record_bytes,
-            _relative_error(squares[name], squares[reference]),
+            (squares[name] / squares[reference]) ** 0.5 if squares[reference] else None,
             changes[name],
         )
         for name, source in sources.items()
@@ -294,21 +302,18 @@ def measure_precisions(
 def _pool_scores(
     opened: TokenIndex,
     sources: Mapping[str, TokenSource],
-    store: TokenStore,
     text: str,
     candidates: Neighbours,
 ) -> dict[str, dict[str, Scores]]:
     """Return the scores of the candidates of a query, float32 [k], by kind of score and
     by precision.
     """
-    rows = candidates[0]
-    blocks = store.fetch(rows)
     scores: dict[str, dict[str, Scores]] = {}
     for name, source in sources.items():
         (scored,) = opened.score_candidates(
             [text],
             [candidates],
-            opened.model.scorer.images(source.fetch(rows, blocks)),
+            opened.model.scorer.images(source.fetch(candidates[0])),
             opened.model.weights("t2i"),
         )
         values = {WHOLE_SCORE: scored.final}
@@ -350,40 +355,29 @@ def _queries(
     return list(texts), list(rows), f"captions of the index, column {name}"
 
 
-def _ranking_index(
-    index: CommittedIndex, model: Path | None
-) -> tuple[TokenIndex | None, str | None]:
-    """Return (index to search, None), or (None, reason) if no model can re-rank."""
+def _ranking_index(index: CommittedIndex, model: Path | None) -> TokenIndex:
+    """Return the index to search.
+
+    Raises:
+        _NoRankingError, BundleNotFoundError: no model can re-rank.
+    """
     if model is None and "bundle" not in index.manifest.model:
-        return None, "the index was not built by a model"
+        raise _NoRankingError("the index was not built by a model")
     from edje_index.search.token_index import TokenIndex
 
-    try:
-        opened = TokenIndex.open(index.root, model)
-    except BundleNotFoundError as error:
-        return None, str(error)
+    opened = TokenIndex.open(index.root, model)
     if opened.model.adapter_config.is_feature:
-        return (
-            None,
-            (
-                "the index stores features to train on, which the joint encoder cannot"
-                " score"
-            ),
+        raise _NoRankingError(
+            "the index stores features to train on, which the joint encoder cannot"
+            " score"
         )
     width = index.manifest.spec.block_shape[1]
     if opened.model.joint.width != width:
-        return (
-            None,
-            (
-                f"the joint encoder reads tokens of width {opened.model.joint.width},"
-                f" but the index stores {width}"
-            ),
+        raise _NoRankingError(
+            f"the joint encoder reads tokens of width {opened.model.joint.width}, but"
+            f" the index stores {width}"
         )
-    return opened, None
-
-
-def _relative_error(error: float, energy: float) -> float | None:
-    return float(np.sqrt(error / energy)) if energy > 0 else None
+    return opened
 
 
 def _first_hits(scores: Sequence[Scores], hits: Sequence[Scores]) -> Scores:
@@ -435,8 +429,7 @@ def advice(
     refused = ""
     for cost in sorted(ranked, key=lambda cost: -cost.bytes_per_image):
         lost = loss_of(cost.ranking[WHOLE_SCORE])
-        low = lost.value if lost.low is None else lost.low
-        high = lost.value if lost.high is None else lost.high
+        low, high = lost.bounds
         if high <= limit:
             chosen = (
                 f"keep {cost.name}: {cost.bytes_per_image / 1000:.1f} kB per image,"

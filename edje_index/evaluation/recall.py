@@ -152,6 +152,13 @@ class Estimate:
     low: float | None = None
     high: float | None = None
 
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """The bounds of the interval; twice the mean without resamples."""
+        if self.low is None or self.high is None:
+            return self.value, self.value
+        return self.low, self.high
+
 
 @dataclass(frozen=True)
 class ClusterBootstrap:

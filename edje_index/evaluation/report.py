@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -147,7 +147,7 @@ def evaluation_report(evaluation: Evaluation) -> str:
             "",
             f"## {_NAMES[direction]}: {queries:,} queries, {candidates}",
             "",
-            *_table(header, rows),
+            *table(header, rows),
         ]
 
     notes = ["R@k: percentage of queries with a relevant candidate among the first k."]
@@ -239,58 +239,67 @@ def quantization_report(report: QuantizationReport) -> str:
         for score, change in cost.ranking.items():
             loss = "" if change.loss is None else _shown(change.loss)
             rankings.append([cost.name, score, _shown(change.first_kept), loss])
-    lines += _table(("precision", "bytes per image", "relative error", "stored"), sizes)
+    lines += table(("precision", "bytes per image", "relative error", "stored"), sizes)
     if rankings:
         header = ("precision", "ranking by", "first hit kept, %", "R@1 loss, points")
-        lines += ["", *_table(header, rankings)]
+        lines += ["", *table(header, rankings)]
     return "\n".join(lines) + "\n"
 
 
 def quantization_figure(report: QuantizationReport) -> str:
-    """Return the loss of each precision against its bytes per image, on a logarithmic
-    scale, as an SVG image. The loss is that of the whole score: points of R@1, or the
-    percentage of first hits that change.
+    """Return the loss of each precision against its bytes per image as an SVG image.
+    The loss is that of the whole score: points of R@1, or the percentage of first hits
+    that change.
     """
     from edje_index.evaluation.quantization import loss_of
+    from edje_index.evaluation.recall import Estimate
 
-    points = [(report.reference, report.reference_bytes_per_image, 0.0, 0.0, 0.0)]
+    losses = {report.reference: (report.reference_bytes_per_image, Estimate(0.0))}
     for cost in report.precisions:
         for change in list(cost.ranking.values())[:1]:
-            lost = loss_of(change)
-            low = lost.value if lost.low is None else lost.low
-            high = lost.value if lost.high is None else lost.high
-            points.append((cost.name, cost.bytes_per_image, lost.value, low, high))
-    top = max(1.0, *(point[4] for point in points))
-    bottom = min(0.0, *(point[3] for point in points))
-    sizes = [math.log2(point[1]) for point in points]
-    spread = max(sizes) - min(sizes) or 1.0
+            losses[cost.name] = (cost.bytes_per_image, loss_of(change))
+    points = [
+        (size, lost, f"{name}: {lost.value:.1f} at {size / 1000:.1f} kB", "#06c")
+        for name, (size, lost) in losses.items()
+    ]
+    loss = "R@1 loss, points" if report.recall else "First hits that change, %"
+    return scatter_plot(f"{loss}, over bytes per image (logarithmic)", points)
+
+
+def scatter_plot(title: str, points: Sequence[tuple[float, Estimate, str, str]]) -> str:
+    """Return an SVG image with a labelled circle for each of `points`: (x, y, label,
+    colour). The scale of x is logarithmic, and a line shows the interval of y.
+    """
+    across = [math.log(x) for x, *_ in points]
+    heights = [each for _, y, *_ in points for each in y.bounds]
+    left = min(across)
+    top = max(heights)
+    width = max(across) - left or 1.0
+    height = top - min(heights) or 1.0
     marks = []
-    for (name, size, value, low, high), position in zip(points, sizes, strict=True):
-        x = 70 + 480 * (position - min(sizes)) / spread
-        y, y_low, y_high = (
-            40 + 220 * (top - each) / (top - bottom) for each in (value, low, high)
+    for at, (_, y, label, colour) in zip(across, points, strict=True):
+        x = 40 + 440 * (at - left) / width
+        down, low, high = (
+            60 + 300 * (top - each) / height for each in (y.value, *y.bounds)
         )
         marks.append(
-            f'<path d="M{x:.0f} {y_low:.0f}V{y_high:.0f}" stroke="#888"/>'
-            f'<circle cx="{x:.0f}" cy="{y:.0f}" r="4" fill="#06c"/>'
-            f'<text x="{x:.0f}" y="285">{size / 1000:.1f} kB</text>'
-            f'<text x="{x:.0f}" y="{y - 10:.0f}">{name} {value:.1f}</text>'
+            f'<path d="M{x:.1f} {low:.1f}V{high:.1f}" stroke="#888"/>'
+            f'<circle cx="{x:.1f}" cy="{down:.1f}" r="4" fill="{colour}"'
+            ' stroke="black"/>'
+            f'<text x="{x + 8:.1f}" y="{down + 4:.1f}">{label}</text>'
         )
-    is_recall = bool(report.recall)
-    title = "R@1 loss, points" if is_recall else "First hits that change, %"
     return (
-        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 620 300" font-size="12"'
-        ' font-family="sans-serif" text-anchor="middle">'
-        '<rect width="620" height="300" fill="#fff"/>'
-        f'<text x="310" y="20">{title}, against bytes per image</text>'
-        f"{''.join(marks)}</svg>\n"
+        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 720 400" font-size="11"'
+        ' font-family="sans-serif"><rect width="720" height="400" fill="#fff"/>'
+        f'<text x="8" y="20">{title}</text>{"".join(marks)}</svg>\n'
     )
 
 
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     """Return the lines of a Markdown table. All columns but the first are aligned
     to the right.
     """
+    rows = list(rows)
     widths = [max(3, *map(len, column)) for column in zip(header, *rows, strict=True)]
     marks = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
     return [

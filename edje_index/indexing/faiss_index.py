@@ -89,10 +89,7 @@ def open_part(root: Path, spec: IndexSpec, file: dict[str, Any]) -> FaissIndex:
             )
     except (OSError, ValueError, RuntimeError) as error:
         # FAISS raises RuntimeError
-        advice = (
-            "run 'edje-index verify', or replace the file with 'edje-index ann build'"
-        )
-        raise cannot_read(path, error, advice) from error
+        raise cannot_read(path, error) from error
 
 
 class AnnIndex:
@@ -114,10 +111,7 @@ class AnnIndex:
             for file in manifest.ann.get("files", [])
         ]
         if not files:
-            raise UsageError(
-                f"{root} has no nearest-neighbour index; build it with 'edje-index ann"
-                " build'"
-            )
+            raise UsageError(f"{root} has no nearest-neighbour index", remedy="ann")
         self._embeddings = IndexedEmbeddings(Layout(root), manifest.spec, index=index)
         index.fetch(manifest.ann_files)
         self._parts = [open_part(root, manifest.spec, file) for file in files]

@@ -26,11 +26,12 @@ from numpy.typing import NDArray
 
 from edje_index.images.transient import is_transient
 from edje_index.inputs.containers import Container
-from edje_index.inputs.refs import InputRef, metadata_text
+from edje_index.inputs.refs import InputRef
 from storage_formats.atomic import fsync_path, naming, replacing
 from storage_formats.errors import CorruptIndexError
 from storage_formats.format.layout import IndexSpec, Layout
 from storage_formats.format.parquet import ParquetRowGroups
+from storage_formats.format.source_columns import metadata_text
 
 LIST_ROWS = 1 << 16
 """Number of inputs per file, rounded down to whole shards. A file has at least one

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import json
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -13,7 +12,7 @@ from edje_index.images.decode import ImageError
 from edje_index.images.transient import retry
 from edje_index.inputs.containers import Container, read_packed
 from edje_index.inputs.ranges import open_file, read_range
-from storage_formats.format.source_columns import Value, text_of
+from storage_formats.format.source_columns import Value
 from storage_formats.remote.files import ChangedFileError, UnreachableError, read_remote
 from storage_formats.remote.urls import WEB_SCHEMES, is_url, scheme_of
 
@@ -85,19 +84,6 @@ def rows_digest(refs: Iterable[InputRef]) -> str:
             + b"\n"
         )
     return digest.hexdigest()
-
-
-def metadata_text(metadata: Mapping[str, Value]) -> str:
-    """Return `metadata` as JSON with sorted keys. Timestamps are written in ISO
-    8601.
-    """
-    return json.dumps(
-        metadata,
-        ensure_ascii=False,
-        sort_keys=True,
-        separators=(",", ":"),
-        default=text_of,
-    )
 
 
 def display_path(path: bytes) -> str:

@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -41,6 +42,7 @@ LOCAL_DIR = "local-dir:"
 _HUB = "hf-hub:"
 _PROXY_VARIABLES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
 _CONNECT_SECONDS = 5.0
+_HUB_SETTINGS = threading.RLock()
 
 
 def build_clip(config: ClipConfig, hf_text: Path | None = None) -> torch.nn.Module:
@@ -241,8 +243,8 @@ def local_folder(vision: str) -> Path | None:
 
 @contextmanager
 def hub_access(*, local_only: bool = False) -> Iterator[bool]:
-    """Context manager for calls that may download from the Hugging Face hub. Not
-    thread-safe.
+    """Context manager for calls that may download from the Hugging Face hub. Threads
+    wait for one another.
 
     The client of the hub retries for most of a minute. This function first tries one
     connection. If the connection fails, the client uses only the local cache, and the
@@ -253,26 +255,29 @@ def hub_access(*, local_only: bool = False) -> Iterator[bool]:
     """
     from huggingface_hub import constants
 
-    offline = constants.HF_HUB_OFFLINE
-    disabled = logging.root.manager.disable
-    handler = logging.NullHandler()
-    # open_clip logs through the root logger, which would otherwise add a handler that
-    # prints.
-    logging.root.addHandler(handler)
-    logging.disable(logging.CRITICAL)
-    is_reachable = not (offline or local_only)
-    if is_reachable and not any(os.environ.get(name) for name in _PROXY_VARIABLES):
-        address = urlsplit(constants.ENDPOINT)
+    # both settings are of the process
+    with _HUB_SETTINGS:
+        offline = constants.HF_HUB_OFFLINE
+        disabled = logging.root.manager.disable
+        handler = logging.NullHandler()
+        # open_clip logs through the root logger, which would otherwise add a handler
+        # that prints.
+        logging.root.addHandler(handler)
+        logging.disable(logging.CRITICAL)
+        is_reachable = not (offline or local_only)
+        if is_reachable and not any(os.environ.get(name) for name in _PROXY_VARIABLES):
+            address = urlsplit(constants.ENDPOINT)
+            try:
+                socket.create_connection(
+                    (address.hostname or "", address.port or 443),
+                    timeout=_CONNECT_SECONDS,
+                ).close()
+            except OSError:
+                is_reachable = False
+        constants.HF_HUB_OFFLINE = not is_reachable
         try:
-            socket.create_connection(
-                (address.hostname or "", address.port or 443), timeout=_CONNECT_SECONDS
-            ).close()
-        except OSError:
-            is_reachable = False
-    constants.HF_HUB_OFFLINE = not is_reachable
-    try:
-        yield is_reachable
-    finally:
-        constants.HF_HUB_OFFLINE = offline
-        logging.disable(disabled)
-        logging.root.removeHandler(handler)
+            yield is_reachable
+        finally:
+            constants.HF_HUB_OFFLINE = offline
+            logging.disable(disabled)
+            logging.root.removeHandler(handler)

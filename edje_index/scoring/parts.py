@@ -337,8 +337,8 @@ class Scorer:
             if not (np.abs(values[name]) <= _MAX_PART).all():
                 raise ModelError(
                     f"the model computes a {PART_NAMES[name]} that is NaN, or beyond"
-                    f" {_MAX_PART:g}: use another model, and run 'edje-index verify' if"
-                    " the index may be damaged"
+                    f" {_MAX_PART:g}: use another model, and verify the index if it may"
+                    " be damaged"
                 )
         return values
 

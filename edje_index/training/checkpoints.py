@@ -40,8 +40,8 @@ class TrainState:
         epochs: number of finished epochs, with those of the runs that this run
             continues.
         weights: weights of the module that this phase trains, by name.
-        skipped: number of steps without a finite gradient in the whole training run,
-            and number of such steps in a row immediately before the checkpoint.
+        skipped: number of steps without a finite gradient in this phase, and number of
+            such steps in a row immediately before the checkpoint.
     """
 
     run: str

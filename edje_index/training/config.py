@@ -273,9 +273,9 @@ class RunSettings(Settings):
     """CPU threads per worker. None uses PyTorch's default for one worker, and one
     thread for several workers.
     """
-    chunk_pairs: PositiveInt = 64
+    chunk_pairs: PositiveInt | None = None
     """Pairs per forward and backward pass of the joint encoder, within a step and a
-    worker. Fewer pairs need less memory.
+    worker. Fewer pairs need less memory. None is 128 on a GPU, and 64 elsewhere.
     """
     checkpoint_every: PositiveInt = 200
     """Number of steps between checkpoints."""

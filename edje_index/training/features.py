@@ -93,8 +93,8 @@ class StoredFeatures(Features):
         holes = self._store.holes(blocks)
         if holes.any():
             raise CorruptIndexError(
-                f"the index {self.index.root} has no features for row {rows[holes][0]};"
-                " run 'edje-index verify'"
+                f"the index {self.index.root} has no features for row {rows[holes][0]}",
+                remedy="verify",
             )
         return as_tensor(blocks), np.ones(len(rows), dtype=bool)
 

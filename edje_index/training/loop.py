@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -151,6 +152,7 @@ def open_start(
                 task.features, *images, views=count, seed=config.loop.seed
             )
             views = cropped, data.rows[:, None] * count + np.arange(count)
+    on_gpu = device.type == "cuda"
     source = BatchSource(
         data=data,
         features=features,
@@ -161,7 +163,8 @@ def open_start(
         config=config,
         rank=group.rank,
         world_size=group.size,
-        chunk_pairs=config.run.chunk_pairs,
+        chunk_pairs=config.run.chunk_pairs or (128 if on_gpu else 64),
+        on_gpu=on_gpu,
         views=views,
     )
     return start, source
@@ -236,7 +239,6 @@ def run_worker(
         )
         return {**recalls, RECALL: sum(recalls.values()) / len(recalls)}
 
-    skipped = (0, 0)
     common = (task, group, device, source, should_stop, on_record)
     with torch.random.fork_rng(
         [torch.cuda.current_device()] if device.type == "cuda" else []
@@ -260,10 +262,9 @@ def run_worker(
                 "warmup_steps": warmup,
                 "adapter_lr_factor": 1.0,
             }
-            skipped = _run_phase(
+            _run_phase(
                 *common,
                 state,
-                skipped,
                 name=ALIGNMENT,
                 stage=0,
                 module=AlignmentObjective(adapter, start.joint, config.augmentation),
@@ -289,7 +290,6 @@ def run_worker(
         _run_phase(
             *common,
             state,
-            skipped,
             name=JOINT,
             stage=1 if config.alignment.steps else 0,
             module=JointObjective(
@@ -319,7 +319,6 @@ def _run_phase(
     should_stop: Callable[[], bool],
     on_record: Callable[[Record], None],
     state: TrainState | None,
-    skipped: tuple[int, int],
     *,
     name: str,
     stage: int,
@@ -332,13 +331,10 @@ def _run_phase(
     previous: TrainState | None = None,
     evaluate: Callable[[], dict[str, float]] = dict,
     evaluate_every: int = 0,
-) -> tuple[int, int]:
+) -> None:
     """Run the steps of the phase `name` that follow `state`, the last checkpoint.
-    Return `skipped` after the phase.
 
     Args:
-        skipped: number of steps without a finite gradient before this phase, see
-            `TrainState`.
         stage: number of the phase, counted from 0.
         module: module to train.
         make_batch: makes a batch from the batch number, which counts from 0 in each
@@ -351,6 +347,7 @@ def _run_phase(
             if that is 0.
     """
     first = 0
+    skipped = (0, 0)
     run_dir = task.config.run.folder
     loop = task.config.loop
     run = task.config.run
@@ -358,8 +355,6 @@ def _run_phase(
     if resumed is not None:
         module.load_state_dict(resumed.weights)
         first = resumed.step
-    if first == steps:
-        return skipped
     module = module.to(device).train()
     optimizer = make_optimizer(module, optimization)
     epochs_before = 0
@@ -385,7 +380,7 @@ def _run_phase(
             on_record(record)
 
     # of the losses since the last log record
-    sums: dict[str, Any] = {}
+    sums: Any = Counter()
     started = time.monotonic()
     waited = 0.0
     since = first
@@ -404,9 +399,14 @@ def _run_phase(
             # numbers.
             dropout = stream(loop.seed, DROPOUT, stage, step, group.rank)
             torch.manual_seed(int(dropout.integers(2**63)))
-            losses = module.backward(source.with_features(batch), dtype)
-            for loss, value in losses.items():
-                sums[loss] = sums.get(loss, 0) + value
+            try:
+                losses = module.backward(source.with_features(batch), dtype)
+            except torch.OutOfMemoryError as error:
+                raise ModelError(
+                    f"step {step + 1} of the {name} phase needs more memory than the"
+                    " device has; lower run.chunk_pairs, or alignment.batch_size in the"
+                    " alignment phase, and train again"
+                ) from error
             trained = [part for part in module.parameters() if part.grad is not None]
             gradients = [part.grad for part in trained if part.grad is not None]
             group.average(gradients)
@@ -417,7 +417,7 @@ def _run_phase(
             if not is_bad:
                 optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-            sums["gradient"] = sums.get("gradient", 0) + norm
+            sums.update({**losses, "gradient": norm})
             skipped = (skipped[0] + 1, skipped[1] + 1) if is_bad else (skipped[0], 0)
             done = step + 1
             if skipped[1] >= MAX_BAD_STEPS:
@@ -455,7 +455,7 @@ def _run_phase(
                         "unreadable": source.features.unreadable(),
                     }
                 )
-                sums = {}
+                sums = Counter()
                 started = time.monotonic()
                 waited = 0.0
                 since = done
@@ -484,7 +484,6 @@ def _run_phase(
                     f"the training run stopped after step {done} of {steps} of the"
                     f" {name} phase"
                 )
-    return skipped
 
 
 def batches_on_device(

@@ -8,7 +8,9 @@ words, d width of a token, e width of an embedding.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -242,7 +244,7 @@ class JointObjective(nn.Module):
         leaf.requires_grad_(tokens.requires_grad)
         pairs = sum(chunk.pairs for chunk in batch.chunks)
         masked = sum(len(chunk.masked[1]) for chunk in batch.chunks if chunk.masked)
-        sums: Losses = {}
+        sums: Any = Counter()
         for chunk in batch.chunks:
             with autocast(dtype, device):
                 losses = self.losses(chunk, leaf, teacher_tokens)
@@ -255,12 +257,12 @@ class JointObjective(nn.Module):
                 [self._weights.get(name, 1.0) * loss for name, loss in parts.items()]
             ).sum()
             torch.autograd.backward(total)
-            for name, value in {TOTAL: total, **parts}.items():
-                sums[name] = sums.get(name, 0) + value.detach()
+            sums.update({name: value.detach() for name, value in parts.items()})
+            sums[TOTAL] += total.detach()
         if tokens.requires_grad:
             assert leaf.grad is not None
             torch.autograd.backward(tokens, leaf.grad.to(tokens.dtype))
-        return sums
+        return dict(sums)
 
     def losses(
         self,
@@ -313,7 +315,7 @@ def hidden_states(
     return torch.cat(
         [
             joint.hidden_states(inputs, tokens.index_select(0, images)).flatten(0, 1)
-            for inputs, images in zip(rows.buckets, rows.images, strict=True)
+            for inputs, images in rows.buckets
         ]
     )
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import distributed
 from torch.distributed.nn.functional import all_gather
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from storage_formats.errors import EdjeError, UsageError
 
@@ -70,12 +71,9 @@ class WorkerGroup:
         """Average each of the `gradients` over the workers, in place."""
         if self.size == 1:
             return
-        flat = torch.cat([gradient.flatten() for gradient in gradients])
+        flat = parameters_to_vector(gradients)
         distributed.all_reduce(flat)
-        flat /= self.size
-        parts = torch.split(flat, [gradient.numel() for gradient in gradients])
-        for gradient, part in zip(gradients, parts, strict=True):
-            gradient.copy_(part.view_as(gradient))
+        vector_to_parameters(flat / self.size, gradients)
 
     def gather(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the rows of all workers, in rank order. Gradients flow back to the

@@ -50,6 +50,7 @@ _REMEDIES = {
         "; the demo model needs no Hub: 'edje-index show FOLDER', or 'edje-index model"
         " get'"
     ),
+    "ann": "; build it with 'edje-index ann build'",
     "verify": "; run 'edje-index verify' to list all damage",
     "show": (
         "; to search a folder of photos, run 'edje-index show FOLDER', or build an"

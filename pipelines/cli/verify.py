@@ -2,21 +2,38 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import asdict
 
 import click
 
 from pipelines.cli.options import index_argument, json_option, quiet_option
-from pipelines.cli.output import note, print_json, print_line, running_job
+from pipelines.cli.output import note, print_result, running_job
 from pipelines.progress.events import Progress
 from pipelines.progress.wording import counted
 from storage_formats.remote.urls import IndexLocation
+
+
+def share(sample: str) -> float:
+    """Return the number that `sample` means, for example 0.01 for "1%".
+
+    Raises:
+        click.BadParameter: `sample` is no number.
+    """
+    try:
+        return float(sample.removesuffix("%")) / (100 if sample.endswith("%") else 1)
+    except ValueError:
+        raise click.BadParameter(
+            f"{sample!r} is neither a share nor a number of shards; give for example 1%"
+            " or 100"
+        ) from None
 
 
 @click.command()
 @index_argument
 @click.option(
     "--sample",
+    type=share,
     metavar="SHARE|N",
     help=(
         "Check only some of the shards: a share such as 1% or 0.01, or a number of"
@@ -33,7 +50,7 @@ from storage_formats.remote.urls import IndexLocation
 @json_option
 def verify(
     index: IndexLocation,
-    sample: str | None,
+    sample: float | None,
     max_duration: float | None,
     quiet: bool,
     as_json: bool,
@@ -59,6 +76,8 @@ def verify(
       edje-index verify s3://my-bucket/photos.edje --sample 20
     """
     from pipelines.progress.events import stop_at_events
+    from storage_formats.errors import CorruptIndexError
+    from storage_formats.format.remote import open_index
     from storage_formats.verify import verify_index
 
     checked = 0
@@ -75,51 +94,20 @@ def verify(
         problems = verify_index(
             index,
             count,
-            sample=None if sample is None else _number(sample),
+            sample=sample,
             max_duration=max_duration,
             record=True,
         )
-    drawn = {}
+    listed = [asdict(problem) for problem in problems]
+    value = {"index": str(index), "sound": not problems, "problems": listed}
+    verdict = counted(len(problems), "problem") if problems else "sound"
     if sample is not None or max_duration is not None:
-        drawn = {"sample": {"shards": checked, "of": _shards_of(index)}}
-    if as_json:
-        listed = [asdict(problem) for problem in problems]
-        print_json(
-            {"index": str(index), "sound": not problems, "problems": listed, **drawn}
-        )
+        shards = 0
+        with contextlib.suppress(CorruptIndexError):
+            shards = open_index(index).manifest.spec.used_shards
+        value["sample"] = {"shards": checked, "of": shards}
+        verdict += f" in a sample of {checked:,} of {counted(shards, 'shard')}"
     for problem in problems:
         note(f"{problem.path}: {problem.message}")
-    if not as_json:
-        verdict = counted(len(problems), "problem") if problems else "sound"
-        of = (
-            f" in a sample of {checked:,} of {counted(_shards_of(index), 'shard')}"
-            if drawn
-            else ""
-        )
-        print_line(f"{index}: {verdict}{of}")
+    print_result(value, f"{index}: {verdict}", as_json=as_json)
     return 1 if problems else 0
-
-
-def _number(sample: str) -> float:
-    """Return the number that `sample` means, for example 0.01 for "1%"."""
-    try:
-        return float(sample.removesuffix("%")) / (100 if sample.endswith("%") else 1)
-    except ValueError:
-        raise click.BadParameter(
-            f"{sample!r} is neither a share nor a number of shards; give for example 1%"
-            " or 100",
-            param_hint="'--sample'",
-        ) from None
-
-
-def _shards_of(index: IndexLocation) -> int:
-    """Return the number of shards of `index` that have files; 0 if `index.json`
-    cannot be read.
-    """
-    from storage_formats.errors import CorruptIndexError
-    from storage_formats.format.remote import open_index
-
-    try:
-        return open_index(index).manifest.spec.used_shards
-    except CorruptIndexError:
-        return 0

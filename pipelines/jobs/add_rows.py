@@ -22,7 +22,7 @@ from pipelines.jobs.build import BuildResult, result_of, source_names
 from pipelines.jobs.changing import Edit, commit_edit, next_first_row, resumable
 from pipelines.jobs.compare import SourceChanges, compare_sources, find_failed
 from pipelines.jobs.edit import edited_values
-from pipelines.jobs.encode import earlier_plan, encode_rows
+from pipelines.jobs.encode import Encoded, earlier_plan, encode_rows
 from pipelines.jobs.plan import (
     BuildSettings,
     Plan,
@@ -35,15 +35,20 @@ from pipelines.jobs.plan import (
     store_inputs,
     with_sources,
 )
-from pipelines.jobs.resources import check_disk, check_extension_memory, choose_workers
+from pipelines.jobs.resources import (
+    Execution,
+    check_disk,
+    check_extension_memory,
+    choose_workers,
+)
+from pipelines.metadata import Ignored, python_values, source_values
 from pipelines.progress.events import OnEvent, ShouldStop, ignore, never
 from pipelines.sources import (
     count_ignored,
     digested,
     hash_and_mark_duplicates,
 )
-from pipelines.sources.base import Ignored, absolute_spec
-from pipelines.sources.metadata import python_values, source_values
+from pipelines.sources.base import absolute_spec
 from storage_formats.arguments import as_list, as_path, as_text
 from storage_formats.change import IndexChange, begin_change
 from storage_formats.errors import UsageError
@@ -51,13 +56,9 @@ from storage_formats.extras import name_missing_extra
 from storage_formats.format.content_hashes import known_contents
 from storage_formats.format.layout import Segment
 from storage_formats.format.manifest import CommittedIndex, Counts, Manifest
-from storage_formats.format.receipts import ShardReceipt
 from storage_formats.format.remote import open_index
 from storage_formats.format.rows import INDEXED, iter_rows, read_rows, read_shard_rows
 from storage_formats.remote.urls import local_path
-from storage_formats.writing.publish import (
-    total_counts,
-)
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -108,11 +109,10 @@ def append_index(
     started = time.monotonic()
     group = _source_group(sources, column)
     request = {"sources": group.sources, "column": column}
+    execution = Execution(engine, workers, address, max_failed=max_failed)
     with begin_change(index, "append", request) as change, resumable(index):
         settings, info = _settings_and_bundle(change.index, group, model)
-        workers = choose_workers(
-            settings, info, engine=engine, workers=workers, address=address
-        )
+        execution = choose_workers(settings, info, execution)
         earlier = earlier_plan(change, on_event, lambda plan: True)
         if earlier is None:
             opened = settings.open_sources()
@@ -142,26 +142,14 @@ def append_index(
             check_inputs(
                 change.layout.root, plan, change.receipts(plan.shards, plan.fingerprint)
             )
-        receipts: list[ShardReceipt] = []
-        speed = 0.0
+        encoded = Encoded()
         if plan is not None:
-            receipts, speed = encode_rows(
-                change,
-                plan,
-                engine,
-                workers,
-                address,
-                max_failed,
-                on_event,
-                should_stop,
-            )
+            encoded = encode_rows(change, plan, execution, on_event, should_stop)
         groups = recorded_sources(change.index.manifest)
         if groups is not None:
             groups = tuple(dict.fromkeys((*groups, group)))
-        manifest = _commit(change, plan, receipts, (), groups, on_event)
-    return result_of(
-        manifest, plan, receipts, total_counts(receipts), duplicates, speed, started
-    )
+        manifest = _commit(change, encoded, (), groups, on_event)
+    return result_of(manifest, encoded, duplicates, started)
 
 
 @name_missing_extra("build")
@@ -237,9 +225,7 @@ def update_index(
             opened, group, max_vanished, on_event, should_stop, restore=restore
         )
 
-    plan: Plan | None = None
-    receipts: list[ShardReceipt] = []
-    speed = 0.0
+    encoded = Encoded()
     changed = 0
     if dry_run:
         opened = open_index(index)
@@ -250,6 +236,7 @@ def update_index(
         )
         rows = len(changes.refs)
         counts = Counts(rows, rows - problems.total(), 0, dict(problems))
+        encoded = Encoded(counts=counts)
         shards = -(-rows // manifest.spec.shard_size)
         positions = {*changes.changed}
         changed = sum(
@@ -265,34 +252,21 @@ def update_index(
                 settings, info = _settings_and_bundle(
                     change.index, group or SourceGroup(()), model
                 )
-                workers = choose_workers(
-                    settings, info, engine=engine, workers=workers, address=address
-                )
-                plan = _plan_rows(change, changes, settings, info)
                 # What failed is recorded, even if nothing else is new.
                 limit = 1.0 if retry_failed else max_failed
-                receipts, speed = encode_rows(
-                    change,
-                    plan,
-                    engine,
-                    workers,
-                    address,
-                    limit,
-                    on_event,
-                    should_stop,
-                    needs_one=False,
+                execution = Execution(engine, workers, address, max_failed=limit)
+                execution = choose_workers(settings, info, execution)
+                plan = _plan_rows(change, changes, settings, info)
+                encoded = encode_rows(
+                    change, plan, execution, on_event, should_stop, needs_one=False
                 )
             elif change.plan is not None:
                 change.start_again()
-            is_new = (
-                not retry_failed
-                or changes.duplicates
-                or any(receipt.indexed for receipt in receipts)
-            )
+            is_new = not retry_failed or changes.duplicates or encoded.counts.indexed
             if not is_new:
                 tables = [
                     read_shard_rows(change.layout, receipt.shard, ["reason"])
-                    for receipt in receipts
+                    for receipt in encoded.receipts
                 ]
                 reasons = [
                     reason for table in tables for reason in table["reason"].to_pylist()
@@ -301,17 +275,17 @@ def update_index(
             # every failed input failed again for the same reason
             if not is_new:
                 change.abandon()
-                plan = None
-                receipts = []
+                encoded = Encoded()
                 changes = replace(changes, deleted=(), unchanged=changes.inputs)
             else:
                 groups = recorded_sources(manifest) if group is None else (group,)
-                columns = manifest.columns if plan is None else plan.columns
+                columns = manifest.columns
+                if encoded.plan is not None:
+                    columns = encoded.plan.columns
                 lines, columns = edited_values(change.index, changes.values, columns)
                 manifest = _commit(
                     change,
-                    plan,
-                    receipts,
+                    encoded,
                     changes.deleted,
                     groups,
                     on_event,
@@ -319,20 +293,20 @@ def update_index(
                     columns=columns,
                     restored=change.index.edits.removed if restore else (),
                 )
-            if plan is not None and changes.changed:
-                row_ids = [plan.first_row + position for position in changes.changed]
+            if encoded.plan is not None and changes.changed:
+                first_row = encoded.plan.first_row
+                row_ids = [first_row + position for position in changes.changed]
                 statuses = read_rows(change.layout.root, row_ids, ["status"])["status"]
                 changed = statuses.to_pylist().count(INDEXED)
-        counts = total_counts(receipts)
-        shards = len(receipts)
+        shards = len(encoded.receipts)
     return replace(
-        result_of(manifest, plan, receipts, counts, changes.duplicates, speed, started),
+        result_of(manifest, encoded, changes.duplicates, started),
         inputs=changes.inputs,
         shards=shards,
         unchanged=changes.unchanged,
         edited=len(changes.values),
         stay_deleted=changes.stay_deleted,
-        new=counts.indexed - changed,
+        new=encoded.counts.indexed - changed,
         changed=changed,
         vanished=changes.vanished,
         deleted=len(changes.deleted),
@@ -444,17 +418,15 @@ def add_images(
                 )
             )
         settings, info = _settings_and_bundle(change.index, SourceGroup(()), model)
-        choose_workers(settings, info, engine="inline", workers=1, address=None)
+        execution = choose_workers(settings, info, Execution("inline", max_failed=1.0))
         plan = _plan_rows(
             change,
             SourceChanges(refs, rows_digest(refs), len(refs), 0, ignored),
             settings,
             info,
         )
-        receipts, speed = encode_rows(
-            change, plan, "inline", 1, None, 1.0, on_event, never, needs_one=False
-        )
-        for receipt in receipts:
+        encoded = encode_rows(change, plan, execution, on_event, never, needs_one=False)
+        for receipt in encoded.receipts:
             for row in read_shard_rows(
                 change.layout, receipt.shard, ["uri", "reason", "detail"]
             ).to_pylist():
@@ -469,12 +441,10 @@ def add_images(
         for table in iter_rows(change.index, ["row_id", "uri"]):
             deleted += table.filter(pc.is_in(table["uri"], names)).to_pylist()
         manifest = _commit(
-            change, plan, receipts, [row["row_id"] for row in deleted], None, on_event
+            change, encoded, [row["row_id"] for row in deleted], None, on_event
         )
     changed = len({row["uri"] for row in deleted})
-    result = result_of(
-        manifest, plan, receipts, total_counts(receipts), 0, speed, started
-    )
+    result = result_of(manifest, encoded, 0, started)
     return replace(
         result, new=len(uris) - changed, changed=changed, deleted=len(deleted)
     )
@@ -560,8 +530,7 @@ def _plan_rows(
 
 def _commit(
     change: IndexChange,
-    plan: Plan | None,
-    receipts: list[ShardReceipt],
+    encoded: Encoded,
     deleted: Sequence[int],
     groups: Iterable[SourceGroup] | None,
     on_event: OnEvent,
@@ -577,6 +546,7 @@ def _commit(
         edited: further attributes of `Edit`.
     """
     manifest = change.index.manifest
+    plan = encoded.plan
     details: dict[str, Any] = {}
     if plan is not None:
         details = {"first_row": plan.first_row, "rows": plan.rows}
@@ -588,8 +558,8 @@ def _commit(
         deleted=deleted,
         settings={
             **with_sources(manifest, groups),
-            **processors(manifest.settings, receipts),
+            **processors(manifest.settings, encoded.receipts),
         },
         **{"columns": None if plan is None else plan.columns, **edited},
     )
-    return commit_edit(change, edit, receipts, on_event)
+    return commit_edit(change, edit, encoded.receipts, on_event)

@@ -20,7 +20,7 @@ from edje_index.indexing.faiss_build import AnnRequest, build_ann
 from edje_index.search.rows import caption_column
 from pipelines.environment import free_disk
 from pipelines.jobs.changing import notifier, resumable
-from pipelines.jobs.encode import earlier_plan, encode_rows
+from pipelines.jobs.encode import Encoded, earlier_plan, encode_rows
 from pipelines.jobs.plan import (
     BuildSettings,
     Plan,
@@ -32,6 +32,7 @@ from pipelines.jobs.plan import (
     store_inputs,
 )
 from pipelines.jobs.resources import (
+    Execution,
     check_ann_memory,
     check_disk,
     choose_workers,
@@ -60,9 +61,9 @@ from storage_formats.change import (
 from storage_formats.errors import UsageError
 from storage_formats.extras import name_missing_extra
 from storage_formats.format.layout import SHARD_SIZE, IndexSpec, Layout
-from storage_formats.format.manifest import CommittedIndex, Counts, Manifest
+from storage_formats.format.manifest import CommittedIndex, Manifest
 from storage_formats.format.offset import offset_block, write_offset
-from storage_formats.format.receipts import ShardReceipt, read_receipts
+from storage_formats.format.receipts import read_receipts
 from storage_formats.remote.urls import local_path
 from storage_formats.verify import check_files
 from storage_formats.writing.publish import new_manifest
@@ -154,19 +155,14 @@ class BuildResult:
 
 
 def result_of(
-    manifest: Manifest,
-    plan: Plan | None,
-    receipts: Sequence[ShardReceipt],
-    counts: Counts,
-    duplicates: int,
-    speed: float,
-    started: float,
+    manifest: Manifest, encoded: Encoded, duplicates: int, started: float
 ) -> BuildResult:
-    """Return the result of the run that encoded `receipts` at `speed` rows per second.
-
-    `counts` are those of the new rows, and `duplicates` is the number of inputs without
-    a row.
+    """Return the result of the run that made `encoded`. `duplicates` is the number of
+    inputs without a row.
     """
+    plan = encoded.plan
+    counts = encoded.counts
+    receipts = encoded.receipts
     stage_seconds: Counter[str] = Counter()
     for receipt in receipts:
         stage_seconds.update(receipt.seconds)
@@ -181,7 +177,7 @@ def result_of(
         first_row=None if plan is None else plan.first_row,
         snapshot=manifest.snapshot.number,
         seconds=time.monotonic() - started,
-        images_per_second=speed,
+        images_per_second=encoded.speed,
         bottleneck=bottleneck(stage_seconds),
         stage_seconds=dict(stage_seconds),
         truncated=sum(receipt.truncated for receipt in receipts),
@@ -312,7 +308,7 @@ def build_index(
     }
     if Layout(out).manifest.exists():
         manifest = check_finished(out, info, requested, should_stop)
-        result = result_of(manifest, None, (), manifest.counts, 0, 0.0, started)
+        result = result_of(manifest, Encoded(counts=manifest.counts), 0, started)
         return replace(
             result,
             shards=manifest.spec.shards,
@@ -335,14 +331,8 @@ def build_index(
         )
         if plan is not None:
             refuse_differences(out, plan.model, plan.settings, info, settings)
-        workers = choose_workers(
-            settings,
-            info,
-            engine=engine,
-            workers=workers,
-            address=address,
-            memory=memory,
-        )
+        execution = Execution(engine, workers, address, memory, max_failed)
+        execution = choose_workers(settings, info, execution)
         if plan is not None:
             # another limit than that of the first run may hold
             check_ann_memory(plan.spec, memory)
@@ -389,20 +379,18 @@ def build_index(
             on_event(StatusMessage(captions))
             change.store_plan(plan.to_json())
         begin_index(out, plan.spec)
-        receipts, speed = encode_rows(
-            change, plan, engine, workers, address, max_failed, on_event, should_stop
-        )
+        encoded = encode_rows(change, plan, execution, on_event, should_stop)
         on_event(StatusMessage("building the nearest-neighbour index"))
         ann = build_ann(out, plan.spec, request=AnnRequest(memory=memory))
         described = {
             **asdict(plan.settings),
             "inputs_digest": plan.inputs_digest,
-            **processors({}, receipts),
+            **processors({}, encoded.receipts),
         }
         manifest = new_manifest(
             change.layout,
             plan.spec,
-            receipts,
+            encoded.receipts,
             plan.columns,
             model=plan.model,
             settings=described,
@@ -410,7 +398,7 @@ def build_index(
             ann=ann,
         )
         change.commit(manifest)
-    return result_of(manifest, plan, receipts, manifest.counts, 0, speed, started)
+    return result_of(manifest, encoded, 0, started)
 
 
 def try_build(
@@ -494,9 +482,8 @@ def try_build(
         check_ann_memory(spec, memory)
         if stored is None:
             check_disk(root, spec, memory)
-    workers = choose_workers(
-        chosen, info, engine=engine, workers=workers, address=address, memory=memory
-    )
+    execution = Execution(engine, workers, address, memory)
+    workers = choose_workers(chosen, info, execution).workers
     return {
         "inputs": inputs,
         "duplicates": duplicates,
@@ -562,8 +549,8 @@ def check_finished(
         before = counted(index.manifest.counts.inputs, "input")
         raise UsageError(
             f"the sources have changed since {out} was built: they had {before} and now"
-            f" have {inputs}, with other names, sizes or metadata. Run"
-            " 'edje-index update', or choose another output directory",
+            f" have {inputs}, with other names, sizes or metadata. Update the index, or"
+            " choose another output directory",
             parameter="sources",
         )
     return index.manifest

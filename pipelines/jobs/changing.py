@@ -140,9 +140,8 @@ class Edit:
 
 def apply(
     change: IndexChange, edit: Edit, on_event: OnEvent, should_stop: ShouldStop
-) -> tuple[Manifest, list[ShardReceipt]]:
-    """Carry out `edit`, and commit it. Return the manifest of the index and the
-    receipts of `edit.work`.
+) -> Manifest:
+    """Carry out `edit`, and commit it. Return the manifest of the index.
 
     Raises:
         JobStopped: `should_stop()` returned True, or a shard failed. Finished shards
@@ -151,7 +150,7 @@ def apply(
     receipts: list[ShardReceipt] = []
     if edit.work is not None:
         receipts = finish_work(change, edit.work, on_event, should_stop)
-    return commit_edit(change, edit, receipts, on_event), receipts
+    return commit_edit(change, edit, receipts, on_event)
 
 
 def commit_edit(

@@ -21,12 +21,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from edje_index.inputs.containers import split_uri
-from edje_index.inputs.refs import (
-    InputRef,
-    display_path,
-    metadata_text,
-    rows_digest,
-)
+from edje_index.inputs.refs import InputRef, display_path, rows_digest
 from pipelines.jobs.edit import NewValues, is_value
 from pipelines.jobs.plan import (
     CollectedColumns,
@@ -51,7 +46,12 @@ from storage_formats.errors import EdjeError, UsageError
 from storage_formats.format.edits import input_hash
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.rows import DUPLICATE, FAILED, iter_rows, read_index_rows
-from storage_formats.format.source_columns import SourceColumn, Value, as_type
+from storage_formats.format.source_columns import (
+    SourceColumn,
+    Value,
+    as_type,
+    metadata_text,
+)
 from storage_formats.remote.urls import is_url
 
 _COLUMNS = (
@@ -131,12 +131,12 @@ class _Row(NamedTuple):
     metadata: bytes
 
 
+@dataclass(frozen=True)
 class StoredRefs(Collection[InputRef]):
     """Inputs in a temporary database."""
 
-    def __init__(self, database: sqlite3.Connection, count: int) -> None:
-        self._database = database
-        self._count = count
+    _database: sqlite3.Connection
+    _count: int
 
     def __len__(self) -> int:
         return self._count

@@ -44,6 +44,7 @@ from pipelines.progress.events import (
 )
 from pipelines.progress.wording import counted, human_bytes
 from storage_formats.change import (
+    NewIndex,
     begin_change,
     begin_index,
     begin_new_index,
@@ -52,7 +53,7 @@ from storage_formats.change import (
 from storage_formats.errors import UsageError
 from storage_formats.extras import name_missing_extra
 from storage_formats.format.layout import IndexSpec, Layout, Segment
-from storage_formats.format.manifest import CommittedIndex
+from storage_formats.format.manifest import CommittedIndex, Manifest
 from storage_formats.format.offset import copy_offset
 from storage_formats.format.receipts import ShardReceipt
 from storage_formats.format.remote import ROOT, open_index, read_root
@@ -61,7 +62,9 @@ from storage_formats.format.rows import (
 )
 from storage_formats.format.selection import Selection
 from storage_formats.format.shard_table import FileEntry
+from storage_formats.format.source_columns import SourceColumn
 from storage_formats.format.tombstones import (
+    Tombstones,
     check_row_ids,
     check_rows_in_use,
     live_rows,
@@ -183,7 +186,7 @@ def compact_index(
         before = change.index.manifest
         removed = before.snapshot.deleted_rows
         edit = compaction(change.index, only_shards_with_deleted)
-        manifest, _ = apply(change, edit, on_event, should_stop)
+        manifest = apply(change, edit, on_event, should_stop)
     row_map = None
     if edit.moved is None:
         removed = 0
@@ -310,6 +313,70 @@ class CopyTask:
     plan: str
 
 
+@dataclass(frozen=True)
+class IndexCopy:
+    """A new index with rows of other indexes, as a value. `write_copy` writes it.
+
+    Attributes:
+        origins: the other indexes. The new index has the model and the offset block of
+            the first.
+        work: writes the shards of `spec`.
+        details: members of `change` in `index.json`.
+        columns: source columns; None for those of the first index, with the numbers of
+            values in the copied rows.
+        deleted: rows that are deleted in the new index.
+    """
+
+    origins: Sequence[CommittedIndex]
+    spec: IndexSpec
+    work: ShardWork
+    settings: dict[str, Any]
+    details: Mapping[str, Any]
+    columns: tuple[SourceColumn, ...] | None = None
+    deleted: Tombstones | None = None
+
+
+def write_copy(
+    change: NewIndex, copy: IndexCopy, on_event: OnEvent, should_stop: ShouldStop
+) -> tuple[Manifest, list[ShardReceipt]]:
+    """Write a new index, and commit it. Return its manifest and the receipts of its
+    shards.
+
+    Raises:
+        JobStopped: `should_stop()` returned True, or a shard failed. Finished shards
+            are kept.
+    """
+    layout = change.layout
+    begin_index(layout.root, copy.spec)
+    copy_offset(copy.origins[0], layout)
+    receipts = finish_work(change, copy.work, on_event, should_stop)
+    manifests = [each.manifest for each in copy.origins]
+    columns = copy.columns
+    if columns is None:
+        columns = manifests[0].columns
+        values = count_values(layout, copy.work.shards, columns)
+        columns = with_values(columns, values)
+    encoded_from: dict[str, tuple[str, ...]] = {}
+    for each in manifests:
+        for name, chain in each.encoded_from.items():
+            encoded_from[name] = max(encoded_from.get(name, ()), chain, key=len)
+    manifest = new_manifest(
+        layout,
+        copy.spec,
+        receipts,
+        columns,
+        model=manifests[0].model,
+        settings=copy.settings,
+        plan=copy.work.fingerprint,
+        ann=build_copied_ann(layout.root, copy.spec, manifests, on_event),
+        encoded_from=encoded_from,
+        change={**copy.details, "created": now()},
+        deleted=copy.deleted,
+    )
+    change.commit(manifest)
+    return manifest, receipts
+
+
 def _with_duplicates(index: CommittedIndex, some: Iterable[int]) -> list[int]:
     """Return the shards `some`, and those with duplicates of a row of these shards,
     ascending.
@@ -428,34 +495,16 @@ def copy_index(
             begin_new_index(root, "copy", identity, notify=notifier(on_event)) as new,
             resumable(root),
         ):
-            begin_index(root, spec)
-            copy_offset(opened, new.layout)
             work = copying(opened, selection, new.layout, spec, identity)
             finished = new.receipts(work.shards, work.fingerprint)
-            receipts = finish_work(new, work, on_event, should_stop)
-            columns = with_values(
-                manifest.columns,
-                count_values(new.layout, work.shards, manifest.columns),
-            )
             details = {
                 "kind": "copy",
-                "created": now(),
                 "name": opened.root.name,
                 "snapshot": manifest.snapshot.number,
             }
-            part = new_manifest(
-                new.layout,
-                spec,
-                receipts,
-                columns,
-                change=details,
-                model=manifest.model,
-                settings=with_sources(manifest, None),
-                plan=work.fingerprint,
-                ann=build_copied_ann(new.layout.root, spec, [manifest], on_event),
-                encoded_from=manifest.encoded_from,
-            )
-            new.commit(part)
+            settings = with_sources(manifest, None)
+            part = IndexCopy([opened], spec, work, settings, details)
+            _, receipts = write_copy(new, part, on_event, should_stop)
         files = [file for receipt in receipts for file in receipt.files]
         copied = [
             file

@@ -10,11 +10,9 @@ from typing import Any, TypeAlias
 import numpy as np
 import pyarrow as pa
 
-from edje_index.inputs.refs import metadata_text
 from pipelines.jobs.changing import Edit, apply, rows_passing
+from pipelines.metadata import Ignored, python_values, source_values
 from pipelines.progress.events import OnEvent, ignore, never
-from pipelines.sources.base import Ignored
-from pipelines.sources.metadata import python_values, source_values
 from storage_formats.change import begin_change
 from storage_formats.errors import UsageError
 from storage_formats.format.edits import EDIT_SCHEMA
@@ -27,6 +25,7 @@ from storage_formats.format.source_columns import (
     SourceColumn,
     Value,
     as_type,
+    metadata_text,
 )
 from storage_formats.format.tombstones import RowIds, check_row_ids
 
@@ -112,7 +111,7 @@ def set_columns(
         names = sorted(lines["column"].unique().to_pylist())
         details = {"rows": rows, "columns": names}
         edit = Edit(opened.manifest.spec, details, columns=after, edits=lines)
-        manifest, _ = apply(change, edit, on_event, never)
+        manifest = apply(change, edit, on_event, never)
     return EditResult(rows, len(lines), tuple(names), manifest.snapshot.number)
 
 

@@ -10,8 +10,8 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,14 +25,17 @@ from pipelines.engines.base import (
 )
 from pipelines.jobs.changing import ShardWork, run_shards
 from pipelines.jobs.plan import PROCESSORS_MEMBER, SHARDS_PER_GPU, Plan, processors
+from pipelines.jobs.resources import Execution
 from pipelines.progress.events import OnEvent, PlanReady, ShouldStop, StatusMessage
 from pipelines.progress.wording import by_reason, counted
 from storage_formats.change import Change, IndexChange
 from storage_formats.errors import EdjeError
 from storage_formats.format.layout import Layout
+from storage_formats.format.manifest import Counts
 from storage_formats.format.receipts import ShardReceipt
 from storage_formats.format.rows import FAILED, read_shard_rows
 from storage_formats.threads import usable_cpus
+from storage_formats.writing.publish import total_counts
 
 if TYPE_CHECKING:
     from edje_index.indexing.shard_encoding import ShardTask
@@ -67,29 +70,40 @@ RAW_SUFFIXES = frozenset(
 
 _NAMED_FAILURES = 3
 _MAX_DECODE_THREADS = 16
+_NO_ROWS = Counts(0, 0, 0)
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """New rows in shards that are not committed.
+
+    Attributes:
+        plan: the plan of the rows; None if there are none.
+        receipts: receipts of all shards, in the order of the shards.
+        counts: counts of the rows.
+        speed: rows per second that this run encoded.
+    """
+
+    plan: Plan | None = None
+    receipts: Sequence[ShardReceipt] = ()
+    counts: Counts = _NO_ROWS
+    speed: float = 0.0
 
 
 def encode_rows(
     change: Change,
     plan: Plan,
-    engine: str,
-    workers: int | None,
-    address: str | None,
-    max_failed: float | None,
+    execution: Execution,
     on_event: OnEvent,
     should_stop: ShouldStop,
     *,
     needs_one: bool = True,
-) -> tuple[list[ShardReceipt], float]:
+) -> Encoded:
     """Encode the shards of `plan` that earlier runs of `change` did not finish.
 
-    `pipelines.build_index` describes the other arguments, but `workers` is the result
-    of `choose_workers`. `needs_one` says whether it is an error if no input can be
-    indexed.
-
-    Returns:
-        The receipts of all shards, in the order of the shards, and the rows that this
-        run encoded per second.
+    Args:
+        execution: the result of `choose_workers`.
+        needs_one: whether it is an error if no input can be indexed.
 
     Raises:
         UsageError, EngineUnavailableError: the engine cannot run with the requested
@@ -110,20 +124,22 @@ def encode_rows(
             plan.rows,
             len(plan.shards),
             len(earlier),
-            workers,
+            execution.workers,
             plan.duplicates,
             plan.ignored,
         )
     )
     allowed = max(ALWAYS_ALLOWED, math.floor(DEFAULT_SHARE * plan.rows))
     limit = f"the {allowed:,} that may fail by default"
-    if max_failed is not None:
+    if execution.max_failed is not None:
         # 0.29 * 100 is less than 29
-        allowed = math.floor(max_failed * plan.rows + 1e-6)
-        limit = f"the share of {max_failed:g} that may fail"
+        allowed = math.floor(execution.max_failed * plan.rows + 1e-6)
+        limit = f"the share of {execution.max_failed:g} that may fail"
     started = time.monotonic()
     failed = Counter[str]()
     receipts: list[ShardReceipt] = []
+    engine = execution.engine
+    workers = execution.workers
     device = settings.device
     cpus = settings.threads
     gpus = 0.0
@@ -164,7 +180,7 @@ def encode_rows(
             workers,
             cpus=cpus,
             gpus=gpus,
-            address=address,
+            address=execution.address,
             lock=layout.lock.absolute(),
         ),
         shows_failed=True,
@@ -206,10 +222,10 @@ def encode_rows(
             f" {_first_failures(layout, receipts)}; correct"
             f" {', '.join(settings.sources)}, and run the command again"
         )
-    encoded = sum(receipt.rows for receipt in receipts if receipt.shard not in earlier)
-    return sorted(receipts, key=lambda receipt: receipt.shard), encoded / (
-        time.monotonic() - started
-    )
+    rows = sum(receipt.rows for receipt in receipts if receipt.shard not in earlier)
+    seconds = time.monotonic() - started
+    receipts.sort(key=lambda receipt: receipt.shard)
+    return Encoded(plan, receipts, total_counts(receipts), rows / seconds)
 
 
 def earlier_plan(

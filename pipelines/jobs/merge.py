@@ -4,38 +4,36 @@ decoded.
 
 from __future__ import annotations
 
-import bisect
 import hashlib
 import time
-from collections.abc import Sequence
-from dataclasses import asdict
-from dataclasses import replace as replaced
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pipelines.jobs.ann import build_copied_ann
-from pipelines.jobs.changing import ShardWork, finish_work, notifier, resumable
-from pipelines.jobs.copy import CopyResult, CopyTask
-from pipelines.jobs.plan import SOURCES_MEMBER, holds_clips, recorded_sources
+from pipelines.jobs.changing import ShardWork, notifier, resumable
+from pipelines.jobs.copy import CopyResult, CopyTask, IndexCopy, write_copy
+from pipelines.jobs.plan import holds_clips, recorded_sources, with_sources
 from pipelines.progress.events import OnEvent, ShouldStop, StatusMessage, ignore, never
-from storage_formats.change import begin_index, begin_new_index, now
+from storage_formats.change import begin_new_index
 from storage_formats.errors import UsageError
 from storage_formats.extras import name_missing_extra
-from storage_formats.format.layout import Segment
+from storage_formats.format.layout import Layout, Segment
 from storage_formats.format.manifest import CommittedIndex
-from storage_formats.format.offset import copy_offset
 from storage_formats.format.receipts import ShardReceipt
 from storage_formats.format.rows import INDEXED, iter_rows
 from storage_formats.format.source_columns import MAX_COLUMNS, merge_columns
 from storage_formats.format.tombstones import Tombstones
 from storage_formats.remote.urls import local_path
 from storage_formats.writing.copying import ShardCopier
-from storage_formats.writing.publish import new_manifest
 
 # SHA-256, hexadecimal
 _HASH = "S64"
+# of what `index.json` records of an index, what the result of a merge has too
+_SHOWN = ("offset", "rows", "duplicates")
 
 
 @name_missing_extra("search")
@@ -75,36 +73,9 @@ def merge_indexes(
         6
     """
     started = time.monotonic()
-    opened = [CommittedIndex.open(local_path(root)) for root in indexes]
+    opened = [CommittedIndex.open(local_path(each)) for each in indexes]
     _refuse_different(opened)
-    first = opened[0].manifest.spec
-    segments = list[Segment]()
-    offsets = list[int]()
-    firsts = list[int]()
-    for each in opened:
-        used = each.manifest.spec.used_segments
-        next_row = (
-            -(-segments[-1].stop // first.shard_size) * first.shard_size
-            if segments
-            else 0
-        )
-        offsets.append(next_row - used[0].first_row)
-        firsts.append(next_row // first.shard_size)
-        segments += [
-            Segment(segment.first_row + offsets[-1], segment.rows) for segment in used
-        ]
-    columns = tuple(
-        sorted(
-            merge_columns(*(each.manifest.columns for each in opened)),
-            key=lambda each: each.name,
-        )
-    )
-    if len(columns) > MAX_COLUMNS:
-        raise UsageError(
-            f"the merged index would have {len(columns)} source columns; merge fewer"
-            f" indexes, so that the index has at most {MAX_COLUMNS}"
-        )
-    spec = replaced(first, rows=segments[-1].stop, segments=tuple(segments))
+    root = local_path(out)
     states = [
         {
             "root": str(each.root),
@@ -114,118 +85,119 @@ def merge_indexes(
         for each in opened
     ]
     identity = {"kind": "merge", "indexes": states}
-    manifests = [each.manifest for each in opened]
-    root = local_path(out)
+    notify = notifier(on_event)
     with (
-        begin_new_index(root, "merge", identity, notify=notifier(on_event)) as change,
+        begin_new_index(root, "merge", identity, notify=notify) as change,
         resumable(root),
     ):
-        begin_index(root, spec)
-        copy_offset(opened[0], change.layout)
-        copiers = [
-            ShardCopier(each, offset, change.layout)
-            for each, offset in zip(opened, offsets, strict=True)
-        ]
-
-        def copy(task: CopyTask, _: object, should_stop: ShouldStop) -> ShardReceipt:
-            position = bisect.bisect_right(firsts, task.shard) - 1
-            moved = offsets[position] // spec.shard_size
-            return copiers[position].copy_shard(task.shard - moved, task.plan)
-
-        work = ShardWork(
-            "copying",
-            list(spec.shard_numbers()),
-            spec.used_rows,
-            identity,
-            CopyTask,
-            lambda: copy,
-        )
-        receipts = finish_work(change, work, on_event, should_stop)
-        ann = build_copied_ann(change.layout.root, spec, manifests, on_event)
-        on_event(StatusMessage("looking for duplicates"))
-        # contents of the indexed rows of earlier indexes
-        known: NDArray[np.bytes_] = np.empty(0, _HASH)
-        # row ids, for each index
-        duplicates: list[NDArray[np.int64]] = []
-        for each in opened:
-            found = [np.empty(0, np.int64)]
-            hashes = [np.empty(0, _HASH)]
-            for table in iter_rows(each, ["row_id", "content_hash", "status"]):
-                digits = table["content_hash"].fill_null("").to_pylist()
-                values = np.array([each.encode() for each in digits], _HASH)
-                is_known = np.isin(values, known) & (values != b"")
-                found.append(table["row_id"].to_numpy()[is_known])
-                indexed = table["status"].to_numpy() == INDEXED
-                hashes.append(values[(values != b"") & indexed])
-            duplicates.append(np.concatenate(found))
-            known = np.unique(np.concatenate([known, *hashes]))
-        deleted = Tombstones.none(spec.shard_size)
-        for each, rows, offset in zip(opened, duplicates, offsets, strict=True):
-            deleted = deleted.with_rows(
-                np.concatenate([each.deleted.row_ids(), rows]) + offset
-            )
-        encoded_from: dict[str, tuple[str, ...]] = {}
-        for each_manifest in manifests:
-            for name, chain in each_manifest.encoded_from.items():
-                encoded_from[name] = max(encoded_from.get(name, ()), chain, key=len)
-        settings = {
-            name: value
-            for name, value in manifests[0].settings.items()
-            if name != SOURCES_MEMBER
-        }
-        digests = [manifest.settings.get("inputs_digest") for manifest in manifests]
-        if None not in digests:
-            settings["inputs_digest"] = hashlib.sha256(
-                " ".join(map(str, digests)).encode()
-            ).hexdigest()
-        groups = [recorded_sources(manifest) for manifest in manifests]
-        # the sources of all indexes are known
-        if None not in groups:
-            every = dict.fromkeys(
-                group for of_input in groups for group in of_input or ()
-            )
-            settings[SOURCES_MEMBER] = [asdict(group) for group in every]
-        inputs = [
-            {
-                "offset": offset,
-                "rows": each.manifest.spec.used_rows,
-                "duplicates": len(rows),
-            }
-            for each, rows, offset in zip(opened, duplicates, offsets, strict=True)
-        ]
-        merged = [
-            {
-                "name": each.root.name,
-                "first_row": each.manifest.spec.used_segments[0].first_row
-                + values["offset"],
-                **values,
-            }
-            for each, values in zip(opened, inputs, strict=True)
-        ]
-        manifest = new_manifest(
-            change.layout,
-            spec,
-            receipts,
-            columns,
-            model=manifests[0].model,
-            settings=settings,
-            plan=work.fingerprint,
-            ann=ann,
-            encoded_from=encoded_from,
-            change={"kind": "merge", "created": now(), "inputs": merged},
-            deleted=deleted,
-        )
-        change.commit(manifest)
+        copy = merging(opened, change.layout, identity, on_event)
+        manifest, receipts = write_copy(change, copy, on_event, should_stop)
+    inputs = [
+        {"index": str(each), **{name: values[name] for name in _SHOWN}}
+        for each, values in zip(indexes, copy.details["inputs"], strict=True)
+    ]
     return CopyResult(
         rows=manifest.counts.inputs - manifest.snapshot.deleted_rows,
         shards=len(receipts),
         snapshot=manifest.snapshot.number,
         seconds=time.monotonic() - started,
-        duplicates=sum(map(len, duplicates)),
-        inputs=[
-            {"index": str(root), **values}
-            for root, values in zip(indexes, inputs, strict=True)
-        ],
+        duplicates=sum(each["duplicates"] for each in inputs),
+        inputs=inputs,
+    )
+
+
+def merging(
+    indexes: Sequence[CommittedIndex],
+    target: Layout,
+    identity: Mapping[str, Any],
+    on_event: OnEvent,
+) -> IndexCopy:
+    """Return the copy of all rows of `indexes` to a new index. See `merge_indexes`.
+
+    Raises:
+        UsageError: the new index would have too many columns.
+    """
+    manifests = [each.manifest for each in indexes]
+    first = manifests[0].spec
+    size = first.shard_size
+    segments = list[Segment]()
+    # (copier, shard to copy) by shard of the new index
+    origins: dict[int, tuple[ShardCopier, int]] = {}
+    inputs = list[dict[str, Any]]()
+    deleted = Tombstones.none(size)
+    # contents of the indexed rows of earlier indexes
+    known: NDArray[np.bytes_] = np.empty(0, _HASH)
+    on_event(StatusMessage("looking for duplicates"))
+    for each in indexes:
+        spec = each.manifest.spec
+        old_first = spec.used_segments[0].first_row
+        new_first = -(-segments[-1].stop // size) * size if segments else 0
+        offset = new_first - old_first
+        segments += [
+            Segment(segment.first_row + offset, segment.rows)
+            for segment in spec.used_segments
+        ]
+        copier = ShardCopier(each, offset, target)
+        for shard in spec.shard_numbers():
+            origins[shard + offset // size] = (copier, shard)
+        repeated = [np.empty(0, np.int64)]
+        contents = [known]
+        for table in iter_rows(each, ["row_id", "content_hash", "status"]):
+            digits = table["content_hash"].fill_null("").to_pylist()
+            hashes = np.array(digits, _HASH)
+            is_known = np.isin(hashes, known) & (hashes != b"")
+            repeated.append(table["row_id"].to_numpy()[is_known])
+            contents.append(hashes[table["status"].to_numpy() == INDEXED])
+        known = np.unique(np.concatenate(contents))
+        rows = np.concatenate(repeated)
+        gone = np.concatenate([each.deleted.row_ids(), rows])
+        deleted = deleted.with_rows(gone + offset)
+        inputs.append(
+            {
+                "name": each.root.name,
+                "first_row": new_first,
+                "offset": offset,
+                "rows": spec.used_rows,
+                "duplicates": len(rows),
+            }
+        )
+    columns = merge_columns(*(manifest.columns for manifest in manifests))
+    if len(columns) > MAX_COLUMNS:
+        raise UsageError(
+            f"the merged index would have {len(columns)} source columns; merge fewer"
+            f" indexes, so that the index has at most {MAX_COLUMNS}"
+        )
+    groups = [recorded_sources(manifest) for manifest in manifests]
+    every = None
+    if None not in groups:
+        # each once
+        every = dict.fromkeys(group for of_index in groups for group in of_index or ())
+    settings = with_sources(manifests[0], every)
+    digests = [manifest.settings.get("inputs_digest") for manifest in manifests]
+    if None not in digests:
+        text = " ".join(map(str, digests))
+        settings["inputs_digest"] = hashlib.sha256(text.encode()).hexdigest()
+
+    def copy(task: CopyTask, _: object, should_stop: ShouldStop) -> ShardReceipt:
+        copier, shard = origins[task.shard]
+        return copier.copy_shard(shard, task.plan)
+
+    spec = replace(first, rows=segments[-1].stop, segments=tuple(segments))
+    return IndexCopy(
+        indexes,
+        spec,
+        ShardWork(
+            "copying",
+            list(origins),
+            spec.used_rows,
+            identity,
+            CopyTask,
+            lambda: copy,
+        ),
+        settings,
+        {"kind": "merge", "inputs": inputs},
+        tuple(sorted(columns, key=lambda column: column.name)),
+        deleted,
     )
 
 
@@ -269,13 +241,13 @@ def _refuse_different(indexes: Sequence[CommittedIndex]) -> None:
             (
                 "precisions",
                 precisions,
-                "add or drop precisions with 'edje-index quantize' first",
+                "add or drop precisions first",
             ),
             (
                 "offset block",
                 offset,
-                "drop the precisions with an offset with 'edje-index quantize' first,"
-                " and add them to the merged index",
+                "drop the precisions with an offset first, and add them to the merged"
+                " index",
             ),
             (
                 "frames per clip",

@@ -336,11 +336,7 @@ def refuse_differences(
         if left != right:
             differences[name] = f"{name} {left} in the index, {right} requested"
     if differences:
-        append = (
-            ", add other sources with 'edje-index append'"
-            if "sources" in differences
-            else ""
-        )
+        append = ", append other sources" if "sources" in differences else ""
         raise UsageError(
             f"{root} was built with other settings: {'; '.join(differences.values())}."
             f" Use the model and settings of the index{append}, or choose another"
@@ -437,7 +433,7 @@ class CollectedColumns(CountedColumns):
         Values are left out if the metadata is too long or if there are too many
         columns. `ignored` counts these values.
         """
-        from edje_index.inputs.refs import metadata_text
+        from storage_formats.format.source_columns import metadata_text
 
         if not ref.metadata:
             return ref

@@ -111,7 +111,7 @@ def quantize_index(
     with begin_change(index, "quantize", request) as change, resumable(index):
         before = change.index.manifest.spec.precisions
         edit = conversion(change.index, to, drop, source, workers, address)
-        manifest, _ = apply(change, edit, on_event, should_stop)
+        manifest = apply(change, edit, on_event, should_stop)
     after = manifest.spec.precisions
     read = next((chain[-1] for chain in edit.encoded_from.values()), None)
     return QuantizeResult(

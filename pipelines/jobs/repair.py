@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -238,31 +238,24 @@ def _lost_offset(manifest: Manifest, entry: FileEntry) -> Problem:
     )
 
 
+@dataclass
 class ShardEncoder:
     """Encodes rows of a shard again with the model and the settings of an index, in
     the batches of its build.
     """
 
-    def __init__(
-        self,
-        index: CommittedIndex,
-        shard: int,
-        open_encoder: Callable[[], ImageEncoder],
-        on_event: OnEvent,
-        should_stop: ShouldStop,
-    ) -> None:
-        self._index = index
-        self._shard = shard
-        self._open_encoder = open_encoder
-        self._on_event = on_event
-        self._should_stop = should_stop
-        # of the rows with a block, by position
-        self._inputs: dict[int, InputRef] | None = None
-        self._blocks: dict[int, Blocks] = {}
-        # reasons by position
-        self._refused: dict[int, str] = {}
-        # why no row of the shard can be encoded again
-        self._problem: str | None = None
+    _index: CommittedIndex
+    _shard: int
+    _open_encoder: Callable[[], ImageEncoder]
+    _on_event: OnEvent
+    _should_stop: ShouldStop
+    # of the rows with a block, by position
+    _inputs: dict[int, InputRef] | None = None
+    _blocks: dict[int, Blocks] = field(default_factory=dict)
+    # reasons by position
+    _refused: dict[int, str] = field(default_factory=dict)
+    # why no row of the shard can be encoded again
+    _problem: str | None = None
 
     def encode(self, needed: NDArray[np.int64]) -> Mapping[int, Blocks]:
         """Encode rows at the positions `needed` again, with the other rows of their

@@ -4,6 +4,7 @@ index needs.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from edje_index.bundles.info import BundleInfo
@@ -55,17 +56,24 @@ def usable_memory(limit: int | None) -> int:
     return free if limit is None else min(free, limit)
 
 
+@dataclass(frozen=True)
+class Execution:
+    """Where new rows are encoded, and how many of them may fail: arguments of
+    `pipelines.build_index`.
+    """
+
+    engine: str
+    workers: int | None = None
+    address: str | None = None
+    memory: int | None = None
+    max_failed: float | None = None
+
+
 def choose_workers(
-    settings: BuildSettings,
-    info: BundleInfo,
-    *,
-    engine: str,
-    workers: int | None,
-    address: str | None,
-    memory: int | None = None,
-) -> int | None:
-    """Return the number of workers, if engine, device and memory suffice. None lets the
-    Ray cluster choose it.
+    settings: BuildSettings, info: BundleInfo, execution: Execution
+) -> Execution:
+    """Return `execution` with the number of workers, if engine, device and memory
+    suffice. With None, the Ray cluster chooses it.
 
     If `workers` is None, this is twice the number of GPUs, or the number of CPUs
     divided by the threads of a worker, but at most as many as the memory has room for.
@@ -75,6 +83,10 @@ def choose_workers(
             model cannot encode clips.
         EngineUnavailableError: the Ray cluster does not answer.
     """
+    engine = execution.engine
+    address = execution.address
+    workers = execution.workers
+    memory = execution.memory
     if engine == "inline" and address is not None:
         raise UsageError(
             f"the engine inline runs in this process, so it cannot join the cluster at"
@@ -97,7 +109,7 @@ def choose_workers(
                 parameter="model",
             )
     if engine != "inline" and address is not None:
-        return workers
+        return execution
     most = usable_cpus() // settings.threads
     if settings.is_cuda:
         most = SHARDS_PER_GPU * cuda_devices()
@@ -122,7 +134,7 @@ def choose_workers(
     _check_memory(
         need, memory, "use fewer workers or a smaller batch size", parameter="workers"
     )
-    return workers
+    return replace(execution, workers=workers)
 
 
 def workers_memory(

@@ -122,7 +122,7 @@ def delete_rows(
         with begin_change(index, "delete") as change:
             opened = change.index
             selected, edit = deletion(opened, rows, uri, where, with_duplicates=erase)
-            manifest, _ = apply(change, edit, on_event, never)
+            manifest = apply(change, edit, on_event, never)
     new = len(edit.deleted)
     number = manifest.snapshot.number
     deleted_rows = opened.manifest.snapshot.deleted_rows + new

@@ -201,6 +201,7 @@ class Metrics:
         )
 
 
+@dataclass
 class Guard:
     """ASGI middleware that checks the API key, limits bodies and durations, and cancels
     requests of absent clients.
@@ -212,15 +213,12 @@ class Guard:
         metrics: metrics that count every request.
     """
 
-    def __init__(
-        self, app: ASGIApp, limits: Limits, api_keys: Sequence[str], metrics: Metrics
-    ) -> None:
-        self._app = app
-        self._limits = limits
-        self._api_keys = api_keys
-        self._metrics = metrics
-        # of all requests together
-        self._body_bytes = 0
+    _app: ASGIApp
+    _limits: Limits
+    _api_keys: Sequence[str]
+    _metrics: Metrics
+    # of all requests together
+    _body_bytes: int = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

@@ -333,7 +333,7 @@ async def search(state: State, body: schemas.SearchRequest) -> dict[str, Any]:
     elif body.row_id is not None:
         hits, timing = await state.batcher.submit(body.row_id, search_images, cost=cost)
     else:
-        kind = ("search", id(index.store), pool, *options.values())
+        kind = ("search", index.store, pool, *options.values())
         hits, timing = await state.batcher.submit(
             (body.query, k), search_texts, cost=cost, kind=kind
         )
@@ -466,34 +466,22 @@ async def _rerank(
             f"send fewer documents: {len(documents)} are over the limit of"
             f" {limits.documents}",
         )
-    values = {
-        position: _document(document, position)
-        for position, document in enumerate(documents)
-    }
-    rows = {
-        position: value
-        for position, value in values.items()
-        if not isinstance(value, bytes)
-    }
-    images = {
-        position: value
-        for position, value in values.items()
-        if isinstance(value, bytes)
-    }
+    values = [
+        _document(document, position) for position, document in enumerate(documents)
+    ]
+    images = [value for value in values if isinstance(value, bytes)]
     if len(images) > limits.images:
         raise HTTPException(
             413,
             f"send fewer images: {len(images)} are over the limit of {limits.images}",
         )
-    scores: dict[int, float] = {}
+    rows = [value for value in values if not isinstance(value, bytes)]
+    is_image = np.array([isinstance(value, bytes) for value in values], dtype=bool)
+    scores = np.empty(len(values))
     tokens = index.manifest.spec.block_shape[0]
     if rows:
         try:
-            row_ids = (
-                await state.in_thread(
-                    requested_rows, index.committed, list(rows.values())
-                )
-            ).tolist()
+            row_ids = await state.in_thread(requested_rows, index.committed, rows)
         except (RowIdError, UsageError) as error:
             hint = "; URLs are not fetched" if "://" in str(error) else ""
             raise HTTPException(422, f"{error}{hint}") from error
@@ -503,34 +491,25 @@ async def _rerank(
                 [text for text, _ in payloads], [its_rows for _, its_rows in payloads]
             )
 
-        unique = sorted(set(row_ids))
+        unique = np.unique(row_ids).tolist()
         hits, _ = await state.batcher.submit(
             (query, unique),
             rerank_rows,
             cost=len(unique) * tokens,
-            kind=("rerank", id(index.store)),
+            kind=("rerank", index.store),
         )
         of_row = {hit.row_id: hit.score for hit in hits}
-        scores |= {
-            position: of_row[row_id]
-            for position, row_id in zip(rows, row_ids, strict=True)
-        }
+        scores[~is_image] = [of_row[row_id] for row_id in row_ids.tolist()]
     if images:
-        image_scores, _ = await state.on_images(
+        scores[is_image], _ = await state.on_images(
             index,
-            list(images.values()),
+            images,
             lambda part: index.score_pairs([(query, each) for each in part]),
             len(images),
         )
-        scores |= dict(zip(images, image_scores, strict=True))
-    relevances = relevance(
-        np.array([*scores.values()]), index.model.weights(TEXT_TO_IMAGE)
-    ).tolist()
-    rated = [
-        (position, score, value)
-        for (position, score), value in zip(scores.items(), relevances, strict=True)
-    ]
-    return sorted(rated, key=lambda item: (-item[1], item[0]))
+    relevances = relevance(scores, index.model.weights(TEXT_TO_IMAGE))
+    best = np.argsort(-scores, kind="stable").tolist()
+    return [(at, float(scores[at]), float(relevances[at])) for at in best]
 
 
 def _document(document: schemas.Document, position: int) -> int | str | bytes:
@@ -600,7 +579,7 @@ async def embed(state: State, body: schemas.EmbedRequest) -> list[list[float]]:
             texts,
             embed_texts,
             cost=len(texts) * tokens,
-            kind=("embed", id(index.store)),
+            kind=("embed", index.store),
         )
     elif images:
         embeddings, _ = await state.on_images(

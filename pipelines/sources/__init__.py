@@ -25,7 +25,7 @@ import pyarrow as pa
 from edje_index.images.decode import ImageError, content_hash
 from edje_index.inputs.containers import ARCHIVE_SUFFIXES, PARQUET_SUFFIX
 from edje_index.inputs.names import has_input_suffix
-from edje_index.inputs.refs import InputRef, metadata_text, read_bytes
+from edje_index.inputs.refs import InputRef, read_bytes
 from pipelines.progress.events import (
     JobStopped,
     OnEvent,
@@ -62,6 +62,7 @@ from pipelines.sources.packed import (
     scan_ahead,
 )
 from storage_formats.errors import UsageError
+from storage_formats.format.source_columns import metadata_text
 from storage_formats.remote.files import list_remote_folder, require_libraries
 from storage_formats.remote.urls import (
     WEB_SCHEMES,

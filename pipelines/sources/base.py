@@ -7,7 +7,6 @@ from __future__ import annotations
 import os
 import re
 import stat
-import threading
 import unicodedata
 import urllib.parse
 from abc import ABC, abstractmethod
@@ -24,6 +23,7 @@ from edje_index.images.transient import (
 )
 from edje_index.inputs.names import has_input_suffix
 from edje_index.inputs.refs import InputRef, display_path
+from pipelines.metadata import Ignored
 from storage_formats.errors import UsageError
 from storage_formats.extras import name_missing_extra
 from storage_formats.format.source_columns import Value
@@ -42,27 +42,6 @@ _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 # control characters and lone surrogates; requests encode all others
 _NOT_IN_URL = re.compile(r"[\0-\x1f\x7f-\x9f\ud800-\udfff]")
-_LONGEST_SUFFIX = 12
-_MAX_KEYS = 100
-
-
-class Ignored(dict[str, int]):
-    """Counts the entries that are not inputs, by suffix or by reason in
-    parentheses. Thread-safe.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._lock = threading.Lock()
-
-    def count(self, key: str, entries: int = 1) -> None:
-        """Count entries under `key`, or under "(other)" if the key is unusual."""
-        with self._lock:
-            if key not in self and (
-                (len(key) > _LONGEST_SUFFIX and key[0] == ".") or len(self) >= _MAX_KEYS
-            ):
-                key = "(other)"
-            self[key] = self.get(key, 0) + entries
 
 
 class Patterns:

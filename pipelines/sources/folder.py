@@ -18,6 +18,7 @@ from edje_index.inputs.names import (
     join_sidecars,
 )
 from edje_index.inputs.refs import InputRef, display_path
+from pipelines.metadata import sidecar_values, source_values
 from pipelines.sources.base import (
     Source,
     file_input,
@@ -27,7 +28,6 @@ from pipelines.sources.base import (
     read_head,
 )
 from pipelines.sources.lists import ListSource
-from pipelines.sources.metadata import sidecar_values, source_values
 from pipelines.sources.packed import is_packed_name, packed_source, scan_ahead
 from storage_formats.errors import UsageError
 from storage_formats.format.layout import Layout

@@ -21,6 +21,13 @@ import pyarrow as pa
 from edje_index.captions.reading import ID_KEY, SPLIT_KEY, CaptionRecord, read_records
 from edje_index.inputs.json_lines import read_json_lines
 from edje_index.inputs.refs import MAX_INPUT_BYTES, InputRef, display_path
+from pipelines.metadata import (
+    BAD_NAME,
+    CAPTIONS,
+    metadata_columns,
+    parquet_rows,
+    source_values,
+)
 from pipelines.sources.base import (
     STANDARD_INPUT,
     Source,
@@ -28,13 +35,6 @@ from pipelines.sources.base import (
     listed_input,
     source_error,
     unreadable,
-)
-from pipelines.sources.metadata import (
-    BAD_NAME,
-    CAPTIONS,
-    metadata_columns,
-    parquet_rows,
-    source_values,
 )
 from storage_formats.errors import UsageError
 from storage_formats.format.column_types import BYTES, TEXT, column_kind

@@ -32,19 +32,19 @@ from edje_index.inputs.names import MAX_SIDECAR_BYTES
 from edje_index.inputs.ranges import RangedFile, open_ranged
 from edje_index.inputs.refs import InputRef, display_path
 from edje_index.inputs.tars import Member
+from pipelines.metadata import (
+    features_of,
+    metadata_columns,
+    parquet_rows,
+    sidecar_values,
+    source_values,
+)
 from pipelines.sources.base import (
     Source,
     file_name,
     ignored_as,
     listed_input,
     lost_file,
-)
-from pipelines.sources.metadata import (
-    features_of,
-    metadata_columns,
-    parquet_rows,
-    sidecar_values,
-    source_values,
 )
 from storage_formats.errors import UsageError
 from storage_formats.format.parquet import iter_batches, open_parquet

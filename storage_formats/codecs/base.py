@@ -150,7 +150,13 @@ class Codec(ABC):
         """
         if self.offset is None:
             self._decode(memory, moves, bits, span)
-            return
+        else:
+            self._decode_and_add(memory, moves, bits, span)
+
+    def _decode_and_add(
+        self, memory: Bytes, moves: Moves, bits: Bits, span: Span
+    ) -> None:
+        """Decode like `decode_at`, with the offset."""
         from storage_formats.codecs.kernels import add_offset
 
         for piece in _pieces(*span):

@@ -240,6 +240,17 @@ class GroupScaledCodec(Codec):
                 span,
             )
 
+    def _decode_and_add(
+        self, memory: Bytes, moves: Moves, bits: Bits, span: Span
+    ) -> None:
+        if self.element is not E4M3 or self.offset is None:
+            super()._decode_and_add(memory, moves, bits, span)
+            return
+        offset = self.offset.reshape(-1)
+        _kernels().add_e4m3(
+            memory, moves, self.products(), offset, bits, self._geometry, span
+        )
+
     @classmethod
     @functools.cache
     def _scale_table(cls) -> NDArray[np.uint8]:

@@ -776,6 +776,89 @@ def add_offset(pairs: U32, blocks: NDArray[np.int64], offset: F32, span: Span) -
             pairs[first + i] = _pair_sum(pairs[first + i], even[i], odd[i])
 
 
+@inlined
+def _added(number: np.float32, offset: np.float32) -> Any:
+    """Return the bits of number + offset, rounded to bfloat16."""
+    return np.uint16(np.uint32(_sum(number, offset)) >> np.uint32(16))
+
+
+@inlined
+def _is_plain(records: U8, codes_at: Index, values: Index, groups: Index) -> bool:
+    """Return True if no E4M3 code of a record is NaN, and all products of codes and
+    E8M0 scales, and of 2**120 and scales, are exact bfloat16 values.
+    """
+    highest = np.uint8(0)
+    for i in range(values):
+        highest = max(highest, np.uint8(records[codes_at + i] << np.uint8(1)))
+    farthest = np.uint8(0)
+    for i in range(values, values + groups):
+        farthest = max(farthest, np.uint8(records[codes_at + i] - np.uint8(3)))
+    return bool(highest < np.uint8(0xFE)) and bool(farthest <= np.uint8(131))
+
+
+@kernel(
+    input_array(types.uint8),
+    _MOVES,
+    input_array(types.uint16),
+    input_array(types.float32),
+    output_array(types.uint16),
+    _GEOMETRY,
+    _SPAN,
+)
+def add_e4m3(
+    records: U8,
+    moves: Moves,
+    table: U16,
+    offset: F32,
+    bits: U16,
+    geometry: Geometry,
+    span: Span,
+) -> None:
+    """Decode E4M3 codes and E8M0 scales, see `decode_e4m3`, and add `offset` [m * d].
+
+    A token is decoded in a few blocks before the next token, so that its offset stays
+    in the processor's cache.
+    """
+    values, width, group = geometry
+    groups = width // group
+    offsets, blocks = moves
+    start, stop = span
+    for first in range(start, stop, FOUR):
+        last = min(first + FOUR, stop)
+        plain = True
+        for move in range(first, last):
+            plain &= _is_plain(
+                records, np.uint64(offsets[move]), values, values // group
+            )
+        for token in range(ZERO, values, width):
+            for move in range(first, last):
+                codes_at = np.uint64(offsets[move]) + token
+                scales_at = np.uint64(offsets[move]) + values + token // group
+                target = np.uint64(blocks[move]) * values + token
+                for index in range(groups):
+                    scale = records[scales_at + index]
+                    begin = index * group
+                    end = begin + group
+                    if plain:
+                        exponent = np.uint32(np.uint32(scale) + np.uint32(120))
+                        factor = np.uint32(exponent << np.uint32(23)).view(np.float32)
+                        for i in range(begin, end):
+                            # as a float32, the code times 2**-120
+                            code = np.int32(np.int8(records[codes_at + i]))
+                            word = np.uint32(
+                                np.uint32(np.int32(code << np.int32(20)))
+                                & np.uint32(0x87F00000)
+                            )
+                            bits[target + i] = _added(
+                                word.view(np.float32) * factor, offset[token + i]
+                            )
+                    else:
+                        entry = np.uint64(scale) << EIGHT
+                        for i in range(begin, end):
+                            product = table[entry | np.uint64(records[codes_at + i])]
+                            bits[target + i] = _added(_bf16(product), offset[token + i])
+
+
 @summing
 def _products(words: U16, tokens: Any, query: F32, first: Index, width: Index) -> Any:
     """Return the dot products of 4 tokens and each of 4 query vectors. `tokens` and

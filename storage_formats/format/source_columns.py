@@ -220,6 +220,19 @@ def text_of(value: Value) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
+def metadata_text(metadata: Mapping[str, Value]) -> str:
+    """Return `metadata` as JSON with sorted keys. Timestamps are written in ISO
+    8601.
+    """
+    return json.dumps(
+        metadata,
+        ensure_ascii=False,
+        sort_keys=True,
+        separators=(",", ":"),
+        default=text_of,
+    )
+
+
 def as_type(value: Value, column_type: str) -> Value:
     """Convert a value to the column type `column_type`. The value may be text, for
     example "1.5" for a float.

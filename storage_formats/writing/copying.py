@@ -191,8 +191,7 @@ class ShardCopier:
         if path not in self._entries:
             root = self._source.root
             raise CorruptIndexError(
-                f"the shard table of {root} does not list {path}; run 'edje-index"
-                " verify'"
+                f"the shard table of {root} does not list {path}", remedy="verify"
             )
         return self._entries[path]
 

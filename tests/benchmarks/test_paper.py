@@ -122,14 +122,13 @@ def test_the_figure_shows_published_and_measured_points():
     rows = [
         {
             "label": "a",
-            "paper": {"ms": 100.0, "R@1": 80.0},
-            "own": {"ms": 10.0, "R@1": 90.0},
+            "paper": {"64 pairs, ms": 100.0, "Flickr T2I": 80.0},
+            "own": {"64 pairs, ms": 10.0, "Flickr T2I": 90.0},
         },
-        {"label": "b", "paper": {"ms": 1.0}, "own": {}},
+        {"label": "b", "paper": {"64 pairs, ms": 1.0}, "own": {}},
     ]
-    circles = ElementTree.fromstring(
-        experiments.scatter_plot(rows, "ms", "R@1")
-    ).findall("{*}circle")
+    figure = ElementTree.fromstring(experiments.prior_art_figure(rows))
+    circles = figure.findall("{*}circle")
     places = [(float(c.get("cx")), float(c.get("cy")), c.get("fill")) for c in circles]
     assert places == [(480, 360, "none"), (40, 60, "black")]
 

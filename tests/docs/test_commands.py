@@ -27,7 +27,7 @@ from tests.edje_index.test_multi_vector import tiny_multi_vector_encoder
 pytestmark = pytest.mark.slow
 GUIDES = (
     "tutorial install build video change quantize search fetch evaluate own-encoder"
-    " train serve sources object-store integrations"
+    " train serve sources object-store integrations cluster"
 )
 PAGES = [REPO / "README.md", *(REPO / "docs" / f"{name}.md" for name in GUIDES.split())]
 # The beginning of a command that the tests leave out here -> where it runs, or why it

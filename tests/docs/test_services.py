@@ -28,7 +28,8 @@ LINES = sorted(
         line
         for page in PAGES
         for line in commands(page)
-        if line.startswith("edje-index serve ")
+        # --mcp serves standard input
+        if line.startswith("edje-index serve ") and "--mcp" not in line
     }
 )
 ADDRESS = "http://127.0.0.1:8000"

@@ -121,7 +121,9 @@ def test_every_crash_state(request_bench):
         sum(each[of] for each in counts.values()) for of in ("count", "runs")
     )
     print(f"{states:,} crash states; the program ran in {runs:,} of them:", counts)
-    assert states >= 20_000
+    # fewer operations of a change make fewer states, but hardly fewer that differ
+    assert states >= 9_000
+    assert runs >= 6_000
 
 
 @pytest.mark.slow

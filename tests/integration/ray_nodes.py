@@ -67,7 +67,7 @@ class RayNodes:
         self, number: int, cpus: int = 1, hidden: Path | None = None, gpus: int = 0
     ) -> None:
         """Start the node with the address 127.0.0.`number`. The node sees an empty
-        directory in place of `hidden`.
+        directory in place of `hidden`, and says that it has `gpus` GPUs.
         """
         if hidden is not None:
             mount = f'mount -t tmpfs none {shlex.quote(str(hidden))} && exec "$@"'

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import shutil
+from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
@@ -41,13 +42,15 @@ def run(*arguments: object, expect: tuple[int, ...] = (0,)) -> None:
 @dataclass(frozen=True)
 class State:
     """What a snapshot holds: the photo of each row that is not deleted, the row ids
-    in use, deletions, precisions.
+    in use, deletions, the uris that an update leaves out because their rows were
+    deleted by hand, precisions.
     """
 
     photos: dict[int, int]
     rows: int
     first: int = 0
     deleted: int = 0
+    removed: frozenset[str] = frozenset()
     precisions: frozenset[str] = frozenset({"bf16"})
 
 
@@ -102,12 +105,27 @@ class Model:
         )
 
     def compacted(self) -> State | None:
+        """The state without deleted rows, or, if there are none, with the shards that
+        are not full joined; None if that makes no fewer.
+        """
+        moved = list(self.now.photos)
         if not self.now.deleted:
-            return None
+            shards = Counter(row // SHARD for row in self.now.photos)
+            small = {shard for shard, rows in shards.items() if rows < SHARD}
+            moved = [row for row in self.now.photos if row // SHARD in small]
+            if -(-len(moved) // SHARD) >= len(small):
+                return None
         first = self.next_shard * SHARD
-        photos = dict(enumerate(self.now.photos.values(), first))
+        photos = {
+            row: photo for row, photo in self.now.photos.items() if row not in moved
+        }
+        photos |= dict(enumerate((self.now.photos[row] for row in moved), first))
         return replace(
-            self.now, photos=photos, rows=first + len(photos), first=first, deleted=0
+            self.now,
+            photos=photos,
+            rows=first + len(moved),
+            first=min(photos),
+            deleted=0,
         )
 
     def merged(self, photos: list[int]) -> State:
@@ -129,6 +147,7 @@ class Model:
             rows=offset + len(photos),
             first=0,
             deleted=deleted,
+            removed=frozenset(),
         )
 
     def commit(self, state: State) -> None:
@@ -305,12 +324,17 @@ class Trial:
         living = self.folder / "living"
         shutil.rmtree(living, ignore_errors=True)
         photos = sorted({1, 2, *self.rng.sample(range(PHOTOS), self.rng.randint(1, 9))})
-        write_photos(living, photos)
-        names = {str(living / f"{photo:03d}.jpg") for photo in photos}
+        names = {photo: str(living / f"{photo:03d}.jpg") for photo in photos}
         rows = read_rows(self.root, columns=["row_id", "uri"]).to_pylist()
-        after = self.model.updated(
-            {row["row_id"] for row in rows if row["uri"] in names}, photos
-        )
+        kept = {row["row_id"] for row in rows if row["uri"] in names.values()}
+        photos = [
+            photo for photo in photos if names[photo] not in self.model.now.removed
+        ]
+        after = self.model.updated(kept, photos)
+        if after is not None and {*after.photos.values()} <= {BROKEN}:
+            # the later changes need an image
+            return
+        write_photos(living, list(names))
         options = ("--max-vanished", 1, "--engine", "inline", "--quiet", "--json")
         arguments = ("update", self.root, living, *options)
         self._run(after, *arguments)
@@ -335,8 +359,12 @@ class Trial:
         }
         if not rows or all(photo == BROKEN for photo in left.values()):
             return None, []
+        uris = read_rows(self.root, rows, ["uri"])["uri"].to_pylist()
         after = replace(
-            self.model.now, photos=left, deleted=self.model.now.deleted + len(rows)
+            self.model.now,
+            photos=left,
+            deleted=self.model.now.deleted + len(rows),
+            removed=self.model.now.removed | {*uris},
         )
         return after, [option for row in rows for option in ("--rows", row)]
 

@@ -38,7 +38,7 @@ def check_same(root: Path, model: Path, texts: list[str], pool: int) -> None:
     size of the terms.
     """
     loop = PlainLoop(root, model)
-    index = TokenIndex.open(root, model)
+    index = TokenIndex.open(root, model, dtype="float32")
     for text, hits in zip(texts, index.search(texts, pool, pool), strict=True):
         expected = loop.search(text, pool)
         assert [hit.row_id for hit in hits] == [row for row, _, _ in expected], text

@@ -86,3 +86,16 @@ def test_a_run_on_two_nodes_goes_on_after_a_node_is_replaced(case, nodes, tmp_pa
     assert "node 127.0.0.3 left the cluster" in error
     assert "node 127.0.0.4 joined the cluster" in error
     check_losses(case, tmp_path / "out")
+
+
+def test_auto_takes_the_gpus_of_a_cluster_whose_driver_has_none(
+    case, cluster, tmp_path
+):
+    """The nodes only say that they have GPUs, so the workers cannot use them."""
+    cluster.add(5, gpus=1)
+    cluster.add(6, gpus=1)
+    process = start(case, tmp_path / "out", cluster)
+    _, error = process.communicate(timeout=300)
+    cluster.remove_all()
+    assert process.returncode == 1
+    assert "NCCL" in error

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import itertools
+import threading
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -88,29 +90,42 @@ def tasks(tmp_path):
     ]
 
 
-@pytest.mark.parametrize("ended", [None, 1])
-def test_after_the_death_of_a_worker_a_shard_is_encoded_alone(
-    tasks, tiny_bundle, ended
-):
-    if ended is not None:
-        attempt = Layout(Path(tasks[0].root)).attempt(ended)
-        attempt.parent.mkdir()
-        attempt.write_text(
-            '{"machine": "", "careful": false, "position": null, "deaths": {}}'
-        )
-    shards = []
+def run_on_two_threads(tasks, bundle, on_progress, should_stop=lambda: False):
     receipts = run_on_threads(
-        functools.partial(open_worker, str(tiny_bundle), "cpu", 1, "float32"),
+        functools.partial(open_worker, str(bundle), "cpu", 1, "float32"),
         tasks,
-        on_progress=lambda progress: shards.append(progress.shard),
+        on_progress=on_progress,
         on_event=print,
-        should_stop=lambda: False,
+        should_stop=should_stop,
         threads=2,
     )
     assert sorted(receipt.shard for receipt in receipts) == [0, 1, 2, 3]
-    runs = [shard for shard, _ in itertools.groupby(shards)]
+
+
+def test_two_shards_are_encoded_at_once(tasks, tiny_bundle):
+    both = threading.Barrier(2, timeout=60)
+    calls = Counter()
+
+    def should_stop():
+        thread = threading.get_ident()
+        calls[thread] += 1
+        # the first is before the task
+        if calls[thread] == 2:
+            both.wait()
+        return False
+
+    run_on_two_threads(tasks, tiny_bundle, print, should_stop)
+    assert len(calls) == 2
+
+
+def test_after_the_death_of_a_worker_a_shard_is_encoded_alone(tasks, tiny_bundle):
+    attempt = Layout(Path(tasks[0].root)).attempt(1)
+    attempt.parent.mkdir()
+    attempt.write_text(
+        '{"machine": "", "careful": false, "position": null, "deaths": {}}'
+    )
+    shards = []
+    run_on_two_threads(tasks, tiny_bundle, lambda report: shards.append(report.shard))
     assert len(shards) == 24
-    if ended is None:
-        assert len(runs) > 4, "shards were encoded at once"
-    else:
-        assert runs.count(ended) == 1
+    runs = [shard for shard, _ in itertools.groupby(shards)]
+    assert runs.count(1) == 1

@@ -23,6 +23,7 @@ from pipelines.jobs import resources
 from pipelines.jobs.build import try_build
 from pipelines.jobs.plan import BuildSettings, Plan, read_json
 from pipelines.jobs.resources import (
+    Execution,
     check_ann_memory,
     choose_workers,
     disk_need,
@@ -199,14 +200,8 @@ def test_workers_fill_the_machine_and_its_memory_unless_told(
     monkeypatch.setattr(resources, "available_memory", lambda: 8 * need)
 
     def workers(settings: BuildSettings = settings, **changes: Any) -> int | None:
-        options = {
-            "engine": "ray",
-            "workers": None,
-            "address": None,
-            "memory": None,
-            **changes,
-        }
-        return choose_workers(settings, info, **options)
+        execution = Execution(**{"engine": "ray", **changes})
+        return choose_workers(settings, info, execution).workers
 
     assert workers() == 8, "the memory has room for eight"
     assert workers(memory=100 * need) == 8, "more than is free"

@@ -154,3 +154,28 @@ def test_an_offset_keeps_finite_blocks_finite(name):
         entry = codec(name, (1, 32), sign * offset)
         decoded = entry.decode(entry.encode(blocks)).astype(np.float32)
         assert np.isfinite(decoded).all()
+
+
+@pytest.mark.parametrize("name", [name for name in COMPILED if name != "fp16"])
+def test_an_offset_is_added_under_every_code_and_scale(name):
+    """Also offsets of zero, of both signs, and of very different magnitudes."""
+    rng = np.random.default_rng(6)
+    records, shape = reference.every_code(name)
+    anything = rng.integers(0, 256, (50, records.shape[1]), dtype=np.uint8)
+    # without NaN and extreme scales, for which the kernel of E4M3 has a faster path
+    plain = np.where(anything & 0x7F == 0x7F, 0x20, anything).astype(np.uint8)
+    plain[:, -shape[0] * shape[1] // 32 :] %= 130
+    plain[:, -shape[0] * shape[1] // 32 :] += 3
+    numbers = rng.standard_normal(shape)
+    for offset in (
+        numbers,
+        np.where(numbers < 0, -0.0, 0.0),
+        np.ldexp(numbers, rng.integers(-148, 100, shape)),
+    ):
+        offset = offset.astype(np.float32)
+        entry = codec(name, shape, offset)
+        for each in (records, anything, plain):
+            decoded = reference.decode(entry, each).astype(np.float32) + offset
+            expected = decoded.astype(BF16)
+            expected[np.isnan(decoded)] = np.uint16(0x7FC0).view(BF16)
+            assert same_bits(entry.decode(each, threads=1), expected)

@@ -14,8 +14,7 @@ import pytest
 import torch
 
 from edje_index import LateInteractionSearch, add_ann, quantize_index
-from pipelines.sources.base import Ignored
-from pipelines.sources.metadata import python_values, source_values
+from pipelines.metadata import Ignored, python_values, source_values
 from storage_formats import EdjeError, IndexWriter, TokenStore, UsageError, precisions
 from storage_formats.codecs import codec
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
+import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +21,7 @@ from edje_index.bundles.import_models import (
 from edje_index.errors import HubUnreachableError, ModelError
 from edje_index.indexing.image_encoder import ImageEncoder
 from edje_index.models.clip_config import ClipConfig
-from edje_index.models.clip_model import load_clip
+from edje_index.models.clip_model import hub_access, load_clip
 from edje_index.models.weights import save_weights
 from tests.edje_index.published_cases import Case, write_case
 from tests.edje_index.towers import clip_config, random_clip, random_pixels
@@ -131,3 +134,30 @@ def test_unreachable_hub_is_one_clear_line(
     assert "\n" not in str(error.value)
     assert capfd.readouterr() == ("", "")
     assert constants.HF_HUB_OFFLINE is False
+
+
+def test_threads_that_take_turns_at_the_hub_leave_its_settings_as_they_were() -> None:
+    """A process stayed offline, and silent, once two threads had loaded models at the
+    same time.
+    """
+    from huggingface_hub import constants
+
+    before = (constants.HF_HUB_OFFLINE, logging.root.manager.disable)
+    entered = threading.Event()
+
+    def first() -> None:
+        with hub_access(local_only=True):
+            entered.set()
+            time.sleep(0.1)
+
+    def second() -> None:
+        entered.wait()
+        with hub_access(local_only=True):
+            time.sleep(0.2)
+
+    threads = [threading.Thread(target=each) for each in (first, second)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (constants.HF_HUB_OFFLINE, logging.root.manager.disable) == before

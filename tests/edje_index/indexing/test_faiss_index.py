@@ -82,13 +82,7 @@ def test_nearest_rows_are_those_of_a_flat_search(root, factory):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (
-            b"nonsense",
-            (
-                r"the FAISS file has 8 bytes instead of the \d+ in index.json; run"
-                r" 'edje-index verify"
-            ),
-        ),
+        (b"nonsense", r"the FAISS file has 8 bytes instead of the \d+ in index.json"),
         (bytes, "the FAISS file is damaged or was replaced: its CRC-32C"),
         (None, "No such file or directory"),
     ],
@@ -99,8 +93,9 @@ def test_a_damaged_or_missing_file_is_one_clear_error(own_root, content, message
     path.unlink()
     if data is not None:
         path.write_bytes(data)
-    with pytest.raises(CorruptIndexError, match=message):
+    with pytest.raises(CorruptIndexError, match=message) as error:
         AnnIndex(CommittedIndex.open(own_root))
+    assert error.value.remedy == "verify"
 
 
 def commit(root: Path, index: faiss.Index) -> None:

@@ -113,7 +113,7 @@ class Case:
             self.config(**settings),
             rank,
             world,
-            self.config(**settings).run.chunk_pairs,
+            self.config(**settings).run.chunk_pairs or 64,
         )
 
 

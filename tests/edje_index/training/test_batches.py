@@ -68,7 +68,7 @@ def rows_of(batch, source, patches, *, teacher=False):
         rows = chunk.teacher if teacher else chunk.rows
         images = []
         texts = []
-        for bucket, shown in zip(rows.buckets, rows.images, strict=True):
+        for bucket, shown in rows.buckets:
             used = bucket.attention_mask.sum(dim=1)
             assert used.max() == bucket.input_ids.shape[1], "it is padded for nothing"
             images += [blocks[patches[at].tobytes()] for at in shown] or [-1] * len(
@@ -76,7 +76,7 @@ def rows_of(batch, source, patches, *, teacher=False):
             )
             for ids in bucket.input_ids.tolist():
                 texts.append(tuple(ids[1 : ids.index(sep)]))
-        flat = torch.cat([bucket.input_ids.flatten() for bucket in rows.buckets])
+        flat = torch.cat([bucket.input_ids.flatten() for bucket, _ in rows.buckets])
         assert (flat[rows.starts] == source.tokenizer.special_id("cls_token")).all()
         order = rows.starts.argsort().argsort()
         yield chunk, [images[at] for at in order], [texts[at] for at in order]
@@ -118,7 +118,9 @@ def test_a_batch_holds_positives_negatives_and_masked_rows_in_their_order(
                 assert texts[negative] in caption_of
         assert images[scored:] == [*images[:b], *[-1] * b]
         assert texts[-b:] == texts[:b]
-        flat = torch.cat([bucket.input_ids.flatten() for bucket in chunk.rows.buckets])
+        flat = torch.cat(
+            [bucket.input_ids.flatten() for bucket, _ in chunk.rows.buckets]
+        )
         positions, targets = chunk.masked
         assert (flat[positions] == source.tokenizer.special_id("mask_token")).all()
         flat[positions] = targets

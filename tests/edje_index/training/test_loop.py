@@ -153,6 +153,32 @@ def test_gradients_that_are_no_numbers_are_skipped_and_then_end_it(
     )
 
 
+def test_a_run_that_is_out_of_memory_goes_on_with_smaller_chunks(
+    case, tmp_path, monkeypatch
+):
+    """A device with room for three pairs at a time. The steps are those of one with
+    room for all.
+    """
+    whole = case.task(tmp_path / "whole", architecture__dropout=0.0)
+    run_worker(whole, WorkerGroup(), never)
+    losses = JointObjective.losses
+
+    def small(self, chunk, *tokens):
+        if chunk.pairs > 3:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return losses(self, chunk, *tokens)
+
+    monkeypatch.setattr(JointObjective, "losses", small)
+    run_dir = tmp_path / "small"
+    with pytest.raises(ModelError, match=r"step 1 of the joint .* run\.chunk_pairs"):
+        run_worker(case.task(run_dir, architecture__dropout=0.0), WorkerGroup(), never)
+    task = case.task(run_dir, architecture__dropout=0.0, run__chunk_pairs=3)
+    run_worker(task, WorkerGroup(), never)
+    for one, other in zip(read_log(tmp_path / "whole"), read_log(run_dir), strict=True):
+        for name in ("loss", "itm", "mlm", "recovery", "accuracy", "gradient"):
+            assert other[name] == pytest.approx(one[name], abs=1e-4)
+
+
 def test_all_parameters_have_weight_decay(case):
     config = case.config(optimizer__adapter_lr_factor=3.0)
     start = ModelBundle.load(case.bundle)

@@ -183,8 +183,10 @@ def test_a_pair_without_its_image_is_replaced_by_another_pair(photos):
     def rows(batch):
         """The image and the padded caption of the rows of each pair."""
         [chunk] = batch.chunks
-        flat = torch.cat([bucket.input_ids.flatten() for bucket in chunk.rows.buckets])
-        images = torch.cat(chunk.rows.images)
+        flat = torch.cat(
+            [bucket.input_ids.flatten() for bucket, _ in chunk.rows.buckets]
+        )
+        images = torch.cat([images for _, images in chunk.rows.buckets])
         starts = chunk.rows.starts
         images = images[starts.argsort().argsort()[: 8 * (2 + 2 * k)]].tolist()
         sep = source.tokenizer.special_id("sep_token")

@@ -145,10 +145,10 @@ def bundle(tiny_bundle):
 
 def hidden_rows(joint, rows, tokens):
     """The last hidden states of each row, from a pass without padding for every row."""
-    starts = np.cumsum([0, *(bucket.input_ids.numel() for bucket in rows.buckets)])
+    starts = np.cumsum([0, *(bucket.input_ids.numel() for bucket, _ in rows.buckets)])
     for start in rows.starts.tolist():
         number = int(np.searchsorted(starts, start, side="right")) - 1
-        bucket = rows.buckets[number]
+        bucket, images = rows.buckets[number]
         row = (start - starts[number]) // bucket.input_ids.shape[1]
         length = int(bucket.attention_mask[row].sum())
         inputs = JointInputs(
@@ -161,8 +161,7 @@ def hidden_rows(joint, rows, tokens):
                 )
             )
         )
-        images = rows.images[number][row : row + 1]
-        yield start, joint.hidden_states(inputs, tokens[images])[0]
+        yield start, joint.hidden_states(inputs, tokens[images[row : row + 1]])[0]
 
 
 @pytest.mark.parametrize(
@@ -295,7 +294,7 @@ def test_a_frozen_adapter_gets_no_gradient(case, bundle):
 def test_a_step_sees_as_much_of_an_image_as_is_asked_for(case, bundle):
     seen = AugmentationConfig(patch_dropout=0.25, step_tokens=3)
     batch = replace(case.source(), image_tokens=3).joint(0)
-    bucket = batch.chunks[0].rows.buckets[0]
+    bucket, _ = batch.chunks[0].rows.buckets[0]
     assert (bucket.input_ids[0] == bundle.joint.tokenizer.image_token_id).sum() == 3
     patches = []
     bundle.adapter.register_forward_pre_hook(

@@ -188,8 +188,8 @@ def test_large_bodies_are_refused_without_taking_memory(index, tmp_path):
         before = resident_bytes(service.process.pid)
         with connect(service) as client:
             client.sendall(
-                b"POST /search HTTP/1.1\r\nHost: localhost\r\nContent-Length:"
-                b" 200000000\r\n\r\n"
+                b"POST /search HTTP/1.1\r\nHost: localhost\r\nContent-Type:"
+                b" application/json\r\nContent-Length: 200000000\r\n\r\n"
             )
             assert client.recv(64).startswith(b"HTTP/1.1 413 ")
         json_body = {"content-type": "application/json"}

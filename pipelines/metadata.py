@@ -11,6 +11,7 @@ import datetime
 import json
 import math
 import re
+import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -18,7 +19,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from pipelines.sources.base import Ignored
 from storage_formats.format.column_types import BYTES, TEXT, column_kind
 from storage_formats.format.parquet import iter_batches
 from storage_formats.format.source_columns import Value, is_allowed, stored_name
@@ -33,6 +33,27 @@ BAD_NAME = "(column name not allowed)"
 # surrogates stand for bytes that are not UTF-8, and come from JSON escapes
 _BROKEN = re.compile("[\ud800-\udfff]")
 _INT64 = range(-(1 << 63), 1 << 63)
+_LONGEST_SUFFIX = 12
+_MAX_KEYS = 100
+
+
+class Ignored(dict[str, int]):
+    """Counts the entries that are not inputs, by suffix or by reason in
+    parentheses. Thread-safe.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lock = threading.Lock()
+
+    def count(self, key: str, entries: int = 1) -> None:
+        """Count entries under `key`, or under "(other)" if the key is unusual."""
+        with self._lock:
+            if key not in self and (
+                (len(key) > _LONGEST_SUFFIX and key[0] == ".") or len(self) >= _MAX_KEYS
+            ):
+                key = "(other)"
+            self[key] = self.get(key, 0) + entries
 
 
 def source_values(
