@@ -208,8 +208,7 @@ class ReducedAdapter(Adapter):
             tokens = stride_tokens(patches, count)
         elif self.config.kind == CLUSTERED:
             with torch.autocast(patches.device.type, enabled=False):
-                weights = next(self.local.parameters()).dtype
-                tokens = cluster_tokens(patches, count).to(weights)
+                tokens = cluster_tokens(patches, count).to(patches.dtype)
         else:
             assert received is not None
             tokens = prune_tokens(patches, received, count)
