@@ -34,7 +34,7 @@ from edje_index.bundles.shipped_model import IMAGE_TOWER, TEXT_TOWER
 from edje_index.captions.reading import CaptionedImage
 from edje_index.errors import ModelError
 from edje_index.images.decode import decode_rgb
-from edje_index.images.preprocessing import Preprocessor
+from edje_index.images.preprocessing import Preprocessor, normalize
 from edje_index.models.clip_config import HF_TEXT_FOLDER, WEIGHTS_FILE, ClipConfig
 from edje_index.models.clip_model import build_clip
 from edje_index.models.filesystem import new_folder, write_json
@@ -187,7 +187,8 @@ def pair_features(
             pixels = pool.map(
                 lambda path: prepare(decode_rgb(path.read_bytes())), paths
             )
-            images.append(model.clip.visual.trunk(torch.stack(list(pixels))))
+            batch = normalize(torch.stack(list(pixels)), prepare.scale)
+            images.append(model.clip.visual.trunk(batch))
             print(
                 f"image features: {start + len(paths)} of {len(items)}",
                 end="\r",

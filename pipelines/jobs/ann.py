@@ -92,13 +92,18 @@ def changed_ann(index: CommittedIndex, spec: IndexSpec, on_event: OnEvent) -> An
         return build_copied_ann(
             index.root, spec, [before], on_event, replace_file=False
         )
-    ann = before.ann
+    changed = before
     if left_out:
         rows = [row for shard in sorted(left_out) for row in old.shard_rows(shard)]
-        ann = ann_without_rows(index, rows)
-    if spec.shards_not_in(old):
-        ann = extend_ann(Layout(index.root), spec, ann)
-    return ann
+        changed = replace(before, ann=ann_without_rows(index, rows))
+    if not spec.shards_not_in(old):
+        return changed.ann
+    final = replace(before, ann=extend_ann(Layout(index.root), spec, changed.ann))
+    # a file without the rows may be part of a new file
+    named = {*before.ann_files, *final.ann_files}
+    for file in set(changed.ann_files) - named:
+        (index.root / file.path).unlink()
+    return final.ann
 
 
 def build_copied_ann(
