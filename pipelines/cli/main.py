@@ -20,7 +20,7 @@ from edje_index import __version__
 from edje_index.errors import BundleNotFoundError, NotABundleError
 from pipelines.cli.lazy_group import LazyGroup
 from pipelines.cli.output import LOG_KEY, open_standard_streams, print_json
-from pipelines.collector import skip_collection_at_exit
+from pipelines.collector import own_process
 from pipelines.engines.base import EngineUnavailableError, describe_error
 from pipelines.progress.events import INTERRUPTED
 from pipelines.progress.wording import printable
@@ -201,7 +201,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     if is_process := arguments is None:
         open_standard_streams()
-        skip_collection_at_exit()
+        own_process()
         # not ignored, as by nohup
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, interrupt)
