@@ -354,7 +354,7 @@ class GpuCheck:
             pixels = torch.stack((images * batch)[:batch])
             with torch.inference_mode():
                 bare = self._bare_rate(model, batch, given.image_size)
-            yield Line("encode", f"{name}, bare compiled loop", bare, "images")
+            yield Line("encode", f"{name}, bare loop", bare, "images")
             rate = self._rate(batch, partial(encoder.encode, pixels))
             what = f"{name}, the encoder; the limit is the bare loop"
             yield Line("encode", what, rate, "images", rate / bare)

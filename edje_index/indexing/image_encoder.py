@@ -134,22 +134,15 @@ class ImageEncoder:
         target = resolve_device(device)
         vision, config = load_visual(info)
         adapter = load_adapter(info).to(target)
-        encoder = cls(
-            info,
-            vision.to(target),
-            adapter,
-            Preprocessor(config),
-            resolve_dtype(dtype, target),
-        )
+        products = resolve_dtype(dtype, target)
         if target.type == "cpu":
-            replace_linear_layers(encoder.vision, encoder.dtype)
+            replace_linear_layers(vision, products)
         else:
             # A GPU is 1.4 times as fast as with float32 weights and autocast. The
             # error of a token of DINOv2-small grows from 0.012 to 0.014.
-            vision.to(encoder.dtype)
-            adapter.to(encoder.dtype)
-            encoder._weights = encoder.dtype
-        return encoder
+            vision.to(target, products)
+            adapter.to(products)
+        return cls(info, vision, adapter, Preprocessor(config), products)
 
     __repr__ = repr_of("info.path", "block_shape", "dtype", "device")
 

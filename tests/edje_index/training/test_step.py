@@ -164,6 +164,15 @@ def hidden_rows(joint, rows, tokens):
         yield start, joint.hidden_states(inputs, tokens[images[row : row + 1]])[0]
 
 
+def test_a_gpu_gets_few_large_passes(case):
+    source = case.source()
+    (few,) = replace(source, on_gpu=True).joint(0).chunks
+    (many,) = source.joint(0).chunks
+    # one bucket with images, and one of captions alone
+    assert len(few.rows.buckets) == 2 < len(many.rows.buckets)
+    assert len(few.rows.starts) == len(many.rows.starts)
+
+
 @pytest.mark.parametrize(
     ("chunk_pairs", "has_tokens"), [(64, True), (64, False), (3, False), (1, True)]
 )
