@@ -179,10 +179,7 @@ def evaluation_report(evaluation: Evaluation) -> str:
             "* not stored in the index, converted in memory:"
             f" {', '.join(sorted(simulated))}."
         )
-    if evaluation.pairs:
-        notes.append(
-            f"{evaluation.pairs:,} pairs scored, {evaluation.seconds:.0f} s in total."
-        )
+    notes.append(f"{evaluation.seconds:.0f} s in total.")
     return "\n".join([*lines, "", *(f"- {note}" for note in notes)]) + "\n"
 
 

@@ -96,7 +96,7 @@ def finish_model(
     logit_range = None
     choices = dict[str, WeightChoice]()
     if task.dev is not None:
-        dev = DevSet.open(*task.dev, source.features)
+        dev = DevSet.open(*task.dev, source.features, fitting.dev_captions)
         choices = choose_dev_weights(
             bundle, dev, source.features, fitting, on_progress, began
         )

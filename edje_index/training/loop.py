@@ -233,7 +233,7 @@ def run_worker(
         start.joint.eval()
         recalls = dev_recalls(
             start,
-            DevSet.open(*task.dev, source.features),
+            DevSet.open(*task.dev, source.features, config.fitting.dev_captions),
             source.features,
             config.fitting,
         )

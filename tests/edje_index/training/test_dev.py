@@ -114,7 +114,7 @@ def setting(case):
     bundle = make_start(case.config().architecture, 0, model=case.bundle)
     bundle.joint.eval()
     features = StoredFeatures(CommittedIndex.open(case.features))
-    return bundle, DevSet.open(case.items, case.data, features), features
+    return bundle, DevSet.open(case.items, case.data, features, 1000), features
 
 
 def test_recalls_are_those_of_the_plain_computation(case, setting):
@@ -132,8 +132,8 @@ def test_recalls_are_those_of_the_plain_computation(case, setting):
     choices = choose_dev_weights(bundle, dev, features, config)
     assert (choices["t2i"].queries, choices["t2i"].pool) == (2 * IMAGES, 6)
     assert (choices["i2t"].queries, choices["i2t"].pool) == (IMAGES, 6)
-    tokens = to_bf16_array(bundle.adapter(features.fetch(dev.rows)[0].float()))
-    similar = dev.text_embeddings @ dev.image_embeddings.T
+    tokens = to_bf16_array(bundle.adapter(features.fetch(dev.queries.rows)[0].float()))
+    similar = dev.captions @ dev.images.T
     for direction, choice in choices.items():
         weights = choice.weights.by_part()
         text_queries = direction == "t2i"
@@ -143,7 +143,10 @@ def test_recalls_are_those_of_the_plain_computation(case, setting):
         for query in range(2 * IMAGES if text_queries else IMAGES):
             rank = similar[query] if text_queries else similar[:, query]
             near = sorted(range(len(rank)), key=lambda at, rank=rank: -rank[at])[:6]
-            texts = [dev.captions[at] for at in ([query] * 6 if text_queries else near)]
+            texts = [
+                dev.queries.captions[at]
+                for at in ([query] * 6 if text_queries else near)
+            ]
             used = {part: weight for part, weight in weights.items() if weight}
             images = scorer.images(tokens[near if text_queries else [query] * 6])
             joint = {"logit", *used} - {"embedding"}
