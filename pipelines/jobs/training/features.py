@@ -36,11 +36,11 @@ _CROPS_AHEAD = 256
 
 
 @dataclass(frozen=True)
-class Preparation:
-    """The settings of a training run, and how its preparation reports and stops.
+class TrainJob:
+    """The settings of a training run, and how it reports and stops.
 
     Attributes:
-        should_stop: the preparation stops once `should_stop()` returns True.
+        should_stop: the run stops once `should_stop()` returns True.
     """
 
     settings: TrainSettings
@@ -52,6 +52,10 @@ class Preparation:
         """The run folder."""
         return self.settings.run.folder
 
+    def say(self, text: str) -> None:
+        """Report a line for the user."""
+        self.on_event(StatusMessage(text))
+
     def build(
         self, name: str, model: Path, sources: tuple[str, ...], content: str
     ) -> CommittedIndex:
@@ -62,7 +66,7 @@ class Preparation:
         from pipelines.jobs.build import build_index
         from storage_formats.format.manifest import CommittedIndex
 
-        self.on_event(StatusMessage(f"computing {content}, once"))
+        self.say(f"computing {content}, once")
         run = self.settings.run
         dtype = self.settings.loop.dtype
         out = self.folder / name
@@ -133,7 +137,7 @@ def _path_column(sources: Sequence[str]) -> str | None:
 
 
 def stored_features(
-    job: Preparation,
+    job: TrainJob,
     start: ModelBundle,
     items: Sequence[CaptionedImage],
     given: CommittedIndex | None,
@@ -154,7 +158,7 @@ def stored_features(
 
 
 def online_features(
-    job: Preparation, start: ModelBundle, items: Sequence[CaptionedImage]
+    job: TrainJob, start: ModelBundle, items: Sequence[CaptionedImage]
 ) -> CommittedIndex:
     """Return an index of the embeddings of the images `items`. Also write the table of
     the images to `INPUT_TABLE`.
@@ -193,7 +197,7 @@ def online_features(
 
 
 def stored_views(
-    job: Preparation, start: ModelBundle, items: Sequence[CaptionedImage]
+    job: TrainJob, start: ModelBundle, items: Sequence[CaptionedImage]
 ) -> tuple[CommittedIndex, NDArray[np.int64]]:
     """Return an index of the features of the augmented views of `items`.
 
@@ -237,7 +241,7 @@ def stored_views(
 
 
 def crop_photos(
-    job: Preparation,
+    job: TrainJob,
     size: tuple[int, int],
     sources: Sequence[str],
     photos: Mapping[str, int],
@@ -274,7 +278,7 @@ def crop_photos(
             cropped = photo_view(photo, data, view, size, settings.loop.seed)
             cropped.save(files / f"{photos[ref.uri]}-{view}.jpg", quality=95)
 
-    job.on_event(StatusMessage(f"cropping {count} views of {len(photos):,} photos"))
+    job.say(f"cropping {count} views of {len(photos):,} photos")
     shutil.rmtree(files, ignore_errors=True)
     files.mkdir(parents=True)
     inputs = iter_all(open_sources(sources, _path_column(sources)))

@@ -19,7 +19,7 @@ from edje_index.training.config import ONLINE, TrainSettings, merge_settings, va
 from pipelines.jobs.changing import resumable
 from pipelines.jobs.training.features import (
     INPUT_TABLE,
-    Preparation,
+    TrainJob,
     check_encoder,
     match_rows,
     online_features,
@@ -32,7 +32,6 @@ from pipelines.progress.events import (
     OnEvent,
     Progress,
     ShouldStop,
-    StatusMessage,
     ignore,
     never,
 )
@@ -197,30 +196,25 @@ def run_training(
     from edje_index.training.loop import TrainTask
     from edje_index.training.workers import is_worker, joined_group
 
+    job = TrainJob(settings, on_event, should_stop)
     if not is_worker():
-        return _run(settings, None, on_event, should_stop)
+        return _run(job, None)
     with joined_group(resolve_device(settings.run.device)) as group:
         values = settings.model_dump()
         settings = validated(
             TrainSettings, {**values, "run": {**values["run"], "workers": group.size}}
         )
+        job = replace(job, settings=settings)
         if group.rank == 0:
-            result: TrainResult = group.share(
-                _run(settings, group, on_event, should_stop)
-            )
+            result: TrainResult = group.share(_run(job, group))
             return result
         while isinstance(message := group.share(None), TrainTask):
-            run_steps(message, group, on_event, should_stop)
+            run_steps(job, message, group)
         result = message
         return result
 
 
-def _run(
-    settings: TrainSettings,
-    group: WorkerGroup | None,
-    on_event: OnEvent,
-    should_stop: ShouldStop,
-) -> TrainResult:
+def _run(job: TrainJob, group: WorkerGroup | None) -> TrainResult:
     """Prepare the run folder, train, and write the bundle, unless an earlier run
     has finished.
     """
@@ -229,10 +223,12 @@ def _run(
         check_image_directory,
         read_caption_file,
     )
+    from edje_index.training.loop import total_steps
     from storage_formats.format.manifest import CommittedIndex
 
     started = time.monotonic()
-    folder = settings.run.folder
+    folder = job.folder
+    settings = job.settings
     run = settings.run
     inputs = settings.inputs
     with locked(folder), resumable(folder):
@@ -241,22 +237,25 @@ def _run(
                 f"{folder} has no checkpoint to export; set run.dir to the folder of a"
                 " training run"
             )
-        on_event(StatusMessage("reading captions"))
+        job.say("reading captions")
         given = {}
         if inputs.features not in (None, ONLINE):
             given["features"] = CommittedIndex.open(inputs.features)
         if inputs.teacher_features is not None:
             given["teacher_features"] = CommittedIndex.open(inputs.teacher_features)
         check_image_directory(inputs.images)
-        files = [
-            read_caption_file(path, inputs.images, inputs.split)
-            for path in inputs.captions
-        ]
-        items = [item for part, _ in files for item in part]
-        dev_files = []
+        blank = 0
+        items: list[CaptionedImage] = []
+        for path in inputs.captions:
+            read, its_blank = read_caption_file(path, inputs.images, inputs.split)
+            items += read
+            blank += its_blank
+        dev_items: list[CaptionedImage] = []
         if inputs.dev is not None:
-            dev_files = [read_caption_file(inputs.dev, inputs.images, inputs.dev_split)]
-        dev_items = [item for part, _ in dev_files for item in part]
+            dev_items, its_blank = read_caption_file(
+                inputs.dev, inputs.images, inputs.dev_split
+            )
+            blank += its_blank
         check_apart(items, dev_items)
         continued = None
         if settings.optimizer.continued and inputs.init is not None:
@@ -269,68 +268,21 @@ def _run(
                 f"{run.out} exists already; remove this folder, or set run.out to"
                 " another folder"
             )
-        count = sum(len(item.captions) for item in items)
-        for line in describe_phases(settings, len(items), count, len(dev_items)):
-            on_event(StatusMessage(line))
-        job = Preparation(settings, on_event, should_stop)
+        # raises an error for too few captions before anything is computed
+        total_steps(settings.loop, sum(len(item.captions) for item in items))
         task, counts = prepare_task(
             job, fingerprint, given, items, dev_items, continued
         )
-        if blank := sum(count for _, count in (*files, *dev_files)):
-            on_event(StatusMessage(f"blank captions left out: {blank:,}"))
+        if blank:
+            job.say(f"blank captions left out: {blank:,}")
             counts["left_out"] = {**counts["left_out"], BLANK_CAPTION: blank}
         if run.export_step is None:
-            run_steps(task, group, on_event, should_stop)
-        return write_bundle(task, counts, started, on_event, should_stop)
-
-
-def describe_phases(
-    settings: TrainSettings, images: int, captions: int, dev_images: int
-) -> list[str]:
-    """Return one line per phase of the run, with its work and the settings that
-    change it.
-    """
-    from edje_index.training.loop import total_steps
-
-    loop = settings.loop
-    alignment = settings.alignment
-    views = settings.augmentation.views
-    steps = total_steps(loop, captions)
-    lines = [
-        f"phase features: {counted(images + dev_images, 'image')} through the vision"
-        " tower"
-    ]
-    if views and settings.inputs.features != ONLINE:
-        lines[0] += (
-            f", and {views} random crops of each training image (augmentation.views)"
-        )
-    if alignment.steps:
-        size = f"{alignment.batch_size} images with {alignment.captions} captions"
-        lines.append(
-            f"phase alignment: {counted(alignment.steps, 'step')} of {size}"
-            " (alignment.steps, 0 leaves it out)"
-        )
-    lines.append(
-        f"phase joint: {counted(steps, 'step')} of {loop.batch_size} pairs (loop.steps)"
-    )
-    if dev_images:
-        queries = (
-            f"at most {settings.fitting.dev_captions} captions and images"
-            " (fitting.dev_captions)"
-        )
-        lines.append(
-            f"phase score: {queries}, {settings.fitting.dev_pool} candidates each"
-            " (fitting.dev_pool)"
-        )
-    lines.append(
-        "each phase shows its time left once it runs; smaller settings in brackets"
-        " shorten it"
-    )
-    return lines
+            run_steps(job, task, group)
+        return write_bundle(job, task, counts, started)
 
 
 def prepare_task(
-    job: Preparation,
+    job: TrainJob,
     fingerprint: str,
     given: Mapping[str, CommittedIndex],
     items: list[CaptionedImage],
@@ -351,10 +303,9 @@ def prepare_task(
     from edje_index.training.start import make_start
 
     settings = job.settings
-    on_event = job.on_event
     inputs = settings.inputs
     folder = job.folder
-    on_event(StatusMessage("loading the initial model"))
+    job.say("loading the initial model")
     start_path = folder / "start"
     if not start_path.exists():
         make_start(
@@ -375,7 +326,7 @@ def prepare_task(
             job, start, [*items, *dev_items], given.get("features")
         )
     kept, captions, dev, left_out, truncated = match_captions(
-        features, items, dev_items, on_event
+        job, features, items, dev_items
     )
     count = len(captions.texts())
     steps = total_steps(settings.loop, count)
@@ -395,7 +346,7 @@ def prepare_task(
         views = stored_views(job, start, kept)
     data = folder / "data"
     if not data.exists():
-        on_event(StatusMessage(f"preparing {counted(count, 'caption')}"))
+        job.say(f"preparing {counted(count, 'caption')}")
     write_caption_table(data, captions, mining_rows)
     dev_task = None
     if dev is not None:
@@ -429,11 +380,7 @@ def prepare_task(
 
 
 def write_bundle(
-    task: TrainTask,
-    counts: dict[str, Any],
-    started: float,
-    on_event: OnEvent,
-    should_stop: ShouldStop,
+    job: TrainJob, task: TrainTask, counts: dict[str, Any], started: float
 ) -> TrainResult:
     """Write the bundle of a checkpoint, and its record in the run folder. `counts`
     are those of `prepare_task`.
@@ -448,12 +395,12 @@ def write_bundle(
     folder = run.folder
 
     def progress(activity: str, done: int, total: int) -> None:
-        if should_stop():
+        if job.should_stop():
             raise JobStopped(
                 f"stopped while {activity}, after {done:,} of {total:,}; run the"
                 " command again to continue"
             )
-        on_event(Progress(activity, done, total))
+        job.on_event(Progress(activity, done, total))
 
     bundle, steps, choices = finish_model(task, run.export_step, progress)
     pairs = settings.loop.batch_size
@@ -594,21 +541,13 @@ def finished_result(settings: TrainSettings, fingerprint: str) -> TrainResult | 
     `fingerprint` is the fingerprint of the settings and data.
     """
     from edje_index.bundles.info import read_bundle_info
-    from edje_index.errors import ModelError
 
     out = settings.run.out
-    path = settings.run.folder / "result.json"
-    if not path.exists() or not out.exists():
-        return None
-    result = _read_result(
-        path, f"remove {out} to write the bundle again from the last checkpoint"
-    )
-    try:
-        bundle = read_bundle_info(out).fingerprint
-    except ModelError:
+    result = read_result(settings.run.folder)
+    if result is None or not out.exists():
         return None
     written = (result.run, result.bundle, result.fingerprint)
-    if written != (fingerprint, str(out), bundle):
+    if written != (fingerprint, str(out), read_bundle_info(out).fingerprint):
         # the bundle was replaced
         return None
     if result.fitting != settings.fitting.model_dump():
@@ -620,18 +559,17 @@ def finished_result(settings: TrainSettings, fingerprint: str) -> TrainResult | 
     return replace(result, already_finished=True)
 
 
-def _read_result(path: Path, remedy: str) -> TrainResult:
+def read_result(folder: Path) -> TrainResult | None:
+    """Return the result of the finished run in a run folder; None if there is none."""
+    path = folder / "result.json"
+    if not path.exists():
+        return None
     try:
         return TypeAdapter(TrainResult).validate_json(path.read_bytes(), strict=True)
     except (OSError, ValidationError) as error:
-        problem = str(error)
-        if isinstance(error, ValidationError):
-            first = error.errors(include_url=False)[0]
-            problem = ": ".join(
-                filter(None, [".".join(map(str, first["loc"])), first["msg"]])
-            )
         raise EdjeError(
-            f"cannot read {path}: {problem}; restore the file, or {remedy}"
+            f"cannot read {path}: {error}; restore the file, or remove it and the"
+            " bundle to write both again from the last checkpoint"
         ) from error
 
 
@@ -646,26 +584,20 @@ def last_step(bundle: Path) -> tuple[Path, str, int]:
     from edje_index.bundles.info import read_bundle_info
 
     folder = bundle.absolute().with_name(f"{bundle.name}.run")
-    remedy = "set optimizer.continued to false"
-    if not (folder / "result.json").exists():
+    result = read_result(folder)
+    if result is None or result.fingerprint != read_bundle_info(bundle).fingerprint:
         raise UsageError(
-            f"{folder} is not the folder of a finished run, so its optimiser cannot"
-            f" continue; {remedy}"
-        )
-    result = _read_result(folder / "result.json", remedy)
-    if result.fingerprint != read_bundle_info(bundle).fingerprint:
-        raise UsageError(
-            f"{folder} is not the run folder of {bundle}, so its optimiser cannot"
-            f" continue; {remedy}"
+            f"{folder} is not the folder of the run that made {bundle}, so its"
+            " optimiser cannot continue; set optimizer.continued to false"
         )
     return folder, result.run, result.steps
 
 
 def match_captions(
+    job: TrainJob,
     index: CommittedIndex,
     items: list[CaptionedImage],
     dev_items: list[CaptionedImage],
-    on_event: OnEvent,
 ) -> tuple[list[CaptionedImage], CaptionSet, CaptionSet | None, dict[str, int], int]:
     """Find the captioned images that have features in `index`.
 
@@ -699,17 +631,11 @@ def match_captions(
                 f" ({reasons}); correct the image files"
             )
         if setting == "inputs.captions" and reasons:
-            on_event(
-                StatusMessage(
-                    f"images left out because they have no features: {reasons}"
-                )
-            )
+            job.say(f"images left out because they have no features: {reasons}")
         sets.append((kept, CaptionSet(row_ids, [item.captions for item in kept]), rows))
     (kept, captions, rows), (dev_kept, dev, _) = sets
     if truncated := int(rows.truncated.sum()):
-        on_event(
-            StatusMessage(f"truncated images that are used in part: {truncated:,}")
-        )
+        job.say(f"truncated images that are used in part: {truncated:,}")
     return kept, captions, dev if dev_kept else None, rows.missing(), truncated
 
 
@@ -757,12 +683,7 @@ def _teacher_tokens(
     return None
 
 
-def run_steps(
-    task: TrainTask,
-    group: WorkerGroup | None,
-    on_event: OnEvent,
-    should_stop: ShouldStop,
-) -> None:
+def run_steps(job: TrainJob, task: TrainTask, group: WorkerGroup | None) -> None:
     """Train from the last checkpoint to the last step: in this process, on Ray, or
     as a worker of `torchrun`.
     """
@@ -776,17 +697,17 @@ def run_steps(
         is_important = "lr" not in record or record["step"] == record["steps"]
         if is_important or time.monotonic() - last >= _REPORT_SECONDS:
             last = time.monotonic()
-            on_event(StatusMessage(describe_record(record)))
+            job.say(describe_record(record))
 
     try:
         if group is None and task.config.run.distributed:
             from pipelines.engines.ray_train import train_on_ray
 
-            train_on_ray(task, should_stop, report, on_event=on_event)
+            train_on_ray(task, job.should_stop, report, on_event=job.on_event)
         else:
             if group is not None and group.rank == 0:
                 group.share(task)
-            run_worker(task, group or WorkerGroup(), should_stop, report)
+            run_worker(task, group or WorkerGroup(), job.should_stop, report)
     except TrainingStopped as error:
         # with a cause, the stop would not count as requested
         raise JobStopped(str(error)) from None
