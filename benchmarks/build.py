@@ -24,7 +24,6 @@ from typing import Any
 import psutil
 
 from benchmarks.process import call_in_process
-from benchmarks.report import median_ratio
 from pipelines.environment import environment
 from storage_formats.errors import EdjeError
 
@@ -84,32 +83,39 @@ def bench_build(
         "repeats": repeats,
         "engines": list(engines),
     }
-    summary = {}
-    # ratios and differences are of runs in the same round
-    for name, of_name in runs.items():
-        cpu, memory = (
-            [[run[key] for run in each] for each in (of_name, runs["bare loop"])]
-            for key in ("cpu", "peak_pss")
-        )
-        stages = [run["stdout"]["stage_seconds"] for run in of_name]
-        median_stages = {
-            stage: statistics.median(run[stage] for run in stages)
-            for stage in stages[0]
-        }
-        summary[name] = {
-            "wall": statistics.median(run["wall"] for run in of_name),
-            "cpu": statistics.median(cpu[0]),
-            "peak_pss": statistics.median(memory[0]),
-            "cpu_ratio": median_ratio(*cpu),
-            "extra_pss": statistics.median(a - b for a, b in zip(*memory, strict=True)),
-            "stage_seconds": median_stages,
-            "model_images_per_second": len(images) / median_stages["encode"],
-        }
     return {
         "environment": environment(),
         "settings": settings,
         "runs": runs,
-        "summary": summary,
+        "summary": {
+            name: _summary(of_name, runs["bare loop"], len(images))
+            for name, of_name in runs.items()
+        },
+    }
+
+
+def _summary(
+    runs: Sequence[dict[str, Any]], loops: Sequence[dict[str, Any]], images: int
+) -> dict[str, Any]:
+    """Return the medians of runs, and how they differ from the bare loops of the same
+    rounds.
+    """
+    rounds = list(zip(runs, loops, strict=True))
+    stages = {
+        stage: statistics.median(run["stdout"]["stage_seconds"][stage] for run in runs)
+        for stage in runs[0]["stdout"]["stage_seconds"]
+    }
+    return {
+        **{
+            key: statistics.median(run[key] for run in runs)
+            for key in ("wall", "cpu", "peak_pss")
+        },
+        "cpu_ratio": statistics.median(a["cpu"] / b["cpu"] for a, b in rounds),
+        "extra_pss": statistics.median(
+            a["peak_pss"] - b["peak_pss"] for a, b in rounds
+        ),
+        "stage_seconds": stages,
+        "model_images_per_second": images / stages["encode"],
     }
 
 

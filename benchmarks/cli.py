@@ -178,7 +178,7 @@ def fetch_command(
 @bench.command("quantize")
 @json_option
 def quantize_command(as_json: bool) -> None:
-    """Measure the speed of codecs, without and with an offset, and of torch for fp8.
+    """Measure the speed of codecs, without and with an offset.
 
     Rates are in GB/s of bfloat16 tokens. The task "gather" decodes random records in
     the page cache.
@@ -247,7 +247,7 @@ def build_command(
     type=_EXISTING,
     help=(
         "Directory of the model bundle.  [default: random weights with the sizes of"
-        " MiniLM-L6 and MiniLM-L12]"
+        " MiniLM-L12]"
     ),
 )
 @click.option(

@@ -1,22 +1,12 @@
-"""What the reports of all benchmarks share: median ratios, and the machine."""
+"""What the reports of all benchmarks share."""
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 Say: TypeAlias = Callable[[str], None]
 """Receives one line of text after each measurement."""
-
-
-def median_ratio(numerators: Iterable[float], denominators: Iterable[float]) -> float:
-    """Return the median of the ratios of paired measurements, which were made right
-    after each other.
-    """
-    return statistics.median(
-        a / b for a, b in zip(numerators, denominators, strict=True)
-    )
 
 
 def machine(environment: dict[str, Any]) -> str:

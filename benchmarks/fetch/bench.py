@@ -534,34 +534,30 @@ def summaries(
     the repeats in which both are valid, or None. Rows without a valid run have no
     rates. Rates count stored bytes, not decoded bytes.
     """
+    groups = dict[tuple[str, Workload, str, str], dict[int, Run]]()
+    for task, states in runs.items():
+        for state, run in states.items():
+            key = (task.precision, task.workload, task.subject, state)
+            groups.setdefault(key, {})[task.repeat] = run
     rows = []
-    for first, state in ((task, state) for task in runs for state in runs[task]):
-        if first.repeat:
-            continue
-        of_row = {}
-        of_reader = {}
-        for task, states in runs.items():
-            if task[:2] == first[:2] and state in states:
-                if task.subject == first.subject:
-                    of_row[task.repeat] = states[state]
-                if task.subject == READER:
-                    of_reader[task.repeat] = states[state]
+    for (precision, workload, subject, state), of_row in groups.items():
+        of_reader = groups[precision, workload, READER, state]
         valid = {key: run for key, run in of_row.items() if not run["discarded"]}
-        size = record_bytes[first.precision]
+        size = record_bytes[precision]
+        is_device = subject == FIO
+        command = command_line(index, Task(precision, workload, subject, 0))
         row: dict[str, Any] = {
-            "precision": first.precision,
+            "precision": precision,
             "record_bytes": size,
-            "workload": first.workload._asdict(),
-            "title": first.workload.title,
-            "subject": first.subject,
-            "version": versions[first.subject],
+            "workload": workload._asdict(),
+            "title": workload.title,
+            "subject": subject,
+            "version": versions[subject],
             "setting": (
-                " ".join(_FIO_OPTIONS)
-                if first.subject == FIO
-                else SUBJECTS[first.subject].setting
+                " ".join(_FIO_OPTIONS) if is_device else SUBJECTS[subject].setting
             ),
             "cache": state,
-            "command": of_row[0].get("command") or command_line(index, first),
+            "command": of_row[0].get("command", command),
             "runs": len(valid),
             "discarded": [run["discarded"] for run in of_row.values()],
         }

@@ -283,7 +283,7 @@ def _prior_art(study: Study, variant: Variant) -> Values:
     recalls = _r1(study, variant)
     bundle = study.trained(variant)
     tokens, width = _block_shape(study, variant)
-    scored = next(iter(_rerank(study, bundle).get("joint_encoders", {}).values()), None)
+    scored = _rerank(study, bundle).get("joint_encoder")
     vision = _vision_milliseconds(study, bundle)
     # commands are only listed
     if scored is None:
