@@ -125,11 +125,7 @@ class Client:
         """
         from edje_index.search.hits import Hit
 
-        by = (
-            {"image": base64.b64encode(query).decode()}
-            if isinstance(query, bytes)
-            else {"query": query}
-        )
+        by = _sent(query, "query")
         options = {
             "score": score,
             "where": where,
@@ -162,13 +158,8 @@ class Client:
         """
         from edje_index.search.hits import TextHit
 
-        by = (
-            {"image": base64.b64encode(image).decode()}
-            if isinstance(image, bytes)
-            else {"row_id": image}
-        )
         body = {
-            **by,
+            **_sent(image, "row_id"),
             "texts": as_list(texts, "texts", "strings"),
             "k": k,
             "pool": pool,
@@ -190,11 +181,7 @@ class Client:
             top_n: number of pairs to return; None returns one pair per document.
         """
         sent = [
-            (
-                {"image": base64.b64encode(document).decode()}
-                if isinstance(document, bytes)
-                else {"uri" if isinstance(document, str) else "row_id": document}
-            )
+            _sent(document, "uri" if isinstance(document, str) else "row_id")
             for document in as_list(documents, "documents", "row ids, uris and images")
         ]
         answer = self._json(
@@ -211,14 +198,7 @@ class Client:
             inputs: n texts, or the bytes of n image files.
         """
         values = as_list(inputs, "inputs", "texts or images")
-        sent = [
-            (
-                {"image": base64.b64encode(value).decode()}
-                if isinstance(value, bytes)
-                else value
-            )
-            for value in values
-        ]
+        sent = [_sent(value) if isinstance(value, bytes) else value for value in values]
         return np.array(
             self._json("POST", "/embed", {"inputs": sent}), dtype=np.float32
         )
@@ -272,3 +252,12 @@ class Client:
             status=answer.status_code,
             retry_after=float(wait) if wait.isdecimal() else None,
         )
+
+
+def _sent(value: Any, name: str = "") -> dict[str, Any]:
+    """Return a JSON object with the bytes of an image, or with another value as the
+    member `name`.
+    """
+    if isinstance(value, bytes):
+        return {"image": base64.b64encode(value).decode()}
+    return {name: value}
