@@ -18,7 +18,7 @@ from edje_index.captions.reading import CaptionedImage
 from edje_index.training.config import TrainSettings, validated
 from edje_index.training.features import random_view
 from pipelines.jobs.training.features import TrainJob, rows_of_all, stored_views
-from pipelines.jobs.training.run import match_captions
+from pipelines.jobs.training.job import match_captions
 from pipelines.progress.events import JobStopped
 from storage_formats.errors import EdjeError, UsageError
 from storage_formats.format.layout import IndexSpec

@@ -11,24 +11,31 @@ import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
+from edje_index.bundles.bundle import ModelBundle
+from edje_index.captions.matching import NAME_COLUMNS, MatchedRows, match_items
+from edje_index.captions.reading import CaptionedImage
+from edje_index.images.decode import ImageError
+from edje_index.images.frames import LOAD, DecodeSettings, decode_input
+from edje_index.inputs.input_lists import write_input_table
+from edje_index.inputs.refs import InputRef, display_path, read_bytes
+from edje_index.models.adapter import STRIDED, AdapterConfig, build_adapter
+from edje_index.models.devices import threads_kept
+from edje_index.training.config import TrainSettings
+from edje_index.training.features import photo_view
+from edje_index.training.start import feature_fingerprint
+from pipelines.jobs.build import build_index
 from pipelines.progress.events import JobStopped, OnEvent, ShouldStop, StatusMessage
+from pipelines.sources import iter_all, open_sources
 from storage_formats.atomic import write_bytes_atomic
 from storage_formats.errors import EdjeError, UsageError
+from storage_formats.format.layout import Layout
+from storage_formats.format.manifest import CommittedIndex
+from storage_formats.format.rows import INDEXED, read_all_rows
 from storage_formats.threads import ordered_map
-
-if TYPE_CHECKING:
-    from edje_index.bundles.bundle import ModelBundle
-    from edje_index.captions.matching import MatchedRows
-    from edje_index.captions.reading import CaptionedImage
-    from edje_index.inputs.refs import InputRef
-    from edje_index.models.adapter import AdapterConfig
-    from edje_index.training.config import TrainSettings
-    from storage_formats.format.manifest import CommittedIndex
 
 INPUT_TABLE = "inputs.arrow"
 _CROP_THREADS = 4
@@ -62,10 +69,6 @@ class TrainJob:
         """Build the index `name` in the run folder with the bundle `model`, or
         resume the build.
         """
-        from edje_index.models.devices import threads_kept
-        from pipelines.jobs.build import build_index
-        from storage_formats.format.manifest import CommittedIndex
-
         self.say(f"computing {content}, once")
         run = self.settings.run
         dtype = self.settings.loop.dtype
@@ -97,8 +100,6 @@ class TrainJob:
         """Make a bundle of the towers of `start` and a new `adapter` in the run folder,
         if it is missing. Return its path.
         """
-        from edje_index.models.adapter import build_adapter
-
         model = self.folder / name
         if not model.exists():
             bundle = replace(
@@ -143,8 +144,6 @@ def stored_features(
     given: CommittedIndex | None,
 ) -> CommittedIndex:
     """Return an index of the features of `items`: the index `given`, or a new index."""
-    from edje_index.training.start import feature_fingerprint
-
     trained = start.adapter.config
     features = trained.features(start.vision.num_patches)
     if given is not None:
@@ -167,11 +166,6 @@ def online_features(
     exists, the images are not checked again, so a run can be resumed even if images are
     missing.
     """
-    from edje_index.inputs.input_lists import write_input_table
-    from edje_index.models.adapter import STRIDED
-    from pipelines.sources import iter_all, open_sources
-    from storage_formats.format.manifest import CommittedIndex
-
     table = job.folder / INPUT_TABLE
     name = "images.edje"
     if table.exists():
@@ -204,11 +198,6 @@ def stored_views(
     The second value is the row of each view of each item, int64 [n, views]; -1 for a
     view that could not be indexed.
     """
-    from edje_index.inputs.refs import display_path
-    from storage_formats.format.layout import Layout
-    from storage_formats.format.manifest import CommittedIndex
-    from storage_formats.format.rows import INDEXED, read_all_rows
-
     files = job.folder / "views"
     name = "views.edje"
     count = job.settings.augmentation.views
@@ -255,12 +244,6 @@ def crop_photos(
         sources: sources with the photos, and maybe other images.
         photos: number of each photo, by its uri.
     """
-    from edje_index.images.decode import ImageError
-    from edje_index.images.frames import LOAD, DecodeSettings, decode_input
-    from edje_index.inputs.refs import read_bytes
-    from edje_index.training.features import photo_view
-    from pipelines.sources import iter_all, open_sources
-
     settings = job.settings
     count = settings.augmentation.views
 
@@ -310,9 +293,6 @@ def check_encoder(index: CommittedIndex, accepted: str, content: str) -> Committ
 
 def match_rows(index: CommittedIndex, items: Sequence[CaptionedImage]) -> MatchedRows:
     """Find the rows of `items` in `index`."""
-    from edje_index.captions.matching import NAME_COLUMNS, match_items
-    from storage_formats.format.rows import read_all_rows
-
     return match_items(index.root, read_all_rows(index, NAME_COLUMNS), items)
 
 
