@@ -19,11 +19,11 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import psutil
 
 from benchmarks.process import call_in_process
+from benchmarks.report import Report
 from pipelines.environment import environment
 from storage_formats.errors import EdjeError
 
@@ -44,7 +44,7 @@ def bench_build(
     repeats: int = 3,
     engines: Sequence[str] = ("inline", "ray"),
     device: str = "cpu",
-) -> dict[str, Any]:
+) -> Report:
     """Measure all runs on `images`, and return a report that compares each engine with
     the loop.
 
@@ -52,7 +52,7 @@ def bench_build(
         repeats: number of runs of the loop and of each engine.
         device: "cpu" or "cuda".
     """
-    runs: dict[str, list[dict[str, Any]]] = {"bare loop": []}
+    runs: dict[str, list[Report]] = {"bare loop": []}
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "images.jsonl"
         index = Path(folder) / "index"
@@ -94,9 +94,7 @@ def bench_build(
     }
 
 
-def _summary(
-    runs: Sequence[dict[str, Any]], loops: Sequence[dict[str, Any]], images: int
-) -> dict[str, Any]:
+def _summary(runs: Sequence[Report], loops: Sequence[Report], images: int) -> Report:
     """Return the medians of runs, and how they differ from the bare loops of the same
     rounds.
     """
@@ -119,7 +117,7 @@ def _summary(
     }
 
 
-def report_lines(report: dict[str, Any]) -> Iterator[str]:
+def report_lines(report: Report) -> Iterator[str]:
     """Yield the lines of the report as text."""
     for name, row in report["summary"].items():
         yield (
@@ -136,7 +134,7 @@ def report_lines(report: dict[str, Any]) -> Iterator[str]:
         )
 
 
-def bare_loop(image_list: str, model: str, device: str) -> dict[str, Any]:
+def bare_loop(image_list: str, model: str, device: str) -> Report:
     """Do the minimum work of a build: decode and preprocess every image in the list,
     and run the model.
 
@@ -172,7 +170,7 @@ def bare_loop(image_list: str, model: str, device: str) -> dict[str, Any]:
     }
 
 
-def measure(*command: str) -> dict[str, Any]:
+def measure(*command: str) -> Report:
     """Run a command that prints a JSON object, and return the cost of the command and
     its descendants.
 

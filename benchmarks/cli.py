@@ -13,6 +13,7 @@ from typing import Any
 
 import click
 
+from benchmarks.report import Report
 from pipelines.cli.options import (
     FILE,
     PATH,
@@ -47,7 +48,7 @@ _report_option = click.option(
 
 
 def _finish(
-    report: dict[str, Any],
+    report: Report,
     lines: Sequence[str],
     as_json: bool,
     folder: Path | None = None,

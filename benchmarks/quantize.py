@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.report import Report
 from edje_index.evaluation.report import table
 from pipelines.environment import environment
 from storage_formats.codecs import BF16, Blocks, Codec, codec, precisions
@@ -23,7 +24,7 @@ BLOCK_SHAPE = (64, 384)
 TASKS = ("encode", "decode", "gather")
 
 
-def bench_quantize(*, blocks: int = 512, repeats: int = 7) -> dict[str, Any]:
+def bench_quantize(*, blocks: int = 512, repeats: int = 7) -> Report:
     """Measure each codec `repeats` times on `blocks` blocks. The codecs take turns.
 
     The task `gather` decodes random records of a memory-mapped temporary file.
@@ -75,7 +76,7 @@ def bench_quantize(*, blocks: int = 512, repeats: int = 7) -> dict[str, Any]:
     }
 
 
-def report_lines(report: dict[str, Any]) -> list[str]:
+def report_lines(report: Report) -> list[str]:
     """Return the lines of the report as text."""
     rows = [
         (name, *(f"{rate:.2f}" for rate in rates.values()))

@@ -9,10 +9,10 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from benchmarks.report import Report
 from edje_index.bundles.bundle import ModelBundle
 from edje_index.bundles.random_bundle import untrained_joint_encoder
 from edje_index.models.devices import resolve_device, resolve_dtype, threads_kept
@@ -56,7 +56,7 @@ def bench_rerank(
     repeats: int = 5,
     device: str = "auto",
     dtype: str = "float32",
-) -> dict[str, Any]:
+) -> Report:
     """Return pairs per second of the joint encoder, and milliseconds of each query
     stage.
 
@@ -96,7 +96,7 @@ def bench_rerank(
             batch / each for each in seconds[1:]
         ]
     config = joint.config
-    report: dict[str, Any] = {
+    report: Report = {
         "environment": environment(),
         "device": str(torch_device),
         "dtype": str(torch_dtype).removeprefix("torch."),
@@ -138,7 +138,7 @@ def bench_rerank(
     return report
 
 
-def report_lines(report: dict[str, Any]) -> Iterator[str]:
+def report_lines(report: Report) -> Iterator[str]:
     """Yield the lines of the report as text."""
     joint = report["joint_encoder"]
     yield (

@@ -27,14 +27,14 @@ from benchmarks.fetch.peers import (
     PEERS,
     READER,
     SUBJECTS,
-    Ids,
     StoredRecords,
     Subject,
     installed_version,
 )
 from benchmarks.process import call_in_process
-from benchmarks.report import Say
+from benchmarks.report import Report, Say
 from pipelines.environment import available_memory, environment
+from storage_formats.arrays import Ints
 from storage_formats.codecs import Records, codec, finest
 from storage_formats.errors import EdjeError, UsageError
 from storage_formats.format.manifest import Manifest
@@ -75,7 +75,7 @@ _READ_AT_LEAST = 0.9
 _RUN_SECONDS = 2.0
 _GIGABYTE_SECONDS = 1.0
 
-Run: TypeAlias = dict[str, Any]
+Run: TypeAlias = Report
 """One run in one state of the page cache, see `measure`."""
 
 
@@ -124,7 +124,7 @@ def bench_fetch(
     repeats: int = 5,
     quick: bool = False,
     paper: bool = False,
-) -> dict[str, Any]:
+) -> Report:
     """Run the benchmark and return the report.
 
     The other arguments are options of `edje-index bench fetch`. Of stored precisions
@@ -473,7 +473,7 @@ def measure(
     return {"cold": cold, "warm": _timed(subject, calls, buffer)}
 
 
-def _timed(subject: Subject, calls: Sequence[Ids], buffer: Records) -> Run:
+def _timed(subject: Subject, calls: Sequence[Ints], buffer: Records) -> Run:
     seconds: list[float] = []
     records = buffer
     read_before = bytes_read()
@@ -498,7 +498,7 @@ def _timed(subject: Subject, calls: Sequence[Ids], buffer: Records) -> Run:
     }
 
 
-def draw_calls(workload: Workload, rows: int, seed: int) -> Sequence[Ids]:
+def draw_calls(workload: Workload, rows: int, seed: int) -> Sequence[Ints]:
     """Draw the rows of each call. A row is given by its position among all `rows` rows.
 
     Equal seeds give equal rows for all subjects. No row is drawn twice, so that a cold
@@ -526,7 +526,7 @@ def summaries(
     index: str,
     record_bytes: dict[str, int],
     versions: dict[str, str | None],
-) -> list[dict[str, Any]]:
+) -> list[Report]:
     """Return one row for each precision, workload, subject and state of the page cache,
     with medians over the valid runs.
 
@@ -546,7 +546,7 @@ def summaries(
         size = record_bytes[precision]
         is_device = subject == FIO
         command = command_line(index, Task(precision, workload, subject, 0))
-        row: dict[str, Any] = {
+        row: Report = {
             "precision": precision,
             "record_bytes": size,
             "workload": workload._asdict(),

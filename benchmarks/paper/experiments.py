@@ -25,7 +25,7 @@ from benchmarks.paper.study import (
     Study,
     Variant,
 )
-from benchmarks.report import Say
+from benchmarks.report import Report, Say
 from edje_index.evaluation.recall import Estimate
 from edje_index.evaluation.report import scatter_plot, table
 from storage_formats.atomic import write_bytes_atomic
@@ -72,7 +72,7 @@ def run_experiments(
     config: Path | None = None,
     listing: bool = False,
     model: Path | None = None,
-) -> dict[str, dict[str, Any]]:
+) -> dict[str, Report]:
     """Run experiments and write their tables to `out`. Return the tables by name.
     See `Study` for the arguments.
     """
@@ -97,7 +97,7 @@ def run_experiments(
     return reports
 
 
-def measured(experiment: Experiment, study: Study) -> dict[str, Any]:
+def measured(experiment: Experiment, study: Study) -> Report:
     """Measure all rows of an experiment.
 
     Returns:
@@ -150,7 +150,7 @@ def measured(experiment: Experiment, study: Study) -> dict[str, Any]:
     }
 
 
-def report_lines(report: dict[str, Any]) -> Iterator[str]:
+def report_lines(report: Report) -> Iterator[str]:
     """Yield the lines of a table in Markdown."""
     yield (
         f"## {report['title']}\n\n{report['source']}. Each cell: measured value"
@@ -184,7 +184,7 @@ def report_lines(report: dict[str, Any]) -> Iterator[str]:
     )
 
 
-def prior_art_figure(rows: Sequence[dict[str, Any]]) -> str:
+def prior_art_figure(rows: Sequence[Report]) -> str:
     """Return an SVG image of the recall over the milliseconds of each row. Published
     values are circles, and measured values are discs.
     """
@@ -228,7 +228,7 @@ _COMPRESSED = Variant()
 
 
 def _recall(
-    results: Sequence[dict[str, Any]],
+    results: Sequence[Report],
     column: str,
     pool: int | None = POOL,
     precision: str = "bf16",
@@ -387,7 +387,7 @@ def _query_times(study: Study, variant: Variant) -> Values:
     ]
 
 
-def _rerank(study: Study, bundle: Path, *options: object) -> dict[str, Any]:
+def _rerank(study: Study, bundle: Path, *options: object) -> Report:
     command = f"bench rerank --batch-size {_BATCH} --threads {usable_cpus()} --model"
     return study.command("rerank", *command.split(), bundle, *options)[1]
 

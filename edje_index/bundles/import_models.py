@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from edje_index.bundles.bundle import ModelBundle
 from edje_index.bundles.info import BundleInfo
@@ -112,9 +113,7 @@ class PublishedModel:
     adapter: Adapter
     joint: JointEncoder
 
-    def score(
-        self, captions: str | Sequence[str], tokens: torch.Tensor
-    ) -> torch.Tensor:
+    def score(self, captions: str | Sequence[str], tokens: Tensor) -> Tensor:
         """Return matching logits, float32 [b].
 
         Args:
@@ -355,7 +354,7 @@ def _published_model(
     return PublishedModel(adapter.requires_grad_(False), joint)
 
 
-def _need(label: str, weights: State, name: str) -> torch.Tensor:
+def _need(label: str, weights: State, name: str) -> Tensor:
     if name not in weights:
         raise ModelError(
             f"{label} is not a checkpoint of the published training code: it lacks the"

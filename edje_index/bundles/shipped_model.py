@@ -39,13 +39,13 @@ from edje_index.bundles.info import (
 )
 from edje_index.errors import ModelError
 from edje_index.models.filesystem import new_folder
+from storage_formats.arrays import Array
 
 SHIPPED_MODEL = Path(__file__).parent / "shipped"
 """Folder of the packed model. In the repository, it is a link to a folder in
 ``models/``; a wheel holds the files.
 """
 
-Array = np.ndarray[Any, np.dtype[Any]]
 Towers = Mapping[str, Mapping[str, Array]]
 PACKING_FILE = "carried.json"
 TENSORS_FILE = "weights.safetensors"

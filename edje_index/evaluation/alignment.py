@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from edje_index.models.devices import as_tensor
 from edje_index.models.joint_scorer import JointScorer
@@ -156,7 +157,7 @@ def content_words(caption: str) -> str:
 
 @torch.inference_mode()
 def alignment_scores(
-    joint: JointScorer, captions: Sequence[str], block: Blocks | torch.Tensor
+    joint: JointScorer, captions: Sequence[str], block: Blocks | Tensor
 ) -> NDArray[np.float64]:
     """Return the score S of each caption with one image, float64 [c]. S is NaN for a
     caption without content words.

@@ -18,8 +18,6 @@ from edje_index.evaluation.protocol import full_set, split_set
 from edje_index.evaluation.recall import (
     ClusterBootstrap,
     Estimate,
-    Floats,
-    Ints,
     hits,
     ranks_after_reranking,
 )
@@ -38,6 +36,7 @@ from edje_index.scoring.weights import (
     parse_score,
 )
 from edje_index.search.search_model import SearchModel
+from storage_formats.arrays import Floats, Ints
 from storage_formats.errors import UsageError
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.rows import read_all_rows

@@ -8,12 +8,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
-from numpy.typing import NDArray
+from torch import Tensor
 
-from edje_index.evaluation.recall import Floats, Ints
 from edje_index.progress import OnProgress
 from edje_index.scoring.parts import Scorer
+from storage_formats.arrays import Floats, Ints
 from storage_formats.codecs import Blocks, Codec, codec, finest
 from storage_formats.errors import UsageError
 from storage_formats.format.manifest import CommittedIndex
@@ -41,7 +40,7 @@ class TokenSource:
         """
         return None if self.store.precision == self.codec.name else self.store.precision
 
-    def fetch(self, rows: NDArray[np.int64]) -> Blocks:
+    def fetch(self, rows: Ints) -> Blocks:
         """Return the blocks of `rows` [k], of shape [k, m, d]."""
         distinct, which = np.unique(rows, return_inverse=True)
         blocks = self.store.fetch(distinct)
@@ -97,7 +96,7 @@ def score_pairs(
     parts: Sequence[str],
     captions: Sequence[str],
     pairs: Sequence[tuple[Ints, Ints]],
-    fetch: Callable[[Ints], Blocks | torch.Tensor],
+    fetch: Callable[[Ints], Blocks | Tensor],
     on_progress: OnProgress,
     activity: str = "pairs scored",
 ) -> list[dict[str, Floats]]:

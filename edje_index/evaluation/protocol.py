@@ -16,8 +16,9 @@ import pyarrow.compute as pc
 
 from edje_index.captions.matching import MatchedRows
 from edje_index.captions.reading import CaptionedImage
-from edje_index.evaluation.recall import Floats, Ints, Pools, embedding_pools
+from edje_index.evaluation.recall import Pools, embedding_pools
 from edje_index.scoring.weights import TEXT_TO_IMAGE
+from storage_formats.arrays import Floats, Ints
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.rows import INDEXED, read_all_rows
 

@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from edje_index.errors import BundleNotFoundError
 from edje_index.evaluation.pool_scores import TokenSource, score_pairs, token_sources
-from edje_index.evaluation.recall import Bools, ClusterBootstrap, Estimate
+from edje_index.evaluation.recall import ClusterBootstrap, Estimate
 from edje_index.indexing.faiss_index import AnnIndex, Neighbours
 from edje_index.progress import OnProgress
 from edje_index.scoring.final_score import FinalScore
@@ -29,6 +28,7 @@ from edje_index.scoring.weights import (
 )
 from edje_index.search.query import read_queries
 from edje_index.search.rows import caption_column
+from storage_formats.arrays import Bools, Floats
 from storage_formats.codecs.formats import CODECS
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.rows import INDEXED, iter_rows
@@ -77,8 +77,6 @@ GENERIC_CAPTIONS = (
 """The built-in queries. A query need not match any image: the joint encoder ranks the
 candidates of any query.
 """
-
-Scores = NDArray[np.float32]
 
 
 class _NoRankingError(Exception):
@@ -225,7 +223,7 @@ def measure_precisions(
         opened = _ranking_index(index, model)
     except (_NoRankingError, BundleNotFoundError) as error:
         left_out = str(error)
-    scores: dict[str, dict[str, list[Scores]]] = {}
+    scores: dict[str, dict[str, list[Floats]]] = {}
     hits: list[Bools] = []
     clusters: list[int] = []
     if opened is not None:
@@ -299,7 +297,7 @@ def _scores(
     texts: Sequence[str],
     pools: Sequence[Neighbours],
     on_progress: OnProgress,
-) -> dict[str, dict[str, list[Scores]]]:
+) -> dict[str, dict[str, list[Floats]]]:
     """Return the scores of the candidates of each query, float32 [k] each, by kind of
     score and by precision.
     """
@@ -308,7 +306,7 @@ def _scores(
     ends = np.cumsum(sizes)[:-1]
     final = FinalScore.of(opened.model.weights(TEXT_TO_IMAGE))
     names = [part for part in JOINT_PARTS if part in final.parts]
-    scores: dict[str, dict[str, list[Scores]]] = {}
+    scores: dict[str, dict[str, list[Floats]]] = {}
     for number, (name, source) in enumerate(sources.items(), 1):
         (values,) = score_pairs(
             opened.model.scorer,
@@ -383,15 +381,15 @@ def _ranking_index(index: CommittedIndex, model: Path | None) -> TokenIndex:
     return opened
 
 
-def _first_hits(scores: Sequence[Scores], hits: Sequence[Bools]) -> Bools:
+def _first_hits(scores: Sequence[Floats], hits: Sequence[Bools]) -> Bools:
     """Return whether the best candidate of each query is correct, bool [q]."""
     pairs = zip(scores, hits, strict=True)
     return np.array([correct[np.argmax(values)] for values, correct in pairs])
 
 
 def compare_rankings(
-    reference: Sequence[Scores],
-    other: Sequence[Scores],
+    reference: Sequence[Floats],
+    other: Sequence[Floats],
     hits: Sequence[Bools] | None,
     bootstrap: ClusterBootstrap,
 ) -> RankingChange:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from edje_index.errors import ModelError
 from edje_index.models._torchvision_compat import prepare_torchvision
@@ -177,7 +178,7 @@ def read_siglip(config: Mapping[str, Any]) -> SiglipConfig:
         ) from error
 
 
-def _shaped(tensor: torch.Tensor, expected: torch.Tensor | None) -> torch.Tensor:
+def _shaped(tensor: Tensor, expected: Tensor | None) -> Tensor:
     # position tables have one more axis in timm
     if expected is None or tensor.numel() != expected.numel():
         return tensor

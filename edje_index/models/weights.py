@@ -17,11 +17,12 @@ from typing import Any, TypeVar
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from edje_index.errors import ModelError
 
-State = dict[str, torch.Tensor]
+State = dict[str, Tensor]
 Module = TypeVar("Module", bound=torch.nn.Module)
 
 _FACTORIES = frozenset(
@@ -75,7 +76,7 @@ def save_tensors(state: State, path: Path) -> None:
     )
 
 
-def check_finite(state: Mapping[str, torch.Tensor], source: str) -> None:
+def check_finite(state: Mapping[str, Tensor], source: str) -> None:
     """Raise ModelError if weights from `source` contain NaN or infinity."""
     for name, tensor in state.items():
         if not tensor.is_floating_point() or not tensor.numel():
@@ -111,7 +112,7 @@ def read_weights(path: Path, prefix: str = "") -> State:
 
 
 def assign_weights(
-    module: torch.nn.Module, state: Mapping[str, torch.Tensor], source: str
+    module: torch.nn.Module, state: Mapping[str, Tensor], source: str
 ) -> None:
     """Load the tensors in ``state`` into ``module``. `source` names the file or model
     that they come from.
@@ -224,7 +225,7 @@ def read_weights_files(files: Sequence[Path]) -> tuple[State, dict[str, Any]]:
                 content = content[key]
         length = file.stat().st_size
         for name, tensor in content.items():
-            if not isinstance(tensor, torch.Tensor):
+            if not isinstance(tensor, Tensor):
                 continue
             # A tensor may repeat a few values, and would fill the memory later.
             if tensor.numel() * tensor.element_size() > length:

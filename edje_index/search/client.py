@@ -10,9 +10,9 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
-from numpy.typing import NDArray
 
 from storage_formats.arguments import as_count, as_list, refuse_pickle, repr_of
+from storage_formats.arrays import Floats
 from storage_formats.errors import EdjeError, UsageError
 from storage_formats.extras import name_missing_extra
 
@@ -191,7 +191,7 @@ class Client:
             (result["index"], result["relevance_score"]) for result in answer["results"]
         ]
 
-    def embed(self, inputs: Sequence[str] | Sequence[bytes]) -> NDArray[np.float32]:
+    def embed(self, inputs: Sequence[str] | Sequence[bytes]) -> Floats:
         """Return the embeddings of texts or images, float32 [n, embed_dim].
 
         Args:

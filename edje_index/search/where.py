@@ -19,8 +19,8 @@ import pyarrow.compute as pc
 from lark import Lark, Token
 from lark.exceptions import UnexpectedInput, UnexpectedToken, VisitError
 from lark.visitors import Transformer_NonRecursive, v_args
-from numpy.typing import NDArray
 
+from storage_formats.arrays import Bools
 from storage_formats.errors import UsageError
 from storage_formats.format.rows import type_name
 
@@ -92,7 +92,7 @@ _Operand: TypeAlias = pa.Field | _Constant
 
 def parse_where(
     text: str, schema: pa.Schema
-) -> tuple[list[str], Callable[[pa.Table], NDArray[np.bool_]]]:
+) -> tuple[list[str], Callable[[pa.Table], Bools]]:
     """Parse a filter expression and check its types.
 
     Args:
@@ -132,8 +132,8 @@ def parse_where(
     except VisitError as error:
         raise error.orig_exc from None
 
-    def passes(table: pa.Table) -> NDArray[np.bool_]:
-        mask: NDArray[np.bool_] = pc.fill_null(condition(table), False).to_numpy()
+    def passes(table: pa.Table) -> Bools:
+        mask: Bools = pc.fill_null(condition(table), False).to_numpy()
         return mask
 
     return sorted(conditions.columns), passes

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from edje_index.bundles.bundle import ModelBundle
 from edje_index.evaluation.pool_scores import score_pairs
@@ -31,6 +30,7 @@ from edje_index.training.fit_weights import (
     choose_weights,
 )
 from edje_index.training.start import trained_part
+from storage_formats.arrays import Floats
 from storage_formats.reading.embeddings import read_embeddings
 
 _ADAPTER_BATCH = 32
@@ -48,8 +48,8 @@ class DevSet:
     """
 
     queries: EvaluationSet
-    images: NDArray[np.float32]
-    captions: NDArray[np.float32]
+    images: Floats
+    captions: Floats
 
     @classmethod
     def open(

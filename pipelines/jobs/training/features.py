@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from edje_index.bundles.bundle import ModelBundle
 from edje_index.captions.matching import NAME_COLUMNS, MatchedRows, match_items
@@ -30,6 +29,7 @@ from edje_index.training.start import feature_fingerprint
 from pipelines.jobs.build import build_index
 from pipelines.progress.events import JobStopped, OnEvent, ShouldStop, StatusMessage
 from pipelines.sources import iter_all, open_sources
+from storage_formats.arrays import Ints
 from storage_formats.atomic import write_bytes_atomic
 from storage_formats.errors import EdjeError, UsageError
 from storage_formats.format.layout import Layout
@@ -192,7 +192,7 @@ def online_features(
 
 def stored_views(
     job: TrainJob, start: ModelBundle, items: Sequence[CaptionedImage]
-) -> tuple[CommittedIndex, NDArray[np.int64]]:
+) -> tuple[CommittedIndex, Ints]:
     """Return an index of the features of the augmented views of `items`.
 
     The second value is the row of each view of each item, int64 [n, views]; -1 for a
@@ -296,9 +296,7 @@ def match_rows(index: CommittedIndex, items: Sequence[CaptionedImage]) -> Matche
     return match_items(index.root, read_all_rows(index, NAME_COLUMNS), items)
 
 
-def rows_of_all(
-    index: CommittedIndex, items: Sequence[CaptionedImage]
-) -> NDArray[np.int64]:
+def rows_of_all(index: CommittedIndex, items: Sequence[CaptionedImage]) -> Ints:
     """Return the row in `index` of each image in `items`, int64 [n]. Raise
     UsageError if an image has no row.
     """

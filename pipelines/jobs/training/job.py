@@ -11,8 +11,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
 from pydantic import TypeAdapter, ValidationError
 
 from edje_index.bundles.bundle import ModelBundle
@@ -53,6 +51,7 @@ from pipelines.jobs.training.features import (
 from pipelines.jobs.training.run import TrainResult
 from pipelines.progress.events import JobStopped, OnEvent, Progress, ShouldStop
 from pipelines.progress.wording import by_reason, counted
+from storage_formats.arrays import Ints
 from storage_formats.atomic import write_json_atomic
 from storage_formats.change import Journal, locked, read_journal
 from storage_formats.errors import CorruptIndexError, EdjeError, UsageError
@@ -514,7 +513,7 @@ def _teacher_tokens(
     given: CommittedIndex | None,
     features: CommittedIndex,
     items: list[CaptionedImage],
-) -> tuple[CommittedIndex, NDArray[np.int64]] | None:
+) -> tuple[CommittedIndex, Ints] | None:
     """Return the index of the teacher's tokens and the row of each image; None if
     its adapter reads `features`.
     """
