@@ -6,7 +6,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -37,6 +36,7 @@ from edje_index.scoring.weights import (
 )
 from edje_index.search.search_model import SearchModel
 from storage_formats.arrays import Floats, Ints
+from storage_formats.atomic import Json
 from storage_formats.errors import UsageError
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.rows import read_all_rows
@@ -79,7 +79,7 @@ class System:
     fingerprint: str
     trained: bool
     block_shape: tuple[int, int]
-    weights: dict[str, dict[str, Any]]
+    weights: dict[str, Json]
     candidates: dict[str, int]
     queries: dict[str, int]
     dtype: str
@@ -131,7 +131,7 @@ class Evaluation:
     results: tuple[Result, ...]
     seconds: float
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         """Return the evaluation as plain JSON values. Recall is in percent."""
         value = asdict(self)
         system = value.pop("system")

@@ -18,7 +18,6 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -56,6 +55,7 @@ from edje_index.scoring.weights import TEXT_TO_IMAGE
 from edje_index.search.search_model import SearchModel
 from edje_index.search.token_index import TokenIndex
 from storage_formats.arrays import Floats, Ints
+from storage_formats.atomic import Json
 from storage_formats.codecs import Blocks
 from storage_formats.errors import UsageError
 from storage_formats.format.manifest import CommittedIndex
@@ -399,7 +399,7 @@ def match_query(index: TokenIndex, query: str, row_id: int) -> QueryMatch:
 
 @torch.inference_mode()
 def _attention(
-    encoder: ImageEncoder, row: dict[str, Any]
+    encoder: ImageEncoder, row: Json
 ) -> tuple[Floats | None, NDArray[np.uint8] | None, str]:
     """Return the members `attention`, `pixels` and `no_attention` of `ExplainedRow`."""
     try:

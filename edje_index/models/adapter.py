@@ -8,7 +8,6 @@ width of the language model. Parameters have the same names as in published chec
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 
 from edje_index.errors import ModelError
 from edje_index.models._torchvision_compat import prepare_torchvision
+from storage_formats.atomic import Json
 
 COMPRESSED = "compressed"
 LOCAL = "local"
@@ -65,7 +65,7 @@ class AdapterConfig:
     layer_norm_eps: float = 1e-6
 
     @classmethod
-    def from_json(cls, value: Mapping[str, Any], source: Path) -> AdapterConfig:
+    def from_json(cls, value: Json, source: Path) -> AdapterConfig:
         """Return the configuration with the fields `value`, which were read from
         `source`.
         """
@@ -101,7 +101,7 @@ class AdapterConfig:
             kind, tokens, self.vision_dim, self.vision_dim, hidden_dim=0
         )
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         """Return the fields as a JSON object."""
         return asdict(self)
 

@@ -11,7 +11,6 @@ head, v size of the vocabulary.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,12 +20,13 @@ from edje_index.errors import ModelError
 from edje_index.models.adapter import activation
 from edje_index.models.devices import fused_on_cuda
 from edje_index.models.linear import Linear
+from storage_formats.atomic import Json
 
 # about 250 pairs of a caption and an image
 _FUSED_VALUES = 1 << 23
 
 
-def check_bert(config: Mapping[str, Any], source: str) -> None:
+def check_bert(config: Json, source: str) -> None:
     """Raise ModelError if `config`, a configuration in the format of transformers, does
     not describe a BERT encoder.
 
@@ -132,7 +132,7 @@ class Bert:
 
     def __init__(
         self,
-        config: Mapping[str, Any],
+        config: Json,
         weights: BertWeights,
         *,
         source: str,

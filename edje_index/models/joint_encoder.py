@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +21,7 @@ from edje_index.models.joint_inputs import JointInputs, JointTokenizer
 from edje_index.models.joint_scorer import JointScorer
 from edje_index.models.safety import read_configuration
 from storage_formats.arrays import Array
+from storage_formats.atomic import Json
 
 prepare_torchvision()
 
@@ -145,7 +145,7 @@ class JointEncoder(nn.Module):
         return hidden
 
 
-def bert_config(source: Path | dict[str, Any], **overrides: int) -> BertConfig:
+def bert_config(source: Path | Json, **overrides: int) -> BertConfig:
     """Read a BERT configuration from the file ``config.json`` or from its content.
     `overrides` replace values.
     """

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -24,6 +23,7 @@ from edje_index.models.joint_inputs import (
     JointTokenizer,
 )
 from storage_formats.arrays import Array
+from storage_formats.atomic import Json
 
 _BATCH = 1024
 # hidden states and tokens stay in the cache of the CPU
@@ -42,7 +42,7 @@ class JointScorer:
     def __init__(
         self,
         tokenizer: JointTokenizer,
-        config: Mapping[str, Any],
+        config: Json,
         tensors: Mapping[str, Tensor],
         *,
         source: str,

@@ -8,7 +8,6 @@ values that these leave out from transformers. The outputs equal those of transf
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from edje_index.errors import ModelError
 from edje_index.models._torchvision_compat import prepare_torchvision
 from edje_index.models.clip_config import ClipConfig
 from edje_index.models.weights import State, assign_weights
+from storage_formats.atomic import Json
 
 prepare_torchvision()
 
@@ -62,9 +62,7 @@ _TOWERS = (
 )
 
 
-def siglip_config(
-    config: Mapping[str, Any], processor: Mapping[str, Any], name: str
-) -> ClipConfig:
+def siglip_config(config: Json, processor: Json, name: str) -> ClipConfig:
     """Return the open_clip configuration of SigLIP towers.
 
     Args:
@@ -159,7 +157,7 @@ def towers_in(state: State) -> set[str]:
     }
 
 
-def read_siglip(config: Mapping[str, Any]) -> SiglipConfig:
+def read_siglip(config: Json) -> SiglipConfig:
     """Return the configuration of the towers in the content of ``config.json``.
 
     Raises:

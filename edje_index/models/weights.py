@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from edje_index.errors import ModelError
+from storage_formats.atomic import Json
 
 State = dict[str, Tensor]
 Module = TypeVar("Module", bound=torch.nn.Module)
@@ -172,7 +173,7 @@ def tied_names(module: torch.nn.Module) -> set[str]:
     return tied
 
 
-def read_checkpoint(path: Path) -> dict[str, Any]:
+def read_checkpoint(path: Path) -> Json:
     """Read a file that ``torch.save`` wrote, with a dict of tensors and plain
     values. No code in the file runs.
     """
@@ -205,14 +206,14 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     return checkpoint
 
 
-def read_weights_files(files: Sequence[Path]) -> tuple[State, dict[str, Any]]:
+def read_weights_files(files: Sequence[Path]) -> tuple[State, Json]:
     """Read weights files of any kind: safetensors files, and files of ``torch.save``
     with tensors, also below the key "model" or "state_dict".
 
     Return the tensors of all files, and the content of the key "config".
     """
     state: State = {}
-    config: dict[str, Any] = {}
+    config: Json = {}
     for file in files:
         if file.suffix == ".safetensors":
             state |= read_weights(file)

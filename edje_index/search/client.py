@@ -13,6 +13,7 @@ import numpy as np
 
 from storage_formats.arguments import as_count, as_list, refuse_pickle, repr_of
 from storage_formats.arrays import Floats
+from storage_formats.atomic import Json
 from storage_formats.errors import EdjeError, UsageError
 from storage_formats.extras import name_missing_extra
 
@@ -91,7 +92,7 @@ class Client:
         """Close the connections to the service."""
         self._http.close()
 
-    def info(self) -> dict[str, Any]:
+    def info(self) -> Json:
         """Return a description of the service: its index, precisions, scores and
         request limits.
         """
@@ -254,7 +255,7 @@ class Client:
         )
 
 
-def _sent(value: Any, name: str = "") -> dict[str, Any]:
+def _sent(value: Any, name: str = "") -> Json:
     """Return a JSON object with the bytes of an image, or with another value as the
     member `name`.
     """

@@ -14,6 +14,7 @@ from edje_index.scoring.final_score import relevance
 from edje_index.scoring.weights import TEXT_TO_IMAGE
 from edje_index.search.token_index import ImageQuery, TokenIndex
 from storage_formats.arguments import as_count, as_list
+from storage_formats.atomic import Json
 
 
 @dataclass
@@ -86,7 +87,7 @@ class CrossEncoder:
         *,
         activation_fn: Callable[..., Any] | None = None,
         **ignored: Any,
-    ) -> list[dict[str, Any]]:
+    ) -> list[Json]:
         """Return one dictionary per document, best first, with the keys `corpus_id`
         (position) and `score`.
 

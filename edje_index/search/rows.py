@@ -14,6 +14,7 @@ import pyarrow as pa
 
 from storage_formats.arguments import as_text
 from storage_formats.arrays import Bools, Ints
+from storage_formats.atomic import Json
 from storage_formats.errors import CorruptIndexError, EdjeError
 from storage_formats.extras import name_missing_extra
 from storage_formats.format.manifest import CommittedIndex
@@ -81,7 +82,7 @@ class IndexRows:
 
     def described(
         self, row_ids: Ints, columns: Sequence[str] | None = None
-    ) -> list[tuple[str, dict[str, Any]]]:
+    ) -> list[tuple[str, Json]]:
         """Return the uri and the values of `columns` by name of each of `row_ids` [k],
         which are in use.
 

@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -52,7 +51,7 @@ from pipelines.jobs.training.run import TrainResult
 from pipelines.progress.events import JobStopped, OnEvent, Progress, ShouldStop
 from pipelines.progress.wording import by_reason, counted
 from storage_formats.arrays import Ints
-from storage_formats.atomic import write_json_atomic
+from storage_formats.atomic import Json, write_json_atomic
 from storage_formats.change import Journal, locked, read_journal
 from storage_formats.errors import CorruptIndexError, EdjeError, UsageError
 from storage_formats.format.layout import Layout
@@ -174,7 +173,7 @@ def prepare_task(
     items: list[CaptionedImage],
     dev_items: list[CaptionedImage],
     continued: tuple[Path, str, int] | None,
-) -> tuple[TrainTask, dict[str, Any]]:
+) -> tuple[TrainTask, Json]:
     """Make what the run folder lacks: the initial model, the indexes of features, and
     the tables of captions.
 
@@ -260,7 +259,7 @@ def prepare_task(
 
 
 def write_bundle(
-    job: TrainJob, task: TrainTask, counts: dict[str, Any], started: float
+    job: TrainJob, task: TrainTask, counts: Json, started: float
 ) -> TrainResult:
     """Write the bundle of a checkpoint, and its record in the run folder. `counts`
     are those of `prepare_task`.
@@ -324,7 +323,7 @@ def write_bundle(
 
 def training_record(
     settings: TrainSettings, given: Mapping[str, CommittedIndex]
-) -> dict[str, Any]:
+) -> Json:
     """Return everything that determines the trained weights, by ``group.key``: the
     settings, with a digest in place of each input file.
     """
@@ -370,7 +369,7 @@ def _file_digest(path: Path) -> str:
         ) from error
 
 
-def begin_run(folder: Path, record: dict[str, Any]) -> str:
+def begin_run(folder: Path, record: Json) -> str:
     """Write `record` to the journal of the run folder, or compare it with the record in
     the journal. Return the fingerprint of `record`.
 
@@ -553,7 +552,7 @@ def run_steps(job: TrainJob, task: TrainTask, group: WorkerGroup | None) -> None
     """
     last = -_REPORT_SECONDS
 
-    def report(record: dict[str, Any]) -> None:
+    def report(record: Json) -> None:
         nonlocal last
         is_important = "lr" not in record or record["step"] == record["steps"]
         if is_important or time.monotonic() - last >= _REPORT_SECONDS:
@@ -574,7 +573,7 @@ def run_steps(job: TrainJob, task: TrainTask, group: WorkerGroup | None) -> None
         raise JobStopped(str(error)) from None
 
 
-def describe_record(record: dict[str, Any]) -> str:
+def describe_record(record: Json) -> str:
     """Return a log record as one line of text."""
     parts = [f"{record['phase']} {record['step']:,}/{record['steps']:,}"]
     # an evaluation, or shards of captions

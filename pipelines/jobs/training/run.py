@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from pipelines.progress.events import OnEvent, ShouldStop, ignore, never
+from storage_formats.atomic import Json
 from storage_formats.extras import name_missing_extra
 
 
@@ -60,10 +60,10 @@ class TrainResult:
     left_out: dict[str, int]
     steps: int
     seconds: float
-    last: dict[str, Any] = field(default_factory=dict)
-    score: dict[str, Any] = field(default_factory=dict)
-    fitting: dict[str, Any] = field(default_factory=dict)
-    dev: dict[str, Any] | None = None
+    last: Json = field(default_factory=dict)
+    score: Json = field(default_factory=dict)
+    fitting: Json = field(default_factory=dict)
+    dev: Json | None = None
     truncated: int = 0
     already_finished: bool = False
 
@@ -76,7 +76,7 @@ def train(
     preset: str = "paper",
     on_event: OnEvent = ignore,
     should_stop: ShouldStop = never,
-    **settings: Mapping[str, Any],
+    **settings: Json,
 ) -> TrainResult:
     """Train an adapter and a joint encoder on captioned images, as `edje-index train`
     does.
