@@ -83,37 +83,33 @@ def bench_build(
         "repeats": repeats,
         "engines": list(engines),
     }
+    summary = {}
+    for name, of_name in runs.items():
+        # ratios and differences are of runs in the same round
+        rounds = list(zip(of_name, runs["bare loop"], strict=True))
+        stages = {
+            stage: statistics.median(
+                run["stdout"]["stage_seconds"][stage] for run in of_name
+            )
+            for stage in of_name[0]["stdout"]["stage_seconds"]
+        }
+        summary[name] = {
+            **{
+                key: statistics.median(run[key] for run in of_name)
+                for key in ("wall", "cpu", "peak_pss")
+            },
+            "cpu_ratio": statistics.median(a["cpu"] / b["cpu"] for a, b in rounds),
+            "extra_pss": statistics.median(
+                a["peak_pss"] - b["peak_pss"] for a, b in rounds
+            ),
+            "stage_seconds": stages,
+            "model_images_per_second": len(images) / stages["encode"],
+        }
     return {
         "environment": environment(),
         "settings": settings,
         "runs": runs,
-        "summary": {
-            name: _summary(of_name, runs["bare loop"], len(images))
-            for name, of_name in runs.items()
-        },
-    }
-
-
-def _summary(runs: Sequence[Report], loops: Sequence[Report], images: int) -> Report:
-    """Return the medians of runs, and how they differ from the bare loops of the same
-    rounds.
-    """
-    rounds = list(zip(runs, loops, strict=True))
-    stages = {
-        stage: statistics.median(run["stdout"]["stage_seconds"][stage] for run in runs)
-        for stage in runs[0]["stdout"]["stage_seconds"]
-    }
-    return {
-        **{
-            key: statistics.median(run[key] for run in runs)
-            for key in ("wall", "cpu", "peak_pss")
-        },
-        "cpu_ratio": statistics.median(a["cpu"] / b["cpu"] for a, b in rounds),
-        "extra_pss": statistics.median(
-            a["peak_pss"] - b["peak_pss"] for a, b in rounds
-        ),
-        "stage_seconds": stages,
-        "model_images_per_second": images / stages["encode"],
+        "summary": summary,
     }
 
 

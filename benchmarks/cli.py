@@ -446,6 +446,7 @@ def paper_command(
         report_lines,
         run_experiments,
     )
+    from benchmarks.paper.study import Study
     from pipelines.jobs.hub import find_model
 
     names = tuple(EXPERIMENTS) if experiments == ("all",) else experiments
@@ -465,12 +466,10 @@ def paper_command(
             as_json,
         )
         return 0
-    reports = run_experiments(
-        names,
-        lambda line: click.echo(line, err=not listing),
-        listing=listing,
-        **options,
+    study = Study(
+        say=lambda line: click.echo(line, err=not listing), listing=listing, **options
     )
+    reports = run_experiments(names, study)
     if listing:
         return 0
     _finish(

@@ -25,7 +25,7 @@ from benchmarks.paper.study import (
     Study,
     Variant,
 )
-from benchmarks.report import Report, Say
+from benchmarks.report import Report
 from edje_index.evaluation.recall import Estimate
 from edje_index.evaluation.report import scatter_plot, table
 from storage_formats.atomic import write_bytes_atomic
@@ -63,37 +63,18 @@ class Experiment:
     notes: Sequence[str] = ()
 
 
-def run_experiments(
-    names: Sequence[str],
-    say: Say,
-    *,
-    data: Path,
-    out: Path,
-    config: Path | None = None,
-    listing: bool = False,
-    model: Path | None = None,
-) -> dict[str, Report]:
-    """Run experiments and write their tables to `out`. Return the tables by name.
-    See `Study` for the arguments.
+def run_experiments(names: Sequence[str], study: Study) -> dict[str, Report]:
+    """Run experiments and write their tables to the folder of the study. Return the
+    tables by name.
     """
-    # commands are compared with those of earlier runs
-    study = Study(
-        data.absolute(),
-        out.absolute(),
-        say,
-        config and config.absolute(),
-        listing,
-        model and model.absolute(),
-    )
     reports = {name: measured(EXPERIMENTS[name], study) for name in names}
-    if not listing:
+    if not study.listing:
         for name, report in reports.items():
-            write_bytes_atomic(
-                out / f"{name}.md", "\n".join([*report_lines(report), ""]).encode()
-            )
+            text = "\n".join([*report_lines(report), ""])
+            write_bytes_atomic(study.out / f"{name}.md", text.encode())
         if "prior-art" in reports:
             figure = prior_art_figure(reports["prior-art"]["rows"])
-            write_bytes_atomic(out / FIGURE, figure.encode())
+            write_bytes_atomic(study.out / FIGURE, figure.encode())
     return reports
 
 

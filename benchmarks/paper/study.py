@@ -106,6 +106,12 @@ class Study:
     model: Path | None = None
     _listed: set[str] = field(default_factory=set)
 
+    def __post_init__(self) -> None:
+        # commands are compared with those of earlier runs
+        for name in ("data", "out", "config", "model"):
+            path = getattr(self, name)
+            setattr(self, name, path and path.absolute())
+
     @property
     def folder(self) -> Path:
         """Directory with the folder of each step."""

@@ -134,14 +134,11 @@ class Evaluation:
     def to_json(self) -> Json:
         """Return the evaluation as plain JSON values. Recall is in percent."""
         value = asdict(self)
-        system = value.pop("system")
         results = [
             {name: member for name, member in result.items() if member is not None}
             for result in value["results"]
         ]
-        for result in results:
-            result["system"] = system["name"]
-        return {**value, "systems": [system], "results": results, "unit": "percent"}
+        return {**value, "results": results, "unit": "percent"}
 
 
 def evaluate(

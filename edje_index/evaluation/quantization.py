@@ -79,10 +79,6 @@ candidates of any query.
 """
 
 
-class _NoRankingError(Exception):
-    """The candidates of this index cannot be re-ranked."""
-
-
 @dataclass(frozen=True)
 class RankingChange:
     """What another precision changes in the ranking by one score, with 95 % intervals
@@ -217,12 +213,7 @@ def measure_precisions(
             other = sources[name].fetch(rows[kept])
             squares[name] += float(np.square(other.astype(np.float64) - exact).sum())
 
-    opened: TokenIndex | None = None
-    left_out: str | None = None
-    try:
-        opened = _ranking_index(index, model)
-    except (_NoRankingError, BundleNotFoundError) as error:
-        left_out = str(error)
+    opened, left_out = _ranking_index(index, model)
     scores: dict[str, dict[str, list[Floats]]] = {}
     hits: list[Bools] = []
     clusters: list[int] = []
@@ -356,29 +347,30 @@ def _queries(
     return list(texts), list(rows), f"captions of the index, column {name}"
 
 
-def _ranking_index(index: CommittedIndex, model: Path | None) -> TokenIndex:
-    """Return the index to search.
-
-    Raises:
-        _NoRankingError, BundleNotFoundError: no model can re-rank.
-    """
+def _ranking_index(
+    index: CommittedIndex, model: Path | None
+) -> tuple[TokenIndex | None, str | None]:
+    """Return the index to search, or why no model can re-rank."""
     if model is None and "bundle" not in index.manifest.model:
-        raise _NoRankingError("the index was not built by a model")
+        return None, "the index was not built by a model"
     from edje_index.search.token_index import TokenIndex
 
-    opened = TokenIndex.open(index.root, model)
+    try:
+        opened = TokenIndex.open(index.root, model)
+    except BundleNotFoundError as error:
+        return None, str(error)
     if opened.model.adapter_config.is_feature:
-        raise _NoRankingError(
+        return None, (
             "the index stores features to train on, which the joint encoder cannot"
             " score"
         )
     width = index.manifest.spec.block_shape[1]
     if opened.model.joint.width != width:
-        raise _NoRankingError(
+        return None, (
             f"the joint encoder reads tokens of width {opened.model.joint.width}, but"
             f" the index stores {width}"
         )
-    return opened
+    return opened, None
 
 
 def _first_hits(scores: Sequence[Floats], hits: Sequence[Bools]) -> Bools:

@@ -11,7 +11,6 @@ import re
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from edje_index.errors import ModelError
 from edje_index.models._torchvision_compat import prepare_torchvision
@@ -141,10 +140,11 @@ def load_siglip(clip: torch.nn.Module, state: State, source: str) -> None:
             continue
         module = clip.get_submodule(target.removesuffix("."))
         expected = module.state_dict()
-        weights = {
-            name: _shaped(tensor, expected.get(name))
-            for name, tensor in _open_clip_weights(tower, names).items()
-        }
+        weights = _open_clip_weights(tower, names)
+        for name, tensor in weights.items():
+            # position tables have one more axis in timm
+            if name in expected and tensor.numel() == expected[name].numel():
+                weights[name] = tensor.reshape(expected[name].shape)
         assign_weights(module, weights, f"the tower {prefix}* of {source}")
 
 
@@ -174,13 +174,6 @@ def read_siglip(config: Json) -> SiglipConfig:
             f"config.json describes no SigLIP towers: {error!s:.300}; give towers of"
             " open_clip, or SigLIP or SigLIP 2 towers of a fixed image size"
         ) from error
-
-
-def _shaped(tensor: Tensor, expected: Tensor | None) -> Tensor:
-    # position tables have one more axis in timm
-    if expected is None or tensor.numel() != expected.numel():
-        return tensor
-    return tensor.reshape(expected.shape)
 
 
 def _timm_name(vision: Any) -> str:

@@ -18,16 +18,11 @@ from edje_index.scoring.weights import (
     DIRECTIONS,
     EMBEDDING,
     JOINT_PARTS,
-    LOGIT,
-    ScoreWeights,
 )
 from edje_index.training.captions import CaptionSet, TrainingData
-from edje_index.training.config import FittingConfig
 from edje_index.training.features import Features
 from edje_index.training.fit_weights import (
     DevPools,
-    WeightChoice,
-    choose_weights,
 )
 from edje_index.training.start import trained_part
 from storage_formats.arrays import Floats
@@ -63,58 +58,20 @@ class DevSet:
         return cls(queries, read_embeddings(features.index, queries.rows), embeddings)
 
 
-def choose_dev_weights(
-    bundle: ModelBundle,
-    dev: DevSet,
-    features: Features,
-    config: FittingConfig,
-    on_progress: OnProgress = lambda activity, done, total: None,
-    start: ModelBundle | None = None,
-) -> dict[str, WeightChoice]:
-    """Fit the weights of the final score. Return the weights, and the recall with these
-    weights, by direction. `start` is a bundle with the same towers to compare with.
-
-    The modules of `bundle` must be in evaluation mode. An exception raised by
-    `on_progress` stops this function.
-    """
-    pools, *others = [
-        _pools(each, dev, features, config.dev_pool, JOINT_PARTS, on_progress)
-        for each in (bundle, start)
-        if each is not None
-    ]
-    return {
-        direction: choose_weights(
-            pools[direction], *(each[direction] for each in others)
-        )
-        for direction in DIRECTIONS
-    }
-
-
-def dev_recalls(
-    bundle: ModelBundle, dev: DevSet, features: Features, config: FittingConfig
-) -> dict[str, float]:
-    """Return R@1 with the logit alone, between 0 and 1, by direction.
-
-    The queries and pools are the same as in :func:`choose_dev_weights`.
-    """
-    pools = _pools(bundle, dev, features, config.dev_pool, (LOGIT,), lambda *_: None)
-    return {
-        direction: float(of_direction.hits(ScoreWeights()).mean())
-        for direction, of_direction in pools.items()
-    }
-
-
 @torch.inference_mode()
-def _pools(
+def dev_pools(
     bundle: ModelBundle,
     dev: DevSet,
     features: Features,
     size: int,
-    names: tuple[str, ...],
-    on_progress: OnProgress,
+    names: tuple[str, ...] = JOINT_PARTS,
+    on_progress: OnProgress = lambda activity, done, total: None,
 ) -> dict[str, DevPools]:
-    """Score pools that contain the `size` candidates most similar to each query, in
-    both directions.
+    """Score pools that contain the `size` candidates most similar to each query. Return
+    the pools by direction.
+
+    The modules of `bundle` must be in evaluation mode. An exception raised by
+    `on_progress` stops this function.
 
     A part of the score in `names` that `bundle` lacks is left out. An image that cannot
     be read any more counts as a blank image.

@@ -12,10 +12,10 @@ import torch
 from edje_index.errors import ModelError
 from edje_index.models.devices import to_bf16_array
 from edje_index.training.checkpoints import DEV, Checkpoints, read_log
-from edje_index.training.config import FittingConfig
-from edje_index.training.dev import DevSet, choose_dev_weights
+from edje_index.training.dev import DevSet, dev_pools
 from edje_index.training.features import StoredFeatures
 from edje_index.training.finish import finish_model
+from edje_index.training.fit_weights import choose_weights
 from edje_index.training.loop import TrainingStopped, TrainTask, run_worker
 from edje_index.training.pooled_similarity import fit_pooled_similarity
 from edje_index.training.start import make_start, trained_part
@@ -128,8 +128,11 @@ def test_recalls_are_those_of_the_plain_computation(case, setting):
         pooled=fit_pooled_similarity(adapter, bundle.joint, case.source(), 4),
         info=None,
     )
-    config = FittingConfig(dev_captions=1000, dev_pool=6)
-    choices = choose_dev_weights(bundle, dev, features, config)
+    pools = dev_pools(bundle, dev, features, 6)
+    choices = {
+        direction: choose_weights(of_direction)
+        for direction, of_direction in pools.items()
+    }
     assert (choices["t2i"].queries, choices["t2i"].pool) == (2 * IMAGES, 6)
     assert (choices["i2t"].queries, choices["i2t"].pool) == (IMAGES, 6)
     tokens = to_bf16_array(bundle.adapter(features.fetch(dev.queries.rows)[0].float()))
