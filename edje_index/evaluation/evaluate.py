@@ -20,7 +20,6 @@ from edje_index.evaluation.recall import (
     hits,
     ranks_after_reranking,
 )
-from edje_index.models.text_tower import embed_texts
 from edje_index.progress import OnProgress
 from edje_index.scoring.final_score import FinalScore
 from edje_index.scoring.parts import reads_tokens
@@ -279,7 +278,7 @@ def evaluate(
         )
     embeddings = (
         read_embeddings(opened, eval_set.rows),
-        embed_texts(bundle.text, eval_set.captions, on_progress),
+        bundle.text.encode(eval_set.captions, on_progress=on_progress),
     )
     nearest = {
         direction: eval_set.pools(direction, *embeddings, max((*pools, 1)))

@@ -180,7 +180,8 @@ def evaluation_report(evaluation: Evaluation) -> str:
             "* not stored in the index, converted in memory:"
             f" {', '.join(sorted(simulated))}."
         )
-    notes.append(f"{evaluation.seconds:.0f} s in total.")
+    if evaluation.pools:
+        notes.append(f"{evaluation.seconds:.0f} s in total.")
     return "\n".join([*lines, "", *(f"- {note}" for note in notes)]) + "\n"
 
 

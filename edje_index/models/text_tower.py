@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
@@ -42,7 +41,6 @@ from edje_index.progress import OnProgress
 from storage_formats.arguments import repr_of
 from storage_formats.arrays import Floats
 
-TEXTS_PER_REPORT = 1024
 # where a tokenizer was read from
 ORIGIN_KEYS = ("is_local", "local_files_only", "name_or_path")
 # accepted tokenizer_kwargs
@@ -72,46 +70,35 @@ class TextEncoder(ABC):
         """
 
     @torch.inference_mode()
-    def encode(self, texts: Sequence[str], batch_size: int = 256) -> Floats:
+    def encode(
+        self,
+        texts: Sequence[str],
+        batch_size: int = 256,
+        on_progress: OnProgress = lambda activity, done, total: None,
+    ) -> Floats:
         """Return the L2-normalised embeddings of ``texts``, float32 [len(texts),
-        embed_dim].
+        embed_dim]. Equal texts are embedded once.
+
+        Args:
+            on_progress: called before each batch and at the end. An exception raised by
+                `on_progress` stops this method.
         """
         if isinstance(texts, str) or not texts:
             raise ValueError("texts must be a list of at least one string")
-        if self.canonical:
-            texts = [clean_canonicalize(text) for text in texts]
         # Texts of similar length share a batch, so that little padding is computed.
-        order = sorted(range(len(texts)), key=lambda position: len(texts[position]))
-        starts = range(0, len(texts), batch_size)
-        batches = [
-            [texts[position] for position in order[start : start + batch_size]]
-            for start in starts
-        ]
-        embeddings = torch.cat([self.embed(batch).float().cpu() for batch in batches])
-        result = np.empty(embeddings.shape, dtype=np.float32)
-        result[order] = embeddings.numpy()
-        return result
-
-
-def embed_texts(
-    tower: TextEncoder, texts: Sequence[str], on_progress: OnProgress
-) -> Floats:
-    """Return the embedding of each text, float32 [len(texts), embed_dim]. Equal texts
-    are embedded once.
-
-    Args:
-        on_progress: called before each group of `TEXTS_PER_REPORT` texts and at the
-            end. An exception raised by `on_progress` stops this function.
-    """
-    distinct = sorted(dict.fromkeys(texts), key=len)
-    parts = []
-    for start in range(0, len(distinct), TEXTS_PER_REPORT):
-        on_progress("embedding texts", start, len(distinct))
-        parts.append(tower.encode(distinct[start : start + TEXTS_PER_REPORT]))
-    on_progress("embedding texts", len(distinct), len(distinct))
-    rows = {text: row for row, text in enumerate(distinct)}
-    embeddings: Floats = np.concatenate(parts)[[rows[text] for text in texts]]
-    return embeddings
+        distinct = sorted(dict.fromkeys(texts), key=len)
+        parts = []
+        for start in range(0, len(distinct), batch_size):
+            on_progress("embedding texts", start, len(distinct))
+            batch = distinct[start : start + batch_size]
+            if self.canonical:
+                batch = list(map(clean_canonicalize, batch))
+            parts.append(self.embed(batch).float().cpu())
+        on_progress("embedding texts", len(distinct), len(distinct))
+        row_of_text = {text: row for row, text in enumerate(distinct)}
+        rows = [row_of_text[text] for text in texts]
+        embeddings: Floats = torch.cat(parts).numpy()[rows]
+        return embeddings
 
 
 class TextTower(TextEncoder):

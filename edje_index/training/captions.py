@@ -31,7 +31,6 @@ from edje_index.models.joint_inputs import (
     clean_canonicalize,
     load_joint_tokenizer,
 )
-from edje_index.models.text_tower import embed_texts
 from edje_index.training.workers import WorkerGroup
 from storage_formats.arrays import Floats, Ints
 from storage_formats.atomic import fsync_paths, naming, write_bytes_atomic
@@ -249,7 +248,7 @@ def prepare_captions(
                 token_ids = tokenizer.caption_ids(captions, MAX_TEXT_TOKENS - 2)
                 keys = [_key(caption, canonical) for caption in captions]
                 embeddings = {
-                    name: embed_texts(tower, captions, check)
+                    name: tower.encode(captions, on_progress=check)
                     for name, tower in towers.items()
                 }
                 content = io.BytesIO()
