@@ -299,7 +299,7 @@ def _open(
     index = CommittedIndex.open(root)
     info = matching_bundle(index, model)
     verify_files(info, [name for name in info.files if name.startswith(JOINT_FOLDER)])
-    joint = load_scorer(info, torch.float32, torch.device("cpu"))
+    joint = load_scorer(info, torch.float32, torch.device("cpu")).joint
     store = TokenStore(index, precision)
     if store.block_shape[1] != joint.width:
         raise ModelError(

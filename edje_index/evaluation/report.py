@@ -114,35 +114,20 @@ def evaluation_report(evaluation: Evaluation) -> str:
         for result in evaluation.results:
             if result.direction != direction:
                 continue
-            recall = [_shown(result.recall[k]) for k in cutoffs]
-            if result.precision is None:
-                rows.append(
-                    [
-                        "embedding only",
-                        "-",
-                        "-",
-                        *recall,
-                        *(["-"] * 3 if evaluation.pools else []),
-                    ]
-                )
-                continue
-            assert result.bytes_per_image is not None
-            assert result.gain is not None
-            rows.append(
-                [
-                    result.precision + ("*" if result.simulated_from else ""),
-                    f"{result.bytes_per_image / 1000:.3g}",
-                    str(result.pool),
-                    *recall,
-                    "-" if result.in_pool is None else f"{result.in_pool.value:.1f}",
-                    _shown(result.gain[cutoffs[0]], "{:+.1f}"),
-                    (
-                        "-"
-                        if result.change is None
-                        else _shown(result.change[cutoffs[0]], "{:+.2f}")
-                    ),
-                ]
-            )
+            name = "embedding only"
+            size = "-"
+            if result.precision is not None:
+                name = result.precision + ("*" if result.simulated_from else "")
+                size = f"{(result.bytes_per_image or 0) / 1000:.3g}"
+            row = [name, size, str(result.pool or "-")]
+            row += [_shown(result.recall[k]) for k in cutoffs]
+            if result.in_pool is not None:
+                row.append(f"{result.in_pool.value:.1f}")
+            if result.gain is not None:
+                row.append(_shown(result.gain[cutoffs[0]], "{:+.1f}"))
+            if result.change is not None:
+                row.append(_shown(result.change[cutoffs[0]], "{:+.2f}"))
+            rows.append(row + ["-"] * (len(header) - len(row)))
         candidates = f"{system.candidates[direction]:,} {_CANDIDATES[direction]}"
         lines += [
             "",

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from edje_index.errors import HubUnreachableError, ModelError
@@ -110,7 +110,7 @@ class TextTower(TextEncoder):
         (2, 24)
     """
 
-    def __init__(self, clip: torch.nn.Module, tokenizer: Any) -> None:
+    def __init__(self, clip: nn.Module, tokenizer: Any) -> None:
         self.clip = clip
         self.tokenizer = tokenizer
 
