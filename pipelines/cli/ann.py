@@ -6,7 +6,7 @@ import click
 
 from pipelines.cli.lazy_group import LazyGroup
 from pipelines.cli.options import index_argument, json_option
-from pipelines.cli.output import note, print_result, run_steps
+from pipelines.cli.output import note, print_result, run_job
 from pipelines.progress.wording import counted, human_bytes
 from storage_formats.remote.urls import IndexLocation
 
@@ -64,8 +64,7 @@ def build(
     from pipelines.jobs.resources import usable_memory
 
     request = AnnRequest(ann, recall, usable_memory(None))
-    stopped = "stopped; the index was not changed"
-    built = run_steps(add_ann, index, request, stopped=stopped).ann
+    built = run_job(add_ann, index, request).ann
     measured = built.get("recall")
     file_bytes = sum(file["bytes"] for file in built["files"])
     kind = " ".join(filter(None, [built["kind"], built.get("factory")]))

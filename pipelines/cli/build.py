@@ -25,7 +25,7 @@ from pipelines.cli.options import (
     size,
     stored_precisions_option,
 )
-from pipelines.cli.output import note, print_json, print_line, print_result, run_job
+from pipelines.cli.output import note, print_result, run_job
 from pipelines.progress.wording import by_reason, counted, human_bytes
 from storage_formats.errors import UsageError
 from storage_formats.remote.urls import IndexLocation
@@ -168,37 +168,33 @@ def build(as_json: bool, quiet: bool, dry_run: bool, **options: Any) -> None:
     """
     if options["model"] is None:
         raise UsageError(_NO_MODEL)
-    from pipelines.jobs.build import build_index, try_build
+    from pipelines.jobs.build import build_index
     from pipelines.jobs.hub import find_model
     from pipelines.jobs.resources import described
 
     options["model"] = find_model(options["model"], note)
     out = options["out"]
-    if dry_run:
-        del options["max_failed"]
-        estimate = run_job(try_build, quiet=quiet, **options)
-        if as_json:
-            print_json(estimate)
-            return
-        inputs = estimate["inputs"]
-        duplicates = estimate["duplicates"]
-        failed = sum(estimate["failed_by_reason"].values())
-        shards = counted(estimate["shards"], "shard")
-        if estimate["finished_shards"]:
-            shards += f", {estimate['finished_shards']:,} finished"
-        disk = described(estimate["disk_bytes"])
-        memory = described(estimate["memory_bytes"])
-        for line in (
-            f"{counted(inputs, 'input')} = {inputs - duplicates - failed:,} to encode +"
-            f" {duplicates:,} duplicates + {failed:,} that cannot be read",
-            f"{counted(estimate['rows'], 'row')} in {shards}",
-            f"disk {disk}; {human_bytes(estimate['free_disk_bytes'])} free",
-            f"memory at least {memory};"
-            f" {human_bytes(estimate['free_memory_bytes'])} available",
-        ):
-            print_line(f"{out}: {line}")
+    resume = not dry_run and out
+    result = run_job(
+        build_index, resume=resume, quiet=quiet, dry_run=dry_run, **options
+    )
+    if result.estimate is not None:
+        needs = result.estimate
+        shards = counted(result.shards, "shard")
+        if needs["finished_shards"]:
+            shards += f", {needs['finished_shards']:,} finished"
+        lines = [
+            f"{counted(result.inputs, 'input')} = {result.indexed:,} to encode +"
+            f" {result.duplicates:,} duplicates + {result.failed:,} that cannot be"
+            " read",
+            f"{counted(result.rows, 'row')} in {shards}",
+            f"disk {described(needs['disk_bytes'])};"
+            f" {human_bytes(needs['free_disk_bytes'])} free",
+            f"memory at least {described(needs['memory_bytes'])};"
+            f" {human_bytes(needs['free_memory_bytes'])} available",
+        ]
+        print_result(result, *(f"{out}: {line}" for line in lines), as_json=as_json)
         return
-    result = run_job(build_index, resume=out, quiet=quiet, **options)
     counts = (
         f"{out}: {counted(result.inputs, 'input')} = {result.indexed:,} indexed +"
         f" {result.duplicates:,} duplicates + {result.failed:,} failed, in"

@@ -4,7 +4,6 @@ snapshot.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import tempfile
 import time
@@ -19,17 +18,23 @@ import pyarrow.compute as pc
 
 from edje_index.bundles.info import BundleInfo, matching_bundle
 from pipelines.jobs.build import BuildResult, result_of, source_names
-from pipelines.jobs.changing import Edit, commit_edit, next_first_row, resumable
+from pipelines.jobs.changing import (
+    Applied,
+    DryRun,
+    Edit,
+    apply,
+    begin,
+    next_first_row,
+)
 from pipelines.jobs.compare import SourceChanges, compare_sources, find_failed
 from pipelines.jobs.edit import edited_values
-from pipelines.jobs.encode import Encoded, earlier_plan, encode_rows
+from pipelines.jobs.encode import earlier_plan, encoding
 from pipelines.jobs.plan import (
     BuildSettings,
     Plan,
     SourceGroup,
     check_inputs,
     model_record,
-    processors,
     recorded_sources,
     settings_of,
     store_inputs,
@@ -43,22 +48,19 @@ from pipelines.jobs.resources import (
 )
 from pipelines.metadata import Ignored, python_values, source_values
 from pipelines.progress.events import OnEvent, ShouldStop, ignore, never
-from pipelines.sources import (
-    count_ignored,
-    digested,
-    hash_and_mark_duplicates,
-)
+from pipelines.sources import Listing, hash_and_mark_duplicates
 from pipelines.sources.base import absolute_spec
 from storage_formats.arguments import as_list, as_path, as_text
-from storage_formats.change import IndexChange, begin_change
+from storage_formats.change import IndexChange
 from storage_formats.errors import UsageError
 from storage_formats.extras import name_missing_extra
 from storage_formats.format.content_hashes import known_contents
 from storage_formats.format.layout import Segment
-from storage_formats.format.manifest import CommittedIndex, Counts, Manifest
-from storage_formats.format.remote import open_index
+from storage_formats.format.manifest import CommittedIndex, Counts
+from storage_formats.format.receipts import ShardReceipt
 from storage_formats.format.rows import INDEXED, iter_rows, read_rows, read_shard_rows
 from storage_formats.remote.urls import local_path
+from storage_formats.writing.publish import total_counts
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -110,15 +112,13 @@ def append_index(
     group = _source_group(sources, column)
     request = {"sources": group.sources, "column": column}
     execution = Execution(engine, workers, address, max_failed=max_failed)
-    with begin_change(index, "append", request) as change, resumable(index):
+    with begin(index, "append", request) as change:
         settings, info = _settings_and_bundle(change.index, group, model)
         execution = choose_workers(settings, info, execution)
-        earlier = earlier_plan(change, on_event, lambda plan: True)
-        if earlier is None:
-            opened = settings.open_sources()
-            digest = hashlib.sha256()
-            found = digested(opened, digest, on_event, should_stop)
-            listed = list(hash_and_mark_duplicates(found))
+        plan = earlier_plan(change, on_event, lambda plan: True)
+        if plan is None:
+            listing = Listing(settings.open_sources(), on_event, should_stop)
+            listed = list(hash_and_mark_duplicates(listing))
             hashes = {
                 ref.content_hash for ref in listed if ref.content_hash is not None
             }
@@ -128,28 +128,26 @@ def append_index(
                 for ref in listed
                 if ref.duplicate_of is None and ref.content_hash not in known
             ]
-            ignored = count_ignored(opened)
-            repeated = len(listed) - len(refs)
+            duplicates = len(listed) - len(refs)
             changes = SourceChanges(
-                refs, digest.hexdigest(), len(listed), repeated, ignored
+                refs, listing.digest, len(listed), duplicates, listing.ignored
             )
-            duplicates = changes.duplicates
-            plan = _plan_rows(change, changes, settings, info) if refs else None
+            if refs:
+                plan = _plan_rows(change, changes, settings, info)
         else:
-            plan = replace(earlier, model=model_record(info))
+            plan = replace(plan, model=model_record(info))
             duplicates = plan.duplicates
             check_extension_memory(change.index.manifest, plan.rows)
-            check_inputs(
-                change.layout.root, plan, change.receipts(plan.shards, plan.fingerprint)
-            )
-        encoded = Encoded()
-        if plan is not None:
-            encoded = encode_rows(change, plan, execution, on_event, should_stop)
+            finished = change.receipts(plan.shards, plan.fingerprint)
+            check_inputs(change.layout.root, plan, finished)
         groups = recorded_sources(change.index.manifest)
         if groups is not None:
             groups = tuple(dict.fromkeys((*groups, group)))
-        manifest = _commit(change, encoded, (), groups, on_event)
-    return result_of(manifest, encoded, duplicates, started)
+        edit = _new_rows(change, plan, groups)
+        if plan is not None:
+            edit = replace(edit, work=encoding(change, plan, execution, on_event))
+        applied = apply(change, edit, on_event, should_stop)
+    return result_of(applied, plan, duplicates, started)
 
 
 @name_missing_extra("build")
@@ -225,88 +223,70 @@ def update_index(
             opened, group, max_vanished, on_event, should_stop, restore=restore
         )
 
-    encoded = Encoded()
+    plan = None
     changed = 0
-    if dry_run:
-        opened = open_index(index)
-        manifest = opened.manifest
-        changes = compare(opened)
-        problems = Counter(
-            ref.problem for ref in changes.refs if ref.problem is not None
+    request = {"retry_failed": retry_failed}
+    with begin(index, "update", request, dry_run=dry_run) as change:
+        manifest = change.index.manifest
+        changes = compare(change.index)
+        work = None
+        if changes.refs and not dry_run:
+            settings, info = _settings_and_bundle(
+                change.index, group or SourceGroup(()), model
+            )
+            # What failed is recorded, even if nothing else is new.
+            limit = 1.0 if retry_failed else max_failed
+            execution = Execution(engine, workers, address, max_failed=limit)
+            execution = choose_workers(settings, info, execution)
+            plan = _plan_rows(change, changes, settings, info)
+            work = encoding(change, plan, execution, on_event, needs_one=False)
+        elif change.plan is not None:
+            change.start_again()
+        groups = recorded_sources(manifest) if group is None else (group,)
+        edit = _new_rows(change, plan, groups, changes.deleted)
+        columns = manifest.columns if plan is None else plan.columns
+        lines, columns = edited_values(change.index, changes.values, columns)
+        edit = replace(
+            edit,
+            work=work,
+            edits=lines,
+            columns=columns,
+            restored=change.index.edits.removed if restore else (),
         )
-        rows = len(changes.refs)
-        counts = Counts(rows, rows - problems.total(), 0, dict(problems))
-        encoded = Encoded(counts=counts)
-        shards = -(-rows // manifest.spec.shard_size)
-        positions = {*changes.changed}
-        changed = sum(
-            ref.problem is None and position in positions
-            for position, ref in enumerate(changes.refs)
-        )
-    else:
-        request = {"retry_failed": retry_failed}
-        with begin_change(index, "update", request) as change, resumable(index):
-            manifest = change.index.manifest
-            changes = compare(change.index)
-            if changes.refs:
-                settings, info = _settings_and_bundle(
-                    change.index, group or SourceGroup(()), model
-                )
-                # What failed is recorded, even if nothing else is new.
-                limit = 1.0 if retry_failed else max_failed
-                execution = Execution(engine, workers, address, max_failed=limit)
-                execution = choose_workers(settings, info, execution)
-                plan = _plan_rows(change, changes, settings, info)
-                encoded = encode_rows(
-                    change, plan, execution, on_event, should_stop, needs_one=False
-                )
-            elif change.plan is not None:
-                change.start_again()
-            is_new = not retry_failed or changes.duplicates or encoded.counts.indexed
-            if not is_new:
-                tables = [
-                    read_shard_rows(change.layout, receipt.shard, ["reason"])
-                    for receipt in encoded.receipts
-                ]
-                reasons = [
-                    reason for table in tables for reason in table["reason"].to_pylist()
-                ]
-                is_new = sorted(changes.reasons) != sorted(reasons)
+        if retry_failed and not changes.duplicates:
+            edit = replace(edit, failed_before=Counter(changes.reasons))
+        applied = apply(change, edit, on_event, should_stop)
+        shards = len(applied.receipts)
+        counts = total_counts(applied.receipts)
+        if dry_run:
+            refs = changes.refs
+            failed = Counter(ref.problem for ref in refs if ref.problem is not None)
+            counts = Counts(len(refs), len(refs) - failed.total(), 0, dict(failed))
+            shards = -(-len(refs) // manifest.spec.shard_size)
+            positions = {*changes.changed}
+            changed = sum(
+                ref.problem is None and position in positions
+                for position, ref in enumerate(refs)
+            )
+        elif retry_failed and applied.manifest is manifest:
             # every failed input failed again for the same reason
-            if not is_new:
-                change.abandon()
-                encoded = Encoded()
-                changes = replace(changes, deleted=(), unchanged=changes.inputs)
-            else:
-                groups = recorded_sources(manifest) if group is None else (group,)
-                columns = manifest.columns
-                if encoded.plan is not None:
-                    columns = encoded.plan.columns
-                lines, columns = edited_values(change.index, changes.values, columns)
-                manifest = _commit(
-                    change,
-                    encoded,
-                    changes.deleted,
-                    groups,
-                    on_event,
-                    edits=lines,
-                    columns=columns,
-                    restored=change.index.edits.removed if restore else (),
-                )
-            if encoded.plan is not None and changes.changed:
-                first_row = encoded.plan.first_row
-                row_ids = [first_row + position for position in changes.changed]
-                statuses = read_rows(change.layout.root, row_ids, ["status"])["status"]
-                changed = statuses.to_pylist().count(INDEXED)
-        shards = len(encoded.receipts)
+            applied = Applied(manifest)
+            plan = None
+            shards = 0
+            counts = Counts(0, 0, 0)
+            changes = replace(changes, deleted=(), unchanged=changes.inputs)
+        elif plan is not None and changes.changed:
+            row_ids = [plan.first_row + position for position in changes.changed]
+            statuses = read_rows(change.layout.root, row_ids, ["status"])["status"]
+            changed = statuses.to_pylist().count(INDEXED)
     return replace(
-        result_of(manifest, encoded, changes.duplicates, started),
+        result_of(applied, plan, changes.duplicates, started, counts),
         inputs=changes.inputs,
         shards=shards,
         unchanged=changes.unchanged,
         edited=len(changes.values),
         stay_deleted=changes.stay_deleted,
-        new=encoded.counts.indexed - changed,
+        new=counts.indexed - changed,
         changed=changed,
         vanished=changes.vanished,
         deleted=len(changes.deleted),
@@ -386,8 +366,7 @@ def add_images(
         )
     with (
         tempfile.TemporaryDirectory(prefix="edje-add-") as folder,
-        begin_change(index, "add") as change,
-        resumable(index),
+        begin(index, "add") as change,
     ):
         # its images are removed with the folder, so no later run could finish it
         change.abandon()
@@ -419,16 +398,13 @@ def add_images(
             )
         settings, info = _settings_and_bundle(change.index, SourceGroup(()), model)
         execution = choose_workers(settings, info, Execution("inline", max_failed=1.0))
-        plan = _plan_rows(
-            change,
-            SourceChanges(refs, rows_digest(refs), len(refs), 0, ignored),
-            settings,
-            info,
-        )
-        encoded = encode_rows(change, plan, execution, on_event, never, needs_one=False)
-        for receipt in encoded.receipts:
+        changes = SourceChanges(refs, rows_digest(refs), len(refs), 0, ignored)
+        plan = _plan_rows(change, changes, settings, info)
+        work = encoding(change, plan, execution, on_event, needs_one=False)
+
+        def check(receipts: Sequence[ShardReceipt]) -> None:
             for row in read_shard_rows(
-                change.layout, receipt.shard, ["uri", "reason", "detail"]
+                change.layout, receipts[-1].shard, ["uri", "reason", "detail"]
             ).to_pylist():
                 if row["reason"] is not None:
                     raise UsageError(
@@ -436,17 +412,20 @@ def add_images(
                         f" ({row['detail']}); nothing was added",
                         parameter="images",
                     )
+
         deleted = []
         names = pa.array(uris, pa.string())
         for table in iter_rows(change.index, ["row_id", "uri"]):
             deleted += table.filter(pc.is_in(table["uri"], names)).to_pylist()
-        manifest = _commit(
-            change, encoded, [row["row_id"] for row in deleted], None, on_event
-        )
+        edit = _new_rows(change, plan, None, [row["row_id"] for row in deleted])
+        edit = replace(edit, work=replace(work, check=check))
+        applied = apply(change, edit, on_event, never)
     changed = len({row["uri"] for row in deleted})
-    result = result_of(manifest, encoded, 0, started)
     return replace(
-        result, new=len(uris) - changed, changed=changed, deleted=len(deleted)
+        result_of(applied, plan, 0, started),
+        new=len(uris) - changed,
+        changed=changed,
+        deleted=len(deleted),
     )
 
 
@@ -478,7 +457,7 @@ def _settings_and_bundle(
 
 
 def _plan_rows(
-    change: IndexChange,
+    change: IndexChange | DryRun,
     changes: SourceChanges,
     settings: BuildSettings,
     info: BundleInfo,
@@ -488,12 +467,11 @@ def _plan_rows(
     Finished shards of an earlier run of `change` count if its plan was the same;
     otherwise its files are removed.
     """
-    spec = change.index.manifest.spec
     manifest = change.index.manifest
-    root = change.layout.root
+    spec = manifest.spec
     rows = len(changes.refs)
     check_extension_memory(manifest, rows)
-    check_disk(root, replace(spec, rows=rows, segments=()))
+    check_disk(change.layout.root, replace(spec, rows=rows, segments=()))
     first_row = next_first_row(manifest, spec.shard_size)
     segments = (*spec.used_segments, Segment(first_row, rows))
     spec = replace(spec, rows=segments[-1].stop, segments=segments)
@@ -512,7 +490,7 @@ def _plan_rows(
     ):
         change.start_again()
     stored = store_inputs(
-        change.layout,
+        change,
         changes.refs,
         spec.shard_size,
         first_shard=first_row // spec.shard_size,
@@ -520,46 +498,31 @@ def _plan_rows(
     )
     plan = replace(
         plan,
-        ignored={**changes.ignored, **stored["ignored"]},
-        input_checksums=stored["input_checksums"],
-        columns=stored["columns"],
+        ignored={**changes.ignored, **stored.ignored},
+        input_checksums=stored.checksums,
+        columns=stored.columns,
     )
     change.store_plan(plan.to_json())
     return plan
 
 
-def _commit(
-    change: IndexChange,
-    encoded: Encoded,
-    deleted: Sequence[int],
+def _new_rows(
+    change: IndexChange | DryRun,
+    plan: Plan | None,
     groups: Iterable[SourceGroup] | None,
-    on_event: OnEvent,
-    **edited: Any,
-) -> Manifest:
-    """Commit one snapshot with the new rows and without the rows `deleted`. Return the
-    manifest of the snapshot.
+    deleted: Sequence[int] = (),
+) -> Edit:
+    """Return the edit that adds the rows of `plan` and deletes the rows `deleted`. Its
+    work is missing.
 
-    The snapshot records the sources `groups` of all rows; None if they are unknown. If
-    nothing changes, nothing is committed, and the current manifest is returned.
-
-    Args:
-        edited: further attributes of `Edit`.
+    The index records the sources `groups` of all rows; None if they are unknown.
     """
     manifest = change.index.manifest
-    plan = encoded.plan
+    edit = Edit(manifest.spec, deleted=deleted, settings=with_sources(manifest, groups))
     details: dict[str, Any] = {}
     if plan is not None:
         details = {"first_row": plan.first_row, "rows": plan.rows}
+        edit = replace(edit, spec=plan.spec, columns=plan.columns)
     if len(deleted):
         details["deleted"] = len(deleted)
-    edit = Edit(
-        manifest.spec if plan is None else plan.spec,
-        details=details,
-        deleted=deleted,
-        settings={
-            **with_sources(manifest, groups),
-            **processors(manifest.settings, encoded.receipts),
-        },
-        **{"columns": None if plan is None else plan.columns, **edited},
-    )
-    return commit_edit(change, edit, encoded.receipts, on_event)
+    return replace(edit, details=details)

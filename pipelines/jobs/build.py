@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import time
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -16,17 +15,16 @@ from edje_index.bundles.info import (
     read_bundle_info,
     read_bundle_offset,
 )
-from edje_index.indexing.faiss_build import AnnRequest, build_ann
+from edje_index.indexing.faiss_build import AnnRequest
 from edje_index.search.rows import caption_column
 from pipelines.environment import free_disk
-from pipelines.jobs.changing import notifier, resumable
-from pipelines.jobs.encode import Encoded, earlier_plan, encode_rows
+from pipelines.jobs.changing import Applied, DryRun, NewContents, apply, begin_new
+from pipelines.jobs.encode import earlier_plan, encoding
 from pipelines.jobs.plan import (
     BuildSettings,
     Plan,
     check_inputs,
     model_record,
-    processors,
     refuse_differences,
     settings_of,
     store_inputs,
@@ -49,24 +47,17 @@ from pipelines.progress.events import (
     ignore,
     never,
 )
-from pipelines.progress.wording import counted
-from pipelines.sources import count_ignored, digested, hash_and_mark_duplicates
-from storage_formats.change import (
-    begin_index,
-    begin_new_index,
-    check_free,
-    finish_committed,
-    is_unfinished,
-)
+from pipelines.progress.wording import by_reason, counted
+from pipelines.sources import Listing, hash_and_mark_duplicates
+from storage_formats.change import finish_committed
 from storage_formats.errors import UsageError
 from storage_formats.extras import name_missing_extra
 from storage_formats.format.layout import SHARD_SIZE, IndexSpec, Layout
-from storage_formats.format.manifest import CommittedIndex, Manifest
-from storage_formats.format.offset import offset_block, write_offset
-from storage_formats.format.receipts import read_receipts
+from storage_formats.format.manifest import CommittedIndex, Counts, Manifest
+from storage_formats.format.offset import offset_block
 from storage_formats.remote.urls import local_path
 from storage_formats.verify import check_files
-from storage_formats.writing.publish import new_manifest
+from storage_formats.writing.publish import total_counts
 
 
 @dataclass(frozen=True)
@@ -112,9 +103,11 @@ class BuildResult:
             rows.
         deleted: number of deleted rows: vanished rows, and old rows of changed or of
             failed inputs.
-        dry_run: True if the update was only tried and nothing was changed. `failed`
-            then counts only inputs that cannot be read; other inputs may fail when they
-            are decoded.
+        dry_run: True if nothing was changed. `failed` then counts only inputs that
+            cannot be read; other inputs may fail when they are decoded.
+        estimate: for a build that is only tried, its `workers` and `finished_shards`,
+            and in bytes, `disk_bytes` and `memory_bytes` by purpose, `free_disk_bytes`
+            and `free_memory_bytes`.
 
     Examples:
         >>> from pathlib import Path
@@ -152,17 +145,22 @@ class BuildResult:
     vanished: int = 0
     deleted: int = 0
     dry_run: bool = False
+    estimate: Mapping[str, Any] | None = None
 
 
 def result_of(
-    manifest: Manifest, encoded: Encoded, duplicates: int, started: float
+    applied: Applied,
+    plan: Plan | None,
+    duplicates: int,
+    started: float,
+    counts: Counts | None = None,
 ) -> BuildResult:
-    """Return the result of the run that made `encoded`. `duplicates` is the number of
-    inputs without a row.
+    """Return the result of a change that encoded the rows of `plan`. `duplicates` is
+    the number of inputs without a row, and `counts` that of the rows.
     """
-    plan = encoded.plan
-    counts = encoded.counts
-    receipts = encoded.receipts
+    receipts = applied.receipts
+    if counts is None:
+        counts = total_counts(receipts)
     stage_seconds: Counter[str] = Counter()
     for receipt in receipts:
         stage_seconds.update(receipt.seconds)
@@ -175,9 +173,9 @@ def result_of(
         rows=counts.inputs,
         shards=len(receipts),
         first_row=None if plan is None else plan.first_row,
-        snapshot=manifest.snapshot.number,
+        snapshot=applied.manifest.snapshot.number,
         seconds=time.monotonic() - started,
-        images_per_second=encoded.speed,
+        images_per_second=applied.speed,
         bottleneck=bottleneck(stage_seconds),
         stage_seconds=dict(stage_seconds),
         truncated=sum(receipt.truncated for receipt in receipts),
@@ -210,6 +208,7 @@ def build_index(
     max_failed: float | None = None,
     address: str | None = None,
     memory: int | None = None,
+    dry_run: bool = False,
     on_event: OnEvent = ignore,
     should_stop: ShouldStop = never,
 ) -> BuildResult:
@@ -261,6 +260,8 @@ def build_index(
             nearest-neighbour index may need; None is the free memory. The build is
             planned for this limit, which the operating system does not enforce. The
             kind of nearest-neighbour index depends on the limit. The tokens do not.
+        dry_run: list the sources, and return what the build would do and need. Nothing
+            is written.
         on_event: called with each progress event.
         should_stop: called often; the build stops once `should_stop()` returns True.
 
@@ -308,17 +309,16 @@ def build_index(
     }
     if Layout(out).manifest.exists():
         manifest = check_finished(out, info, requested, should_stop)
-        result = result_of(manifest, Encoded(counts=manifest.counts), 0, started)
+        result = result_of(Applied(manifest), None, 0, started, manifest.counts)
         return replace(
             result,
             shards=manifest.spec.shards,
             first_row=0,
             truncated=None,
-            stage_seconds={},
             already_finished=True,
+            dry_run=dry_run,
         )
-    notify = notifier(on_event)
-    with begin_new_index(out, "build", notify=notify) as change, resumable(out):
+    with begin_new(out, "build", None, on_event, dry_run=dry_run) as change:
 
         def is_wanted(plan: Plan) -> bool:
             settings = BuildSettings.choose(plan.settings, **requested)
@@ -333,33 +333,37 @@ def build_index(
             refuse_differences(out, plan.model, plan.settings, info, settings)
         execution = Execution(engine, workers, address, memory, max_failed)
         execution = choose_workers(settings, info, execution)
+        offset = read_bundle_offset(info)
+        failed: dict[str, int] = {}
+        finished: Collection[int] = ()
         if plan is not None:
             # another limit than that of the first run may hold
             check_ann_memory(plan.spec, memory)
-            check_inputs(out, plan, change.receipts(plan.shards, plan.fingerprint))
+            finished = change.receipts(plan.shards, plan.fingerprint)
+            check_inputs(out, plan, finished)
             # the bundle may have moved
             plan = replace(plan, model=model_record(info))
         else:
-            opened = settings.open_sources()
-            digest = hashlib.sha256()
-            refs = digested(opened, digest, on_event, should_stop)
-            stored = store_inputs(
-                change.layout,
-                hash_and_mark_duplicates(refs) if dedupe else refs,
-                shard_size,
-            )
-            stored["ignored"] = {**count_ignored(opened), **stored["ignored"]}
-            rows = stored.pop("rows")
-            if not rows:
-                raise nothing_to_index(settings.sources, stored["ignored"])
-            offset = read_bundle_offset(info)
+            listing = Listing(settings.open_sources(), on_event, should_stop)
+            refs = hash_and_mark_duplicates(listing) if dedupe else listing
+            stored = store_inputs(change, refs, shard_size)
+            failed = stored.failed
+            ignored = {**listing.ignored, **stored.ignored}
+            if not stored.rows:
+                kinds = by_reason(ignored)
+                reason = "there are no files"
+                if kinds:
+                    reason = f"none of the files is an image ({kinds})"
+                raise UsageError(
+                    f"there is nothing to index in {', '.join(settings.sources)}:"
+                    f" {reason}",
+                    parameter="sources",
+                )
             block = None
             if offset is not None:
                 block = offset_block(offset, settings.precisions)
-                if block is not None:
-                    write_offset(change.layout, offset)
             spec = IndexSpec(
-                rows,
+                stored.rows,
                 shard_size,
                 info.block_shape,
                 info.embed_dim,
@@ -367,7 +371,14 @@ def build_index(
                 offset=block,
             )
             plan = Plan(
-                spec, model_record(info), settings, digest.hexdigest(), **stored
+                spec,
+                model_record(info),
+                settings,
+                listing.digest,
+                stored.duplicates,
+                ignored,
+                stored.checksums,
+                stored.columns,
             )
             check_ann_memory(spec, memory)
             check_disk(out, spec, memory)
@@ -378,146 +389,47 @@ def build_index(
                 captions = f"captions are in the column {name}"
             on_event(StatusMessage(captions))
             change.store_plan(plan.to_json())
-        begin_index(out, plan.spec)
-        encoded = encode_rows(change, plan, execution, on_event, should_stop)
-        on_event(StatusMessage("building the nearest-neighbour index"))
-        ann = build_ann(out, plan.spec, request=AnnRequest(memory=memory))
-        described = {
-            **asdict(plan.settings),
-            "inputs_digest": plan.inputs_digest,
-            **processors({}, encoded.receipts),
-        }
-        manifest = new_manifest(
-            change.layout,
+        if isinstance(change, DryRun):
+            failures = sum(failed.values())
+            return BuildResult(
+                inputs=plan.rows,
+                indexed=plan.rows - plan.duplicates - failures,
+                duplicates=plan.duplicates,
+                failed=failures,
+                failed_by_reason=failed,
+                rows=plan.rows,
+                shards=len(plan.shards),
+                first_row=0,
+                snapshot=0,
+                seconds=time.monotonic() - started,
+                ignored=plan.ignored,
+                dry_run=True,
+                estimate={
+                    "workers": execution.workers,
+                    "finished_shards": len(finished),
+                    "disk_bytes": disk_need(plan.spec, memory),
+                    "free_disk_bytes": free_disk(out),
+                    "memory_bytes": workers_memory(execution.workers, settings, info),
+                    "free_memory_bytes": usable_memory(memory),
+                },
+            )
+        contents = NewContents(
             plan.spec,
-            encoded.receipts,
+            encoding(change, plan, execution, on_event),
+            plan.model,
+            {**asdict(plan.settings), "inputs_digest": plan.inputs_digest},
             plan.columns,
-            model=plan.model,
-            settings=described,
-            plan=plan.fingerprint,
-            ann=ann,
+            ann=AnnRequest(memory=memory),
+            offset=offset,
         )
-        change.commit(manifest)
-    return result_of(manifest, encoded, 0, started)
-
-
-def try_build(
-    sources: str | Path | Sequence[str | Path],
-    out: str | Path,
-    model: str | Path,
-    *,
-    engine: str = "ray",
-    workers: int | None = None,
-    address: str | None = None,
-    memory: int | None = None,
-    on_event: OnEvent = ignore,
-    should_stop: ShouldStop = never,
-    **settings: Any,
-) -> dict[str, Any]:
-    """Return what `pipelines.build_index` would do with the same arguments. The sources
-    are listed again.
-
-    Returns:
-        The numbers of `inputs`, `duplicates`, `rows`, `shards`, `finished_shards` and
-        `workers`; `failed_by_reason`, the inputs that already failed while they were
-        listed; `ignored`, the entries of the sources that are not inputs; and in bytes,
-        `disk_bytes` and `memory_bytes` by purpose, `free_disk_bytes` and
-        `free_memory_bytes`.
-
-    Raises:
-        UsageError: the build would refuse the settings, the sources or this machine.
-    """
-    root = local_path(out)
-    info = read_bundle_info(local_path(model))
-    requested = {
-        "sources": source_names(sources),
-        "cluster": address if engine == "ray" else None,
-        **settings,
-    }
-    finished_shards = 0
-    failed = Counter[str]()
-    ignored = dict[str, int]()
-    if Layout(root).manifest.exists():
-        manifest = check_finished(root, info, requested, should_stop)
-        chosen = settings_of(root, manifest)
-        spec = manifest.spec
-        finished_shards = spec.shards
-        inputs = manifest.counts.inputs
-        duplicates = manifest.counts.duplicates
-    else:
-        check_free(Layout(root))
-        journal = is_unfinished(root)
-        stored = None
-        if journal is not None and journal.plan:
-            plan = Plan.from_json(journal.plan)
-            receipts = read_receipts(Layout(root), plan.shards, plan.fingerprint)
-            # otherwise the build would forget this plan, or make the same one
-            if any(receipt.indexed for receipt in receipts.values()):
-                stored = plan
-                finished_shards = len(receipts)
-        chosen = BuildSettings.choose(
-            None if stored is None else stored.settings, **requested
-        )
-        if stored is not None:
-            refuse_differences(root, stored.model, stored.settings, info, chosen)
-        opened = chosen.open_sources()
-        refs = digested(opened, hashlib.sha256(), on_event, should_stop)
-        inputs = duplicates = 0
-        for ref in hash_and_mark_duplicates(refs) if chosen.dedupe else refs:
-            inputs += 1
-            if ref.problem is not None:
-                failed[ref.problem] += 1
-            elif ref.duplicate_of is not None:
-                duplicates += 1
-        ignored = count_ignored(opened)
-        if not inputs:
-            raise nothing_to_index(chosen.sources, ignored)
-        spec = IndexSpec(
-            inputs,
-            chosen.shard_size,
-            info.block_shape,
-            info.embed_dim,
-            chosen.precisions,
-        )
-        check_ann_memory(spec, memory)
-        if stored is None:
-            check_disk(root, spec, memory)
-    execution = Execution(engine, workers, address, memory)
-    workers = choose_workers(chosen, info, execution).workers
-    return {
-        "inputs": inputs,
-        "duplicates": duplicates,
-        "failed_by_reason": dict(sorted(failed.items())),
-        "ignored": ignored,
-        "rows": spec.rows,
-        "shards": spec.shards,
-        "finished_shards": finished_shards,
-        "workers": workers,
-        "disk_bytes": disk_need(spec, memory),
-        "free_disk_bytes": free_disk(root),
-        "memory_bytes": workers_memory(workers, chosen, info),
-        "free_memory_bytes": usable_memory(memory),
-    }
+        applied = apply(change, contents, on_event, should_stop)
+    return result_of(applied, plan, 0, started)
 
 
 def source_names(sources: str | Path | Sequence[str | Path]) -> tuple[str, ...]:
     """Return the names of one or several sources."""
     return (
         (str(sources),) if isinstance(sources, str | Path) else tuple(map(str, sources))
-    )
-
-
-def nothing_to_index(sources: Sequence[str], ignored: dict[str, int]) -> UsageError:
-    """Return the error for sources without inputs. `ignored` counts the other
-    entries of the sources.
-    """
-    kinds = ", ".join(f"{name} {count}" for name, count in ignored.items())
-    reason = (
-        f"none of the files is an image ({kinds})" if kinds else "there are no files"
-    )
-    return UsageError(
-        f"there is nothing to index in {', '.join(sources)}: {reason}",
-        parameter="sources",
     )
 
 
@@ -542,15 +454,14 @@ def check_finished(
     settings = BuildSettings.choose(stored, **requested)
     refuse_differences(out, index.manifest.model, stored, info, settings)
     check_files(index, only_lengths=True)
-    digest = hashlib.sha256()
-    refs = digested(settings.open_sources(), digest, ignore, should_stop)
-    inputs = sum(1 for _ in refs)
-    if digest.hexdigest() != index.manifest.settings.get("inputs_digest"):
+    listing = Listing(settings.open_sources(), ignore, should_stop)
+    deque(listing, maxlen=0)
+    if listing.digest != index.manifest.settings.get("inputs_digest"):
         before = counted(index.manifest.counts.inputs, "input")
         raise UsageError(
             f"the sources have changed since {out} was built: they had {before} and now"
-            f" have {inputs}, with other names, sizes or metadata. Update the index, or"
-            " choose another output directory",
+            f" have {listing.inputs}, with other names, sizes or metadata. Update the"
+            " index, or choose another output directory",
             parameter="sources",
         )
     return index.manifest

@@ -33,8 +33,7 @@ from pipelines.jobs.plan import (
 from pipelines.progress.events import OnEvent, ShouldStop, StatusMessage
 from pipelines.progress.wording import counted
 from pipelines.sources import (
-    count_ignored,
-    digested,
+    Listing,
     hashed,
     temporary_database,
     without_nested,
@@ -277,6 +276,7 @@ def compare_sources(
                 return row
         return None
 
+    listing = Listing(sources, on_event, should_stop)
     inputs = unreachable = 0
     # the problem of each directory or archive that could not be read, by path
     hidden: dict[str, str] = {}
@@ -284,7 +284,7 @@ def compare_sources(
     stay_deleted = 0
     metadata: dict[int, Mapping[str, Value]] = {}
     stored_values = CollectedColumns(index.manifest.spec.shard_size, columns.values())
-    for ref in hashed(digested(sources, hashlib.sha256(), on_event, should_stop)):
+    for ref in hashed(listing):
         row = find(ref, any_content=False)
         named = (ref.uri, ref.uri_raw, ref.content_hash)
         if row is None and input_hash(*named) in removed:
@@ -421,7 +421,7 @@ def compare_sources(
         rows_digest(refs),
         inputs,
         repeated,
-        count_ignored(sources),
+        listing.ignored,
         unchanged=unchanged,
         stay_deleted=stay_deleted,
         values=_new_values(index, unedited, changed_values),

@@ -18,12 +18,13 @@ from typing import Any
 
 import numpy as np
 
-from pipelines.jobs.ann import build_copied_ann
 from pipelines.jobs.changing import (
     Edit,
+    NewContents,
     ShardWork,
     apply,
-    finish_work,
+    begin,
+    begin_new,
     next_first_row,
     notifier,
     resumable,
@@ -43,28 +44,17 @@ from pipelines.progress.events import (
     stop_at_events,
 )
 from pipelines.progress.wording import counted, human_bytes
-from storage_formats.change import (
-    NewIndex,
-    begin_change,
-    begin_index,
-    begin_new_index,
-    now,
-)
+from storage_formats.change import begin_index, begin_new_index
 from storage_formats.errors import UsageError
 from storage_formats.extras import name_missing_extra
 from storage_formats.format.layout import IndexSpec, Layout, Segment
-from storage_formats.format.manifest import CommittedIndex, Manifest
-from storage_formats.format.offset import copy_offset
+from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.receipts import ShardReceipt
 from storage_formats.format.remote import ROOT, open_index, read_root
-from storage_formats.format.rows import (
-    iter_stored_rows,
-)
+from storage_formats.format.rows import iter_stored_rows
 from storage_formats.format.selection import Selection
 from storage_formats.format.shard_table import FileEntry
-from storage_formats.format.source_columns import SourceColumn
 from storage_formats.format.tombstones import (
-    Tombstones,
     check_row_ids,
     check_rows_in_use,
     live_rows,
@@ -72,7 +62,7 @@ from storage_formats.format.tombstones import (
 from storage_formats.remote.objects import ObjectFolder
 from storage_formats.remote.urls import hub_kind, index_location, is_url, local_path
 from storage_formats.threads import ordered_map
-from storage_formats.writing.copying import RowCopier, count_values, with_values
+from storage_formats.writing.copying import RowCopier
 from storage_formats.writing.index_copy import (
     begin_remote_copy,
     copy_to_directory,
@@ -81,9 +71,6 @@ from storage_formats.writing.index_copy import (
     is_data,
     manifest_bytes,
     what_is_lost,
-)
-from storage_formats.writing.publish import (
-    new_manifest,
 )
 
 _FILES_AT_ONCE = 8
@@ -182,11 +169,10 @@ def compact_index(
     """
     started = time.monotonic()
     request = {"only_shards_with_deleted": only_shards_with_deleted}
-    with begin_change(index, "compact", request) as change, resumable(index):
-        before = change.index.manifest
-        removed = before.snapshot.deleted_rows
+    with begin(index, "compact", request) as change:
+        removed = change.index.manifest.snapshot.deleted_rows
         edit = compaction(change.index, only_shards_with_deleted)
-        manifest = apply(change, edit, on_event, should_stop)
+        manifest = apply(change, edit, on_event, should_stop).manifest
     row_map = None
     if edit.moved is None:
         removed = 0
@@ -313,70 +299,6 @@ class CopyTask:
     plan: str
 
 
-@dataclass(frozen=True)
-class IndexCopy:
-    """A new index with rows of other indexes, as a value. `write_copy` writes it.
-
-    Attributes:
-        origins: the other indexes. The new index has the model and the offset block of
-            the first.
-        work: writes the shards of `spec`.
-        details: members of `change` in `index.json`.
-        columns: source columns; None for those of the first index, with the numbers of
-            values in the copied rows.
-        deleted: rows that are deleted in the new index.
-    """
-
-    origins: Sequence[CommittedIndex]
-    spec: IndexSpec
-    work: ShardWork
-    settings: dict[str, Any]
-    details: Mapping[str, Any]
-    columns: tuple[SourceColumn, ...] | None = None
-    deleted: Tombstones | None = None
-
-
-def write_copy(
-    change: NewIndex, copy: IndexCopy, on_event: OnEvent, should_stop: ShouldStop
-) -> tuple[Manifest, list[ShardReceipt]]:
-    """Write a new index, and commit it. Return its manifest and the receipts of its
-    shards.
-
-    Raises:
-        JobStopped: `should_stop()` returned True, or a shard failed. Finished shards
-            are kept.
-    """
-    layout = change.layout
-    begin_index(layout.root, copy.spec)
-    copy_offset(copy.origins[0], layout)
-    receipts = finish_work(change, copy.work, on_event, should_stop)
-    manifests = [each.manifest for each in copy.origins]
-    columns = copy.columns
-    if columns is None:
-        columns = manifests[0].columns
-        values = count_values(layout, copy.work.shards, columns)
-        columns = with_values(columns, values)
-    encoded_from: dict[str, tuple[str, ...]] = {}
-    for each in manifests:
-        for name, chain in each.encoded_from.items():
-            encoded_from[name] = max(encoded_from.get(name, ()), chain, key=len)
-    manifest = new_manifest(
-        layout,
-        copy.spec,
-        receipts,
-        columns,
-        model=manifests[0].model,
-        settings=copy.settings,
-        plan=copy.work.fingerprint,
-        ann=build_copied_ann(layout.root, copy.spec, manifests, on_event),
-        encoded_from=encoded_from,
-        change={**copy.details, "created": now()},
-        deleted=copy.deleted,
-    )
-    change.commit(manifest)
-    return manifest, receipts
-
-
 def _with_duplicates(index: CommittedIndex, some: Iterable[int]) -> list[int]:
     """Return the shards `some`, and those with duplicates of a row of these shards,
     ascending.
@@ -491,25 +413,26 @@ def copy_index(
             "rows": hashlib.sha256(row_ids.tobytes()).hexdigest(),
         }
         root = local_path(out)
-        with (
-            begin_new_index(root, "copy", identity, notify=notifier(on_event)) as new,
-            resumable(root),
-        ):
-            work = copying(opened, selection, new.layout, spec, identity)
-            finished = new.receipts(work.shards, work.fingerprint)
-            details = {
-                "kind": "copy",
-                "name": opened.root.name,
-                "snapshot": manifest.snapshot.number,
-            }
-            settings = with_sources(manifest, None)
-            part = IndexCopy([opened], spec, work, settings, details)
-            _, receipts = write_copy(new, part, on_event, should_stop)
-        files = [file for receipt in receipts for file in receipt.files]
+        with begin_new(root, "copy", identity, on_event) as new:
+            part = NewContents(
+                spec,
+                copying(opened, selection, new.layout, spec, identity),
+                manifest.model,
+                with_sources(manifest, None),
+                manifest.columns,
+                origins=[opened],
+                details={
+                    "kind": "copy",
+                    "name": opened.root.name,
+                    "snapshot": manifest.snapshot.number,
+                },
+            )
+            applied = apply(new, part, on_event, should_stop)
+        files = [file for receipt in applied.receipts for file in receipt.files]
         copied = [
             file
-            for receipt in receipts
-            if receipt.shard not in finished
+            for receipt in applied.receipts
+            if receipt.shard not in applied.earlier
             for file in receipt.files
         ]
     else:
@@ -568,10 +491,9 @@ def copy_index(
             data = manifest_bytes(opened)
             request = {"manifest": hashlib.sha256(data).hexdigest()}
             root = local_path(out)
+            notify = notifier(on_event)
             with (
-                begin_new_index(
-                    root, "copy", request, notify=notifier(on_event)
-                ) as new,
+                begin_new_index(root, "copy", request, notify=notify) as new,
                 resumable(root),
             ):
                 begin_index(root, spec)

@@ -14,11 +14,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipelines.jobs.changing import ShardWork, notifier, resumable
-from pipelines.jobs.copy import CopyResult, CopyTask, IndexCopy, write_copy
+from pipelines.jobs.changing import NewContents, ShardWork, apply, begin_new
+from pipelines.jobs.copy import CopyResult, CopyTask
 from pipelines.jobs.plan import holds_clips, recorded_sources, with_sources
 from pipelines.progress.events import OnEvent, ShouldStop, StatusMessage, ignore, never
-from storage_formats.change import begin_new_index
 from storage_formats.errors import UsageError
 from storage_formats.extras import name_missing_extra
 from storage_formats.format.layout import Layout, Segment
@@ -85,20 +84,17 @@ def merge_indexes(
         for each in opened
     ]
     identity = {"kind": "merge", "indexes": states}
-    notify = notifier(on_event)
-    with (
-        begin_new_index(root, "merge", identity, notify=notify) as change,
-        resumable(root),
-    ):
+    with begin_new(root, "merge", identity, on_event) as change:
         copy = merging(opened, change.layout, identity, on_event)
-        manifest, receipts = write_copy(change, copy, on_event, should_stop)
+        applied = apply(change, copy, on_event, should_stop)
+    manifest = applied.manifest
     inputs = [
         {"index": str(each), **{name: values[name] for name in _SHOWN}}
         for each, values in zip(indexes, copy.details["inputs"], strict=True)
     ]
     return CopyResult(
         rows=manifest.counts.inputs - manifest.snapshot.deleted_rows,
-        shards=len(receipts),
+        shards=len(applied.receipts),
         snapshot=manifest.snapshot.number,
         seconds=time.monotonic() - started,
         duplicates=sum(each["duplicates"] for each in inputs),
@@ -111,8 +107,8 @@ def merging(
     target: Layout,
     identity: Mapping[str, Any],
     on_event: OnEvent,
-) -> IndexCopy:
-    """Return the copy of all rows of `indexes` to a new index. See `merge_indexes`.
+) -> NewContents:
+    """Return the contents of an index with all rows of `indexes`. See `merge_indexes`.
 
     Raises:
         UsageError: the new index would have too many columns.
@@ -183,8 +179,7 @@ def merging(
         return copier.copy_shard(shard, task.plan)
 
     spec = replace(first, rows=segments[-1].stop, segments=tuple(segments))
-    return IndexCopy(
-        indexes,
+    return NewContents(
         spec,
         ShardWork(
             "copying",
@@ -194,10 +189,12 @@ def merging(
             CopyTask,
             lambda: copy,
         ),
+        manifests[0].model,
         settings,
-        {"kind": "merge", "inputs": inputs},
         tuple(sorted(columns, key=lambda column: column.name)),
-        deleted,
+        origins=indexes,
+        details={"kind": "merge", "inputs": inputs},
+        deleted=deleted,
     )
 
 

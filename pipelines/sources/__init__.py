@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import fnmatch
 import glob
+import hashlib
 import itertools
 import os
 import re
@@ -18,7 +19,6 @@ import sqlite3
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
 
 import pyarrow as pa
 
@@ -222,50 +222,65 @@ def hashed(refs: Iterable[InputRef]) -> Iterator[InputRef]:
     yield from ordered_map(read_and_hash, refs, threads, threads * _AHEAD)
 
 
-def digested(
-    sources: Sequence[Source],
-    digest: Any,
-    on_event: OnEvent,
-    should_stop: ShouldStop,
-) -> Iterator[InputRef]:
-    """Yield the inputs of all sources in row order, add each to `digest`, and report
-    the progress, and patterns that match no input.
+class Listing:
+    """The inputs of all `sources` in row order. An iteration lists them, and reports
+    its progress, and patterns that match no input.
+
+    Attributes:
+        inputs: number of inputs so far.
 
     Raises:
         JobStopped: `should_stop()`, which is called before each input and after the
             last, returned True.
     """
-    reported_at = time.monotonic()
-    for number, ref in enumerate(iter_all(sources), 1):
-        if should_stop():
+
+    def __init__(
+        self, sources: Sequence[Source], on_event: OnEvent, should_stop: ShouldStop
+    ) -> None:
+        self.sources = sources
+        self.inputs = 0
+        self._digest = hashlib.sha256()
+        self._on_event = on_event
+        self._should_stop = should_stop
+
+    def __iter__(self) -> Iterator[InputRef]:
+        reported_at = time.monotonic()
+        for ref in iter_all(self.sources):
+            self.inputs += 1
+            if self._should_stop():
+                raise JobStopped(_STOPPED)
+            self._digest.update(
+                b"%d %a %a\0"
+                % (ref.offset, ref.size, ref.container and str(ref.container))
+                + ref.path
+                + b"\0\n"
+            )
+            if ref.metadata is not None:
+                self._digest.update(metadata_text(ref.metadata).encode())
+            if time.monotonic() - reported_at >= _REPORT_SECONDS:
+                reported_at = time.monotonic()
+                self._on_event(Progress("listing the sources", self.inputs))
+            yield ref
+        for pattern in self.sources[0].patterns.without_match() if self.sources else ():
+            text = f"no input matches the pattern {pattern!r}"
+            self._on_event(StatusMessage(text, is_warning=True))
+        # Ctrl-C also ends the program that writes a list to standard input, so the
+        # list may be cut
+        if self._should_stop():
             raise JobStopped(_STOPPED)
-        digest.update(
-            b"%d %a %a\0" % (ref.offset, ref.size, ref.container and str(ref.container))
-            + ref.path
-            + b"\0\n"
-        )
-        if ref.metadata is not None:
-            digest.update(metadata_text(ref.metadata).encode())
-        if time.monotonic() - reported_at >= _REPORT_SECONDS:
-            reported_at = time.monotonic()
-            on_event(Progress("listing the sources", number))
-        yield ref
-    for pattern in sources[0].patterns.without_match() if sources else ():
-        on_event(StatusMessage(f"no input matches the pattern {pattern!r}", True))
-    # Ctrl-C also ends the program that writes a list to standard input, so the list may
-    # be cut
-    if should_stop():
-        raise JobStopped(_STOPPED)
 
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the inputs so far, in hexadecimal."""
+        return self._digest.hexdigest()
 
-def count_ignored(sources: Sequence[Source]) -> dict[str, int]:
-    """Return the number of entries of all `sources` that are not inputs, by suffix
-    or reason.
-    """
-    total: Counter[str] = Counter()
-    for source in sources:
-        total.update(source.ignored)
-    return dict(sorted(total.items()))
+    @property
+    def ignored(self) -> dict[str, int]:
+        """Number of entries that are not inputs, by suffix or reason."""
+        total: Counter[str] = Counter()
+        for source in self.sources:
+            total.update(source.ignored)
+        return dict(sorted(total.items()))
 
 
 def open_source(spec: str, column: str | None = None, *, clips: bool = False) -> Source:
