@@ -1,8 +1,10 @@
-"""The commands `edje-index build`, `append` and `update`, which encode images."""
+"""The commands `edje-index build`, `append`, `update` and `import-arrays`."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -33,7 +35,9 @@ from storage_formats.remote.urls import IndexLocation
 if TYPE_CHECKING:
     from pipelines.jobs.build import BuildResult
 
+
 _Command = TypeVar("_Command", bound=Callable[..., Any])
+_FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
 _NO_MODEL = (
     "no model: name a model with --model: 'edje' (the trained model of the EDJE paper's"
     " authors, from the Hugging Face Hub), 'demo' (a small model, without the Hub), or"
@@ -135,7 +139,7 @@ _NO_MODEL = (
 )
 @quiet_option
 @json_option
-def build(as_json: bool, quiet: bool, dry_run: bool, **options: Any) -> None:
+def build(dry_run: bool, **options: Any) -> None:
     """Build a new index of the images in every SOURCE.
 
     A SOURCE is a directory, an archive (tar, zip), a Parquet file of images, an image
@@ -175,9 +179,7 @@ def build(as_json: bool, quiet: bool, dry_run: bool, **options: Any) -> None:
     options["model"] = find_model(options["model"], note)
     out = options["out"]
     resume = not dry_run and out
-    result = run_job(
-        build_index, resume=resume, quiet=quiet, dry_run=dry_run, **options
-    )
+    result = run_job(build_index, resume=resume, dry_run=dry_run, **options)
     if result.estimate is not None:
         needs = result.estimate
         shards = counted(result.shards, "shard")
@@ -193,7 +195,7 @@ def build(as_json: bool, quiet: bool, dry_run: bool, **options: Any) -> None:
             f"memory at least {described(needs['memory_bytes'])};"
             f" {human_bytes(needs['free_memory_bytes'])} available",
         ]
-        print_result(result, *(f"{out}: {line}" for line in lines), as_json=as_json)
+        print_result(result, *(f"{out}: {line}" for line in lines))
         return
     counts = (
         f"{out}: {counted(result.inputs, 'input')} = {result.indexed:,} indexed +"
@@ -209,7 +211,7 @@ def build(as_json: bool, quiet: bool, dry_run: bool, **options: Any) -> None:
     lines = [counts, speed]
     if result.already_finished:
         lines = [f"{out} is already finished; nothing was done", counts]
-    print_result(result, *lines, as_json=as_json)
+    print_result(result, *lines)
     _note_failures(result, out)
     if result.truncated:
         note(
@@ -249,8 +251,6 @@ def _note_failures(result: BuildResult, index: IndexLocation) -> None:
 def append(
     index: IndexLocation,
     sources: tuple[str, ...],
-    as_json: bool,
-    quiet: bool,
     **options: Any,
 ) -> None:
     """Add the images of every SOURCE to INDEX.
@@ -266,16 +266,16 @@ def append(
       edje-index append photos.edje photos/2026
       edje-index append cc3m.edje 'cc3m/{00332..00340}.tar' --engine inline
     """
-    from pipelines.jobs.add_rows import append_index
+    from pipelines.jobs.build import append_index
 
-    result = run_job(append_index, index, sources, resume=index, quiet=quiet, **options)
+    result = run_job(append_index, index, sources, resume=index, **options)
     at = "" if result.first_row is None else f" (row ids from {result.first_row:,})"
     line = (
         f"{index}: {counted(result.inputs, 'input')} = {result.indexed:,} indexed{at} +"
         f" {result.duplicates:,} duplicates + {result.failed:,} failed, in"
         f" {counted(result.shards, 'new shard')}; {result.seconds:.1f} s"
     )
-    print_result(result, line, as_json=as_json)
+    print_result(result, line)
     _note_failures(result, index)
 
 
@@ -304,8 +304,6 @@ def append(
 def update(
     index: IndexLocation,
     sources: tuple[str, ...],
-    as_json: bool,
-    quiet: bool,
     **options: Any,
 ) -> None:
     """Add, replace and delete rows so that INDEX matches its sources.
@@ -333,16 +331,14 @@ def update(
       edje-index update photos.edje
       edje-index update photos.edje --retry-failed
     """
-    from pipelines.jobs.add_rows import update_index
+    from pipelines.jobs.build import update_index
 
     if options["retry_failed"] and sources:
         raise UsageError(
             "--retry-failed looks up the failed inputs by their names; leave out SOURCE"
         )
     resume = not options["dry_run"] and index
-    result = run_job(
-        update_index, index, sources, resume=resume, quiet=quiet, **options
-    )
+    result = run_job(update_index, index, sources, resume=resume, **options)
     done = f"{counted(result.deleted, 'row')} deleted; {result.seconds:.1f} s"
     if result.dry_run:
         done = (
@@ -361,6 +357,70 @@ def update(
         f" duplicates + {result.failed:,} failed{stay_deleted};"
         f" {result.vanished:,} vanished; {done}"
     )
-    print_result(result, line, as_json=as_json)
+    print_result(result, line)
     if not result.dry_run:
         _note_failures(result, index)
+
+
+@click.command("import-arrays")
+@click.argument("tokens", type=_FILE)
+@click.argument("embeddings", type=_FILE)
+@click.argument("rows", type=_FILE, required=False)
+@out_index_option
+@stored_precisions_option
+@click.option(
+    "--encoder",
+    default="unknown",
+    metavar="NAME",
+    help="Name and version of your encoder.",
+)
+@json_option
+def import_arrays(**options: Any) -> None:
+    """Make an index from arrays of tokens and embeddings that your own encoder
+    computed.
+
+    \b
+    TOKENS      .npy file, shape [rows, tokens per row, width]: float32, float16, or
+                bfloat16 saved as uint16
+    EMBEDDINGS  .npy file, shape [rows, width]: any floating-point type
+    ROWS        Parquet file with the column uri and optionally uri_raw, size,
+                content_hash, width, height; other columns, such as captions, are kept
+
+    Embeddings are normalised to unit length. Without ROWS, the URI of each row is the
+    row id. The index works with 'info', 'verify', 'quantize', 'bench fetch' and the
+    Python interface. Text search is not possible, because the index has no model.
+
+    \b
+    Examples:
+      edje-index import-arrays tokens.npy embeddings.npy \\
+        --out pages.edje --precision fp8
+      edje-index import-arrays tokens.npy embeddings.npy rows.parquet \\
+        --out pages.edje --encoder colpali-v1.3
+    """
+    from pipelines.jobs.import_arrays import import_arrays as run_import
+    from storage_formats.codecs import codec
+
+    started = time.monotonic()
+    options["precisions"] = tuple(dict.fromkeys(options["precisions"]))
+    manifest = run_job(run_import, **options)
+    spec = manifest.spec
+    seconds = time.monotonic() - started
+    record_bytes = {
+        name: codec(name, spec.block_shape).record_bytes for name in spec.precisions
+    }
+    value = {
+        "rows": spec.rows,
+        "shards": spec.shards,
+        "block_shape": spec.block_shape,
+        "embed_dim": spec.embed_dim,
+        "bytes_per_image": record_bytes,
+        "ann": manifest.ann["kind"],
+        "seconds": seconds,
+    }
+    m, d = spec.block_shape
+    line = (
+        f"{options['out']}: {counted(spec.rows, 'row')} of {m} x {d} tokens in"
+        f" {counted(spec.shards, 'shard')}, {seconds:.1f} s"
+    )
+    sizes = [f"{name:6} {size:7,} bytes per row" for name, size in record_bytes.items()]
+    print_result(value, line, *sizes)

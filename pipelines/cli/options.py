@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -66,10 +67,20 @@ out_index_option = click.option(
 )
 DTYPE = click.Choice(["auto", "float32", "bfloat16"])
 
-json_option = click.option(
-    "--json", "as_json", is_flag=True, help="Print one JSON object on standard output."
-)
-quiet_option = click.option("--quiet", is_flag=True, help="Show no progress.")
+
+def _flag(option: str, description: str) -> Callable[[Any], Any]:
+    """Return a flag that no command takes: `pipelines.cli.output` looks it up."""
+    return click.option(
+        option,
+        is_flag=True,
+        expose_value=False,
+        callback=lambda context, _, value: context.meta.update({option: value}),
+        help=description,
+    )
+
+
+json_option = _flag("--json", "Print one JSON object on standard output.")
+quiet_option = _flag("--quiet", "Show no progress.")
 model_option = click.option(
     "--model",
     type=PATH,

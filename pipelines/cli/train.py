@@ -14,7 +14,7 @@ import click
 
 from edje_index.scoring.weights import ScoreWeights
 from pipelines.cli.options import PATH, images_option, json_option, quiet_option
-from pipelines.cli.output import print_json, print_result, run_job
+from pipelines.cli.output import print_json, print_result, running_job, wants_json
 from pipelines.progress.wording import by_reason, counted
 from storage_formats.errors import UsageError
 from storage_formats.format.index_files import open_regular
@@ -100,8 +100,6 @@ DEDICATED_OPTIONS = {
 @quiet_option
 @json_option
 def train(
-    as_json: bool,
-    quiet: bool,
     preset: str,
     config_file: Path | None,
     assignments: tuple[str, ...],
@@ -145,7 +143,7 @@ def train(
     values = read_settings(preset, config_file, assignments, options)
     if show_settings:
         text = describe_settings(values)
-        if as_json:
+        if wants_json():
             print_json({"settings": text})
         else:
             click.echo(text)
@@ -157,8 +155,8 @@ def train(
     is_first = not is_worker() or os.environ["RANK"] == "0"
     try:
         settings = validated(TrainSettings, values)
-        quiet = quiet or not is_first
-        result = run_job(run_training, settings, resume=True, quiet=quiet)
+        with running_job(resume=True, quiet=not is_first) as (on_event, should_stop):
+            result = run_training(settings, on_event=on_event, should_stop=should_stop)
     except UsageError as error:
         # an option is named beside its setting, for example "loop.steps (--steps)"
         flags = {
@@ -175,7 +173,7 @@ def train(
         raise UsageError(message) from error
     if not is_first:
         return
-    print_result(result, *describe_result(result), as_json=as_json)
+    print_result(result, *describe_result(result))
 
 
 def describe_result(result: TrainResult) -> list[str]:
