@@ -51,6 +51,7 @@ _REMEDIES = {
         " get'"
     ),
     "ann": "; build it with 'edje-index ann build'",
+    "discard": "; 'edje-index gc INDEX' does this, and keeps the committed rows",
     "verify": "; run 'edje-index verify' to list all damage",
     "show": (
         "; to search a folder of photos, run 'edje-index show FOLDER', or build an"

@@ -421,12 +421,15 @@ def check_inputs(root: Path, plan: Plan, finished_shards: Collection[int]) -> No
         except FileNotFoundError as error:
             damage = error.strerror
         if damage:
-            restart = f"discard the change with 'edje-index gc {root}'"
-            if not Layout(root).manifest.exists():
-                restart = f"remove {root} and build again"
+            restart = f"remove {root} and build again"
+            remedy = None
+            if Layout(root).manifest.exists():
+                restart = "discard the change"
+                remedy = "discard"
             raise CorruptIndexError(
                 f"the list of inputs {path} was damaged after the change began"
-                f" ({damage}); restore it, or {restart}"
+                f" ({damage}); restore it, or {restart}",
+                remedy=remedy,
             )
 
 

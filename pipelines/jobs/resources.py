@@ -42,6 +42,10 @@ _CHANNELS = 3
 _FLOAT32_BYTES = 4
 
 
+class ResourcesError(UsageError):
+    """The disk or the memory is too small for the request."""
+
+
 def described(need: Need) -> str:
     """Return the sum of a need and its parts as text."""
     parts = ", ".join(f"{name} {human_bytes(size)}" for name, size in need.items())
@@ -155,7 +159,7 @@ def workers_memory(
 
 
 def check_ann_memory(spec: IndexSpec, memory: int | None) -> None:
-    """Raise UsageError if the memory is too small to build the nearest-neighbour
+    """Raise ResourcesError if the memory is too small to build the nearest-neighbour
     index.
     """
     need = AnnKind.choose(spec.rows, spec.embed_dim, memory).build_bytes(
@@ -170,7 +174,7 @@ def check_ann_memory(spec: IndexSpec, memory: int | None) -> None:
 
 
 def check_extension_memory(manifest: Manifest, rows: int) -> None:
-    """Raise UsageError if the memory is too small to add `rows` rows to the
+    """Raise ResourcesError if the memory is too small to add `rows` rows to the
     nearest-neighbour index.
     """
     ann = manifest.ann
@@ -186,7 +190,7 @@ def check_extension_memory(manifest: Manifest, rows: int) -> None:
 
 
 def check_disk(root: Path, spec: IndexSpec, memory: int | None = None) -> None:
-    """Raise UsageError if the disk is too small for the index.
+    """Raise ResourcesError if the disk is too small for the index.
 
     Args:
         spec: shape of the index, or of its new rows.
@@ -202,11 +206,11 @@ def check_disk(root: Path, spec: IndexSpec, memory: int | None = None) -> None:
 def check_free_disk(
     root: Path, need: Need, what: str, *, parameter: str | None = None
 ) -> None:
-    """Raise UsageError if less disk space than `need` is free at `root`. `what`
+    """Raise ResourcesError if less disk space than `need` is free at `root`. `what`
     names what needs it.
     """
     if sum(need.values()) > (free := free_disk(root)):
-        raise UsageError(
+        raise ResourcesError(
             f"{what} needs {described(need)} of disk, but only {human_bytes(free)} are"
             f" free at {root}; free some space, or use another disk",
             parameter=parameter,
@@ -242,7 +246,7 @@ def _check_memory(
             state = "allowed"
             advice = f"allow more, or {advice}"
             parameter = "memory"
-        raise UsageError(
+        raise ResourcesError(
             f"the build needs at least {described(need)} of memory, but only"
             f" {human_bytes(available)} are {state}; {advice}",
             parameter=parameter,

@@ -38,11 +38,11 @@ from pipelines.sources.base import (
     ImageFileSource,
     Patterns,
     Source,
+    SourceError,
     file_name,
     holds_inputs,
     is_input,
     read_head,
-    source_error,
     unreadable,
 )
 from pipelines.sources.folder import FolderSource
@@ -131,11 +131,11 @@ def open_sources(
         )
     for source, other in _contained(sources):
         if _real_path(source) == _real_path(other):
-            raise source_error(
+            raise SourceError(
                 f"{other.spec} and {source.spec} are the same source; name this source"
                 " once"
             )
-        raise source_error(
+        raise SourceError(
             f"{source.spec} is inside {other.spec}; leave out one of these sources"
         )
     return sources
@@ -300,19 +300,19 @@ def open_source(spec: str, column: str | None = None, *, clips: bool = False) ->
     if is_url(spec):
         require_libraries(spec)
     elif scheme_of(spec) is not None:
-        raise source_error(
+        raise SourceError(
             f"{spec} is not a local path; mount the storage, or copy the files to this"
             " machine"
         )
     elif os.path.isdir(spec):
         if not os.access(spec, os.R_OK | os.X_OK):
-            raise source_error(
+            raise SourceError(
                 f"cannot list the directory {spec}: permission denied; change its"
                 " permissions"
             )
         return FolderSource(spec, clips=clips)
     elif os.path.exists(spec) and not os.path.isfile(spec):
-        raise source_error(
+        raise SourceError(
             f"{spec} is neither a directory nor a regular file; give {ACCEPTED}"
         )
     suffix = os.path.splitext(file_name(spec))[1].lower()
@@ -340,17 +340,17 @@ def open_source(spec: str, column: str | None = None, *, clips: bool = False) ->
         if is_url(spec):
             listing = list_remote_folder(spec)
             if listing is None:
-                raise source_error(
+                raise SourceError(
                     f"{spec} is not an image, archive or table, and web servers do not"
                     " list directories; give the URLs of files, or a file with a list"
                     " of URLs"
                 )
             if not any(listing):
-                raise source_error(f"{spec} does not exist; check the URL")
+                raise SourceError(f"{spec} does not exist; check the URL")
             return FolderSource(spec, clips=clips)
     except (OSError, ValueError, EOFError, pa.ArrowException) as error:
         if isinstance(error, FileNotFoundError) and not is_url(spec):
-            raise source_error(f"{spec} does not exist; check the path") from error
+            raise SourceError(f"{spec} does not exist; check the path") from error
         advice = (
             "the URL and the credentials"
             if is_url(spec)
@@ -358,15 +358,15 @@ def open_source(spec: str, column: str | None = None, *, clips: bool = False) ->
         )
         raise unreadable(spec, error, advice) from error
     if is_input(head, clips=True):
-        raise source_error(
+        raise SourceError(
             f"{spec} is a video; set the number of frames per clip to index videos"
         )
-    raise source_error(f"{spec} is not a source of images; give {ACCEPTED}")
+    raise SourceError(f"{spec} is not a source of images; give {ACCEPTED}")
 
 
 def _refuse_credentials(url: str) -> None:
     if has_credentials(url):
-        raise source_error(
+        raise SourceError(
             f"{without_credentials(url)} contains a user name or a password, which the"
             " index would store; remove them from the URL, and put the credentials"
             " into the environment"
@@ -385,7 +385,7 @@ def _matches(pattern: str) -> list[str]:
         _refuse_credentials(pattern)
         parent, _, last = pattern.rpartition("/")
         if glob.has_magic(parent):
-            raise source_error(
+            raise SourceError(
                 f"{pattern} has a wildcard in a directory; use wildcards only after the"
                 " last slash"
             )
@@ -397,7 +397,7 @@ def _matches(pattern: str) -> list[str]:
             raise unreadable(pattern, error, advice) from error
         names = [f"{parent}/{name}" for name in fnmatch.filter(files, last)]
     if not names:
-        raise source_error(f"no file matches {pattern}; check the pattern")
+        raise SourceError(f"no file matches {pattern}; check the pattern")
     return sorted(names, key=os.fsencode)
 
 
@@ -433,7 +433,7 @@ def expand_braces(pattern: str) -> list[str]:
         )
     ]
     if len(names) > MAX_EXPANSIONS:
-        raise source_error(
+        raise SourceError(
             f"{pattern} expands to more than {MAX_EXPANSIONS:,} names; give several"
             " smaller patterns"
         )

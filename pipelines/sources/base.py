@@ -156,17 +156,19 @@ class ImageFileSource(Source):
         yield file_input(self.path)
 
 
-def source_error(message: str) -> UsageError:
-    """Return the error for a source that cannot be used."""
-    return UsageError(message, parameter="sources")
+class SourceError(UsageError):
+    """A source cannot be used."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, parameter="sources")
 
 
-def unreadable(what: str, error: Exception, advice: str) -> UsageError:
+def unreadable(what: str, error: Exception, advice: str) -> SourceError:
     """Return the error for a source that cannot be read. `advice` says what to
     check.
     """
     reason = getattr(error, "strerror", None) or error
-    return source_error(f"cannot read {what}: {reason}; check {advice}")
+    return SourceError(f"cannot read {what}: {reason}; check {advice}")
 
 
 def absolute_path(spec: str) -> bytes:
