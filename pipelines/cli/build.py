@@ -15,12 +15,14 @@ from pipelines.cli.options import (
     POSITIVE,
     address_option,
     column_option,
+    command,
     device_option,
     engine_option,
     index_argument,
     json_option,
     max_failed_option,
     model_option,
+    option,
     out_index_option,
     quiet_option,
     shard_size_option,
@@ -45,98 +47,49 @@ _NO_MODEL = (
 )
 
 
-@click.command()
+@command()
 @click.argument("sources", nargs=-1, required=True, metavar="SOURCE...")
 @out_index_option
-@click.option(
-    "--model",
-    help="Directory of the model bundle, or a model of 'model get', such as edje.",
-)
+@option("--model")
 @engine_option
-@click.option(
-    "--workers",
-    type=POSITIVE,
-    help=(
-        "Number of worker processes. Two of them share a GPU.  [default: twice the"
-        " number of GPUs, or number of CPUs divided by --threads, but only as many as"
-        " the memory has room for]"
-    ),
-)
-@click.option(
-    "--threads",
-    type=POSITIVE,
-    help="Number of CPU threads per worker.  [default: number of CPUs, at most 4]",
-)
+@option("--workers", POSITIVE)
+@option("--threads", POSITIVE)
 @address_option
 @shard_size_option
-@click.option(
-    "--batch-size",
-    type=POSITIVE,
-    help="Number of images per forward pass.  [default: 8 on a CPU, 128 on cuda]",
-)
+@option("--batch-size", POSITIVE)
 @device_option
-@click.option(
-    "--dtype",
-    type=DTYPE,
-    help=(
-        "Data type of the model's matrix products. auto is bfloat16 on cuda and on CPUs"
-        " with bfloat16 instructions, and float32 on other CPUs.  [default: bfloat16 on"
-        " cuda, float32 on cpu]"
-    ),
-)
+@option("--dtype", DTYPE)
 @stored_precisions_option
-@click.option("--dedupe", is_flag=True, help="Encode byte-identical images only once.")
+@option("--dedupe", bool)
 @column_option
-@click.option(
+@option(
     "--include",
     multiple=True,
     metavar="PATTERN",
-    help="Use only the inputs that match a pattern as in .gitignore; repeatable.",
 )
-@click.option(
+@option(
     "--exclude",
     multiple=True,
     metavar="PATTERN",
-    help="Leave out the inputs that match a pattern as in .gitignore; repeatable.",
 )
 @max_failed_option
-@click.option(
-    "--max-pixels",
-    type=POSITIVE,
-    help="Fail images with more pixels than this.  [default: 89478485]",
-)
-@click.option(
+@option("--max-pixels", POSITIVE)
+@option(
     "--truncated",
-    type=click.Choice(["fail", "load"]),
+    click.Choice(["fail", "load"]),
     default="fail",
-    help=(
-        "What to do with a truncated image: fail makes a failed row, load indexes the"
-        " readable part of the image."
-    ),
 )
-@click.option(
+@option(
     "--frames",
-    type=click.IntRange(1, MAX_FRAMES),
+    click.IntRange(1, MAX_FRAMES),
     metavar="N",
-    help=(
-        "Also index videos: encode N evenly spaced frames of each video.  [default:"
-        " ignore videos]"
-    ),
 )
-@click.option(
+@option(
     "--memory",
-    type=size,
+    size,
     metavar="SIZE",
-    help=(
-        "Plan for at most this much memory on this machine, for example 500M or 8G. "
-        " [default: the free memory]"
-    ),
 )
-@click.option(
-    "--dry-run",
-    is_flag=True,
-    help="Show the work, and the disk space and memory that it needs. Write nothing.",
-)
+@option("--dry-run", bool)
 @quiet_option
 @json_option
 def build(dry_run: bool, **options: Any) -> None:
@@ -169,6 +122,33 @@ def build(dry_run: bool, **options: Any) -> None:
       edje-index build photos --out photos.edje --model model --memory 8G
       edje-index build photos --out photos.edje --model model --address head:6379
       edje-index build clips --out clips.edje --model model --frames 8
+
+    Options:
+        --model: Directory of the model bundle, or a model of 'model get', such as edje.
+        --workers: Number of worker processes. Two of them share a GPU.  [default: twice
+            the number of GPUs, or number of CPUs divided by --threads, but only as many
+            as the memory has room for]
+        --threads: Number of CPU threads per worker.  [default: number of CPUs, at most
+            4]
+        --batch-size: Number of images per forward pass.  [default: 8 on a CPU, 128 on
+            cuda]
+        --dtype: Data type of the model's matrix products. auto is bfloat16 on cuda and
+            on CPUs with bfloat16 instructions, and float32 on other CPUs.  [default:
+            bfloat16 on cuda, float32 on cpu]
+        --dedupe: Encode byte-identical images only once.
+        --include: Use only the inputs that match a pattern as in .gitignore;
+            repeatable.
+        --exclude: Leave out the inputs that match a pattern as in .gitignore;
+            repeatable.
+        --max-pixels: Fail images with more pixels than this.  [default: 89478485]
+        --truncated: What to do with a truncated image: fail makes a failed row, load
+            indexes the readable part of the image.
+        --frames: Also index videos: encode N evenly spaced frames of each
+            video.  [default: ignore videos]
+        --memory: Plan for at most this much memory on this machine, for example 500M or
+            8G.  [default: the free memory]
+        --dry-run: Show the work, and the disk space and memory that it needs. Write
+            nothing.
     """
     if options["model"] is None:
         raise UsageError(_NO_MODEL)
@@ -220,7 +200,7 @@ def build(dry_run: bool, **options: Any) -> None:
         )
 
 
-def _new_rows_options(command: _Command) -> _Command:
+def _new_rows_options(decorated: _Command) -> _Command:
     """Add the options that `append` and `update` share."""
     options = (
         max_failed_option,
@@ -229,9 +209,9 @@ def _new_rows_options(command: _Command) -> _Command:
         quiet_option,
         json_option,
     )
-    for option in reversed(options):
-        command = option(command)
-    return command
+    for each in reversed(options):
+        decorated = each(decorated)
+    return decorated
 
 
 def _note_failures(result: BuildResult, index: IndexLocation) -> None:
@@ -243,7 +223,7 @@ def _note_failures(result: BuildResult, index: IndexLocation) -> None:
         )
 
 
-@click.command()
+@command()
 @index_argument
 @click.argument("sources", nargs=-1, required=True, metavar="SOURCE...")
 @column_option
@@ -279,26 +259,17 @@ def append(
     _note_failures(result, index)
 
 
-@click.command()
+@command()
 @index_argument
 @click.argument("sources", nargs=-1, metavar="[SOURCE...]")
-@click.option("--dry-run", is_flag=True, help="Show the changes without applying them.")
-@click.option(
-    "--retry-failed",
-    is_flag=True,
-    help="Only try to index the failed inputs again, by their names.",
-)
-@click.option(
-    "--restore",
-    is_flag=True,
-    help="Also index files again whose rows 'edje-index delete' removed.",
-)
-@click.option(
+@option("--dry-run", bool)
+@option("--retry-failed", bool)
+@option("--restore", bool)
+@option(
     "--max-vanished",
-    type=click.FloatRange(0, 1),
+    click.FloatRange(0, 1),
     metavar="SHARE",
     default=0.5,
-    help="Stop if the files of more than this share of the rows are missing.",
 )
 @_new_rows_options
 def update(
@@ -330,6 +301,13 @@ def update(
       edje-index update photos.edje --dry-run
       edje-index update photos.edje
       edje-index update photos.edje --retry-failed
+
+    Options:
+        --dry-run: Show the changes without applying them.
+        --retry-failed: Only try to index the failed inputs again, by their names.
+        --restore: Also index files again whose rows 'edje-index delete' removed.
+        --max-vanished: Stop if the files of more than this share of the rows are
+            missing.
     """
     from pipelines.jobs.build import update_index
 
@@ -362,17 +340,16 @@ def update(
         _note_failures(result, index)
 
 
-@click.command("import-arrays")
+@command("import-arrays")
 @click.argument("tokens", type=_FILE)
 @click.argument("embeddings", type=_FILE)
 @click.argument("rows", type=_FILE, required=False)
 @out_index_option
 @stored_precisions_option
-@click.option(
+@option(
     "--encoder",
     default="unknown",
     metavar="NAME",
-    help="Name and version of your encoder.",
 )
 @json_option
 def import_arrays(**options: Any) -> None:
@@ -396,6 +373,9 @@ def import_arrays(**options: Any) -> None:
         --out pages.edje --precision fp8
       edje-index import-arrays tokens.npy embeddings.npy rows.parquet \\
         --out pages.edje --encoder colpali-v1.3
+
+    Options:
+        --encoder: Name and version of your encoder.
     """
     from pipelines.jobs.import_arrays import import_arrays as run_import
     from storage_formats.codecs import codec

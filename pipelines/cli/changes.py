@@ -18,10 +18,12 @@ from pipelines.cli.options import (
     LOCAL_INDEX,
     PATH,
     POSITIVE,
+    command,
     index_argument,
     json_option,
     location,
     model_option,
+    option,
     quiet_option,
     where_option,
 )
@@ -42,25 +44,17 @@ _SHOWN = 10
 _PRINT_ONLY = Path("-")
 
 
-@click.command()
+@command()
 @index_argument
-@click.option(
+@option(
     "--rows",
-    "rows",
-    type=int,
+    int,
     multiple=True,
     metavar="N",
-    help="Row id to delete; repeatable.",
 )
 @where_option
-@click.option(
-    "--erase",
-    is_flag=True,
-    help="Also remove the data of all deleted rows, and all earlier snapshots.",
-)
-@click.option(
-    "--dry-run", is_flag=True, help="Show what would be deleted and change nothing."
-)
+@option("--erase", bool)
+@option("--dry-run", bool)
 @json_option
 def delete(index: IndexLocation, **options: Any) -> None:
     """Delete rows of INDEX.
@@ -80,6 +74,11 @@ def delete(index: IndexLocation, **options: Any) -> None:
       edje-index delete photos.edje --where "uri like '%/2019/%.jpg'" --dry-run
       edje-index delete photos.edje --where "licence is null or width < 100" --dry-run
       edje-index delete photos.edje --where "uri like '%/jane-doe/%'" --erase
+
+    Options:
+        --rows: Row id to delete; repeatable.
+        --erase: Also remove the data of all deleted rows, and all earlier snapshots.
+        --dry-run: Show what would be deleted and change nothing.
     """
     from pipelines.jobs.snapshots import delete_rows
 
@@ -105,35 +104,30 @@ class _RowsOrFilter(click.ParamType["int | str"]):
     name = "row id or filter"
 
     def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+        self,
+        value: Any,
+        param: click.Parameter | None,
+        ctx: click.Context | None,
     ) -> int | str:
         text = str(value).strip()
         return int(text) if text.isdecimal() else text
 
 
-@click.command()
+@command()
 @index_argument
-@click.option(
+@option(
     "--rows",
-    type=_RowsOrFilter(),
+    _RowsOrFilter(),
     multiple=True,
     required=True,
     metavar="N|FILTER",
-    help=(
-        "Row id, or a filter such as \"uri like '%/2019/%'\" that selects rows;"
-        " repeatable."
-    ),
 )
-@click.option(
+@option(
     "--set",
-    "settings",
+    key="settings",
     multiple=True,
     required=True,
     metavar="COLUMN=VALUE",
-    help=(
-        "New value of a column; repeatable. COLUMN= removes the value. A repeated"
-        " COLUMN gets a list of texts."
-    ),
 )
 @json_option
 def edit(
@@ -153,6 +147,12 @@ def edit(
       edje-index edit photos.edje --rows "uri like '%/2019/%'" --set 'year=2019'
       edje-index edit photos.edje --rows 17 --set 'captions=a dog on a beach'
       edje-index edit photos.edje --rows "licence = 'unknown'" --set 'licence='
+
+    Options:
+        --rows: Row id, or a filter such as "uri like '%/2019/%'" that selects rows;
+            repeatable.
+        --set: New value of a column; repeatable. COLUMN= removes the value. A repeated
+            COLUMN gets a list of texts.
     """
     from pipelines.jobs.edit import set_columns
     from storage_formats.format.source_columns import PlainText
@@ -190,7 +190,7 @@ def edit(
     print_result(result, line)
 
 
-@click.command()
+@command()
 @index_argument
 @json_option
 def compact(index: IndexLocation) -> None:
@@ -225,12 +225,14 @@ def compact(index: IndexLocation) -> None:
     print_result(result, *lines)
 
 
-@click.command()
+@command()
 @click.argument(
     "indexes", nargs=-1, required=True, type=LOCAL_INDEX, metavar="INDEX..."
 )
-@click.option(
-    "--out", required=True, type=LOCAL_INDEX, help="New directory for the merged index."
+@option(
+    "--out",
+    LOCAL_INDEX,
+    required=True,
 )
 @json_option
 def merge(indexes: tuple[Path, ...], out: Path) -> None:
@@ -248,6 +250,9 @@ def merge(indexes: tuple[Path, ...], out: Path) -> None:
     \b
     Example:
       edje-index merge 2024.edje 2025.edje --out photos.edje
+
+    Options:
+        --out: New directory for the merged index.
     """
     from pipelines.jobs.copy import merge_indexes
 
@@ -264,23 +269,24 @@ def merge(indexes: tuple[Path, ...], out: Path) -> None:
     print_result(result, *lines, merged)
 
 
-@click.command()
+@command()
 @index_argument
 @click.argument("out", type=location)
-@click.option(
-    "--replace", is_flag=True, help="Before the copy, remove the index at the URL OUT."
-)
-@click.option(
+@option("--replace", bool)
+@option(
     "--rows",
-    type=int,
+    int,
     multiple=True,
     metavar="N",
-    help="Copy only this row; repeatable.",
 )
 @where_option
 @quiet_option
 @json_option
-def copy(index: IndexLocation, out: IndexLocation, **options: Any) -> None:
+def copy(
+    index: IndexLocation,
+    out: IndexLocation,
+    **options: Any,
+) -> None:
     """Copy INDEX to OUT, and check every file with its checksum.
 
     INDEX and OUT are directories or URLs. A URL begins with s3://, gs://, az:// or
@@ -312,6 +318,10 @@ def copy(index: IndexLocation, out: IndexLocation, **options: Any) -> None:
       edje-index copy photos.edje free.edje --where "licence = 'cc0'"
       edje-index copy photos.edje hf://datasets/me/photos
       edje-index copy hf://me/model model
+
+    Options:
+        --replace: Before the copy, remove the index at the URL OUT.
+        --rows: Copy only this row; repeatable.
     """
     from edje_index.bundles.info import INFO_FILE
     from pipelines.jobs.copy import copy_index
@@ -338,7 +348,7 @@ def copy(index: IndexLocation, out: IndexLocation, **options: Any) -> None:
     print_result(result, line)
 
 
-@click.command()
+@command()
 @index_argument
 @model_option
 @json_option
@@ -370,7 +380,7 @@ def repair(index: IndexLocation, model: Path | None) -> int:
     return 1 if result.left else 0
 
 
-@click.command()
+@command()
 @index_argument
 @json_option
 def history(index: IndexLocation) -> None:
@@ -406,7 +416,7 @@ def history(index: IndexLocation) -> None:
     print_result(value, *lines)
 
 
-@click.command()
+@command()
 @index_argument
 @click.argument("snapshot", type=click.IntRange(min=0))
 @json_option
@@ -432,16 +442,9 @@ def rollback(index: IndexLocation, snapshot: int) -> None:
     print_result(result, line)
 
 
-@click.command()
+@command()
 @index_argument
-@click.option(
-    "--keep",
-    type=POSITIVE,
-    help=(
-        "Number of snapshots to keep, including the current one.  [default: all"
-        " snapshots]"
-    ),
-)
+@option("--keep", POSITIVE)
 @json_option
 def gc(index: IndexLocation, keep: int | None) -> None:
     """Remove the files of INDEX that no snapshot needs. With --keep, also remove old
@@ -454,6 +457,10 @@ def gc(index: IndexLocation, keep: int | None) -> None:
     Examples:
       edje-index gc photos.edje
       edje-index gc photos.edje --keep 1
+
+    Options:
+        --keep: Number of snapshots to keep, including the current one.  [default: all
+            snapshots]
     """
     from pipelines.jobs.snapshots import remove_snapshots
 
@@ -479,22 +486,17 @@ def share(sample: str) -> float:
         ) from None
 
 
-@click.command()
+@command()
 @index_argument
-@click.option(
+@option(
     "--sample",
-    type=share,
+    share,
     metavar="SHARE|N",
-    help=(
-        "Check only some of the shards: a share such as 1% or 0.01, or a number of"
-        " shards.  [default: all shards]"
-    ),
 )
-@click.option(
+@option(
     "--max-duration",
-    type=click.FloatRange(min=0),
+    click.FloatRange(min=0),
     metavar="SECONDS",
-    help="Begin with no further shard after this time.  [default: no limit]",
 )
 @quiet_option
 @json_option
@@ -522,6 +524,12 @@ def verify(
       edje-index verify photos.edje --max-duration 3600
       edje-index verify photos.edje --sample 100 --json
       edje-index verify s3://my-bucket/photos.edje --sample 20
+
+    Options:
+        --sample: Check only some of the shards: a share such as 1% or 0.01, or a number
+            of shards.  [default: all shards]
+        --max-duration: Begin with no further shard after this time.  [default: no
+            limit]
     """
     from pipelines.progress.events import stop_at_events
     from storage_formats.errors import CorruptIndexError
@@ -570,23 +578,18 @@ def ann() -> None:
     """Build the nearest-neighbour index."""
 
 
-@click.command("build")
+@command("build")
 @index_argument
-@click.option(
+@option(
     "--ann",
-    "factory",
+    key="factory",
     default="auto",
     metavar="FACTORY",
-    help=(
-        "Kind of nearest-neighbour index: auto, or a FAISS factory string such as"
-        " IVF1000,Flat or IVF1000,PQ192x4fs."
-    ),
 )
-@click.option(
+@option(
     "--recall",
-    type=click.FloatRange(0, 1, min_open=True),
+    click.FloatRange(0, 1, min_open=True),
     default=0.95,
-    help="Target recall: share of the 100 nearest rows that a search finds.",
 )
 @json_option
 def build_ann(
@@ -610,6 +613,11 @@ def build_ann(
     Examples:
       edje-index ann build photos.edje
       edje-index ann build photos.edje --ann IVF4096,PQ96x4fs --recall 0.98
+
+    Options:
+        --ann: Kind of nearest-neighbour index: auto, or a FAISS factory string such as
+            IVF1000,Flat or IVF1000,PQ192x4fs.
+        --recall: Target recall: share of the 100 nearest rows that a search finds.
     """
     from edje_index.indexing.faiss_build import AnnRequest
     from pipelines.jobs.ann import add_ann
@@ -639,55 +647,34 @@ def build_ann(
         )
 
 
-@click.command()
+@command()
 @index_argument
-@click.option(
-    "--to", "to", multiple=True, metavar="NAME", help="Precision to add; repeatable."
-)
-@click.option(
-    "--drop", multiple=True, metavar="NAME", help="Precision to remove; repeatable."
-)
-@click.option(
-    "--from",
-    "source",
+@option(
+    "--to",
+    multiple=True,
     metavar="NAME",
-    help="Precision to convert from.  [default: the most accurate precision stored]",
 )
-@click.option(
-    "--workers",
-    type=POSITIVE,
-    help="Number of Ray workers.  [default: convert in this process]",
+@option(
+    "--drop",
+    multiple=True,
+    metavar="NAME",
 )
-@click.option(
-    "--address", metavar="HOST:PORT", help="Ray cluster to join, with --workers."
+@option(
+    "--from",
+    key="source",
+    metavar="NAME",
 )
-@click.option(
+@option("--workers", POSITIVE)
+@option("--address", metavar="HOST:PORT")
+@option(
     "--report",
+    click.Path(file_okay=False, allow_dash=True, path_type=Path),
     is_flag=False,
     flag_value=str(_PRINT_ONLY),
-    type=click.Path(file_okay=False, allow_dash=True, path_type=Path),
     metavar="[DIR]",
-    help=(
-        "Measure how much each precision changes tokens and ranking. With DIR, also"
-        " write the report to DIR."
-    ),
 )
-@click.option(
-    "--queries",
-    type=FILE,
-    help=(
-        "With --report: file of queries, as text or .jsonl.  [default: the captions in"
-        " INDEX, or 24 built-in captions]"
-    ),
-)
-@click.option(
-    "--model",
-    type=PATH,
-    help=(
-        "With --report: directory of the model bundle.  [default: the bundle that built"
-        " INDEX]"
-    ),
-)
+@option("--queries", FILE)
+@option("--model", PATH)
 @quiet_option
 @json_option
 def quantize(
@@ -714,6 +701,20 @@ def quantize(
       edje-index quantize photos.edje --to fp8 --drop bf16
       edje-index quantize photos.edje --report
       edje-index quantize photos.edje --report costs/ --queries captions.txt
+
+    Options:
+        --to: Precision to add; repeatable.
+        --drop: Precision to remove; repeatable.
+        --from: Precision to convert from.  [default: the most accurate precision
+            stored]
+        --workers: Number of Ray workers.  [default: convert in this process]
+        --address: Ray cluster to join, with --workers.
+        --report: Measure how much each precision changes tokens and ranking. With DIR,
+            also write the report to DIR.
+        --queries: With --report: file of queries, as text or .jsonl.  [default: the
+            captions in INDEX, or 24 built-in captions]
+        --model: With --report: directory of the model bundle.  [default: the bundle
+            that built INDEX]
     """
     is_change = to or options["drop"]
     if not (is_change or report):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pipelines.cli.options import index_argument, json_option
+from pipelines.cli.options import command, index_argument, json_option, option
 from pipelines.cli.output import print_json, print_line, print_result, wants_json
 from pipelines.progress.wording import by_reason, counted, human_bytes
 from storage_formats.errors import UsageError
@@ -25,16 +25,12 @@ if TYPE_CHECKING:
     from storage_formats.format.manifest import CommittedIndex, Manifest
 
 
-@click.command()
+@command()
 @index_argument
-@click.option(
+@option(
     "--duplicates",
-    type=click.FloatRange(0, 1, min_open=True),
+    click.FloatRange(0, 1, min_open=True),
     metavar="SIMILARITY",
-    help=(
-        "Also list groups of images whose embeddings have at least this cosine"
-        " similarity, for example 0.95."
-    ),
 )
 @json_option
 def info(index: Path | str, duplicates: float | None) -> None:
@@ -58,6 +54,10 @@ def info(index: Path | str, duplicates: float | None) -> None:
     Examples:
       edje-index info photos.edje
       edje-index info photos.edje --duplicates 0.95
+
+    Options:
+        --duplicates: Also list groups of images whose embeddings have at least this
+            cosine similarity, for example 0.95.
     """
     value = describe_index(index)
     if duplicates is not None:
@@ -320,7 +320,7 @@ def _precision_line(value: dict[str, Any], name: str) -> str:
     return name if source == "bf16" else f"{name} (from {source})"
 
 
-@click.command()
+@command()
 @index_argument
 @json_option
 def failures(index: IndexLocation) -> None:

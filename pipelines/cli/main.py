@@ -111,7 +111,9 @@ _COMMANDS = {name for section in SECTIONS.values() for name in section}
 
 
 def _print_version(
-    ctx: click.Context, _option: click.Parameter, requested: bool
+    ctx: click.Context,
+    _option: click.Parameter,
+    requested: bool,
 ) -> None:
     if not requested:
         return

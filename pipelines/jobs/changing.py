@@ -178,7 +178,10 @@ class Edit:
         """Do nothing: the directories are there."""
 
     def commit(
-        self, change: IndexChange, receipts: Sequence[ShardReceipt], on_event: OnEvent
+        self,
+        change: IndexChange,
+        receipts: Sequence[ShardReceipt],
+        on_event: OnEvent,
     ) -> Manifest:
         """Commit the change, whose shards have `receipts`. Return the manifest of the
         index.
@@ -250,7 +253,10 @@ class NewContents:
             write_offset(change.layout, self.offset)
 
     def commit(
-        self, change: NewIndex, receipts: Sequence[ShardReceipt], on_event: OnEvent
+        self,
+        change: NewIndex,
+        receipts: Sequence[ShardReceipt],
+        on_event: OnEvent,
     ) -> Manifest:
         """Build the nearest-neighbour index, and commit the new index. Return its
         manifest.
@@ -321,7 +327,9 @@ class DryRun:
         return open_index(self._root)
 
     def receipts(
-        self, shards: Iterable[int], fingerprint: str
+        self,
+        shards: Iterable[int],
+        fingerprint: str,
     ) -> dict[int, ShardReceipt]:
         """Return the receipts of earlier runs, see `Change.receipts`."""
         return read_receipts(self.layout, shards, fingerprint)
@@ -349,7 +357,10 @@ class _Value(Protocol[_Change]):
     def begin(self, change: _Change) -> None: ...
 
     def commit(
-        self, change: _Change, receipts: Sequence[ShardReceipt], on_event: OnEvent
+        self,
+        change: _Change,
+        receipts: Sequence[ShardReceipt],
+        on_event: OnEvent,
     ) -> Manifest: ...
 
 
@@ -556,7 +567,9 @@ def _without_shards(
 
 
 def _shard_tables(
-    index: CommittedIndex, spec: IndexSpec, receipts: Sequence[ShardReceipt]
+    index: CommittedIndex,
+    spec: IndexSpec,
+    receipts: Sequence[ShardReceipt],
 ) -> dict[str, Any]:
     """Write the shard tables of the segments of `spec` that changed. Return the
     attributes of the manifest with all shard tables.

@@ -156,7 +156,9 @@ def _name(uri: str, uri_raw: bytes | None) -> bytes:
 
 
 def _load_rows(
-    database: sqlite3.Connection, index: CommittedIndex, columns: Sequence[str]
+    database: sqlite3.Connection,
+    index: CommittedIndex,
+    columns: Sequence[str],
 ) -> int:
     """Insert the rows of `index` that are not deleted. Return their number."""
     rows = 0
@@ -477,7 +479,9 @@ def _new_values(
 
 
 def _refuse_hidden_rows(
-    index: CommittedIndex, hidden: Mapping[str, str], lost: Sequence[int]
+    index: CommittedIndex,
+    hidden: Mapping[str, str],
+    lost: Sequence[int],
 ) -> None:
     """Raise EdjeError if rows have lost their inputs because a directory or archive is
     empty or cannot be read.
@@ -529,7 +533,10 @@ def find_failed(index: CommittedIndex) -> SourceChanges:
 
 
 def refs_of_rows(
-    rows: list[dict[str, Any]], names: list[str], *, clips: bool
+    rows: list[dict[str, Any]],
+    names: list[str],
+    *,
+    clips: bool,
 ) -> Iterator[InputRef]:
     """Yield the inputs under the names of `rows`, with the stored values of the
     source columns `names`.
@@ -578,7 +585,9 @@ def _archive_of(path: bytes, uri: str) -> tuple[bytes, str | None] | None:
 
 
 def _members(
-    archive: Source, rows: list[dict[str, Any]], names: list[str]
+    archive: Source,
+    rows: list[dict[str, Any]],
+    names: list[str],
 ) -> Iterator[InputRef]:
     """Yield the members of `archive` that are named in `rows`. If the archive was
     damaged, yield all members.

@@ -219,7 +219,11 @@ def compaction(index: CommittedIndex, only_shards_with_deleted: bool) -> Edit:
     return rewriting(index, shards, spec.shard_size)
 
 
-def rewriting(index: CommittedIndex, shards: Sequence[int], shard_size: int) -> Edit:
+def rewriting(
+    index: CommittedIndex,
+    shards: Sequence[int],
+    shard_size: int,
+) -> Edit:
     """Return the edit that moves the rows of `shards` to one new segment with
     `shard_size` rows per shard, without the deleted rows.
 
@@ -284,7 +288,11 @@ def copying(
     check_free_disk(target.root, need, f"a copy of {counted(segment.rows, 'row')}")
     copier = RowCopier(source, selection, target, spec)
 
-    def copy(task: CopyTask, _: object, should_stop: ShouldStop) -> ShardReceipt:
+    def copy(
+        task: CopyTask,
+        _: object,
+        should_stop: ShouldStop,
+    ) -> ShardReceipt:
         return copier.copy_shard(task.shard, task.plan, should_stop)
 
     return ShardWork(
@@ -689,7 +697,11 @@ def merging(
         text = " ".join(map(str, digests))
         settings["inputs_digest"] = hashlib.sha256(text.encode()).hexdigest()
 
-    def copy(task: CopyTask, _: object, should_stop: ShouldStop) -> ShardReceipt:
+    def copy(
+        task: CopyTask,
+        _: object,
+        should_stop: ShouldStop,
+    ) -> ShardReceipt:
         copier, shard = origins[task.shard]
         return copier.copy_shard(shard, task.plan)
 

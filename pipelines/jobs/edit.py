@@ -152,7 +152,9 @@ def _checked(row_ids: list[int], columns: Mapping[str, Sequence[Any]]) -> NewVal
 
 
 def edited_values(
-    index: CommittedIndex, values: NewValues, columns: Sequence[SourceColumn]
+    index: CommittedIndex,
+    values: NewValues,
+    columns: Sequence[SourceColumn],
 ) -> tuple[pa.Table, tuple[SourceColumn, ...]]:
     """Return the lines of the edits that set `values`, without those that the index
     has already, and the source columns after the change.
@@ -191,7 +193,11 @@ def edited_values(
     return pa.table(list(map(list, parts)), schema=EDIT_SCHEMA), after
 
 
-def is_value(stored: Any, value: Value | None, column: SourceColumn | None) -> bool:
+def is_value(
+    stored: Any,
+    value: Value | None,
+    column: SourceColumn | None,
+) -> bool:
     """Return True if `stored`, a value of `column`, is what the index stores for
     `value`.
     """

@@ -198,7 +198,9 @@ def encoding(
 
 
 def earlier_plan(
-    change: Change | DryRun, on_event: OnEvent, is_wanted: Callable[[Plan], bool]
+    change: Change | DryRun,
+    on_event: OnEvent,
+    is_wanted: Callable[[Plan], bool],
 ) -> Plan | None:
     """Return the stored plan of an earlier run of `change`, which this run resumes;
     None if there is none.
@@ -227,7 +229,9 @@ def earlier_plan(
 
 
 def _undecoded(
-    layout: Layout, receipts: Sequence[ShardReceipt], ignored: Mapping[str, int]
+    layout: Layout,
+    receipts: Sequence[ShardReceipt],
+    ignored: Mapping[str, int],
 ) -> Counter[str]:
     """Return the number of inputs and of `ignored` files by the format that is not
     decoded here.
@@ -263,7 +267,12 @@ def _first_failures(layout: Layout, receipts: Sequence[ShardReceipt]) -> str:
     return ", ".join(itertools.islice(failed, _NAMED_FAILURES))
 
 
-def open_worker(bundle: str, device: str, threads: int, dtype: str) -> Worker:
+def open_worker(
+    bundle: str,
+    device: str,
+    threads: int,
+    dtype: str,
+) -> Worker:
     """Load the encoder and return a worker that encodes one shard per call.
 
     `SHARDS_PER_GPU` threads may call the worker at once.

@@ -406,7 +406,11 @@ def store_inputs(
     )
 
 
-def check_inputs(root: Path, plan: Plan, finished_shards: Collection[int]) -> None:
+def check_inputs(
+    root: Path,
+    plan: Plan,
+    finished_shards: Collection[int],
+) -> None:
     """Check that the lists of inputs are unchanged, unless all shards are finished."""
     if len(finished_shards) == len(plan.shards):
         return
@@ -442,7 +446,11 @@ class CollectedColumns(CountedColumns):
             a row.
     """
 
-    def __init__(self, shard_size: int, earlier: Collection[SourceColumn] = ()) -> None:
+    def __init__(
+        self,
+        shard_size: int,
+        earlier: Collection[SourceColumn] = (),
+    ) -> None:
         super().__init__(earlier)
         self.ignored = Counter[str]()
         self._row_bytes = min(MAX_ROW_BYTES, MAX_SHARD_BYTES // shard_size)

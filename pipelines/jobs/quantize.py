@@ -208,7 +208,9 @@ def conversion(
 
 
 def with_precisions(
-    spec: IndexSpec, names: tuple[str, ...], offset: OffsetBlock | None = None
+    spec: IndexSpec,
+    names: tuple[str, ...],
+    offset: OffsetBlock | None = None,
 ) -> IndexSpec:
     """Return `spec` with the precisions `names`. `offset` replaces its offset block."""
     offset = spec.offset if offset is None else offset
@@ -218,7 +220,11 @@ def with_precisions(
     return replace(spec, precisions=names, offset=offset)
 
 
-def precision_to_read(root: Path, manifest: Manifest, requested: str | None) -> str:
+def precision_to_read(
+    root: Path,
+    manifest: Manifest,
+    requested: str | None,
+) -> str:
     """Return the precision to convert from: `requested`, or the most accurate precision
     stored.
 

@@ -191,7 +191,9 @@ def repair_index(
 
 
 def _restore_offset(
-    index: CommittedIndex, entry: FileEntry, model: str | Path | None
+    index: CommittedIndex,
+    entry: FileEntry,
+    model: str | Path | None,
 ) -> str | None:
     """Write the values of the offset block again, and return the origin of the values;
     None if no origin has the committed checksum.

@@ -74,7 +74,9 @@ class Execution:
 
 
 def choose_workers(
-    settings: BuildSettings, info: BundleInfo, execution: Execution
+    settings: BuildSettings,
+    info: BundleInfo,
+    execution: Execution,
 ) -> Execution:
     """Return `execution` with the number of workers, if engine, device and memory
     suffice. With None, the Ray cluster chooses it.
@@ -142,7 +144,9 @@ def choose_workers(
 
 
 def workers_memory(
-    workers: int | None, settings: BuildSettings, info: BundleInfo
+    workers: int | None,
+    settings: BuildSettings,
+    info: BundleInfo,
 ) -> Need:
     """Return a lower bound of the memory that all workers need together. If
     `workers` is None, assume one worker.
@@ -189,7 +193,11 @@ def check_extension_memory(manifest: Manifest, rows: int) -> None:
     _check_memory({_ANN: need}, None, "split the index", parameter="sources")
 
 
-def check_disk(root: Path, spec: IndexSpec, memory: int | None = None) -> None:
+def check_disk(
+    root: Path,
+    spec: IndexSpec,
+    memory: int | None = None,
+) -> None:
     """Raise ResourcesError if the disk is too small for the index.
 
     Args:
@@ -204,7 +212,11 @@ def check_disk(root: Path, spec: IndexSpec, memory: int | None = None) -> None:
 
 
 def check_free_disk(
-    root: Path, need: Need, what: str, *, parameter: str | None = None
+    root: Path,
+    need: Need,
+    what: str,
+    *,
+    parameter: str | None = None,
 ) -> None:
     """Raise ResourcesError if less disk space than `need` is free at `root`. `what`
     names what needs it.
@@ -237,7 +249,11 @@ def disk_need(spec: IndexSpec, memory: int | None = None) -> Need:
 
 
 def _check_memory(
-    need: Need, limit: int | None, advice: str, *, parameter: str
+    need: Need,
+    limit: int | None,
+    advice: str,
+    *,
+    parameter: str,
 ) -> None:
     available = usable_memory(limit)
     if sum(need.values()) > available:

@@ -230,7 +230,10 @@ def history(index: IndexLocation) -> list[SnapshotEntry]:
 
 
 def roll_back(
-    index: IndexLocation, snapshot: int, *, trust: bool = False
+    index: IndexLocation,
+    snapshot: int,
+    *,
+    trust: bool = False,
 ) -> SnapshotEntry:
     """Commit a new snapshot with the contents of the earlier snapshot `snapshot`, whose
     files are checked first.
@@ -261,7 +264,9 @@ def roll_back(
 
 
 def remove_snapshots(
-    index: IndexLocation, keep: int | None, on_event: OnEvent = ignore
+    index: IndexLocation,
+    keep: int | None,
+    on_event: OnEvent = ignore,
 ) -> Removal:
     """Remove old snapshots, an unfinished change, and the files that no snapshot needs.
 

@@ -52,7 +52,11 @@ class _Search(_Request):
         ),
     )
 
-    def _check(self, query: str | None, needed: str) -> Self:
+    def _check(
+        self,
+        query: str | None,
+        needed: str,
+    ) -> Self:
         given = [query is not None, self.image is not None, self.row_id is not None]
         if not any(given) or all(given[1:]):
             raise ValueError(f"give {needed}")

@@ -235,7 +235,10 @@ class Listing:
     """
 
     def __init__(
-        self, sources: Sequence[Source], on_event: OnEvent, should_stop: ShouldStop
+        self,
+        sources: Sequence[Source],
+        on_event: OnEvent,
+        should_stop: ShouldStop,
     ) -> None:
         self.sources = sources
         self.inputs = 0
@@ -283,7 +286,12 @@ class Listing:
         return dict(sorted(total.items()))
 
 
-def open_source(spec: str, column: str | None = None, *, clips: bool = False) -> Source:
+def open_source(
+    spec: str,
+    column: str | None = None,
+    *,
+    clips: bool = False,
+) -> Source:
     """Open one directory or file as a source. Archives are opened when they are listed.
 
     Args:

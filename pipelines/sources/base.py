@@ -56,7 +56,9 @@ class Patterns:
     """
 
     def __init__(
-        self, include: Sequence[str] = (), exclude: Sequence[str] = ()
+        self,
+        include: Sequence[str] = (),
+        exclude: Sequence[str] = (),
     ) -> None:
         self._unmatched = [*include, *exclude]
         self._include: Any = None
@@ -163,7 +165,11 @@ class SourceError(UsageError):
         super().__init__(message, parameter="sources")
 
 
-def unreadable(what: str, error: Exception, advice: str) -> SourceError:
+def unreadable(
+    what: str,
+    error: Exception,
+    advice: str,
+) -> SourceError:
     """Return the error for a source that cannot be read. `advice` says what to
     check.
     """
@@ -209,7 +215,10 @@ def is_input(head: bytes, clips: bool) -> bool:
 
 
 def ignored_as(
-    name: bytes, read_head: Callable[[], bytes], *, clips: bool
+    name: bytes,
+    read_head: Callable[[], bytes],
+    *,
+    clips: bool,
 ) -> str | None:
     """Return the key under which `Ignored` counts a regular file; None if the file is
     an input.
