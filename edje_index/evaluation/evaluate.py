@@ -9,11 +9,11 @@ from pathlib import Path
 
 import numpy as np
 
+from edje_index.bundles.bundle import SearchModel
 from edje_index.bundles.info import matching_bundle
 from edje_index.captions.matching import NAME_COLUMNS, match_items, stored_captions
 from edje_index.captions.reading import read_captions
-from edje_index.evaluation.pool_scores import score_pairs, token_sources
-from edje_index.evaluation.protocol import full_set, split_set
+from edje_index.evaluation.pools import full_set, score_pairs, split_set, token_sources
 from edje_index.evaluation.recall import (
     ClusterBootstrap,
     Estimate,
@@ -33,7 +33,6 @@ from edje_index.scoring.weights import (
     ScoreWeights,
     parse_score,
 )
-from edje_index.search.search_model import SearchModel
 from storage_formats.arrays import Floats, Ints
 from storage_formats.atomic import Json
 from storage_formats.errors import UsageError
@@ -174,7 +173,7 @@ def evaluate(
         pools: pool sizes; empty for the default pool sizes.
         directions: search directions: "t2i", "i2t" or both.
         full: use the full-dataset protocol instead of the split protocol, see
-            `edje_index.evaluation.protocol`.
+            `edje_index.evaluation.pools`.
         score: final score for re-ranking, see `scoring.weights.parse_score`. With the
             score "embedding", nothing is re-ranked.
         resamples: number of bootstrap resamples; 0 for no confidence intervals.

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from edje_index.errors import BundleNotFoundError
-from edje_index.evaluation.pool_scores import TokenSource, score_pairs, token_sources
+from edje_index.evaluation.pools import TokenSource, score_pairs, token_sources
 from edje_index.evaluation.recall import ClusterBootstrap, Estimate
 from edje_index.indexing.faiss_index import AnnIndex, Neighbours
 from edje_index.progress import OnProgress

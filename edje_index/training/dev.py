@@ -11,8 +11,7 @@ import numpy as np
 import torch
 
 from edje_index.bundles.bundle import ModelBundle
-from edje_index.evaluation.pool_scores import score_pairs
-from edje_index.evaluation.protocol import EvaluationSet, split_set
+from edje_index.evaluation.pools import EvaluationSet, score_pairs, split_set
 from edje_index.progress import OnProgress
 from edje_index.scoring.weights import (
     DIRECTIONS,
