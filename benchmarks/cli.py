@@ -346,7 +346,7 @@ def serve_command(
     "--folder",
     type=PATH,
     required=True,
-    help="New directory for the files of all systems.",
+    help="Directory for the files of all systems, which are removed at the end.",
 )
 @click.option(
     "--queries",

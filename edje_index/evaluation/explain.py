@@ -347,17 +347,12 @@ class Vocabulary:
         """Count the nearest words. `token_ids` contains the token id of the nearest
         word of each token.
         """
-        counts = Counter(token_ids)
-        ordered = sorted(
-            counts.items(), key=lambda item: (-item[1], self.words[item[0]])
-        )
+        counts = Counter(self.words[token_id] for token_id in token_ids)
         return WordCounts(
-            words=tuple((self.words[token_id], count) for token_id, count in ordered),
+            words=tuple(sorted(counts.items(), key=lambda item: (-item[1], item[0]))),
             tokens=counts.total(),
             unused=sum(
-                count
-                for token_id, count in ordered
-                if _UNUSED.fullmatch(self.words[token_id])
+                count for word, count in counts.items() if _UNUSED.fullmatch(word)
             ),
         )
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,7 @@ class TextEncoder(ABC):
         return embeddings
 
 
+@dataclass(eq=False, repr=False)
 class TextTower(TextEncoder):
     """The frozen text tower of an open_clip model, with a tokenizer.
 
@@ -110,9 +112,8 @@ class TextTower(TextEncoder):
         (2, 24)
     """
 
-    def __init__(self, clip: nn.Module, tokenizer: Any) -> None:
-        self.clip = clip
-        self.tokenizer = tokenizer
+    clip: nn.Module
+    tokenizer: Any
 
     __repr__ = repr_of("clip.__class__.__name__")
 
@@ -210,6 +211,7 @@ def save_text_tokenizer(tokenizer: Any, folder: Path) -> None:
     )
 
 
+@dataclass(eq=False)
 class BertTextTower(TextEncoder):
     """A BERT text tower. The embedding of a text is the mean of the last hidden states,
     projected to the width e.
@@ -217,20 +219,11 @@ class BertTextTower(TextEncoder):
     Texts get the same cleaning, special tokens and truncation as in open_clip.
     """
 
-    def __init__(
-        self,
-        bert: Bert,
-        tokenizer: Tokenizer,
-        clean: Callable[[str], str],
-        pad: int,
-        projection: list[Tensor],
-    ) -> None:
-        """Private. Call `load_bert_text_tower` instead."""
-        self._bert = bert
-        self._projection = projection
-        self._tokenizer = tokenizer
-        self._clean = clean
-        self._pad = pad
+    _bert: Bert
+    _tokenizer: Tokenizer
+    _clean: Callable[[str], str]
+    _pad: int
+    _projection: list[Tensor]
 
     def embed(self, texts: list[str]) -> Tensor:
         with tokenizing():

@@ -52,6 +52,7 @@ class TrainState:
     skipped: tuple[int, int]
 
 
+@dataclass(frozen=True)
 class Checkpoints:
     """The checkpoints of a training run, in the folder ``checkpoints`` of the run
     folder.
@@ -61,9 +62,12 @@ class Checkpoints:
             refused.
     """
 
-    def __init__(self, run_dir: Path, run: str) -> None:
-        self._folder = run_dir / "checkpoints"
-        self._run = run
+    run_dir: Path
+    run: str
+
+    @property
+    def _folder(self) -> Path:
+        return self.run_dir / "checkpoints"
 
     def save(self, state: TrainState, kept: Collection[tuple[int, int]] = ()) -> None:
         """Write `state` as a checkpoint, and remove old checkpoints.
@@ -119,7 +123,7 @@ class Checkpoints:
                 f"cannot read the checkpoint {path}: {error}; remove {self._folder} to"
                 " train again from step 0"
             ) from error
-        if state.run != self._run:
+        if state.run != self.run:
             raise ModelError(
                 f"the checkpoint {path} belongs to another training run; use another"
                 f" run folder, or remove {self._folder} to start again from step 0"
