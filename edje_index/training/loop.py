@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import nn
 
 from edje_index.bundles.bundle import ModelBundle
@@ -47,6 +46,7 @@ from edje_index.training.random_streams import CLUSTERING, DROPOUT, stream
 from edje_index.training.start import init_queries, make_trainable, trained_part
 from edje_index.training.step import AlignmentObjective, JointObjective, Teacher
 from edje_index.training.workers import WorkerGroup
+from storage_formats.arrays import Ints
 from storage_formats.errors import EdjeError, UsageError
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.threads import ordered_map, usable_cpus
@@ -111,9 +111,9 @@ class TrainTask:
     new_adapter: bool = True
     miner: Path | None = None
     inputs: Path | None = None
-    views: tuple[CommittedIndex, NDArray[np.int64]] | None = None
+    views: tuple[CommittedIndex, Ints] | None = None
     teacher: Path | None = None
-    teacher_tokens: tuple[CommittedIndex, NDArray[np.int64]] | None = None
+    teacher_tokens: tuple[CommittedIndex, Ints] | None = None
     continued: tuple[Path, str, int] | None = None
     dev: tuple[CaptionSet, Path] | None = None
 
@@ -130,7 +130,7 @@ def open_start(
     adapter = start.adapter.config
     data = TrainingData.open(task.data)
     features: Features
-    views: tuple[Features, NDArray[np.int64]] | None = None
+    views: tuple[Features, Ints] | None = None
     if task.inputs is None:
         features = StoredFeatures(task.features)
         if task.views is not None:
