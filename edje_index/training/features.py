@@ -156,12 +156,9 @@ class OnlineFeatures(Features):
                     image = photo_view(
                         image, data, view, self.encoder.vision.image_size, self.seed
                     )
-                return self.encoder.preprocess(image)
+                return self.encoder.preprocess(image, target)
 
-            _, (pixels,), _ = decode_input(
-                data, ref.uri, DecodeSettings(truncated=LOAD), convert
-            )
-            target.copy_(pixels)
+            decode_input(data, ref.uri, DecodeSettings(truncated=LOAD), convert)
         except ImageError as error:
             line = (
                 json.dumps(
