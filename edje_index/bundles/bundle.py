@@ -59,27 +59,17 @@ from edje_index.models.weights import (
     save_weights,
 )
 from edje_index.scoring.parts import PooledSimilarity, Scorer
-from edje_index.scoring.weights import (
-    BUNDLE_SCORE,
-    DirectionWeights,
-    ScoreWeights,
-    check_parts,
-    parse_score,
-)
+from edje_index.scoring.weights import DirectionWeights, check_parts
 from storage_formats.arguments import repr_of
 from storage_formats.atomic import Json
 from storage_formats.format.offset import Offset
-from storage_formats.threads import has_bfloat16
 
 if TYPE_CHECKING:
-    from edje_index.indexing.image_encoder import ImageEncoder
     from edje_index.models.joint_encoder import JointEncoder
     from edje_index.models.text_tower import TextEncoder, TextTower
     from edje_index.models.vision_tower import VisionTower
 
 POOLED = "pooled."
-# points
-_RECALL_CHANGE = 0.1
 
 
 @dataclass(repr=False)
@@ -460,91 +450,3 @@ def check_scorer_fit(
         )
     for weights in (score.t2i, score.i2t):
         check_parts(weights, models.part_names, "the bundle")
-
-
-class SearchModel:
-    """The parts of a model bundle that a search uses: text tower, joint encoder, and
-    other parts of the final score.
-
-    Weights are memory-mapped. Do not change files of the bundle while this object is in
-    use. To change the bundle, replace the whole directory.
-
-    Attributes:
-        info: description of the bundle.
-        joint: joint encoder, which scores pairs of a text and an image.
-        scorer: the joint encoder and the other models that compute the parts of
-            the final score.
-    """
-
-    def __init__(
-        self, info: BundleInfo, *, device: str = "cpu", dtype: str = "float32"
-    ) -> None:
-        """Read the weights of a bundle.
-
-        Args:
-            info: description of the bundle.
-            device: device of the text tower and the joint encoder: "auto", "cpu",
-                "cuda" or "cuda:N".
-            dtype: data type of the joint encoder's matrix products: "auto", "float32"
-                or "bfloat16". bfloat16 takes less time than float32 on processors with
-                bfloat16 instructions, and more time on others. "auto" is bfloat16 on
-                CUDA. On such processors, it is bfloat16 if the bundle says that recall
-                changes by less than 0.1 points.
-
-        Raises:
-            ModelError: a file of the bundle is missing or damaged, or `device` or
-                `dtype` is not available.
-        """
-        self.info = info
-        self._device = resolve_device(device)
-        if dtype == "auto" and self._device.type == "cpu":
-            change = info.bfloat16_recall_change
-            keeps_recall = change is not None and abs(change) < _RECALL_CHANGE
-            dtype = "bfloat16" if keeps_recall and has_bfloat16() else "float32"
-        compute_dtype = resolve_dtype(dtype, self._device)
-        verify_files(info, [name for name in info.files if name != ADAPTER_WEIGHTS])
-        self.scorer = load_scorer(info, compute_dtype, self._device)
-        self.joint = self.scorer.joint
-        check_scorer_fit(self.adapter_config, self.scorer, info.score)
-
-    @property
-    def adapter_config(self) -> AdapterConfig:
-        """Configuration of the adapter: everything that defines the adapter except
-        the weights.
-        """
-        return AdapterConfig.from_json(self.info.adapter, self.info.path / INFO_FILE)
-
-    @cached_property
-    def text(self) -> TextEncoder:
-        """The text tower. The weights are read at the first use."""
-        return load_text_tower(self.info, self._device)
-
-    @cached_property
-    def image_encoder(self) -> ImageEncoder:
-        """The vision tower and the adapter. The weights are read at the first use."""
-        from edje_index.indexing.image_encoder import ImageEncoder
-
-        verify_files(self.info, [ADAPTER_WEIGHTS])
-        return ImageEncoder.of(self.info, device=str(self._device))
-
-    def weights(
-        self, direction: str, score: str | ScoreWeights = BUNDLE_SCORE
-    ) -> ScoreWeights:
-        """Return the weights of the score `score` in `direction`. See
-        `ModelBundle.weights`.
-        """
-        weights = parse_score(score, self.info.score.of(direction))
-        check_parts(weights, self.scorer.part_names, "this model bundle")
-        return weights
-
-    def check_reranks(self) -> None:
-        """Raise ModelError if the bundle makes patch features, which the joint
-        encoder cannot score.
-        """
-        config = self.adapter_config
-        if config.is_feature:
-            raise ModelError(
-                f"the index stores features for training ({config.kind}), which cannot"
-                " be re-ranked: search without re-ranking, or use an index of a"
-                " trained bundle"
-            )

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 
-from edje_index.bundles.bundle import SearchModel
 from edje_index.bundles.info import matching_bundle
 from edje_index.captions.matching import NAME_COLUMNS, match_items, stored_captions
 from edje_index.captions.reading import read_captions
@@ -33,6 +32,7 @@ from edje_index.scoring.weights import (
     ScoreWeights,
     parse_score,
 )
+from edje_index.search.search_model import SearchModel
 from storage_formats.arrays import Floats, Ints
 from storage_formats.atomic import Json
 from storage_formats.errors import UsageError

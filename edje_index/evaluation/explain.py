@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from edje_index.bundles.bundle import SearchModel, load_scorer
+from edje_index.bundles.bundle import load_scorer
 from edje_index.bundles.info import (
     ENCODER_FILES,
     JOINT_FOLDER,
@@ -52,6 +52,7 @@ from edje_index.models.joint_scorer import JointScorer
 from edje_index.progress import OnProgress
 from edje_index.scoring.parts import content_token_mask
 from edje_index.scoring.weights import TEXT_TO_IMAGE
+from edje_index.search.search_model import SearchModel
 from edje_index.search.token_index import TokenIndex
 from storage_formats.arrays import Floats, Ints
 from storage_formats.atomic import Json

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -28,14 +27,12 @@ from edje_index.scoring.weights import (
 )
 from edje_index.search.query import read_queries
 from edje_index.search.rows import caption_column
+from edje_index.search.token_index import TokenIndex
 from storage_formats.arrays import Bools, Floats
 from storage_formats.codecs.formats import CODECS
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.rows import INDEXED, iter_rows
 from storage_formats.format.tombstones import live_rows
-
-if TYPE_CHECKING:
-    from edje_index.search.token_index import TokenIndex
 
 _BATCH_ROWS = 128
 _ROWS = 2000
@@ -353,8 +350,6 @@ def _ranking_index(
     """Return the index to search, or why no model can re-rank."""
     if model is None and "bundle" not in index.manifest.model:
         return None, "the index was not built by a model"
-    from edje_index.search.token_index import TokenIndex
-
     try:
         opened = TokenIndex.open(index.root, model)
     except BundleNotFoundError as error:

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 import edje_index
-from edje_index.bundles.bundle import SearchModel
 from edje_index.bundles.info import matching_bundle
 from edje_index.fetching.device_fetcher import DeviceFetcher
 from edje_index.indexing.faiss_index import AnnIndex
@@ -42,6 +41,7 @@ from edje_index.scoring.weights import (
 from edje_index.search.hits import Hit, Hits, Stages, TextHit
 from edje_index.search.query import encode_images, requested_rows
 from edje_index.search.rows import IndexRows
+from edje_index.search.search_model import SearchModel
 from storage_formats.arguments import (
     as_count,
     as_list,

@@ -18,12 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from edje_index import load_published_checkpoint, read_bundle_info
-from edje_index.bundles.bundle import ModelBundle, SearchModel
+from edje_index.bundles.bundle import ModelBundle
 from edje_index.errors import ModelError
 from edje_index.indexing.image_encoder import ImageEncoder
 
 # the parent imports open_clip and transformers
 from edje_index.models import joint_encoder, text_tower  # noqa: F401
+from edje_index.search.search_model import SearchModel
 from tests.hostile.child import in_child
 
 MORE_ADDRESS_SPACE = 1 << 30

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from edje_index.bundles import info as bundle_info
-from edje_index.bundles.bundle import ModelBundle, SearchModel
+from edje_index.bundles.bundle import ModelBundle
 from edje_index.bundles.info import INFO_FILE, read_bundle_info
 from edje_index.scoring.weights import ScoreWeights
+from edje_index.search.search_model import SearchModel
 from tests.conftest import REPO
 
 GOLDEN = REPO / "tests" / "golden" / "release_0_1" / "model"
