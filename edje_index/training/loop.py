@@ -40,7 +40,7 @@ from edje_index.training.checkpoints import (
     read_log,
 )
 from edje_index.training.config import LoopConfig, OptimizerConfig, TrainSettings
-from edje_index.training.dev import DevSet, dev_pools
+from edje_index.training.dev import dev_pools
 from edje_index.training.features import Features, OnlineFeatures, StoredFeatures
 from edje_index.training.random_streams import CLUSTERING, DROPOUT, stream
 from edje_index.training.start import init_queries, make_trainable, trained_part
@@ -232,10 +232,7 @@ def run_worker(
         assert task.dev is not None
         start.adapter.eval()
         start.joint.eval()
-        dev = DevSet.open(*task.dev, source.features, config.fitting.dev_captions)
-        pools = dev_pools(
-            start, dev, source.features, config.fitting.dev_pool, (LOGIT,)
-        )
+        pools = dev_pools(start, task.dev, source.features, config.fitting, (LOGIT,))
         recalls = {
             direction: float(of_direction.hits(ScoreWeights()).mean())
             for direction, of_direction in pools.items()
