@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,12 +68,18 @@ class Checkpoints:
     def _folder(self) -> Path:
         return self.run_dir / "checkpoints"
 
-    def save(self, state: TrainState, kept: Collection[tuple[int, int]] = ()) -> None:
+    def save(self, state: TrainState, keep_best: int) -> None:
         """Write `state` as a checkpoint, and remove old checkpoints.
 
-        The last two checkpoints, and those whose (stage, step) is in `kept`, are not
-        removed.
+        The last two checkpoints, and the `keep_best` ones with the highest dev recall,
+        are not removed. Of equal recalls, the latest count.
         """
+        evaluations = sorted(
+            (record[RECALL], (record["stage"], record["step"]))
+            for record in read_log(self.run_dir)
+            if record["phase"] == DEV
+        )
+        best = [position for _, position in reversed(evaluations)][:keep_best]
         self._folder.mkdir(parents=True, exist_ok=True)
         with replacing(self._path(state.stage, state.step)) as file:
             torch.save(vars(state), file)
@@ -84,7 +89,7 @@ class Checkpoints:
         old = [
             self._path(*position)
             for position in self._positions()[:-KEEP]
-            if position not in kept
+            if position not in best
         ]
         for unneeded in (*old, *unfinished):
             unneeded.unlink(missing_ok=True)
@@ -176,20 +181,6 @@ def read_log(run_dir: Path) -> list[Json]:
     if not path.exists():
         return []
     return [value for _, value, error in read_json_lines(path) if not error]
-
-
-def best_steps(records: list[Json], count: int) -> set[tuple[int, int]]:
-    """Return (stage, step) of the `count` evaluations with the highest recall. Of
-    equal recalls, the latest win.
-    """
-    evaluations = [
-        (record[RECALL], record["stage"], record["step"])
-        for record in records
-        if record["phase"] == DEV
-    ]
-    return {
-        (stage, step) for _, stage, step in sorted(evaluations, reverse=True)[:count]
-    }
 
 
 def _line(record: Record) -> bytes:

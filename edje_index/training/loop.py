@@ -36,8 +36,6 @@ from edje_index.training.checkpoints import (
     TrainState,
     append_record,
     begin_log,
-    best_steps,
-    read_log,
 )
 from edje_index.training.config import LoopConfig, OptimizerConfig, TrainSettings
 from edje_index.training.dev import dev_pools
@@ -466,7 +464,6 @@ def _run_phase(
                         key: tensor.detach().cpu()
                         for key, tensor in module.state_dict().items()
                     }
-                    kept = best_steps(read_log(run_dir), run.keep_best)
                     epochs = round(epochs_before + done / epoch, 6)
                     saved = TrainState(
                         task.run,
@@ -477,7 +474,7 @@ def _run_phase(
                         optimizer.state_dict(),
                         skipped,
                     )
-                    Checkpoints(run_dir, task.run).save(saved, kept)
+                    Checkpoints(run_dir, task.run).save(saved, run.keep_best)
                 group.any(False)
             if stop and done < steps:
                 raise TrainingStopped(
