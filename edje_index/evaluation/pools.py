@@ -217,7 +217,7 @@ def score_pairs(
     pairs: Sequence[tuple[Ints, Ints]],
     fetch: Callable[[Ints], Blocks | Tensor],
     on_progress: OnProgress,
-    activity: str = "pairs scored",
+    activity: str,
 ) -> list[dict[str, Floats]]:
     """Compute parts of the final score for several arrays of pairs. A pair that occurs
     several times is scored once.

@@ -90,6 +90,16 @@ class RankingChange:
     first_kept: Estimate
     loss: Estimate | None
 
+    @property
+    def lost(self) -> Estimate:
+        """The loss of R@1 in points, or, if the correct hits are not known, the
+        percentage of first hits that change.
+        """
+        if self.loss is not None:
+            return self.loss
+        low, high = self.first_kept.bounds
+        return Estimate(100 - self.first_kept.value, 100 - high, 100 - low)
+
 
 @dataclass(frozen=True)
 class PrecisionCost:
@@ -416,7 +426,7 @@ def advice(
     chosen = f"keep {reference}: {reference_bytes / 1000:.1f} kB per image"
     refused = ""
     for cost in sorted(ranked, key=lambda cost: -cost.bytes_per_image):
-        lost = loss_of(cost.ranking[WHOLE_SCORE])
+        lost = cost.ranking[WHOLE_SCORE].lost
         low, high = lost.bounds
         if high <= limit:
             chosen = (
@@ -427,15 +437,3 @@ def advice(
         elif not refused:
             refused = f"; {cost.name} would {verb} {lost.value:.1f} {unit}"
     return chosen + refused
-
-
-def loss_of(change: RankingChange) -> Estimate:
-    """Return the loss of R@1 in points, or, if the correct hits are not known, the
-    percentage of first hits that change.
-    """
-    if change.loss is not None:
-        return change.loss
-    kept = change.first_kept
-    if kept.low is None or kept.high is None:
-        return Estimate(100 - kept.value)
-    return Estimate(100 - kept.value, 100 - kept.high, 100 - kept.low)

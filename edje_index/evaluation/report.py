@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from edje_index.evaluation.recall import Estimate
 from edje_index.scoring.weights import IMAGE_TO_TEXT, TEXT_TO_IMAGE, ScoreWeights
 from storage_formats.atomic import Json
 from storage_formats.errors import UsageError
@@ -18,7 +19,6 @@ from storage_formats.errors import UsageError
 if TYPE_CHECKING:
     from edje_index.evaluation.evaluate import Evaluation
     from edje_index.evaluation.quantization import QuantizationReport
-    from edje_index.evaluation.recall import Estimate
 
 _NAMES = {TEXT_TO_IMAGE: "Text-to-image", IMAGE_TO_TEXT: "Image-to-text"}
 _CANDIDATES = {TEXT_TO_IMAGE: "images", IMAGE_TO_TEXT: "captions"}
@@ -235,13 +235,10 @@ def quantization_figure(report: QuantizationReport) -> str:
     The loss is that of the whole score: points of R@1, or the percentage of first hits
     that change.
     """
-    from edje_index.evaluation.quantization import loss_of
-    from edje_index.evaluation.recall import Estimate
-
     losses = {report.reference: (report.reference_bytes_per_image, Estimate(0.0))}
     for cost in report.precisions:
         for change in list(cost.ranking.values())[:1]:
-            losses[cost.name] = (cost.bytes_per_image, loss_of(change))
+            losses[cost.name] = (cost.bytes_per_image, change.lost)
     points = [
         (size, lost, f"{name}: {lost.value:.1f} at {size / 1000:.1f} kB", "#06c")
         for name, (size, lost) in losses.items()

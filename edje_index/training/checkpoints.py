@@ -23,7 +23,6 @@ LOG = "log.jsonl"
 DEV = "dev"
 # mean R@1 of both directions; evaluations are ranked by this value
 RECALL = "recall"
-Record = Json
 _NAME = re.compile(r"(\d{2})-(\d{9})\.pt")
 
 
@@ -167,7 +166,7 @@ def begin_log(run_dir: Path, stage: int, step: int) -> None:
     write_bytes_atomic(run_dir / LOG, b"".join(kept))
 
 
-def append_record(run_dir: Path, record: Record) -> None:
+def append_record(run_dir: Path, record: Json) -> None:
     """Append a record to ``log.jsonl``. The keys ``stage``, ``phase`` and ``step`` are
     required.
     """
@@ -183,5 +182,5 @@ def read_log(run_dir: Path) -> list[Json]:
     return [value for _, value, error in read_json_lines(path) if not error]
 
 
-def _line(record: Record) -> bytes:
+def _line(record: Json) -> bytes:
     return json.dumps(record).encode() + b"\n"

@@ -27,7 +27,6 @@ from edje_index.training.start import trained_part
 from storage_formats.reading.embeddings import read_embeddings
 
 _ADAPTER_BATCH = 32
-_ACTIVITY = "scoring the dev captions, pairs"
 
 
 @torch.inference_mode()
@@ -78,7 +77,7 @@ def dev_pools(
         pairs,
         lambda rows: tokens[torch.from_numpy(np.searchsorted(shown, rows))],
         on_progress,
-        _ACTIVITY,
+        "pairs of dev captions and images scored",
     )
     return {
         direction: DevPools(

@@ -77,16 +77,17 @@ def finish_model(
     init = task.config.inputs.init
     began = None
     if init is not None and task.dev is not None:
-        began = ModelBundle.load(init)
-        sizes = (bundle.vision.patch_dim, bundle.joint.width)
+        loaded = ModelBundle.load(init)
         # features of another tower fit no other adapter
-        if (began.vision.patch_dim, began.joint.width) != sizes:
-            began = None
-    if began is not None:
-        began.adapter.to(device).eval()
-        began.joint.to(device).eval()
-        if began.pooled is not None:
-            bundle = replace(bundle, pooled=began.pooled.to(device).eval())
+        if (loaded.vision.patch_dim, loaded.joint.width) == (
+            bundle.vision.patch_dim,
+            bundle.joint.width,
+        ):
+            began = loaded
+            began.adapter.to(device).eval()
+            began.joint.to(device).eval()
+            if began.pooled is not None:
+                bundle = replace(bundle, pooled=began.pooled.to(device).eval())
     if fitting.pooled_dim:
         pooled = fit_pooled_similarity(
             adapter, bundle.joint, source, fitting.pooled_dim, on_progress
