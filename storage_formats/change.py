@@ -69,6 +69,7 @@ DATA_FILE = re.compile(
     r"|manifest/deleted-\w+\.bin"
     r"|manifest/row-map-\w+\.parquet"
     r"|manifest/edits-\w+\.parquet"
+    r"|filters/(rows-\w+|new)\.parquet"
     r"|ann/index(-\w+)?\.faiss"
 )
 _TEMPORARY = (
@@ -77,6 +78,7 @@ _TEMPORARY = (
     "manifest/.deleted-*",
     "manifest/.row-map-*",
     "manifest/.edits-*",
+    "filters/.new*",
     "snapshots/.*.json.*",
     "ann/index.faiss.partial",
     "tokens/.zarr.json.*",
@@ -591,7 +593,7 @@ def _drop_snapshots(layout: Layout, numbers: Sequence[int]) -> None:
                 return
     unnamed = [
         path
-        for folder in (layout.root / "manifest", layout.ann)
+        for folder in layout.own_folders()
         for path in folder.glob("*")
         if layout.relative(path) not in named
         and DATA_FILE.fullmatch(layout.relative(path))
@@ -850,7 +852,7 @@ def remove_unnamed_files(
     own = {file.path for manifest in manifests for file in manifest.own_files}
     written = [
         path
-        for folder in (layout.root / "manifest", layout.ann)
+        for folder in layout.own_folders()
         for path in sorted(folder.glob("*"))
         if layout.relative(path) not in own
     ]

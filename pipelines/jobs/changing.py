@@ -68,7 +68,7 @@ from storage_formats.writing.publish import (
     check_receipts,
     receipt_lines,
     total_counts,
-    write_shard_tables,
+    write_tables,
     write_tombstones,
 )
 
@@ -259,7 +259,7 @@ def edited(
         columns=columns,
         row_maps=row_maps,
         edits=edits,
-        **_shard_tables(index, spec, receipts),
+        **_tables(index, spec, receipts, columns),
     )
 
 
@@ -291,13 +291,18 @@ def _without_shards(
     return left, with_values(columns, values)
 
 
-def _shard_tables(
-    index: CommittedIndex, spec: IndexSpec, receipts: Sequence[ShardReceipt]
+def _tables(
+    index: CommittedIndex,
+    spec: IndexSpec,
+    receipts: Sequence[ShardReceipt],
+    columns: Sequence[SourceColumn],
 ) -> dict[str, Any]:
-    """Write the shard tables of the segments of `spec` that changed. Return the
-    attributes of the manifest with all shard tables.
+    """Write the tables of the segments of `spec` that changed. Return the attributes of
+    the manifest with all tables.
     """
     before = index.manifest
+    filters = before.filter_tables or (None,) * len(before.shard_tables)
+    unchanged_rows = dict(zip(before.spec.used_segments, filters, strict=True))
     unchanged = {}
     if spec.precisions == before.spec.precisions:
         tables = zip(before.spec.used_segments, before.shard_tables, strict=True)
@@ -315,7 +320,8 @@ def _shard_tables(
             line for line in index.shard_files() if not line[1].path.startswith(dropped)
         )
         lines = itertools.chain(stored, lines)
-    return write_shard_tables(Layout(index.root), spec, lines, unchanged)
+    layout = Layout(index.root)
+    return write_tables(layout, spec, lines, columns, unchanged, unchanged_rows)
 
 
 def rows_passing(index: CommittedIndex, where: str | None) -> NDArray[np.int64]:

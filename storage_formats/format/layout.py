@@ -252,6 +252,10 @@ class Layout:
         return self.ann / f"index-{crc32c:08x}.faiss"
 
     @property
+    def filters(self) -> Path:
+        return self.root / "filters"
+
+    @property
     def hashes(self) -> Path:
         return self.root / "hashes"
 
@@ -294,11 +298,15 @@ class Layout:
         """Return all directories with files of shards."""
         return [self.rows, self.embeddings, self.tokens, self.root / "checksums"]
 
+    def own_folders(self) -> list[Path]:
+        """Return all directories with files that no shard table lists."""
+        return [self.root / "manifest", self.filters, self.ann]
+
     def data_folders(self) -> list[Path]:
         """Return all directories that contain committed files, except the root and
         `snapshots/`.
         """
-        return [*self.shard_folders(), self.root / "manifest", self.ann]
+        return [*self.shard_folders(), *self.own_folders()]
 
     def zarr_files(self, spec: IndexSpec) -> list[Path]:
         """Return the path of each `zarr.json`: of the token group, of the
@@ -322,6 +330,9 @@ class Layout:
 
     def shard_table(self, crc32c: int) -> Path:
         return self.root / "manifest" / f"shards-{crc32c:08x}.parquet"
+
+    def filter_table(self, crc32c: int) -> Path:
+        return self.filters / f"rows-{crc32c:08x}.parquet"
 
     def tombstones(self, crc32c: int) -> Path:
         return self.root / "manifest" / f"deleted-{crc32c:08x}.bin"
