@@ -266,17 +266,25 @@ def quantization_figure(report: QuantizationReport) -> str:
 
 def scatter_plot(title: str, points: Sequence[tuple[float, Estimate, str, str]]) -> str:
     """Return an SVG image with a labelled circle for each of `points`: (x, y, label,
-    colour). The scale of x is logarithmic, and a line shows the interval of y.
+    colour). The scale of x is logarithmic, and a line shows the interval of y. Grid
+    lines are at 0 and at the ends of the scale of y.
     """
     across = [math.log(x) for x, *_ in points]
     heights = [each for _, y, *_ in points for each in y.bounds]
     left = min(across)
-    top = max(heights)
+    top = max(0.0, *heights)
+    bottom = min(0.0, *heights)
     width = max(across) - left or 1.0
-    height = top - min(heights) or 1.0
+    height = top - bottom or 1.0
     marks = []
+    for level in sorted({bottom, 0.0, top}):
+        down = 60 + 300 * (top - level) / height
+        marks.append(
+            f'<path d="M40 {down:.1f}H700" stroke="#ddd"/>'
+            f'<text x="34" y="{down + 4:.1f}" text-anchor="end">{level:.1f}</text>'
+        )
     for at, (_, y, label, colour) in zip(across, points, strict=True):
-        x = 40 + 440 * (at - left) / width
+        x = 60 + 440 * (at - left) / width
         down, low, high = (
             60 + 300 * (top - each) / height for each in (y.value, *y.bounds)
         )
