@@ -272,12 +272,12 @@ def scatter_plot(title: str, points: Sequence[tuple[float, Estimate, str, str]])
     across = [math.log(x) for x, *_ in points]
     heights = [each for _, y, *_ in points for each in y.bounds]
     left = min(across)
-    top = max(0.0, *heights)
-    bottom = min(0.0, *heights)
+    top = max(heights)
+    bottom = min(heights)
     width = max(across) - left or 1.0
     height = top - bottom or 1.0
     marks = []
-    for level in sorted({bottom, 0.0, top}):
+    for level in sorted({bottom, min(max(0.0, bottom), top), top}):
         down = 60 + 300 * (top - level) / height
         marks.append(
             f'<path d="M40 {down:.1f}H700" stroke="#ddd"/>'
@@ -292,7 +292,7 @@ def scatter_plot(title: str, points: Sequence[tuple[float, Estimate, str, str]])
             f'<path d="M{x:.1f} {low:.1f}V{high:.1f}" stroke="#888"/>'
             f'<circle cx="{x:.1f}" cy="{down:.1f}" r="4" fill="{colour}"'
             ' stroke="black"/>'
-            f'<text x="{x + 8:.1f}" y="{down + 4:.1f}">{label}</text>'
+            f'<text x="{x + 8:.1f}" y="{down - 6:.1f}">{label}</text>'
         )
     return (
         '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 720 400" font-size="11"'
