@@ -6,7 +6,7 @@ import os
 import tempfile
 import time
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -40,7 +40,6 @@ from pipelines.jobs.plan import (
     BuildSettings,
     Plan,
     SourceGroup,
-    check_inputs,
     model_record,
     recorded_sources,
     refuse_differences,
@@ -354,7 +353,7 @@ def build_index(
             fingerprint = plan.model["fingerprint"]
             return (settings, info.encoder_fingerprint) == (plan.settings, fingerprint)
 
-        plan = earlier_plan(change, on_event, is_wanted)
+        plan = earlier_plan(change, info, on_event, is_wanted)
         settings = BuildSettings.choose(
             None if plan is None else plan.settings, **requested
         )
@@ -364,14 +363,9 @@ def build_index(
         execution = choose_workers(settings, info, execution)
         offset = read_bundle_offset(info)
         failed: dict[str, int] = {}
-        finished: Collection[int] = ()
         if plan is not None:
             # another limit than that of the first run may hold
             check_ann_memory(plan.spec, memory)
-            finished = change.receipts(plan.shards, plan.fingerprint)
-            check_inputs(out, plan, finished)
-            # the bundle may have moved
-            plan = replace(plan, model=model_record(info))
         else:
             listing = Listing(settings.open_sources(), on_event, should_stop)
             refs = hash_and_mark_duplicates(listing) if dedupe else listing
@@ -419,6 +413,7 @@ def build_index(
             on_event(StatusMessage(captions))
             change.store_plan(plan.to_json())
         if isinstance(change, DryRun):
+            finished = change.receipts(plan.shards, plan.fingerprint)
             failures = sum(failed.values())
             return BuildResult(
                 inputs=plan.rows,
@@ -548,7 +543,7 @@ def append_index(
     with begin(index, "append", request) as change:
         settings, info = _settings_and_bundle(change.index, group, model)
         execution = choose_workers(settings, info, execution)
-        plan = earlier_plan(change, on_event, lambda plan: True)
+        plan = earlier_plan(change, info, on_event)
         if plan is None:
             listing = Listing(settings.open_sources(), on_event, should_stop)
             listed = list(hash_and_mark_duplicates(listing))
@@ -568,11 +563,8 @@ def append_index(
             if refs:
                 plan = _plan_rows(change, changes, settings, info)
         else:
-            plan = replace(plan, model=model_record(info))
             duplicates = plan.duplicates
             check_extension_memory(change.index.manifest, plan.rows)
-            finished = change.receipts(plan.shards, plan.fingerprint)
-            check_inputs(change.layout.root, plan, finished)
         groups = recorded_sources(change.index.manifest)
         if groups is not None:
             groups = tuple(dict.fromkeys((*groups, group)))

@@ -738,56 +738,38 @@ def _refuse_different(indexes: Sequence[CommittedIndex]) -> None:
                 f"{indexes[position].root} is given twice; give each index only once",
                 parameter="indexes",
             )
-    same_model = "only indexes of the same model can be merged"
-
-    def properties(index: CommittedIndex) -> list[tuple[str, str, str]]:
-        """Return (name, value, advice) of what must be equal."""
-        spec = index.manifest.spec
-        manifest = index.manifest
-        shape = " x ".join(map(str, spec.block_shape))
-        frames = (
-            str(manifest.settings["frames"]) if holds_clips(manifest) else "images only"
-        )
-        precisions = ", ".join(sorted(spec.precisions))
-        offset = "none"
-        if spec.offset is not None:
-            names = ", ".join(sorted(spec.offset.precisions))
-            offset = f"{spec.offset.crc32c:08x} of {names}"
-        return [
-            ("encoder fingerprint", str(manifest.model["fingerprint"]), same_model),
-            ("block shape", shape, same_model),
-            ("width of embeddings", str(spec.embed_dim), same_model),
-            (
-                "rows per shard",
-                str(spec.shard_size),
-                "build one of them again with the shard size of the other",
-            ),
-            (
-                "precisions",
-                precisions,
-                "add or drop precisions first",
-            ),
-            (
-                "offset block",
-                offset,
-                "drop the precisions with an offset first, and add them to the merged"
-                " index",
-            ),
-            (
-                "frames per clip",
-                frames,
-                "build them with the same number of frames, or keep them apart",
-            ),
-        ]
-
+    first = indexes[0]
+    expected = _properties(first)
     for other in indexes[1:]:
-        for (name, left, advice), (_, right, _) in zip(
-            properties(indexes[0]), properties(other), strict=True
-        ):
+        properties = _properties(other)
+        for name, left in expected.items():
+            right = properties[name]
             if left != right:
                 raise UsageError(
-                    f"{indexes[0].root} and {other.root} cannot be merged: the {name}"
-                    f" is {left} in {indexes[0].root} and {right} in {other.root};"
-                    f" {advice}",
+                    f"{first.root} and {other.root} cannot be merged: the {name} is"
+                    f" {left} in {first.root} and {right} in {other.root}; add"
+                    " or drop precisions first, or merge indexes of one model and shape",
                     parameter="indexes",
                 )
+
+
+def _properties(index: CommittedIndex) -> dict[str, str]:
+    """Return what must be equal in merged indexes, as text."""
+    manifest = index.manifest
+    spec = manifest.spec
+    offset = "none"
+    if spec.offset is not None:
+        names = ", ".join(sorted(spec.offset.precisions))
+        offset = f"{spec.offset.crc32c:08x} of {names}"
+    frames = "images only"
+    if holds_clips(manifest):
+        frames = str(manifest.settings["frames"])
+    return {
+        "encoder fingerprint": str(manifest.model["fingerprint"]),
+        "block shape": " x ".join(map(str, spec.block_shape)),
+        "width of embeddings": str(spec.embed_dim),
+        "rows per shard": str(spec.shard_size),
+        "precisions": ", ".join(sorted(spec.precisions)),
+        "offset block": offset,
+        "frames per clip": frames,
+    }

@@ -322,13 +322,13 @@ def refuse_differences(
             for record in (stored_model, model)
         )
         differences["model"] = f"model {left} in the index, {right} requested"
-    for name in (setting.name for setting in fields(BuildSettings)):
-        values = getattr(stored, name), getattr(requested, name)
-        left, right = (
-            ", ".join(map(str, each)) if isinstance(each, tuple) else str(each)
-            for each in values
-        )
-        if left != right:
+    for name, value in vars(stored).items():
+        other = getattr(requested, name)
+        if value != other:
+            left, right = (
+                ", ".join(each) if isinstance(each, tuple) else each
+                for each in (value, other)
+            )
             differences[name] = f"{name} {left} in the index, {right} requested"
     if differences:
         append = ", append other sources" if "sources" in differences else ""

@@ -114,12 +114,7 @@ class ServiceState:
         for text in texts:
             if not text.strip():
                 raise HTTPException(422, "the query is empty; send a text")
-            if len(text) > self.limits.query_letters:
-                raise HTTPException(
-                    413,
-                    f"a text has {len(text)} characters, over the limit of"
-                    f" {self.limits.query_letters}; send a shorter text",
-                )
+            _check_count(len(text), self.limits.query_letters, "characters in a text")
 
     async def on_images(
         self,
@@ -182,6 +177,17 @@ class ServiceState:
                 )
                 results += values
         return results, timing
+
+
+def _check_count(
+    count: int,
+    limit: int,
+    what: str,
+) -> None:
+    if count > limit:
+        raise HTTPException(
+            413, f"send fewer {what}: {count} are over the limit of {limit}"
+        )
 
 
 def _decode(
@@ -385,12 +391,7 @@ async def search(state: State, body: schemas.SearchRequest) -> dict[str, Any]:
 async def search_texts(state: State, body: schemas.TextSearchRequest) -> dict[str, Any]:
     """Search for the texts that describe an image, or the image of a row, best."""
     texts = body.texts
-    limits = state.limits
-    if len(texts) > limits.documents:
-        raise HTTPException(
-            413,
-            f"send fewer texts: {len(texts)} are over the limit of {limits.documents}",
-        )
+    _check_count(len(texts), state.limits.documents, "texts")
     state.check_query(*texts)
     index = await state.opened(body.precision)
 
@@ -465,24 +466,14 @@ async def _rerank(
     documents: list[schemas.Document],
 ) -> list[tuple[int, float, float]]:
     """Return (position, score, relevance) of each document, best first."""
-    limits = state.limits
     index = state.index
     state.check_query(query)
-    if len(documents) > limits.documents:
-        raise HTTPException(
-            413,
-            f"send fewer documents: {len(documents)} are over the limit of"
-            f" {limits.documents}",
-        )
+    _check_count(len(documents), state.limits.documents, "documents")
     values = [
         _document(document, position) for position, document in enumerate(documents)
     ]
     images = [value for value in values if isinstance(value, bytes)]
-    if len(images) > limits.images:
-        raise HTTPException(
-            413,
-            f"send fewer images: {len(images)} are over the limit of {limits.images}",
-        )
+    _check_count(len(images), state.limits.images, "images")
     rows = [value for value in values if not isinstance(value, bytes)]
     is_image = np.array([isinstance(value, bytes) for value in values], dtype=bool)
     scores = np.empty(len(values))
@@ -549,7 +540,6 @@ def _document(document: schemas.Document, position: int) -> int | str | bytes:
 @router.post("/embed")
 async def embed(state: State, body: schemas.EmbedRequest) -> list[list[float]]:
     """Return embeddings of unit length, one per text or image."""
-    limits = state.limits
     inputs = body.inputs if isinstance(body.inputs, list) else [body.inputs]
     texts = [value for value in inputs if isinstance(value, str)]
     images = [
@@ -557,12 +547,8 @@ async def embed(state: State, body: schemas.EmbedRequest) -> list[list[float]]:
         for value in inputs
         if isinstance(value, schemas.ImageInput)
     ]
-    if len(inputs) > limits.documents or len(images) > limits.images:
-        raise HTTPException(
-            413,
-            f"{len(inputs)} inputs: send at most {limits.documents} texts or"
-            f" {limits.images} images",
-        )
+    _check_count(len(inputs), state.limits.documents, "texts")
+    _check_count(len(images), state.limits.images, "images")
     if texts and images:
         raise HTTPException(
             422, "a request cannot mix texts and images; send either texts or images"

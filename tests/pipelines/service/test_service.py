@@ -446,7 +446,7 @@ HEADER = {
             "119070000 in all are over the limits",
         ),
         ("/embed", {"inputs": [HEADER] * 2}, 422, "cannot read an image: truncated"),
-        ("/embed", {"inputs": ["a"] * 1001}, 413, "1001 inputs: send at most"),
+        ("/embed", {"inputs": ["a"] * 1001}, 413, "send fewer texts: 1001 are"),
     ],
 )
 def test_invalid_requests_have_one_shape(http, index, path, body, status, message):
