@@ -13,6 +13,7 @@ from typing import Any
 
 import click
 
+from benchmarks.report import Report
 from pipelines.cli.options import (
     FILE,
     PATH,
@@ -47,7 +48,7 @@ _report_option = click.option(
 
 
 def _finish(
-    report: dict[str, Any],
+    report: Report,
     lines: Sequence[str],
     folder: Path | None = None,
     name: str = "",
@@ -173,7 +174,7 @@ def fetch_command(index: Path, report: Path | None, **options: Any) -> None:
 @bench.command("quantize")
 @json_option
 def quantize_command() -> None:
-    """Measure the speed of codecs, without and with an offset, and of torch for fp8.
+    """Measure the speed of codecs, without and with an offset.
 
     Rates are in GB/s of bfloat16 tokens. The task "gather" decodes random records in
     the page cache.
@@ -240,7 +241,7 @@ def build_command(photos: Path, model: Path, images: int, device: str) -> None:
     type=_EXISTING,
     help=(
         "Directory of the model bundle.  [default: random weights with the sizes of"
-        " MiniLM-L6 and MiniLM-L12]"
+        " MiniLM-L12]"
     ),
 )
 @click.option(
@@ -437,6 +438,7 @@ def paper_command(
         report_lines,
         run_experiments,
     )
+    from benchmarks.paper.study import Study
     from pipelines.jobs.hub import find_model
 
     names = tuple(EXPERIMENTS) if experiments == ("all",) else experiments
@@ -455,12 +457,10 @@ def paper_command(
             [f"{name:16} {each.title}" for name, each in EXPERIMENTS.items()],
         )
         return 0
-    reports = run_experiments(
-        names,
-        lambda line: click.echo(line, err=not listing),
-        listing=listing,
-        **options,
+    study = Study(
+        say=lambda line: click.echo(line, err=not listing), listing=listing, **options
     )
+    reports = run_experiments(names, study)
     if listing:
         return 0
     _finish(

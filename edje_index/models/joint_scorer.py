@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
-from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from edje_index.errors import ModelError
@@ -22,8 +22,8 @@ from edje_index.models.joint_inputs import (
     JointInputs,
     JointTokenizer,
 )
-
-Array = np.ndarray[Any, np.dtype[Any]]
+from storage_formats.arrays import Array
+from storage_formats.atomic import Json
 
 _BATCH = 1024
 # hidden states and tokens stay in the cache of the CPU
@@ -42,8 +42,8 @@ class JointScorer:
     def __init__(
         self,
         tokenizer: JointTokenizer,
-        config: Mapping[str, Any],
-        tensors: Mapping[str, torch.Tensor],
+        config: Json,
+        tensors: Mapping[str, Tensor],
         *,
         source: str,
         dtype: torch.dtype = torch.float32,
@@ -83,19 +83,17 @@ class JointScorer:
         return _CPU_BATCH if self.device.type == "cpu" else _BATCH
 
     @property
-    def word_vectors(self) -> torch.Tensor:
+    def word_vectors(self) -> Tensor:
         """Word embeddings of the language model, float32 [v, d]."""
         return self._bert.words
 
     @cached_property
-    def mean_word_vector(self) -> torch.Tensor:
+    def mean_word_vector(self) -> Tensor:
         """The mean of `word_vectors`, float32 [d]."""
         return self.word_vectors.mean(dim=0)
 
     @torch.inference_mode()
-    def score(
-        self, captions: str | Sequence[str], tokens: torch.Tensor | Array
-    ) -> torch.Tensor:
+    def score(self, captions: str | Sequence[str], tokens: Tensor | Array) -> Tensor:
         """Return matching logits, see `JointEncoder.score`."""
         tokens = as_tensor(tokens)
         captions = [captions] if isinstance(captions, str) else list(captions)
@@ -140,14 +138,14 @@ class JointScorer:
         result[places] = torch.cat(logits).cpu()
         return result
 
-    def _word_ids(self, captions: Sequence[Sequence[int]]) -> torch.Tensor:
+    def _word_ids(self, captions: Sequence[Sequence[int]]) -> Tensor:
         """Return the input rows of captions, without image tokens, int64 [n, t] on the
         device. Shorter rows have padding at the end.
         """
         return self.tokenizer.inputs_of_ids(captions, 0).input_ids.to(self.device)
 
     @torch.inference_mode()
-    def logits(self, word_ids: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    def logits(self, word_ids: Tensor, tokens: Tensor) -> Tensor:
         """Return one matching logit per pair, float32 [b], on the device.
 
         Args:
@@ -163,11 +161,11 @@ class JointScorer:
         types = torch.zeros(1, words.shape[1], dtype=torch.int64, device=self.device)
         types[:, rows.shape[1] - 1 :] = 1
         first = self._bert.first_states(self._bert.embed(words, types), None)
-        logits: torch.Tensor = self._head(torch.tanh(self._pooler(first)))
+        logits: Tensor = self._head(torch.tanh(self._pooler(first)))
         return logits[:, 0]
 
     @torch.inference_mode()
-    def sentence_vectors(self, inputs: JointInputs) -> torch.Tensor:
+    def sentence_vectors(self, inputs: JointInputs) -> Tensor:
         """Return the mean of the last hidden states of each row, float32 [b, d].
         Rows must not contain image tokens.
         """
@@ -185,7 +183,7 @@ class JointScorer:
     def _exact_bert(self) -> Bert:
         return self._bert if self.compute_dtype == torch.float32 else self._make_bert()
 
-    def _mask(self, inputs: JointInputs) -> torch.Tensor | None:
+    def _mask(self, inputs: JointInputs) -> Tensor | None:
         return (
             None
             if bool(inputs.attention_mask.all())

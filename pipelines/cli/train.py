@@ -142,7 +142,7 @@ def train(
             click.echo(text)
         return
     from edje_index.training.workers import is_worker
-    from pipelines.jobs.training.run import run_training
+    from pipelines.jobs.training.job import run_training
 
     # of the workers that torchrun starts, the first one speaks
     is_first = not is_worker() or os.environ["RANK"] == "0"
