@@ -9,7 +9,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -71,6 +71,7 @@ from pipelines.progress.wording import by_reason, counted
 from pipelines.sources import Listing, hash_and_mark_duplicates
 from pipelines.sources.base import absolute_spec
 from storage_formats.arguments import as_list, as_path, as_text
+from storage_formats.atomic import Json
 from storage_formats.change import IndexChange, finish_committed
 from storage_formats.errors import UsageError
 from storage_formats.extras import name_missing_extra
@@ -80,7 +81,7 @@ from storage_formats.format.manifest import CommittedIndex, Counts, Manifest
 from storage_formats.format.offset import offset_block
 from storage_formats.format.receipts import ShardReceipt
 from storage_formats.format.rows import INDEXED, iter_rows, read_rows, read_shard_rows
-from storage_formats.remote.urls import local_path
+from storage_formats.remote.urls import IndexLocation, local_path
 from storage_formats.verify import check_files
 from storage_formats.writing.publish import total_counts
 
@@ -173,7 +174,7 @@ class BuildResult:
     vanished: int = 0
     deleted: int = 0
     dry_run: bool = False
-    estimate: Mapping[str, Any] | None = None
+    estimate: Json | None = None
 
 
 def result_of(
@@ -214,9 +215,9 @@ def result_of(
 
 @name_missing_extra("build")
 def build_index(
-    sources: str | Path | Sequence[str | Path],
-    out: str | Path,
-    model: str | Path,
+    sources: IndexLocation | Sequence[IndexLocation],
+    out: IndexLocation,
+    model: IndexLocation,
     *,
     engine: Literal["ray", "inline"] = "ray",
     workers: int | None = None,
@@ -318,7 +319,7 @@ def build_index(
             parameter="out",
         )
     info = read_bundle_info(local_path(model))
-    requested: dict[str, Any] = {
+    requested: Json = {
         "sources": specs,
         "column": column,
         "include": tuple(include),
@@ -450,7 +451,7 @@ def build_index(
     return result_of(applied, plan, 0, started)
 
 
-def source_names(sources: str | Path | Sequence[str | Path]) -> tuple[str, ...]:
+def source_names(sources: IndexLocation | Sequence[IndexLocation]) -> tuple[str, ...]:
     """Return the names of one or several sources."""
     return (
         (str(sources),) if isinstance(sources, str | Path) else tuple(map(str, sources))
@@ -460,7 +461,7 @@ def source_names(sources: str | Path | Sequence[str | Path]) -> tuple[str, ...]:
 def check_finished(
     out: Path,
     info: BundleInfo,
-    requested: Mapping[str, Any],
+    requested: Json,
     should_stop: ShouldStop,
 ) -> Manifest:
     """Check that a request asks for the finished index at `out`, and that its files and
@@ -496,10 +497,10 @@ def check_finished(
 
 @name_missing_extra("build")
 def append_index(
-    index: str | Path,
-    sources: str | Path | Sequence[str | Path],
+    index: IndexLocation,
+    sources: IndexLocation | Sequence[IndexLocation],
     *,
-    model: str | Path | None = None,
+    model: IndexLocation | None = None,
     engine: Literal["ray", "inline"] = "ray",
     workers: int | None = None,
     address: str | None = None,
@@ -577,14 +578,14 @@ def append_index(
 
 @name_missing_extra("build")
 def update_index(
-    index: str | Path,
-    sources: str | Path | Sequence[str | Path] = (),
+    index: IndexLocation,
+    sources: IndexLocation | Sequence[IndexLocation] = (),
     *,
     retry_failed: bool = False,
     restore: bool = False,
     dry_run: bool = False,
     max_vanished: float = 0.5,
-    model: str | Path | None = None,
+    model: IndexLocation | None = None,
     engine: Literal["ray", "inline"] = "ray",
     workers: int | None = None,
     address: str | None = None,
@@ -721,12 +722,12 @@ def update_index(
 
 @name_missing_extra("build")
 def add_images(
-    index: str | Path,
+    index: IndexLocation,
     images: Sequence[str | Path | bytes | Image],
     uris: Sequence[str],
-    columns: Sequence[Mapping[str, Any]] | None = None,
+    columns: Sequence[Json] | None = None,
     *,
-    model: str | Path | None = None,
+    model: IndexLocation | None = None,
     on_event: OnEvent = ignore,
 ) -> BuildResult:
     """Add images to an index under names that you choose, or replace the rows of these
@@ -855,7 +856,7 @@ def add_images(
 
 
 def _source_group(
-    sources: str | Path | Sequence[str | Path], column: str | None
+    sources: IndexLocation | Sequence[IndexLocation], column: str | None
 ) -> SourceGroup:
     """Return sources as the index records them: as absolute paths."""
     return SourceGroup(tuple(map(absolute_spec, source_names(sources))), column)
@@ -864,7 +865,7 @@ def _source_group(
 def _settings_and_bundle(
     index: CommittedIndex,
     group: SourceGroup,
-    model: str | Path | None,
+    model: IndexLocation | None,
 ) -> tuple[BuildSettings, BundleInfo]:
     """Return the settings of new rows, those of `index` with other sources and
     without duplicates, and the bundle.
@@ -946,7 +947,7 @@ def _new_rows(
     """
     manifest = change.index.manifest
     edit = Edit(manifest.spec, deleted=deleted, settings=with_sources(manifest, groups))
-    details: dict[str, Any] = {}
+    details: Json = {}
     if plan is not None:
         details = {"first_row": plan.first_row, "rows": plan.rows}
         edit = replace(edit, spec=plan.spec, columns=plan.columns)

@@ -9,12 +9,11 @@ import hashlib
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from dataclasses import replace as replaced
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,6 +44,7 @@ from pipelines.progress.events import (
     stop_at_events,
 )
 from pipelines.progress.wording import counted, human_bytes
+from storage_formats.atomic import Json
 from storage_formats.change import begin_index, begin_new_index
 from storage_formats.errors import UsageError
 from storage_formats.extras import name_missing_extra
@@ -63,7 +63,13 @@ from storage_formats.format.tombstones import (
     live_rows,
 )
 from storage_formats.remote.objects import ObjectFolder
-from storage_formats.remote.urls import hub_kind, index_location, is_url, local_path
+from storage_formats.remote.urls import (
+    IndexLocation,
+    hub_kind,
+    index_location,
+    is_url,
+    local_path,
+)
 from storage_formats.threads import ordered_map
 from storage_formats.writing.copying import RowCopier, ShardCopier
 from storage_formats.writing.index_copy import (
@@ -125,7 +131,7 @@ class CopyResult:
     removed: int = 0
     row_map: str | None = None
     duplicates: int = 0
-    inputs: Sequence[dict[str, Any]] = ()
+    inputs: Sequence[Json] = ()
     files: int = 0
     copied_files: int = 0
     copied_bytes: int = 0
@@ -133,7 +139,7 @@ class CopyResult:
 
 @name_missing_extra("search")
 def compact_index(
-    index: str | Path,
+    index: IndexLocation,
     *,
     only_shards_with_deleted: bool = False,
     on_event: OnEvent = ignore,
@@ -275,7 +281,7 @@ def copying(
     selection: Selection,
     target: Layout,
     spec: IndexSpec,
-    identity: Mapping[str, Any],
+    identity: Json,
 ) -> ShardWork:
     """Return the work that copies selected rows to the last segment of an index with
     the shape `spec`, in this process.
@@ -351,8 +357,8 @@ def _segments_without(spec: IndexSpec, shards: set[int]) -> tuple[Segment, ...]:
 
 @name_missing_extra("search")
 def copy_index(
-    index: str | Path,
-    out: str | Path,
+    index: IndexLocation,
+    out: IndexLocation,
     *,
     snapshot: int | None = None,
     replace: bool = False,
@@ -560,8 +566,8 @@ def _copy_files(
 
 @name_missing_extra("search")
 def merge_indexes(
-    indexes: Sequence[str | Path],
-    out: str | Path,
+    indexes: Sequence[IndexLocation],
+    out: IndexLocation,
     *,
     on_event: OnEvent = ignore,
     should_stop: ShouldStop = never,
@@ -628,7 +634,7 @@ def merge_indexes(
 def merging(
     indexes: Sequence[CommittedIndex],
     target: Layout,
-    identity: Mapping[str, Any],
+    identity: Json,
     on_event: OnEvent,
 ) -> NewContents:
     """Return the contents of an index with all rows of `indexes`. See `merge_indexes`.
@@ -642,7 +648,7 @@ def merging(
     segments = list[Segment]()
     # (copier, shard to copy) by shard of the new index
     origins: dict[int, tuple[ShardCopier, int]] = {}
-    inputs = list[dict[str, Any]]()
+    inputs = list[Json]()
     deleted = Tombstones.none(size)
     # contents of the indexed rows of earlier indexes
     known: NDArray[np.bytes_] = np.empty(0, _HASH)
@@ -748,7 +754,7 @@ def _refuse_different(indexes: Sequence[CommittedIndex]) -> None:
                 raise UsageError(
                     f"{first.root} and {other.root} cannot be merged: the {name} is"
                     f" {left} in {first.root} and {right} in {other.root}; add"
-                    " or drop precisions first, or merge indexes of one model and shape",
+                    " or drop precisions first, or merge indexes of one model",
                     parameter="indexes",
                 )
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
 from edje_index.bundles.info import BundleInfo
 from edje_index.models import MAX_FRAMES
 from pipelines.jobs.changing import DryRun
-from storage_formats.atomic import fsync_paths
+from storage_formats.atomic import Json, fsync_paths
 from storage_formats.change import Change
 from storage_formats.codecs import codec
 from storage_formats.errors import CorruptIndexError, UsageError
@@ -215,7 +215,7 @@ class Plan:
     """
 
     spec: IndexSpec
-    model: dict[str, Any]
+    model: Json
     settings: BuildSettings
     inputs_digest: str
     duplicates: int
@@ -239,7 +239,7 @@ class Plan:
         return self.spec.used_segments[-1].first_row
 
     @property
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> Json:
         """Everything that determines the stored bytes, as a JSON object."""
         settings = asdict(self.settings)
         # a setting that a later version adds changes no plan of this version
@@ -259,13 +259,13 @@ class Plan:
         """Fingerprint of the tasks that encode the rows."""
         return fingerprint(self.identity)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         """Return this plan as a JSON object."""
-        value: dict[str, Any] = json.loads(json.dumps(vars(self), default=vars))
+        value: Json = json.loads(json.dumps(vars(self), default=vars))
         return value
 
     @classmethod
-    def from_json(cls, value: dict[str, Any]) -> Plan:
+    def from_json(cls, value: Json) -> Plan:
         """Return the plan described by `value`, a result of `to_json`."""
         plan: Plan = read_json(cls, value)
         return plan
@@ -294,7 +294,7 @@ def read_json(kind: Any, value: Any) -> Any:
 _types_of = functools.cache(get_type_hints)
 
 
-def model_record(info: BundleInfo) -> dict[str, Any]:
+def model_record(info: BundleInfo) -> Json:
     """Return the description of a model bundle that plans and manifests store."""
     return {
         "fingerprint": info.encoder_fingerprint,
@@ -534,9 +534,7 @@ def recorded_sources(manifest: Manifest) -> tuple[SourceGroup, ...] | None:
         ) from error
 
 
-def with_sources(
-    manifest: Manifest, groups: Iterable[SourceGroup] | None
-) -> dict[str, Any]:
+def with_sources(manifest: Manifest, groups: Iterable[SourceGroup] | None) -> Json:
     """Return the settings of `manifest` with `groups` as the sources of all rows; None
     if they are unknown.
     """

@@ -36,6 +36,7 @@ from edje_index.search.query import encode_images, requested_rows
 from pipelines.service import schemas
 from pipelines.service.batching import Batcher, Timing
 from pipelines.service.guard import CODES, Limits, Metrics
+from storage_formats.atomic import Json
 from storage_formats.errors import RowIdError, UsageError
 from storage_formats.format.rows import read_index_rows, type_name
 
@@ -242,7 +243,7 @@ async def health() -> dict[str, str]:
 
 
 @router.get("/info")
-async def info(state: State) -> dict[str, Any]:
+async def info(state: State) -> Json:
     """Return the index with its precisions and scores, and the limits on requests."""
     index = state.index
     limits = state.limits
@@ -300,7 +301,7 @@ async def metrics(state: State) -> Response:
 
 
 @router.post("/search")
-async def search(state: State, body: schemas.SearchRequest) -> dict[str, Any]:
+async def search(state: State, body: schemas.SearchRequest) -> Json:
     """Search by text, or search for images that are similar to an image or to a
     row, or by both together.
     """
@@ -318,7 +319,7 @@ async def search(state: State, body: schemas.SearchRequest) -> dict[str, Any]:
     k = body.skip + (candidates if body.embedding_order else body.k)
     pool = body.skip + candidates
     cost = tokens * (pool if is_reranked and body.query is not None else 1)
-    options: dict[str, Any] = {"score": body.score, "where": where}
+    options: Json = {"score": body.score, "where": where}
     if body.query is not None:
         state.check_query(body.query)
 
@@ -388,7 +389,7 @@ async def search(state: State, body: schemas.SearchRequest) -> dict[str, Any]:
 
 
 @router.post("/search/texts")
-async def search_texts(state: State, body: schemas.TextSearchRequest) -> dict[str, Any]:
+async def search_texts(state: State, body: schemas.TextSearchRequest) -> Json:
     """Search for the texts that describe an image, or the image of a row, best."""
     texts = body.texts
     _check_count(len(texts), state.limits.documents, "texts")
@@ -424,7 +425,7 @@ async def search_texts(state: State, body: schemas.TextSearchRequest) -> dict[st
 @router.post("/v2/rerank")
 async def rerank(
     state: State, body: schemas.TeiRerankRequest | schemas.CohereRerankRequest
-) -> list[dict[str, Any]] | dict[str, Any]:
+) -> list[Json] | Json:
     """Score documents for a query, best first.
 
     Requests and responses have the format of text-embeddings-inference, or the common
@@ -436,7 +437,7 @@ async def rerank(
     """
     if isinstance(body, schemas.TeiRerankRequest):
         scores = await _rerank(state, body.query, body.texts)
-        answers: list[dict[str, Any]] = []
+        answers: list[Json] = []
         for position, score, relevant in scores:
             answers.append(
                 {"index": position, "score": score if body.raw_scores else relevant}
@@ -445,7 +446,7 @@ async def rerank(
                 answers[-1]["text"] = text
         return answers
     scores = await _rerank(state, body.query, body.documents)
-    results: list[dict[str, Any]] = []
+    results: list[Json] = []
     for position, score, relevant in scores[: body.top_n]:
         results.append({"index": position, "relevance_score": relevant, "score": score})
         if body.return_documents and isinstance(text := body.documents[position], str):
