@@ -113,8 +113,14 @@ class ZipArchive:
         for info in self._archive.infolist():
             # `ZipInfo.is_dir` fails for an empty name
             if not info.filename.endswith("/"):
+                name = info.filename.encode("utf-8", "backslashreplace")
+                # macOS and other systems write UTF-8 without the flag that says so, and
+                # `zipfile` reads it as code page 437
+                if not info.flag_bits & _UTF8:
+                    with contextlib.suppress(UnicodeError):
+                        name = info.filename.encode("cp437").decode().encode()
                 yield Member(
-                    _zip_name(info),
+                    name,
                     info.header_offset,
                     info.file_size,
                     _zip_problem(info),
@@ -141,16 +147,6 @@ class ZipArchive:
     def close(self) -> None:
         self._archive.close()
         self._file.close()
-
-
-def _zip_name(info: zipfile.ZipInfo) -> bytes:
-    """Return the name of a member as UTF-8. macOS and other systems write UTF-8 without
-    the flag that says so, and `zipfile` reads it as code page 437.
-    """
-    if not info.flag_bits & _UTF8:
-        with contextlib.suppress(UnicodeError):
-            return info.filename.encode("cp437").decode().encode()
-    return info.filename.encode("utf-8", "backslashreplace")
 
 
 def _zip_problem(info: zipfile.ZipInfo) -> str | None:

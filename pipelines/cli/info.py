@@ -248,8 +248,11 @@ def _lines(value: Json) -> Iterator[tuple[str, str]]:
     else:
         yield from _content_lines(value)
     m, d = value["block_shape"]
-    precisions = ", ".join(_precision_line(value, name) for name in value["precisions"])
-    yield "tokens", f"{m} x {d} per image, {precisions}"
+    precisions = []
+    for name in value["precisions"]:
+        *_, source = value.get("encoded_from", {}).get(name) or ["bf16"]
+        precisions.append(name if source == "bf16" else f"{name} (from {source})")
+    yield "tokens", f"{m} x {d} per image, {', '.join(precisions)}"
     yield "embeddings", f"{value['embed_dim']} dimensions, float32"
     model = value["model"]
     untrained = "" if model.get("trained", True) else ", untrained"
@@ -311,14 +314,6 @@ def _content_lines(value: Json) -> Iterator[tuple[str, str]]:
         if each["values"] is not None:
             values = counted(each["values"], "value")
             yield "", f"{each['name']} ({each['type']}), {values}"
-
-
-def _precision_line(value: Json, name: str) -> str:
-    """Return "NAME", or "NAME (from SOURCE)" if the tokens were converted from a
-    precision other than bf16.
-    """
-    *_, source = value.get("encoded_from", {}).get(name) or ["bf16"]
-    return name if source == "bf16" else f"{name} (from {source})"
 
 
 @command()

@@ -239,17 +239,25 @@ def rewriting(
     manifest = index.manifest
     spec = manifest.spec
     selection = Selection.of(index, shards=shards)
-    segments = _segments_without(spec, set(shards))
+    segments = list[Segment]()
+    # those that stay, cut so that they do not contain `shards`
+    for segment in spec.used_segments:
+        staying = np.setdiff1d(spec.segment_shards(segment), shards)
+        for run in np.split(staying, np.flatnonzero(np.diff(staying) > 1) + 1):
+            if len(run):
+                start = int(run[0]) * spec.shard_size
+                stop = min(segment.stop, (int(run[-1]) + 1) * spec.shard_size)
+                segments.append(Segment(start, stop - start))
     first_row = next_first_row(manifest, shard_size)
     if len(selection):
-        segments = (*segments, Segment(first_row, len(selection)))
+        segments.append(Segment(first_row, len(selection)))
     if not segments:
         raise UsageError(
             f"cannot compact {index.root}: all its rows are deleted; delete the"
             " directory instead"
         )
     target = replaced(
-        spec, rows=segments[-1].stop, segments=segments, shard_size=shard_size
+        spec, rows=segments[-1].stop, segments=tuple(segments), shard_size=shard_size
     )
     identity = {
         "kind": "compact",
@@ -338,21 +346,6 @@ def _with_duplicates(index: CommittedIndex, some: Iterable[int]) -> list[int]:
                 shards.add(shard)
         grew = len(shards) > before
     return sorted(shards)
-
-
-def _segments_without(spec: IndexSpec, shards: set[int]) -> tuple[Segment, ...]:
-    """Return the segments of `spec`, cut so that they do not contain `shards`."""
-    size = spec.shard_size
-    segments = []
-    for segment in spec.used_segments:
-        staying = [each for each in spec.segment_shards(segment) if each not in shards]
-        gaps = np.flatnonzero(np.diff(staying) > 1) + 1
-        for run in np.split(np.array(staying, dtype=np.int64), gaps):
-            if len(run):
-                first_row = int(run[0]) * size
-                stop = min(segment.stop, (int(run[-1]) + 1) * size)
-                segments.append(Segment(first_row, stop - first_row))
-    return tuple(segments)
 
 
 @name_missing_extra("search")
