@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -130,11 +131,9 @@ def _checked(row_ids: list[int], columns: Mapping[str, Sequence[Any]]) -> NewVal
             )
     rows: list[dict[str, Value | None]] = []
     ignored = Ignored()
-    for number, row_id in enumerate(row_ids):
-        if number and number == max(map(len, columns.values())):
-            # one value for all rows
-            rows *= len(row_ids)
-            break
+    # one, if all columns have one value for all rows
+    different = max(map(len, columns.values()))
+    for number, row_id in enumerate(row_ids[:different]):
         row = {
             name: values[number if len(values) > 1 else 0]
             for name, values in columns.items()
@@ -148,7 +147,7 @@ def _checked(row_ids: list[int], columns: Mapping[str, Sequence[Any]]) -> NewVal
                 parameter="columns",
             )
         rows.append({**nulls, **stored})
-    return dict(zip(row_ids, rows, strict=True))
+    return dict(zip(row_ids, itertools.cycle(rows), strict=False))
 
 
 def edited_values(

@@ -12,7 +12,7 @@ import urllib.parse
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 from edje_index.images.clips import clip_format
 from edje_index.images.decode import HEAD_BYTES, ImageError, image_format
@@ -38,8 +38,6 @@ from storage_formats.remote.urls import WEB_SCHEMES, has_credentials, is_url, sc
 
 STANDARD_INPUT = "-"
 
-_Item = TypeVar("_Item")
-_Result = TypeVar("_Result")
 # control characters and lone surrogates; requests encode all others
 _NOT_IN_URL = re.compile(r"[\0-\x1f\x7f-\x9f\ud800-\udfff]")
 
