@@ -34,29 +34,27 @@ from pipelines.jobs.changing import (
     next_first_row,
 )
 from pipelines.jobs.compare import SourceChanges, compare_sources, find_failed
-from pipelines.jobs.edit import edited_values
 from pipelines.jobs.encode import earlier_plan, encoding
 from pipelines.jobs.plan import (
     BuildSettings,
+    Execution,
     Plan,
     SourceGroup,
-    model_record,
-    recorded_sources,
-    refuse_differences,
-    settings_of,
-    store_inputs,
-    with_sources,
-)
-from pipelines.jobs.resources import (
-    Execution,
     check_ann_memory,
     check_disk,
     check_extension_memory,
     choose_workers,
     disk_need,
+    model_record,
+    recorded_sources,
+    refuse_differences,
+    settings_of,
+    store_inputs,
     usable_memory,
+    with_sources,
     workers_memory,
 )
+from pipelines.jobs.snapshots import edited_values
 from pipelines.metadata import Ignored, python_values, source_values
 from pipelines.progress.events import (
     Bottleneck,

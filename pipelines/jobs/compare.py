@@ -22,7 +22,6 @@ import pyarrow.compute as pc
 
 from edje_index.inputs.containers import split_uri
 from edje_index.inputs.refs import InputRef, display_path, rows_digest
-from pipelines.jobs.edit import NewValues, is_value
 from pipelines.jobs.plan import (
     CollectedColumns,
     SourceGroup,
@@ -30,6 +29,7 @@ from pipelines.jobs.plan import (
     recorded_sources,
     settings_of,
 )
+from pipelines.jobs.snapshots import NewValues, is_value
 from pipelines.progress.events import OnEvent, ShouldStop, StatusMessage
 from pipelines.progress.wording import counted
 from pipelines.sources import (

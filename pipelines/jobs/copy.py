@@ -31,8 +31,13 @@ from pipelines.jobs.changing import (
     rows_passing,
 )
 from pipelines.jobs.hub import send_to_hub
-from pipelines.jobs.plan import holds_clips, recorded_sources, with_sources
-from pipelines.jobs.resources import check_free_disk, disk_need
+from pipelines.jobs.plan import (
+    check_free_disk,
+    disk_need,
+    holds_clips,
+    recorded_sources,
+    with_sources,
+)
 from pipelines.progress.events import (
     JobStopped,
     OnEvent,
