@@ -146,18 +146,19 @@ def bare_loop(image_list: str, model: str, device: str) -> Report:
     paths = [
         json.loads(line)["path"] for line in Path(image_list).read_text().splitlines()
     ]
+    batch = encoder.new_batch(size)
     count = 0
     decode_seconds = 0.0
     model_seconds = 0.0
     for start in range(0, len(paths), size):
         started = time.perf_counter()
-        pixels = []
-        for path in paths[start : start + size]:
+        part = paths[start : start + size]
+        for place, path in enumerate(part):
             with Image.open(path) as image:
-                pixels.append(encoder.preprocess(image.convert("RGB")))
-        batch = encoder.batch(pixels, size)
+                encoder.preprocess(image.convert("RGB"), batch[place])
         loaded = time.perf_counter()
-        count += len(encoder.encode(batch)[0][: len(pixels)])
+        encoder.encode(batch[: len(part)])
+        count += len(part)
         decode_seconds += loaded - started
         model_seconds += time.perf_counter() - loaded
     return {

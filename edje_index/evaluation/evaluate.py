@@ -138,7 +138,10 @@ class Evaluation:
             {name: member for name, member in result.items() if member is not None}
             for result in value["results"]
         ]
-        return {**value, "results": results, "unit": "percent"}
+        system = value.pop("system")
+        for result in results:
+            result["system"] = system["name"]
+        return {**value, "systems": [system], "results": results, "unit": "percent"}
 
 
 def evaluate(

@@ -180,17 +180,24 @@ class Bert:
             for index in range(layers)
         ]
 
-    def embed(self, words: Tensor, token_types: Tensor) -> Tensor:
+    def embed(
+        self,
+        words: Tensor,
+        token_types: Tensor,
+        positions: Tensor | None = None,
+    ) -> Tensor:
         """Return the input of the first layer, float32 [b, t, d], from word
-        embeddings or image tokens [b, t, d].
+        embeddings or image tokens [b, t, d]. By default, their positions are 0 to
+        t - 1.
         """
+        if positions is None:
+            positions = torch.arange(words.shape[1], device=words.device)
         # positions beyond the table repeat its last one, as in published models
         last = len(self._positions) - 1
-        positions = torch.arange(words.shape[1], device=words.device).clamp(max=last)
         embedded: Tensor = self._norm(
             words
             + functional.embedding(token_types, self._types)
-            + self._positions[positions]
+            + self._positions[positions.clamp(max=last)]
         )
         return embedded
 

@@ -167,12 +167,9 @@ class OnlineFeatures(Features):
                     image = photo_view(
                         image, data, view, self._encoder.vision.image_size, self._seed
                     )
-                return self._encoder.preprocess(image)
+                return self._encoder.preprocess(image, target)
 
-            _, (pixels,), _ = decode_input(
-                data, ref.uri, DecodeSettings(truncated=LOAD), convert
-            )
-            target.copy_(pixels)
+            decode_input(data, ref.uri, DecodeSettings(truncated=LOAD), convert)
         except ImageError as error:
             line = (
                 json.dumps(

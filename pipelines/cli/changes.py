@@ -582,7 +582,6 @@ def ann() -> None:
 @index_argument
 @option(
     "--ann",
-    key="factory",
     default="auto",
     metavar="FACTORY",
 )
@@ -594,7 +593,7 @@ def ann() -> None:
 @json_option
 def build_ann(
     index: IndexLocation,
-    factory: str,
+    ann: str,
     recall: float,
 ) -> None:
     """Build the nearest-neighbour index of INDEX from the stored embeddings, and
@@ -623,7 +622,7 @@ def build_ann(
     from pipelines.jobs.ann import add_ann
     from pipelines.jobs.plan import usable_memory
 
-    request = AnnRequest(factory, recall, usable_memory(None))
+    request = AnnRequest(ann, recall, usable_memory(None))
     built = run_job(add_ann, index, request).ann
     measured = built.get("recall")
     file_bytes = sum(file["bytes"] for file in built["files"])

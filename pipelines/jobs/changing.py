@@ -83,7 +83,7 @@ from storage_formats.writing.publish import (
     new_manifest,
     receipt_lines,
     total_counts,
-    write_shard_tables,
+    write_tables,
     write_tombstones,
 )
 
@@ -154,6 +154,7 @@ class Edit:
         edits: lines to add to the edits of the index, see `Edits`.
         restored: hashes of deleted inputs that need not stay deleted.
         settings: settings after the change; None keeps them.
+        offset: offset block, if `spec` gets one or keeps it for new precisions.
         ann: nearest-neighbour index to build in place of the present one.
         earlier: manifest of an earlier snapshot, whose contents come back.
         failed_before: reasons of the inputs that `work` tries again. If the same number
@@ -170,12 +171,15 @@ class Edit:
     edits: pa.Table = field(default_factory=EDIT_SCHEMA.empty_table)
     restored: Collection[str] = ()
     settings: Json | None = None
+    offset: Offset | None = None
     ann: AnnRequest | None = None
     earlier: Manifest | None = None
     failed_before: Mapping[str, int] | None = None
 
     def begin(self, change: IndexChange) -> None:
-        """Do nothing: the directories are there."""
+        """Write the offset block."""
+        if self.offset is not None:
+            write_offset(change.layout, self.offset)
 
     def commit(
         self,
@@ -528,7 +532,7 @@ def edited(
         columns=columns,
         row_maps=row_maps,
         edits=edits,
-        **_shard_tables(index, spec, receipts),
+        **_tables(index, spec, receipts, columns),
     )
 
 
@@ -560,23 +564,32 @@ def _without_shards(
     return left, with_values(columns, values)
 
 
-def _shard_tables(
+def _tables(
     index: CommittedIndex,
     spec: IndexSpec,
     receipts: Sequence[ShardReceipt],
+    columns: Sequence[SourceColumn],
 ) -> Json:
-    """Write the shard tables of the segments of `spec` that changed. Return the
-    attributes of the manifest with all shard tables.
+    """Write the tables of the segments of `spec` that changed. Return the attributes of
+    the manifest with all tables.
     """
     before = index.manifest
+    filters = before.filter_tables or (None,) * len(before.shard_tables)
+    unchanged_rows = dict(zip(before.spec.used_segments, filters, strict=True))
     unchanged = {}
     if spec.precisions == before.spec.precisions:
         tables = zip(before.spec.used_segments, before.shard_tables, strict=True)
         unchanged = dict(tables)
     lines = receipt_lines(receipts)
     new = spec.shards_not_in(before.spec)
-    changed = [each for each in spec.used_segments if each not in unchanged]
-    if not all(new.issuperset(spec.segment_shards(segment)) for segment in changed):
+    needed = {
+        shard
+        for segment in spec.used_segments
+        if segment not in unchanged
+        for shard in spec.segment_shards(segment)
+    }
+    # shards that this change did not write stand in the present tables
+    if needed - new:
         dropped = tuple(
             f"{folder}/{name}/"
             for name in {*before.spec.precisions} - {*spec.precisions}
@@ -586,7 +599,8 @@ def _shard_tables(
             line for line in index.shard_files() if not line[1].path.startswith(dropped)
         )
         lines = itertools.chain(stored, lines)
-    return write_shard_tables(Layout(index.root), spec, lines, unchanged)
+    layout = Layout(index.root)
+    return write_tables(layout, spec, lines, columns, unchanged, unchanged_rows)
 
 
 def rows_passing(index: CommittedIndex, where: str | None) -> Ints:
