@@ -24,6 +24,7 @@ from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.rows import (
     TIMING_COLUMNS,
     cast_columns,
+    edits_of,
     read_shard_rows,
     row_schema,
     with_edits,
@@ -100,6 +101,7 @@ def iter_filter_table(
     schema = row_schema(columns)
     schema = pa.schema([schema.field(name) for name in ("row_id", *names)])
     source_names = {column.name for column in columns}
+    edits = edits_of(index, names)
     first_row = segment.first_row
 
     def convert(group: pa.Table) -> pa.Table:
@@ -108,7 +110,8 @@ def iter_filter_table(
         stop = first_row + len(table)
         if not np.array_equal(table["row_id"], np.arange(first_row, stop)):
             raise ValueError("its rows are not those of the segment")
-        table = with_edits(table, index.edits, first_row)
+        if edits is not None:
+            table = with_edits(table, edits, first_row)
         first_row = stop
         return table
 

@@ -213,7 +213,7 @@ class Manifest:
         further_tables: file entries of the shard tables of the other segments.
         columns: source columns of the rows table.
         row_maps: entries of the row maps, oldest first (SPEC.md section 12.1).
-        edits: file entry of the edits; None if there are none.
+        edits: file entries of the edits, oldest first.
         filter_tables: file entry of the filter table of each segment; None for a
             segment without one. Empty if no segment has one.
 
@@ -238,7 +238,7 @@ class Manifest:
     further_tables: tuple[FileEntry, ...] = ()
     columns: tuple[SourceColumn, ...] = ()
     row_maps: tuple[RowMap, ...] = ()
-    edits: FileEntry | None = None
+    edits: tuple[FileEntry, ...] = ()
     filter_tables: tuple[FileEntry | None, ...] = ()
 
     @classmethod
@@ -355,7 +355,11 @@ class Manifest:
                 {**segment.__dict__, "shard_table": table.to_json()}
                 for segment, table in tables
             ]
-        for name, entries in (("row_maps", self.row_maps), ("columns", self.columns)):
+        for name, entries in (
+            ("row_maps", self.row_maps),
+            ("columns", self.columns),
+            ("edits", self.edits),
+        ):
             if entries:
                 value[name] = [entry.to_json() for entry in entries]
         if spec.offset is not None:
@@ -363,8 +367,6 @@ class Manifest:
             value["format_version"] = OFFSET_VERSION
             names = list(spec.offset.precisions)
             value["offset"] = {**entry.to_json(), "precisions": names}
-        if self.edits is not None:
-            value["edits"] = self.edits.to_json()
         if any(self.filter_tables):
             value["filter_tables"] = [
                 entry and entry.to_json() for entry in self.filter_tables
@@ -409,7 +411,8 @@ class Manifest:
             *(row_map.file for row_map in self.row_maps),
             *self.ann_files,
             *self.offset_files,
-            *filter(None, [self.edits, *self.filter_tables]),
+            *self.edits,
+            *filter(None, self.filter_tables),
         ]
 
 
@@ -442,9 +445,8 @@ class CommittedIndex:
     @functools.cached_property
     def edits(self) -> Edits:
         """The edits of the snapshot, read at the first access."""
-        entry = self.manifest.edits
-        self.fetch(filter(None, [entry]))
-        return read_edits(self.root, self.manifest.spec, entry)
+        self.fetch(self.manifest.edits)
+        return read_edits(self.root, self.manifest.spec, self.manifest.edits)
 
     @classmethod
     def open(cls, root: str | Path, snapshot: int | None = None) -> CommittedIndex:
@@ -596,7 +598,6 @@ def _manifest(value: dict[str, Any]) -> Manifest:
     counts = value["counts"]
     segments = value.get("segments", [])
     deleted = value.get("deleted")
-    edits = value.get("edits")
     manifest = Manifest(
         spec=IndexSpec(
             rows=value["rows"],
@@ -641,7 +642,7 @@ def _manifest(value: dict[str, Any]) -> Manifest:
         ),
         columns=columns_from_json(value.get("columns", [])),
         row_maps=tuple(map(RowMap.from_json, value.get("row_maps", []))),
-        edits=None if edits is None else FileEntry.from_json(edits),
+        edits=tuple(map(FileEntry.from_json, value.get("edits", []))),
         filter_tables=tuple(
             entry and FileEntry.from_json(entry)
             for entry in value.get("filter_tables", [])
