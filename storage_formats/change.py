@@ -150,11 +150,11 @@ def read_journal(root: str | Path) -> Journal | None:
         ValueError,
         RecursionError,
     ) as error:
-        raise cannot_read(
-            f"{layout.journal}, which names the unfinished change",
-            error,
-            _discard_advice(layout),
-        ) from error
+        advice, remedy = _how_to_discard(layout)
+        what = f"{layout.journal}, which names the unfinished change"
+        problem = cannot_read(what, error, advice)
+        problem.remedy = remedy
+        raise problem from error
 
 
 def is_unfinished(root: str | Path) -> Journal | None:
@@ -513,10 +513,12 @@ def _running(change: Change, earlier: Journal | None) -> Iterator[None]:
     layout = change.layout
     if earlier is not None and not change.is_same(earlier):
         if _has_work(layout, earlier):
+            advice, remedy = _how_to_discard(layout)
             raise UnfinishedChangeError(
                 f"'{earlier.kind}' of {layout.root} has not finished"
-                f" ({_finished(layout)}); run the same 'edje-index {earlier.kind}'"
-                f" again to finish it, or {_discard_advice(layout)}"
+                f" ({_finished(layout)}); run the same '{earlier.kind}' again to finish"
+                f" it, or {advice}",
+                remedy=remedy,
             )
         change._remove_files()
         earlier = None
@@ -535,8 +537,8 @@ def _running(change: Change, earlier: Journal | None) -> Iterator[None]:
             raise
         raise EdjeError(
             f"the change is committed, but something failed afterwards ({error});"
-            " the next change of the index does what is left, for example"
-            f" 'edje-index gc {layout.root}'"
+            " the next change of the index does what is left",
+            remedy="discard",
         ) from error
     finally:
         change._close()
@@ -634,13 +636,11 @@ def _finished(layout: Layout) -> str:
     return f"{shards:,} finished shard{'' if shards == 1 else 's'}"
 
 
-def _discard_advice(layout: Layout) -> str:
+def _how_to_discard(layout: Layout) -> tuple[str, str | None]:
+    """Return what to do to discard a change, and the remedy of the error."""
     if layout.manifest.exists():
-        return (
-            f"discard it with 'edje-index gc {layout.root}', which keeps the committed"
-            " rows"
-        )
-    return f"delete {layout.root}"
+        return "discard it", "discard"
+    return f"delete {layout.root}", None
 
 
 def _digest(layout: Layout) -> str | None:

@@ -9,9 +9,10 @@ import math
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from edje_index.scoring.weights import IMAGE_TO_TEXT, TEXT_TO_IMAGE, ScoreWeights
+from storage_formats.atomic import Json
 from storage_formats.errors import UsageError
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ def _cannot_write(folder: Path, error: OSError) -> UsageError:
 
 
 def write_report(
-    folder: Path, markdown: str, value: dict[str, Any], name: str = "report"
+    folder: Path, markdown: str, value: Json, name: str = "report"
 ) -> None:
     """Write `<name>.md` and `<name>.json` to the directory `folder`. A missing
     directory is created.
@@ -179,10 +180,7 @@ def evaluation_report(evaluation: Evaluation) -> str:
             "* not stored in the index, converted in memory:"
             f" {', '.join(sorted(simulated))}."
         )
-    if evaluation.pairs:
-        notes.append(
-            f"{evaluation.pairs:,} pairs scored, {evaluation.seconds:.0f} s in total."
-        )
+    notes.append(f"{evaluation.seconds:.0f} s in total.")
     return "\n".join([*lines, "", *(f"- {note}" for note in notes)]) + "\n"
 
 

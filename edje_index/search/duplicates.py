@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from storage_formats.arrays import Floats, Ints
 from storage_formats.errors import UsageError
 from storage_formats.extras import name_missing_extra
 from storage_formats.format.manifest import CommittedIndex
@@ -64,9 +64,7 @@ def near_duplicates(
     return [rows[members].tolist() for members in _components(len(rows), first, second)]
 
 
-def _pairs(
-    embeddings: NDArray[np.float32], similarity: float
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _pairs(embeddings: Floats, similarity: float) -> tuple[Ints, Ints]:
     """Return both positions of each similar pair among `embeddings` [n, e]. A pair may
     come twice, and each position comes with itself.
     """
@@ -99,9 +97,7 @@ def _pairs(
     return np.concatenate(first), np.concatenate(second)
 
 
-def _components(
-    count: int, first: NDArray[np.int64], second: NDArray[np.int64]
-) -> list[NDArray[np.int64]]:
+def _components(count: int, first: Ints, second: Ints) -> list[Ints]:
     """Return the connected components with several members of the graph of `count`
     nodes with the edges (`first`, `second`), largest first.
     """

@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
 from storage_formats.arguments import as_text
+from storage_formats.arrays import Bools, Ints
+from storage_formats.atomic import Json
 from storage_formats.errors import CorruptIndexError, EdjeError
 from storage_formats.extras import name_missing_extra
 from storage_formats.format.filter_tables import filter_schema, iter_filter_table
@@ -66,7 +67,7 @@ class IndexRows:
         self._described = list(dict.fromkeys(columns))
         self._columns: OrderedDict[tuple[int, str], pa.Array] = OrderedDict()
         self._bytes = 0
-        self._results: OrderedDict[str, NDArray[np.bool_]] = OrderedDict()
+        self._results: OrderedDict[str, Bools] = OrderedDict()
         self._lock = threading.Lock()
         self._filtering = threading.Lock()
 
@@ -81,8 +82,8 @@ class IndexRows:
         )
 
     def described(
-        self, row_ids: NDArray[np.int64], columns: Sequence[str] | None = None
-    ) -> list[tuple[str, dict[str, Any]]]:
+        self, row_ids: Ints, columns: Sequence[str] | None = None
+    ) -> list[tuple[str, Json]]:
         """Return the uri and the values of `columns` by name of each of `row_ids` [k],
         which are in use.
 
@@ -108,7 +109,7 @@ class IndexRows:
         return described
 
     @name_missing_extra("search")
-    def passing(self, where: str, until: float = float("inf")) -> NDArray[np.bool_]:
+    def passing(self, where: str, until: float = float("inf")) -> Bools:
         """Return which rows pass a filter, bool [rows of the index]. Unused row ids and
         deleted rows do not pass.
 

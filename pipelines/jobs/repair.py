@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from edje_index.bundles.info import matching_bundle, read_bundle_offset
 from edje_index.errors import ModelError
 from edje_index.indexing.faiss_build import AnnRequest
-from pipelines.jobs.ann import replace_ann
+from pipelines.jobs.changing import Edit, apply
 from pipelines.jobs.plan import holds_clips, settings_of
 from pipelines.progress.events import (
     JobStopped,
@@ -27,7 +27,6 @@ from pipelines.progress.events import (
     StatusMessage,
     ignore,
     never,
-    progress_callback,
     stop_at_events,
 )
 from storage_formats.change import (
@@ -191,12 +190,8 @@ def repair_index(
         repaired += _restore_filter_tables(change, damaged)
         ann = [file.path for file in opened.manifest.ann_files if file.path in damaged]
         if ann and not any(path.startswith("embeddings/") for path in damaged):
-            on_event(StatusMessage("building the nearest-neighbour index"))
-            replace_ann(
-                change,
-                AnnRequest.like(opened.manifest.ann),
-                progress_callback(on_event),
-            )
+            request = AnnRequest.like(opened.manifest.ann)
+            apply(change, Edit(opened.manifest.spec, ann=request), on_event, never)
             repaired += [RepairedFile(path, "the embeddings") for path in ann]
     settled |= {file.path for file in repaired}
     left = [each for each in problems if each.path not in settled]
@@ -227,7 +222,9 @@ def _restore_filter_tables(
 
 
 def _restore_offset(
-    index: CommittedIndex, entry: FileEntry, model: str | Path | None
+    index: CommittedIndex,
+    entry: FileEntry,
+    model: str | Path | None,
 ) -> str | None:
     """Write the values of the offset block again, and return the origin of the values;
     None if no origin has the committed checksum.
