@@ -13,7 +13,6 @@ import pyarrow.parquet as pq
 from storage_formats.atomic import (
     fsync_path,
     make_directories,
-    naming,
     replacing,
 )
 from storage_formats.errors import CorruptIndexError
@@ -31,7 +30,6 @@ from storage_formats.format.rows import (
 )
 from storage_formats.format.shard_table import FileEntry
 from storage_formats.format.source_columns import SourceColumn
-from storage_formats.system_calls import promised
 
 # two builds of the same plan have different times
 _LEFT_OUT = ("uri_raw", "content_hash", *TIMING_COLUMNS)
@@ -82,8 +80,7 @@ def write_filter_table(
                 waiting.clear()
     length, crc = crc32c_file(path)
     final = layout.filter_table(crc)
-    with naming(final), promised("rename", final):
-        path.replace(final)
+    path.replace(final)
     fsync_path(layout.filters)
     return FileEntry(layout.relative(final), length, crc)
 

@@ -209,8 +209,7 @@ class Manifest:
     Attributes:
         encoded_from: for each converted precision, the precisions from which its blocks
             were converted, in the order of the conversions.
-        shard_table: file entry of the shard table of the first segment.
-        further_tables: file entries of the shard tables of the other segments.
+        shard_tables: file entry of the shard table of each segment.
         columns: source columns of the rows table.
         row_maps: entries of the row maps, oldest first (SPEC.md section 12.1).
         edits: file entries of the edits, oldest first.
@@ -229,13 +228,12 @@ class Manifest:
     model: dict[str, Any]
     settings: dict[str, Any]
     plan: str
-    shard_table: FileEntry
+    shard_tables: tuple[FileEntry, ...]
     ann: Ann
     created_by: str
     format_version: str = FORMAT_VERSION
     encoded_from: dict[str, tuple[str, ...]] = field(default_factory=dict)
     snapshot: Snapshot = field(default_factory=Snapshot)
-    further_tables: tuple[FileEntry, ...] = ()
     columns: tuple[SourceColumn, ...] = ()
     row_maps: tuple[RowMap, ...] = ()
     edits: tuple[FileEntry, ...] = ()
@@ -314,11 +312,6 @@ class Manifest:
             ) from error
         return _parse(where, value)
 
-    @property
-    def shard_tables(self) -> tuple[FileEntry, ...]:
-        """The file entries of the shard tables, one per segment."""
-        return (self.shard_table, *self.further_tables)
-
     def to_json(self) -> dict[str, Any]:
         """Return the members of `index.json`. Members with default values are left
         out.
@@ -346,7 +339,7 @@ class Manifest:
             "model": self.model,
             "settings": self.settings,
             "plan": self.plan,
-            "shard_table": self.shard_table.to_json(),
+            "shard_table": self.shard_tables[0].to_json(),
             "ann": self.ann,
         }
         if spec.segments:
@@ -620,7 +613,10 @@ def _manifest(value: dict[str, Any]) -> Manifest:
         model=value["model"],
         settings=value["settings"],
         plan=value["plan"],
-        shard_table=FileEntry.from_json(value["shard_table"]),
+        shard_tables=tuple(
+            FileEntry.from_json(segment["shard_table"])
+            for segment in (value, *segments[1:])
+        ),
         ann=value["ann"],
         created_by=value["created_by"],
         format_version=value["format_version"],
@@ -636,9 +632,6 @@ def _manifest(value: dict[str, Any]) -> Manifest:
             deleted=None if deleted is None else FileEntry.from_json(deleted),
             deleted_rows=0 if deleted is None else deleted["rows"],
             oldest=oldest,
-        ),
-        further_tables=tuple(
-            FileEntry.from_json(segment["shard_table"]) for segment in segments[1:]
         ),
         columns=columns_from_json(value.get("columns", [])),
         row_maps=tuple(map(RowMap.from_json, value.get("row_maps", []))),
