@@ -85,8 +85,8 @@ _TEMPORARY = (
     "tokens/*/.zarr.json.*",
     "embeddings/.zarr.json.*",
     "hashes/.rows-*",
-    ".verified.bin.*",
 )
+_VERIFIED = ".verified.bin.*"
 LEAST_SNAPSHOTS = 32
 MOST_SNAPSHOTS = 64
 """Snapshots that an index keeps. The change that makes one more removes the oldest, so
@@ -274,7 +274,8 @@ class IndexChange(Change):
         oldest snapshots are removed if there are more than `MOST_SNAPSHOTS`.
 
         In this order: `index.json` is copied to `snapshots/`, `zarr.json` files get
-        shapes that grow, `index.json` is replaced, and files that nothing names go.
+        shapes that grow, `index.json` is replaced, `zarr.json` files get shapes that
+        shrink, and files that nothing names go.
 
         Args:
             manifest: manifest after the change. The snapshot number and the format
@@ -288,10 +289,10 @@ class IndexChange(Change):
         make_directories(kept.parent)
         write_bytes_atomic(kept, read_index_file(layout.root, layout.manifest))
         numbers = [*earlier_snapshots(layout, current), number]
-        # with the new snapshot, LEAST_SNAPSHOTS are left
-        dropped = numbers[: 1 - LEAST_SNAPSHOTS]
-        if len(numbers) < MOST_SNAPSHOTS:
-            dropped = []
+        dropped: list[int] = []
+        if len(numbers) >= MOST_SNAPSHOTS:
+            # with the new snapshot, LEAST_SNAPSHOTS are left
+            dropped = numbers[: 1 - LEAST_SNAPSHOTS]
         snapshot = replace(
             manifest.snapshot,
             number=number + 1,
@@ -465,6 +466,7 @@ def collect_garbage(
             earlier = _unfinished(layout)
         except CorruptIndexError:
             notify("discarding an unfinished change whose journal is damaged")
+            # its plan is unknown, so all of its files go
             earlier = Journal("unknown", {}, _digest(layout), plan={})
         change = IndexChange(layout, "gc", None)
         if earlier is not None:
@@ -560,7 +562,7 @@ def _unfinished(layout: Layout) -> Journal | None:
     change that was killed after it.
     """
     # all changes have a journal, but `verify` has none
-    patterns = _TEMPORARY if layout.journal.exists() else _TEMPORARY[-1:]
+    patterns = (*_TEMPORARY, _VERIFIED) if layout.journal.exists() else (_VERIFIED,)
     for path in (path for pattern in patterns for path in layout.root.glob(pattern)):
         # a killed process left it while it wrote a manifest or metadata
         path.unlink()

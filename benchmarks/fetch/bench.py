@@ -443,7 +443,7 @@ def measure(
         unused = calls[0]
     warm_up = np.random.default_rng(0).permutation(unused)[: min(_WARM_UP, len(buffer))]
     subject.fetch(warm_up, buffer[: len(warm_up)])
-    # the pages that the first one mapped could not be evicted
+    # pages that the subject of the warm-up mapped could not be evicted
     subject = kind(source, folder)
     subject.open()
     left = evict(files)

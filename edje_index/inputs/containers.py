@@ -175,7 +175,7 @@ def _named_damage(part: str) -> Iterator[None]:
         cause = error if isinstance(error, OSError) else error.__context__
         if isinstance(cause, OSError) and cause.errno is not None:
             raise cause from None
-        # of Arrow
+        # Arrow's error for too little memory is one of `_DAMAGE`, too
         if isinstance(error, MemoryError):
             raise
         detail = f"{part} is damaged: {error or type(error).__name__}"

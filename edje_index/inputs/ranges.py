@@ -399,8 +399,8 @@ class StreamWindow:
 
     @contextmanager
     def _turn(self, position: int) -> Iterator[None]:
-        """Hold a lock that the waiting thread with the lowest position gets first,
-        so that the stream goes forward.
+        """Hold a lock. Of the threads that wait for it, the one with the lowest
+        position gets it first, because the stream can only be read forward.
         """
         ticket = position, threading.get_ident()
         with self._changed:

@@ -27,7 +27,7 @@ CAPTION_COLUMNS = ("captions", "caption", "text")
 # of columns
 _CACHED_BYTES = 256 << 20
 _CACHED_FILTERS = 16
-# between two checks of the time limit
+# after each group of shards, the time limit is checked
 _SHARDS_AT_ONCE = 16
 
 

@@ -257,8 +257,8 @@ def trained_part(adapter: Adapter) -> nn.Module:
 
 
 def feature_fingerprint(info: BundleInfo, trained: AdapterConfig) -> str:
-    """Return the encoder fingerprint of indexes that the adapter `trained` of the
-    bundle `info` can be trained on.
+    """Return the encoder fingerprint of an index of features: of the vision tower of
+    the bundle `info` and what an adapter like `trained` reads of it.
     """
     features = trained.features(int(info.vision["num_patches"]))
     digest = hashlib.sha256(save(build_adapter(features).state_dict())).hexdigest()

@@ -154,6 +154,7 @@ class Edit:
         edits: lines to add to the edits of the index, see `Edits`.
         restored: hashes of deleted inputs that need not stay deleted.
         settings: settings after the change; None keeps them.
+        offset: offset block, if `spec` gets one or keeps it for new precisions.
         ann: nearest-neighbour index to build in place of the present one.
         earlier: manifest of an earlier snapshot, whose contents come back.
         failed_before: reasons of the inputs that `work` tries again. If the same number
@@ -170,12 +171,15 @@ class Edit:
     edits: pa.Table = field(default_factory=EDIT_SCHEMA.empty_table)
     restored: Collection[str] = ()
     settings: dict[str, Any] | None = None
+    offset: Offset | None = None
     ann: AnnRequest | None = None
     earlier: Manifest | None = None
     failed_before: Mapping[str, int] | None = None
 
     def begin(self, change: IndexChange) -> None:
-        """Do nothing: the directories are there."""
+        """Write the offset block."""
+        if self.offset is not None:
+            write_offset(change.layout, self.offset)
 
     def commit(
         self,
@@ -587,8 +591,14 @@ def _tables(
         unchanged = dict(tables)
     lines = receipt_lines(receipts)
     new = spec.shards_not_in(before.spec)
-    changed = [each for each in spec.used_segments if each not in unchanged]
-    if not all(new.issuperset(spec.segment_shards(segment)) for segment in changed):
+    needed = {
+        shard
+        for segment in spec.used_segments
+        if segment not in unchanged
+        for shard in spec.segment_shards(segment)
+    }
+    # shards that this change did not write stand in the present tables
+    if needed - new:
         dropped = tuple(
             f"{folder}/{name}/"
             for name in {*before.spec.precisions} - {*spec.precisions}

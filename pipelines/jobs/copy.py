@@ -467,7 +467,7 @@ def copy_index(
                 raise UsageError(lost, parameter="out")
 
             def checked(file: FileEntry) -> Path | bytes:
-                # compared with the checksum
+                # reading the pieces compares the file with its checksum
                 pieces = file_contents(opened, file)
                 if opened.remote is not None or file.path.endswith("zarr.json"):
                     return b"".join(pieces)

@@ -22,7 +22,6 @@ from storage_formats.format.layout import (
     padded_shard_bytes,
 )
 from storage_formats.format.manifest import CommittedIndex, Manifest
-from storage_formats.format.offset import write_offset
 from storage_formats.format.receipts import read_receipts
 from storage_formats.writing.conversion import (
     ConversionTask,
@@ -168,8 +167,6 @@ def conversion(
             )
     offset, block = choose_offset(index, read, missing)
     target = with_precisions(spec, after, block)
-    if offset is not None and block is not None:
-        write_offset(layout, offset)
     work = ShardWork(
         "converting",
         list(spec.shard_numbers()),
@@ -204,7 +201,12 @@ def conversion(
     what = f"converting {counted(len(left), 'shard')} to {', '.join(missing)}"
     check_free_disk(index.root, {"tokens": need}, what, parameter="to")
     chain = (*manifest.encoded_from.get(read, ()), read)
-    return Edit(target, work=work, encoded_from=dict.fromkeys(missing, chain))
+    return Edit(
+        target,
+        work=work,
+        offset=None if block is None else offset,
+        encoded_from=dict.fromkeys(missing, chain),
+    )
 
 
 def with_precisions(

@@ -168,13 +168,16 @@ class IndexSpec:
         """Return the numbers of the shards that have files here, but not in `other`,
         which has the same `shard_size`.
         """
-        shared = {*self.used_segments}.intersection(other.used_segments)
+        # most segments are in both, and an index may have 100,000 shards
+        shared = {*self.used_segments} & {*other.used_segments}
         own, others = (
-            {*itertools.chain.from_iterable(map(self.segment_shards, segments))}
-            for segments in (
-                shared.symmetric_difference(self.used_segments),
-                shared.symmetric_difference(other.used_segments),
-            )
+            {
+                shard
+                for segment in spec.used_segments
+                if segment not in shared
+                for shard in spec.segment_shards(segment)
+            }
+            for spec in (self, other)
         )
         return own - others
 
