@@ -54,7 +54,7 @@ from storage_formats.change import (
     now,
 )
 from storage_formats.errors import EdjeError, UsageError
-from storage_formats.format.edits import EDIT_SCHEMA
+from storage_formats.format.edits import EDIT_SCHEMA, read_edits
 from storage_formats.format.layout import IndexSpec, Layout
 from storage_formats.format.manifest import (
     Ann,
@@ -506,10 +506,13 @@ def edited(
             tombstones = tombstones.with_rows(list(edit.deleted))
         entry = write_tombstones(layout, tombstones) if len(tombstones) else None
         snapshot = replace(snapshot, deleted=entry, deleted_rows=len(tombstones))
-    edits = before.edits
-    if left_out or len(edit.edits) or edit.restored:
-        changed = index.edits.changed(edit.edits, edit.restored, left_out)
-        edits = changed.write(layout)
+    kept = before.edits
+    earlier = read_edits(layout.root, spec, ())
+    if left_out or edit.restored:
+        kept = ()
+        earlier = index.edits
+    changed = earlier.changed(edit.edits, edit.restored, left_out)
+    edits = changed.write(layout, spec, kept)
     row_maps = before.row_maps
     if edit.moved is not None:
         first_row = next_first_row(before, spec.shard_size)

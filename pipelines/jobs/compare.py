@@ -251,7 +251,7 @@ def compare_sources(
         database.execute(statement)
     columns = {column.name: column for column in index.manifest.columns}
     # as the sources gave the values
-    unedited = replace(index, manifest=replace(index.manifest, edits=None))
+    unedited = replace(index, manifest=replace(index.manifest, edits=()))
     rows = _load_rows(database, unedited, tuple(columns))
 
     def mark(row: _Row, state: int) -> None:
