@@ -19,12 +19,11 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import psutil
 
 from benchmarks.process import call_in_process
-from benchmarks.report import median_ratio
+from benchmarks.report import Report
 from pipelines.environment import environment
 from storage_formats.errors import EdjeError
 
@@ -45,7 +44,7 @@ def bench_build(
     repeats: int = 3,
     engines: Sequence[str] = ("inline", "ray"),
     device: str = "cpu",
-) -> dict[str, Any]:
+) -> Report:
     """Measure all runs on `images`, and return a report that compares each engine with
     the loop.
 
@@ -53,7 +52,7 @@ def bench_build(
         repeats: number of runs of the loop and of each engine.
         device: "cpu" or "cuda".
     """
-    runs: dict[str, list[dict[str, Any]]] = {"bare loop": []}
+    runs: dict[str, list[Report]] = {"bare loop": []}
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "images.jsonl"
         index = Path(folder) / "index"
@@ -85,25 +84,26 @@ def bench_build(
         "engines": list(engines),
     }
     summary = {}
-    # ratios and differences are of runs in the same round
     for name, of_name in runs.items():
-        cpu, memory = (
-            [[run[key] for run in each] for each in (of_name, runs["bare loop"])]
-            for key in ("cpu", "peak_pss")
-        )
-        stages = [run["stdout"]["stage_seconds"] for run in of_name]
-        median_stages = {
-            stage: statistics.median(run[stage] for run in stages)
-            for stage in stages[0]
+        # ratios and differences are of runs in the same round
+        rounds = list(zip(of_name, runs["bare loop"], strict=True))
+        stages = {
+            stage: statistics.median(
+                run["stdout"]["stage_seconds"][stage] for run in of_name
+            )
+            for stage in of_name[0]["stdout"]["stage_seconds"]
         }
         summary[name] = {
-            "wall": statistics.median(run["wall"] for run in of_name),
-            "cpu": statistics.median(cpu[0]),
-            "peak_pss": statistics.median(memory[0]),
-            "cpu_ratio": median_ratio(*cpu),
-            "extra_pss": statistics.median(a - b for a, b in zip(*memory, strict=True)),
-            "stage_seconds": median_stages,
-            "model_images_per_second": len(images) / median_stages["encode"],
+            **{
+                key: statistics.median(run[key] for run in of_name)
+                for key in ("wall", "cpu", "peak_pss")
+            },
+            "cpu_ratio": statistics.median(a["cpu"] / b["cpu"] for a, b in rounds),
+            "extra_pss": statistics.median(
+                a["peak_pss"] - b["peak_pss"] for a, b in rounds
+            ),
+            "stage_seconds": stages,
+            "model_images_per_second": len(images) / stages["encode"],
         }
     return {
         "environment": environment(),
@@ -113,7 +113,7 @@ def bench_build(
     }
 
 
-def report_lines(report: dict[str, Any]) -> Iterator[str]:
+def report_lines(report: Report) -> Iterator[str]:
     """Yield the lines of the report as text."""
     for name, row in report["summary"].items():
         yield (
@@ -130,7 +130,7 @@ def report_lines(report: dict[str, Any]) -> Iterator[str]:
         )
 
 
-def bare_loop(image_list: str, model: str, device: str) -> dict[str, Any]:
+def bare_loop(image_list: str, model: str, device: str) -> Report:
     """Do the minimum work of a build: decode and preprocess every image in the list,
     and run the model.
 
@@ -146,18 +146,19 @@ def bare_loop(image_list: str, model: str, device: str) -> dict[str, Any]:
     paths = [
         json.loads(line)["path"] for line in Path(image_list).read_text().splitlines()
     ]
+    batch = encoder.new_batch(size)
     count = 0
     decode_seconds = 0.0
     model_seconds = 0.0
     for start in range(0, len(paths), size):
         started = time.perf_counter()
-        pixels = []
-        for path in paths[start : start + size]:
+        part = paths[start : start + size]
+        for place, path in enumerate(part):
             with Image.open(path) as image:
-                pixels.append(encoder.preprocess(image.convert("RGB")))
-        batch = encoder.batch(pixels, size)
+                encoder.preprocess(image.convert("RGB"), batch[place])
         loaded = time.perf_counter()
-        count += len(encoder.encode(batch)[0][: len(pixels)])
+        encoder.encode(batch[: len(part)])
+        count += len(part)
         decode_seconds += loaded - started
         model_seconds += time.perf_counter() - loaded
     return {
@@ -166,7 +167,7 @@ def bare_loop(image_list: str, model: str, device: str) -> dict[str, Any]:
     }
 
 
-def measure(*command: str) -> dict[str, Any]:
+def measure(*command: str) -> Report:
     """Run a command that prints a JSON object, and return the cost of the command and
     its descendants.
 

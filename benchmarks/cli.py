@@ -13,6 +13,7 @@ from typing import Any
 
 import click
 
+from benchmarks.report import Report
 from pipelines.cli.options import (
     FILE,
     PATH,
@@ -24,7 +25,7 @@ from pipelines.cli.options import (
     score_option,
     stored_precisions_option,
 )
-from pipelines.cli.output import note
+from pipelines.cli.output import note, wants_json
 from storage_formats.extras import name_missing_extra
 from storage_formats.format.layout import SHARD_SIZE, IndexSpec
 
@@ -47,13 +48,12 @@ _report_option = click.option(
 
 
 def _finish(
-    report: dict[str, Any],
+    report: Report,
     lines: Sequence[str],
-    as_json: bool,
     folder: Path | None = None,
     name: str = "",
 ) -> None:
-    """Print a report, as one JSON object if `as_json` is True. Also write it to
+    """Print a report, as one JSON object with --json. Also write it to
     `folder`, if that is given.
     """
     if folder is not None:
@@ -63,7 +63,7 @@ def _finish(
         write_report(folder, "\n".join(lines) + "\n", report, dated)
         note(f"wrote {folder / dated}.md and .json")
     # in the order of the measurements
-    text = json.dumps(report, default=str) if as_json else "\n".join(lines)
+    text = json.dumps(report, default=str) if wants_json() else "\n".join(lines)
     click.echo(text)
 
 
@@ -82,9 +82,7 @@ def bench() -> None:
 @click.option("--rows", type=POSITIVE, required=True, help="Number of rows.")
 @stored_precisions_option
 @json_option
-def make_synthetic_command(
-    out: Path, rows: int, precisions: tuple[str, ...], as_json: bool
-) -> None:
+def make_synthetic_command(out: Path, rows: int, precisions: tuple[str, ...]) -> None:
     """Write an index of random blocks to OUT for benchmarks. A block has 64 tokens of
     width 384, as in the EDJE paper.
 
@@ -103,7 +101,7 @@ def make_synthetic_command(
     )
     make_synthetic(out, spec)
     report = {"index": str(out), "rows": rows, "shards": spec.shards}
-    _finish(report, [f"{rows} rows in {spec.shards} shards"], as_json)
+    _finish(report, [f"{rows} rows in {spec.shards} shards"])
 
 
 @bench.command("fetch")
@@ -142,9 +140,7 @@ def make_synthetic_command(
 )
 @_report_option
 @json_option
-def fetch_command(
-    index: Path, report: Path | None, as_json: bool, **options: Any
-) -> None:
+def fetch_command(index: Path, report: Path | None, **options: Any) -> None:
     """Measure how fast blocks of INDEX are fetched, and compare the rate with the disk
     and with other libraries. Linux only.
 
@@ -172,13 +168,13 @@ def fetch_command(
         report.mkdir(parents=True, exist_ok=True)
         with name_missing_extra("bench"):
             draw(result["rows"], report / picture)
-    _finish(result, list(report_lines(result, picture)), as_json, report, "fetch")
+    _finish(result, list(report_lines(result, picture)), report, "fetch")
 
 
 @bench.command("quantize")
 @json_option
-def quantize_command(as_json: bool) -> None:
-    """Measure the speed of codecs, without and with an offset, and of torch for fp8.
+def quantize_command() -> None:
+    """Measure the speed of codecs, without and with an offset.
 
     Rates are in GB/s of bfloat16 tokens. The task "gather" decodes random records in
     the page cache.
@@ -190,7 +186,7 @@ def quantize_command(as_json: bool) -> None:
     from benchmarks.quantize import bench_quantize, report_lines
 
     report = bench_quantize()
-    _finish(report, list(report_lines(report)), as_json)
+    _finish(report, list(report_lines(report)))
 
 
 @bench.command("build")
@@ -214,9 +210,7 @@ def quantize_command(as_json: bool) -> None:
     help="Device that runs the model.",
 )
 @json_option
-def build_command(
-    photos: Path, model: Path, images: int, device: str, as_json: bool
-) -> None:
+def build_command(photos: Path, model: Path, images: int, device: str) -> None:
     """Compare the cost of `edje-index build` with a loop that only decodes and encodes
     images. Linux only.
 
@@ -238,7 +232,7 @@ def build_command(
         )
     used = list(itertools.islice(itertools.cycle(paths), images))
     report = bench_build(used, model, device=device)
-    _finish(report, list(report_lines(report)), as_json)
+    _finish(report, list(report_lines(report)))
 
 
 @bench.command("rerank")
@@ -247,7 +241,7 @@ def build_command(
     type=_EXISTING,
     help=(
         "Directory of the model bundle.  [default: random weights with the sizes of"
-        " MiniLM-L6 and MiniLM-L12]"
+        " MiniLM-L12]"
     ),
 )
 @click.option(
@@ -283,7 +277,7 @@ def build_command(
 )
 @dtype_option
 @json_option
-def rerank_command(as_json: bool, **options: Any) -> None:
+def rerank_command(**options: Any) -> None:
     """Measure the joint encoder in pairs per second, and the duration of each stage of
     a query.
 
@@ -296,7 +290,7 @@ def rerank_command(as_json: bool, **options: Any) -> None:
     from benchmarks.rerank import bench_rerank, report_lines
 
     report = bench_rerank(**options)
-    _finish(report, list(report_lines(report)), as_json)
+    _finish(report, list(report_lines(report)))
 
 
 @bench.command("serve")
@@ -320,7 +314,7 @@ def rerank_command(as_json: bool, **options: Any) -> None:
 @_report_option
 @json_option
 def serve_command(
-    index: Path, queries: Path, report: Path | None, as_json: bool, **options: Any
+    index: Path, queries: Path, report: Path | None, **options: Any
 ) -> None:
     """Measure the latency of `edje-index serve` under increasing load.
 
@@ -340,7 +334,7 @@ def serve_command(
     from edje_index.search.query import read_queries
 
     result = bench_serve(index, read_queries(queries), note, **options)
-    _finish(result, list(report_lines(result)), as_json, report, "serve")
+    _finish(result, list(report_lines(result)), report, "serve")
 
 
 @bench.command("end-to-end")
@@ -363,7 +357,7 @@ def serve_command(
 @_report_option
 @json_option
 def end_to_end_command(
-    index: Path, captions: Path, report: Path | None, as_json: bool, **options: Any
+    index: Path, captions: Path, report: Path | None, **options: Any
 ) -> None:
     """Compare whole search systems on the same images: recall, latency, memory and
     bytes per image.
@@ -383,7 +377,7 @@ def end_to_end_command(
     from benchmarks.end_to_end import bench_end_to_end, report_lines
 
     result = bench_end_to_end(index, captions, say=note, **options)
-    _finish(result, list(report_lines(result)), as_json, report, "end-to-end")
+    _finish(result, list(report_lines(result)), report, "end-to-end")
 
 
 @bench.command("paper")
@@ -418,7 +412,6 @@ def paper_command(
     experiments: tuple[str, ...],
     listing: bool,
     model: str | None,
-    as_json: bool,
     **options: Any,
 ) -> int:
     """Repeat the tables and figures of the EDJE paper, and compare the results with the
@@ -445,6 +438,7 @@ def paper_command(
         report_lines,
         run_experiments,
     )
+    from benchmarks.paper.study import Study
     from pipelines.jobs.hub import find_model
 
     names = tuple(EXPERIMENTS) if experiments == ("all",) else experiments
@@ -461,21 +455,17 @@ def paper_command(
         _finish(
             {"experiments": list(EXPERIMENTS)},
             [f"{name:16} {each.title}" for name, each in EXPERIMENTS.items()],
-            as_json,
         )
         return 0
-    reports = run_experiments(
-        names,
-        lambda line: click.echo(line, err=not listing),
-        listing=listing,
-        **options,
+    study = Study(
+        say=lambda line: click.echo(line, err=not listing), listing=listing, **options
     )
+    reports = run_experiments(names, study)
     if listing:
         return 0
     _finish(
         reports,
         [line for report in reports.values() for line in (*report_lines(report), "")],
-        as_json,
     )
     return (
         1 if all(report["state"] == "needs data" for report in reports.values()) else 0

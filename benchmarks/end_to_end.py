@@ -17,17 +17,17 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from torch import Tensor
 from torch.nn import functional
 
 from benchmarks.disk import evict, peak_memory
 from benchmarks.fetch.peers import PEERS, StoredRecords, Subject, installed_version
 from benchmarks.process import call_in_process
-from benchmarks.report import Say, machine
+from benchmarks.report import Report, Say, machine
 from edje_index.captions.matching import NAME_COLUMNS, match_items
 from edje_index.captions.reading import read_captions
 from edje_index.evaluation.report import table
@@ -38,6 +38,7 @@ from edje_index.search.late_interaction_search import LateInteractionSearch, max
 from edje_index.search.token_index import TokenIndex
 from pipelines.environment import environment
 from pipelines.jobs.ann import add_ann
+from storage_formats.arrays import Floats, Ints
 from storage_formats.codecs import BF16
 from storage_formats.errors import EdjeError, UsageError
 from storage_formats.format.manifest import CommittedIndex, Manifest
@@ -53,7 +54,6 @@ _PRECISIONS = ("bf16", "fp8", "nvfp4", "sign1")
 _CHUNK = 256
 # searches before the timed ones
 _WARM_UP = 3
-Floats = NDArray[np.float32]
 
 
 def bench_end_to_end(
@@ -65,7 +65,7 @@ def bench_end_to_end(
     images: Path | None = None,
     model: Path | None = None,
     queries: int = 200,
-) -> dict[str, Any]:
+) -> Report:
     """Build every system from the same vectors, search with each, and return the
     report. Linux only.
 
@@ -104,7 +104,7 @@ def bench_end_to_end(
         results = []
         for number, (name, system) in enumerate(SYSTEMS.items(), 1):
             say(f"measuring {name}, {number} of {len(SYSTEMS)}")
-            result: dict[str, Any] = {
+            result: Report = {
                 "name": name,
                 "settings": system.settings,
                 "runs": [],
@@ -150,8 +150,8 @@ def bench_end_to_end(
 
 
 def figures(
-    searched: dict[str, Any], collection: Collection, exact: Sequence[Sequence[int]]
-) -> dict[str, Any]:
+    searched: Report, collection: Collection, exact: Sequence[Sequence[int]]
+) -> Report:
     """Return the recall in percent, the latency, and the memory of one run.
 
     `searched` is the result of `search_system`. `exact` has the positions of the exact
@@ -212,7 +212,7 @@ _COLUMNS = (
 _MILLISECONDS = ("of_exact", "p50_ms", "p95_ms", "cold_p50_ms", "cold_p95_ms")
 
 
-def report_lines(report: dict[str, Any]) -> Iterator[str]:
+def report_lines(report: Report) -> Iterator[str]:
     """Yield the lines of the report in Markdown."""
     collection = report["collection"]
     m, d = collection["block_shape"]
@@ -276,7 +276,7 @@ class Collection:
 
     index: Path
     queries: list[VectorQuery]
-    row_ids: NDArray[np.int64]
+    row_ids: Ints
 
     @classmethod
     def open(cls, folder: Path) -> Collection:
@@ -354,7 +354,7 @@ def write_collection(
     (folder / "queries.pickle").write_bytes(pickle.dumps((kept, row_ids)))
 
 
-def _unit(vectors: torch.Tensor, joint: JointScorer) -> Floats:
+def _unit(vectors: Tensor, joint: JointScorer) -> Floats:
     unit: Floats = functional.normalize(
         vectors.cpu() - joint.mean_word_vector.cpu(), dim=-1
     ).numpy()
@@ -443,7 +443,7 @@ def search_system(
     files: Sequence[str],
     k: int,
     pool: int,
-) -> dict[str, Any]:
+) -> Report:
     """Search for every query, first cold, then warm.
 
     Return the hits, the milliseconds of each search in both passes, and the peak memory

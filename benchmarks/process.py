@@ -11,6 +11,7 @@ import sys
 from importlib import import_module
 from typing import Any
 
+from benchmarks.report import Report
 from storage_formats.errors import EdjeError
 
 
@@ -54,7 +55,7 @@ def call_in_process(
     return json.loads(done.stdout)
 
 
-def run_command(*arguments: object) -> dict[str, Any]:
+def run_command(*arguments: object) -> Report:
     """Run `edje-index ARGUMENTS --json`, and return the object that it prints.
 
     Raises:
@@ -66,7 +67,7 @@ def run_command(*arguments: object) -> dict[str, Any]:
         raise EdjeError(
             f"edje-index {arguments[0]} ended with exit code {done.returncode}"
         )
-    report: dict[str, Any] = json.loads(done.stdout)
+    report: Report = json.loads(done.stdout)
     return report
 
 

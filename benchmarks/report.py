@@ -1,25 +1,17 @@
-"""What the reports of all benchmarks share: median ratios, and the machine."""
+"""What the reports of all benchmarks share."""
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
+Report: TypeAlias = dict[str, Any]
+"""A report, or a part of it, as a JSON object."""
 Say: TypeAlias = Callable[[str], None]
 """Receives one line of text after each measurement."""
 
 
-def median_ratio(numerators: Iterable[float], denominators: Iterable[float]) -> float:
-    """Return the median of the ratios of paired measurements, which were made right
-    after each other.
-    """
-    return statistics.median(
-        a / b for a, b in zip(numerators, denominators, strict=True)
-    )
-
-
-def machine(environment: dict[str, Any]) -> str:
+def machine(environment: Report) -> str:
     """Return one sentence about the machine and the versions of the libraries."""
     versions = ", ".join(
         f"{name} {version}" for name, version in environment["versions"].items()

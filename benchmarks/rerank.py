@@ -9,15 +9,13 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
 
+from benchmarks.report import Report
 from edje_index.bundles.bundle import ModelBundle
 from edje_index.bundles.random_bundle import untrained_joint_encoder
 from edje_index.models.devices import resolve_device, resolve_dtype, threads_kept
-from edje_index.models.joint_encoder import JointEncoder
 from edje_index.scoring.weights import BUNDLE_SCORE
 from edje_index.search.token_index import TokenIndex
 from pipelines.environment import environment
@@ -29,9 +27,15 @@ CAPTION = "a brown dog runs over wet sand towards a red ball near the sea"
 """13 common words: 16 tokens with [CLS] and both [SEP], 80 with the 64 tokens of an
 image.
 """
-MINILM_LAYERS = {"MiniLM-L6-H384": 6, "MiniLM-L12-H384": 12}
 _BLOCK_SHAPE = (64, 384)
-_VOCABULARY = 16000
+# of MiniLM-L12-H384
+_SIZES = {
+    "words": 16000,
+    "width": 384,
+    "intermediate": 1536,
+    "layers": 12,
+    "heads": 12,
+}
 _QUERY_STAGES = {
     "text": ("text_tower",),
     "nearest": ("nearest",),
@@ -52,8 +56,8 @@ def bench_rerank(
     repeats: int = 5,
     device: str = "auto",
     dtype: str = "float32",
-) -> dict[str, Any]:
-    """Return pairs per second of each joint encoder, and milliseconds of each query
+) -> Report:
+    """Return pairs per second of the joint encoder, and milliseconds of each query
     stage.
 
     The arguments are options of `edje-index bench rerank`.
@@ -65,70 +69,48 @@ def bench_rerank(
         )
     torch_device = resolve_device(device)
     torch_dtype = resolve_dtype(dtype, torch_device)
-    encoders: dict[str, tuple[JointEncoder, tuple[int, int]]] = {}
+    block_shape = _BLOCK_SHAPE
     if model is None:
-        width = _BLOCK_SHAPE[1]
-        for name, layers in MINILM_LAYERS.items():
-            sizes = {
-                "words": _VOCABULARY,
-                "width": width,
-                "intermediate": 4 * width,
-                "layers": layers,
-                "heads": 12,
-            }
-            encoders[name] = (
-                untrained_joint_encoder(width, **sizes).to(torch_device),
-                _BLOCK_SHAPE,
-            )
+        joint = untrained_joint_encoder(_BLOCK_SHAPE[1], **_SIZES).to(torch_device)
     else:
         bundle = ModelBundle.load(model, device=str(torch_device), verify=False)
-        config = bundle.joint.config
-        name = (
-            f"{model.name}: {config.num_hidden_layers} layers, width"
-            f" {config.hidden_size}"
-        )
-        encoders[name] = bundle.joint, bundle.block_shape
-    models: dict[str, Any] = {}
-    rng = np.random.default_rng(0)
-    for name, (joint, block_shape) in encoders.items():
-        joint.compute_dtype = torch_dtype
-        scorer = joint.scorer()
-        rates = dict[str, list[float]]()
-        for count, batch in itertools.product(
-            threads or sorted({1, usable_cpus()}), batch_sizes
-        ):
-            blocks = torch.from_numpy(
-                rng.standard_normal((batch, *block_shape), dtype=np.float32)
-            ).to(torch.bfloat16)
-            seconds = []
-            with threads_kept():
-                torch.set_num_threads(count)
-                # the first run is the warm-up
-                for _ in range(1 + repeats):
-                    started = time.perf_counter()
-                    # includes tokenisation and copies to the device
-                    scorer.score([CAPTION] * batch, blocks)
-                    seconds.append(time.perf_counter() - started)
-            rates[f"batch {batch}, {count} threads"] = [
-                batch / each for each in seconds[1:]
-            ]
-        medians = {
-            setting: statistics.median(values) for setting, values in rates.items()
-        }
-        models[name] = {
+        joint = bundle.joint
+        block_shape = bundle.block_shape
+    joint.compute_dtype = torch_dtype
+    scorer = joint.scorer()
+    rates = dict[str, list[float]]()
+    for count, batch in itertools.product(
+        threads or sorted({1, usable_cpus()}), batch_sizes
+    ):
+        blocks = torch.randn(batch, *block_shape).to(torch.bfloat16)
+        seconds = []
+        with threads_kept():
+            torch.set_num_threads(count)
+            # the first run is the warm-up
+            for _ in range(1 + repeats):
+                started = time.perf_counter()
+                # includes tokenisation and copies to the device
+                scorer.score([CAPTION] * batch, blocks)
+                seconds.append(time.perf_counter() - started)
+        rates[f"batch {batch}, {count} threads"] = [
+            batch / each for each in seconds[1:]
+        ]
+    config = joint.config
+    report: Report = {
+        "environment": environment(),
+        "device": str(torch_device),
+        "dtype": str(torch_dtype).removeprefix("torch."),
+        "joint_encoder": {
+            "model": "random weights" if model is None else model.name,
+            "layers": config.num_hidden_layers,
+            "width": config.hidden_size,
             "parameters": sum(parameter.numel() for parameter in joint.parameters()),
             "tokens_per_pair": (
                 joint.tokenizer.inputs([CAPTION], block_shape[0]).input_ids.shape[1]
             ),
             "pairs_per_s": rates,
-            "median": medians,
-            "best": max(medians, key=lambda setting: medians[setting]),
-        }
-    report: dict[str, Any] = {
-        "environment": environment(),
-        "device": str(torch_device),
-        "dtype": str(torch_dtype).removeprefix("torch."),
-        "joint_encoders": models,
+            "median": {name: statistics.median(runs) for name, runs in rates.items()},
+        },
     }
     if index is not None:
         if Manifest.load(index).ann.get("kind") == "none":
@@ -138,39 +120,36 @@ def bench_rerank(
             )
         opened = TokenIndex.open(index, model, score=score, device=device, dtype=dtype)
         runs = [opened.search(CAPTION, pool, pool) for _ in range(repeats + 1)]
-        medians = {
-            name: (
-                1e3
-                * statistics.median(
-                    sum(hits.stages.get(part, 0.0) for part in parts)
-                    for hits in runs[1:]
-                )
-            )
-            for name, parts in _QUERY_STAGES.items()
-            if any(part in runs[0].stages for part in parts)
-        }
+        milliseconds = {}
+        for name, parts in _QUERY_STAGES.items():
+            seconds = [
+                sum(hits.stages.get(part, 0.0) for part in parts) for hits in runs[1:]
+            ]
+            if any(seconds):
+                milliseconds[name] = 1e3 * statistics.median(seconds)
         report["query"] = {
             "index": str(index),
             "precision": opened.precision,
             "score": score,
             "pool": len(runs[0]),
-            "ms": medians,
-            "total_ms": sum(medians.values()),
+            "ms": milliseconds,
+            "total_ms": sum(milliseconds.values()),
         }
     return report
 
 
-def report_lines(report: dict[str, Any]) -> Iterator[str]:
+def report_lines(report: Report) -> Iterator[str]:
     """Yield the lines of the report as text."""
-    for name, rates in report["joint_encoders"].items():
-        yield (
-            f"{name}, {rates['tokens_per_pair']} tokens per pair, {report['device']},"
-            f" {report['dtype']}"
-        )
-        yield from (
-            f"  {setting:24} {rate:10.1f} pairs/s"
-            for setting, rate in rates["median"].items()
-        )
+    joint = report["joint_encoder"]
+    yield (
+        f"{joint['model']}: {joint['layers']} layers, width {joint['width']},"
+        f" {joint['tokens_per_pair']} tokens per pair, {report['device']},"
+        f" {report['dtype']}"
+    )
+    yield from (
+        f"  {setting:24} {rate:10.1f} pairs/s"
+        for setting, rate in joint["median"].items()
+    )
     if "query" in report:
         query = report["query"]
         stages = ", ".join(f"{name} {value:.2f}" for name, value in query["ms"].items())

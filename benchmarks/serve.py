@@ -17,13 +17,13 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import httpx
 import numpy as np
 
 from benchmarks.disk import peak_memory
-from benchmarks.report import Say, machine
+from benchmarks.report import Report, Say, machine
 from edje_index.evaluation.report import table
 from pipelines.environment import environment
 from storage_formats.codecs import finest
@@ -56,7 +56,7 @@ class Exchange(NamedTuple):
 
     seconds: float
     status: str
-    timing: dict[str, Any] | None
+    timing: Report | None
 
 
 def bench_serve(
@@ -67,7 +67,7 @@ def bench_serve(
     model: Path | None = None,
     pools: Sequence[int] = (100,),
     seconds: float = 20.0,
-) -> dict[str, Any]:
+) -> Report:
     """Measure every pool, and return the report. Linux only.
 
     The other arguments are options of `edje-index bench serve`. After the last of
@@ -82,7 +82,7 @@ def bench_serve(
         "pools": pools,
         "seconds": seconds,
     }
-    report: dict[str, Any] = {
+    report: Report = {
         "environment": environment(),
         "settings": settings,
         "workloads": [],
@@ -113,7 +113,7 @@ def bench_serve(
                     }
                     for each in queries
                 ]
-                loads = list[dict[str, Any]]()
+                loads = list[Report]()
                 offered = _LOWEST
                 while not loads or keeps_up(loads[-1], loads[0]):
                     draw = random.Random(0)
@@ -150,9 +150,7 @@ def bench_serve(
     return report
 
 
-async def _send(
-    client: httpx.AsyncClient, body: dict[str, Any], planned: float
-) -> Exchange:
+async def _send(client: httpx.AsyncClient, body: Report, planned: float) -> Exchange:
     """Send one search now, and wait for its response."""
     status = ""
     timing = None
@@ -168,7 +166,7 @@ async def _send(
 
 
 async def open_loop(
-    url: str, bodies: Sequence[dict[str, Any]], times: Sequence[float]
+    url: str, bodies: Sequence[Report], times: Sequence[float]
 ) -> list[Exchange]:
     """Send one search at each time in `times`, in seconds from now. Return the
     exchanges in the order of `times`.
@@ -189,7 +187,7 @@ async def open_loop(
         return list(await asyncio.gather(*sent))
 
 
-def summary(exchanges: Sequence[Exchange], seconds: float) -> dict[str, Any]:
+def summary(exchanges: Sequence[Exchange], seconds: float) -> Report:
     """Return the rate and share of answered requests, quantiles of the latency, and
     medians of the stages.
 
@@ -223,7 +221,7 @@ def summary(exchanges: Sequence[Exchange], seconds: float) -> dict[str, Any]:
     }
 
 
-def keeps_up(load: dict[str, Any], lowest: dict[str, Any]) -> bool:
+def keeps_up(load: Report, lowest: Report) -> bool:
     """Return whether nearly all requests of a load are answered, with a p95 that is not
     much higher than at the lowest load.
     """
@@ -234,7 +232,7 @@ def keeps_up(load: dict[str, Any], lowest: dict[str, Any]) -> bool:
     )
 
 
-def knee(loads: Sequence[dict[str, Any]]) -> float:
+def knee(loads: Sequence[Report]) -> float:
     """Return the knee: the highest offered load before the first load that the service
     does not keep up with.
     """
@@ -242,7 +240,7 @@ def knee(loads: Sequence[dict[str, Any]]) -> float:
     return max((load["offered_per_s"] for load in kept), default=0.0)
 
 
-def _cells(load: dict[str, Any]) -> tuple[str, ...]:
+def _cells(load: Report) -> tuple[str, ...]:
     batch = "-" if load["batch"] is None else f"{load['batch']:.1f}"
     return (
         f"{load['offered_per_s']:.2f}",
@@ -264,7 +262,7 @@ machine sends searches over HTTP. Both share the processors.
 - Memory: peak resident memory of the service."""
 
 
-def report_lines(report: dict[str, Any]) -> Iterator[str]:
+def report_lines(report: Report) -> Iterator[str]:
     """Yield the lines of the report in Markdown."""
     settings = report["settings"]
     yield f"# Service under load, {report['environment']['date']}\n"

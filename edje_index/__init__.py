@@ -93,13 +93,13 @@ _NAMES = {
     "storage_formats.writing.index_writer": "IndexWriter",
 }
 JOBS = {
-    "pipelines.jobs.add_rows": "add_images append_index update_index",
     "pipelines.jobs.ann": "add_ann",
-    "pipelines.jobs.build": "BuildResult build_index",
-    "pipelines.jobs.copy": "CopyResult compact_index copy_index",
+    "pipelines.jobs.build": (
+        "BuildResult add_images append_index build_index update_index"
+    ),
+    "pipelines.jobs.copy": "CopyResult compact_index copy_index merge_indexes",
     "pipelines.jobs.edit": "set_columns",
     "pipelines.jobs.hub": "copy_model",
-    "pipelines.jobs.merge": "merge_indexes",
     "pipelines.jobs.quantize": "QuantizeResult quantize_index",
     "pipelines.jobs.repair": "RepairResult repair_index",
     "pipelines.jobs.snapshots": "DeleteResult delete_rows",

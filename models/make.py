@@ -40,7 +40,6 @@ from edje_index.bundles.shipped_model import (
     PACKING_FILE,
     TENSORS_FILE,
     TEXT_TOWER,
-    Array,
     base_tensor,
     base_towers,
     write_weights,
@@ -48,6 +47,7 @@ from edje_index.bundles.shipped_model import (
 from edje_index.captions.reading import check_apart, read_captions
 from edje_index.models.filesystem import new_folder, write_json
 from models.embedding import TOWER_WEIGHTS, pair_features, start_model, train_heads
+from storage_formats.arrays import Array
 
 WEIGHT_FILES = (VISION_WEIGHTS, ADAPTER_WEIGHTS, JOINT_WEIGHTS)
 RAW_ELEMENTS = 1 << 17

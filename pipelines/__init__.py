@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING, Any
 import edje_index
 
 if TYPE_CHECKING:
-    from pipelines.jobs.add_rows import add_images as add_images
-    from pipelines.jobs.add_rows import append_index as append_index
-    from pipelines.jobs.add_rows import update_index as update_index
     from pipelines.jobs.ann import add_ann as add_ann
     from pipelines.jobs.build import BuildResult as BuildResult
+    from pipelines.jobs.build import add_images as add_images
+    from pipelines.jobs.build import append_index as append_index
     from pipelines.jobs.build import build_index as build_index
+    from pipelines.jobs.build import update_index as update_index
     from pipelines.jobs.copy import CopyResult as CopyResult
     from pipelines.jobs.copy import compact_index as compact_index
     from pipelines.jobs.copy import copy_index as copy_index
+    from pipelines.jobs.copy import merge_indexes as merge_indexes
     from pipelines.jobs.edit import set_columns as set_columns
     from pipelines.jobs.hub import copy_model as copy_model
-    from pipelines.jobs.merge import merge_indexes as merge_indexes
     from pipelines.jobs.quantize import QuantizeResult as QuantizeResult
     from pipelines.jobs.quantize import quantize_index as quantize_index
     from pipelines.jobs.repair import RepairResult as RepairResult

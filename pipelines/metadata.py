@@ -46,7 +46,11 @@ class Ignored(dict[str, int]):
         super().__init__()
         self._lock = threading.Lock()
 
-    def count(self, key: str, entries: int = 1) -> None:
+    def count(
+        self,
+        key: str,
+        entries: int = 1,
+    ) -> None:
         """Count entries under `key`, or under "(other)" if the key is unusual."""
         with self._lock:
             if key not in self and (
@@ -128,7 +132,11 @@ def sidecar_values(
     return source_values(values, ignored)
 
 
-def metadata_columns(schema: Any, input_column: str, ignored: Ignored) -> list[str]:
+def metadata_columns(
+    schema: Any,
+    input_column: str,
+    ignored: Ignored,
+) -> list[str]:
     """Return the names of the columns with metadata: all columns except `input_column`
     and unusable columns.
 
@@ -175,7 +183,10 @@ def features_of(schema: Any) -> dict[str, dict[str, Any]]:
 
 
 def parquet_rows(
-    file: Any, names: list[str], rows: int, leaves: list[str] | None = None
+    file: Any,
+    names: list[str],
+    rows: int,
+    leaves: list[str] | None = None,
 ) -> Iterator[tuple[Any, ...]]:
     """Yield the values of the columns `names` of each row of an open Parquet file, as
     Python objects.

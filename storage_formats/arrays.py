@@ -1,9 +1,9 @@
-"""Arrays of numbers that callers pass in."""
+"""Names of the types of arrays, and the checks of arrays that callers pass in."""
 
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import Any, TypeAlias
 
 import ml_dtypes
 import numpy as np
@@ -11,8 +11,13 @@ from numpy.typing import NDArray
 
 from storage_formats.errors import UsageError
 
+Array: TypeAlias = NDArray[Any]
+Floats: TypeAlias = NDArray[np.float32]
+Ints: TypeAlias = NDArray[np.int64]
+Bools: TypeAlias = NDArray[np.bool_]
 
-def as_array(values: Any) -> NDArray[Any]:
+
+def as_array(values: Any) -> Array:
     """Return `values` as an array. A PyTorch tensor may be on any device, and of type
     bfloat16, which NumPy alone refuses.
     """
@@ -21,13 +26,13 @@ def as_array(values: Any) -> NDArray[Any]:
         return np.asarray(values)
     values = values.detach().cpu()
     if values.dtype == torch.bfloat16:
-        bits: NDArray[Any] = values.contiguous().view(torch.int16).numpy()
+        bits: Array = values.contiguous().view(torch.int16).numpy()
         return bits.view(ml_dtypes.bfloat16)
-    array: NDArray[Any] = values.numpy()
+    array: Array = values.numpy()
     return array
 
 
-def as_finite(values: Any, name: str) -> NDArray[np.float32]:
+def as_finite(values: Any, name: str) -> Floats:
     """Return `values` as a float32 array. A value that is NaN or infinite is refused,
     because no row could be compared with it.
     """

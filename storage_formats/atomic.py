@@ -11,9 +11,12 @@ import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeAlias
 
 from storage_formats.system_calls import MissingCallError, promised
+
+Json: TypeAlias = dict[str, Any]
+"""A JSON object."""
 
 
 @contextlib.contextmanager

@@ -69,6 +69,7 @@ DATA_FILE = re.compile(
     r"|manifest/deleted-\w+\.bin"
     r"|manifest/row-map-\w+\.parquet"
     r"|manifest/edits-\w+\.parquet"
+    r"|filters/(rows-\w+|new)\.parquet"
     r"|ann/index(-\w+)?\.faiss"
 )
 _TEMPORARY = (
@@ -77,14 +78,15 @@ _TEMPORARY = (
     "manifest/.deleted-*",
     "manifest/.row-map-*",
     "manifest/.edits-*",
+    "filters/.new*",
     "snapshots/.*.json.*",
     "ann/index.faiss.partial",
     "tokens/.zarr.json.*",
     "tokens/*/.zarr.json.*",
     "embeddings/.zarr.json.*",
     "hashes/.rows-*",
-    ".verified.bin.*",
 )
+_VERIFIED = ".verified.bin.*"
 LEAST_SNAPSHOTS = 32
 MOST_SNAPSHOTS = 64
 """Snapshots that an index keeps. The change that makes one more removes the oldest, so
@@ -148,11 +150,11 @@ def read_journal(root: str | Path) -> Journal | None:
         ValueError,
         RecursionError,
     ) as error:
-        raise cannot_read(
-            f"{layout.journal}, which names the unfinished change",
-            error,
-            _discard_advice(layout),
-        ) from error
+        advice, remedy = _how_to_discard(layout)
+        what = f"{layout.journal}, which names the unfinished change"
+        problem = cannot_read(what, error, advice)
+        problem.remedy = remedy
+        raise problem from error
 
 
 def is_unfinished(root: str | Path) -> Journal | None:
@@ -272,7 +274,8 @@ class IndexChange(Change):
         oldest snapshots are removed if there are more than `MOST_SNAPSHOTS`.
 
         In this order: `index.json` is copied to `snapshots/`, `zarr.json` files get
-        shapes that grow, `index.json` is replaced, and files that nothing names go.
+        shapes that grow, `index.json` is replaced, `zarr.json` files get shapes that
+        shrink, and files that nothing names go.
 
         Args:
             manifest: manifest after the change. The snapshot number and the format
@@ -286,10 +289,10 @@ class IndexChange(Change):
         make_directories(kept.parent)
         write_bytes_atomic(kept, read_index_file(layout.root, layout.manifest))
         numbers = [*earlier_snapshots(layout, current), number]
-        # with the new snapshot, LEAST_SNAPSHOTS are left
-        dropped = numbers[: 1 - LEAST_SNAPSHOTS]
-        if len(numbers) < MOST_SNAPSHOTS:
-            dropped = []
+        dropped: list[int] = []
+        if len(numbers) >= MOST_SNAPSHOTS:
+            # with the new snapshot, LEAST_SNAPSHOTS are left
+            dropped = numbers[: 1 - LEAST_SNAPSHOTS]
         snapshot = replace(
             manifest.snapshot,
             number=number + 1,
@@ -463,6 +466,7 @@ def collect_garbage(
             earlier = _unfinished(layout)
         except CorruptIndexError:
             notify("discarding an unfinished change whose journal is damaged")
+            # its plan is unknown, so all of its files go
             earlier = Journal("unknown", {}, _digest(layout), plan={})
         change = IndexChange(layout, "gc", None)
         if earlier is not None:
@@ -511,10 +515,12 @@ def _running(change: Change, earlier: Journal | None) -> Iterator[None]:
     layout = change.layout
     if earlier is not None and not change.is_same(earlier):
         if _has_work(layout, earlier):
+            advice, remedy = _how_to_discard(layout)
             raise UnfinishedChangeError(
                 f"'{earlier.kind}' of {layout.root} has not finished"
-                f" ({_finished(layout)}); run the same 'edje-index {earlier.kind}'"
-                f" again to finish it, or {_discard_advice(layout)}"
+                f" ({_finished(layout)}); run the same '{earlier.kind}' again to finish"
+                f" it, or {advice}",
+                remedy=remedy,
             )
         change._remove_files()
         earlier = None
@@ -533,8 +539,8 @@ def _running(change: Change, earlier: Journal | None) -> Iterator[None]:
             raise
         raise EdjeError(
             f"the change is committed, but something failed afterwards ({error});"
-            " the next change of the index does what is left, for example"
-            f" 'edje-index gc {layout.root}'"
+            " the next change of the index does what is left",
+            remedy="discard",
         ) from error
     finally:
         change._close()
@@ -556,7 +562,7 @@ def _unfinished(layout: Layout) -> Journal | None:
     change that was killed after it.
     """
     # all changes have a journal, but `verify` has none
-    patterns = _TEMPORARY if layout.journal.exists() else _TEMPORARY[-1:]
+    patterns = (*_TEMPORARY, _VERIFIED) if layout.journal.exists() else (_VERIFIED,)
     for path in (path for pattern in patterns for path in layout.root.glob(pattern)):
         # a killed process left it while it wrote a manifest or metadata
         path.unlink()
@@ -591,7 +597,7 @@ def _drop_snapshots(layout: Layout, numbers: Sequence[int]) -> None:
                 return
     unnamed = [
         path
-        for folder in (layout.root / "manifest", layout.ann)
+        for folder in layout.own_folders()
         for path in folder.glob("*")
         if layout.relative(path) not in named
         and DATA_FILE.fullmatch(layout.relative(path))
@@ -632,13 +638,11 @@ def _finished(layout: Layout) -> str:
     return f"{shards:,} finished shard{'' if shards == 1 else 's'}"
 
 
-def _discard_advice(layout: Layout) -> str:
+def _how_to_discard(layout: Layout) -> tuple[str, str | None]:
+    """Return what to do to discard a change, and the remedy of the error."""
     if layout.manifest.exists():
-        return (
-            f"discard it with 'edje-index gc {layout.root}', which keeps the committed"
-            " rows"
-        )
-    return f"delete {layout.root}"
+        return "discard it", "discard"
+    return f"delete {layout.root}", None
 
 
 def _digest(layout: Layout) -> str | None:
@@ -850,7 +854,7 @@ def remove_unnamed_files(
     own = {file.path for manifest in manifests for file in manifest.own_files}
     written = [
         path
-        for folder in (layout.root / "manifest", layout.ann)
+        for folder in layout.own_folders()
         for path in sorted(folder.glob("*"))
         if layout.relative(path) not in own
     ]

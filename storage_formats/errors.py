@@ -19,7 +19,8 @@ class EdjeError(Exception):
             the message.
         remedy: what to do, a word that a program can handle: "verify" means that
             `verify_index` lists all damage, "ann" that `add_ann` builds what is
-            missing. None if the message says what to do. The command line adds the
+            missing, "discard" that `remove_snapshots` discards a change. None if the
+            message says what to do. The command line adds the
             matching command to the message.
 
     Examples:

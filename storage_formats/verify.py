@@ -387,7 +387,7 @@ def _check_own_files(index: CommittedIndex, *, checks_all: bool) -> Iterator[Pro
             check_row_map(index, row_map)
         except CorruptIndexError as error:
             yield Problem(row_map.file.path, "row-map", str(error))
-    for entry in manifest.offset_files:
+    for entry in (*manifest.offset_files, *filter(None, manifest.filter_tables)):
         if problem := _check_file(index, entry):
             yield problem
     for entry in manifest.ann_files:

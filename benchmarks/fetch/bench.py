@@ -27,14 +27,14 @@ from benchmarks.fetch.peers import (
     PEERS,
     READER,
     SUBJECTS,
-    Ids,
     StoredRecords,
     Subject,
     installed_version,
 )
 from benchmarks.process import call_in_process
-from benchmarks.report import Say
+from benchmarks.report import Report, Say
 from pipelines.environment import available_memory, environment
+from storage_formats.arrays import Ints
 from storage_formats.codecs import Records, codec, finest
 from storage_formats.errors import EdjeError, UsageError
 from storage_formats.format.manifest import Manifest
@@ -75,7 +75,7 @@ _READ_AT_LEAST = 0.9
 _RUN_SECONDS = 2.0
 _GIGABYTE_SECONDS = 1.0
 
-Run: TypeAlias = dict[str, Any]
+Run: TypeAlias = Report
 """One run in one state of the page cache, see `measure`."""
 
 
@@ -124,7 +124,7 @@ def bench_fetch(
     repeats: int = 5,
     quick: bool = False,
     paper: bool = False,
-) -> dict[str, Any]:
+) -> Report:
     """Run the benchmark and return the report.
 
     The other arguments are options of `edje-index bench fetch`. Of stored precisions
@@ -443,7 +443,7 @@ def measure(
         unused = calls[0]
     warm_up = np.random.default_rng(0).permutation(unused)[: min(_WARM_UP, len(buffer))]
     subject.fetch(warm_up, buffer[: len(warm_up)])
-    # the pages that the first one mapped could not be evicted
+    # pages that the subject of the warm-up mapped could not be evicted
     subject = kind(source, folder)
     subject.open()
     left = evict(files)
@@ -473,7 +473,7 @@ def measure(
     return {"cold": cold, "warm": _timed(subject, calls, buffer)}
 
 
-def _timed(subject: Subject, calls: Sequence[Ids], buffer: Records) -> Run:
+def _timed(subject: Subject, calls: Sequence[Ints], buffer: Records) -> Run:
     seconds: list[float] = []
     records = buffer
     read_before = bytes_read()
@@ -498,7 +498,7 @@ def _timed(subject: Subject, calls: Sequence[Ids], buffer: Records) -> Run:
     }
 
 
-def draw_calls(workload: Workload, rows: int, seed: int) -> Sequence[Ids]:
+def draw_calls(workload: Workload, rows: int, seed: int) -> Sequence[Ints]:
     """Draw the rows of each call. A row is given by its position among all `rows` rows.
 
     Equal seeds give equal rows for all subjects. No row is drawn twice, so that a cold
@@ -526,7 +526,7 @@ def summaries(
     index: str,
     record_bytes: dict[str, int],
     versions: dict[str, str | None],
-) -> list[dict[str, Any]]:
+) -> list[Report]:
     """Return one row for each precision, workload, subject and state of the page cache,
     with medians over the valid runs.
 
@@ -534,34 +534,30 @@ def summaries(
     the repeats in which both are valid, or None. Rows without a valid run have no
     rates. Rates count stored bytes, not decoded bytes.
     """
+    groups = dict[tuple[str, Workload, str, str], dict[int, Run]]()
+    for task, states in runs.items():
+        for state, run in states.items():
+            key = (task.precision, task.workload, task.subject, state)
+            groups.setdefault(key, {})[task.repeat] = run
     rows = []
-    for first, state in ((task, state) for task in runs for state in runs[task]):
-        if first.repeat:
-            continue
-        of_row = {}
-        of_reader = {}
-        for task, states in runs.items():
-            if task[:2] == first[:2] and state in states:
-                if task.subject == first.subject:
-                    of_row[task.repeat] = states[state]
-                if task.subject == READER:
-                    of_reader[task.repeat] = states[state]
+    for (precision, workload, subject, state), of_row in groups.items():
+        of_reader = groups[precision, workload, READER, state]
         valid = {key: run for key, run in of_row.items() if not run["discarded"]}
-        size = record_bytes[first.precision]
-        row: dict[str, Any] = {
-            "precision": first.precision,
+        size = record_bytes[precision]
+        is_device = subject == FIO
+        command = command_line(index, Task(precision, workload, subject, 0))
+        row: Report = {
+            "precision": precision,
             "record_bytes": size,
-            "workload": first.workload._asdict(),
-            "title": first.workload.title,
-            "subject": first.subject,
-            "version": versions[first.subject],
+            "workload": workload._asdict(),
+            "title": workload.title,
+            "subject": subject,
+            "version": versions[subject],
             "setting": (
-                " ".join(_FIO_OPTIONS)
-                if first.subject == FIO
-                else SUBJECTS[first.subject].setting
+                " ".join(_FIO_OPTIONS) if is_device else SUBJECTS[subject].setting
             ),
             "cache": state,
-            "command": of_row[0].get("command") or command_line(index, first),
+            "command": of_row[0].get("command", command),
             "runs": len(valid),
             "discarded": [run["discarded"] for run in of_row.values()],
         }

@@ -13,12 +13,13 @@ from collections.abc import Iterator, Mapping
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
 
+from benchmarks.report import Report
 from edje_index import __version__
+from storage_formats.arrays import Ints
 from storage_formats.codecs import BF16, Records, fill_record
 from storage_formats.format.layout import Layout
 from storage_formats.format.manifest import CommittedIndex
@@ -26,8 +27,6 @@ from storage_formats.format.offset import open_codec
 from storage_formats.format.tombstones import live_rows
 from storage_formats.threads import default_threads
 from storage_formats.token_store import TokenStore
-
-Ids: TypeAlias = NDArray[np.int64]
 
 _TENSORSTORE_REQUESTS = 128
 # Lance rejects larger result arrays of fixed-size binaries
@@ -52,7 +51,7 @@ class StoredRecords:
         self.codec = open_codec(index, precision)
         self.record_bytes = self.codec.record_bytes
         self.rows = min(rows, self.spec.rows)
-        row_ids: Ids = live_rows(index)
+        row_ids: Ints = live_rows(index)
         self.row_ids = row_ids[row_ids < self.rows]
         self.array_path = Layout(root).token_array(precision)
 
@@ -91,7 +90,7 @@ class StoredRecords:
                 ).reshape(count, self.record_bytes)
             yield first, records
 
-    def read(self, ids: Ids) -> Records:
+    def read(self, ids: Ints) -> Records:
         """Return the records of `ids`. Each record is read with one file read."""
         out = np.empty((len(ids), self.record_bytes), dtype=np.uint8)
         for row, (shard, position) in enumerate(
@@ -151,12 +150,12 @@ class Subject(ABC):
         """
 
     @abstractmethod
-    def fetch(self, ids: Ids, out: Records) -> Records:
+    def fetch(self, ids: Ints, out: Records) -> Records:
         """Fetch the rows `ids`, in this order. Return `out` or a new array, uint8
         [k, output_bytes].
         """
 
-    def expected(self, ids: Ids) -> Records:
+    def expected(self, ids: Ints) -> Records:
         """Return the correct result of `fetch`, computed with plain file reads."""
         return self.source.read(ids)
 
@@ -173,13 +172,13 @@ class EdjeReader(Subject):
     def open(self) -> None:
         self._store = TokenStore.open(self.source.root, self.source.precision)
 
-    def fetch(self, ids: Ids, out: Records) -> Records:
+    def fetch(self, ids: Ints, out: Records) -> Records:
         self._store.fetch(
             ids, out.view(BF16).reshape(len(ids), *self._store.block_shape)
         )
         return out
 
-    def expected(self, ids: Ids) -> Records:
+    def expected(self, ids: Ints) -> Records:
         return (
             self.source.codec.decode(self.source.read(ids))
             .view(np.uint8)
@@ -207,7 +206,7 @@ class Memmap(Subject):
             self.folder / "records.bin", dtype=np.uint8, mode="r", shape=shape
         )
 
-    def fetch(self, ids: Ids, out: Records) -> Records:
+    def fetch(self, ids: Ints, out: Records) -> Records:
         # mode="raise" would copy twice
         return np.take(self._mapped, ids, axis=0, out=out, mode="clip")
 
@@ -229,9 +228,7 @@ class TensorStore(Subject):
             "file_io_concurrency": _TENSORSTORE_REQUESTS,
             "data_copy_concurrency": default_threads(),
         }
-        context: dict[str, Any] = {
-            name: {"limit": limit} for name, limit in limits.items()
-        }
+        context: Report = {name: {"limit": limit} for name, limit in limits.items()}
         self._array = self._ts.open(
             {
                 "driver": "zarr3",
@@ -245,7 +242,7 @@ class TensorStore(Subject):
             recheck_cached_data=False,
         ).result()
 
-    def fetch(self, ids: Ids, out: Records) -> Records:
+    def fetch(self, ids: Ints, out: Records) -> Records:
         view = out.view(self._array.dtype.numpy_dtype).reshape(
             len(ids), *self._array.shape[1:]
         )
@@ -268,7 +265,7 @@ class ZarrPython(Subject):
             zarr.config.set({"codec_pipeline.path": f"{path}.FusedCodecPipeline"})
         self._array = zarr.open_array(str(self.source.array_path), mode="r")
 
-    def fetch(self, ids: Ids, out: Records) -> Records:
+    def fetch(self, ids: Ints, out: Records) -> Records:
         order = np.argsort(ids)
         records = np.ascontiguousarray(self._array.oindex[ids[order]])
         out[order] = records.view(np.uint8).reshape(len(ids), -1)
@@ -308,7 +305,7 @@ class Lance(Subject):
             f"file+uring://{(self.folder / 'records.lance').resolve()}"
         )
 
-    def fetch(self, ids: Ids, out: Records) -> Records:
+    def fetch(self, ids: Ints, out: Records) -> Records:
         size = self.source.record_bytes
         filled = 0
         for start in range(0, len(ids), _ARROW_BYTES // size):
@@ -348,7 +345,7 @@ class Lmdb(Subject):
             str(self.folder), readonly=True, lock=False, readahead=False
         )
 
-    def fetch(self, ids: Ids, out: Records) -> Records:
+    def fetch(self, ids: Ints, out: Records) -> Records:
         with self._opened.begin(buffers=True) as transaction:
             for position, row in enumerate(ids.tolist()):
                 out[position] = np.frombuffer(
@@ -374,7 +371,7 @@ class Hdf5(Subject):
     def open(self) -> None:
         self._file = import_module("h5py").File(self.folder / "records.h5", "r")
 
-    def fetch(self, ids: Ids, out: Records) -> Records:
+    def fetch(self, ids: Ints, out: Records) -> Records:
         order = np.argsort(ids)
         for start in range(0, len(ids), _HDF5_SELECTION):
             positions = order[start : start + _HDF5_SELECTION]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -17,10 +16,9 @@ from benchmarks.fetch.bench import (
     Workload,
 )
 from benchmarks.fetch.peers import READER
-from benchmarks.report import machine
+from benchmarks.report import Report, machine
 from edje_index.evaluation.report import table
 
-Row = dict[str, Any]
 # below this ratio to the reader, a row is called faster
 _FASTER = 0.95
 _BAR = 40
@@ -54,7 +52,7 @@ that a change of the disk's speed affects all of them.
   blocks of later calls into the page cache."""
 
 
-def report_lines(report: dict[str, Any], picture: str | None = None) -> Iterator[str]:
+def report_lines(report: Report, picture: str | None = None) -> Iterator[str]:
     """Yield the lines of the report in Markdown. `picture` is the name of the file that
     `draw` wrote.
     """
@@ -115,7 +113,7 @@ def report_lines(report: dict[str, Any], picture: str | None = None) -> Iterator
     yield f"\n## Method\n\n{_METHOD}"
 
 
-def verdict(rows: list[Row]) -> Iterator[str]:
+def verdict(rows: list[Report]) -> Iterator[str]:
     """Yield sentences that say what the disk delivers, and which library is faster."""
     feeds = []
     for precision, title in _large(rows).items():
@@ -153,7 +151,7 @@ def verdict(rows: list[Row]) -> Iterator[str]:
             )
 
 
-def bars(rows: list[Row]) -> Iterator[str]:
+def bars(rows: list[Report]) -> Iterator[str]:
     """Yield a bar chart of cold random fetches, as text."""
     for precision, title in _large(rows).items():
         yield f"{precision}: {title}, cold, GB/s"
@@ -164,7 +162,7 @@ def bars(rows: list[Row]) -> Iterator[str]:
             yield f"  {row['subject']:12} {'█' * length} {row['gb_per_s'][0]:.2f}"
 
 
-def summary_tables(rows: list[Row]) -> dict[str, list[str]]:
+def summary_tables(rows: list[Report]) -> dict[str, list[str]]:
     """Return tables of rates, by title: cold random fetches at all precisions, and for
     each precision all workloads that were compared with other libraries.
     """
@@ -195,7 +193,7 @@ def summary_tables(rows: list[Row]) -> dict[str, list[str]]:
     return texts
 
 
-def draw(rows: list[Row], path: Path) -> None:
+def draw(rows: list[Report], path: Path) -> None:
     """Draw throughput by blocks per call, latency of queries, and ratios to other
     libraries, as a picture at `path`.
     """
@@ -258,11 +256,11 @@ def draw(rows: list[Row], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def _select(rows: list[Row], **values: object) -> list[Row]:
+def _select(rows: list[Report], **values: object) -> list[Report]:
     return [row for row in rows if all(row[key] == values[key] for key in values)]
 
 
-def _large(rows: list[Row]) -> dict[str, str]:
+def _large(rows: list[Report]) -> dict[str, str]:
     """Return the title of the large random workload of each precision."""
     titles = dict[str, str]()
     for row in rows:
@@ -270,16 +268,16 @@ def _large(rows: list[Row]) -> dict[str, str]:
     return titles
 
 
-def _rate_and_ratio(row: Row) -> str:
+def _rate_and_ratio(row: Report) -> str:
     text = f"{row['gb_per_s'][0]:.2f} ({row['ratio']:.2f})"
     return f"**{text}**" if _is_faster(row) else text
 
 
-def _is_faster(row: Row) -> bool:
+def _is_faster(row: Report) -> bool:
     return row["subject"] != FIO and bool(row["ratio"] < _FASTER)
 
 
-def _device_cells(row: Row) -> list[str]:
+def _device_cells(row: Report) -> list[str]:
     size = row["record_bytes"]
     order = "random"
     if row["workload"]["is_contiguous"]:
@@ -297,7 +295,7 @@ def _device_cells(row: Row) -> list[str]:
     ]
 
 
-def _cells(row: Row) -> list[str]:
+def _cells(row: Report) -> list[str]:
     name = f"{row['subject']}, {row['version']}"
     if not row["runs"]:
         return [name, row["cache"], "every run was discarded", *[""] * 5]

@@ -25,7 +25,7 @@ from benchmarks.paper.study import (
     Study,
     Variant,
 )
-from benchmarks.report import Say
+from benchmarks.report import Report
 from edje_index.evaluation.recall import Estimate
 from edje_index.evaluation.report import scatter_plot, table
 from storage_formats.atomic import write_bytes_atomic
@@ -63,41 +63,22 @@ class Experiment:
     notes: Sequence[str] = ()
 
 
-def run_experiments(
-    names: Sequence[str],
-    say: Say,
-    *,
-    data: Path,
-    out: Path,
-    config: Path | None = None,
-    listing: bool = False,
-    model: Path | None = None,
-) -> dict[str, dict[str, Any]]:
-    """Run experiments and write their tables to `out`. Return the tables by name.
-    See `Study` for the arguments.
+def run_experiments(names: Sequence[str], study: Study) -> dict[str, Report]:
+    """Run experiments and write their tables to the folder of the study. Return the
+    tables by name.
     """
-    # commands are compared with those of earlier runs
-    study = Study(
-        data.absolute(),
-        out.absolute(),
-        say,
-        config and config.absolute(),
-        listing,
-        model and model.absolute(),
-    )
     reports = {name: measured(EXPERIMENTS[name], study) for name in names}
-    if not listing:
+    if not study.listing:
         for name, report in reports.items():
-            write_bytes_atomic(
-                out / f"{name}.md", "\n".join([*report_lines(report), ""]).encode()
-            )
+            text = "\n".join([*report_lines(report), ""])
+            write_bytes_atomic(study.out / f"{name}.md", text.encode())
         if "prior-art" in reports:
             figure = prior_art_figure(reports["prior-art"]["rows"])
-            write_bytes_atomic(out / FIGURE, figure.encode())
+            write_bytes_atomic(study.out / FIGURE, figure.encode())
     return reports
 
 
-def measured(experiment: Experiment, study: Study) -> dict[str, Any]:
+def measured(experiment: Experiment, study: Study) -> Report:
     """Measure all rows of an experiment.
 
     Returns:
@@ -150,7 +131,7 @@ def measured(experiment: Experiment, study: Study) -> dict[str, Any]:
     }
 
 
-def report_lines(report: dict[str, Any]) -> Iterator[str]:
+def report_lines(report: Report) -> Iterator[str]:
     """Yield the lines of a table in Markdown."""
     yield (
         f"## {report['title']}\n\n{report['source']}. Each cell: measured value"
@@ -184,7 +165,7 @@ def report_lines(report: dict[str, Any]) -> Iterator[str]:
     )
 
 
-def prior_art_figure(rows: Sequence[dict[str, Any]]) -> str:
+def prior_art_figure(rows: Sequence[Report]) -> str:
     """Return an SVG image of the recall over the milliseconds of each row. Published
     values are circles, and measured values are discs.
     """
@@ -228,7 +209,7 @@ _COMPRESSED = Variant()
 
 
 def _recall(
-    results: Sequence[dict[str, Any]],
+    results: Sequence[Report],
     column: str,
     pool: int | None = POOL,
     precision: str = "bf16",
@@ -283,7 +264,7 @@ def _prior_art(study: Study, variant: Variant) -> Values:
     recalls = _r1(study, variant)
     bundle = study.trained(variant)
     tokens, width = _block_shape(study, variant)
-    scored = next(iter(_rerank(study, bundle).get("joint_encoders", {}).values()), None)
+    scored = _rerank(study, bundle).get("joint_encoder")
     vision = _vision_milliseconds(study, bundle)
     # commands are only listed
     if scored is None:
@@ -387,7 +368,7 @@ def _query_times(study: Study, variant: Variant) -> Values:
     ]
 
 
-def _rerank(study: Study, bundle: Path, *options: object) -> dict[str, Any]:
+def _rerank(study: Study, bundle: Path, *options: object) -> Report:
     command = f"bench rerank --batch-size {_BATCH} --threads {usable_cpus()} --model"
     return study.command("rerank", *command.split(), bundle, *options)[1]
 

@@ -22,10 +22,9 @@ import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from benchmarks.process import run_command
-from benchmarks.report import Say
+from benchmarks.report import Report, Say
 from edje_index.captions.reading import read_captions
 from storage_formats.atomic import write_bytes_atomic
 from storage_formats.errors import EdjeError, UsageError
@@ -107,6 +106,12 @@ class Study:
     model: Path | None = None
     _listed: set[str] = field(default_factory=set)
 
+    def __post_init__(self) -> None:
+        # commands are compared with those of earlier runs
+        for name in ("data", "out", "config", "model"):
+            path = getattr(self, name)
+            setattr(self, name, path and path.absolute())
+
     @property
     def folder(self) -> Path:
         """Directory with the folder of each step."""
@@ -166,7 +171,7 @@ class Study:
             )
         return path
 
-    def command(self, name: str, *arguments: object) -> tuple[Path, dict[str, Any]]:
+    def command(self, name: str, *arguments: object) -> tuple[Path, Report]:
         """Run `edje-index ARGUMENTS --json`, unless an earlier run had the same
         arguments.
 
@@ -182,7 +187,7 @@ class Study:
         digest = hashlib.sha256(json.dumps([name, portable]).encode()).hexdigest()
         folder = self.folder / f"{name}-{digest[:12]}"
         stored = folder / "report.json"
-        report: dict[str, Any] = {}
+        report: Report = {}
         if stored.exists():
             report = json.loads(stored.read_bytes())
             return folder, report
@@ -224,7 +229,7 @@ class Study:
         else:
             command += ["--preset", "paper-finetune", "--init", self.trained(variant)]
         command += ["--model", self.tower(variant.tower), "--out", f"{OUT}/model"]
-        chosen: dict[str, Any] = {}
+        chosen: Report = {}
         if self.config is not None:
             command += ["--config", self.config]
             try:
@@ -271,7 +276,7 @@ class Study:
 
     def build(
         self, bundle: Path, part: str, *, full: bool = False
-    ) -> tuple[Path, dict[str, Any]]:
+    ) -> tuple[Path, Report]:
         """Index the images of a part of the data, of all splits if `full` is True.
         Return the index and its report.
         """
@@ -307,7 +312,7 @@ class Study:
         *options: str,
         full: bool = False,
         score: str = "logit",
-    ) -> list[dict[str, Any]]:
+    ) -> list[Report]:
         """Evaluate a bundle on the test images of a benchmark. The images are indexed
         first.
 
@@ -326,7 +331,5 @@ class Study:
         command += [word for pool in pools for word in ("--pool", pool)]
         command += ["--split", split] if split else []
         command += ["--score", score, *options, *(["--full"] if full else [])]
-        results: list[dict[str, Any]] = self.command("eval", *command)[1].get(
-            "results", []
-        )
+        results: list[Report] = self.command("eval", *command)[1].get("results", [])
         return results

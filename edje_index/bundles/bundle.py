@@ -60,6 +60,7 @@ from edje_index.models.weights import (
 from edje_index.scoring.parts import PooledSimilarity, Scorer
 from edje_index.scoring.weights import DirectionWeights, check_parts
 from storage_formats.arguments import repr_of
+from storage_formats.atomic import Json
 from storage_formats.format.offset import Offset
 
 if TYPE_CHECKING:
@@ -244,9 +245,7 @@ class ModelBundle:
             save_weights(self.adapter, staging / ADAPTER_WEIGHTS)
             joint_folder.mkdir()
             state = distinct_tensors(self.joint)
-            joint: dict[str, Any] = {
-                "text_embed_dim": self.joint.text_projection.out_features
-            }
+            joint: Json = {"text_embed_dim": self.joint.text_projection.out_features}
             if self.joint.tokenizer.canonical:
                 joint["canonical_captions"] = True
             if self.pooled is not None:

@@ -9,12 +9,13 @@ that its configuration or its model card names.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from edje_index.bundles.bundle import ModelBundle
 from edje_index.bundles.info import BundleInfo
@@ -57,6 +58,7 @@ from edje_index.models.weights import (
     read_weights_files,
 )
 from edje_index.scoring.weights import DirectionWeights, ScoreWeights
+from storage_formats.atomic import Json
 from storage_formats.remote.urls import hub_kind
 
 # The names on the model card of the authors, for models that name nothing else.
@@ -112,9 +114,7 @@ class PublishedModel:
     adapter: Adapter
     joint: JointEncoder
 
-    def score(
-        self, captions: str | Sequence[str], tokens: torch.Tensor
-    ) -> torch.Tensor:
+    def score(self, captions: str | Sequence[str], tokens: Tensor) -> Tensor:
         """Return matching logits, float32 [b].
 
         Args:
@@ -138,7 +138,7 @@ class _Checkpoint:
     source: Source
     files: list[Path]
     state: State
-    config: Mapping[str, Any]
+    config: Json
     origins: dict[str, str] = field(default_factory=dict)
 
     def towers(self) -> State:
@@ -283,7 +283,7 @@ def _unknown_layout(source: Source, state: State, missing: Sequence[str]) -> str
 
 def _published_model(
     read: _Checkpoint,
-    language: tuple[Path, Path | dict[str, Any]],
+    language: tuple[Path, Path | Json],
     heads: int,
     eps: float,
 ) -> PublishedModel:
@@ -355,7 +355,7 @@ def _published_model(
     return PublishedModel(adapter.requires_grad_(False), joint)
 
 
-def _need(label: str, weights: State, name: str) -> torch.Tensor:
+def _need(label: str, weights: State, name: str) -> Tensor:
     if name not in weights:
         raise ModelError(
             f"{label} is not a checkpoint of the published training code: it lacks the"
@@ -366,7 +366,7 @@ def _need(label: str, weights: State, name: str) -> torch.Tensor:
 
 def _language(
     read: _Checkpoint, tokenizer_dir: str | Path | None, say: Say
-) -> tuple[Path, Path | dict[str, Any]]:
+) -> tuple[Path, Path | Json]:
     """Find the directory with the tokenizer of the joint encoder, and the BERT
     configuration: a file, or its content.
     """
@@ -383,9 +383,7 @@ def _language(
     config_origin = f"config.json of {source.label}"
     # The configuration of the whole model may contain that of the language model.
     configs = [source.config(), *source.config().values()]
-    bert: Path | dict[str, Any] | None = next(
-        (each for each in configs if _is_bert(each)), None
-    )
+    bert: Path | Json | None = next((each for each in configs if _is_bert(each)), None)
     if tokenizer is not None:
         file = tokenizer / "config.json"
         if tokenizer_dir is not None or (

@@ -23,12 +23,13 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from edje_index.errors import BundleNotFoundError, ModelError, NotABundleError
 from edje_index.models.safety import check_bundle_folder
 from edje_index.scoring.weights import DirectionWeights, ScoreWeights
 from storage_formats.arguments import as_path, repr_of
+from storage_formats.atomic import Json
 from storage_formats.format.index_files import open_regular
 from storage_formats.format.offset import Offset, check_offset
 
@@ -96,15 +97,15 @@ class BundleInfo:
     """
 
     path: Path
-    vision: Mapping[str, Any]
-    adapter: Mapping[str, Any]
-    joint: Mapping[str, Any]
+    vision: Json
+    adapter: Json
+    joint: Json
     score: DirectionWeights
     trained: bool
     notes: str
     pool: int | None = None
     origins: Mapping[str, str] = field(default_factory=dict)
-    files: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    files: Mapping[str, Json] = field(default_factory=dict)
     fingerprint: str = ""
     encoder_fingerprint: str = ""
 
@@ -179,7 +180,7 @@ class BundleInfo:
             int(self.files[name]["bytes"]) for name in (VISION_WEIGHTS, ADAPTER_WEIGHTS)
         )
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         """Return the content of ``bundle.json``."""
         content = {
             entry.name: getattr(self, entry.name)
@@ -304,9 +305,7 @@ def read_bundle_info(path: str | Path) -> BundleInfo:
     return info
 
 
-def encoder_fingerprint(
-    adapter: Mapping[str, Any], files: Mapping[str, Mapping[str, Any]]
-) -> str:
+def encoder_fingerprint(adapter: Json, files: Mapping[str, Json]) -> str:
     """Return the SHA-256 of everything that affects the stored tokens and
     embeddings: the fields of a `BundleInfo`.
     """
@@ -401,8 +400,8 @@ def matching_bundle(
 
 
 def _joint_and_score_of_version_1(
-    joint: Mapping[str, Any],
-) -> tuple[dict[str, Any], DirectionWeights]:
+    joint: Json,
+) -> tuple[Json, DirectionWeights]:
     """Convert the entry ``joint`` of version 1, which release 0.1 wrote, to the entries
     ``joint`` and ``score``.
 
@@ -427,7 +426,7 @@ def _joint_and_score_of_version_1(
     )
 
 
-def _stored_fingerprint(content: Mapping[str, Any]) -> str:
+def _stored_fingerprint(content: Json) -> str:
     """Compute the fingerprint of the bundle that `content`, read from a
     `bundle.json`, describes.
     """
@@ -445,10 +444,10 @@ def _stored_fingerprint(content: Mapping[str, Any]) -> str:
 
 
 def _fingerprint(
-    adapter: Mapping[str, Any],
-    joint: Mapping[str, Any],
-    files: Mapping[str, Mapping[str, Any]],
-    score: Mapping[str, Any] | None = None,
+    adapter: Json,
+    joint: Json,
+    files: Mapping[str, Json],
+    score: Json | None = None,
 ) -> str:
     """Compute the SHA-256 of the configurations, the file hashes and the score
     weights.

@@ -22,6 +22,7 @@ from typing import Any
 
 from edje_index.errors import HubUnreachableError, ModelError
 from edje_index.models.safety import read_configuration
+from storage_formats.atomic import Json
 from storage_formats.errors import EdjeError
 from storage_formats.extras import name_missing_extra
 from storage_formats.remote.urls import HUB_CREDENTIALS, hub_address, hub_kind
@@ -85,7 +86,7 @@ class Source:
                     )
         return [self.folder / name for name in sorted(shards) or files]
 
-    def config(self, name: str = "config.json") -> dict[str, Any]:
+    def config(self, name: str = "config.json") -> Json:
         """Return the content of a JSON file; empty if there is no such file."""
         return read_configuration(self.folder / name) if name in self.names else {}
 

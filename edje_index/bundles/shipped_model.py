@@ -25,7 +25,6 @@ import tempfile
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from safetensors.numpy import load, load_file, save_file
@@ -39,13 +38,14 @@ from edje_index.bundles.info import (
 )
 from edje_index.errors import ModelError
 from edje_index.models.filesystem import new_folder
+from storage_formats.arrays import Array
+from storage_formats.atomic import Json
 
 SHIPPED_MODEL = Path(__file__).parent / "shipped"
 """Folder of the packed model. In the repository, it is a link to a folder in
 ``models/``; a wheel holds the files.
 """
 
-Array = np.ndarray[Any, np.dtype[Any]]
 Towers = Mapping[str, Mapping[str, Array]]
 PACKING_FILE = "carried.json"
 TENSORS_FILE = "weights.safetensors"
@@ -280,7 +280,7 @@ def unpack_model(packed: Path, towers: Towers, folder: Path) -> None:
 
 
 def write_weights(
-    records: Mapping[str, Mapping[str, Mapping[str, Any]]],
+    records: Mapping[str, Mapping[str, Json]],
     arrays: Mapping[str, Array],
     towers: Towers,
     folder: Path,

@@ -184,7 +184,9 @@ _NOT_REQUESTED: _Match = (-1, None, False)
 
 
 def _lookup(
-    table: pa.Table, names: list[bytes], convert: Callable[[bytes], bytes]
+    table: pa.Table,
+    names: list[bytes],
+    convert: Callable[[bytes], bytes],
 ) -> list[_Match | None]:
     """Return the row of each name; None for a name without a row.
 

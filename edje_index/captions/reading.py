@@ -113,7 +113,9 @@ class CaptionedImage:
 
 
 def read_captions(
-    path: str | Path, images: str | Path | None = None, split: str | None = None
+    path: str | Path,
+    images: str | Path | None = None,
+    split: str | None = None,
 ) -> list[CaptionedImage]:
     """Read a caption file with `read_caption_file`, and return the captioned images.
 
@@ -130,7 +132,9 @@ def read_captions(
 
 
 def read_caption_file(
-    path: str | Path, images: str | Path | None = None, split: str | None = None
+    path: str | Path,
+    images: str | Path | None = None,
+    split: str | None = None,
 ) -> tuple[list[CaptionedImage], int]:
     """Read a caption file.
 

@@ -15,10 +15,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.nn import functional
+from torch import Tensor
 
 from edje_index.models.devices import as_tensor
 from edje_index.models.joint_scorer import JointScorer
+from edje_index.scoring.parts import late_interaction
 from storage_formats.codecs import Blocks
 from storage_formats.errors import UsageError
 
@@ -156,7 +157,7 @@ def content_words(caption: str) -> str:
 
 @torch.inference_mode()
 def alignment_scores(
-    joint: JointScorer, captions: Sequence[str], block: Blocks | torch.Tensor
+    joint: JointScorer, captions: Sequence[str], block: Blocks | Tensor
 ) -> NDArray[np.float64]:
     """Return the score S of each caption with one image, float64 [c]. S is NaN for a
     caption without content words.
@@ -164,19 +165,16 @@ def alignment_scores(
     Args:
         block: stored tokens of the image [m, d].
     """
-    # The late interaction of the final score differs: it subtracts the mean word vector
-    # and has other stop words.
+    # The late interaction of the final score subtracts the mean word vector, and has
+    # other stop words.
     ids = joint.tokenizer.caption_ids([content_words(caption) for caption in captions])
-    distinct = sorted({token_id for caption in ids for token_id in caption})
-    if not distinct:
-        return np.full(len(captions), np.nan)
-    positions = {token_id: position for position, token_id in enumerate(distinct)}
-    words = functional.normalize(joint.word_vectors[distinct].double(), dim=1)
-    tokens = functional.normalize(as_tensor(block).to(words.device).double(), dim=1)
-    best = (words @ tokens.T).amax(dim=1).tolist()
-    return np.array(
-        [
-            np.mean([best[positions[i]] for i in caption]) if caption else np.nan
-            for caption in ids
-        ]
+    words = joint.word_vectors
+    tokens = as_tensor(block).to(words.device)
+    scores = late_interaction(
+        ids,
+        tokens.expand(len(ids), -1, -1),
+        words,
+        np.ones(len(words), dtype=np.bool_),
+        mean=torch.zeros_like(words[0]),
     )
+    return np.where(list(map(len, ids)), scores.double().numpy(force=True), np.nan)

@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from edje_index.bundles.info import matching_bundle
 from edje_index.captions.matching import NAME_COLUMNS, match_items, stored_captions
 from edje_index.captions.reading import read_captions
-from edje_index.evaluation.pool_scores import score_pools, token_sources
+from edje_index.evaluation.pool_scores import score_pairs, token_sources
 from edje_index.evaluation.protocol import full_set, split_set
 from edje_index.evaluation.recall import (
     ClusterBootstrap,
     Estimate,
-    Floats,
-    Ints,
-    embedding_pools,
     hits,
     ranks_after_reranking,
 )
@@ -33,11 +29,14 @@ from edje_index.scoring.weights import (
     DIRECTIONS,
     EMBEDDING,
     IMAGE_TO_TEXT,
+    JOINT_PARTS,
     TEXT_TO_IMAGE,
     ScoreWeights,
     parse_score,
 )
 from edje_index.search.search_model import SearchModel
+from storage_formats.arrays import Floats, Ints
+from storage_formats.atomic import Json
 from storage_formats.errors import UsageError
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.rows import read_all_rows
@@ -80,7 +79,7 @@ class System:
     fingerprint: str
     trained: bool
     block_shape: tuple[int, int]
-    weights: dict[str, dict[str, Any]]
+    weights: dict[str, Json]
     candidates: dict[str, int]
     queries: dict[str, int]
     dtype: str
@@ -130,17 +129,16 @@ class Evaluation:
     inputs: Inputs
     system: System
     results: tuple[Result, ...]
-    pairs: int
     seconds: float
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         """Return the evaluation as plain JSON values. Recall is in percent."""
         value = asdict(self)
-        system = value.pop("system")
         results = [
             {name: member for name, member in result.items() if member is not None}
             for result in value["results"]
         ]
+        system = value.pop("system")
         for result in results:
             result["system"] = system["name"]
         return {**value, "systems": [system], "results": results, "unit": "percent"}
@@ -253,7 +251,7 @@ def evaluate(
         captions_used=sum(len(item.captions) for item in used_items),
     )
     bundle = SearchModel(matching_bundle(opened, model), device=device, dtype=dtype)
-    eval_set = split_set(used_items, used_rows)
+    eval_set = split_set([item.captions for item in used_items], used_rows)
     if full:
         others = all_items if split is not None else []
         eval_set = full_set(
@@ -273,58 +271,55 @@ def evaluate(
         pools = ()
         sources = []
 
-    # If images are the only candidates, only the captions that are queries are
-    # embedded.
-    text_queries = eval_set.query_captions
-    texts_used = eval_set.captions
     if IMAGE_TO_TEXT not in directions:
-        texts_used = tuple(texts_used[at] for at in text_queries)
-        text_queries = np.arange(len(text_queries))
-    texts = embed_texts(bundle.text, texts_used, on_progress)
-    image_embeddings = read_embeddings(opened, eval_set.rows)
-    query_images = {
-        TEXT_TO_IMAGE: eval_set.caption_rows[eval_set.query_captions],
-        IMAGE_TO_TEXT: eval_set.query_rows,
-    }
-    nearest = {}
-    for direction in directions:
-        vectors = texts[text_queries]
-        candidates = image_embeddings
-        labels = eval_set.rows
-        if direction == IMAGE_TO_TEXT:
-            vectors = image_embeddings[
-                np.searchsorted(eval_set.rows, eval_set.query_rows)
-            ]
-            candidates = texts
-            labels = eval_set.caption_rows
-        nearest[direction] = embedding_pools(
-            vectors, candidates, query_images[direction], labels, max((*pools, 1))
-        )
-
-    pairs = 0
-    compute_dtype = str(bundle.joint.compute_dtype).removeprefix("torch.")
-    finals: dict[str, dict[str, dict[int, Floats]]] = {}
-    for source in sources:
-        finals[source.codec.name], scored = score_pools(
-            bundle.scorer,
-            weights,
+        # only the captions that are queries are embedded
+        used = eval_set.query_captions
+        eval_set = replace(
             eval_set,
-            nearest,
-            source,
-            pool_sizes=pools,
-            on_progress=on_progress,
+            captions=tuple(eval_set.captions[at] for at in used),
+            caption_rows=eval_set.caption_rows[used],
+            query_captions=np.arange(len(used)),
         )
-        pairs += scored
+    embeddings = (
+        read_embeddings(opened, eval_set.rows),
+        embed_texts(bundle.text, eval_set.captions, on_progress),
+    )
+    nearest = {
+        direction: eval_set.pools(direction, *embeddings, max((*pools, 1)))
+        for direction in directions
+    }
+    compute_dtype = str(bundle.joint.compute_dtype).removeprefix("torch.")
+    finals: dict[str, dict[str, Floats]] = {}
+    for source in sources:
+        parts = score_pairs(
+            bundle.scorer,
+            [
+                name
+                for name in JOINT_PARTS
+                if any(name in s.parts for s in scores.values())
+            ],
+            eval_set.captions,
+            [eval_set.pairs(direction, pool) for direction, pool in nearest.items()],
+            source.fetch,
+            on_progress,
+            f"pairs scored, {source.codec.name}",
+        )
+        finals[source.codec.name] = {
+            direction: scores[direction].sum({EMBEDDING: pool.similarities, **values})
+            for (direction, pool), values in zip(nearest.items(), parts, strict=True)
+        }
 
     results = []
     for direction, pool in nearest.items():
-        bootstrap = ClusterBootstrap(query_images[direction], resamples, seed)
+        bootstrap = ClusterBootstrap(
+            eval_set.images_of_queries(direction), resamples, seed
+        )
         results.append(Result(direction, _recall(bootstrap, cutoffs, pool.ranks)))
         for size in pools:
             in_pool = bootstrap.estimates(_PERCENT * (pool.ranks < size)[:, None])[0]
             ranks = {
                 precision: ranks_after_reranking(
-                    values[direction][size], pool.relevant, size, pool.ranks
+                    values[direction], pool.relevant, size, pool.ranks
                 )
                 for precision, values in finals.items()
             }
@@ -377,7 +372,6 @@ def evaluate(
         inputs=inputs,
         system=system,
         results=tuple(results),
-        pairs=pairs,
         seconds=time.monotonic() - began,
     )
 

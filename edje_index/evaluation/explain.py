@@ -18,11 +18,11 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 from torch.nn import functional
 
 from edje_index.bundles.bundle import load_scorer
@@ -54,6 +54,8 @@ from edje_index.scoring.parts import content_token_mask
 from edje_index.scoring.weights import TEXT_TO_IMAGE
 from edje_index.search.search_model import SearchModel
 from edje_index.search.token_index import TokenIndex
+from storage_formats.arrays import Floats, Ints
+from storage_formats.atomic import Json
 from storage_formats.codecs import Blocks
 from storage_formats.errors import UsageError
 from storage_formats.format.manifest import CommittedIndex
@@ -104,7 +106,7 @@ class ExplainedRow:
     uri: str
     words: WordCounts
     token_words: tuple[str, ...]
-    attention: NDArray[np.float32] | None
+    attention: Floats | None
     pixels: NDArray[np.uint8] | None
     no_attention: str = ""
     match: QueryMatch | None = None
@@ -127,8 +129,8 @@ class QueryMatch:
     score: float
     parts: dict[str, tuple[float, float]]
     words: tuple[str, ...]
-    similarities: NDArray[np.float32]
-    drops: NDArray[np.float32]
+    similarities: Floats
+    drops: Floats
 
 
 @dataclass(frozen=True)
@@ -325,9 +327,7 @@ class Vocabulary:
         self._left_out = ~whole if whole.any() else torch.zeros_like(whole)
 
     @torch.inference_mode()
-    def nearest(
-        self, blocks: Blocks | torch.Tensor, *, whole_words: bool = False
-    ) -> NDArray[np.int64]:
+    def nearest(self, blocks: Blocks | Tensor, *, whole_words: bool = False) -> Ints:
         """Return the token id of the nearest word of each token in `blocks` [k, m,
         d], int64 [k, m]. With `whole_words`, other entries of the vocabulary are left
         out, see `is_whole_word`.
@@ -341,7 +341,7 @@ class Vocabulary:
             if whole_words:
                 similarities[:, self._left_out] = -torch.inf
             nearest.append(similarities.argmax(dim=1))
-        ids: NDArray[np.int64] = torch.cat(nearest).reshape(tokens.shape[:2]).numpy()
+        ids: Ints = torch.cat(nearest).reshape(tokens.shape[:2]).numpy()
         return ids
 
     def count(self, token_ids: Iterable[int]) -> WordCounts:
@@ -399,8 +399,8 @@ def match_query(index: TokenIndex, query: str, row_id: int) -> QueryMatch:
 
 @torch.inference_mode()
 def _attention(
-    encoder: ImageEncoder, row: dict[str, Any]
-) -> tuple[NDArray[np.float32] | None, NDArray[np.uint8] | None, str]:
+    encoder: ImageEncoder, row: Json
+) -> tuple[Floats | None, NDArray[np.uint8] | None, str]:
     """Return the members `attention`, `pixels` and `no_attention` of `ExplainedRow`."""
     try:
         data = read_photo(row)

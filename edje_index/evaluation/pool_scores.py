@@ -1,27 +1,18 @@
-"""Computes the final scores of the pools of an evaluation, for one precision at a time.
-
-Each distinct pair of a caption and an image is scored once.
+"""Computes the parts of the final score for the pools of many queries, with the tokens
+of one precision at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
+from torch import Tensor
 
-from edje_index.evaluation.protocol import EvaluationSet
-from edje_index.evaluation.recall import Floats, Ints, Pools
 from edje_index.progress import OnProgress
-from edje_index.scoring.final_score import FinalScore
 from edje_index.scoring.parts import Scorer
-from edje_index.scoring.weights import (
-    EMBEDDING,
-    JOINT_PARTS,
-    TEXT_TO_IMAGE,
-    ScoreWeights,
-)
+from storage_formats.arrays import Floats, Ints
 from storage_formats.codecs import Blocks, Codec, codec, finest
 from storage_formats.errors import UsageError
 from storage_formats.format.manifest import CommittedIndex
@@ -49,7 +40,7 @@ class TokenSource:
         """
         return None if self.store.precision == self.codec.name else self.store.precision
 
-    def fetch(self, rows: NDArray[np.int64]) -> Blocks:
+    def fetch(self, rows: Ints) -> Blocks:
         """Return the blocks of `rows` [k], of shape [k, m, d]."""
         distinct, which = np.unique(rows, return_inverse=True)
         blocks = self.store.fetch(distinct)
@@ -100,96 +91,45 @@ def token_sources(
     return sorted(sources, key=lambda source: -source.codec.record_bytes)
 
 
-def score_pools(
-    scorer: Scorer,
-    weights: Mapping[str, ScoreWeights],
-    eval_set: EvaluationSet,
-    pools: Mapping[str, Pools],
-    source: TokenSource,
-    *,
-    pool_sizes: Sequence[int],
-    on_progress: OnProgress,
-) -> tuple[dict[str, dict[int, Floats]], int]:
-    """Compute the final scores of all candidates in the pools.
-
-    Returns:
-        (final scores by direction and pool size, float32 [q, pool size]; number of
-        distinct pairs that were scored)
-    """
-    pairs = {}
-    for direction, pool in pools.items():
-        if direction == TEXT_TO_IMAGE:
-            captions = eval_set.query_captions[:, None]
-            rows = eval_set.rows[pool.candidates]
-        else:
-            captions = pool.candidates
-            rows = eval_set.query_rows[:, None]
-        pairs[direction] = (captions << _KEY_SHIFT) | rows
-    distinct = np.unique(
-        np.concatenate([its_pairs.ravel() for its_pairs in pairs.values()])
-    )
-    used = {
-        part
-        for of_direction in weights.values()
-        for part in FinalScore.of(of_direction).parts
-    }
-    joint_parts = [part for part in JOINT_PARTS if part in used]
-    values: dict[str, dict[str, Floats]] = {
-        direction: {EMBEDDING: pool.similarities} for direction, pool in pools.items()
-    }
-    scores = _score_pairs(
-        scorer, joint_parts, eval_set.captions, distinct, source, on_progress
-    )
-    for direction, its_pairs in pairs.items():
-        which = np.searchsorted(distinct, its_pairs)
-        values[direction] |= {part: scores[part][which] for part in joint_parts}
-    finals: dict[str, dict[int, Floats]] = {}
-    for direction in pools:
-        score = FinalScore.of(weights[direction])
-        finals[direction] = {}
-        for size in pool_sizes:
-            parts = {
-                part: part_values[:, :size]
-                for part, part_values in values[direction].items()
-            }
-            finals[direction][size] = score.sum(parts)
-    return finals, len(distinct) if joint_parts else 0
-
-
-def _score_pairs(
+def score_pairs(
     scorer: Scorer,
     parts: Sequence[str],
     captions: Sequence[str],
-    pairs: Ints,
-    source: TokenSource,
+    pairs: Sequence[tuple[Ints, Ints]],
+    fetch: Callable[[Ints], Blocks | Tensor],
     on_progress: OnProgress,
-) -> dict[str, Floats]:
-    """Compute parts of the score for k distinct pairs in ascending order, float32 [k]
-    each, by name.
+    activity: str = "pairs scored",
+) -> list[dict[str, Floats]]:
+    """Compute parts of the final score for several arrays of pairs. A pair that occurs
+    several times is scored once.
+
+    Args:
+        parts: names in `JOINT_PARTS`.
+        pairs: for each array, the position in `captions` and the row id of each pair,
+            int64 of shapes that broadcast.
+        fetch: returns the blocks of row ids [k], which may repeat, [k, m, d].
+
+    Returns:
+        For each array, the values of each part by name, float32 of its shape.
     """
-    scores = {part: np.empty(len(pairs), dtype=np.float32) for part in parts}
+    keys = [(positions << _KEY_SHIFT) | rows for positions, rows in pairs]
     if not parts:
-        return scores
-    positions, which = np.unique(pairs >> _KEY_SHIFT, return_inverse=True)
-    lengths = np.array(
-        [
-            len(ids)
-            for ids in scorer.joint.tokenizer.caption_ids(
-                [captions[at] for at in positions]
-            )
-        ]
-    )
+        return [{} for _ in keys]
+    distinct = np.unique(np.concatenate([each.ravel() for each in keys]))
+    lengths = np.array(list(map(len, scorer.joint.tokenizer.caption_ids(captions))))
     # Longest captions first: a lack of memory shows at once, and the estimate of the
     # remaining time is never too low. Captions of similar length share batches.
-    order = np.argsort(-lengths[which], kind="stable")
-    activity = f"pairs scored, {source.codec.name}"
+    order = np.argsort(-lengths[distinct >> _KEY_SHIFT], kind="stable")
+    scores = {part: np.empty(len(distinct), dtype=np.float32) for part in parts}
     for start in range(0, len(order), CHUNK_PAIRS):
         on_progress(activity, start, len(order))
         chunk = order[start : start + CHUNK_PAIRS]
-        texts = [captions[position] for position in pairs[chunk] >> _KEY_SHIFT]
-        blocks = source.fetch(pairs[chunk] & ((1 << _KEY_SHIFT) - 1))
-        values = scorer.parts(parts, texts, scorer.images(blocks))
-        for part in parts:
-            scores[part][chunk] = values[part]
-    on_progress(activity, len(pairs), len(pairs))
-    return scores
+        texts = [captions[position] for position in distinct[chunk] >> _KEY_SHIFT]
+        blocks = fetch(distinct[chunk] & ((1 << _KEY_SHIFT) - 1))
+        for part, values in scorer.parts(parts, texts, scorer.images(blocks)).items():
+            scores[part][chunk] = values
+    on_progress(activity, len(order), len(order))
+    places = [np.searchsorted(distinct, each) for each in keys]
+    return [
+        {part: values[place] for part, values in scores.items()} for place in places
+    ]

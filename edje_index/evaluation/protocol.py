@@ -13,14 +13,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import pyarrow.compute as pc
-from numpy.typing import NDArray
 
 from edje_index.captions.matching import MatchedRows
 from edje_index.captions.reading import CaptionedImage
+from edje_index.evaluation.recall import Pools, embedding_pools
+from edje_index.scoring.weights import TEXT_TO_IMAGE
+from storage_formats.arrays import Floats, Ints
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.rows import INDEXED, read_all_rows
-
-Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,36 @@ class EvaluationSet:
     query_captions: Ints
     query_rows: Ints
 
+    def images_of_queries(self, direction: str) -> Ints:
+        """Return the row id of the image of each query in one direction, int64 [q]."""
+        if direction == TEXT_TO_IMAGE:
+            return self.caption_rows[self.query_captions]
+        return self.query_rows
+
+    def pools(
+        self, direction: str, images: Floats, captions: Floats, size: int
+    ) -> Pools:
+        """Return the `size` candidates nearest to each query in one direction.
+
+        Args:
+            images: embeddings of the images `rows`, float32 [r, e].
+            captions: embeddings of the captions, float32 [c, e].
+        """
+        relevant = self.images_of_queries(direction)
+        if direction == TEXT_TO_IMAGE:
+            queries = captions[self.query_captions]
+            return embedding_pools(queries, images, relevant, self.rows, size)
+        queries = images[np.searchsorted(self.rows, relevant)]
+        return embedding_pools(queries, captions, relevant, self.caption_rows, size)
+
+    def pairs(self, direction: str, pools: Pools) -> tuple[Ints, Ints]:
+        """Return the position of the caption and the row id of each candidate in
+        `pools`, int64 of shapes that broadcast to [q, p].
+        """
+        if direction == TEXT_TO_IMAGE:
+            return self.query_captions[:, None], self.rows[pools.candidates]
+        return pools.candidates, self.query_rows[:, None]
+
     def subsampled(self, queries: int, seed: int) -> EvaluationSet:
         """Return a copy with at most `queries` random queries per direction.
 
@@ -55,14 +85,15 @@ class EvaluationSet:
         return replace(self, query_captions=np.sort(captions), query_rows=np.sort(rows))
 
 
-def split_set(items: Sequence[CaptionedImage], rows: Ints) -> EvaluationSet:
+def split_set(captions_of: Sequence[Sequence[str]], rows: Ints) -> EvaluationSet:
     """Return the queries and candidates of the split protocol.
 
     Args:
-        rows: row id of each image, int64 [n]. Items with the same row id are one image.
+        captions_of: captions of each of n images.
+        rows: row id of each image, int64 [n]. Equal row ids mean one image.
     """
-    captions = tuple(caption for item in items for caption in item.captions)
-    about = np.repeat(rows, [len(item.captions) for item in items])
+    captions = tuple(caption for group in captions_of for caption in group)
+    about = np.repeat(rows, list(map(len, captions_of)))
     images = np.unique(rows)
     return EvaluationSet(images, captions, about, np.arange(len(captions)), images)
 

@@ -5,22 +5,30 @@ is written to the index.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from edje_index.errors import BundleNotFoundError
-from edje_index.evaluation.pool_scores import TokenSource, token_sources
+from edje_index.evaluation.pool_scores import TokenSource, score_pairs, token_sources
 from edje_index.evaluation.recall import ClusterBootstrap, Estimate
 from edje_index.indexing.faiss_index import AnnIndex, Neighbours
 from edje_index.progress import OnProgress
-from edje_index.scoring.weights import LATE, LOGIT, PART_NAMES
+from edje_index.scoring.final_score import FinalScore
+from edje_index.scoring.weights import (
+    EMBEDDING,
+    JOINT_PARTS,
+    LATE,
+    LOGIT,
+    PART_NAMES,
+    TEXT_TO_IMAGE,
+)
 from edje_index.search.query import read_queries
+from edje_index.search.rows import caption_column
+from storage_formats.arrays import Bools, Floats
 from storage_formats.codecs.formats import CODECS
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.rows import INDEXED, iter_rows
@@ -33,7 +41,6 @@ _BATCH_ROWS = 128
 _ROWS = 2000
 _POOL = 50
 _QUERIES = 400
-_CAPTION_COLUMNS = ("captions", "caption", "text")
 # what help recommends: of two formats of a size, the more accurate one
 RECOMMENDED = ("fp8", "nvfp4", "gauss2", "sign1")
 # points of R@1, or of first hits if no correct hits are known
@@ -70,12 +77,6 @@ GENERIC_CAPTIONS = (
 """The built-in queries. A query need not match any image: the joint encoder ranks the
 candidates of any query.
 """
-
-Scores = NDArray[np.float32]
-
-
-class _NoRankingError(Exception):
-    """The candidates of this index cannot be re-ranked."""
 
 
 @dataclass(frozen=True)
@@ -212,40 +213,22 @@ def measure_precisions(
             other = sources[name].fetch(rows[kept])
             squares[name] += float(np.square(other.astype(np.float64) - exact).sum())
 
-    opened: TokenIndex | None = None
-    left_out: str | None = None
-    try:
-        opened = _ranking_index(index, model)
-    except (_NoRankingError, BundleNotFoundError) as error:
-        left_out = str(error)
-    scores: dict[str, dict[str, list[Scores]]] = {}
-    hits: list[Scores] = []
+    opened, left_out = _ranking_index(index, model)
+    scores: dict[str, dict[str, list[Floats]]] = {}
+    hits: list[Bools] = []
     clusters: list[int] = []
     if opened is not None:
         nearest = AnnIndex(opened.committed).nearest_to_each(
             opened.model.text.encode(texts), pool
         )
-        pools = [
-            (correct[number] if correct else number, texts[number], candidates)
-            for number, candidates in enumerate(nearest)
-            if len(candidates[0]) >= 2
-        ]
-        activity = f"re-ranking at {len(sources)} precisions"
-        for _, text, candidates in pools[:1]:
-            # the first call is slower
-            _pool_scores(opened, sources, text, candidates)
-            started = time.perf_counter()
-            _pool_scores(opened, sources, text, candidates)
-            minutes = (time.perf_counter() - started) * len(pools) / 60
-            activity += f", about {max(1, round(minutes))} min, queries"
-        for done, (cluster, text, candidates) in enumerate(pools):
-            on_progress(activity, done, len(pools))
-            clusters.append(cluster)
-            hits.append(candidates[0] == cluster)
-            scored = _pool_scores(opened, sources, text, candidates)
-            for score, of_query in scored.items():
-                for name, numbers in of_query.items():
-                    scores.setdefault(score, {}).setdefault(name, []).append(numbers)
+        # at least two candidates can be ranked
+        used = [at for at, (rows, _) in enumerate(nearest) if len(rows) >= 2]
+        clusters = [correct[at] if correct else at for at in used]
+        hits = [nearest[at][0] == row for at, row in zip(used, clusters, strict=True)]
+        if used:
+            pools = [nearest[at] for at in used]
+            used_texts = [texts[at] for at in used]
+            scores = _scores(opened, sources, used_texts, pools, on_progress)
         left_out = None if scores else "no query has two candidates"
     bootstrap = ClusterBootstrap(np.array(clusters, dtype=np.int64))
     labels = hits if correct else None
@@ -299,32 +282,42 @@ def measure_precisions(
     )
 
 
-def _pool_scores(
+def _scores(
     opened: TokenIndex,
     sources: Mapping[str, TokenSource],
-    text: str,
-    candidates: Neighbours,
-) -> dict[str, dict[str, Scores]]:
-    """Return the scores of the candidates of a query, float32 [k], by kind of score and
-    by precision.
+    texts: Sequence[str],
+    pools: Sequence[Neighbours],
+    on_progress: OnProgress,
+) -> dict[str, dict[str, list[Floats]]]:
+    """Return the scores of the candidates of each query, float32 [k] each, by kind of
+    score and by precision.
     """
-    scores: dict[str, dict[str, Scores]] = {}
-    for name, source in sources.items():
-        (scored,) = opened.score_candidates(
-            [text],
-            [candidates],
-            opened.model.scorer.images(source.fetch(candidates[0])),
-            opened.model.weights("t2i"),
+    rows, similarities = (np.concatenate(each) for each in zip(*pools, strict=True))
+    sizes = [len(each) for each, _ in pools]
+    ends = np.cumsum(sizes)[:-1]
+    final = FinalScore.of(opened.model.weights(TEXT_TO_IMAGE))
+    names = [part for part in JOINT_PARTS if part in final.parts]
+    scores: dict[str, dict[str, list[Floats]]] = {}
+    for number, (name, source) in enumerate(sources.items(), 1):
+        (values,) = score_pairs(
+            opened.model.scorer,
+            names,
+            texts,
+            [(np.repeat(np.arange(len(texts)), sizes), rows)],
+            source.fetch,
+            on_progress,
+            f"re-ranking, precision {number} of {len(sources)}, pairs",
         )
-        values = {WHOLE_SCORE: scored.final}
-        if len(scored.parts) > 1:
-            values |= {
-                PART_NAMES[part]: scored.parts[part]
+        values[EMBEDDING] = similarities
+        kinds = {WHOLE_SCORE: final.sum(values)}
+        if len(final.parts) > 1:
+            kinds |= {
+                PART_NAMES[part]: values[part]
                 for part in (LATE, LOGIT)
-                if part in scored.parts
+                if part in names
             }
-        for score, numbers in values.items():
-            scores.setdefault(score, {})[name] = numbers
+        for score, numbers in kinds.items():
+            scores.setdefault(score, {})[name] = np.split(numbers, ends)
     return scores
 
 
@@ -336,8 +329,7 @@ def _queries(
     """
     if path is not None:
         return list(dict.fromkeys(read_queries(path))), [], str(path)
-    stored = {column.name for column in index.manifest.columns}
-    name = next((name for name in _CAPTION_COLUMNS if name in stored), None)
+    (name,) = caption_column(index.manifest.columns) or [""]
     captions: list[tuple[str, int]] = []
     for table in iter_rows(index, ["row_id", "status", name]) if name else ():
         for row in table.to_pylist():
@@ -355,41 +347,42 @@ def _queries(
     return list(texts), list(rows), f"captions of the index, column {name}"
 
 
-def _ranking_index(index: CommittedIndex, model: Path | None) -> TokenIndex:
-    """Return the index to search.
-
-    Raises:
-        _NoRankingError, BundleNotFoundError: no model can re-rank.
-    """
+def _ranking_index(
+    index: CommittedIndex, model: Path | None
+) -> tuple[TokenIndex | None, str | None]:
+    """Return the index to search, or why no model can re-rank."""
     if model is None and "bundle" not in index.manifest.model:
-        raise _NoRankingError("the index was not built by a model")
+        return None, "the index was not built by a model"
     from edje_index.search.token_index import TokenIndex
 
-    opened = TokenIndex.open(index.root, model)
+    try:
+        opened = TokenIndex.open(index.root, model)
+    except BundleNotFoundError as error:
+        return None, str(error)
     if opened.model.adapter_config.is_feature:
-        raise _NoRankingError(
+        return None, (
             "the index stores features to train on, which the joint encoder cannot"
             " score"
         )
     width = index.manifest.spec.block_shape[1]
     if opened.model.joint.width != width:
-        raise _NoRankingError(
+        return None, (
             f"the joint encoder reads tokens of width {opened.model.joint.width}, but"
             f" the index stores {width}"
         )
-    return opened
+    return opened, None
 
 
-def _first_hits(scores: Sequence[Scores], hits: Sequence[Scores]) -> Scores:
+def _first_hits(scores: Sequence[Floats], hits: Sequence[Bools]) -> Bools:
     """Return whether the best candidate of each query is correct, bool [q]."""
     pairs = zip(scores, hits, strict=True)
     return np.array([correct[np.argmax(values)] for values, correct in pairs])
 
 
 def compare_rankings(
-    reference: Sequence[Scores],
-    other: Sequence[Scores],
-    hits: Sequence[Scores] | None,
+    reference: Sequence[Floats],
+    other: Sequence[Floats],
+    hits: Sequence[Bools] | None,
     bootstrap: ClusterBootstrap,
 ) -> RankingChange:
     """Compare two sets of scores for the same candidates of each query.

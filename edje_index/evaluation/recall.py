@@ -21,9 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-Floats = NDArray[np.float32]
-Ints = NDArray[np.int64]
-Bools = NDArray[np.bool_]
+from storage_formats.arrays import Bools, Floats, Ints
 
 # similarities in memory at a time
 _CHUNK_NUMBERS = 1 << 24
@@ -170,7 +168,7 @@ class ClusterBootstrap:
             intervals.
     """
 
-    clusters: NDArray[np.int64]
+    clusters: Ints
     resamples: int = 1000
     seed: int = 0
 

@@ -9,9 +9,10 @@ import math
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from edje_index.scoring.weights import IMAGE_TO_TEXT, TEXT_TO_IMAGE, ScoreWeights
+from storage_formats.atomic import Json
 from storage_formats.errors import UsageError
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ def _cannot_write(folder: Path, error: OSError) -> UsageError:
 
 
 def write_report(
-    folder: Path, markdown: str, value: dict[str, Any], name: str = "report"
+    folder: Path, markdown: str, value: Json, name: str = "report"
 ) -> None:
     """Write `<name>.md` and `<name>.json` to the directory `folder`. A missing
     directory is created.
@@ -179,10 +180,7 @@ def evaluation_report(evaluation: Evaluation) -> str:
             "* not stored in the index, converted in memory:"
             f" {', '.join(sorted(simulated))}."
         )
-    if evaluation.pairs:
-        notes.append(
-            f"{evaluation.pairs:,} pairs scored, {evaluation.seconds:.0f} s in total."
-        )
+    notes.append(f"{evaluation.seconds:.0f} s in total.")
     return "\n".join([*lines, "", *(f"- {note}" for note in notes)]) + "\n"
 
 
@@ -268,17 +266,25 @@ def quantization_figure(report: QuantizationReport) -> str:
 
 def scatter_plot(title: str, points: Sequence[tuple[float, Estimate, str, str]]) -> str:
     """Return an SVG image with a labelled circle for each of `points`: (x, y, label,
-    colour). The scale of x is logarithmic, and a line shows the interval of y.
+    colour). The scale of x is logarithmic, and a line shows the interval of y. Grid
+    lines are at 0 and at the ends of the scale of y.
     """
     across = [math.log(x) for x, *_ in points]
     heights = [each for _, y, *_ in points for each in y.bounds]
     left = min(across)
     top = max(heights)
+    bottom = min(heights)
     width = max(across) - left or 1.0
-    height = top - min(heights) or 1.0
+    height = top - bottom or 1.0
     marks = []
+    for level in sorted({bottom, min(max(0.0, bottom), top), top}):
+        down = 60 + 300 * (top - level) / height
+        marks.append(
+            f'<path d="M40 {down:.1f}H700" stroke="#ddd"/>'
+            f'<text x="34" y="{down + 4:.1f}" text-anchor="end">{level:.1f}</text>'
+        )
     for at, (_, y, label, colour) in zip(across, points, strict=True):
-        x = 40 + 440 * (at - left) / width
+        x = 60 + 440 * (at - left) / width
         down, low, high = (
             60 + 300 * (top - each) / height for each in (y.value, *y.bounds)
         )
@@ -286,7 +292,7 @@ def scatter_plot(title: str, points: Sequence[tuple[float, Estimate, str, str]])
             f'<path d="M{x:.1f} {low:.1f}V{high:.1f}" stroke="#888"/>'
             f'<circle cx="{x:.1f}" cy="{down:.1f}" r="4" fill="{colour}"'
             ' stroke="black"/>'
-            f'<text x="{x + 8:.1f}" y="{down + 4:.1f}">{label}</text>'
+            f'<text x="{x + 8:.1f}" y="{down - 6:.1f}">{label}</text>'
         )
     return (
         '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 720 400" font-size="11"'

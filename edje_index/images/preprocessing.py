@@ -24,6 +24,7 @@ class Preprocessor:
     A call raises ``ImageError`` if the image is too narrow to be resized.
 
     Attributes:
+        shape: (3, height, width) of a result.
         scale: what `normalize` needs, float32 [3, 3, 1, 1]: the largest byte, and the
             mean and the standard deviation of each channel.
     """
@@ -41,11 +42,18 @@ class Preprocessor:
         if settings.interpolation == "bilinear":
             self._resampling = Image.Resampling.BILINEAR
         self._mode = settings.resize_mode
+        self.shape = (3, self._size[1], self._size[0])
 
-    def __call__(self, image: Image.Image) -> torch.Tensor:
+    def __call__(
+        self, image: Image.Image, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Convert an image. The result is written to `out`, if it is given."""
         from edje_index.images.resize import channels
 
-        return torch.from_numpy(channels(self.pixels(image)))
+        if out is None:
+            out = torch.empty(self.shape, dtype=torch.uint8)
+        channels(self.pixels(image), out.numpy())
+        return out
 
     def resize(self, image: Image.Image) -> Image.Image:
         """Return the image (RGB) as the vision tower reads it: resized and cropped.
@@ -53,11 +61,11 @@ class Preprocessor:
         Raises:
             ImageError: the image is too narrow to be resized.
         """
-        return Image.fromarray(np.ascontiguousarray(self.pixels(image)[:, :, :3]))
+        return Image.fromarray(self.pixels(image)[:, :, :3].copy())
 
     def pixels(self, image: Image.Image) -> NDArray[np.uint8]:
         """Return the bytes of the result of `resize`, [height, width, 4]. The last byte
-        of a pixel has no meaning.
+        of a pixel has no meaning. The next call in this thread may write over them.
         """
         # loads Numba, which a search for a caption does not need
         from edje_index.images.resize import resize

@@ -13,6 +13,8 @@ loops.
 from __future__ import annotations
 
 import math
+import threading
+from collections.abc import Iterator
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -53,6 +55,30 @@ _ROWS = np.uint64(16)
 _LANES = _ROWS * _PIXEL
 # at most 4 MB, which stays in the processor's cache
 _BAND_PIXELS = 1 << 20
+# bytes
+_MAX_KEPT = 1 << 24
+
+
+class _Scratch(threading.local):
+    """Memory that a thread uses for one image after another. The kernel clears the
+    pages of new memory, and threads wait for each other there.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[str, U8] = {}
+
+    def take(self, name: str, size: int) -> U8:
+        """Return `size` bytes, valid until the next call with the same `name`."""
+        if size > _MAX_KEPT:
+            return np.empty(size, np.uint8)
+        kept = self._kept.get(name)
+        if kept is None or len(kept) < size:
+            kept = np.empty(size, np.uint8)
+            self._kept[name] = kept
+        return kept[:size]
+
+
+_scratch = _Scratch()
 
 
 def resize(
@@ -70,7 +96,8 @@ def resize(
         resampling: a key of `SUPPORT`.
 
     Returns:
-        The pixels [rows, columns, 4]. The last byte of a pixel has no meaning.
+        The pixels [rows, columns, 4]. The last byte of a pixel has no meaning. The next
+        call in this thread writes over them.
     """
     left, top, right, bottom = box
     support = SUPPORT[resampling]
@@ -80,42 +107,65 @@ def resize(
     # Pillow 13 begins with the height if that saves much more than the width
     saved = image.height - size[1]
     if saved > 2 * max(0, image.width - size[0]):
-        small = _vertical(_packed(image), image.width, down)
-        return _horizontal(small, image.width, across).reshape(shape)
+        narrow = _scratch.take("narrow", image.width * shape[0] * shape[2])
+        _vertical(_packed(image), image.width, down, narrow)
+        result = _scratch.take("result", math.prod(shape))
+        _horizontal(narrow, image.width, across, result)
+        return result.reshape(shape)
     first = int(down[0][0])
     taps = down[1].size // len(down[0])
     used = min(image.height, int(down[0][-1]) + taps)
-    step = max(int(_ROWS), _BAND_PIXELS // image.width)
-    bands = [
-        _horizontal(
-            _packed(image.crop((0, start, image.width, min(used, start + step)))),
-            image.width,
-            across,
-        )
-        for start in range(first, used, step)
-    ]
-    narrow = np.concatenate(bands)
+    row = shape[1] * shape[2]
+    narrow = _scratch.take("narrow", (used - first) * row)
+    for start, stop, pixels in _bands(image, first, used):
+        place = narrow[(start - first) * row : (stop - first) * row]
+        _horizontal(pixels, image.width, across, place)
     starts = down[0] - np.uint64(first)
-    return _vertical(narrow, right - left, (starts, down[1])).reshape(shape)
+    result = _scratch.take("result", math.prod(shape))
+    _vertical(narrow, shape[1], (starts, down[1]), result)
+    return result.reshape(shape)
 
 
-def channels(pixels: U8) -> U8:
-    """Return the first channels of an image [rows, columns, 4], [3, rows, columns]."""
-    result = np.empty((3, *pixels.shape[:2]), np.uint8)
+def channels(pixels: U8, result: U8) -> None:
+    """Write the first channels of an image [rows, columns, 4] to `result` [3, rows,
+    columns].
+    """
     _split(pixels.reshape(-1), result.reshape(-1))
-    return result
+
+
+def _bands(image: Image.Image, first: int, end: int) -> Iterator[tuple[int, int, U8]]:
+    """Yield (start, stop, the bytes of the rows from start to stop, 4 per pixel) for
+    the rows from `first` to `end` of an RGB image.
+    """
+    row = image.width * int(_PIXEL)
+    step = max(int(_ROWS), _BAND_PIXELS // image.width)
+    whole = _shared(image)
+    if whole is not None:
+        step = end - first
+    for start in range(first, end, step):
+        stop = min(end, start + step)
+        if whole is not None:
+            yield start, stop, whole[start * row : stop * row]
+        else:
+            yield start, stop, _packed(image.crop((0, start, image.width, stop)))
+
+
+def _shared(image: Image.Image) -> U8 | None:
+    """Return the bytes of an RGB image, 4 per pixel, without a copy; None if Pillow
+    keeps this image in several blocks of memory, as it does with large ones.
+    """
+    try:
+        array: Any = pa.array(image)
+    except ValueError:
+        return None
+    pixels: U8 = array.values.to_numpy()
+    return pixels
 
 
 def _packed(image: Image.Image) -> U8:
     """Return the bytes of an RGB image, 4 per pixel."""
-    try:
-        # without a copy
-        array: Any = pa.array(image)
-    except ValueError:
-        # Pillow keeps large images in several blocks of memory
-        return np.asarray(image.convert("RGBX")).reshape(-1)
-    pixels: U8 = array.values.to_numpy()
-    return pixels
+    pixels = _shared(image)
+    return np.asarray(image.convert("RGBX")).reshape(-1) if pixels is None else pixels
 
 
 def _taps(old: int, new: int, first: int, last: int, support: float) -> Taps:
@@ -134,18 +184,12 @@ def _taps(old: int, new: int, first: int, last: int, support: float) -> Taps:
     return starts, weights
 
 
-def _horizontal(source: U8, width: int, taps: Taps) -> U8:
-    starts, weights = taps
-    result = np.empty(source.size // width * len(starts), np.uint8)
-    _resize_rows(source, starts, weights, np.uint64(width), result)
-    return result
+def _horizontal(source: U8, width: int, taps: Taps, result: U8) -> None:
+    _resize_rows(source, *taps, np.uint64(width), result)
 
 
-def _vertical(source: U8, width: int, taps: Taps) -> U8:
-    starts, weights = taps
-    result = np.empty(len(starts) * width * int(_PIXEL), np.uint8)
-    _resize_columns(source, starts, weights, np.uint64(width), result)
-    return result
+def _vertical(source: U8, width: int, taps: Taps, result: U8) -> None:
+    _resize_columns(source, *taps, np.uint64(width), result)
 
 
 @inlined

@@ -408,8 +408,8 @@ def held_out(
 ) -> tuple[NDArray[np.int64], Vectors]:
     """Return row ids and embeddings of at most `count` rows from all shards.
 
-    The row ids are odd, because FAISS is trained on even row ids only. As an exception,
-    the last row id of a segment may be even.
+    FAISS is trained on even row ids, so these are odd. Only the last row id of a
+    segment may be even.
     """
     spec = embeddings.spec
     rng = np.random.default_rng(0)

@@ -9,7 +9,6 @@ the model of the GPU and the version of torch do.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from edje_index.bundles.info import (
 from edje_index.errors import ModelError
 from edje_index.images.preprocessing import Preprocessor, normalize
 from edje_index.models.adapter import COMPRESSED, Adapter
+from edje_index.models.cuda_graph import CudaGraphs
 from edje_index.models.devices import (
     autocast,
     resolve_device,
@@ -54,7 +54,8 @@ class ImageEncoder:
         preprocess: thread-safe function that converts a PIL image (RGB) to bytes, uint8
             [3, height, width]. `normalize` converts these to the numbers of the
             evaluation transform of open_clip, bit for bit.
-        fills_batches: whether `batch` fills a batch up.
+        fills_batches: whether all images of a batch are encoded, also those that are
+            missing: the kernels of a GPU depend on the size of a batch.
 
     Examples:
         >>> import torch
@@ -84,9 +85,12 @@ class ImageEncoder:
         self._weights = next(vision.parameters()).dtype
         self.fills_batches = self.device.type == "cuda"
         self._scale = preprocess.scale.to(self.device)
+        self._frame = preprocess.shape
         # While a thread waits for the GPU, the next one launches its batch. If both
         # launched at once, both would also wait at once, and the GPU after them.
         self._launching = threading.Lock()
+        # batches of a GPU all have the same shape
+        self._graphs = CudaGraphs(self._run, self.device)
 
     @classmethod
     def open(
@@ -168,21 +172,18 @@ class ImageEncoder:
             f" {torch.__version__}, batches of {batch_size}"
         )
 
-    def batch(self, images: Sequence[torch.Tensor], size: int) -> torch.Tensor:
-        """Stack at most `size` results of `preprocess`, or as many clips [f, 3, height,
-        width].
+    def new_batch(self, size: int, frames: int | None = None) -> torch.Tensor:
+        """Return memory for `size` results of `preprocess`, uint8 [size, 3, height,
+        width], or for clips of `frames` frames, [size, frames, 3, height, width].
 
-        On a GPU, the batch is in pinned memory, which torch reuses, and the last image
-        fills it up to `size`: the kernels depend on the size of a batch.
+        It can be copied to the device while this process goes on.
         """
-        if self.fills_batches:
-            images = [*images, *[images[-1]] * (size - len(images))]
-        pixels = torch.empty(
-            (len(images), *images[0].shape),
+        frame_axis = () if frames is None else (frames,)
+        return torch.empty(
+            (size, *frame_axis, *self._frame),
             dtype=torch.uint8,
             pin_memory=self.device.type == "cuda",
         )
-        return torch.stack(list(images), out=pixels)
 
     def normalize(self, pixels: torch.Tensor) -> torch.Tensor:
         """Copy pixels to the device of the weights, and normalise them.
@@ -211,7 +212,7 @@ class ImageEncoder:
             self._launching,
             torch.inference_mode(),
         ):
-            tokens, embeddings = self._run(pixels)
+            tokens, embeddings = self._graphs(pixels)
             # from a GPU, into pinned memory
             tokens = tokens.bfloat16().to("cpu", non_blocking=True)
             embeddings = embeddings.float().to("cpu", non_blocking=True)

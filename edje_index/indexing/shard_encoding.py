@@ -17,7 +17,7 @@ import contextlib
 import itertools
 import json
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -268,12 +268,28 @@ def _encode_whole_shard(
                 return _prepare(encoder, task.decoding, image)
 
         size = task.decoding.inputs_per_batch(task.batch_size)
+        batches: deque[torch.Tensor] = deque()
+        spare: list[torch.Tensor] = []
+
+        def placed() -> Iterator[_Image]:
+            """Yield the images, each with its place in a batch."""
+            for start in range(0, len(images), size):
+                batch = (
+                    spare.pop()
+                    if spare
+                    else encoder.new_batch(size, task.decoding.frames)
+                )
+                batches.append(batch)
+                for place, image in enumerate(images[start : start + size]):
+                    image.pixels = batch[place]
+                    yield image
+
         ahead = size * (1 + max(_BATCHES_AHEAD, _IMAGES_AHEAD // task.batch_size))
         prepared = ordered_results(
-            images, lambda image: pool.submit(prepare, image), ahead=ahead
+            placed(), lambda image: pool.submit(prepare, image), ahead=ahead
         )
         if attempt.careful:
-            prepared = map(prepare, images)
+            prepared = map(prepare, placed())
         for start in range(0, len(images), size):
             if should_stop():
                 raise TaskInterrupted
@@ -281,11 +297,13 @@ def _encode_whole_shard(
                 ready = [
                     image
                     for image in itertools.islice(prepared, size)
-                    if image.pixels is not None
+                    if image.is_ready
                 ]
+            batch = batches.popleft()
             if ready:
                 with _timed(stages, "encode"):
-                    tokens, embeddings = _encode(encoder, ready, size)
+                    places = [image.entry.row_id - first_row - start for image in ready]
+                    tokens, embeddings = _encode(encoder, ready, batch, places)
                 with _timed(stages, "write"):
                     problems = writer.outside(tokens)
                     for at, problem in problems.items():
@@ -299,6 +317,7 @@ def _encode_whole_shard(
                         dtype=np.int64,
                     )
                     writer.put(positions, tokens, embeddings)
+            spare.append(batch)
             done = min(start + size, len(images))
             failed = sum(entry.status == FAILED for entry in entries[:done])
             on_progress(ShardProgress(task.shard, done, failed, dict(stages)))
@@ -321,11 +340,12 @@ def _encode_whole_shard(
 
 @dataclass
 class _Image:
-    """One input of the shard. `pixels` is set between decoding and encoding."""
+    """One input of the shard. Its `pixels` are its place in a batch."""
 
     ref: InputRef
     entry: RowEntry
     pixels: torch.Tensor | None = None
+    is_ready: bool = False
 
 
 def _row_entry(row_id: int, ref: InputRef) -> RowEntry:
@@ -361,12 +381,19 @@ def _prepare(encoder: ImageEncoder, settings: DecodeSettings, image: _Image) -> 
             )
         entry.read_seconds = time.perf_counter() - started
         started = time.perf_counter()
+        place = image.pixels if settings.frames is None else None
         size, frames, truncation = decode_input(
-            data, entry.uri, settings, encoder.preprocess
+            data,
+            entry.uri,
+            settings,
+            lambda frame: encoder.preprocess(frame, place),
         )
         entry.width, entry.height = size
         entry.detail = truncation
-        image.pixels = frames[0] if settings.frames is None else torch.stack(frames)
+        if settings.frames is not None:
+            # a clip
+            torch.stack(frames, out=image.pixels)
+        image.is_ready = True
         entry.decode_seconds = time.perf_counter() - started
     except ImageError as error:
         entry.fail(error.reason, error.detail)
@@ -374,25 +401,26 @@ def _prepare(encoder: ImageEncoder, settings: DecodeSettings, image: _Image) -> 
 
 
 def _encode(
-    encoder: ImageEncoder, images: list[_Image], size: int
+    encoder: ImageEncoder, images: list[_Image], batch: torch.Tensor, places: list[int]
 ) -> tuple[Blocks, NDArray[np.float32]]:
-    """Run the model on `images`, in a batch of `size` inputs.
+    """Run the model on `images`, which have the `places` in the batch.
 
     If an output is not finite, mark the row as failed and remove the image from
     `images`.
     """
     started = time.perf_counter()
-    pixels = [image.pixels for image in images if image.pixels is not None]
-    tokens, embeddings = encoder.encode(encoder.batch(pixels, size))
-    tokens = tokens[: len(images)]
-    embeddings = embeddings[: len(images)]
+    if len(images) == len(batch):
+        tokens, embeddings = encoder.encode(batch)
+    elif encoder.fills_batches:
+        tokens, embeddings = (each[places] for each in encoder.encode(batch))
+    else:
+        tokens, embeddings = encoder.encode(batch[places])
     bits = tokens.view(np.uint16).reshape(len(tokens), -1)
     # bfloat16
     finite = np.isfinite(embeddings).all(axis=1) & ((bits & 0x7F80) != 0x7F80).all(
         axis=1
     )
     for image, good in zip(list(images), finite, strict=True):
-        image.pixels = None
         image.entry.encode_seconds = (time.perf_counter() - started) / len(finite)
         if not good:
             image.entry.fail(
@@ -421,13 +449,17 @@ def encode_inputs(
         TransientInputError: an input cannot be read or decoded because of a problem of
             the machine.
     """
+    size = settings.inputs_per_batch(batch_size)
+    batch = encoder.new_batch(size, settings.frames)
     images = [
-        _prepare(encoder, settings, _Image(ref, _row_entry(position, ref)))
+        _Image(ref, _row_entry(position, ref), batch[position])
         for position, ref in enumerate(refs)
     ]
-    ready = [image for image in images if image.pixels is not None]
-    size = settings.inputs_per_batch(batch_size)
-    tokens = _encode(encoder, ready, size)[0] if ready else ()
+    for image in images:
+        _prepare(encoder, settings, image)
+    ready = [image for image in images if image.is_ready]
+    places = [image.entry.row_id for image in ready]
+    tokens = _encode(encoder, ready, batch, places)[0] if ready else ()
     blocks = {
         image.entry.row_id: block for image, block in zip(ready, tokens, strict=True)
     }

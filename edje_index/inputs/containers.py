@@ -71,7 +71,12 @@ class Archive(Protocol):
         """
         ...
 
-    def read(self, offset: int, size: int, max_bytes: int) -> bytes:
+    def read(
+        self,
+        offset: int,
+        size: int,
+        max_bytes: int,
+    ) -> bytes:
         """Return the content of a member, given its offset and its size, or 0 if the
         size is unknown.
 
@@ -115,7 +120,12 @@ class ZipArchive:
                     _zip_problem(info),
                 )
 
-    def read(self, offset: int, size: int, max_bytes: int) -> bytes:
+    def read(
+        self,
+        offset: int,
+        size: int,
+        max_bytes: int,
+    ) -> bytes:
         info = self._info_at.get(offset)
         if info is None:
             raise ImageError(
@@ -165,7 +175,7 @@ def _named_damage(part: str) -> Iterator[None]:
         cause = error if isinstance(error, OSError) else error.__context__
         if isinstance(cause, OSError) and cause.errno is not None:
             raise cause from None
-        # of Arrow
+        # Arrow's error for too little memory is one of `_DAMAGE`, too
         if isinstance(error, MemoryError):
             raise
         detail = f"{part} is damaged: {error or type(error).__name__}"
@@ -180,7 +190,11 @@ class ParquetImages:
         ImageError: the file is damaged, or has no such column.
     """
 
-    def __init__(self, file: RangedFile, column: str) -> None:
+    def __init__(
+        self,
+        file: RangedFile,
+        column: str,
+    ) -> None:
         self._file = file
         with _named_damage("the Parquet file"):
             self._parquet = open_parquet(file, buffer_size=_PARQUET_BUFFER)
@@ -199,7 +213,12 @@ class ParquetImages:
         *self._group_starts, self._rows = itertools.accumulate(sizes, initial=0)
         self._window = StreamWindow(self._group_starts, self._images)
 
-    def read(self, offset: int, size: int, max_bytes: int) -> bytes:
+    def read(
+        self,
+        offset: int,
+        size: int,
+        max_bytes: int,
+    ) -> bytes:
         if not 0 <= offset < self._rows:
             raise ImageError(
                 reason="changed-since-plan", detail=f"the file has no row {offset}"
@@ -405,7 +424,12 @@ def split_uri(uri: str) -> tuple[str, str] | None:
 
 
 def read_packed(
-    path: bytes, container: Container, offset: int, *, size: int | None, max_bytes: int
+    path: bytes,
+    container: Container,
+    offset: int,
+    *,
+    size: int | None,
+    max_bytes: int,
 ) -> bytes:
     """Return the bytes of an input in a container. Each process keeps a few containers
     open.
@@ -433,7 +457,10 @@ def read_packed(
 
 @functools.lru_cache(_MAX_OPEN)
 def _open(
-    path: bytes, container: Container, _modified: int | None, _process: int
+    path: bytes,
+    container: Container,
+    _modified: int | None,
+    _process: int,
 ) -> Archive | ParquetImages:
     file = open_ranged(path)
     if file.length != container.length:

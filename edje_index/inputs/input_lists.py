@@ -59,7 +59,11 @@ INPUT_SCHEMA = pa.schema(
 
 
 def write_input_lists(
-    layout: Layout, refs: Iterable[InputRef], shard_size: int, *, first_shard: int = 0
+    layout: Layout,
+    refs: Iterable[InputRef],
+    shard_size: int,
+    *,
+    first_shard: int = 0,
 ) -> list[Path]:
     """Write `refs` to `build/inputs/`, which must exist. Memory use does not depend on
     the number of inputs.
@@ -90,7 +94,11 @@ def write_input_lists(
     return paths
 
 
-def read_shard_inputs(layout: Layout, spec: IndexSpec, shard: int) -> list[InputRef]:
+def read_shard_inputs(
+    layout: Layout,
+    spec: IndexSpec,
+    shard: int,
+) -> list[InputRef]:
     """Read the inputs of `shard`, in row order.
 
     Raises:
@@ -172,7 +180,11 @@ def _rows_per_file(shard_size: int) -> int:
     return max(1, LIST_ROWS // shard_size) * shard_size
 
 
-def _tables(refs: Iterable[InputRef], first_row: int, rows: int) -> Iterator[pa.Table]:
+def _tables(
+    refs: Iterable[InputRef],
+    first_row: int,
+    rows: int,
+) -> Iterator[pa.Table]:
     """Yield tables of at most `rows` inputs. The row ids count up from `first_row`."""
     remaining = iter(refs)
     while batch := list(itertools.islice(remaining, rows)):

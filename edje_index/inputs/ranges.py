@@ -57,14 +57,21 @@ class RangedFile(io.RawIOBase):
     """A read-only, seekable file whose bytes come from a function."""
 
     def __init__(
-        self, read_at: ReadAt, length: int, close: Callable[[], None] = lambda: None
+        self,
+        read_at: ReadAt,
+        length: int,
+        close: Callable[[], None] = lambda: None,
     ) -> None:
         self.length = length
         self._read_at = read_at
         self._close = close
         self._position = 0
 
-    def pread(self, size: int, offset: int) -> bytes:
+    def pread(
+        self,
+        size: int,
+        offset: int,
+    ) -> bytes:
         """Return the bytes [offset, offset + size), or fewer if the file ends earlier.
 
         The position of the file does not change.
@@ -155,7 +162,11 @@ def open_file(path: bytes) -> tuple[int, int]:
     return fd, status.st_size
 
 
-def read_range(fd: int, size: int, offset: int) -> bytes:
+def read_range(
+    fd: int,
+    size: int,
+    offset: int,
+) -> bytes:
     """Return the bytes [offset, offset + size) of an open file, or fewer if the
     file ends earlier.
     """
@@ -183,7 +194,13 @@ class BlockReader:
         daemon: whether the process may end during a request.
     """
 
-    def __init__(self, read_at: ReadAt, length: int, *, daemon: bool = False) -> None:
+    def __init__(
+        self,
+        read_at: ReadAt,
+        length: int,
+        *,
+        daemon: bool = False,
+    ) -> None:
         self._read_at = read_at
         self._daemon = daemon
         self._length = length
@@ -192,7 +209,11 @@ class BlockReader:
         self._blocks: OrderedDict[int, Future[bytes]] = OrderedDict()
         self._is_closed = False
 
-    def pread(self, size: int, offset: int) -> bytes:
+    def pread(
+        self,
+        size: int,
+        offset: int,
+    ) -> bytes:
         """Return the bytes [offset, offset + size), or fewer if the file ends
         earlier.
         """
@@ -212,7 +233,11 @@ class BlockReader:
             self._is_closed = True
             self._blocks.clear()
 
-    def _read(self, number: int, last: int) -> bytes:
+    def _read(
+        self,
+        number: int,
+        last: int,
+    ) -> bytes:
         """Return block `number`. The caller needs the blocks up to `last` next."""
         while True:
             with self._lock:
@@ -261,7 +286,11 @@ class BlockReader:
             self._fetch(number, block)
         return block
 
-    def _fetch(self, number: int, block: Future[bytes]) -> None:
+    def _fetch(
+        self,
+        number: int,
+        block: Future[bytes],
+    ) -> None:
         start = number * BLOCK_BYTES
         size = min(BLOCK_BYTES, self._length - start)
         try:
@@ -321,7 +350,11 @@ class StreamWindow:
         self._first = self._end = self._starts[part]
         self._is_ended = self._is_broken = False
 
-    def read(self, first: int, stop: int) -> list[StreamItem]:
+    def read(
+        self,
+        first: int,
+        stop: int,
+    ) -> list[StreamItem]:
         """Return the items that overlap with [first, stop), up to the end of the
         stream.
         """
@@ -366,8 +399,8 @@ class StreamWindow:
 
     @contextmanager
     def _turn(self, position: int) -> Iterator[None]:
-        """Hold a lock that the waiting thread with the lowest position gets first,
-        so that the stream goes forward.
+        """Hold a lock. Of the threads that wait for it, the one with the lowest
+        position gets it first, because the stream can only be read forward.
         """
         ticket = position, threading.get_ident()
         with self._changed:

@@ -166,12 +166,21 @@ class TarArchive:
             zeros = len(marker) - len(marker.lstrip(b"\0"))
             end += zeros // tarfile.BLOCKSIZE * tarfile.BLOCKSIZE
 
-    def read(self, offset: int, size: int, max_bytes: int) -> bytes:
+    def read(
+        self,
+        offset: int,
+        size: int,
+        max_bytes: int,
+    ) -> bytes:
         """Return the data of a member, or fewer bytes if the archive ends earlier."""
         check_bytes(size, max_bytes)
         return self.pread(size, offset)
 
-    def pread(self, size: int, offset: int) -> bytes:
+    def pread(
+        self,
+        size: int,
+        offset: int,
+    ) -> bytes:
         """Return the bytes [offset, offset + size) of the decompressed archive.
         Raises as `read`.
         """
@@ -231,7 +240,11 @@ class _HeaderFile:
     name = None
     mode = "rb"
 
-    def __init__(self, archive: TarArchive, position: int) -> None:
+    def __init__(
+        self,
+        archive: TarArchive,
+        position: int,
+    ) -> None:
         self._archive = archive
         self._position = position
         self.reached_end = False

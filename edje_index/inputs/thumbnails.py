@@ -217,7 +217,10 @@ def _locate(row: dict[str, Any]) -> InputRef:
 
 @functools.lru_cache(maxsize=4)
 def _member_offsets(
-    path: bytes, kind: str, _modified: int, _size: int
+    path: bytes,
+    kind: str,
+    _modified: int,
+    _size: int,
 ) -> tuple[dict[tuple[bytes, int], int], ImageError | None]:
     """Return the offset of each member by (name, size), and the damage after the last
     member that can be read.

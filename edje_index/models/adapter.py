@@ -8,16 +8,16 @@ width of the language model. Parameters have the same names as in published chec
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from edje_index.errors import ModelError
 from edje_index.models._torchvision_compat import prepare_torchvision
+from storage_formats.atomic import Json
 
 COMPRESSED = "compressed"
 LOCAL = "local"
@@ -65,7 +65,7 @@ class AdapterConfig:
     layer_norm_eps: float = 1e-6
 
     @classmethod
-    def from_json(cls, value: Mapping[str, Any], source: Path) -> AdapterConfig:
+    def from_json(cls, value: Json, source: Path) -> AdapterConfig:
         """Return the configuration with the fields `value`, which were read from
         `source`.
         """
@@ -101,7 +101,7 @@ class AdapterConfig:
             kind, tokens, self.vision_dim, self.vision_dim, hidden_dim=0
         )
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         """Return the fields as a JSON object."""
         return asdict(self)
 
@@ -139,22 +139,20 @@ class CompressionAdapter(Adapter):
         self.mlp = _ResidualMlp(width, config.hidden_dim, config.activation)
         self.projection = nn.Linear(width, config.language_dim)
 
-    def forward(self, patches: torch.Tensor) -> torch.Tensor:
+    def forward(self, patches: Tensor) -> Tensor:
         """Map patch features [b, n, d_v] to tokens [b, m, d]."""
         attended, _ = self._attend(patches, need_weights=False)
-        result: torch.Tensor = self.projection(
-            attended + self.mlp(self.layernorm(attended))
-        )
+        result: Tensor = self.projection(attended + self.mlp(self.layernorm(attended)))
         return result
 
-    def query_attention(self, patches: torch.Tensor) -> torch.Tensor:
+    def query_attention(self, patches: Tensor) -> Tensor:
         """Return the attention weights of the queries over the patches [b, n, d_v],
         averaged over heads, [b, m, n].
         """
-        weights: torch.Tensor = self._attend(patches, need_weights=True)[1]
+        weights: Tensor = self._attend(patches, need_weights=True)[1]
         return weights
 
-    def _attend(self, patches: torch.Tensor, *, need_weights: bool) -> Any:
+    def _attend(self, patches: Tensor, *, need_weights: bool) -> Any:
         queries = self.query.expand(patches.shape[0], -1, -1)
         return self.attention(
             queries, self.key(patches), self.value(patches), need_weights=need_weights
@@ -171,7 +169,7 @@ class LocalAdapter(Adapter):
         self.add_module("1", activation(config.activation))
         self.add_module("2", nn.Linear(config.hidden_dim, config.language_dim))
 
-    def forward(self, patches: torch.Tensor) -> torch.Tensor:
+    def forward(self, patches: Tensor) -> Tensor:
         """Map patch features [b, n, d_v] to tokens [b, n, d]."""
         for layer in self.children():
             patches = layer(patches)
@@ -193,9 +191,7 @@ class ReducedAdapter(Adapter):
             LocalAdapter(config) if config.hidden_dim else nn.Identity()
         )
 
-    def forward(
-        self, patches: torch.Tensor, received: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def forward(self, patches: Tensor, received: Tensor | None = None) -> Tensor:
         """Map patch features [b, n, d_v] to tokens [b, m, d].
 
         `received` is the attention that each patch receives [b, n]. Only a ``pruned``
@@ -214,7 +210,7 @@ class ReducedAdapter(Adapter):
         else:
             assert received is not None
             tokens = prune_tokens(patches, received, count)
-        result: torch.Tensor = self.local(tokens)
+        result: Tensor = self.local(tokens)
         return result
 
 
@@ -226,8 +222,8 @@ class _ResidualMlp(nn.Module):
         self.activation_fn = activation(activation_name)
         self.fc2 = nn.Linear(hidden, width)
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.fc2(self.activation_fn(self.fc1(tokens)))
+    def forward(self, tokens: Tensor) -> Tensor:
+        result: Tensor = self.fc2(self.activation_fn(self.fc1(tokens)))
         return result
 
 
@@ -295,7 +291,7 @@ def activation(name: str) -> nn.Module:
 # an image do not depend on the other images of the batch.
 
 
-def stride_tokens(patches: torch.Tensor, count: int) -> torch.Tensor:
+def stride_tokens(patches: Tensor, count: int) -> Tensor:
     """Keep m = `count` of the patches [b, n, d_v] at equal distances: token i is
     patch floor(i n / m).
     """
@@ -303,9 +299,7 @@ def stride_tokens(patches: torch.Tensor, count: int) -> torch.Tensor:
     return patches[:, torch.arange(count, device=patches.device) * n // count]
 
 
-def prune_tokens(
-    patches: torch.Tensor, received: torch.Tensor, count: int
-) -> torch.Tensor:
+def prune_tokens(patches: Tensor, received: Tensor, count: int) -> Tensor:
     """Keep the `count` of the patches [b, n, d_v] that receive the most attention in
     the last layer of the tower.
 
@@ -320,7 +314,7 @@ def prune_tokens(
     return patches.gather(1, kept[:, :, None].expand(-1, -1, patches.shape[2]))
 
 
-def cluster_tokens(patches: torch.Tensor, count: int) -> torch.Tensor:
+def cluster_tokens(patches: Tensor, count: int) -> Tensor:
     """Group the patches [b, n, d_v] of each image into `count` clusters. Return their
     centres, float32 [b, m, d_v].
 
@@ -362,7 +356,7 @@ def cluster_tokens(patches: torch.Tensor, count: int) -> torch.Tensor:
     return centres
 
 
-def _nearest(points: torch.Tensor, centres: torch.Tensor) -> torch.Tensor:
+def _nearest(points: Tensor, centres: Tensor) -> Tensor:
     """Return the index of the centre nearest to each point, int64 [b, n]."""
     scores = centres.square().sum(dim=2)[:, None] - 2 * points @ centres.transpose(1, 2)
     return scores.argmin(dim=2)

@@ -11,22 +11,22 @@ head, v size of the vocabulary.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
 from edje_index.errors import ModelError
 from edje_index.models.adapter import activation
 from edje_index.models.devices import fused_on_cuda
 from edje_index.models.linear import Linear
+from storage_formats.atomic import Json
 
 # about 250 pairs of a caption and an image
 _FUSED_VALUES = 1 << 23
 
 
-def check_bert(config: Mapping[str, Any], source: str) -> None:
+def check_bert(config: Json, source: str) -> None:
     """Raise ModelError if `config`, a configuration in the format of transformers, does
     not describe a BERT encoder.
 
@@ -60,7 +60,7 @@ class BertWeights:
 
     def __init__(
         self,
-        tensors: Mapping[str, torch.Tensor],
+        tensors: Mapping[str, Tensor],
         prefix: str,
         *,
         source: str,
@@ -71,7 +71,7 @@ class BertWeights:
         self._source = source
         self._device = device
 
-    def take(self, name: str, *shape: int) -> torch.Tensor:
+    def take(self, name: str, *shape: int) -> Tensor:
         """Return the tensor `name`, float32. A size of -1 in `shape` matches any
         size.
         """
@@ -132,7 +132,7 @@ class Bert:
 
     def __init__(
         self,
-        config: Mapping[str, Any],
+        config: Json,
         weights: BertWeights,
         *,
         source: str,
@@ -180,23 +180,28 @@ class Bert:
             for index in range(layers)
         ]
 
-    def embed(self, words: torch.Tensor, token_types: torch.Tensor) -> torch.Tensor:
+    def embed(
+        self,
+        words: Tensor,
+        token_types: Tensor,
+        positions: Tensor | None = None,
+    ) -> Tensor:
         """Return the input of the first layer, float32 [b, t, d], from word
-        embeddings or image tokens [b, t, d].
+        embeddings or image tokens [b, t, d]. By default, their positions are 0 to
+        t - 1.
         """
+        if positions is None:
+            positions = torch.arange(words.shape[1], device=words.device)
         # positions beyond the table repeat its last one, as in published models
         last = len(self._positions) - 1
-        positions = torch.arange(words.shape[1], device=words.device).clamp(max=last)
-        embedded: torch.Tensor = self._norm(
+        embedded: Tensor = self._norm(
             words
             + functional.embedding(token_types, self._types)
-            + self._positions[positions]
+            + self._positions[positions.clamp(max=last)]
         )
         return embedded
 
-    def hidden_states(
-        self, embedded: torch.Tensor, mask: torch.Tensor | None
-    ) -> torch.Tensor:
+    def hidden_states(self, embedded: Tensor, mask: Tensor | None) -> Tensor:
         """Return the last hidden states, float32 [b, t, d], of the result of `embed`.
 
         `mask` is False for padding, bool [b, t]. It is None if there is no padding,
@@ -207,9 +212,7 @@ class Bert:
             states = layer(*states, mask)
         return states[0]
 
-    def first_states(
-        self, embedded: torch.Tensor, mask: torch.Tensor | None
-    ) -> torch.Tensor:
+    def first_states(self, embedded: Tensor, mask: Tensor | None) -> Tensor:
         """Return ``hidden_states(embedded, mask)[:, 0]``, float32 [b, d], in less
         time.
         """
@@ -218,7 +221,7 @@ class Bert:
             states = layer(*states, mask)
         return self._layers[-1](*states, mask, outputs=1)[0][:, 0]
 
-    def _states(self, embedded: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _states(self, embedded: Tensor) -> tuple[Tensor, Tensor]:
         return embedded, embedded.to(self._dtype)
 
 
@@ -268,11 +271,11 @@ class _Layer:
 
     def __call__(
         self,
-        x: torch.Tensor,
-        low: torch.Tensor,
-        mask: torch.Tensor | None,
+        x: Tensor,
+        low: Tensor,
+        mask: Tensor | None,
         outputs: int | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[Tensor, Tensor]:
         """Return the output for the first `outputs` tokens. None means all tokens.
 
         Args:
@@ -300,8 +303,8 @@ class _Layer:
 
 
 def _add_and_normalize(
-    x: torch.Tensor, change: torch.Tensor, norm: nn.LayerNorm
-) -> tuple[torch.Tensor, torch.Tensor]:
+    x: Tensor, change: Tensor, norm: nn.LayerNorm
+) -> tuple[Tensor, Tensor]:
     """Return the layer norm of `x` + `change`, in the data types of both."""
     # one axis of any length, so that one kernel serves all batches and captions
     rows, low = _sum_and_norm(
@@ -312,22 +315,22 @@ def _add_and_normalize(
 
 @fused_on_cuda(lambda x: x.numel() >= _FUSED_VALUES, dynamic=True)
 def _sum_and_norm(
-    x: torch.Tensor,
-    change: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor,
+    x: Tensor,
+    change: Tensor,
+    weight: Tensor,
+    bias: Tensor,
     eps: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     normed = functional.layer_norm(x + change, weight.shape, weight, bias, eps)
     return normed, normed.to(change.dtype)
 
 
 def _attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    allowed: torch.Tensor | None,
-) -> torch.Tensor:
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    allowed: Tensor | None,
+) -> Tensor:
     """Return the attention of each head, [b, h, outputs, c]. `allowed` is bool and
     broadcasts to [b, h, outputs, t].
     """
@@ -337,9 +340,7 @@ def _attention(
         )
     # For the short rows of a joint encoder, torch's bfloat16 attention for CPUs takes
     # twice as long as these products.
-    scores: torch.Tensor = (query @ key.transpose(2, 3)).float() * query.shape[
-        3
-    ] ** -0.5
+    scores: Tensor = (query @ key.transpose(2, 3)).float() * query.shape[3] ** -0.5
     if allowed is not None:
         scores = scores.masked_fill(~allowed, -torch.inf)
     return scores.softmax(dim=3).to(value.dtype) @ value

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from edje_index.errors import ModelError
 from edje_index.models.filesystem import write_json
 from edje_index.models.safety import read_configuration
+from storage_formats.atomic import Json
 
 CONFIG_FILE = "open_clip_config.json"
 WEIGHTS_FILE = "open_clip_model.safetensors"
@@ -28,8 +28,8 @@ class ClipConfig:
     """
 
     name: str
-    model: dict[str, Any]
-    preprocess: dict[str, Any]
+    model: Json
+    preprocess: Json
 
     @property
     def embed_dim(self) -> int:
@@ -37,9 +37,9 @@ class ClipConfig:
         return int(self.model["embed_dim"])
 
     @property
-    def text(self) -> dict[str, Any]:
+    def text(self) -> Json:
         """The ``text_cfg`` of the model configuration."""
-        text: dict[str, Any] = self.model["text_cfg"]
+        text: Json = self.model["text_cfg"]
         return text
 
     @property

@@ -29,6 +29,7 @@ from edje_index.models.clip_config import (
 )
 from edje_index.models.safety import read_configuration
 from edje_index.models.weights import load_module
+from storage_formats.atomic import Json
 
 prepare_torchvision()
 
@@ -102,7 +103,7 @@ def preprocess_settings(config: ClipConfig) -> PreprocessCfg:
     return PreprocessCfg(**config.preprocess)
 
 
-def _without_downloads(config: ClipConfig) -> dict[str, Any]:
+def _without_downloads(config: ClipConfig) -> Json:
     """Return a copy of the configuration without pretrained weights, so that
     open_clip downloads nothing.
     """
@@ -156,7 +157,7 @@ def load_clip(vision: str) -> tuple[torch.nn.Module, ClipConfig]:
         ModelError: the model or tag is unknown, or the weights do not fit the model.
     """
     tag: str | None = None
-    preprocess: dict[str, Any] | None = None
+    preprocess: Json | None = None
     folder = local_folder(vision)
     if folder is not None:
         # Not by open_clip, which requests the configuration of the text tower from the

@@ -13,9 +13,11 @@ from typing import Any, ParamSpec, TypeVar
 import ml_dtypes
 import numpy as np
 import torch
+from torch import Tensor
 
 from edje_index.errors import ModelError
 from storage_formats.arguments import as_text
+from storage_formats.arrays import Array
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
@@ -70,7 +72,7 @@ def autocast(
 
 
 def fused_on_cuda(
-    is_large: Callable[[torch.Tensor], bool], *, dynamic: bool
+    is_large: Callable[[Tensor], bool], *, dynamic: bool
 ) -> Callable[[Callable[_Arguments, _Result]], Callable[_Arguments, _Result]]:
     """Decorator for a function of tensors. On a CUDA device, the function becomes one
     kernel, which reads and writes the memory once.
@@ -127,7 +129,7 @@ def threads_kept() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def to_bf16_array(tensor: torch.Tensor) -> np.ndarray[Any, np.dtype[Any]]:
+def to_bf16_array(tensor: Tensor) -> Array:
     """Return ``tensor`` as an ``ml_dtypes.bfloat16`` array, rounded to nearest,
     ties to even.
     """
@@ -135,11 +137,11 @@ def to_bf16_array(tensor: torch.Tensor) -> np.ndarray[Any, np.dtype[Any]]:
     return bits.numpy().view(ml_dtypes.bfloat16)
 
 
-def as_tensor(array: torch.Tensor | np.ndarray[Any, np.dtype[Any]]) -> torch.Tensor:
+def as_tensor(array: Tensor | Array) -> Tensor:
     """Return ``array`` as a torch tensor of the same data type.
     ``ml_dtypes.bfloat16`` is supported.
     """
-    if isinstance(array, torch.Tensor):
+    if isinstance(array, Tensor):
         return array
     # torch warns about read-only arrays
     array = np.require(array, requirements=["C", "W"])

@@ -8,12 +8,12 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from edje_index.errors import ModelError
+from storage_formats.atomic import Json
 
 
-def write_json(path: Path, content: dict[str, Any]) -> None:
+def write_json(path: Path, content: Json) -> None:
     """Write `content` to `path` as indented JSON with sorted keys."""
     path.write_text(
         json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8"

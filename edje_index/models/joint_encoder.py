@@ -9,18 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from edje_index.errors import ModelError
 from edje_index.models._torchvision_compat import prepare_torchvision
 from edje_index.models.bert import check_bert
 from edje_index.models.devices import autocast
 from edje_index.models.joint_inputs import JointInputs, JointTokenizer
-from edje_index.models.joint_scorer import Array, JointScorer
+from edje_index.models.joint_scorer import JointScorer
 from edje_index.models.safety import read_configuration
+from storage_formats.arrays import Array
+from storage_formats.atomic import Json
 
 prepare_torchvision()
 
@@ -94,9 +95,7 @@ class JointEncoder(nn.Module):
             device=self.device,
         )
 
-    def score(
-        self, captions: str | Sequence[str], tokens: torch.Tensor | Array
-    ) -> torch.Tensor:
+    def score(self, captions: str | Sequence[str], tokens: Tensor | Array) -> Tensor:
         """Return matching logits, float32 [b] on the CPU. A higher logit means a better
         match.
 
@@ -111,17 +110,17 @@ class JointEncoder(nn.Module):
         """
         return self.scorer().score(captions, tokens)
 
-    def forward(self, inputs: JointInputs, tokens: torch.Tensor) -> torch.Tensor:
+    def forward(self, inputs: JointInputs, tokens: Tensor) -> Tensor:
         """Return one matching logit per row, float32 [b]. `tokens` are the image
         tokens of the rows [b, m, d].
         """
         with autocast(self.compute_dtype, self.device):
             hidden = self.hidden_states(inputs, tokens)
-        logits: torch.Tensor = self.classification_head(hidden.float())
+        logits: Tensor = self.classification_head(hidden.float())
         # the logits are not float32 under the autocast of a training run
         return logits[:, 0].float()
 
-    def hidden_states(self, inputs: JointInputs, tokens: torch.Tensor) -> torch.Tensor:
+    def hidden_states(self, inputs: JointInputs, tokens: Tensor) -> Tensor:
         """Return the last hidden states [b, t, d]. `tokens` are the image tokens of
         the rows [b, m, d].
         """
@@ -142,11 +141,11 @@ class JointEncoder(nn.Module):
                 max=positions - 1
             )[None],
         )
-        hidden: torch.Tensor = output.last_hidden_state
+        hidden: Tensor = output.last_hidden_state
         return hidden
 
 
-def bert_config(source: Path | dict[str, Any], **overrides: int) -> BertConfig:
+def bert_config(source: Path | Json, **overrides: int) -> BertConfig:
     """Read a BERT configuration from the file ``config.json`` or from its content.
     `overrides` replace values.
     """

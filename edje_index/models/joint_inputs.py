@@ -22,6 +22,7 @@ from typing import Final
 import numpy as np
 import torch
 from tokenizers import Tokenizer
+from torch import Tensor
 
 from edje_index.errors import ModelError
 from edje_index.models._torchvision_compat import prepare_torchvision
@@ -47,9 +48,9 @@ class JointInputs:
     are padded to t tokens.
     """
 
-    input_ids: torch.Tensor
-    token_type_ids: torch.Tensor
-    attention_mask: torch.Tensor
+    input_ids: Tensor
+    token_type_ids: Tensor
+    attention_mask: Tensor
 
 
 class JointTokenizer:

@@ -6,28 +6,33 @@ v size of its vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, partial
-from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 from torch.nn import functional
 
 from edje_index.errors import ModelError
 from edje_index.models.bert import Bert, BertWeights
+from edje_index.models.cuda_graph import CudaGraphs, Tensors
 from edje_index.models.devices import as_tensor
 from edje_index.models.joint_inputs import (
     NUM_SPECIAL_TOKENS,
     JointInputs,
     JointTokenizer,
 )
-
-Array = np.ndarray[Any, np.dtype[Any]]
+from storage_formats.arrays import Array
+from storage_formats.atomic import Json
 
 _BATCH = 1024
 # hidden states and tokens stay in the cache of the CPU
 _CPU_BATCH = 32
+# a GPU computes a larger batch in more time than Python takes to start its kernels
+_GRAPHED = 512
 _BERT = "language_model.bert."
 
 
@@ -42,8 +47,8 @@ class JointScorer:
     def __init__(
         self,
         tokenizer: JointTokenizer,
-        config: Mapping[str, Any],
-        tensors: Mapping[str, torch.Tensor],
+        config: Json,
+        tensors: Mapping[str, Tensor],
         *,
         source: str,
         dtype: torch.dtype = torch.float32,
@@ -69,6 +74,8 @@ class JointScorer:
         )
         self._pooler = head.linear(["0.dense"], self.width, self.width)
         self._head = head.linear(["1"], 1, self.width)
+        # most programs score a few captions
+        self._graphs = CudaGraphs(self._logits, self.device, records_at=2)
 
     @property
     def width(self) -> int:
@@ -83,19 +90,17 @@ class JointScorer:
         return _CPU_BATCH if self.device.type == "cpu" else _BATCH
 
     @property
-    def word_vectors(self) -> torch.Tensor:
+    def word_vectors(self) -> Tensor:
         """Word embeddings of the language model, float32 [v, d]."""
         return self._bert.words
 
     @cached_property
-    def mean_word_vector(self) -> torch.Tensor:
+    def mean_word_vector(self) -> Tensor:
         """The mean of `word_vectors`, float32 [d]."""
         return self.word_vectors.mean(dim=0)
 
     @torch.inference_mode()
-    def score(
-        self, captions: str | Sequence[str], tokens: torch.Tensor | Array
-    ) -> torch.Tensor:
+    def score(self, captions: str | Sequence[str], tokens: Tensor | Array) -> Tensor:
         """Return matching logits, see `JointEncoder.score`."""
         tokens = as_tensor(tokens)
         captions = [captions] if isinstance(captions, str) else list(captions)
@@ -120,54 +125,98 @@ class JointScorer:
                 self.logits(row, batch) for batch in torch.split(tokens, self.batch)
             ]
             return torch.cat(logits).cpu()
-        # Captions of one length need no mask. Everything is copied to the device before
-        # the first batch, and from it after the last, because a copy waits for the
-        # work under way.
+        # Everything is copied to the device before the first batch, and from it after
+        # the last, because a copy waits for the work under way.
         lengths = np.array([len(caption) for caption in ids])
         order = np.argsort(lengths, kind="stable")
+        lengths = lengths[order]
         rows = self._word_ids([ids[pair] for pair in order])
+        rows_of = torch.from_numpy(lengths).to(self.device)
         places = torch.from_numpy(order)
         images = places.to(tokens.device)
         logits = []
-        first = 0
-        for length, count in zip(*np.unique(lengths, return_counts=True), strict=True):
-            for start in range(first, first + count, self.batch):
-                batch = slice(start, min(start + self.batch, first + count))
-                texts = rows[batch, : int(length) + NUM_SPECIAL_TOKENS]
-                logits.append(self.logits(texts, tokens[images[batch]]))
-            first += count
+        for batch in self._batches(lengths):
+            shortest, longest = lengths[[batch.start, batch.stop - 1]]
+            texts = rows[batch, : int(longest) + NUM_SPECIAL_TOKENS]
+            padded = rows_of[batch] if shortest < longest else None
+            logits.append(self.logits(texts, tokens[images[batch]], padded))
         result = torch.empty(len(tokens))
         result[places] = torch.cat(logits).cpu()
         return result
 
-    def _word_ids(self, captions: Sequence[Sequence[int]]) -> torch.Tensor:
+    def _batches(self, lengths: NDArray[np.int64]) -> Iterator[slice]:
+        """Yield batches of captions, whose `lengths` ascend."""
+        starts = {*range(0, len(lengths), self.batch)}
+        if self.device.type == "cpu":
+            # Captions of one length need no mask and no padding. A GPU computes with
+            # padding in less time than it starts the kernels of more batches.
+            firsts = np.unique(lengths, return_index=True)[1].tolist()
+            starts = {
+                start
+                for first, end in itertools.pairwise([*firsts, len(lengths)])
+                for start in range(first, end, self.batch)
+            }
+        for start, stop in itertools.pairwise([*sorted(starts), len(lengths)]):
+            yield slice(start, stop)
+
+    def _word_ids(self, captions: Sequence[Sequence[int]]) -> Tensor:
         """Return the input rows of captions, without image tokens, int64 [n, t] on the
         device. Shorter rows have padding at the end.
         """
         return self.tokenizer.inputs_of_ids(captions, 0).input_ids.to(self.device)
 
     @torch.inference_mode()
-    def logits(self, word_ids: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    def logits(
+        self,
+        word_ids: Tensor,
+        tokens: Tensor,
+        lengths: Tensor | None = None,
+    ) -> Tensor:
         """Return one matching logit per pair, float32 [b], on the device.
 
         Args:
-            word_ids: input rows of b captions or of one, without image tokens and
-                without padding, int64 [b, t] on the device.
+            word_ids: input rows of b captions or of one, without image tokens, int64
+                [b, t] on the device.
             tokens: image tokens of the pairs [b, m, d].
+            lengths: number of tokens of each caption, int64 [b] on the device; None if
+                no row has padding.
         """
+        inputs = [word_ids, tokens]
+        if lengths is not None:
+            inputs.append(lengths)
+        if len(tokens) > _GRAPHED:
+            return self._logits(*inputs)[0]
+        return self._graphs(*inputs)[0]
+
+    def _logits(
+        self,
+        word_ids: Tensor,
+        tokens: Tensor,
+        lengths: Tensor | None = None,
+    ) -> Tensors:
         image = tokens.to(self.device).float()
         rows = functional.embedding(word_ids, self.word_vectors)
         rows = rows.expand(len(image), -1, -1)
-        words = torch.cat([rows[:, :-1], image, rows[:, -1:]], dim=1)
+        # the longest row ends with the second [SEP]
+        separator = rows[-1:, -1:].expand(len(image), -1, -1)
+        words = torch.cat([rows[:, :-1], image, separator], dim=1)
+        place = torch.arange(words.shape[1], device=self.device)
+        second = word_ids.shape[1] - 1
         # the second [SEP] and the image tokens before it have type 1
-        types = torch.zeros(1, words.shape[1], dtype=torch.int64, device=self.device)
-        types[:, rows.shape[1] - 1 :] = 1
-        first = self._bert.first_states(self._bert.embed(words, types), None)
-        logits: torch.Tensor = self._head(torch.tanh(self._pooler(first)))
-        return logits[:, 0]
+        types = (place >= second).long()[None]
+        mask = None
+        positions = None
+        if lengths is not None:
+            # the padding lies between the caption and the image
+            mask = (place < lengths[:, None] + 2) | (place >= second)
+            positions = mask.cumsum(dim=1) - 1
+        embedded = self._bert.embed(words, types, positions)
+        first = self._bert.first_states(embedded, mask)
+        logits = self._head(torch.tanh(self._pooler(first)))
+        return (logits[:, 0],)
 
     @torch.inference_mode()
-    def sentence_vectors(self, inputs: JointInputs) -> torch.Tensor:
+    def sentence_vectors(self, inputs: JointInputs) -> Tensor:
         """Return the mean of the last hidden states of each row, float32 [b, d].
         Rows must not contain image tokens.
         """
@@ -185,7 +234,7 @@ class JointScorer:
     def _exact_bert(self) -> Bert:
         return self._bert if self.compute_dtype == torch.float32 else self._make_bert()
 
-    def _mask(self, inputs: JointInputs) -> torch.Tensor | None:
+    def _mask(self, inputs: JointInputs) -> Tensor | None:
         return (
             None
             if bool(inputs.attention_mask.all())

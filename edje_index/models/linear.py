@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 
@@ -22,7 +23,7 @@ class Linear(torch.nn.Module):
         bias: bias [outputs]. It has the data type of `weight`.
     """
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor) -> None:
         super().__init__()
         operators: Any = torch.ops.mkldnn
         packs = (
@@ -45,20 +46,20 @@ class Linear(torch.nn.Module):
         )
 
     @property
-    def weight(self) -> torch.Tensor:
+    def weight(self) -> Tensor:
         """A copy of the weight matrix [outputs, inputs]. Some modules of timm use
         it for a product of their own.
         """
         return self._weight.to_dense()
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """Map `x` [..., inputs] to [..., outputs], in the data type of the weight
         matrix.
         """
         x = x.to(self.bias.dtype)
         if self._product is None:
             return functional.linear(x, self._weight, self.bias)
-        result: torch.Tensor = self._product(x, self._weight, self.bias, "none", [], "")
+        result: Tensor = self._product(x, self._weight, self.bias, "none", [], "")
         return result
 
 

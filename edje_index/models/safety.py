@@ -15,6 +15,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from edje_index.errors import ModelError
+from storage_formats.atomic import Json
 
 CODE_SUFFIXES = frozenset({".dll", ".pickle", ".pkl", ".py", ".pyc", ".so"})
 CODE_KEYS = frozenset({"auto_map", "custom_pipelines", "trust_remote_code"})
@@ -89,10 +90,10 @@ def check_bundle_folder(folder: Path, files: Iterable[str]) -> None:
             read_configuration(file)
 
 
-def read_configuration(file: Path) -> dict[str, Any]:
+def read_configuration(file: Path) -> Json:
     """Read a JSON configuration file."""
 
-    def checked(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    def checked(pairs: list[tuple[str, Any]]) -> Json:
         for key, value in pairs:
             names_hub_code = key in IMPLEMENTATION_KEYS and "/" in str(value)
             if (key in CODE_KEYS and value) or names_hub_code:

@@ -8,7 +8,6 @@ values that these leave out from transformers. The outputs equal those of transf
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from edje_index.errors import ModelError
 from edje_index.models._torchvision_compat import prepare_torchvision
 from edje_index.models.clip_config import ClipConfig
 from edje_index.models.weights import State, assign_weights
+from storage_formats.atomic import Json
 
 prepare_torchvision()
 
@@ -61,9 +61,7 @@ _TOWERS = (
 )
 
 
-def siglip_config(
-    config: Mapping[str, Any], processor: Mapping[str, Any], name: str
-) -> ClipConfig:
+def siglip_config(config: Json, processor: Json, name: str) -> ClipConfig:
     """Return the open_clip configuration of SigLIP towers.
 
     Args:
@@ -142,10 +140,11 @@ def load_siglip(clip: torch.nn.Module, state: State, source: str) -> None:
             continue
         module = clip.get_submodule(target.removesuffix("."))
         expected = module.state_dict()
-        weights = {
-            name: _shaped(tensor, expected.get(name))
-            for name, tensor in _open_clip_weights(tower, names).items()
-        }
+        weights = _open_clip_weights(tower, names)
+        for name, tensor in weights.items():
+            # position tables have one more axis in timm
+            if name in expected and tensor.numel() == expected[name].numel():
+                weights[name] = tensor.reshape(expected[name].shape)
         assign_weights(module, weights, f"the tower {prefix}* of {source}")
 
 
@@ -158,7 +157,7 @@ def towers_in(state: State) -> set[str]:
     }
 
 
-def read_siglip(config: Mapping[str, Any]) -> SiglipConfig:
+def read_siglip(config: Json) -> SiglipConfig:
     """Return the configuration of the towers in the content of ``config.json``.
 
     Raises:
@@ -175,13 +174,6 @@ def read_siglip(config: Mapping[str, Any]) -> SiglipConfig:
             f"config.json describes no SigLIP towers: {error!s:.300}; give towers of"
             " open_clip, or SigLIP or SigLIP 2 towers of a fixed image size"
         ) from error
-
-
-def _shaped(tensor: torch.Tensor, expected: torch.Tensor | None) -> torch.Tensor:
-    # position tables have one more axis in timm
-    if expected is None or tensor.numel() != expected.numel():
-        return tensor
-    return tensor.reshape(expected.shape)
 
 
 def _timm_name(vision: Any) -> str:

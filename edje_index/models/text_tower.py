@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from tokenizers import Tokenizer
+from torch import Tensor
 from torch.nn import functional
 
 from edje_index.errors import HubUnreachableError, ModelError
@@ -39,6 +40,7 @@ from edje_index.models.safety import check_tokenizer_folder, read_configuration
 from edje_index.models.weights import read_weights
 from edje_index.progress import OnProgress
 from storage_formats.arguments import repr_of
+from storage_formats.arrays import Floats
 
 TEXTS_PER_REPORT = 1024
 # where a tokenizer was read from
@@ -64,15 +66,13 @@ class TextEncoder(ABC):
     canonical = False
 
     @abstractmethod
-    def embed(self, texts: list[str]) -> torch.Tensor:
+    def embed(self, texts: list[str]) -> Tensor:
         """Return the L2-normalised embeddings of one batch of texts, float32
         [len(texts), embed_dim].
         """
 
     @torch.inference_mode()
-    def encode(
-        self, texts: Sequence[str], batch_size: int = 256
-    ) -> np.ndarray[Any, np.dtype[np.float32]]:
+    def encode(self, texts: Sequence[str], batch_size: int = 256) -> Floats:
         """Return the L2-normalised embeddings of ``texts``, float32 [len(texts),
         embed_dim].
         """
@@ -95,7 +95,7 @@ class TextEncoder(ABC):
 
 def embed_texts(
     tower: TextEncoder, texts: Sequence[str], on_progress: OnProgress
-) -> np.ndarray[Any, np.dtype[np.float32]]:
+) -> Floats:
     """Return the embedding of each text, float32 [len(texts), embed_dim]. Equal texts
     are embedded once.
 
@@ -110,9 +110,7 @@ def embed_texts(
         parts.append(tower.encode(distinct[start : start + TEXTS_PER_REPORT]))
     on_progress("embedding texts", len(distinct), len(distinct))
     rows = {text: row for row, text in enumerate(distinct)}
-    embeddings: np.ndarray[Any, np.dtype[np.float32]] = np.concatenate(parts)[
-        [rows[text] for text in texts]
-    ]
+    embeddings: Floats = np.concatenate(parts)[[rows[text] for text in texts]]
     return embeddings
 
 
@@ -131,7 +129,7 @@ class TextTower(TextEncoder):
 
     __repr__ = repr_of("clip.__class__.__name__")
 
-    def embed(self, texts: list[str]) -> torch.Tensor:
+    def embed(self, texts: list[str]) -> Tensor:
         from open_clip.hf_model import HFTextEncoder
 
         with tokenizing():
@@ -143,7 +141,7 @@ class TextTower(TextEncoder):
             ids = ids[:, : max(1, longest)]
         device = next(self.clip.parameters()).device
         encode = self.clip.encode_text
-        embeddings: torch.Tensor = encode(  # type: ignore[operator]
+        embeddings: Tensor = encode(  # type: ignore[operator]
             ids.to(device), normalize=True
         )
         return embeddings
@@ -238,7 +236,7 @@ class BertTextTower(TextEncoder):
         tokenizer: Tokenizer,
         clean: Callable[[str], str],
         pad: int,
-        projection: list[torch.Tensor],
+        projection: list[Tensor],
     ) -> None:
         """Private. Call `load_bert_text_tower` instead."""
         self._bert = bert
@@ -247,7 +245,7 @@ class BertTextTower(TextEncoder):
         self._clean = clean
         self._pad = pad
 
-    def embed(self, texts: list[str]) -> torch.Tensor:
+    def embed(self, texts: list[str]) -> Tensor:
         with tokenizing():
             rows = [
                 encoding.ids

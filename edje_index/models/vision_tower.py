@@ -16,6 +16,7 @@ from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from edje_index.errors import ModelError
@@ -30,7 +31,7 @@ from open_clip.transformer import (  # noqa: E402
 )
 
 # Patch features [b, n, d], embedding [b, e], attention that each patch receives [b, n].
-FeaturesAndAttention = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+FeaturesAndAttention = tuple[Tensor, Tensor, Tensor]
 
 
 class VisionTower(torch.nn.Module, ABC):
@@ -71,7 +72,7 @@ class VisionTower(torch.nn.Module, ABC):
         self.eval()
 
     @abstractmethod
-    def encode(self, pixels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def encode(self, pixels: Tensor) -> tuple[Tensor, Tensor]:
         """Return the patch features [b, n, d] and the L2-normalised embeddings [b, e]
         of images.
 
@@ -79,7 +80,7 @@ class VisionTower(torch.nn.Module, ABC):
         """
 
     @abstractmethod
-    def encode_with_attention(self, pixels: torch.Tensor) -> FeaturesAndAttention:
+    def encode_with_attention(self, pixels: Tensor) -> FeaturesAndAttention:
         """Return the results of ``encode``, and the attention that each patch
         receives [b, n].
         """
@@ -113,11 +114,11 @@ class TimmTower(VisionTower):
                 getattr(trunk.head, "out_features", trunk.num_features)
             )
 
-    def encode(self, pixels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def encode(self, pixels: Tensor) -> tuple[Tensor, Tensor]:
         hidden = self.visual.trunk.forward_features(pixels)
         return hidden[:, self.prefix :], self._pool(hidden)
 
-    def encode_with_attention(self, pixels: torch.Tensor) -> FeaturesAndAttention:
+    def encode_with_attention(self, pixels: Tensor) -> FeaturesAndAttention:
         trunk = self.visual.trunk
         block = trunk.blocks[-1]
         attention = trunk.blocks[-1].attn
@@ -131,7 +132,7 @@ class TimmTower(VisionTower):
                 "a pruned adapter does not support the vision tower"
                 f" {type(trunk).__name__}: choose another adapter"
             )
-        last_inputs: list[torch.Tensor] = []
+        last_inputs: list[Tensor] = []
         handle = block.register_forward_pre_hook(
             lambda _, args: last_inputs.append(args[0])
         )
@@ -147,7 +148,7 @@ class TimmTower(VisionTower):
         )
         return hidden[:, self.prefix :], self._pool(hidden), received[:, self.prefix :]
 
-    def _pool(self, hidden: torch.Tensor) -> torch.Tensor:
+    def _pool(self, hidden: Tensor) -> Tensor:
         return functional.normalize(
             self.visual.head(self.visual.trunk.forward_head(hidden)).float(), dim=-1
         )
@@ -171,11 +172,11 @@ class ClipTower(VisionTower):
         self.embed_dim = int(visual.output_dim)
         self._penultimate = len(blocks) - 2
 
-    def encode(self, pixels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def encode(self, pixels: Tensor) -> tuple[Tensor, Tensor]:
         patches, _, embedding = self._forward(pixels)
         return patches, embedding
 
-    def encode_with_attention(self, pixels: torch.Tensor) -> FeaturesAndAttention:
+    def encode_with_attention(self, pixels: Tensor) -> FeaturesAndAttention:
         block = self.visual.transformer.resblocks[-1]
         if not isinstance(block, ResidualAttentionBlock):
             raise ModelError(
@@ -192,9 +193,7 @@ class ClipTower(VisionTower):
         received = received_attention(q, k, attention.head_dim**-0.5)
         return patches, embedding, received[:, prefix.shape[1] :]
 
-    def _forward(
-        self, pixels: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _forward(self, pixels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return patch features [b, n, d], class token [b, 1, d] and L2-normalised
         embedding [b, e].
         """
@@ -226,7 +225,7 @@ def vision_tower(visual: torch.nn.Module) -> VisionTower:
     )
 
 
-def received_attention(q: torch.Tensor, k: torch.Tensor, scale: float) -> torch.Tensor:
+def received_attention(q: Tensor, k: Tensor, scale: float) -> Tensor:
     """Return the attention that each key receives, averaged over heads and queries,
     float32 [b, t].
 
@@ -242,9 +241,7 @@ def received_attention(q: torch.Tensor, k: torch.Tensor, scale: float) -> torch.
     return total / heads
 
 
-def _queries_and_keys(
-    qkv: torch.Tensor, heads: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _queries_and_keys(qkv: Tensor, heads: int) -> tuple[Tensor, Tensor]:
     """Split the joint projection `qkv` [b, t, 3 h c]. Return queries and keys, [b,
     h, t, c] each.
     """

@@ -17,11 +17,13 @@ from typing import Any, TypeVar
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from edje_index.errors import ModelError
+from storage_formats.atomic import Json
 
-State = dict[str, torch.Tensor]
+State = dict[str, Tensor]
 Module = TypeVar("Module", bound=torch.nn.Module)
 
 _FACTORIES = frozenset(
@@ -75,7 +77,7 @@ def save_tensors(state: State, path: Path) -> None:
     )
 
 
-def check_finite(state: Mapping[str, torch.Tensor], source: str) -> None:
+def check_finite(state: Mapping[str, Tensor], source: str) -> None:
     """Raise ModelError if weights from `source` contain NaN or infinity."""
     for name, tensor in state.items():
         if not tensor.is_floating_point() or not tensor.numel():
@@ -111,7 +113,7 @@ def read_weights(path: Path, prefix: str = "") -> State:
 
 
 def assign_weights(
-    module: torch.nn.Module, state: Mapping[str, torch.Tensor], source: str
+    module: torch.nn.Module, state: Mapping[str, Tensor], source: str
 ) -> None:
     """Load the tensors in ``state`` into ``module``. `source` names the file or model
     that they come from.
@@ -171,7 +173,7 @@ def tied_names(module: torch.nn.Module) -> set[str]:
     return tied
 
 
-def read_checkpoint(path: Path) -> dict[str, Any]:
+def read_checkpoint(path: Path) -> Json:
     """Read a file that ``torch.save`` wrote, with a dict of tensors and plain
     values. No code in the file runs.
     """
@@ -204,14 +206,14 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     return checkpoint
 
 
-def read_weights_files(files: Sequence[Path]) -> tuple[State, dict[str, Any]]:
+def read_weights_files(files: Sequence[Path]) -> tuple[State, Json]:
     """Read weights files of any kind: safetensors files, and files of ``torch.save``
     with tensors, also below the key "model" or "state_dict".
 
     Return the tensors of all files, and the content of the key "config".
     """
     state: State = {}
-    config: dict[str, Any] = {}
+    config: Json = {}
     for file in files:
         if file.suffix == ".safetensors":
             state |= read_weights(file)
@@ -224,7 +226,7 @@ def read_weights_files(files: Sequence[Path]) -> tuple[State, dict[str, Any]]:
                 content = content[key]
         length = file.stat().st_size
         for name, tensor in content.items():
-            if not isinstance(tensor, torch.Tensor):
+            if not isinstance(tensor, Tensor):
                 continue
             # A tensor may repeat a few values, and would fill the memory later.
             if tensor.numel() * tensor.element_size() > length:

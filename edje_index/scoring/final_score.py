@@ -85,12 +85,14 @@ def relevance(
     score.
 
     With a calibration, the relevance says how strongly the score speaks for a match. It
-    is 0.5 where matching pairs of the dev pools are as frequent as other pairs, half of
-    which are the best hits of captions without a match. It is no probability for other
-    photos and texts. Otherwise, it is (1 + cosine) / 2 for the embedding similarity
-    alone, and the logistic function of the score for other weights. If the score is the
-    logit, this is the probability of the joint encoder. `weights` are those of the
-    `scores`, which have any shape.
+    is 0.5 where matching pairs of the dev pools are as frequent as other pairs. Half of
+    these other pairs are the best hits of captions that match no photo. The relevance
+    is no probability for other photos and texts.
+
+    Without a calibration, it is (1 + cosine) / 2 for the embedding similarity alone,
+    and the logistic function of the score for other weights. If the score is the logit,
+    this is the probability of the joint encoder. `weights` are those of the `scores`,
+    which have any shape.
     """
     values = np.asarray(scores, dtype=np.float64)
     if weights.calibration is None and FinalScore.of(weights).parts == (EMBEDDING,):

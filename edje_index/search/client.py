@@ -10,9 +10,10 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
-from numpy.typing import NDArray
 
 from storage_formats.arguments import as_count, as_list, refuse_pickle, repr_of
+from storage_formats.arrays import Floats
+from storage_formats.atomic import Json
 from storage_formats.errors import EdjeError, UsageError
 from storage_formats.extras import name_missing_extra
 
@@ -91,7 +92,7 @@ class Client:
         """Close the connections to the service."""
         self._http.close()
 
-    def info(self) -> dict[str, Any]:
+    def info(self) -> Json:
         """Return a description of the service: its index, precisions, scores and
         request limits.
         """
@@ -125,11 +126,7 @@ class Client:
         """
         from edje_index.search.hits import Hit
 
-        by = (
-            {"image": base64.b64encode(query).decode()}
-            if isinstance(query, bytes)
-            else {"query": query}
-        )
+        by = _sent(query, "query")
         options = {
             "score": score,
             "where": where,
@@ -162,13 +159,8 @@ class Client:
         """
         from edje_index.search.hits import TextHit
 
-        by = (
-            {"image": base64.b64encode(image).decode()}
-            if isinstance(image, bytes)
-            else {"row_id": image}
-        )
         body = {
-            **by,
+            **_sent(image, "row_id"),
             "texts": as_list(texts, "texts", "strings"),
             "k": k,
             "pool": pool,
@@ -190,11 +182,7 @@ class Client:
             top_n: number of pairs to return; None returns one pair per document.
         """
         sent = [
-            (
-                {"image": base64.b64encode(document).decode()}
-                if isinstance(document, bytes)
-                else {"uri" if isinstance(document, str) else "row_id": document}
-            )
+            _sent(document, "uri" if isinstance(document, str) else "row_id")
             for document in as_list(documents, "documents", "row ids, uris and images")
         ]
         answer = self._json(
@@ -204,21 +192,14 @@ class Client:
             (result["index"], result["relevance_score"]) for result in answer["results"]
         ]
 
-    def embed(self, inputs: Sequence[str] | Sequence[bytes]) -> NDArray[np.float32]:
+    def embed(self, inputs: Sequence[str] | Sequence[bytes]) -> Floats:
         """Return the embeddings of texts or images, float32 [n, embed_dim].
 
         Args:
             inputs: n texts, or the bytes of n image files.
         """
         values = as_list(inputs, "inputs", "texts or images")
-        sent = [
-            (
-                {"image": base64.b64encode(value).decode()}
-                if isinstance(value, bytes)
-                else value
-            )
-            for value in values
-        ]
+        sent = [_sent(value) if isinstance(value, bytes) else value for value in values]
         return np.array(
             self._json("POST", "/embed", {"inputs": sent}), dtype=np.float32
         )
@@ -272,3 +253,12 @@ class Client:
             status=answer.status_code,
             retry_after=float(wait) if wait.isdecimal() else None,
         )
+
+
+def _sent(value: Any, name: str = "") -> Json:
+    """Return a JSON object with the bytes of an image, or with another value as the
+    member `name`.
+    """
+    if isinstance(value, bytes):
+        return {"image": base64.b64encode(value).decode()}
+    return {name: value}

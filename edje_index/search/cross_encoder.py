@@ -14,6 +14,7 @@ from edje_index.scoring.final_score import relevance
 from edje_index.scoring.weights import TEXT_TO_IMAGE
 from edje_index.search.token_index import ImageQuery, TokenIndex
 from storage_formats.arguments import as_count, as_list
+from storage_formats.atomic import Json
 
 
 @dataclass
@@ -66,24 +67,16 @@ class CrossEncoder:
         scores = np.array(
             self.index.score_pairs([given] if is_one else given), dtype=np.float64
         )
+        values = torch.from_numpy(scores)
         if activation_fn is None:
-            values = torch.from_numpy(
-                relevance(
-                    scores, self.index.model.weights(TEXT_TO_IMAGE, self.index.score)
-                )
-            )
+            weights = self.index.model.weights(TEXT_TO_IMAGE, self.index.score)
+            values = torch.from_numpy(relevance(scores, weights))
         else:
-            values = torch.as_tensor(activation_fn(torch.from_numpy(scores)))
-        results = (
-            values.numpy() if convert_to_numpy and not convert_to_tensor else values
-        )
-        return (
-            results[0]
-            if is_one
-            else results
-            if convert_to_numpy or convert_to_tensor
-            else list(results)
-        )
+            values = torch.as_tensor(activation_fn(values))
+        results: Any = values
+        if not convert_to_tensor:
+            results = values.numpy() if convert_to_numpy else list(values)
+        return results[0] if is_one else results
 
     def rank(
         self,
@@ -94,7 +87,7 @@ class CrossEncoder:
         *,
         activation_fn: Callable[..., Any] | None = None,
         **ignored: Any,
-    ) -> list[dict[str, Any]]:
+    ) -> list[Json]:
         """Return one dictionary per document, best first, with the keys `corpus_id`
         (position) and `score`.
 
@@ -111,11 +104,9 @@ class CrossEncoder:
         values = self.predict(
             [(query, each) for each in documents], activation_fn=activation_fn
         )
-        ranked = [
-            (int(at), {"text": documents[at]})
-            for at in np.argsort(-values, kind="stable")[:count]
-        ]
-        return [
-            {"corpus_id": at, "score": values[at], **(text if return_documents else {})}
-            for at, text in ranked
-        ]
+        ranked = []
+        for at in np.argsort(-values, kind="stable")[:count].tolist():
+            ranked.append({"corpus_id": at, "score": values[at]})
+            if return_documents:
+                ranked[-1]["text"] = documents[at]
+        return ranked

@@ -22,7 +22,7 @@ from edje_index.indexing.faiss_index import AnnIndex, Neighbours
 from edje_index.search.hits import Hit, Hits
 from edje_index.search.rows import IndexRows
 from storage_formats.arguments import as_count, repr_of
-from storage_formats.arrays import as_finite
+from storage_formats.arrays import Bools, Floats, as_finite
 from storage_formats.codecs import Blocks
 from storage_formats.errors import UsageError
 from storage_formats.extras import name_missing_extra
@@ -138,7 +138,7 @@ class LateInteractionSearch:
 
     def scores(
         self, query: ArrayLike, row_ids: Sequence[int] | NDArray[np.integer]
-    ) -> NDArray[np.float32]:
+    ) -> Floats:
         """Return the MaxSim of `query` [q, d] and each of `row_ids` [k], float32
         [k]. The score of a hole is NaN.
         """
@@ -149,7 +149,7 @@ class LateInteractionSearch:
         self,
         embedding: ArrayLike | None,
         pool: int,
-        passing: NDArray[np.bool_] | None,
+        passing: Bools | None,
     ) -> Neighbours:
         """Return the `pool` rows whose embeddings are nearest to `embedding`."""
         if self._ann is None:
@@ -165,7 +165,7 @@ class LateInteractionSearch:
         return self._ann.nearest(vector / np.float32(length), pool, passing)
 
 
-def max_sim(query: NDArray[np.float32], blocks: Blocks) -> NDArray[np.float32]:
+def max_sim(query: Floats, blocks: Blocks) -> Floats:
     """Return the MaxSim of `query` and each block, float32 [k].
 
     For each query vector, MaxSim takes the largest dot product with a token of the

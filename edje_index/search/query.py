@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from numpy.typing import NDArray
 
 from storage_formats.arguments import as_list, as_path, as_text, shown
+from storage_formats.arrays import Floats, Ints
 from storage_formats.errors import UsageError
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.rows import DUPLICATE, INDEXED, iter_rows, read_index_rows
@@ -72,9 +72,7 @@ def read_queries(path: Path) -> list[str]:
     return queries
 
 
-def requested_rows(
-    index: CommittedIndex, rows: Sequence[int | str]
-) -> NDArray[np.int64]:
+def requested_rows(index: CommittedIndex, rows: Sequence[int | str]) -> Ints:
     """Return the row id of each entry of `rows`, int64 [k].
 
     A row id is returned unchanged. A uri gives the first row with this uri; if this row
@@ -141,7 +139,7 @@ def requested_rows(
 
 def encode_images(
     encoder: ImageEncoder, images: Sequence[str | Path | bytes | Image.Image]
-) -> tuple[Blocks, NDArray[np.float32]]:
+) -> tuple[Blocks, Floats]:
     """Encode query images in the same way as a build.
 
     Args:

@@ -11,11 +11,13 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
 from storage_formats.arguments import as_text
+from storage_formats.arrays import Bools, Ints
+from storage_formats.atomic import Json
 from storage_formats.errors import CorruptIndexError, EdjeError
 from storage_formats.extras import name_missing_extra
+from storage_formats.format.filter_tables import filter_schema, iter_filter_table
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.rows import check_names, iter_stored_rows, row_schema
 from storage_formats.format.source_columns import STRING, STRINGS, SourceColumn
@@ -25,7 +27,7 @@ CAPTION_COLUMNS = ("captions", "caption", "text")
 # of columns
 _CACHED_BYTES = 256 << 20
 _CACHED_FILTERS = 16
-# between two checks of the time limit
+# after each group of shards, the time limit is checked
 _SHARDS_AT_ONCE = 16
 
 
@@ -65,7 +67,7 @@ class IndexRows:
         self._described = list(dict.fromkeys(columns))
         self._columns: OrderedDict[tuple[int, str], pa.Array] = OrderedDict()
         self._bytes = 0
-        self._results: OrderedDict[str, NDArray[np.bool_]] = OrderedDict()
+        self._results: OrderedDict[str, Bools] = OrderedDict()
         self._lock = threading.Lock()
         self._filtering = threading.Lock()
 
@@ -80,8 +82,8 @@ class IndexRows:
         )
 
     def described(
-        self, row_ids: NDArray[np.int64], columns: Sequence[str] | None = None
-    ) -> list[tuple[str, dict[str, Any]]]:
+        self, row_ids: Ints, columns: Sequence[str] | None = None
+    ) -> list[tuple[str, Json]]:
         """Return the uri and the values of `columns` by name of each of `row_ids` [k],
         which are in use.
 
@@ -107,7 +109,7 @@ class IndexRows:
         return described
 
     @name_missing_extra("search")
-    def passing(self, where: str, until: float = float("inf")) -> NDArray[np.bool_]:
+    def passing(self, where: str, until: float = float("inf")) -> Bools:
         """Return which rows pass a filter, bool [rows of the index]. Unused row ids and
         deleted rows do not pass.
 
@@ -128,36 +130,57 @@ class IndexRows:
         with self._filtering:
             if where not in self._results:
                 mask = np.zeros(spec.rows, dtype=np.bool_)
-                shards = list(spec.shard_numbers())
-                tables = self._tables(shards, columns)
-                for start in range(0, len(shards), _SHARDS_AT_ONCE):
-                    part = shards[start : start + _SHARDS_AT_ONCE]
+                for table in self._parts(columns):
                     if time.monotonic() > until:
                         raise FilterTimeoutError(
                             "the filter took too long; write a simpler filter or try"
                             " again later"
                         )
-                    row_ids = np.concatenate(
-                        [
-                            np.arange(rows.start, rows.stop)
-                            for rows in map(spec.shard_rows, part)
-                        ]
-                    )
-                    arrays = zip(*itertools.islice(tables, len(part)), strict=True)
-                    table = pa.table(list(map(pa.chunked_array, arrays)), columns)
-                    if len(table) != len(row_ids):
-                        raise CorruptIndexError(
-                            f"a file of the shards {part[0]} to {part[-1]} in rows/ has"
-                            " too few or too many rows",
-                            remedy="verify",
-                        )
-                    mask[row_ids] = passes(table)
+                    mask[table["row_id"].to_numpy()] = passes(table)
                 mask[self._index.deleted.row_ids()] = False
                 self._results[where] = mask
                 while len(self._results) > _CACHED_FILTERS:
                     self._results.popitem(last=False)
             self._results.move_to_end(where)
             return self._results[where]
+
+    def _parts(self, names: Sequence[str]) -> Iterator[pa.Table]:
+        """Yield the columns `row_id` and `names` of all rows, some rows at a time."""
+        names = [name for name in names if name != "row_id"]
+        manifest = self._index.manifest
+        spec = manifest.spec
+        shards: list[int] = []
+        has_columns = {*names} <= {*filter_schema(manifest.columns).names}
+        filters = manifest.filter_tables or [None] * len(spec.used_segments)
+        for segment, entry in zip(spec.used_segments, filters, strict=True):
+            try:
+                if has_columns and entry is not None:
+                    yield from iter_filter_table(self._index, segment, entry, names)
+                    continue
+            except CorruptIndexError:
+                # the files of rows/ have the same values
+                pass
+            shards += spec.segment_shards(segment)
+        tables = self._tables(shards, names)
+        for start in range(0, len(shards), _SHARDS_AT_ONCE):
+            part = shards[start : start + _SHARDS_AT_ONCE]
+            row_ids = np.concatenate(
+                [
+                    np.arange(rows.start, rows.stop)
+                    for rows in map(spec.shard_rows, part)
+                ]
+            )
+            arrays = zip(*itertools.islice(tables, len(part)), strict=True)
+            columns = map(pa.chunked_array, arrays)
+            try:
+                table = pa.table([row_ids, *columns], ["row_id", *names])
+            except pa.ArrowInvalid as error:
+                raise CorruptIndexError(
+                    f"a file of the shards {part[0]} to {part[-1]} in rows/ has"
+                    " too few or too many rows",
+                    remedy="verify",
+                ) from error
+            yield table
 
     def _tables(
         self, shards: Sequence[int], names: Sequence[str]

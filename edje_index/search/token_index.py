@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, overload
 import numpy as np
 import pyarrow as pa
 import torch
-from numpy.typing import NDArray
+from torch import Tensor
 
 import edje_index
 from edje_index.bundles.info import matching_bundle
@@ -50,6 +50,7 @@ from storage_formats.arguments import (
     repr_of,
     shown,
 )
+from storage_formats.arrays import Floats, Ints
 from storage_formats.codecs import BF16, Blocks
 from storage_formats.errors import CorruptIndexError, UsageError
 from storage_formats.extras import name_missing_extra
@@ -64,9 +65,8 @@ from storage_formats.token_store import TokenStore
 if TYPE_CHECKING:
     from PIL import Image
 
-Floats = NDArray[np.float32]
 ImageQuery: TypeAlias = "int | str | Path | bytes | Image.Image"
-Candidates = tuple[NDArray[np.int64], Floats]
+Candidates = tuple[Ints, Floats]
 """The candidates of one query: row ids [k], and the similarities of their
 embeddings to the query's embedding [k].
 """
@@ -94,7 +94,7 @@ class ScoredCandidates(NamedTuple):
             float32 [k] each.
     """
 
-    rows: NDArray[np.int64]
+    rows: Ints
     similarities: Floats
     final: Floats
     joint: Floats | None
@@ -422,7 +422,7 @@ class TokenIndex:
 
     def _fetch(
         self, candidates: list[Candidates], buffer: Bytes, stages: Stages
-    ) -> tuple[list[Candidates], torch.Tensor]:
+    ) -> tuple[list[Candidates], Tensor]:
         """Return the candidates and their tokens, see `_tokens`. Damaged candidates are
         left out of both.
         """
@@ -444,9 +444,7 @@ class TokenIndex:
             kept.append((its_rows[is_sound], similarities[is_sound]))
         return self._fetch(kept, buffer, stages)
 
-    def _tokens(
-        self, rows: NDArray[np.int64], buffer: Bytes | None = None
-    ) -> torch.Tensor:
+    def _tokens(self, rows: Ints, buffer: Bytes | None = None) -> Tensor:
         """Read the tokens of `rows`, bfloat16 [k, m, d], to the device of the joint
         encoder. On a CPU, they are read into `buffer`, if there is one.
         """
@@ -464,7 +462,7 @@ class TokenIndex:
         destination = buffer[: math.prod(shape) * BF16.itemsize].view(BF16)
         return as_tensor(self.store.fetch(rows, destination.reshape(shape)))
 
-    def _images(self, candidates: Sequence[Candidates], tokens: torch.Tensor) -> Images:
+    def _images(self, candidates: Sequence[Candidates], tokens: Tensor) -> Images:
         """Return the images of all candidates, whose stored tokens are `tokens`."""
         if tokens.device.type != "cpu":
             # computing again takes less time than copying from the cache
@@ -915,7 +913,7 @@ def _texts(texts: object, name: str = "query") -> list[str]:
     return checked
 
 
-def _all_rows(candidates: Sequence[Candidates]) -> NDArray[np.int64]:
+def _all_rows(candidates: Sequence[Candidates]) -> Ints:
     return np.concatenate([rows for rows, _ in candidates])
 
 

@@ -19,8 +19,8 @@ import pyarrow.compute as pc
 from lark import Lark, Token
 from lark.exceptions import UnexpectedInput, UnexpectedToken, VisitError
 from lark.visitors import Transformer_NonRecursive, v_args
-from numpy.typing import NDArray
 
+from storage_formats.arrays import Bools
 from storage_formats.errors import UsageError
 from storage_formats.format.rows import type_name
 
@@ -40,14 +40,11 @@ _GRAMMAR = r"""
 ?start: disjunction
 ?disjunction: conjunction ("or"i conjunction)*
 ?conjunction: condition ("and"i condition)*
-?condition: "not"i condition -> negation
+?condition: NOT condition -> negation
     | operand COMPARISON operand -> comparison
-    | operand "is"i "null"i -> is_null
-    | operand "is"i "not"i "null"i -> is_not_null
-    | operand "in"i "(" literal ("," literal)* ")" -> one_of
-    | operand "not"i "in"i "(" literal ("," literal)* ")" -> none_of
-    | operand "like"i text -> like
-    | operand "not"i "like"i text -> not_like
+    | operand "is"i [NOT] "null"i -> is_null
+    | operand [NOT] "in"i "(" literal ("," literal)* ")" -> one_of
+    | operand [NOT] "like"i text -> like
     | operand -> truth
     | "(" disjunction ")"
 ?operand: NAME -> column
@@ -60,6 +57,7 @@ _GRAMMAR = r"""
     | "false"i -> false
 text: TEXT
 
+NOT: "not"i
 COMPARISON: "=" | "!=" | "<>" | "<=" | ">=" | "<" | ">"
 NAME: /[^\W\d][\w.]*/i
 QUOTED_NAME: /"(?:[^"]|"")+"/
@@ -94,7 +92,7 @@ _Operand: TypeAlias = pa.Field | _Constant
 
 def parse_where(
     text: str, schema: pa.Schema
-) -> tuple[list[str], Callable[[pa.Table], NDArray[np.bool_]]]:
+) -> tuple[list[str], Callable[[pa.Table], Bools]]:
     """Parse a filter expression and check its types.
 
     Args:
@@ -134,8 +132,8 @@ def parse_where(
     except VisitError as error:
         raise error.orig_exc from None
 
-    def passes(table: pa.Table) -> NDArray[np.bool_]:
-        mask: NDArray[np.bool_] = pc.fill_null(condition(table), False).to_numpy()
+    def passes(table: pa.Table) -> Bools:
+        mask: Bools = pc.fill_null(condition(table), False).to_numpy()
         return mask
 
     return sorted(conditions.columns), passes
@@ -143,7 +141,7 @@ def parse_where(
 
 @functools.cache
 def _parser() -> Lark:
-    return Lark(_GRAMMAR, parser="lalr", maybe_placeholders=False)
+    return Lark(_GRAMMAR, parser="lalr")
 
 
 def _error(message: str) -> UsageError:
@@ -314,14 +312,13 @@ class _Conditions(Transformer_NonRecursive):  # type: ignore[type-arg]
             raise _error(f"{_named(operand)} is not a condition; {_EXAMPLE}")
         return lambda table: table[operand.name]
 
-    def is_null(self, operand: _Operand) -> Condition:
+    def is_null(self, operand: _Operand, negated: Token | None) -> Condition:
         name = self._only_column(operand).name
-        return lambda table: pc.is_null(table[name])
+        return self.negation(negated, lambda table: pc.is_null(table[name]))
 
-    def is_not_null(self, operand: _Operand) -> Condition:
-        return self.negation(self.is_null(operand))
-
-    def one_of(self, operand: _Operand, *constants: _Constant) -> Condition:
+    def one_of(
+        self, operand: _Operand, negated: Token | None, *constants: _Constant
+    ) -> Condition:
         column = self._only_column(operand)
         scalars = [_scalar(column, constant) for constant in constants]
         values = pa.array([scalar.as_py() for scalar in scalars], scalars[0].type)
@@ -330,9 +327,13 @@ class _Conditions(Transformer_NonRecursive):  # type: ignore[type-arg]
             present = pc.is_in(array.cast(values.type), value_set=values)
             return pc.if_else(pc.is_valid(array), present, pa.scalar(None, pa.bool_()))
 
-        return lambda table: _any_text(is_in, table[column.name])
+        return self.negation(
+            negated, lambda table: _any_text(is_in, table[column.name])
+        )
 
-    def like(self, operand: _Operand, pattern: _Constant) -> Condition:
+    def like(
+        self, operand: _Operand, negated: Token | None, pattern: _Constant
+    ) -> Condition:
         column = self._only_column(operand)
         text = str(pattern)
         if _kind(column) not in (_TEXT, _TEXTS):
@@ -342,17 +343,16 @@ class _Conditions(Transformer_NonRecursive):  # type: ignore[type-arg]
                 f"the pattern {text[:_SHOWN]!r} has more than {MAX_WILDCARDS}"
                 " wildcards; use fewer"
             )
-        return lambda table: _any_text(
-            lambda array: pc.match_like(array, text), table[column.name]
+        return self.negation(
+            negated,
+            lambda table: _any_text(
+                lambda array: pc.match_like(array, text), table[column.name]
+            ),
         )
 
-    def none_of(self, operand: _Operand, *constants: _Constant) -> Condition:
-        return self.negation(self.one_of(operand, *constants))
-
-    def not_like(self, operand: _Operand, pattern: _Constant) -> Condition:
-        return self.negation(self.like(operand, pattern))
-
-    def negation(self, condition: Condition) -> Condition:
+    def negation(self, negated: Token | None, condition: Condition) -> Condition:
+        if negated is None:
+            return condition
         self._count()
         return lambda table: pc.invert(condition(table))
 

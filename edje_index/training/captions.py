@@ -33,6 +33,7 @@ from edje_index.models.joint_inputs import (
 )
 from edje_index.models.text_tower import embed_texts
 from edje_index.training.workers import WorkerGroup
+from storage_formats.arrays import Floats, Ints
 from storage_formats.atomic import fsync_paths, naming, write_bytes_atomic
 from storage_formats.errors import CorruptIndexError, TaskInterrupted, UsageError
 from storage_formats.format.manifest import CommittedIndex
@@ -65,7 +66,7 @@ class CaptionSet:
         captions: captions of each image, at least one caption per image.
     """
 
-    rows: NDArray[np.int64]
+    rows: Ints
     captions: Sequence[Sequence[str]]
 
     def texts(self) -> list[str]:
@@ -94,14 +95,14 @@ class TrainingData:
         text_mining: embeddings of the captions by the mining model, float32 [c, e'].
     """
 
-    rows: NDArray[np.int64]
-    caption_starts: NDArray[np.int64]
-    token_starts: NDArray[np.int64]
+    rows: Ints
+    caption_starts: Ints
+    token_starts: Ints
     tokens: NDArray[np.int32]
-    caption_keys: NDArray[np.int64]
-    text_embeddings: NDArray[np.float32]
-    image_mining: NDArray[np.float32]
-    text_mining: NDArray[np.float32]
+    caption_keys: Ints
+    text_embeddings: Floats
+    image_mining: Floats
+    text_mining: Floats
 
     @classmethod
     def open(cls, folder: Path) -> TrainingData:
@@ -130,9 +131,7 @@ class TrainingData:
         return part
 
 
-def write_caption_table(
-    folder: Path, items: CaptionSet, mining_rows: NDArray[np.int64]
-) -> None:
+def write_caption_table(folder: Path, items: CaptionSet, mining_rows: Ints) -> None:
     """Write the captions that `prepare_captions` prepares, in order, unless an earlier
     call wrote them.
 
@@ -338,7 +337,7 @@ def _read(path: Path, name: str) -> NDArray[Any]:
     return array
 
 
-def _starts(lengths: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
+def _starts(lengths: Sequence[int] | Ints) -> Ints:
     """Return the offsets of consecutive parts with the given `lengths`, and the end
     of the last part.
     """

@@ -8,24 +8,23 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from edje_index.errors import ModelError
 from edje_index.inputs.json_lines import read_json_lines
 from edje_index.models.weights import check_finite, read_checkpoint
-from storage_formats.atomic import fsync_path, replacing, write_bytes_atomic
+from storage_formats.atomic import Json, fsync_path, replacing, write_bytes_atomic
 
 KEEP = 2
 LOG = "log.jsonl"
 DEV = "dev"
 # mean R@1 of both directions; evaluations are ranked by this value
 RECALL = "recall"
-Record = Mapping[str, Any]
+Record = Json
 _NAME = re.compile(r"(\d{2})-(\d{9})\.pt")
 
 
@@ -48,8 +47,8 @@ class TrainState:
     stage: int
     step: int
     epochs: float
-    weights: dict[str, Any]
-    optimizer: dict[str, Any]
+    weights: Json
+    optimizer: Json
     skipped: tuple[int, int]
 
 
@@ -167,7 +166,7 @@ def append_record(run_dir: Path, record: Record) -> None:
         file.write(_line(record))
 
 
-def read_log(run_dir: Path) -> list[dict[str, Any]]:
+def read_log(run_dir: Path) -> list[Json]:
     """Read the records of a training run. Lines that are not valid JSON are skipped."""
     path = run_dir / LOG
     if not path.exists():
@@ -175,7 +174,7 @@ def read_log(run_dir: Path) -> list[dict[str, Any]]:
     return [value for _, value, error in read_json_lines(path) if not error]
 
 
-def best_steps(records: list[dict[str, Any]], count: int) -> set[tuple[int, int]]:
+def best_steps(records: list[Json], count: int) -> set[tuple[int, int]]:
     """Return (stage, step) of the `count` evaluations with the highest recall. Of
     equal recalls, the latest win.
     """

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from PIL import Image
+from torch import Tensor
 
 from edje_index.images.decode import ImageError, content_hash
 from edje_index.images.frames import LOAD, DecodeSettings, decode_input
@@ -24,13 +24,14 @@ from edje_index.inputs.json_lines import read_json_lines
 from edje_index.inputs.refs import InputRef, read_bytes
 from edje_index.models.devices import as_tensor
 from edje_index.training.random_streams import VIEWS, stream
+from storage_formats.arrays import Bools, Ints
 from storage_formats.errors import CorruptIndexError, EdjeError
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.token_store import TokenStore
 
 # images per forward pass of the tower, as in a build
 TOWER_BATCH = 32
-Loaded = tuple[torch.Tensor, NDArray[np.bool_]]
+Loaded = tuple[Tensor, Bools]
 _UNREADABLE = "unreadable-*.jsonl"
 _AREA = (0.35, 1.0)
 _ASPECT = (3 / 4, 4 / 3)
@@ -47,7 +48,7 @@ class Features(ABC):
         self.index = index
 
     @abstractmethod
-    def load(self, rows: NDArray[np.int64]) -> Loaded:
+    def load(self, rows: Ints) -> Loaded:
         """Read the k `rows` on the CPU.
 
         Returns:
@@ -55,13 +56,13 @@ class Features(ABC):
             image that cannot be read has the values of a blank image.
         """
 
-    def finish(self, values: torch.Tensor) -> torch.Tensor:
+    def finish(self, values: Tensor) -> Tensor:
         """Return the features, bfloat16 [k, n, d], for the values that `load`
         returned.
         """
         return values
 
-    def fetch(self, rows: NDArray[np.int64]) -> Loaded:
+    def fetch(self, rows: Ints) -> Loaded:
         """Return the features of the k `rows`, bfloat16 [k, n, d] on the CPU, and which
         of the rows can be read.
 
@@ -85,7 +86,7 @@ class StoredFeatures(Features):
         super().__init__(index)
         self._store = TokenStore(index)
 
-    def load(self, rows: NDArray[np.int64]) -> Loaded:
+    def load(self, rows: Ints) -> Loaded:
         """Read the features of the k `rows`. Raises CorruptIndexError if a row is a
         hole.
         """
@@ -140,7 +141,7 @@ class OnlineFeatures(Features):
     def unreadable(self) -> int:
         return sum(unreadable_by_reason(self._run_dir).values())
 
-    def load(self, rows: NDArray[np.int64]) -> Loaded:
+    def load(self, rows: Ints) -> Loaded:
         """Read and decode the images of the k `rows`, uint8 [k, 3, h, w]. An image
         that cannot be read is blank.
         """
@@ -154,24 +155,21 @@ class OnlineFeatures(Features):
         )
         return pixels, np.fromiter(readable, dtype=bool, count=len(rows))
 
-    def _load_one(self, ref: InputRef, view: int, target: torch.Tensor) -> bool:
+    def _load_one(self, ref: InputRef, view: int, target: Tensor) -> bool:
         """Write the pixels of one image to `target`. Return False if the image
         cannot be read.
         """
         try:
             data = read_bytes(ref)
 
-            def convert(image: Image.Image) -> torch.Tensor:
+            def convert(image: Image.Image) -> Tensor:
                 if self._views:
                     image = photo_view(
                         image, data, view, self._encoder.vision.image_size, self._seed
                     )
-                return self._encoder.preprocess(image)
+                return self._encoder.preprocess(image, target)
 
-            _, (pixels,), _ = decode_input(
-                data, ref.uri, DecodeSettings(truncated=LOAD), convert
-            )
-            target.copy_(pixels)
+            decode_input(data, ref.uri, DecodeSettings(truncated=LOAD), convert)
         except ImageError as error:
             line = (
                 json.dumps(
@@ -188,7 +186,7 @@ class OnlineFeatures(Features):
         return True
 
     @torch.no_grad()
-    def finish(self, values: torch.Tensor) -> torch.Tensor:
+    def finish(self, values: Tensor) -> Tensor:
         """Run the tower on the images `values` [k, 3, h, w]. Return the features,
         bfloat16 [k, n, d].
         """
@@ -196,7 +194,7 @@ class OnlineFeatures(Features):
             [self._encoder.tokens(part) for part in torch.split(values, TOWER_BATCH)]
         )
 
-    def fetch(self, rows: NDArray[np.int64]) -> Loaded:
+    def fetch(self, rows: Ints) -> Loaded:
         """Compute the features of the k `rows`. Only a few images are in memory at
         once.
         """

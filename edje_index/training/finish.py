@@ -14,11 +14,11 @@ from edje_index.bundles.bundle import ModelBundle
 from edje_index.errors import ModelError
 from edje_index.models.devices import resolve_device
 from edje_index.progress import OnProgress
-from edje_index.scoring.weights import TEXT_TO_IMAGE, DirectionWeights
+from edje_index.scoring.weights import DIRECTIONS, TEXT_TO_IMAGE, DirectionWeights
 from edje_index.training.batches import BatchSource
 from edje_index.training.checkpoints import Checkpoints
-from edje_index.training.dev import DevSet, choose_dev_weights
-from edje_index.training.fit_weights import WeightChoice
+from edje_index.training.dev import DevSet, dev_pools
+from edje_index.training.fit_weights import WeightChoice, choose_weights
 from edje_index.training.loop import TrainTask, open_start
 from edje_index.training.pooled_similarity import fit_pooled_similarity
 from edje_index.training.start import trained_part
@@ -96,10 +96,20 @@ def finish_model(
     logit_range = None
     choices = dict[str, WeightChoice]()
     if task.dev is not None:
-        dev = DevSet.open(*task.dev, source.features)
-        choices = choose_dev_weights(
-            bundle, dev, source.features, fitting, on_progress, began
-        )
+        dev = DevSet.open(*task.dev, source.features, fitting.dev_captions)
+        pools, *before = [
+            dev_pools(
+                each, dev, source.features, fitting.dev_pool, on_progress=on_progress
+            )
+            for each in (bundle, began)
+            if each is not None
+        ]
+        choices = {
+            direction: choose_weights(
+                pools[direction], *(each[direction] for each in before)
+            )
+            for direction in DIRECTIONS
+        }
         score = DirectionWeights(
             **{direction: choice.weights for direction, choice in choices.items()}
         )

@@ -20,6 +20,7 @@ from scipy.special import logsumexp
 from edje_index.evaluation.recall import ClusterBootstrap, Estimate
 from edje_index.scoring.final_score import FinalScore
 from edje_index.scoring.weights import LOGIT, ScoreWeights
+from storage_formats.arrays import Bools, Ints
 
 Scores = NDArray[np.floating[Any]]
 
@@ -44,10 +45,10 @@ class DevPools:
     """
 
     parts: Mapping[str, Scores]
-    right: NDArray[np.bool_]
-    images: NDArray[np.int64]
+    right: Bools
+    images: Ints
 
-    def select(self, queries: NDArray[np.bool_]) -> Self:
+    def select(self, queries: Bools) -> Self:
         """Return only the pools of the queries selected by the mask `queries`, bool
         [q].
         """
@@ -63,13 +64,13 @@ class DevPools:
         scores: Scores = FinalScore.of(weights).sum(self.parts)
         return scores
 
-    def hits(self, weights: ScoreWeights) -> NDArray[np.bool_]:
+    def hits(self, weights: ScoreWeights) -> Bools:
         """Return which queries have a relevant candidate at rank 0, bool [q].
 
         If candidates have equal final scores, the first candidate has the lower rank.
         """
         best = self.scores(weights).argmax(axis=1)[:, None]
-        hits: NDArray[np.bool_] = np.take_along_axis(self.right, best, axis=1)[:, 0]
+        hits: Bools = np.take_along_axis(self.right, best, axis=1)[:, 0]
         return hits
 
 
@@ -134,7 +135,7 @@ def choose_weights(pools: DevPools, start: DevPools | None = None) -> WeightChoi
     return replace(choice, start_recall=float(before.mean()), change=change)
 
 
-def _held_out_hits(pools: DevPools) -> NDArray[np.bool_]:
+def _held_out_hits(pools: DevPools) -> Bools:
     """Return which queries have a relevant candidate at rank 0 with weights that were
     fitted to other images, bool [q].
     """
@@ -152,7 +153,7 @@ def fit_weights(pools: DevPools) -> ScoreWeights:
     The weight of the logit is 1. Weights are never negative. Queries without a relevant
     candidate are ignored.
     """
-    answered: NDArray[np.bool_] = np.any(pools.right, axis=1)
+    answered: Bools = np.any(pools.right, axis=1)
     if not answered.any():
         return ScoreWeights()
     pools = pools.select(answered)
@@ -205,9 +206,7 @@ def part_shares(pools: DevPools, weights: ScoreWeights) -> tuple[float, ...] | N
     return tuple(spread / total for spread in spreads) if total else None
 
 
-def fit_calibration(
-    scores: Scores, right: NDArray[np.bool_]
-) -> tuple[float, float] | None:
+def fit_calibration(scores: Scores, right: Bools) -> tuple[float, float] | None:
     """Fit the relevance as a logistic function of the final score.
 
     The relevant candidates have half of the weight. The others share the other half:

@@ -27,6 +27,7 @@ from edje_index.inputs.input_lists import InputTable
 from edje_index.models.adapter import CompressionAdapter, build_adapter
 from edje_index.models.devices import resolve_device, resolve_dtype
 from edje_index.scoring.parts import content_token_mask
+from edje_index.scoring.weights import LOGIT, ScoreWeights
 from edje_index.training.batches import BatchSource, to_device
 from edje_index.training.captions import CaptionSet, TrainingData, prepare_captions
 from edje_index.training.checkpoints import (
@@ -40,7 +41,7 @@ from edje_index.training.checkpoints import (
     read_log,
 )
 from edje_index.training.config import LoopConfig, OptimizerConfig, TrainSettings
-from edje_index.training.dev import DevSet, dev_recalls
+from edje_index.training.dev import DevSet, dev_pools
 from edje_index.training.features import Features, OnlineFeatures, StoredFeatures
 from edje_index.training.random_streams import CLUSTERING, DROPOUT, stream
 from edje_index.training.start import init_queries, make_trainable, trained_part
@@ -231,12 +232,14 @@ def run_worker(
         assert task.dev is not None
         start.adapter.eval()
         start.joint.eval()
-        recalls = dev_recalls(
-            start,
-            DevSet.open(*task.dev, source.features),
-            source.features,
-            config.fitting,
+        dev = DevSet.open(*task.dev, source.features, config.fitting.dev_captions)
+        pools = dev_pools(
+            start, dev, source.features, config.fitting.dev_pool, (LOGIT,)
         )
+        recalls = {
+            direction: float(of_direction.hits(ScoreWeights()).mean())
+            for direction, of_direction in pools.items()
+        }
         return {**recalls, RECALL: sum(recalls.values()) / len(recalls)}
 
     common = (task, group, device, source, should_stop, on_record)

@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
-from torch import nn
+from torch import Tensor, nn
 
 from edje_index.models.joint_encoder import JointEncoder
 from edje_index.progress import OnProgress
@@ -22,6 +21,7 @@ from edje_index.scoring.parts import PooledSimilarity, token_statistics, word_ba
 from edje_index.training.batches import BatchSource
 from edje_index.training.features import Features
 from edje_index.training.random_streams import POOLING, stream
+from storage_formats.arrays import Ints
 
 # bounds memory: 50,000 captions as bags of 4,000 words take 3 GB
 FIT_IMAGES = 10_000
@@ -140,10 +140,10 @@ def fit_pooled_similarity(
 def _pool_images(
     adapter: nn.Module,
     source: BatchSource,
-    chosen: NDArray[np.int64],
+    chosen: Ints,
     device: torch.device,
     on_progress: OnProgress,
-) -> tuple[torch.Tensor, torch.Tensor, NDArray[np.int64]]:
+) -> tuple[Tensor, Tensor, Ints]:
     """Compute the statistics of the images with the numbers `chosen`, then of all views
     of these images.
 
@@ -152,9 +152,7 @@ def _pool_images(
         statistics of the tokens, see `token_statistics`, float64 [r, 3 d]; and the
         position of each image or view in `chosen`, int64 [r].
     """
-    parts: list[tuple[Features, NDArray[np.int64]]] = [
-        (source.features, source.data.rows[chosen])
-    ]
+    parts: list[tuple[Features, Ints]] = [(source.features, source.data.rows[chosen])]
     if source.views is not None:
         parts += [(source.views[0], rows) for rows in source.views[1][chosen].T]
     patches = []
@@ -187,8 +185,8 @@ def _pool_images(
 
 
 def canonical_maps(
-    images: torch.Tensor, captions: torch.Tensor, across: torch.Tensor, dim: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+    images: Tensor, captions: Tensor, across: Tensor, dim: int
+) -> tuple[Tensor, Tensor]:
     """Run canonical correlation analysis with ridge regularisation (Vinod, 1976).
 
     Args:
@@ -210,15 +208,15 @@ def canonical_maps(
     return left @ u[:, :dim] * scale, right @ vh.T[:, :dim] * scale
 
 
-def _inverse_root(covariance: torch.Tensor, ridge: float) -> torch.Tensor:
+def _inverse_root(covariance: Tensor, ridge: float) -> Tensor:
     values, vectors = torch.linalg.eigh(covariance)
     values = values.clamp(min=0)
     ridged = values + ridge * values.mean().clamp(min=torch.finfo(values.dtype).tiny)
-    root: torch.Tensor = vectors * ridged.rsqrt() @ vectors.T
+    root: Tensor = vectors * ridged.rsqrt() @ vectors.T
     return root
 
 
-def ridge_map(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def ridge_map(inputs: Tensor, targets: Tensor) -> Tensor:
     """Return the ridge-regression matrix [p, k] that predicts `targets` [n, k] from
     centred `inputs` [n, p].
     """
@@ -227,11 +225,11 @@ def ridge_map(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         min=torch.finfo(gram.dtype).tiny
     )
     gram.diagonal().add_(penalty)
-    solved: torch.Tensor = torch.linalg.solve(gram, inputs.T @ targets)
+    solved: Tensor = torch.linalg.solve(gram, inputs.T @ targets)
     return solved
 
 
-def column_scale(values: torch.Tensor) -> torch.Tensor:
+def column_scale(values: Tensor) -> Tensor:
     """Return the standard deviation of each column of `values` [n, p], shape [p]; 1
     for a constant column.
     """

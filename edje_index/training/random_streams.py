@@ -7,8 +7,6 @@ from __future__ import annotations
 import numpy as np
 
 ORDER, MASKING, DROPOUT, CLUSTERING, VIEWS, VIEW_CHOICE, POOLING = range(7)
-# 7 was a purpose of earlier versions
-DEV = 8
 
 
 def stream(seed: int, purpose: int, *position: int) -> np.random.Generator:

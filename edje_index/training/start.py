@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save
-from torch import nn
+from torch import Tensor, nn
 
 from edje_index.bundles.bundle import ModelBundle
 from edje_index.bundles.info import (
@@ -257,8 +257,8 @@ def trained_part(adapter: Adapter) -> nn.Module:
 
 
 def feature_fingerprint(info: BundleInfo, trained: AdapterConfig) -> str:
-    """Return the encoder fingerprint of indexes that the adapter `trained` of the
-    bundle `info` can be trained on.
+    """Return the encoder fingerprint of an index of features: of the vision tower of
+    the bundle `info` and what an adapter like `trained` reads of it.
     """
     features = trained.features(int(info.vision["num_patches"]))
     digest = hashlib.sha256(save(build_adapter(features).state_dict())).hexdigest()
@@ -269,7 +269,7 @@ def feature_fingerprint(info: BundleInfo, trained: AdapterConfig) -> str:
 
 @torch.no_grad()
 def init_queries(
-    adapter: CompressionAdapter, patches: torch.Tensor, generator: torch.Generator
+    adapter: CompressionAdapter, patches: Tensor, generator: torch.Generator
 ) -> None:
     """Set the queries and attention weights of `adapter` from sample patches. The other
     weights do not change.

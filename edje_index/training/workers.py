@@ -12,7 +12,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch import distributed
+from torch import Tensor, distributed
 from torch.distributed.nn.functional import all_gather
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
@@ -59,7 +59,7 @@ class WorkerGroup:
         distributed.all_reduce(value, distributed.ReduceOp.MAX, group=self.patient)
         return bool(value.item())
 
-    def mean(self, values: dict[str, torch.Tensor]) -> dict[str, float]:
+    def mean(self, values: dict[str, Tensor]) -> dict[str, float]:
         """Average each scalar in `values` over the workers."""
         stacked = torch.stack([value.detach().float() for value in values.values()])
         if self.size > 1:
@@ -67,7 +67,7 @@ class WorkerGroup:
             stacked /= self.size
         return dict(zip(values, stacked.tolist(), strict=True))
 
-    def average(self, gradients: list[torch.Tensor]) -> None:
+    def average(self, gradients: list[Tensor]) -> None:
         """Average each of the `gradients` over the workers, in place."""
         if self.size == 1:
             return
@@ -75,7 +75,7 @@ class WorkerGroup:
         distributed.all_reduce(flat)
         vector_to_parameters(flat / self.size, gradients)
 
-    def gather(self, rows: torch.Tensor) -> torch.Tensor:
+    def gather(self, rows: Tensor) -> Tensor:
         """Return the rows of all workers, in rank order. Gradients flow back to the
         worker that the rows come from.
 

@@ -1,8 +1,10 @@
-"""The commands `edje-index build`, `append` and `update`, which encode images."""
+"""The commands `edje-index build`, `append`, `update` and `import-arrays`."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -13,19 +15,21 @@ from pipelines.cli.options import (
     POSITIVE,
     address_option,
     column_option,
+    command,
     device_option,
     engine_option,
     index_argument,
     json_option,
     max_failed_option,
     model_option,
+    option,
     out_index_option,
     quiet_option,
     shard_size_option,
     size,
     stored_precisions_option,
 )
-from pipelines.cli.output import note, print_json, print_line, print_result, run_job
+from pipelines.cli.output import note, print_result, run_job
 from pipelines.progress.wording import by_reason, counted, human_bytes
 from storage_formats.errors import UsageError
 from storage_formats.remote.urls import IndexLocation
@@ -33,7 +37,9 @@ from storage_formats.remote.urls import IndexLocation
 if TYPE_CHECKING:
     from pipelines.jobs.build import BuildResult
 
+
 _Command = TypeVar("_Command", bound=Callable[..., Any])
+_FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
 _NO_MODEL = (
     "no model: name a model with --model: 'edje' (the trained model of the EDJE paper's"
     " authors, from the Hugging Face Hub), 'demo' (a small model, without the Hub), or"
@@ -41,101 +47,52 @@ _NO_MODEL = (
 )
 
 
-@click.command()
+@command()
 @click.argument("sources", nargs=-1, required=True, metavar="SOURCE...")
 @out_index_option
-@click.option(
-    "--model",
-    help="Directory of the model bundle, or a model of 'model get', such as edje.",
-)
+@option("--model")
 @engine_option
-@click.option(
-    "--workers",
-    type=POSITIVE,
-    help=(
-        "Number of worker processes. Two of them share a GPU.  [default: twice the"
-        " number of GPUs, or number of CPUs divided by --threads, but only as many as"
-        " the memory has room for]"
-    ),
-)
-@click.option(
-    "--threads",
-    type=POSITIVE,
-    help="Number of CPU threads per worker.  [default: number of CPUs, at most 4]",
-)
+@option("--workers", POSITIVE)
+@option("--threads", POSITIVE)
 @address_option
 @shard_size_option
-@click.option(
-    "--batch-size",
-    type=POSITIVE,
-    help="Number of images per forward pass.  [default: 8 on a CPU, 128 on cuda]",
-)
+@option("--batch-size", POSITIVE)
 @device_option
-@click.option(
-    "--dtype",
-    type=DTYPE,
-    help=(
-        "Data type of the model's matrix products. auto is bfloat16 on cuda and on CPUs"
-        " with bfloat16 instructions, and float32 on other CPUs.  [default: bfloat16 on"
-        " cuda, float32 on cpu]"
-    ),
-)
+@option("--dtype", DTYPE)
 @stored_precisions_option
-@click.option("--dedupe", is_flag=True, help="Encode byte-identical images only once.")
+@option("--dedupe", bool)
 @column_option
-@click.option(
+@option(
     "--include",
     multiple=True,
     metavar="PATTERN",
-    help="Use only the inputs that match a pattern as in .gitignore; repeatable.",
 )
-@click.option(
+@option(
     "--exclude",
     multiple=True,
     metavar="PATTERN",
-    help="Leave out the inputs that match a pattern as in .gitignore; repeatable.",
 )
 @max_failed_option
-@click.option(
-    "--max-pixels",
-    type=POSITIVE,
-    help="Fail images with more pixels than this.  [default: 89478485]",
-)
-@click.option(
+@option("--max-pixels", POSITIVE)
+@option(
     "--truncated",
-    type=click.Choice(["fail", "load"]),
+    click.Choice(["fail", "load"]),
     default="fail",
-    help=(
-        "What to do with a truncated image: fail makes a failed row, load indexes the"
-        " readable part of the image."
-    ),
 )
-@click.option(
+@option(
     "--frames",
-    type=click.IntRange(1, MAX_FRAMES),
+    click.IntRange(1, MAX_FRAMES),
     metavar="N",
-    help=(
-        "Also index videos: encode N evenly spaced frames of each video.  [default:"
-        " ignore videos]"
-    ),
 )
-@click.option(
+@option(
     "--memory",
-    type=size,
+    size,
     metavar="SIZE",
-    help=(
-        "Plan for at most this much memory on this machine, for example 500M or 8G. "
-        " [default: the free memory]"
-    ),
 )
-@click.option(
-    "--dry-run",
-    is_flag=True,
-    help="Show the work, and the disk space and memory that it needs. Write nothing.",
-)
+@option("--dry-run", bool)
 @quiet_option
 @json_option
-def build(as_json: bool, quiet: bool, dry_run: bool, **options: Any) -> None:
+def build(dry_run: bool, **options: Any) -> None:
     """Build a new index of the images in every SOURCE.
 
     A SOURCE is a directory, an archive (tar, zip), a Parquet file of images, an image
@@ -165,40 +122,61 @@ def build(as_json: bool, quiet: bool, dry_run: bool, **options: Any) -> None:
       edje-index build photos --out photos.edje --model model --memory 8G
       edje-index build photos --out photos.edje --model model --address head:6379
       edje-index build clips --out clips.edje --model model --frames 8
+
+    Options:
+        --model: Directory of the model bundle, or a model of 'model get', such as edje.
+        --workers: Number of worker processes. Two of them share a GPU.  [default: twice
+            the number of GPUs, or number of CPUs divided by --threads, but only as many
+            as the memory has room for]
+        --threads: Number of CPU threads per worker.  [default: number of CPUs, at most
+            4]
+        --batch-size: Number of images per forward pass.  [default: 8 on a CPU, 128 on
+            cuda]
+        --dtype: Data type of the model's matrix products. auto is bfloat16 on cuda and
+            on CPUs with bfloat16 instructions, and float32 on other CPUs.  [default:
+            bfloat16 on cuda, float32 on cpu]
+        --dedupe: Encode byte-identical images only once.
+        --include: Use only the inputs that match a pattern as in .gitignore;
+            repeatable.
+        --exclude: Leave out the inputs that match a pattern as in .gitignore;
+            repeatable.
+        --max-pixels: Fail images with more pixels than this.  [default: 89478485]
+        --truncated: What to do with a truncated image: fail makes a failed row, load
+            indexes the readable part of the image.
+        --frames: Also index videos: encode N evenly spaced frames of each
+            video.  [default: ignore videos]
+        --memory: Plan for at most this much memory on this machine, for example 500M or
+            8G.  [default: the free memory]
+        --dry-run: Show the work, and the disk space and memory that it needs. Write
+            nothing.
     """
     if options["model"] is None:
         raise UsageError(_NO_MODEL)
-    from pipelines.jobs.build import build_index, try_build
+    from pipelines.jobs.build import build_index
     from pipelines.jobs.hub import find_model
     from pipelines.jobs.resources import described
 
     options["model"] = find_model(options["model"], note)
     out = options["out"]
-    if dry_run:
-        del options["max_failed"]
-        estimate = run_job(try_build, quiet=quiet, **options)
-        if as_json:
-            print_json(estimate)
-            return
-        inputs = estimate["inputs"]
-        duplicates = estimate["duplicates"]
-        failed = sum(estimate["failed_by_reason"].values())
-        shards = counted(estimate["shards"], "shard")
-        if estimate["finished_shards"]:
-            shards += f", {estimate['finished_shards']:,} finished"
-        disk = described(estimate["disk_bytes"])
-        memory = described(estimate["memory_bytes"])
-        for line in (
-            f"{counted(inputs, 'input')} = {inputs - duplicates - failed:,} to encode +"
-            f" {duplicates:,} duplicates + {failed:,} that cannot be read",
-            f"{counted(estimate['rows'], 'row')} in {shards}",
-            f"disk {disk}; {human_bytes(estimate['free_disk_bytes'])} free",
-            f"memory at least {memory};"
-            f" {human_bytes(estimate['free_memory_bytes'])} available",
-        ):
-            print_line(f"{out}: {line}")
+    resume = not dry_run and out
+    result = run_job(build_index, resume=resume, dry_run=dry_run, **options)
+    if result.estimate is not None:
+        needs = result.estimate
+        shards = counted(result.shards, "shard")
+        if needs["finished_shards"]:
+            shards += f", {needs['finished_shards']:,} finished"
+        lines = [
+            f"{counted(result.inputs, 'input')} = {result.indexed:,} to encode +"
+            f" {result.duplicates:,} duplicates + {result.failed:,} that cannot be"
+            " read",
+            f"{counted(result.rows, 'row')} in {shards}",
+            f"disk {described(needs['disk_bytes'])};"
+            f" {human_bytes(needs['free_disk_bytes'])} free",
+            f"memory at least {described(needs['memory_bytes'])};"
+            f" {human_bytes(needs['free_memory_bytes'])} available",
+        ]
+        print_result(result, *(f"{out}: {line}" for line in lines))
         return
-    result = run_job(build_index, resume=out, quiet=quiet, **options)
     counts = (
         f"{out}: {counted(result.inputs, 'input')} = {result.indexed:,} indexed +"
         f" {result.duplicates:,} duplicates + {result.failed:,} failed, in"
@@ -213,7 +191,7 @@ def build(as_json: bool, quiet: bool, dry_run: bool, **options: Any) -> None:
     lines = [counts, speed]
     if result.already_finished:
         lines = [f"{out} is already finished; nothing was done", counts]
-    print_result(result, *lines, as_json=as_json)
+    print_result(result, *lines)
     _note_failures(result, out)
     if result.truncated:
         note(
@@ -222,7 +200,7 @@ def build(as_json: bool, quiet: bool, dry_run: bool, **options: Any) -> None:
         )
 
 
-def _new_rows_options(command: _Command) -> _Command:
+def _new_rows_options(decorated: _Command) -> _Command:
     """Add the options that `append` and `update` share."""
     options = (
         max_failed_option,
@@ -231,9 +209,9 @@ def _new_rows_options(command: _Command) -> _Command:
         quiet_option,
         json_option,
     )
-    for option in reversed(options):
-        command = option(command)
-    return command
+    for each in reversed(options):
+        decorated = each(decorated)
+    return decorated
 
 
 def _note_failures(result: BuildResult, index: IndexLocation) -> None:
@@ -245,7 +223,7 @@ def _note_failures(result: BuildResult, index: IndexLocation) -> None:
         )
 
 
-@click.command()
+@command()
 @index_argument
 @click.argument("sources", nargs=-1, required=True, metavar="SOURCE...")
 @column_option
@@ -253,8 +231,6 @@ def _note_failures(result: BuildResult, index: IndexLocation) -> None:
 def append(
     index: IndexLocation,
     sources: tuple[str, ...],
-    as_json: bool,
-    quiet: bool,
     **options: Any,
 ) -> None:
     """Add the images of every SOURCE to INDEX.
@@ -270,46 +246,35 @@ def append(
       edje-index append photos.edje photos/2026
       edje-index append cc3m.edje 'cc3m/{00332..00340}.tar' --engine inline
     """
-    from pipelines.jobs.add_rows import append_index
+    from pipelines.jobs.build import append_index
 
-    result = run_job(append_index, index, sources, resume=index, quiet=quiet, **options)
+    result = run_job(append_index, index, sources, resume=index, **options)
     at = "" if result.first_row is None else f" (row ids from {result.first_row:,})"
     line = (
         f"{index}: {counted(result.inputs, 'input')} = {result.indexed:,} indexed{at} +"
         f" {result.duplicates:,} duplicates + {result.failed:,} failed, in"
         f" {counted(result.shards, 'new shard')}; {result.seconds:.1f} s"
     )
-    print_result(result, line, as_json=as_json)
+    print_result(result, line)
     _note_failures(result, index)
 
 
-@click.command()
+@command()
 @index_argument
 @click.argument("sources", nargs=-1, metavar="[SOURCE...]")
-@click.option("--dry-run", is_flag=True, help="Show the changes without applying them.")
-@click.option(
-    "--retry-failed",
-    is_flag=True,
-    help="Only try to index the failed inputs again, by their names.",
-)
-@click.option(
-    "--restore",
-    is_flag=True,
-    help="Also index files again whose rows 'edje-index delete' removed.",
-)
-@click.option(
+@option("--dry-run", bool)
+@option("--retry-failed", bool)
+@option("--restore", bool)
+@option(
     "--max-vanished",
-    type=click.FloatRange(0, 1),
+    click.FloatRange(0, 1),
     metavar="SHARE",
     default=0.5,
-    help="Stop if the files of more than this share of the rows are missing.",
 )
 @_new_rows_options
 def update(
     index: IndexLocation,
     sources: tuple[str, ...],
-    as_json: bool,
-    quiet: bool,
     **options: Any,
 ) -> None:
     """Add, replace and delete rows so that INDEX matches its sources.
@@ -336,17 +301,22 @@ def update(
       edje-index update photos.edje --dry-run
       edje-index update photos.edje
       edje-index update photos.edje --retry-failed
+
+    Options:
+        --dry-run: Show the changes without applying them.
+        --retry-failed: Only try to index the failed inputs again, by their names.
+        --restore: Also index files again whose rows 'edje-index delete' removed.
+        --max-vanished: Stop if the files of more than this share of the rows are
+            missing.
     """
-    from pipelines.jobs.add_rows import update_index
+    from pipelines.jobs.build import update_index
 
     if options["retry_failed"] and sources:
         raise UsageError(
             "--retry-failed looks up the failed inputs by their names; leave out SOURCE"
         )
     resume = not options["dry_run"] and index
-    result = run_job(
-        update_index, index, sources, resume=resume, quiet=quiet, **options
-    )
+    result = run_job(update_index, index, sources, resume=resume, **options)
     done = f"{counted(result.deleted, 'row')} deleted; {result.seconds:.1f} s"
     if result.dry_run:
         done = (
@@ -365,6 +335,72 @@ def update(
         f" duplicates + {result.failed:,} failed{stay_deleted};"
         f" {result.vanished:,} vanished; {done}"
     )
-    print_result(result, line, as_json=as_json)
+    print_result(result, line)
     if not result.dry_run:
         _note_failures(result, index)
+
+
+@command("import-arrays")
+@click.argument("tokens", type=_FILE)
+@click.argument("embeddings", type=_FILE)
+@click.argument("rows", type=_FILE, required=False)
+@out_index_option
+@stored_precisions_option
+@option(
+    "--encoder",
+    default="unknown",
+    metavar="NAME",
+)
+@json_option
+def import_arrays(**options: Any) -> None:
+    """Make an index from arrays of tokens and embeddings that your own encoder
+    computed.
+
+    \b
+    TOKENS      .npy file, shape [rows, tokens per row, width]: float32, float16, or
+                bfloat16 saved as uint16
+    EMBEDDINGS  .npy file, shape [rows, width]: any floating-point type
+    ROWS        Parquet file with the column uri and optionally uri_raw, size,
+                content_hash, width, height; other columns, such as captions, are kept
+
+    Embeddings are normalised to unit length. Without ROWS, the URI of each row is the
+    row id. The index works with 'info', 'verify', 'quantize', 'bench fetch' and the
+    Python interface. Text search is not possible, because the index has no model.
+
+    \b
+    Examples:
+      edje-index import-arrays tokens.npy embeddings.npy \\
+        --out pages.edje --precision fp8
+      edje-index import-arrays tokens.npy embeddings.npy rows.parquet \\
+        --out pages.edje --encoder colpali-v1.3
+
+    Options:
+        --encoder: Name and version of your encoder.
+    """
+    from pipelines.jobs.import_arrays import import_arrays as run_import
+    from storage_formats.codecs import codec
+
+    started = time.monotonic()
+    options["precisions"] = tuple(dict.fromkeys(options["precisions"]))
+    manifest = run_job(run_import, **options)
+    spec = manifest.spec
+    seconds = time.monotonic() - started
+    record_bytes = {
+        name: codec(name, spec.block_shape).record_bytes for name in spec.precisions
+    }
+    value = {
+        "rows": spec.rows,
+        "shards": spec.shards,
+        "block_shape": spec.block_shape,
+        "embed_dim": spec.embed_dim,
+        "bytes_per_image": record_bytes,
+        "ann": manifest.ann["kind"],
+        "seconds": seconds,
+    }
+    m, d = spec.block_shape
+    line = (
+        f"{options['out']}: {counted(spec.rows, 'row')} of {m} x {d} tokens in"
+        f" {counted(spec.shards, 'shard')}, {seconds:.1f} s"
+    )
+    sizes = [f"{name:6} {size:7,} bytes per row" for name, size in record_bytes.items()]
+    print_result(value, line, *sizes)

@@ -1,23 +1,29 @@
-"""The commands that change a finished index without a model, and those that show
-its snapshots and failures.
+"""The commands that change a finished index without encoding images, check it, and
+show its snapshots.
 """
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import click
 
+from pipelines.cli.lazy_group import LazyGroup
 from pipelines.cli.models import report
 from pipelines.cli.options import (
+    FILE,
     LOCAL_INDEX,
+    PATH,
     POSITIVE,
+    command,
     index_argument,
     json_option,
     location,
     model_option,
+    option,
     quiet_option,
     where_option,
 )
@@ -25,36 +31,32 @@ from pipelines.cli.output import (
     note,
     print_result,
     run_job,
+    run_steps,
     running_job,
+    wants_json,
 )
+from pipelines.progress.events import Progress
 from pipelines.progress.wording import counted, human_bytes
 from storage_formats.errors import UsageError
 from storage_formats.remote.urls import IndexLocation, hub_kind
 
 _SHOWN = 10
+_PRINT_ONLY = Path("-")
 
 
-@click.command()
+@command()
 @index_argument
-@click.option(
+@option(
     "--rows",
-    "rows",
-    type=int,
+    int,
     multiple=True,
     metavar="N",
-    help="Row id to delete; repeatable.",
 )
 @where_option
-@click.option(
-    "--erase",
-    is_flag=True,
-    help="Also remove the data of all deleted rows, and all earlier snapshots.",
-)
-@click.option(
-    "--dry-run", is_flag=True, help="Show what would be deleted and change nothing."
-)
+@option("--erase", bool)
+@option("--dry-run", bool)
 @json_option
-def delete(index: IndexLocation, as_json: bool, **options: Any) -> None:
+def delete(index: IndexLocation, **options: Any) -> None:
     """Delete rows of INDEX.
 
     Deleted rows are no longer searched, fetched or evaluated. The other rows keep their
@@ -72,6 +74,11 @@ def delete(index: IndexLocation, as_json: bool, **options: Any) -> None:
       edje-index delete photos.edje --where "uri like '%/2019/%.jpg'" --dry-run
       edje-index delete photos.edje --where "licence is null or width < 100" --dry-run
       edje-index delete photos.edje --where "uri like '%/jane-doe/%'" --erase
+
+    Options:
+        --rows: Row id to delete; repeatable.
+        --erase: Also remove the data of all deleted rows, and all earlier snapshots.
+        --dry-run: Show what would be deleted and change nothing.
     """
     from pipelines.jobs.snapshots import delete_rows
 
@@ -88,7 +95,7 @@ def delete(index: IndexLocation, as_json: bool, **options: Any) -> None:
         line += f", {result.already_deleted:,} were deleted before"
     if options["erase"]:
         line += f", {result.erased:,} {would}erased"
-    print_result(result, f"{line}; {result.left:,} left", as_json=as_json)
+    print_result(result, f"{line}; {result.left:,} left")
 
 
 class _RowsOrFilter(click.ParamType["int | str"]):
@@ -97,42 +104,36 @@ class _RowsOrFilter(click.ParamType["int | str"]):
     name = "row id or filter"
 
     def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+        self,
+        value: Any,
+        param: click.Parameter | None,
+        ctx: click.Context | None,
     ) -> int | str:
         text = str(value).strip()
         return int(text) if text.isdecimal() else text
 
 
-@click.command()
+@command()
 @index_argument
-@click.option(
+@option(
     "--rows",
-    type=_RowsOrFilter(),
+    _RowsOrFilter(),
     multiple=True,
     required=True,
     metavar="N|FILTER",
-    help=(
-        "Row id, or a filter such as \"uri like '%/2019/%'\" that selects rows;"
-        " repeatable."
-    ),
 )
-@click.option(
+@option(
     "--set",
-    "settings",
+    key="settings",
     multiple=True,
     required=True,
     metavar="COLUMN=VALUE",
-    help=(
-        "New value of a column; repeatable. COLUMN= removes the value. A repeated"
-        " COLUMN gets a list of texts."
-    ),
 )
 @json_option
 def edit(
     index: IndexLocation,
     rows: tuple[int | str, ...],
     settings: tuple[str, ...],
-    as_json: bool,
 ) -> None:
     """Set columns of rows of INDEX, such as captions, titles or licences.
 
@@ -146,6 +147,12 @@ def edit(
       edje-index edit photos.edje --rows "uri like '%/2019/%'" --set 'year=2019'
       edje-index edit photos.edje --rows 17 --set 'captions=a dog on a beach'
       edje-index edit photos.edje --rows "licence = 'unknown'" --set 'licence='
+
+    Options:
+        --rows: Row id, or a filter such as "uri like '%/2019/%'" that selects rows;
+            repeatable.
+        --set: New value of a column; repeatable. COLUMN= removes the value. A repeated
+            COLUMN gets a list of texts.
     """
     from pipelines.jobs.edit import set_columns
     from storage_formats.format.source_columns import PlainText
@@ -180,13 +187,13 @@ def edit(
         line = f"{index}: no row has other values; nothing to do"
     elif result.rows > 1:
         line += f" in {counted(result.rows, 'row')}"
-    print_result(result, line, as_json=as_json)
+    print_result(result, line)
 
 
-@click.command()
+@command()
 @index_argument
 @json_option
-def compact(index: IndexLocation, as_json: bool) -> None:
+def compact(index: IndexLocation) -> None:
     """Rewrite INDEX without its deleted rows, or join its small shards.
 
     The remaining rows get new ids. If no row is deleted, only the rows of shards that
@@ -215,18 +222,20 @@ def compact(index: IndexLocation, as_json: bool) -> None:
         )
         lines = [f"{copied}, {result.removed:,} removed, {result.seconds:.1f} s"]
         lines.append(f"old and new row ids: {result.row_map}")
-    print_result(result, *lines, as_json=as_json)
+    print_result(result, *lines)
 
 
-@click.command()
+@command()
 @click.argument(
     "indexes", nargs=-1, required=True, type=LOCAL_INDEX, metavar="INDEX..."
 )
-@click.option(
-    "--out", required=True, type=LOCAL_INDEX, help="New directory for the merged index."
+@option(
+    "--out",
+    LOCAL_INDEX,
+    required=True,
 )
 @json_option
-def merge(indexes: tuple[Path, ...], out: Path, as_json: bool) -> None:
+def merge(indexes: tuple[Path, ...], out: Path) -> None:
     """Copy several indexes of the same model into one new index.
 
     All indexes must have the same shard size and precisions. Tokens and embeddings are
@@ -241,8 +250,11 @@ def merge(indexes: tuple[Path, ...], out: Path, as_json: bool) -> None:
     \b
     Example:
       edje-index merge 2024.edje 2025.edje --out photos.edje
+
+    Options:
+        --out: New directory for the merged index.
     """
-    from pipelines.jobs.merge import merge_indexes
+    from pipelines.jobs.copy import merge_indexes
 
     result = run_job(merge_indexes, indexes, out, resume=out)
     lines = [
@@ -254,27 +266,26 @@ def merge(indexes: tuple[Path, ...], out: Path, as_json: bool) -> None:
         f"{out}: {counted(result.rows, 'row')} in {counted(result.shards, 'shard')},"
         f" {result.seconds:.1f} s"
     )
-    print_result(result, *lines, merged, as_json=as_json)
+    print_result(result, *lines, merged)
 
 
-@click.command()
+@command()
 @index_argument
 @click.argument("out", type=location)
-@click.option(
-    "--replace", is_flag=True, help="Before the copy, remove the index at the URL OUT."
-)
-@click.option(
+@option("--replace", bool)
+@option(
     "--rows",
-    type=int,
+    int,
     multiple=True,
     metavar="N",
-    help="Copy only this row; repeatable.",
 )
 @where_option
 @quiet_option
 @json_option
 def copy(
-    index: IndexLocation, out: IndexLocation, quiet: bool, as_json: bool, **options: Any
+    index: IndexLocation,
+    out: IndexLocation,
+    **options: Any,
 ) -> None:
     """Copy INDEX to OUT, and check every file with its checksum.
 
@@ -307,6 +318,10 @@ def copy(
       edje-index copy photos.edje free.edje --where "licence = 'cc0'"
       edje-index copy photos.edje hf://datasets/me/photos
       edje-index copy hf://me/model model
+
+    Options:
+        --replace: Before the copy, remove the index at the URL OUT.
+        --rows: Copy only this row; repeatable.
     """
     from edje_index.bundles.info import INFO_FILE
     from pipelines.jobs.copy import copy_index
@@ -320,24 +335,24 @@ def copy(
                 "a model is copied as a whole: use no option that selects a part of an"
                 " index"
             )
-        bundle = run_job(copy_model, index, out, resume=True, quiet=quiet)
-        report(bundle, as_json=as_json)
+        bundle = run_job(copy_model, index, out, resume=True)
+        report(bundle)
         return
 
-    result = run_job(copy_index, index, out, resume=out, quiet=quiet, **options)
+    result = run_job(copy_index, index, out, resume=out, **options)
     line = (
         f"{out}: snapshot {result.snapshot} in {counted(result.files, 'file')}; copied"
         f" {counted(result.copied_files, 'file')}, {human_bytes(result.copied_bytes)},"
         f" {result.seconds:.1f} s"
     )
-    print_result(result, line, as_json=as_json)
+    print_result(result, line)
 
 
-@click.command()
+@command()
 @index_argument
 @model_option
 @json_option
-def repair(index: IndexLocation, model: Path | None, as_json: bool) -> int:
+def repair(index: IndexLocation, model: Path | None) -> int:
     """Rebuild damaged or missing files of INDEX from its other files, or from the
     images.
 
@@ -361,14 +376,14 @@ def repair(index: IndexLocation, model: Path | None, as_json: bool) -> int:
     lines = [f"{file.path}: repaired from {file.source}" for file in result.repaired]
     left = counted(len(result.left), "problem") if result.left else "no problem"
     total = f"{index}: {counted(len(result.repaired), 'file')} repaired, {left} left"
-    print_result(result, *lines, total, as_json=as_json)
+    print_result(result, *lines, total)
     return 1 if result.left else 0
 
 
-@click.command()
+@command()
 @index_argument
 @json_option
-def history(index: IndexLocation, as_json: bool) -> None:
+def history(index: IndexLocation) -> None:
     """List the snapshots of INDEX, oldest first. The last snapshot is the current one.
 
     INDEX is a directory, or a URL that begins with s3://, gs:// or az://.
@@ -398,14 +413,14 @@ def history(index: IndexLocation, as_json: bool) -> None:
             line += f" ({details})"
         lines.append(line)
     value = {"index": str(index), "snapshots": list(map(asdict, snapshots))}
-    print_result(value, *lines, as_json=as_json)
+    print_result(value, *lines)
 
 
-@click.command()
+@command()
 @index_argument
 @click.argument("snapshot", type=click.IntRange(min=0))
 @json_option
-def rollback(index: IndexLocation, snapshot: int, as_json: bool) -> None:
+def rollback(index: IndexLocation, snapshot: int) -> None:
     """Restore the contents that INDEX had at SNAPSHOT, a number that 'edje-index
     history' lists.
 
@@ -424,21 +439,14 @@ def rollback(index: IndexLocation, snapshot: int, as_json: bool) -> None:
         f"{index}: snapshot {result.snapshot} has the contents of snapshot {snapshot}:"
         f" {rows}"
     )
-    print_result(result, line, as_json=as_json)
+    print_result(result, line)
 
 
-@click.command()
+@command()
 @index_argument
-@click.option(
-    "--keep",
-    type=POSITIVE,
-    help=(
-        "Number of snapshots to keep, including the current one.  [default: all"
-        " snapshots]"
-    ),
-)
+@option("--keep", POSITIVE)
 @json_option
-def gc(index: IndexLocation, keep: int | None, as_json: bool) -> None:
+def gc(index: IndexLocation, keep: int | None) -> None:
     """Remove the files of INDEX that no snapshot needs. With --keep, also remove old
     snapshots.
 
@@ -449,6 +457,10 @@ def gc(index: IndexLocation, keep: int | None, as_json: bool) -> None:
     Examples:
       edje-index gc photos.edje
       edje-index gc photos.edje --keep 1
+
+    Options:
+        --keep: Number of snapshots to keep, including the current one.  [default: all
+            snapshots]
     """
     from pipelines.jobs.snapshots import remove_snapshots
 
@@ -456,4 +468,305 @@ def gc(index: IndexLocation, keep: int | None, as_json: bool) -> None:
         removal = remove_snapshots(index, keep, on_event)
     files = f"{counted(removal.files, 'file')} of {human_bytes(removal.bytes)}"
     line = f"{index}: {counted(len(removal.snapshots), 'snapshot')} and {files} removed"
-    print_result(removal, line, as_json=as_json)
+    print_result(removal, line)
+
+
+def share(sample: str) -> float:
+    """Return the number that `sample` means, for example 0.01 for "1%".
+
+    Raises:
+        click.BadParameter: `sample` is no number.
+    """
+    try:
+        return float(sample.removesuffix("%")) / (100 if sample.endswith("%") else 1)
+    except ValueError:
+        raise click.BadParameter(
+            f"{sample!r} is neither a share nor a number of shards; give for example 1%"
+            " or 100"
+        ) from None
+
+
+@command()
+@index_argument
+@option(
+    "--sample",
+    share,
+    metavar="SHARE|N",
+)
+@option(
+    "--max-duration",
+    click.FloatRange(min=0),
+    metavar="SECONDS",
+)
+@quiet_option
+@json_option
+def verify(
+    index: IndexLocation,
+    sample: float | None,
+    max_duration: float | None,
+) -> int:
+    """Check every file of INDEX: lengths, checksums, rows and counts.
+
+    INDEX is a directory, or the URL of an index on an object store. The command
+    downloads the objects of up to four shards at a time, and then the other files. It
+    keeps none of them. All kept snapshots are checked. The exit code is 1 if the
+    command finds a problem.
+
+    With --sample or --max-duration, the command checks the metadata of the index and
+    every file of some of the shards. It takes those first that it has not checked for
+    the longest time, so that repeated runs cover a large index. The files of other
+    shards are not checked. 'edje-index info' says when all shards were last checked.
+
+    \b
+    Examples:
+      edje-index verify photos.edje
+      edje-index verify photos.edje --sample 1%
+      edje-index verify photos.edje --max-duration 3600
+      edje-index verify photos.edje --sample 100 --json
+      edje-index verify s3://my-bucket/photos.edje --sample 20
+
+    Options:
+        --sample: Check only some of the shards: a share such as 1% or 0.01, or a number
+            of shards.  [default: all shards]
+        --max-duration: Begin with no further shard after this time.  [default: no
+            limit]
+    """
+    from pipelines.progress.events import stop_at_events
+    from storage_formats.errors import CorruptIndexError
+    from storage_formats.format.remote import open_index
+    from storage_formats.verify import verify_index
+
+    checked = 0
+    with running_job() as (on_event, should_stop):
+        show = stop_at_events(
+            on_event, should_stop, "stopped; not all files were checked"
+        )
+
+        def count(done: int, total: int) -> None:
+            nonlocal checked
+            checked = done
+            show(Progress("verifying", done, total))
+
+        problems = verify_index(
+            index,
+            count,
+            sample=sample,
+            max_duration=max_duration,
+            record=True,
+        )
+    listed = [asdict(problem) for problem in problems]
+    value = {"index": str(index), "sound": not problems, "problems": listed}
+    verdict = counted(len(problems), "problem") if problems else "sound"
+    if sample is not None or max_duration is not None:
+        shards = 0
+        with contextlib.suppress(CorruptIndexError):
+            shards = open_index(index).manifest.spec.used_shards
+        value["sample"] = {"shards": checked, "of": shards}
+        verdict += f" in a sample of {checked:,} of {counted(shards, 'shard')}"
+    for problem in problems:
+        note(f"{problem.path}: {problem.message}")
+    print_result(value, f"{index}: {verdict}")
+    return 1 if problems else 0
+
+
+@click.group(
+    "ann",
+    cls=LazyGroup,
+    sections={"Commands": {"build": "pipelines.cli.changes:build_ann"}},
+)
+def ann() -> None:
+    """Build the nearest-neighbour index."""
+
+
+@command("build")
+@index_argument
+@option(
+    "--ann",
+    default="auto",
+    metavar="FACTORY",
+)
+@option(
+    "--recall",
+    click.FloatRange(0, 1, min_open=True),
+    default=0.95,
+)
+@json_option
+def build_ann(
+    index: IndexLocation,
+    ann: str,
+    recall: float,
+) -> None:
+    """Build the nearest-neighbour index of INDEX from the stored embeddings, and
+    replace the existing one.
+
+    'edje-index info' describes the nearest-neighbour index, and says whether to build
+    it again.
+
+    With --ann auto, a search of up to 100,000 rows compares the query with every
+    embedding. For more rows, the embeddings are divided into inverted lists and
+    compressed to short codes. A search then reads only some lists. The number of these
+    lists is chosen to reach --recall. The search then compares the query with the
+    stored embeddings of the best rows, so the scores of hits are exact.
+
+    \b
+    Examples:
+      edje-index ann build photos.edje
+      edje-index ann build photos.edje --ann IVF4096,PQ96x4fs --recall 0.98
+
+    Options:
+        --ann: Kind of nearest-neighbour index: auto, or a FAISS factory string such as
+            IVF1000,Flat or IVF1000,PQ192x4fs.
+        --recall: Target recall: share of the 100 nearest rows that a search finds.
+    """
+    from edje_index.indexing.faiss_build import AnnRequest
+    from pipelines.jobs.ann import add_ann
+    from pipelines.jobs.resources import usable_memory
+
+    request = AnnRequest(ann, recall, usable_memory(None))
+    built = run_job(add_ann, index, request).ann
+    measured = built.get("recall")
+    file_bytes = sum(file["bytes"] for file in built["files"])
+    kind = " ".join(filter(None, [built["kind"], built.get("factory")]))
+    lines = [
+        f"{index}: {kind}, {counted(built['vectors'], 'vector')},"
+        f" {human_bytes(file_bytes)}"
+    ]
+    if measured is not None:
+        lines.append(
+            f"recall@{measured['k']} {measured['value']:.3f} with {built['probes']}"
+            " lists per query"
+        )
+    files = len(built["files"])
+    value = {"index": str(index), **built, "files": files, "bytes": file_bytes}
+    print_result(value, *lines)
+    if not wants_json() and measured is not None and measured["value"] < recall:
+        note(
+            f"the recall is below {recall}; for a higher recall, give --ann a"
+            " factory string with longer codes"
+        )
+
+
+@command()
+@index_argument
+@option(
+    "--to",
+    multiple=True,
+    metavar="NAME",
+)
+@option(
+    "--drop",
+    multiple=True,
+    metavar="NAME",
+)
+@option(
+    "--from",
+    key="source",
+    metavar="NAME",
+)
+@option("--workers", POSITIVE)
+@option("--address", metavar="HOST:PORT")
+@option(
+    "--report",
+    click.Path(file_okay=False, allow_dash=True, path_type=Path),
+    is_flag=False,
+    flag_value=str(_PRINT_ONLY),
+    metavar="[DIR]",
+)
+@option("--queries", FILE)
+@option("--model", PATH)
+@quiet_option
+@json_option
+def quantize(
+    index: IndexLocation,
+    to: tuple[str, ...],
+    report: Path | None,
+    queries: Path | None,
+    model: Path | None,
+    **options: Any,
+) -> None:
+    """Add or remove precisions of the tokens in INDEX.
+
+    Precisions are for example fp8, nvfp4, gauss2 (2 bits) and sign1 (1 bit); the error
+    for an unknown name lists all. INDEX can be searched during the conversion. Run the
+    same command again to resume a stopped conversion.
+
+    With --report, the command first measures how much each precision changes the tokens
+    and the re-ranking, compared with the most accurate precision stored, and says which
+    precision to keep. The report covers the precisions of --to, else those of INDEX.
+
+    \b
+    Examples:
+      edje-index quantize photos.edje --to fp8 --to nvfp4
+      edje-index quantize photos.edje --to fp8 --drop bf16
+      edje-index quantize photos.edje --report
+      edje-index quantize photos.edje --report costs/ --queries captions.txt
+
+    Options:
+        --to: Precision to add; repeatable.
+        --drop: Precision to remove; repeatable.
+        --from: Precision to convert from.  [default: the most accurate precision
+            stored]
+        --workers: Number of Ray workers.  [default: convert in this process]
+        --address: Ray cluster to join, with --workers.
+        --report: Measure how much each precision changes tokens and ranking. With DIR,
+            also write the report to DIR.
+        --queries: With --report: file of queries, as text or .jsonl.  [default: the
+            captions in INDEX, or 24 built-in captions]
+        --model: With --report: directory of the model bundle.  [default: the bundle
+            that built INDEX]
+    """
+    is_change = to or options["drop"]
+    if not (is_change or report):
+        raise UsageError("nothing to do: give --to, --drop or --report")
+    if (queries or model) and report is None:
+        raise UsageError("--queries and --model need --report; add --report")
+    output: dict[str, Any] = {}
+    lines: list[str] = []
+    if report is not None:
+        if not isinstance(index, Path):
+            raise UsageError(
+                f"--report needs an index on a file system; copy {index} to a directory"
+                " first"
+            )
+        from edje_index.evaluation.quantization import measure_precisions
+        from edje_index.evaluation.report import (
+            check_report_folder,
+            quantization_figure,
+            quantization_report,
+            write_report,
+        )
+        from pipelines.jobs.quantize import precision_to_read
+        from storage_formats.format.manifest import Manifest
+
+        if report != _PRINT_ONLY:
+            check_report_folder(report)
+        reference = precision_to_read(index, Manifest.load(index), options["source"])
+        measured = run_steps(
+            measure_precisions,
+            index,
+            reference,
+            to,
+            queries=queries,
+            model=model,
+            stopped="stopped before the report was done",
+        )
+        text = quantization_report(measured)
+        if report != _PRINT_ONLY:
+            write_report(report, text, asdict(measured))
+            (report / "report.svg").write_text(quantization_figure(measured))
+        lines = text.splitlines()
+        if report != _PRINT_ONLY:
+            lines.append(f"report written to {report}")
+        output = {"report": asdict(measured)} if is_change else asdict(measured)
+    if is_change:
+        from pipelines.jobs.quantize import quantize_index
+
+        if options["address"] is not None and options["workers"] is None:
+            raise UsageError("--address needs --workers; add --workers")
+        result = run_job(quantize_index, index, to, resume=index, **options)
+        for name, size in result.bytes_per_image.items():
+            new = "  (new)" if name in result.added else ""
+            lines.append(f"{name:6} {size:7,} bytes per image{new}")
+        lines.append(f"{index}: {counted(result.rows, 'row')}, {result.seconds:.1f} s")
+        output |= asdict(result)
+    print_result(output, *lines)

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pipelines.cli.options import index_argument, json_option
-from pipelines.cli.output import print_json, print_line, print_result
+from pipelines.cli.options import command, index_argument, json_option, option
+from pipelines.cli.output import print_json, print_line, print_result, wants_json
 from pipelines.progress.wording import by_reason, counted, human_bytes
 from storage_formats.errors import UsageError
 from storage_formats.format.layout import Layout
@@ -25,19 +25,15 @@ if TYPE_CHECKING:
     from storage_formats.format.manifest import CommittedIndex, Manifest
 
 
-@click.command()
+@command()
 @index_argument
-@click.option(
+@option(
     "--duplicates",
-    type=click.FloatRange(0, 1, min_open=True),
+    click.FloatRange(0, 1, min_open=True),
     metavar="SIMILARITY",
-    help=(
-        "Also list groups of images whose embeddings have at least this cosine"
-        " similarity, for example 0.95."
-    ),
 )
 @json_option
-def info(index: Path | str, duplicates: float | None, as_json: bool) -> None:
+def info(index: Path | str, duplicates: float | None) -> None:
     """Show what INDEX contains, or how far its build has come.
 
     The output shows the numbers of inputs, the size, the precisions, the columns of the
@@ -58,6 +54,10 @@ def info(index: Path | str, duplicates: float | None, as_json: bool) -> None:
     Examples:
       edje-index info photos.edje
       edje-index info photos.edje --duplicates 0.95
+
+    Options:
+        --duplicates: Also list groups of images whose embeddings have at least this
+            cosine similarity, for example 0.95.
     """
     value = describe_index(index)
     if duplicates is not None:
@@ -76,7 +76,7 @@ def info(index: Path | str, duplicates: float | None, as_json: bool) -> None:
         lines += [f"{image['row_id']:>9}  {image['uri']}" for image in group]
     if duplicates is not None and not value["near_duplicates"]:
         lines.append(f"no two images have a similarity of {duplicates:g} or more")
-    print_result(value, *lines, as_json=as_json)
+    print_result(value, *lines)
 
 
 def describe_index(root: Path | str) -> dict[str, Any]:
@@ -320,10 +320,10 @@ def _precision_line(value: dict[str, Any], name: str) -> str:
     return name if source == "bf16" else f"{name} (from {source})"
 
 
-@click.command()
+@command()
 @index_argument
 @json_option
-def failures(index: IndexLocation, as_json: bool) -> None:
+def failures(index: IndexLocation) -> None:
     """List the inputs of INDEX that could not be indexed.
 
     INDEX is a directory, or a URL that begins with s3://, gs:// or az://.
@@ -337,7 +337,7 @@ def failures(index: IndexLocation, as_json: bool) -> None:
       edje-index failures photos.edje --json | jq -r '.failures[].uri'
     """
     rows = failed_rows(index)
-    if as_json:
+    if wants_json():
         print_json({"index": str(index), "failures": list(rows)})
     for row in rows:
         parts = (row["row_id"], row["reason"], row["uri"], row["detail"])

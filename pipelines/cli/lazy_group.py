@@ -22,7 +22,12 @@ class LazyGroup(click.Group):
     help is needed.
     """
 
-    def __init__(self, *, sections: Sections, **settings: Any) -> None:
+    def __init__(
+        self,
+        *,
+        sections: Sections,
+        **settings: Any,
+    ) -> None:
         super().__init__(**settings)
         self._sections = sections
         self._listed = {
@@ -34,7 +39,11 @@ class LazyGroup(click.Group):
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self._listed)
 
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+    def get_command(
+        self,
+        ctx: click.Context,
+        cmd_name: str,
+    ) -> click.Command | None:
         target = self._listed.get(cmd_name)
         if target is None:
             return None
@@ -44,7 +53,9 @@ class LazyGroup(click.Group):
         return command
 
     def resolve_command(
-        self, ctx: click.Context, args: list[str]
+        self,
+        ctx: click.Context,
+        args: list[str],
     ) -> tuple[str | None, click.Command | None, list[str]]:
         name = args[0]
         nearest = difflib.get_close_matches(name, self._listed, 1)
@@ -54,7 +65,9 @@ class LazyGroup(click.Group):
         return super().resolve_command(ctx, args)
 
     def format_commands(
-        self, ctx: click.Context, formatter: click.HelpFormatter
+        self,
+        ctx: click.Context,
+        formatter: click.HelpFormatter,
     ) -> None:
         column = max(map(len, self._listed))
         width = formatter.width - 6 - column

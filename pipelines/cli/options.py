@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +23,20 @@ class _LocalPath(click.Path):
     a directory such as `s3:`.
     """
 
-    def __init__(self, *, dir_okay: bool = True, advice: str = "") -> None:
+    def __init__(
+        self,
+        *,
+        dir_okay: bool = True,
+        advice: str = "",
+    ) -> None:
         super().__init__(path_type=Path, dir_okay=dir_okay)
         self._advice = advice
 
     def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+        self,
+        value: Any,
+        param: click.Parameter | None,
+        ctx: click.Context | None,
     ) -> Any:
         try:
             local_path(value, advice=self._advice)
@@ -58,6 +70,47 @@ def size(value: str | int) -> int:
         raise click.BadParameter(str(error)) from error
 
 
+class Command(click.Command):
+    """A command whose docstring ends with the help of its options, in a section
+    "Options:".
+    """
+
+    def __init__(
+        self,
+        *,
+        help: str,
+        **settings: Any,
+    ) -> None:
+        text, _, section = inspect.cleandoc(help).partition("\n\nOptions:\n")
+        super().__init__(help=text, **settings)
+        described = dict(_DESCRIBED.findall(section))
+        for parameter in self.params:
+            if isinstance(parameter, click.Option) and parameter.help is None:
+                text = described[parameter.opts[0]]
+                parameter.help = re.sub(r"\n +", " ", text)
+
+
+# an option and its help, which can have several lines
+_DESCRIBED = re.compile(r"^    (-\S+): (.*(?:\n {8}.*)*)", re.MULTILINE)
+command = functools.partial(click.command, cls=Command)
+
+
+def option(
+    flag: str,
+    kind: Any = None,
+    key: str | None = None,
+    **settings: Any,
+) -> Callable[[Any], Any]:
+    """Return an option with help in the docstring of its command. The kind bool makes a
+    flag without a value. `key` is the name of the parameter, if it is not that of the
+    flag.
+    """
+    names = [flag, key] if key else [flag]
+    if kind is bool:
+        settings["is_flag"] = True
+    return click.option(*names, type=kind, **settings)
+
+
 POSITIVE = click.IntRange(min=1)
 index_argument = click.argument("index", type=location)
 local_index_argument = click.argument("index", type=PATH)
@@ -66,10 +119,20 @@ out_index_option = click.option(
 )
 DTYPE = click.Choice(["auto", "float32", "bfloat16"])
 
-json_option = click.option(
-    "--json", "as_json", is_flag=True, help="Print one JSON object on standard output."
-)
-quiet_option = click.option("--quiet", is_flag=True, help="Show no progress.")
+
+def _flag(option: str, description: str) -> Callable[[Any], Any]:
+    """Return a flag that no command takes: `pipelines.cli.output` looks it up."""
+    return click.option(
+        option,
+        is_flag=True,
+        expose_value=False,
+        callback=lambda context, _, value: context.meta.update({option: value}),
+        help=description,
+    )
+
+
+json_option = _flag("--json", "Print one JSON object on standard output.")
+quiet_option = _flag("--quiet", "Show no progress.")
 model_option = click.option(
     "--model",
     type=PATH,

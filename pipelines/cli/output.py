@@ -106,9 +106,20 @@ def print_line(text: str) -> None:
     click.echo(printable(text))
 
 
-def print_result(result: Any, *lines: str, as_json: bool) -> None:
+def is_given(option: str) -> bool:
+    """Return True if the flag `option` of the command is given: --json or --quiet."""
+    context = click.get_current_context(silent=True)
+    return context is not None and bool(context.meta.get(option))
+
+
+def wants_json() -> bool:
+    """Return True if the command prints JSON."""
+    return is_given("--json")
+
+
+def print_result(result: Any, *lines: str) -> None:
     """Print a dataclass or JSON object as JSON, or `lines` that describe it."""
-    if as_json:
+    if wants_json():
         print_json(result if isinstance(result, dict) else asdict(result))
         return
     for line in lines:
@@ -149,7 +160,7 @@ def running_job(
             # text that libraries print: standard output has only the result
             contextlib.redirect_stdout(sys.stderr),
             stop_on_signals() as should_stop,
-            progress_display(quiet=quiet) as on_event,
+            progress_display(quiet=quiet or is_given("--quiet")) as on_event,
             contextlib.nullcontext() if log is None else log_file(log, this_command()),
         ):
             yield on_event, should_stop
@@ -169,13 +180,12 @@ def run_job(
     job: Callable[..., _Result],
     *arguments: Any,
     resume: IndexLocation | bool = False,
-    quiet: bool = False,
     **options: Any,
 ) -> _Result:
     """Run a job as `running_job` does, and return its result. `job` takes `on_event`
     and `should_stop` beside `arguments` and `options`.
     """
-    with running_job(resume=resume, quiet=quiet) as (on_event, should_stop):
+    with running_job(resume=resume) as (on_event, should_stop):
         return job(*arguments, on_event=on_event, should_stop=should_stop, **options)
 
 
@@ -183,7 +193,6 @@ def run_steps(
     function: Callable[..., _Result],
     *arguments: Any,
     stopped: str,
-    quiet: bool = False,
     **options: Any,
 ) -> _Result:
     """Call a function of a library that reports its steps to `on_progress`, and return
@@ -192,6 +201,6 @@ def run_steps(
     """
     from pipelines.progress.events import progress_callback, stop_at_events
 
-    with running_job(quiet=quiet) as (on_event, should_stop):
+    with running_job() as (on_event, should_stop):
         on_progress = progress_callback(stop_at_events(on_event, should_stop, stopped))
         return function(*arguments, on_progress=on_progress, **options)

@@ -1,99 +1,72 @@
-"""The command `edje-index search`."""
+"""The commands `edje-index search`, `explain` and `eval`."""
 
 from __future__ import annotations
 
 import os
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from edje_index.scoring.weights import BUNDLE_SCORE, WEAK_RELEVANCE
+from edje_index.scoring.weights import BUNDLE_SCORE, PART_NAMES, WEAK_RELEVANCE
 from pipelines.cli.options import (
     FILE,
+    PATH,
     POSITIVE,
+    command,
     device_option,
     dtype_option,
+    images_option,
     index_argument,
     json_option,
+    local_index_argument,
     model_option,
+    option,
+    quiet_option,
     read_precision_option,
     score_option,
     where_option,
 )
-from pipelines.cli.output import note, print_json, print_line
+from pipelines.cli.output import note, print_json, print_line, run_steps, wants_json
 from pipelines.collector import paused_collector
 from storage_formats.errors import UsageError
 
 if TYPE_CHECKING:
+    from edje_index.evaluation.explain import QueryMatch
     from edje_index.search.hits import Hits
+
 
 # their hits appear together
 _QUERIES_AT_ONCE = 64
+_FREQUENT = 10
 
 
-@click.command()
+@command()
 @index_argument
 @click.argument("text", required=False)
-@click.option(
-    "--queries",
-    type=FILE,
-    help=(
-        "File of queries: one query per line, or a .jsonl file of texts or of objects"
-        " with the key `query`."
-    ),
+@option("--queries", FILE)
+@option("--image", FILE)
+@option("--texts", FILE)
+@option(
+    "-k",
+    POSITIVE,
+    default=10,
 )
-@click.option(
-    "--image",
-    type=FILE,
-    help=(
-        "Image file to search with. Hits are sorted by embedding similarity, without"
-        " re-ranking."
-    ),
-)
-@click.option(
-    "--texts",
-    type=FILE,
-    help=(
-        "File with one text per line. With --image, find the texts that describe the"
-        " image best."
-    ),
-)
-@click.option("-k", "k", type=POSITIVE, default=10, help="Number of hits.")
-@click.option(
-    "--pool",
-    type=POSITIVE,
-    help=(
-        "Number of candidates to re-rank.  [default: that of the model bundle, usually"
-        " 100]"
-    ),
-)
+@option("--pool", POSITIVE)
 @score_option
 @where_option
 @read_precision_option
-@click.option(
+@option(
     "--min-relevance",
-    type=click.FloatRange(0, 1),
+    click.FloatRange(0, 1),
     default=0.0,
-    help="Leave out hits with a lower relevance.",
 )
-@click.option(
-    "--columns",
-    metavar="NAMES",
-    help=(
-        "Columns that each hit shows, separated by commas: --columns captions,width. "
-        " [default: the captions]"
-    ),
-)
+@option("--columns", metavar="NAMES")
 @model_option
 @device_option
 @dtype_option
-@click.option(
-    "--html",
-    type=FILE,
-    help="Also write an HTML page that shows the hits before and after re-ranking.",
-)
+@option("--html", FILE)
 @json_option
 def search(
     index: Path | str,
@@ -109,7 +82,6 @@ def search(
     min_relevance: float,
     columns: str | None,
     html: Path | None,
-    as_json: bool,
     **options: Any,
 ) -> None:
     """Find the images that match TEXT best. Give TEXT, --queries or --image.
@@ -144,6 +116,21 @@ def search(
       edje-index search photos.edje --queries queries.txt --json
       edje-index search photos.edje --image car.jpg
       edje-index search photos.edje --image car.jpg --texts captions.txt
+
+    Options:
+        --queries: File of queries: one query per line, or a .jsonl file of texts or of
+            objects with the key `query`.
+        --image: Image file to search with. Hits are sorted by embedding similarity,
+            without re-ranking.
+        --texts: File with one text per line. With --image, find the texts that describe
+            the image best.
+        -k: Number of hits.
+        --pool: Number of candidates to re-rank.  [default: that of the model bundle,
+            usually 100]
+        --min-relevance: Leave out hits with a lower relevance.
+        --columns: Columns that each hit shows, separated by commas: --columns
+            captions,width.  [default: the captions]
+        --html: Also write an HTML page that shows the hits before and after re-ranking.
     """
     if sum(query is not None for query in (text, queries, image)) != 1:
         raise UsageError("give one of TEXT, --queries FILE and --image FILE")
@@ -156,9 +143,9 @@ def search(
         "--html": html is not None and text is None,
     }
     given = {"--texts": texts, "--image": image, "--queries": queries}
-    for option in filter(useless.get, useless):
+    for flag in filter(useless.get, useless):
         other = next(name for name, value in given.items() if value is not None)
-        raise UsageError(f"{option} has no effect with {other}: leave out {option}")
+        raise UsageError(f"{flag} has no effect with {other}: leave out {flag}")
     if pool is not None and pool < k:
         raise UsageError(
             f"--pool {pool} is smaller than -k {k}: only candidates can become hits, so"
@@ -199,7 +186,7 @@ def search(
         empty = f"no hit has a relevance of {min_relevance:g}: lower --min-relevance"
     if image is not None and choices:
         found = opened.search_texts(image, choices, k, pool, score=score)
-        if as_json:
+        if wants_json():
             print_json({"query": str(image), "hits": [asdict(hit) for hit in found]})
             return
         print_line("relevance  text")
@@ -208,18 +195,18 @@ def search(
         return
     if image is not None:
         hits = opened.search_image(image, k, where=where)
-        _print_hits(str(image), hits.at_least(min_relevance), empty, as_json)
+        _print_hits(str(image), hits.at_least(min_relevance), empty)
         return
     shown = k if html is None else pool or max(k, opened.default_pool)
     for start in range(0, len(query_texts), _QUERIES_AT_ONCE):
         batch = query_texts[start : start + _QUERIES_AT_ONCE]
         results = opened.search(batch, shown, pool, where=where)
         for query, hits in zip(batch, results, strict=True):
-            if queries is not None and not as_json:
+            if queries is not None and not wants_json():
                 print_line(f"query: {query}")
             kept = hits.at_least(min_relevance).first(k)
             marks_weak = opened.model.info.trained
-            _print_hits(query, kept, empty, as_json, marks_weak=marks_weak)
+            _print_hits(query, kept, empty, marks_weak=marks_weak)
     if html is not None:
         from pipelines.pages import search_page
         from storage_formats.atomic import write_bytes_atomic
@@ -237,10 +224,14 @@ def search(
 
 
 def _print_hits(
-    query: str, hits: Hits, empty: str, as_json: bool, *, marks_weak: bool = False
+    query: str,
+    hits: Hits,
+    empty: str,
+    *,
+    marks_weak: bool = False,
 ) -> None:
     """Print the hits of a query, or the message `empty` if there are none."""
-    if as_json:
+    if wants_json():
         stages = {
             stage: round(1000 * seconds, 3) for stage, seconds in hits.stages.items()
         }
@@ -258,3 +249,218 @@ def _print_hits(
             marks_weak = False
         numbers = f"{hit.relevance:>9.3f} {hit.row_id:>9}"
         print_line("  ".join(filter(None, [numbers, hit.uri, hit.described()])))
+
+
+@command()
+@local_index_argument
+@click.argument("rows", metavar="[ROW]...", nargs=-1, type=click.IntRange(min=0))
+@option(
+    "--out",
+    FILE,
+    default="explain.html",
+)
+@model_option
+@read_precision_option
+@option("--query", metavar="TEXT")
+@option(
+    "--captions",
+    PATH,
+    metavar="FILE",
+)
+@option("--images", PATH)
+@option("--split", metavar="NAME")
+@option(
+    "--against",
+    PATH,
+    metavar="INDEX",
+)
+@json_option
+def explain(
+    index: Path,
+    rows: tuple[int, ...],
+    out: Path,
+    **options: Any,
+) -> None:
+    """Write an HTML page that explains the tokens of INDEX with words.
+
+    ROW is a row id. For each ROW, the page shows the image and the words of the
+    language model that are nearest to the tokens. If the model has a compressed
+    adapter, the page also shows the attention of the adapter's queries, which is the
+    part of the image that each token was computed from. Without ROW, the page shows the
+    first images of a random sample. The page also shows the most frequent words in the
+    sample.
+
+    With --query, the page shows which words of the query found which patches of the
+    image, and the value, the weight and the product of each part of the score. With
+    --captions, the page also shows how well the words of captions align with tokens.
+
+    \b
+    Examples:
+      edje-index explain photos.edje
+      edje-index explain photos.edje 17 --query "a red canoe"
+      edje-index explain photos.edje 17 230 --precision nvfp4 --out words.html
+      edje-index explain local.edje --captions dataset_flickr30k.json \\
+        --split test --against m64.edje
+
+    Options:
+        --out: HTML file to write.
+        --query: Explain why TEXT finds ROW.  [default ROW: the first hit]
+        --captions: File of captions, to measure how well the words of captions align
+            with tokens.
+        --images: Base directory of the relative image paths in --captions.  [default:
+            directory of --captions]
+        --split: Use only this split of --captions.  [default: all splits]
+        --against: Another index of the same images. A paired t-test compares the
+            alignments.
+    """
+    given = [options[name] for name in ("images", "split", "against")]
+    if options["captions"] is None and any(given):
+        raise UsageError(
+            "--images, --split and --against need --captions; add --captions FILE"
+        )
+    from edje_index.evaluation.explain import explain_index, is_whole_word
+    from pipelines.pages import explain_page
+    from storage_formats.atomic import write_bytes_atomic
+
+    explanation = run_steps(
+        explain_index,
+        index,
+        rows,
+        stopped="stopped before the page was written",
+        **options,
+    )
+    page = explain_page(explanation)
+    write_bytes_atomic(out, page.encode(errors="backslashreplace"))
+    note(f"page: {out}")
+    # of the attention, only the reason why it is missing
+    if wants_json():
+        explained = [
+            {
+                "row_id": row.row_id,
+                "uri": row.uri,
+                "words": asdict(row.words),
+                "token_words": row.token_words,
+                "attention": row.no_attention,
+                "match": None if row.match is None else _without_arrays(row.match),
+            }
+            for row in explanation.rows
+        ]
+        value = {
+            **asdict(replace(explanation, rows=())),
+            "root": str(explanation.root),
+            "rows": explained,
+        }
+        against = options["against"]
+        print_json({**value, "against": against and str(against), "page": str(out)})
+        return
+    for row in explanation.rows:
+        if row.match is not None:
+            print_line(f"row {row.row_id}: {row.uri}")
+            print_line(f"{'part':<22}{'value':>10}{'weight':>10}{'product':>10}")
+            for part, (number, weight) in row.match.parts.items():
+                numbers = f"{number:>10.4f}{weight:>10.4g}{number * weight:>10.2f}"
+                print_line(f"{PART_NAMES[part]:<22}{numbers}")
+            print_line(f"{'score':<42}{row.match.score:>10.2f}")
+    words = explanation.words
+    whole = [(word, count) for word, count in words.words if is_whole_word(word)]
+    frequent = ", ".join(f"{word} {count:,}" for word, count in whole[:_FREQUENT])
+    print_line(f"{explanation.sample:,} images, {words.tokens:,} tokens: {frequent}")
+
+
+def _without_arrays(match: QueryMatch) -> dict[str, Any]:
+    """Return a match as JSON values. Of the arrays, only the nearest similarity of each
+    word is kept.
+    """
+    value = {**vars(match)}
+    nearest = value.pop("similarities").max(axis=1, initial=-1.0).tolist()
+    del value["drops"]
+    return {**value, "words": dict(zip(match.words, nearest, strict=True))}
+
+
+@command("eval")
+@local_index_argument
+@click.argument("captions", type=PATH, required=False)
+@images_option
+@option("--split", metavar="NAME")
+@model_option
+@option(
+    "--precision",
+    key="precisions",
+    multiple=True,
+    metavar="NAME",
+)
+@option(
+    "--pool",
+    POSITIVE,
+    key="pools",
+    multiple=True,
+)
+@option("--full", bool)
+@score_option
+@option(
+    "--queries",
+    POSITIVE,
+    metavar="N",
+)
+@option("--report", PATH)
+@device_option
+@dtype_option
+@quiet_option
+@json_option
+def evaluate(
+    index: Path,
+    captions: Path | None,
+    report: Path | None,
+    **settings: Any,
+) -> None:
+    """Measure the recall of INDEX on captioned images, before and after re-ranking.
+
+    CAPTIONS is a file of captions in JSONL, JSON (Karpathy or COCO), CSV, TSV, Parquet
+    or WebDataset tar format. Without CAPTIONS, the captions are those that INDEX holds.
+    In text-to-image search, the correct hit is the image of the caption. In
+    image-to-text search, every caption of the image is a correct hit.
+
+    The candidates are the images and captions of CAPTIONS, or of one split of CAPTIONS
+    with --split. With --full, all images of INDEX and all captions of CAPTIONS are
+    candidates.
+
+    \b
+    Examples:
+      edje-index eval photos.edje
+      edje-index eval photos.edje captions.jsonl --split dev \\
+        --precision bf16 --precision fp8 --report out
+      edje-index eval photos.edje dataset_flickr30k.json \\
+        --images flickr30k-images --split test --pool 10
+      edje-index eval photos.edje captions.jsonl --score logit
+      edje-index eval photos.edje captions.jsonl --score embedding
+      edje-index eval photos.edje captions.jsonl --queries 500
+      edje-index eval photos.edje dataset_coco.json --split test --full
+
+    Options:
+        --split: Use only this split of CAPTIONS. With --full, the split limits only the
+            queries.  [default: all splits]
+        --precision: Token precision to evaluate; repeatable. Tokens are converted in
+            memory to a precision that INDEX does not store.  [default: all precisions
+            stored in INDEX]
+        --pool: Number of candidates to re-rank; repeatable.  [default: 10, 20 and 50;
+            with --full 100]
+        --full: Use all images of INDEX and all captions of CAPTIONS as candidates, and
+            report recall at 5, 10 and 20.
+        --queries: Sample N queries per direction.  [default: all queries]
+        --report: Directory for report.md and report.json.
+    """
+    from edje_index.evaluation.evaluate import evaluate as measure
+    from edje_index.evaluation.report import evaluation_report, write_report
+
+    stopped = "stopped before the evaluation was done"
+    result = run_steps(measure, index, captions, stopped=stopped, **settings)
+    if not result.system.trained:
+        note("note: the model is untrained, so the order of its hits is random")
+    text = evaluation_report(result)
+    if wants_json():
+        print_json(result.to_json())
+    else:
+        click.echo(text, nl=False)
+    if report is not None:
+        write_report(report, text, result.to_json())
+        note(f"report written to {report}")

@@ -13,10 +13,12 @@ from typing import Any
 import click
 
 from pipelines.cli.options import (
+    command,
     device_option,
     dtype_option,
     local_index_argument,
     model_option,
+    option,
 )
 from pipelines.cli.output import note, print_line, run_job
 from storage_formats.errors import UsageError
@@ -27,49 +29,37 @@ _MIN_KEY_LETTERS = 16
 _LOCAL_NAMES = ["localhost", "127.0.0.1", "[::1]"]
 
 
-@click.command()
+@command()
 @local_index_argument
-@click.option(
+@option(
     "--host",
     default="127.0.0.1",
     metavar="ADDRESS",
-    help="Address to listen on.",
 )
-@click.option(
+@option(
     "--port",
-    type=click.IntRange(0, 65535),
+    click.IntRange(0, 65535),
     default=8000,
-    help="Port to listen on; 0 chooses a free port.",
 )
 @model_option
 @device_option
 @dtype_option
-@click.option(
+@option(
     "--allowed-host",
-    "hosts",
+    key="hosts",
     metavar="NAME",
     multiple=True,
-    help="Additional host name that clients may use for the service; repeatable.",
 )
-@click.option(
-    "--insecure",
-    is_flag=True,
-    help="Listen on an address that other machines can reach without API keys.",
-)
-@click.option(
+@option("--insecure", bool)
+@option(
     "--deadline",
-    type=click.FloatRange(0.1, 3600),
+    click.FloatRange(0.1, 3600),
     default=30.0,
-    help="Maximum seconds per request; slower requests fail with HTTP status 504.",
 )
-@click.option(
+@option(
     "--mcp",
-    "is_mcp",
-    is_flag=True,
-    help=(
-        "Serve one assistant through the Model Context Protocol on standard input and"
-        " output, instead of HTTP."
-    ),
+    bool,
+    key="is_mcp",
 )
 def serve(
     index: Path,
@@ -97,6 +87,17 @@ def serve(
       edje-index serve photos.edje --port 9000
       edje-index serve photos.edje --host 0.0.0.0 --allowed-host photos.example.org
       edje-index serve photos.edje --mcp
+
+    Options:
+        --host: Address to listen on.
+        --port: Port to listen on; 0 chooses a free port.
+        --allowed-host: Additional host name that clients may use for the service;
+            repeatable.
+        --insecure: Listen on an address that other machines can reach without API keys.
+        --deadline: Maximum seconds per request; slower requests fail with HTTP status
+            504.
+        --mcp: Serve one assistant through the Model Context Protocol on standard input
+            and output, instead of HTTP.
     """
     if is_mcp:
         with name_missing_extra("mcp"):
@@ -147,15 +148,9 @@ def serve(
         )
 
 
-@click.command()
+@command()
 @click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
-@click.option(
-    "--model",
-    help=(
-        "Directory of the model bundle, or a model of 'model get', which is kept in the"
-        " user's cache.  [default: demo]"
-    ),
-)
+@option("--model")
 def show(folder: Path, model: str | None) -> None:
     """Index the photos in FOLDER, and open a page in the browser that searches them.
 
@@ -168,6 +163,10 @@ def show(folder: Path, model: str | None) -> None:
     Examples:
       edje-index show photos
       edje-index show photos --model edje
+
+    Options:
+        --model: Directory of the model bundle, or a model of 'model get', which is kept
+            in the user's cache.  [default: demo]
     """
     with name_missing_extra("serve"):
         from pipelines.service.guard import Limits

@@ -13,8 +13,15 @@ from typing import TYPE_CHECKING, Any, get_args
 import click
 
 from edje_index.scoring.weights import ScoreWeights
-from pipelines.cli.options import PATH, images_option, json_option, quiet_option
-from pipelines.cli.output import print_json, print_result, run_job
+from pipelines.cli.options import (
+    PATH,
+    command,
+    images_option,
+    json_option,
+    option,
+    quiet_option,
+)
+from pipelines.cli.output import print_json, print_result, running_job, wants_json
 from pipelines.progress.wording import by_reason, counted
 from storage_formats.errors import UsageError
 from storage_formats.format.index_files import open_regular
@@ -37,71 +44,39 @@ DEDICATED_OPTIONS = {
 """The setting that each option or argument of `train` changes."""
 
 
-@click.command()
+@command()
 @click.argument("captions", nargs=-1, type=PATH, metavar="CAPTIONS...")
-@click.option("--out", type=PATH, help="Directory of the bundle to write.")
+@option("--out", PATH)
 @images_option
-@click.option(
+@option(
     "--dev",
-    type=PATH,
+    PATH,
     metavar="FILE",
-    help=(
-        "File of captions of images that are not in CAPTIONS. The weights of the final"
-        " score are fitted to this file."
-    ),
 )
-@click.option(
-    "--model", type=PATH, help="Bundle with the frozen vision and text towers."
+@option("--model", PATH)
+@option("--language", PATH)
+@option("--init", PATH)
+@option(
+    "--preset", click.Choice(["paper", "paper-finetune", "small-data"]), default="paper"
 )
-@click.option(
-    "--language",
-    type=PATH,
-    help="Initial language model: directory of a Hugging Face BERT model, or a bundle.",
-)
-@click.option(
-    "--init",
-    type=PATH,
-    help=(
-        "Bundle with the initial weights of the joint encoder and, if the sizes match,"
-        " of the adapter."
-    ),
-)
-@click.option(
-    "--preset",
-    type=click.Choice(["paper", "paper-finetune", "small-data"]),
-    default="paper",
-    help="Named set of settings to start from.",
-)
-@click.option(
+@option(
     "--config",
-    "config_file",
-    type=PATH,
+    PATH,
+    key="config_file",
     metavar="FILE",
-    help="TOML file with settings, which override the preset.",
 )
-@click.option(
+@option(
     "--set",
-    "assignments",
+    key="assignments",
     multiple=True,
     metavar="GROUP.KEY=VALUE",
-    help="Value of one setting; overrides --config. Repeatable.",
 )
-@click.option(
-    "--show-settings",
-    is_flag=True,
-    help="Print every setting with its description, as TOML, and exit.",
-)
-@click.option("--steps", type=int, help="Number of optimiser steps.")
-@click.option(
-    "--epochs",
-    type=float,
-    help="Number of passes over all captions, instead of --steps.",
-)
+@option("--show-settings", bool)
+@option("--steps", int)
+@option("--epochs", float)
 @quiet_option
 @json_option
 def train(
-    as_json: bool,
-    quiet: bool,
     preset: str,
     config_file: Path | None,
     assignments: tuple[str, ...],
@@ -139,26 +114,42 @@ def train(
       edje-index train captions.jsonl --model clip --init teacher \\
         --set inputs.teacher=teacher --epochs 5 --out student
       edje-index train --preset small-data --show-settings > settings.toml
+
+    Options:
+        --out: Directory of the bundle to write.
+        --dev: File of captions of images that are not in CAPTIONS. The weights of the
+            final score are fitted to this file.
+        --model: Bundle with the frozen vision and text towers.
+        --language: Initial language model: directory of a Hugging Face BERT model, or a
+            bundle.
+        --init: Bundle with the initial weights of the joint encoder and, if the sizes
+            match, of the adapter.
+        --preset: Named set of settings to start from.
+        --config: TOML file with settings, which override the preset.
+        --set: Value of one setting; overrides --config. Repeatable.
+        --show-settings: Print every setting with its description, as TOML, and exit.
+        --steps: Number of optimiser steps.
+        --epochs: Number of passes over all captions, instead of --steps.
     """
     from edje_index.training.config import TrainSettings, validated
 
     values = read_settings(preset, config_file, assignments, options)
     if show_settings:
         text = describe_settings(values)
-        if as_json:
+        if wants_json():
             print_json({"settings": text})
         else:
             click.echo(text)
         return
     from edje_index.training.workers import is_worker
-    from pipelines.jobs.training.run import run_training
+    from pipelines.jobs.training.job import run_training
 
     # of the workers that torchrun starts, the first one speaks
     is_first = not is_worker() or os.environ["RANK"] == "0"
     try:
         settings = validated(TrainSettings, values)
-        quiet = quiet or not is_first
-        result = run_job(run_training, settings, resume=True, quiet=quiet)
+        with running_job(resume=True, quiet=not is_first) as (on_event, should_stop):
+            result = run_training(settings, on_event=on_event, should_stop=should_stop)
     except UsageError as error:
         # an option is named beside its setting, for example "loop.steps (--steps)"
         flags = {
@@ -175,7 +166,7 @@ def train(
         raise UsageError(message) from error
     if not is_first:
         return
-    print_result(result, *describe_result(result), as_json=as_json)
+    print_result(result, *describe_result(result))
 
 
 def describe_result(result: TrainResult) -> list[str]:
@@ -272,9 +263,9 @@ def read_settings(
             )
         assigned.setdefault(group, {})[key] = _parse_value(text.strip())
     given: Values = {}
-    for option, value in options.items():
+    for name, value in options.items():
         if value is not None and value != ():
-            group, _, key = DEDICATED_OPTIONS[option].partition(".")
+            group, _, key = DEDICATED_OPTIONS[name].partition(".")
             given.setdefault(group, {})[key] = value
     from_file = {} if config_file is None else _read_toml(config_file)
     return merge_settings(preset, from_file, assigned, given)

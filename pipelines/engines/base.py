@@ -50,7 +50,11 @@ class TaskFailedError(EdjeError):
     the task.
     """
 
-    def __init__(self, message: str, task: Task) -> None:
+    def __init__(
+        self,
+        message: str,
+        task: Task,
+    ) -> None:
         # all arguments, so that the error can be pickled
         super().__init__(message, task)
         self.task = task
@@ -194,7 +198,10 @@ def build_worker(make_worker: WorkerFactory) -> Worker:
 
 
 def run_task(
-    worker: Worker, task: Task, on_progress: OnProgress, should_stop: ShouldStop
+    worker: Worker,
+    task: Task,
+    on_progress: OnProgress,
+    should_stop: ShouldStop,
 ) -> Any:
     """Run `task` in this process. Raises TaskFailedError, which can be sent to
     another process, if the task fails.

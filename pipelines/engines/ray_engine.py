@@ -162,7 +162,9 @@ class EdjeWorker:
     """Ray actor that runs tasks. Ray shows its name."""
 
     def __init__(
-        self, make_worker: WorkerFactory, holder: tuple[Path, bytes] | None
+        self,
+        make_worker: WorkerFactory,
+        holder: tuple[Path, bytes] | None,
     ) -> None:
         self._make_worker = make_worker
         self._holder = holder
@@ -278,7 +280,9 @@ class _Run:
     stopping: bool = False
 
     def results(
-        self, workers: int | None, should_stop: ShouldStop
+        self,
+        workers: int | None,
+        should_stop: ShouldStop,
     ) -> Generator[Any, None, None]:
         """Run all tasks on at most `workers` actors, and yield the results."""
         ray = self.cluster.ray
@@ -323,7 +327,11 @@ class _Run:
             actor = self.actor_class.options(**options).remote(*self.arguments)
             self.jobs[actor.node.remote()] = _Job(actor)
 
-    def _take(self, answer: Any, limit: int) -> Generator[Any, None, None]:
+    def _take(
+        self,
+        answer: Any,
+        limit: int,
+    ) -> Generator[Any, None, None]:
         """Take the answer of an actor, and give the actor the next task."""
         ray = self.cluster.ray
         job = self.jobs.pop(answer)
@@ -348,7 +356,11 @@ class _Run:
         else:
             ray.kill(job.actor)
 
-    def _after_error(self, job: _Job, error: Any) -> None:
+    def _after_error(
+        self,
+        job: _Job,
+        error: Any,
+    ) -> None:
         """Leave out the node on which a task failed, or raise the error if there is no
         other node, or if the task has failed on several.
         """
@@ -375,7 +387,11 @@ class _Run:
         if not self.stopping:
             self.waiting.appendleft(turn)
 
-    def _after_death(self, job: _Job, error: Any) -> None:
+    def _after_death(
+        self,
+        job: _Job,
+        error: Any,
+    ) -> None:
         turn = job.turn
         if turn is None:
             # perhaps on a lost node that Ray has not noticed

@@ -126,7 +126,12 @@ def train_on_ray(
         )
 
 
-def _fit(task: TrainTask, cpus: int, gpus: int, errors: list[BaseException]) -> None:
+def _fit(
+    task: TrainTask,
+    cpus: int,
+    gpus: int,
+    errors: list[BaseException],
+) -> None:
     """Train with Ray Train. If that fails, add the error to `errors`."""
     try:
         try:

@@ -14,9 +14,16 @@ from edje_index.indexing.faiss_build import (
     build_ann,
     extend_ann,
 )
-from edje_index.progress import OnProgress
-from pipelines.progress.events import OnEvent, StatusMessage
-from storage_formats.change import IndexChange, begin_change
+from pipelines.jobs.changing import Edit, apply, begin
+from pipelines.progress.events import (
+    OnEvent,
+    ShouldStop,
+    StatusMessage,
+    ignore,
+    never,
+    progress_callback,
+    stop_at_events,
+)
 from storage_formats.extras import name_missing_extra
 from storage_formats.format.checksum import crc32c_stream
 from storage_formats.format.index_files import open_index_file
@@ -29,7 +36,9 @@ _DEFAULT = AnnRequest()
 def add_ann(
     root: str | Path,
     request: AnnRequest = _DEFAULT,
-    on_progress: OnProgress | None = None,
+    *,
+    on_event: OnEvent = ignore,
+    should_stop: ShouldStop = never,
 ) -> Manifest:
     """Build the nearest-neighbour index of a finished index, and commit the result.
 
@@ -41,20 +50,43 @@ def add_ann(
     Raises:
         UsageError, IncompleteIndexError, CorruptIndexError: as for `Manifest.load`.
         UsageError: `request` is invalid.
+        JobStopped: `should_stop()` returned True. The index has not changed.
         MissingExtraError: FAISS is not installed.
     """
-    with name_missing_extra("search"), begin_change(root, "ann build") as change:
-        return replace_ann(change, request, on_progress)
+    stopped = "stopped; the index was not changed"
+    on_event = stop_at_events(on_event, should_stop, stopped)
+    with name_missing_extra("search"), begin(root, "ann build") as change:
+        edit = Edit(change.index.manifest.spec, ann=request)
+        return apply(change, edit, on_event, never).manifest
 
 
-def replace_ann(
-    change: IndexChange, request: AnnRequest, on_progress: OnProgress | None = None
-) -> Manifest:
-    """Build the nearest-neighbour index of the index that `change` changes, and
-    commit the result. See `add_ann`.
-    """
-    manifest = change.index.manifest
-    layout = change.layout
+def new_ann(
+    root: Path,
+    spec: IndexSpec,
+    request: AnnRequest,
+    on_event: OnEvent,
+    *,
+    replace_file: bool = True,
+) -> Ann:
+    """Build a nearest-neighbour index, see `build_ann`. Return its entry."""
+    on_event(StatusMessage("building the nearest-neighbour index"))
+    return build_ann(
+        root,
+        spec,
+        replace_file=replace_file,
+        request=request,
+        on_progress=progress_callback(on_event),
+    )
+
+
+def rebuilt_ann(
+    index: CommittedIndex,
+    request: AnnRequest,
+    on_event: OnEvent,
+) -> Ann:
+    """Build the nearest-neighbour index of `index` again. Return its entry."""
+    manifest = index.manifest
+    layout = Layout(index.root)
     # Readers may need the file `ann/index.faiss`: the current snapshot until the
     # commit, and earlier ones afterwards.
     in_use = bool(manifest.snapshot.number)
@@ -67,19 +99,16 @@ def replace_ann(
             open_index_file(layout.root, layout.ann_index) as file,
         ):
             in_use = committed is not None and crc32c_stream(file) == committed.crc32c
-    ann = build_ann(
-        layout.root,
-        manifest.spec,
-        replace_file=not in_use,
-        request=request,
-        on_progress=on_progress,
+    return new_ann(
+        index.root, manifest.spec, request, on_event, replace_file=not in_use
     )
-    changed = replace(manifest, ann=ann)
-    change.commit_same_rows(changed)
-    return changed
 
 
-def changed_ann(index: CommittedIndex, spec: IndexSpec, on_event: OnEvent) -> Ann:
+def changed_ann(
+    index: CommittedIndex,
+    spec: IndexSpec,
+    on_event: OnEvent,
+) -> Ann:
     """Change the nearest-neighbour index of `index` for the shards of `spec`, whose new
     shards are the last segment. Return its entry.
 
@@ -139,9 +168,8 @@ def build_copied_ann(
         for manifest in searchable
     ):
         kind = "auto"
-    on_event(StatusMessage("building the nearest-neighbour index"))
     request = AnnRequest(kind, max(request.recall for request in requests))
-    ann = build_ann(root, spec, replace_file=replace_file, request=request)
+    ann = new_ann(root, spec, request, on_event, replace_file=replace_file)
     if kind not in ("auto", ann.get("factory", "Flat")):
         on_event(
             StatusMessage(

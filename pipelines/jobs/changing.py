@@ -1,8 +1,8 @@
 """A change of an index by a job: a value that says what changes, and the one way to
 carry it out.
 
-A command returns an `Edit`. `apply` runs the tasks that no earlier run has finished,
-and commits the manifest that follows from the manifest before and the edit.
+A command makes an `Edit` of an index, or the `NewContents` of a new one. `apply` runs
+the tasks that no earlier run has finished, and commits the manifest that follows.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import time
 from collections import Counter
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -40,7 +41,17 @@ from pipelines.progress.events import (
     StatusMessage,
 )
 from pipelines.progress.wording import counted
-from storage_formats.change import Change, IndexChange
+from storage_formats.change import (
+    Change,
+    IndexChange,
+    NewIndex,
+    begin_change,
+    begin_index,
+    begin_new_index,
+    check_free,
+    is_unfinished,
+    now,
+)
 from storage_formats.errors import EdjeError, UsageError
 from storage_formats.format.edits import EDIT_SCHEMA
 from storage_formats.format.layout import IndexSpec, Layout
@@ -51,7 +62,9 @@ from storage_formats.format.manifest import (
     Manifest,
     RowMap,
 )
-from storage_formats.format.receipts import ShardReceipt, fingerprint
+from storage_formats.format.offset import Offset, copy_offset, write_offset
+from storage_formats.format.receipts import ShardReceipt, fingerprint, read_receipts
+from storage_formats.format.remote import open_index
 from storage_formats.format.row_map import write_row_map
 from storage_formats.format.rows import (
     DUPLICATE,
@@ -62,15 +75,27 @@ from storage_formats.format.rows import (
 from storage_formats.format.selection import Selection
 from storage_formats.format.source_columns import SourceColumn
 from storage_formats.format.tombstones import Tombstones
+from storage_formats.remote.urls import IndexLocation
 from storage_formats.writing.copying import count_values, with_values
 from storage_formats.writing.publish import (
     add_counts,
     check_receipts,
+    new_manifest,
     receipt_lines,
     total_counts,
-    write_shard_tables,
+    write_tables,
     write_tombstones,
 )
+
+if TYPE_CHECKING:
+    from edje_index.indexing.faiss_build import AnnRequest
+
+PROCESSORS_MEMBER = "encoded_on"
+"""Key of the sorted `ShardReceipt.encoded_on` in the settings of an index."""
+
+
+class FailedInputsError(EdjeError):
+    """Too many inputs could not be indexed, or all. Finished shards are kept."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +113,9 @@ class ShardWork:
             `pipelines.engines.base`. The worker reports `ShardProgress`.
         close: frees what the tasks share, once they have ended.
         shows_failed: whether the failed rows of the receipts are part of the progress.
+        described: further members of `PlanReady`.
+        check: called after each shard with the receipts so far. Raises
+            FailedInputsError to end the work.
     """
 
     activity: str
@@ -99,6 +127,8 @@ class ShardWork:
     engine: Engine = run_inline
     close: Callable[[], None] = lambda: None
     shows_failed: bool = False
+    described: Mapping[str, Any] = field(default_factory=dict)
+    check: Callable[[Sequence[ShardReceipt]], None] = lambda receipts: None
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -124,6 +154,11 @@ class Edit:
         edits: lines to add to the edits of the index, see `Edits`.
         restored: hashes of deleted inputs that need not stay deleted.
         settings: settings after the change; None keeps them.
+        offset: offset block, if `spec` gets one or keeps it for new precisions.
+        ann: nearest-neighbour index to build in place of the present one.
+        earlier: manifest of an earlier snapshot, whose contents come back.
+        failed_before: reasons of the inputs that `work` tries again. If the same number
+            fails for the same reasons, nothing is committed.
     """
 
     spec: IndexSpec
@@ -136,50 +171,293 @@ class Edit:
     edits: pa.Table = field(default_factory=EDIT_SCHEMA.empty_table)
     restored: Collection[str] = ()
     settings: dict[str, Any] | None = None
+    offset: Offset | None = None
+    ann: AnnRequest | None = None
+    earlier: Manifest | None = None
+    failed_before: Mapping[str, int] | None = None
+
+    def begin(self, change: IndexChange) -> None:
+        """Write the offset block."""
+        if self.offset is not None:
+            write_offset(change.layout, self.offset)
+
+    def commit(
+        self,
+        change: IndexChange,
+        receipts: Sequence[ShardReceipt],
+        on_event: OnEvent,
+    ) -> Manifest:
+        """Commit the change, whose shards have `receipts`. Return the manifest of the
+        index.
+
+        A change that changes nothing is not committed.
+        """
+        before = change.index.manifest
+        if self.failed_before is not None:
+            counts = total_counts(receipts)
+            if not counts.indexed and counts.failed == self.failed_before:
+                change.abandon()
+                return before
+        if self.earlier is not None:
+            return change.commit(self.earlier, self.details)
+        moves_rows = self.spec.used_segments != before.spec.used_segments
+        edits_rows = len(self.edits) or self.restored
+        if not moves_rows and not len(self.deleted) and not edits_rows:
+            ann = before.ann
+            if self.ann is not None:
+                from pipelines.jobs.ann import rebuilt_ann
+
+                ann = rebuilt_ann(change.index, self.ann, on_event)
+            elif self.spec == before.spec:
+                return before
+            manifest = edited(change.index, self, receipts, ann)
+            change.commit_same_rows(manifest)
+            return manifest
+        ann = before.ann
+        if moves_rows and before.ann_files:
+            # a deletion takes a fraction of the time of this import
+            from pipelines.jobs.ann import changed_ann
+
+            on_event(StatusMessage("changing the nearest-neighbour index"))
+            ann = changed_ann(change.index, self.spec, on_event)
+        return change.commit(edited(change.index, self, receipts, ann), self.details)
+
+
+@dataclass(frozen=True)
+class NewContents:
+    """The contents of a new index as a value. `apply` writes them.
+
+    Attributes:
+        work: writes the shards of `spec`.
+        columns: source columns. With `origins`, the numbers of values are counted.
+        ann: nearest-neighbour index to build; None for that of the `origins`.
+        origins: indexes whose rows are copied.
+        offset: offset block, if `spec` has one; None for that of the first origin.
+        details: members of `change` in `index.json`; empty for a build.
+        deleted: rows that are deleted in the new index.
+    """
+
+    spec: IndexSpec
+    work: ShardWork
+    model: dict[str, Any]
+    settings: dict[str, Any]
+    columns: tuple[SourceColumn, ...]
+    ann: AnnRequest | None = None
+    origins: Sequence[CommittedIndex] = ()
+    offset: Offset | None = None
+    details: Mapping[str, Any] = field(default_factory=dict)
+    deleted: Tombstones | None = None
+
+    def begin(self, change: NewIndex) -> None:
+        """Create the directories, and write the offset block."""
+        begin_index(change.layout.root, self.spec)
+        for each in self.origins[:1]:
+            copy_offset(each, change.layout)
+        if self.offset is not None and self.spec.offset is not None:
+            write_offset(change.layout, self.offset)
+
+    def commit(
+        self,
+        change: NewIndex,
+        receipts: Sequence[ShardReceipt],
+        on_event: OnEvent,
+    ) -> Manifest:
+        """Build the nearest-neighbour index, and commit the new index. Return its
+        manifest.
+        """
+        from pipelines.jobs.ann import build_copied_ann, new_ann
+
+        layout = change.layout
+        spec = self.spec
+        columns = self.columns
+        manifests = [each.manifest for each in self.origins]
+        if self.ann is None:
+            columns = with_values(
+                columns, count_values(layout, self.work.shards, columns)
+            )
+            ann = build_copied_ann(layout.root, spec, manifests, on_event)
+        else:
+            ann = new_ann(layout.root, spec, self.ann, on_event)
+        encoded_from: dict[str, tuple[str, ...]] = {}
+        for each in manifests:
+            for name, chain in each.encoded_from.items():
+                encoded_from[name] = max(encoded_from.get(name, ()), chain, key=len)
+        manifest = new_manifest(
+            layout,
+            spec,
+            receipts,
+            columns,
+            model=self.model,
+            settings={**self.settings, **processors(self.settings, receipts)},
+            plan=self.work.fingerprint,
+            ann=ann,
+            encoded_from=encoded_from,
+            change={**self.details, "created": now()} if self.details else None,
+            deleted=self.deleted,
+        )
+        change.commit(manifest)
+        return manifest
+
+
+@dataclass(frozen=True)
+class Applied:
+    """What `apply` did.
+
+    Attributes:
+        manifest: manifest of the index after the change.
+        receipts: receipts of the written shards, ascending.
+        earlier: shards that earlier runs had finished.
+        speed: rows per second that this run wrote.
+    """
+
+    manifest: Manifest
+    receipts: Sequence[ShardReceipt] = ()
+    earlier: Collection[int] = ()
+    speed: float = 0.0
+
+
+class DryRun:
+    """A change that is only tried. It has no lock, and `apply` writes nothing."""
+
+    def __init__(self, root: IndexLocation) -> None:
+        self.layout = Layout(Path(root))
+        self._root = root
+        journal = is_unfinished(root)
+        self.plan = None if journal is None else journal.plan
+
+    @functools.cached_property
+    def index(self) -> CommittedIndex:
+        """The index."""
+        return open_index(self._root)
+
+    def receipts(
+        self,
+        shards: Iterable[int],
+        fingerprint: str,
+    ) -> dict[int, ShardReceipt]:
+        """Return the receipts of earlier runs, see `Change.receipts`."""
+        return read_receipts(self.layout, shards, fingerprint)
+
+    def store_plan(self, plan: dict[str, Any]) -> None:
+        """Do nothing."""
+
+    def abandon(self) -> None:
+        """Do nothing."""
+
+    def start_again(self) -> None:
+        """Forget the plan."""
+        self.plan = None
+
+
+_Change = TypeVar("_Change", bound=Change, contravariant=True)
+
+
+class _Value(Protocol[_Change]):
+    """An `Edit` or `NewContents`."""
+
+    @property
+    def work(self) -> ShardWork | None: ...
+
+    def begin(self, change: _Change) -> None: ...
+
+    def commit(
+        self,
+        change: _Change,
+        receipts: Sequence[ShardReceipt],
+        on_event: OnEvent,
+    ) -> Manifest: ...
+
+
+@contextlib.contextmanager
+def begin(
+    root: IndexLocation,
+    kind: str,
+    request: Mapping[str, Any] | None = None,
+    *,
+    dry_run: bool = False,
+) -> Iterator[IndexChange | DryRun]:
+    """Begin a change of an index, see `begin_change`.
+
+    An OSError, such as a full disk, becomes JobStopped.
+    """
+    if dry_run:
+        yield DryRun(root)
+        return
+    with begin_change(root, kind, request) as change, resumable(root):
+        yield change
+
+
+@contextlib.contextmanager
+def begin_new(
+    root: Path,
+    kind: str,
+    request: Mapping[str, Any] | None,
+    on_event: OnEvent,
+    *,
+    dry_run: bool = False,
+) -> Iterator[NewIndex | DryRun]:
+    """Begin a new index, see `begin_new_index` and `begin`."""
+    if dry_run:
+        check_free(Layout(root))
+        yield DryRun(root)
+        return
+    notify = notifier(on_event)
+    with (
+        begin_new_index(root, kind, request, notify=notify) as change,
+        resumable(root),
+    ):
+        yield change
+
+
+@contextlib.contextmanager
+def resumable(root: IndexLocation) -> Iterator[None]:
+    """Context manager that converts an OSError, such as a full disk, to JobStopped."""
+    try:
+        yield
+    except OSError as error:
+        raise JobStopped(
+            f"cannot write {root}: {describe_error(error)}; what is finished is kept"
+        ) from error
 
 
 def apply(
-    change: IndexChange, edit: Edit, on_event: OnEvent, should_stop: ShouldStop
-) -> Manifest:
-    """Carry out `edit`, and commit it. Return the manifest of the index.
+    change: _Change | DryRun,
+    value: _Value[_Change],
+    on_event: OnEvent,
+    should_stop: ShouldStop,
+) -> Applied:
+    """Carry out a change: run the tasks that no earlier run has finished, and commit.
 
     Raises:
         JobStopped: `should_stop()` returned True, or a shard failed. Finished shards
             are kept.
+        FailedInputsError: too many inputs failed. Finished shards are kept.
+        UsageError, EngineUnavailableError: the engine cannot run as requested.
     """
-    receipts: list[ShardReceipt] = []
-    if edit.work is not None:
-        receipts = finish_work(change, edit.work, on_event, should_stop)
-    return commit_edit(change, edit, receipts, on_event)
+    if isinstance(change, DryRun):
+        return Applied(change.index.manifest)
+    value.begin(change)
+    work = value.work
+    if work is None:
+        return Applied(value.commit(change, (), on_event))
+    started = time.monotonic()
+    earlier = change.receipts(work.shards, work.fingerprint)
+    on_event(PlanReady(work.rows, len(work.shards), len(earlier), **work.described))
+    receipts = run_shards(work, earlier, on_event, should_stop)
+    rows = sum(receipt.rows for receipt in receipts if receipt.shard not in earlier)
+    speed = rows / (time.monotonic() - started)
+    return Applied(value.commit(change, receipts, on_event), receipts, earlier, speed)
 
 
-def commit_edit(
-    change: IndexChange,
-    edit: Edit,
-    receipts: Sequence[ShardReceipt],
-    on_event: OnEvent,
-) -> Manifest:
-    """Commit `edit`, whose shards have `receipts`. Return the manifest of the index.
-
-    An edit that changes nothing is not committed.
+def processors(
+    settings: Mapping[str, Any], receipts: Iterable[ShardReceipt]
+) -> dict[str, list[str]]:
+    """Return the member `PROCESSORS_MEMBER` of the settings of an index with `settings`
+    and the shards of `receipts`; nothing if no processor is recorded.
     """
-    before = change.index.manifest
-    moves_rows = edit.spec.used_segments != before.spec.used_segments
-    edits_rows = len(edit.edits) or edit.restored
-    if not moves_rows and not len(edit.deleted) and not edits_rows:
-        if edit.spec == before.spec:
-            return before
-        manifest = edited(change.index, edit, receipts, before.ann)
-        change.commit_same_rows(manifest)
-        return manifest
-    ann = before.ann
-    if moves_rows and before.ann_files:
-        # a deletion takes a fraction of the time of this import
-        from pipelines.jobs.ann import changed_ann
-
-        on_event(StatusMessage("changing the nearest-neighbour index"))
-        ann = changed_ann(change.index, edit.spec, on_event)
-    return change.commit(edited(change.index, edit, receipts, ann), edit.details)
+    names = {receipt.encoded_on for receipt in receipts if receipt.encoded_on}
+    names.update(settings.get(PROCESSORS_MEMBER, ()))
+    return {PROCESSORS_MEMBER: sorted(names)} if names else {}
 
 
 def next_first_row(manifest: Manifest, shard_size: int) -> int:
@@ -246,11 +524,12 @@ def edited(
         is_partial = len(left_out) < before.spec.used_shards
         row_maps = (*row_maps, RowMap(row_map, first_row, is_partial=is_partial))
     origins = {**before.encoded_from, **edit.encoded_from}
+    settings = before.settings if edit.settings is None else edit.settings
     return replace(
         before,
         spec=spec,
         counts=add_counts(counts, total_counts(added)),
-        settings=before.settings if edit.settings is None else edit.settings,
+        settings={**settings, **processors(settings, receipts)},
         ann=ann,
         encoded_from={
             name: origins[name] for name in spec.precisions if name in origins
@@ -259,7 +538,7 @@ def edited(
         columns=columns,
         row_maps=row_maps,
         edits=edits,
-        **_shard_tables(index, spec, receipts),
+        **_tables(index, spec, receipts, columns),
     )
 
 
@@ -291,21 +570,32 @@ def _without_shards(
     return left, with_values(columns, values)
 
 
-def _shard_tables(
-    index: CommittedIndex, spec: IndexSpec, receipts: Sequence[ShardReceipt]
+def _tables(
+    index: CommittedIndex,
+    spec: IndexSpec,
+    receipts: Sequence[ShardReceipt],
+    columns: Sequence[SourceColumn],
 ) -> dict[str, Any]:
-    """Write the shard tables of the segments of `spec` that changed. Return the
-    attributes of the manifest with all shard tables.
+    """Write the tables of the segments of `spec` that changed. Return the attributes of
+    the manifest with all tables.
     """
     before = index.manifest
+    filters = before.filter_tables or (None,) * len(before.shard_tables)
+    unchanged_rows = dict(zip(before.spec.used_segments, filters, strict=True))
     unchanged = {}
     if spec.precisions == before.spec.precisions:
         tables = zip(before.spec.used_segments, before.shard_tables, strict=True)
         unchanged = dict(tables)
     lines = receipt_lines(receipts)
     new = spec.shards_not_in(before.spec)
-    changed = [each for each in spec.used_segments if each not in unchanged]
-    if not all(new.issuperset(spec.segment_shards(segment)) for segment in changed):
+    needed = {
+        shard
+        for segment in spec.used_segments
+        if segment not in unchanged
+        for shard in spec.segment_shards(segment)
+    }
+    # shards that this change did not write stand in the present tables
+    if needed - new:
         dropped = tuple(
             f"{folder}/{name}/"
             for name in {*before.spec.precisions} - {*spec.precisions}
@@ -315,7 +605,8 @@ def _shard_tables(
             line for line in index.shard_files() if not line[1].path.startswith(dropped)
         )
         lines = itertools.chain(stored, lines)
-    return write_shard_tables(Layout(index.root), spec, lines, unchanged)
+    layout = Layout(index.root)
+    return write_tables(layout, spec, lines, columns, unchanged, unchanged_rows)
 
 
 def rows_passing(index: CommittedIndex, where: str | None) -> NDArray[np.int64]:
@@ -329,32 +620,9 @@ def rows_passing(index: CommittedIndex, where: str | None) -> NDArray[np.int64]:
     return np.flatnonzero(IndexRows(index).passing(where))
 
 
-@contextlib.contextmanager
-def resumable(root: str | Path) -> Iterator[None]:
-    """Context manager that converts an OSError, such as a full disk, to JobStopped."""
-    try:
-        yield
-    except OSError as error:
-        raise JobStopped(
-            f"cannot write {root}: {describe_error(error)}; what is finished is kept"
-        ) from error
-
-
 def notifier(on_event: OnEvent) -> Callable[[str], None]:
     """Return a function that passes messages to `on_event`."""
     return lambda text: on_event(StatusMessage(text))
-
-
-def finish_work(
-    change: Change, work: ShardWork, on_event: OnEvent, should_stop: ShouldStop
-) -> list[ShardReceipt]:
-    """Run the tasks of `work` that earlier runs of `change` did not finish. Return the
-    receipts of all shards, in their order.
-    """
-    earlier = change.receipts(work.shards, work.fingerprint)
-    on_event(PlanReady(work.rows, len(work.shards), len(earlier)))
-    receipts = list(run_shards(work, earlier, on_event, should_stop))
-    return sorted(receipts, key=lambda receipt: receipt.shard)
 
 
 def run_shards(
@@ -362,24 +630,16 @@ def run_shards(
     earlier: Mapping[int, ShardReceipt],
     on_event: OnEvent,
     should_stop: ShouldStop,
-) -> Generator[ShardReceipt, None, None]:
-    """Run the tasks of the shards that have no receipt in `earlier`. Yield the receipts
-    of all shards, first those in `earlier`.
-
-    Raises:
-        JobStopped: `should_stop()` returned True, a shard failed, or the engine failed.
-            Finished shards are kept.
-        UsageError, EngineUnavailableError: the engine cannot run as requested.
+) -> list[ShardReceipt]:
+    """Run the tasks of the shards that have no receipt in `earlier`. Return the
+    receipts of all shards, ascending. See `apply`.
     """
     shards = work.shards
-    plan = work.fingerprint
     meter = ShardMeter(work.activity, work.rows, len(shards))
-    finished = finished_rows = 0
+    receipts: list[ShardReceipt] = []
 
     def finish(receipt: ShardReceipt, seconds: Mapping[str, float]) -> Progress:
-        nonlocal finished, finished_rows
-        finished = finished + 1
-        finished_rows = finished_rows + receipt.rows
+        receipts.append(receipt)
         failed = sum(receipt.failed.values()) if work.shows_failed else 0
         return meter.update(
             ShardProgress(receipt.shard, receipt.rows, failed, seconds), is_final=True
@@ -389,33 +649,35 @@ def run_shards(
         for receipt in earlier.values():
             # times of earlier runs do not count
             finish(receipt, {})
-            yield receipt
+            work.check(receipts)
         missing = [shard for shard in shards if shard not in earlier]
-        receipts = work.engine(
+        finished = work.engine(
             work.make_worker,
-            (work.make_task(shard, plan) for shard in missing),
+            (work.make_task(shard, work.fingerprint) for shard in missing),
             on_progress=lambda report: on_event(meter.update(report)),
             on_event=on_event,
             should_stop=should_stop,
         )
-        with contextlib.closing(receipts):
-            for receipt in receipts if missing else ():
+        with contextlib.closing(finished):
+            for receipt in finished if missing else ():
                 on_event(finish(receipt, receipt.seconds))
-                yield receipt
+                work.check(receipts)
         # what follows may take long
-        if finished < len(shards) or should_stop():
+        if len(receipts) < len(shards) or should_stop():
             raise JobStopped("stopped")
-    except (UsageError, EngineUnavailableError):
+    except (UsageError, EngineUnavailableError, FailedInputsError):
         raise
     except (EdjeError, OSError) as error:
         # a second run may succeed
         of_shard = (
             f"shard {error.task.shard}: " if isinstance(error, TaskFailedError) else ""
         )
+        rows = sum(receipt.rows for receipt in receipts)
         raise JobStopped(
-            f"{of_shard}{describe_error(error)}; {finished_rows:,} of"
-            f" {counted(work.rows, 'row')} are kept, {finished:,} of"
+            f"{of_shard}{describe_error(error)}; {rows:,} of"
+            f" {counted(work.rows, 'row')} are kept, {len(receipts):,} of"
             f" {counted(len(shards), 'shard')} are finished"
         ) from error
     finally:
         work.close()
+    return sorted(receipts, key=lambda receipt: receipt.shard)

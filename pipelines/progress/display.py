@@ -168,7 +168,9 @@ def describe_plan(plan: PlanReady) -> list[str]:
 
 
 def describe_progress(
-    progress: Progress, speed: float | None, seconds_left: float | None
+    progress: Progress,
+    speed: float | None,
+    seconds_left: float | None,
 ) -> str:
     """Return one line of text on the progress, without the name of the activity.
 
@@ -261,5 +263,9 @@ class _JsonLines(logging.Handler):
             self._file = None
 
 
-def _log(event: str, level: int = logging.INFO, **fields: Any) -> None:
+def _log(
+    event: str,
+    level: int = logging.INFO,
+    **fields: Any,
+) -> None:
     _LOGGER.log(level, event, extra={"fields": fields})

@@ -112,7 +112,12 @@ def bottleneck(stage_seconds: Mapping[str, float]) -> Bottleneck | None:
 class ShardMeter:
     """Computes the `Progress` of a job from the latest progress of each shard."""
 
-    def __init__(self, activity: str, rows: int, shards: int) -> None:
+    def __init__(
+        self,
+        activity: str,
+        rows: int,
+        shards: int,
+    ) -> None:
         self._activity = activity
         self._rows = rows
         self._shards = shards
@@ -122,7 +127,12 @@ class ShardMeter:
         self._failed = 0
         self._seconds = dict.fromkeys(_STAGES, 0.0)
 
-    def update(self, shard: ShardProgress, *, is_final: bool = False) -> Progress:
+    def update(
+        self,
+        shard: ShardProgress,
+        *,
+        is_final: bool = False,
+    ) -> Progress:
         """Record the progress of a shard, and return the progress of the job.
 
         Args:
@@ -182,7 +192,11 @@ def is_stop_request(error: BaseException) -> bool:
     return isinstance(error, KeyboardInterrupt)
 
 
-def stop_at_events(on_event: OnEvent, should_stop: ShouldStop, message: str) -> OnEvent:
+def stop_at_events(
+    on_event: OnEvent,
+    should_stop: ShouldStop,
+    message: str,
+) -> OnEvent:
     """Return a callback that passes each event to `on_event`, for a job that can stop
     at each of its events.
 

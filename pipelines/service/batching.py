@@ -49,7 +49,11 @@ class Batcher:
         metrics: metrics that count the batches.
     """
 
-    def __init__(self, limits: Limits, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        limits: Limits,
+        metrics: Metrics,
+    ) -> None:
         self._limits = limits
         self._metrics = metrics
         metrics.waiting.set_function(lambda: len(self._jobs))

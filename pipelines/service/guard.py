@@ -220,7 +220,12 @@ class Guard:
     # of all requests together
     _body_bytes: int = 0
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(
+        self,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+    ) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

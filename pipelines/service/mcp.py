@@ -65,7 +65,9 @@ def mcp_server(index: TokenIndex) -> MCPServer[Any]:
 
     @server.tool()
     def search_by_text(
-        query: str, k: int = 10, where: str | None = None
+        query: str,
+        k: int = 10,
+        where: str | None = None,
     ) -> list[dict[str, Any]]:
         """Return the k photos that match a description best, best first.
 
@@ -80,7 +82,9 @@ def mcp_server(index: TokenIndex) -> MCPServer[Any]:
 
     @server.tool()
     def search_by_image(
-        row_id: int, k: int = 10, where: str | None = None
+        row_id: int,
+        k: int = 10,
+        where: str | None = None,
     ) -> list[dict[str, Any]]:
         """Return the k other photos that resemble the photo of a row, best first."""
         with opened() as current:

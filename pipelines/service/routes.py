@@ -99,7 +99,11 @@ class ServiceState:
             else await self.in_thread(self.index.with_precision, precision)
         )
 
-    async def in_thread(self, function: Callable[..., _T], *arguments: Any) -> _T:
+    async def in_thread(
+        self,
+        function: Callable[..., _T],
+        *arguments: Any,
+    ) -> _T:
         """Call `function`, which reads files, on another thread. The number of
         threads is limited.
         """
@@ -181,7 +185,9 @@ class ServiceState:
 
 
 def _decode(
-    data: bytes, max_pixels: int, resize: Callable[[Image.Image], Image.Image]
+    data: bytes,
+    max_pixels: int,
+    resize: Callable[[Image.Image], Image.Image],
 ) -> Image.Image:
     """Return an image as the vision tower reads it."""
     return resize(decode_rgb(data, max_pixels))
@@ -454,7 +460,9 @@ async def rerank(
 
 
 async def _rerank(
-    state: ServiceState, query: str, documents: list[schemas.Document]
+    state: ServiceState,
+    query: str,
+    documents: list[schemas.Document],
 ) -> list[tuple[int, float, float]]:
     """Return (position, score, relevance) of each document, best first."""
     limits = state.limits
@@ -596,7 +604,9 @@ async def embed(state: State, body: schemas.EmbedRequest) -> list[list[float]]:
     responses={200: {"content": {"image/jpeg": {}}}},
 )
 async def thumbnail(
-    state: State, row_id: RowId, side: int = Query(256, ge=16, le=2048)
+    state: State,
+    row_id: RowId,
+    side: int = Query(256, ge=16, le=2048),
 ) -> Response:
     """Return a JPEG of the image of a row with at most `side` pixels, or status 404
     if there is no image.

@@ -23,36 +23,31 @@ Items = Annotated[list[_Item], Field(max_length=10_000, fail_fast=True)]
 class _Request(BaseModel):
     """A request. An unknown member is refused: it could change the answer."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
 
 class _Search(_Request):
-    image: Text | None = Field(None, description="An image as base64 or data URI.")
-    row_id: RowId | None = Field(None, description="Row id of an image of the index.")
-    k: Count = Field(10, description="Number of hits.")
-    pool: Count | None = Field(
-        None,
-        description=(
-            "Number of candidates to re-rank, at least k; the default is the value of"
-            " pool in /info."
-        ),
-    )
-    score: str | None = Field(
-        None,
-        max_length=200,
-        description=(
-            "Score to sort by, for example embedding; the default is the score of the"
-            " bundle."
-        ),
-    )
-    precision: Name | None = Field(
-        None,
-        description=(
-            "Precision of the tokens; the default is the value of precision in /info."
-        ),
-    )
+    image: Text | None = None
+    """An image as base64 or data URI."""
+    row_id: RowId | None = None
+    """Row id of an image of the index."""
+    k: Count = 10
+    """Number of hits."""
+    pool: Count | None = None
+    """Number of candidates to re-rank, at least k; the default is the value of pool in
+    /info.
+    """
+    score: str | None = Field(None, max_length=200)
+    """Score to sort by, for example embedding; the default is the score of the bundle.
+    """
+    precision: Name | None = None
+    """Precision of the tokens; the default is the value of precision in /info."""
 
-    def _check(self, query: str | None, needed: str) -> Self:
+    def _check(
+        self,
+        query: str | None,
+        needed: str,
+    ) -> Self:
         given = [query is not None, self.image is not None, self.row_id is not None]
         if not any(given) or all(given[1:]):
             raise ValueError(f"give {needed}")
@@ -68,37 +63,20 @@ class SearchRequest(_Search):
     text and image together.
     """
 
-    query: Text | None = Field(None, description="The text to search for.")
-    where: str | None = Field(
-        None,
-        min_length=1,
-        max_length=4096,
-        description=(
-            "Filter such as width > 800 and licence = 'cc0'; only rows that pass are"
-            " searched. /info lists the columns."
-        ),
-    )
-    columns: list[Name] | None = Field(
-        None,
-        max_length=64,
-        description=(
-            "Columns of the rows that each hit brings; the default is the captions."
-        ),
-    )
-    skip: int = Field(
-        0,
-        ge=0,
-        le=10_000,
-        strict=True,
-        description="Number of the best hits to leave out.",
-    )
-    min_relevance: float = Field(
-        0.0, ge=0, le=1, description="Leave out hits with a lower relevance."
-    )
-    embedding_order: bool = Field(
-        False,
-        description="Also return the first k candidates in the order by embedding.",
-    )
+    query: Text | None = None
+    """The text to search for."""
+    where: str | None = Field(None, min_length=1, max_length=4096)
+    """Filter such as width > 800 and licence = 'cc0'; only rows that pass are searched.
+    /info lists the columns.
+    """
+    columns: list[Name] | None = Field(None, max_length=64)
+    """Columns of the rows that each hit brings; the default is the captions."""
+    skip: int = Field(0, ge=0, le=10_000, strict=True)
+    """Number of the best hits to leave out."""
+    min_relevance: float = Field(0.0, ge=0, le=1)
+    """Leave out hits with a lower relevance."""
+    embedding_order: bool = False
+    """Also return the first k candidates in the order by embedding."""
 
     @model_validator(mode="after")
     def _check_search(self) -> Self:
@@ -114,7 +92,8 @@ class TextSearchRequest(_Search):
     and `row_id` is set.
     """
 
-    texts: Items[Text] = Field(min_length=1, description="The texts to choose from.")
+    texts: Items[Text] = Field(min_length=1)
+    """The texts to choose from."""
 
     @model_validator(mode="after")
     def _check_search(self) -> Self:
@@ -126,13 +105,14 @@ class DocumentObject(BaseModel):
     uri, text and image is used.
     """
 
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
     row_id: RowId | None = None
     uri: Text | None = None
-    text: Text | None = Field(
-        None,
-        description="The uri of a row, a row id in digits, or an image as data URI.",
-    )
-    image: Text | None = Field(None, description="An image as base64 or data URI.")
+    text: Text | None = None
+    """The uri of a row, a row id in digits, or an image as data URI."""
+    image: Text | None = None
+    """An image as base64 or data URI."""
 
 
 Document = StrictInt | StrictStr | DocumentObject
@@ -142,13 +122,11 @@ class TeiRerankRequest(_Request):
     """A re-ranking request in the format of Hugging Face text-embeddings-inference."""
 
     query: Text
-    texts: Items[Document] = Field(
-        description="Row ids, uris of rows, or images as data URIs."
-    )
+    texts: Items[Document]
+    """Row ids, uris of rows, or images as data URIs."""
     return_text: bool = False
-    raw_scores: bool = Field(
-        False, description="Return final scores instead of relevances between 0 and 1."
-    )
+    raw_scores: bool = False
+    """Return final scores instead of relevances between 0 and 1."""
     truncate: bool | None = None
     truncation_direction: str | None = None
 
@@ -159,7 +137,8 @@ class CohereRerankRequest(_Request):
     """
 
     query: Text
-    documents: Items[Document] = Field(description="Row ids, uris of rows, or images.")
+    documents: Items[Document]
+    """Row ids, uris of rows, or images."""
     model: str | None = None
     top_n: int | None = Field(None, ge=1)
     return_documents: bool = False
@@ -184,9 +163,7 @@ class EmbedRequest(_Request):
     truncate: bool | None = None
     truncation_direction: str | None = None
     prompt_name: None = None
-    dimensions: None = Field(
-        None, description="Embeddings cannot be shortened; leave this out."
-    )
-    normalize: Literal[True] = Field(
-        True, description="Embeddings always have unit length."
-    )
+    dimensions: None = None
+    """Embeddings cannot be shortened; leave this out."""
+    normalize: Literal[True] = True
+    """Embeddings always have unit length."""

@@ -64,7 +64,11 @@ def address_of(listener: socket.socket) -> str:
 
 
 def open_warm(
-    path: Path, model: Path | None = None, *, device: str = "auto", dtype: str = "auto"
+    path: Path,
+    model: Path | None = None,
+    *,
+    device: str = "auto",
+    dtype: str = "auto",
 ) -> TokenIndex:
     """Open the index at `path`, load the whole model and run it once, so that the first
     request is as fast as others.
@@ -113,7 +117,12 @@ class HeaderDeadlines:
         self._awaited: dict[Any, asyncio.TimerHandle] = {}
         self._answered: set[Any] = set()
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(
+        self,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+    ) -> None:
         """Answer a request, whose headers have arrived."""
         client = scope.get("client")
         self._stop_waiting(client)

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import fnmatch
 import glob
+import hashlib
 import itertools
 import os
 import re
@@ -18,7 +19,6 @@ import sqlite3
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
 
 import pyarrow as pa
 
@@ -38,11 +38,11 @@ from pipelines.sources.base import (
     ImageFileSource,
     Patterns,
     Source,
+    SourceError,
     file_name,
     holds_inputs,
     is_input,
     read_head,
-    source_error,
     unreadable,
 )
 from pipelines.sources.folder import FolderSource
@@ -131,11 +131,11 @@ def open_sources(
         )
     for source, other in _contained(sources):
         if _real_path(source) == _real_path(other):
-            raise source_error(
+            raise SourceError(
                 f"{other.spec} and {source.spec} are the same source; name this source"
                 " once"
             )
-        raise source_error(
+        raise SourceError(
             f"{source.spec} is inside {other.spec}; leave out one of these sources"
         )
     return sources
@@ -222,53 +222,76 @@ def hashed(refs: Iterable[InputRef]) -> Iterator[InputRef]:
     yield from ordered_map(read_and_hash, refs, threads, threads * _AHEAD)
 
 
-def digested(
-    sources: Sequence[Source],
-    digest: Any,
-    on_event: OnEvent,
-    should_stop: ShouldStop,
-) -> Iterator[InputRef]:
-    """Yield the inputs of all sources in row order, add each to `digest`, and report
-    the progress, and patterns that match no input.
+class Listing:
+    """The inputs of all `sources` in row order. An iteration lists them, and reports
+    its progress, and patterns that match no input.
+
+    Attributes:
+        inputs: number of inputs so far.
 
     Raises:
         JobStopped: `should_stop()`, which is called before each input and after the
             last, returned True.
     """
-    reported_at = time.monotonic()
-    for number, ref in enumerate(iter_all(sources), 1):
-        if should_stop():
+
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        on_event: OnEvent,
+        should_stop: ShouldStop,
+    ) -> None:
+        self.sources = sources
+        self.inputs = 0
+        self._digest = hashlib.sha256()
+        self._on_event = on_event
+        self._should_stop = should_stop
+
+    def __iter__(self) -> Iterator[InputRef]:
+        reported_at = time.monotonic()
+        for ref in iter_all(self.sources):
+            self.inputs += 1
+            if self._should_stop():
+                raise JobStopped(_STOPPED)
+            self._digest.update(
+                b"%d %a %a\0"
+                % (ref.offset, ref.size, ref.container and str(ref.container))
+                + ref.path
+                + b"\0\n"
+            )
+            if ref.metadata is not None:
+                self._digest.update(metadata_text(ref.metadata).encode())
+            if time.monotonic() - reported_at >= _REPORT_SECONDS:
+                reported_at = time.monotonic()
+                self._on_event(Progress("listing the sources", self.inputs))
+            yield ref
+        for pattern in self.sources[0].patterns.without_match() if self.sources else ():
+            text = f"no input matches the pattern {pattern!r}"
+            self._on_event(StatusMessage(text, is_warning=True))
+        # Ctrl-C also ends the program that writes a list to standard input, so the
+        # list may be cut
+        if self._should_stop():
             raise JobStopped(_STOPPED)
-        digest.update(
-            b"%d %a %a\0" % (ref.offset, ref.size, ref.container and str(ref.container))
-            + ref.path
-            + b"\0\n"
-        )
-        if ref.metadata is not None:
-            digest.update(metadata_text(ref.metadata).encode())
-        if time.monotonic() - reported_at >= _REPORT_SECONDS:
-            reported_at = time.monotonic()
-            on_event(Progress("listing the sources", number))
-        yield ref
-    for pattern in sources[0].patterns.without_match() if sources else ():
-        on_event(StatusMessage(f"no input matches the pattern {pattern!r}", True))
-    # Ctrl-C also ends the program that writes a list to standard input, so the list may
-    # be cut
-    if should_stop():
-        raise JobStopped(_STOPPED)
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the inputs so far, in hexadecimal."""
+        return self._digest.hexdigest()
+
+    @property
+    def ignored(self) -> dict[str, int]:
+        """Number of entries that are not inputs, by suffix or reason."""
+        total: Counter[str] = Counter()
+        for source in self.sources:
+            total.update(source.ignored)
+        return dict(sorted(total.items()))
 
 
-def count_ignored(sources: Sequence[Source]) -> dict[str, int]:
-    """Return the number of entries of all `sources` that are not inputs, by suffix
-    or reason.
-    """
-    total: Counter[str] = Counter()
-    for source in sources:
-        total.update(source.ignored)
-    return dict(sorted(total.items()))
-
-
-def open_source(spec: str, column: str | None = None, *, clips: bool = False) -> Source:
+def open_source(
+    spec: str,
+    column: str | None = None,
+    *,
+    clips: bool = False,
+) -> Source:
     """Open one directory or file as a source. Archives are opened when they are listed.
 
     Args:
@@ -285,19 +308,19 @@ def open_source(spec: str, column: str | None = None, *, clips: bool = False) ->
     if is_url(spec):
         require_libraries(spec)
     elif scheme_of(spec) is not None:
-        raise source_error(
+        raise SourceError(
             f"{spec} is not a local path; mount the storage, or copy the files to this"
             " machine"
         )
     elif os.path.isdir(spec):
         if not os.access(spec, os.R_OK | os.X_OK):
-            raise source_error(
+            raise SourceError(
                 f"cannot list the directory {spec}: permission denied; change its"
                 " permissions"
             )
         return FolderSource(spec, clips=clips)
     elif os.path.exists(spec) and not os.path.isfile(spec):
-        raise source_error(
+        raise SourceError(
             f"{spec} is neither a directory nor a regular file; give {ACCEPTED}"
         )
     suffix = os.path.splitext(file_name(spec))[1].lower()
@@ -325,17 +348,17 @@ def open_source(spec: str, column: str | None = None, *, clips: bool = False) ->
         if is_url(spec):
             listing = list_remote_folder(spec)
             if listing is None:
-                raise source_error(
+                raise SourceError(
                     f"{spec} is not an image, archive or table, and web servers do not"
                     " list directories; give the URLs of files, or a file with a list"
                     " of URLs"
                 )
             if not any(listing):
-                raise source_error(f"{spec} does not exist; check the URL")
+                raise SourceError(f"{spec} does not exist; check the URL")
             return FolderSource(spec, clips=clips)
     except (OSError, ValueError, EOFError, pa.ArrowException) as error:
         if isinstance(error, FileNotFoundError) and not is_url(spec):
-            raise source_error(f"{spec} does not exist; check the path") from error
+            raise SourceError(f"{spec} does not exist; check the path") from error
         advice = (
             "the URL and the credentials"
             if is_url(spec)
@@ -343,15 +366,15 @@ def open_source(spec: str, column: str | None = None, *, clips: bool = False) ->
         )
         raise unreadable(spec, error, advice) from error
     if is_input(head, clips=True):
-        raise source_error(
+        raise SourceError(
             f"{spec} is a video; set the number of frames per clip to index videos"
         )
-    raise source_error(f"{spec} is not a source of images; give {ACCEPTED}")
+    raise SourceError(f"{spec} is not a source of images; give {ACCEPTED}")
 
 
 def _refuse_credentials(url: str) -> None:
     if has_credentials(url):
-        raise source_error(
+        raise SourceError(
             f"{without_credentials(url)} contains a user name or a password, which the"
             " index would store; remove them from the URL, and put the credentials"
             " into the environment"
@@ -370,7 +393,7 @@ def _matches(pattern: str) -> list[str]:
         _refuse_credentials(pattern)
         parent, _, last = pattern.rpartition("/")
         if glob.has_magic(parent):
-            raise source_error(
+            raise SourceError(
                 f"{pattern} has a wildcard in a directory; use wildcards only after the"
                 " last slash"
             )
@@ -382,7 +405,7 @@ def _matches(pattern: str) -> list[str]:
             raise unreadable(pattern, error, advice) from error
         names = [f"{parent}/{name}" for name in fnmatch.filter(files, last)]
     if not names:
-        raise source_error(f"no file matches {pattern}; check the pattern")
+        raise SourceError(f"no file matches {pattern}; check the pattern")
     return sorted(names, key=os.fsencode)
 
 
@@ -418,7 +441,7 @@ def expand_braces(pattern: str) -> list[str]:
         )
     ]
     if len(names) > MAX_EXPANSIONS:
-        raise source_error(
+        raise SourceError(
             f"{pattern} expands to more than {MAX_EXPANSIONS:,} names; give several"
             " smaller patterns"
         )

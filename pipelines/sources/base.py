@@ -56,7 +56,9 @@ class Patterns:
     """
 
     def __init__(
-        self, include: Sequence[str] = (), exclude: Sequence[str] = ()
+        self,
+        include: Sequence[str] = (),
+        exclude: Sequence[str] = (),
     ) -> None:
         self._unmatched = [*include, *exclude]
         self._include: Any = None
@@ -156,17 +158,23 @@ class ImageFileSource(Source):
         yield file_input(self.path)
 
 
-def source_error(message: str) -> UsageError:
-    """Return the error for a source that cannot be used."""
-    return UsageError(message, parameter="sources")
+class SourceError(UsageError):
+    """A source cannot be used."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, parameter="sources")
 
 
-def unreadable(what: str, error: Exception, advice: str) -> UsageError:
+def unreadable(
+    what: str,
+    error: Exception,
+    advice: str,
+) -> SourceError:
     """Return the error for a source that cannot be read. `advice` says what to
     check.
     """
     reason = getattr(error, "strerror", None) or error
-    return source_error(f"cannot read {what}: {reason}; check {advice}")
+    return SourceError(f"cannot read {what}: {reason}; check {advice}")
 
 
 def absolute_path(spec: str) -> bytes:
@@ -207,7 +215,10 @@ def is_input(head: bytes, clips: bool) -> bool:
 
 
 def ignored_as(
-    name: bytes, read_head: Callable[[], bytes], *, clips: bool
+    name: bytes,
+    read_head: Callable[[], bytes],
+    *,
+    clips: bool,
 ) -> str | None:
     """Return the key under which `Ignored` counts a regular file; None if the file is
     an input.

@@ -246,7 +246,11 @@ class FolderSource(Source):
             metadata = {**columns, **(metadata or {})}
         return file_input(path, size=size, metadata=metadata)
 
-    def _join(self, directory: _Directory, name: bytes) -> bool:
+    def _join(
+        self,
+        directory: _Directory,
+        name: bytes,
+    ) -> bool:
         """Read the table of an image folder of Hugging Face Datasets, whose column
         `file_name` names the photos. Return False if it has no such column.
         """
@@ -263,7 +267,12 @@ class FolderSource(Source):
             self.ignored.count(key, count)
         return True
 
-    def _is_repeated(self, directory: _Directory, name: bytes, ref: InputRef) -> bool:
+    def _is_repeated(
+        self,
+        directory: _Directory,
+        name: bytes,
+        ref: InputRef,
+    ) -> bool:
         """Return True if the file of an input was used before, under another path.
         Record the target of a link.
         """

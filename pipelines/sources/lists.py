@@ -31,9 +31,9 @@ from pipelines.metadata import (
 from pipelines.sources.base import (
     STANDARD_INPUT,
     Source,
+    SourceError,
     file_name,
     listed_input,
-    source_error,
     unreadable,
 )
 from storage_formats.errors import UsageError
@@ -113,7 +113,7 @@ class ListSource(Source):
         super().__post_init__()
         if self.spec == STANDARD_INPUT:
             if sys.stdin is None or (not sys.stdin.closed and sys.stdin.isatty()):
-                raise source_error(
+                raise SourceError(
                     "standard input is a terminal; pipe a list of paths into the"
                     " command"
                 )
@@ -209,7 +209,7 @@ class ListSource(Source):
                     ):
                         yield position, dict(zip(columns, fields, strict=True))
             except (OSError, pa.ArrowException) as error:
-                raise source_error(
+                raise SourceError(
                     f"the list {self.spec} is damaged after row {position}: {error};"
                     " write the list again"
                 ) from error
@@ -252,7 +252,7 @@ class ListSource(Source):
     def _lines(self) -> Iterator[_Entry]:
         is_standard_input = self.spec == STANDARD_INPUT
         if is_standard_input and sys.stdin.closed:
-            raise source_error(
+            raise SourceError(
                 "standard input has been read already, and cannot be read again; write"
                 f" the list to a file that ends in {LINES_SUFFIX}, and give its name"
             )
@@ -318,7 +318,7 @@ def _comma_rows(file: Iterable[str], name: str) -> Iterator[_Row]:
         except csv.Error:
             row = None
         if at_end or (row is None and rows.line_num > first):
-            raise source_error(
+            raise SourceError(
                 f"the quoted text that begins in line {first} of {name} has no end or"
                 " is too long; correct the quotation marks of this line"
             )

@@ -64,7 +64,10 @@ def is_packed_name(name: str) -> bool:
 
 
 def packed_source(
-    spec: str, column: str | None = None, *, clips: bool = False
+    spec: str,
+    column: str | None = None,
+    *,
+    clips: bool = False,
 ) -> Source:
     """Return the source for an archive or a Parquet file of images. The file is opened
     when it is listed.
@@ -121,7 +124,11 @@ class ArchiveSource(Source):
         except (ImageError, OSError, ValueError, EOFError) as error:
             yield lost_file(self, error)
 
-    def _ignored_as(self, archive: Archive, member: Member) -> str | None:
+    def _ignored_as(
+        self,
+        archive: Archive,
+        member: Member,
+    ) -> str | None:
         """Return the key under which a member is ignored; None if it is an input."""
         parts = [
             part for part in member.name.split(b"/") if part not in (b"", b".", b"..")
@@ -192,7 +199,10 @@ class ParquetImagesSource(Source):
             yield lost_file(self, error)
 
     def _rows(
-        self, parquet: Any, column: str, leaf: str
+        self,
+        parquet: Any,
+        column: str,
+        leaf: str,
     ) -> Iterator[tuple[bool, str | None, dict[str, Any]]]:
         """Yield (whether it has bytes, path in its struct, metadata) of the image in
         each row.
@@ -250,7 +260,11 @@ def open_parquet_images(path: bytes) -> Iterator[tuple[RangedFile, Any]]:
         yield file, parquet
 
 
-def find_image_column(parquet: Any, path: str, column: str | None) -> str | None:
+def find_image_column(
+    parquet: Any,
+    path: str,
+    column: str | None,
+) -> str | None:
     """Return the column of an open Parquet file that holds the bytes of images; None if
     there is none.
 

@@ -8,8 +8,8 @@ import bisect
 import itertools
 import os
 import threading
-from collections.abc import Iterable, Iterator, Sequence
-from typing import BinaryIO
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import BinaryIO, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -32,6 +32,8 @@ _LINE = np.dtype([("shard", "i8"), ("bytes", "i8"), ("crc32c", "u4")])
 # their lines are in one or a few row groups
 _SHARDS_PER_READ = 1024
 
+T = TypeVar("T")
+
 
 class CommittedFiles:
     """Looks up file entries in the shard tables for one kind of file, for example the
@@ -50,7 +52,7 @@ class CommittedFiles:
         self._name = name
         self._index = index
         # by segment
-        self._tables: dict[int, _Table] = {}
+        self._tables: dict[int, CommittedTable] = {}
         # the known lines, sorted by shard
         self._lines = np.empty(0, _LINE)
         self._shards = self._lines["shard"]
@@ -80,8 +82,10 @@ class CommittedFiles:
             missing, lambda shard: bisect.bisect_right(starts, shard) - 1
         ):
             if segment not in self._tables:
-                self._tables[segment] = _Table(self._index, tables[segment])
-            parts += map(self._own, self._tables[segment].groups(list(shards)))
+                self._tables[segment] = CommittedTable(
+                    self._index, tables[segment], "shard"
+                )
+            parts += self._tables[segment].groups(list(shards), self._own)
         lines = np.concatenate(parts)
         self._shards, first = np.unique(lines["shard"], return_index=True)
         self._lines = lines[first]
@@ -92,6 +96,7 @@ class CommittedFiles:
 
     def _own(self, group: pa.Table) -> NDArray[np.void]:
         """Return the lines of `group` for files of this kind."""
+        group = group.select(SHARD_TABLE_SCHEMA.names).cast(SHARD_TABLE_SCHEMA)
         folder = self._name.rpartition("/")[0] + "/"
         group = group.filter(pc.starts_with(group["path"], folder))
         # `to_numpy` would import pandas, which takes 0.25 s
@@ -120,7 +125,7 @@ def iter_shard_files(
     for segment, entry in zip(
         spec.used_segments, index.manifest.shard_tables, strict=True
     ):
-        table = _Table(index, entry)
+        table = CommittedTable(index, entry, "shard")
         of_segment = spec.segment_shards(segment)
         start, stop = (
             bisect.bisect_left(shards, shard)
@@ -129,38 +134,51 @@ def iter_shard_files(
         for first in range(start, stop, _SHARDS_PER_READ):
             group = list(shards[first : min(first + _SHARDS_PER_READ, stop)])
             files: dict[int, dict[str, FileEntry]] = {shard: {} for shard in group}
-            for lines in table.groups(group):
-                for shard, file in table_lines(lines):
+            for lines in table.groups(group, table_lines):
+                for shard, file in lines:
                     if shard in files:
                         files[shard][file.path] = file
             yield from files.items()
 
 
-class _Table:
-    """Reads one shard table. The table must match the checksum in the manifest."""
+class CommittedTable:
+    """Reads row groups of a Parquet file that a manifest names. The file must match the
+    checksum in the manifest.
 
-    def __init__(self, index: CommittedIndex, entry: FileEntry) -> None:
+    Args:
+        key: name of an integer column, for lookups.
+    """
+
+    def __init__(self, index: CommittedIndex, entry: FileEntry, key: str) -> None:
         self.path = index.root / entry.path
         self._index = index
         self._entry = entry
+        self._key = key
         self._groups: ParquetRowGroups | None = None
         self._identity: tuple[int, ...] = ()
 
-    def groups(self, shards: list[int]) -> Iterator[pa.Table]:
-        """Yield the row groups of the table that can contain `shards`."""
+    def groups(
+        self,
+        values: Sequence[int] | None,
+        convert: Callable[[pa.Table], T],
+        columns: Sequence[str] | None = None,
+    ) -> Iterator[T]:
+        """Yield what `convert` returns for each row group that can contain one of
+        `values` of the key. None reads all.
+
+        Args:
+            columns: names of the columns to read. Those that the file lacks are left
+                out. None reads all columns.
+        """
         try:
             self._index.fetch([self._entry])
             with open_index_file(self._index.root, self.path) as file:
                 self._open(file)
                 assert self._groups is not None
-                for group in self._groups.read(file, shards):
-                    yield group.select(SHARD_TABLE_SCHEMA.names).cast(
-                        SHARD_TABLE_SCHEMA
-                    )
+                for group in self._groups.read(file, values, columns):
+                    yield convert(group)
         except (OSError, KeyError, ValueError, pa.ArrowException) as error:
-            raise cannot_read(
-                f"the shard table {self.path}", error, EXCHANGED
-            ) from error
+            raise cannot_read(f"the table {self.path}", error, EXCHANGED) from error
 
     def _open(self, file: BinaryIO) -> None:
         status = os.fstat(file.fileno())
@@ -171,8 +189,8 @@ class _Table:
         has_length = status.st_size == self._entry.bytes
         if not has_length or crc32c_stream(file) != self._entry.crc32c:
             raise CorruptIndexError(
-                f"the shard table {self.path} does not match index.json: {EXCHANGED}"
+                f"the table {self.path} does not match index.json: {EXCHANGED}"
             )
         file.seek(0)
-        self._groups = ParquetRowGroups(file, status.st_size, "shard")
+        self._groups = ParquetRowGroups(file, status.st_size, self._key)
         self._identity = identity

@@ -61,13 +61,11 @@ class Edits:
         """Numbers of the shards with edited rows, ascending."""
         return [*map(int, np.unique(self._row_ids // self.shard_size))]
 
-    def of_shard(self, shard: int) -> dict[str, dict[int, str | None]]:
-        """Return the new values of a shard as JSON, by column and position."""
-        if not len(self._row_ids):
-            return {}
-        first = shard * self.shard_size
-        bounds = np.searchsorted(self._row_ids, [first, first + self.shard_size])
-        start, stop = bounds.tolist()
+    def of_rows(self, first: int, count: int) -> dict[str, dict[int, str | None]]:
+        """Return the new values of the `count` rows from row id `first` on as JSON, by
+        column and position.
+        """
+        start, stop = np.searchsorted(self._row_ids, [first, first + count]).tolist()
         values: dict[str, dict[int, str | None]] = {}
         for line in self.lines.slice(start, stop - start).to_pylist():
             of_column = values.setdefault(line["column"], {})

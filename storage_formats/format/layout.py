@@ -168,13 +168,16 @@ class IndexSpec:
         """Return the numbers of the shards that have files here, but not in `other`,
         which has the same `shard_size`.
         """
-        shared = {*self.used_segments}.intersection(other.used_segments)
+        # most segments are in both, and an index may have 100,000 shards
+        shared = {*self.used_segments} & {*other.used_segments}
         own, others = (
-            {*itertools.chain.from_iterable(map(self.segment_shards, segments))}
-            for segments in (
-                shared.symmetric_difference(self.used_segments),
-                shared.symmetric_difference(other.used_segments),
-            )
+            {
+                shard
+                for segment in spec.used_segments
+                if segment not in shared
+                for shard in spec.segment_shards(segment)
+            }
+            for spec in (self, other)
         )
         return own - others
 
@@ -252,6 +255,10 @@ class Layout:
         return self.ann / f"index-{crc32c:08x}.faiss"
 
     @property
+    def filters(self) -> Path:
+        return self.root / "filters"
+
+    @property
     def hashes(self) -> Path:
         return self.root / "hashes"
 
@@ -294,11 +301,15 @@ class Layout:
         """Return all directories with files of shards."""
         return [self.rows, self.embeddings, self.tokens, self.root / "checksums"]
 
+    def own_folders(self) -> list[Path]:
+        """Return all directories with files that no shard table lists."""
+        return [self.root / "manifest", self.filters, self.ann]
+
     def data_folders(self) -> list[Path]:
         """Return all directories that contain committed files, except the root and
         `snapshots/`.
         """
-        return [*self.shard_folders(), self.root / "manifest", self.ann]
+        return [*self.shard_folders(), *self.own_folders()]
 
     def zarr_files(self, spec: IndexSpec) -> list[Path]:
         """Return the path of each `zarr.json`: of the token group, of the
@@ -322,6 +333,9 @@ class Layout:
 
     def shard_table(self, crc32c: int) -> Path:
         return self.root / "manifest" / f"shards-{crc32c:08x}.parquet"
+
+    def filter_table(self, crc32c: int) -> Path:
+        return self.filters / f"rows-{crc32c:08x}.parquet"
 
     def tombstones(self, crc32c: int) -> Path:
         return self.root / "manifest" / f"deleted-{crc32c:08x}.bin"

@@ -214,6 +214,8 @@ class Manifest:
         columns: source columns of the rows table.
         row_maps: entries of the row maps, oldest first (SPEC.md section 12.1).
         edits: file entry of the edits; None if there are none.
+        filter_tables: file entry of the filter table of each segment; None for a
+            segment without one. Empty if no segment has one.
 
     Examples:
         >>> from storage_formats import Manifest
@@ -237,6 +239,7 @@ class Manifest:
     columns: tuple[SourceColumn, ...] = ()
     row_maps: tuple[RowMap, ...] = ()
     edits: FileEntry | None = None
+    filter_tables: tuple[FileEntry | None, ...] = ()
 
     @classmethod
     def load(cls, root: str | Path, snapshot: int | None = None) -> Manifest:
@@ -362,6 +365,10 @@ class Manifest:
             value["offset"] = {**entry.to_json(), "precisions": names}
         if self.edits is not None:
             value["edits"] = self.edits.to_json()
+        if any(self.filter_tables):
+            value["filter_tables"] = [
+                entry and entry.to_json() for entry in self.filter_tables
+            ]
         if snapshot.number or snapshot.change:
             value["snapshot"] = snapshot.number
             value["change"] = snapshot.change
@@ -402,7 +409,7 @@ class Manifest:
             *(row_map.file for row_map in self.row_maps),
             *self.ann_files,
             *self.offset_files,
-            *filter(None, [self.edits]),
+            *filter(None, [self.edits, *self.filter_tables]),
         ]
 
 
@@ -635,7 +642,13 @@ def _manifest(value: dict[str, Any]) -> Manifest:
         columns=columns_from_json(value.get("columns", [])),
         row_maps=tuple(map(RowMap.from_json, value.get("row_maps", []))),
         edits=None if edits is None else FileEntry.from_json(edits),
+        filter_tables=tuple(
+            entry and FileEntry.from_json(entry)
+            for entry in value.get("filter_tables", [])
+        ),
     )
+    if len(manifest.filter_tables) not in (0, len(manifest.shard_tables)):
+        raise ValueError("the number of filter tables is not that of the segments")
     # raises the errors of the entries
     _ = manifest.ann_files
     return manifest

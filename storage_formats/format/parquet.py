@@ -84,21 +84,11 @@ def read_table(
         # opening a file again takes as long as reading a column
         if all(map(pa.types.is_primitive, types)):
             return file.read(columns=names, use_threads=False).select(names)
-        # each access to `file.schema` makes a new object
-        stored = file.schema
-        leaves = [stored.column(index) for index in range(len(stored))]
-    # Text is read as a dictionary, so that one long value of many rows is in memory
-    # once until its size is checked.
-    texts = [
-        leaf.path
-        for leaf in leaves
-        if leaf.logical_type.type in ("STRING", "NONE")
-        and leaf.physical_type == "BYTE_ARRAY"
-    ]
+        metadata = file.metadata
     with pq.ParquetFile(
         pa.py_buffer(data),
-        metadata=file.metadata,
-        read_dictionary=texts,
+        metadata=metadata,
+        read_dictionary=_texts(metadata),
         pre_buffer=False,
     ) as file:
         table = file.read(columns=names, use_threads=False).select(names)
@@ -145,24 +135,57 @@ class ParquetRowGroups:
         ]
         self._spans = np.array(spans, dtype=np.int64).reshape(-1, 2)
 
-    def read(self, file: BinaryIO, values: Sequence[int]) -> Iterator[pa.Table]:
+    def read(
+        self,
+        file: BinaryIO,
+        values: Sequence[int] | None,
+        columns: Sequence[str] | None = None,
+    ) -> Iterator[pa.Table]:
         """Yield each row group of `file` that can contain one of `values` in the
-        integer column.
+        integer column. None reads all.
+
+        Args:
+            columns: names of the columns to read, without those that the file lacks.
+                None reads all columns.
 
         Raises:
             OSError, ValueError, pyarrow.ArrowException: the file is damaged.
         """
-        ascending = np.sort(np.asarray(values, dtype=np.int64))
-        after_min = np.searchsorted(ascending, self._spans[:, 0])
-        after_max = np.searchsorted(ascending, self._spans[:, 1], side="right")
-        texts = [field.name for field in self._schema if field.type == pa.string()]
+        groups = list(range(len(self._spans)))
+        if values is not None:
+            ascending = np.sort(np.asarray(values, dtype=np.int64))
+            after_min = np.searchsorted(ascending, self._spans[:, 0])
+            after_max = np.searchsorted(ascending, self._spans[:, 1], side="right")
+            groups = np.flatnonzero(after_max > after_min).tolist()
+        fields = [
+            field for field in self._schema if columns is None or field.name in columns
+        ]
+        schema = pa.schema(fields)
         opened = pq.ParquetFile(
-            file, metadata=self._metadata, read_dictionary=texts, pre_buffer=False
+            file,
+            metadata=self._metadata,
+            read_dictionary=_texts(self._metadata),
+            pre_buffer=False,
         )
-        for group in np.flatnonzero(after_max > after_min).tolist():
-            table = opened.read_row_group(group, use_threads=False)
+        for group in groups:
+            table = opened.read_row_group(group, schema.names, use_threads=False)
             _check_texts(table, self._length)
-            yield table.cast(self._schema)
+            yield table.select(schema.names).cast(schema)
+
+
+def _texts(metadata: pq.FileMetaData) -> list[str]:
+    """Return the paths of the columns of texts. They are read as a dictionary, so that
+    one long value of many rows is in memory once until its size is checked.
+    """
+    # each access makes a new object
+    schema = metadata.schema
+    leaves = [schema.column(index) for index in range(len(schema))]
+    return [
+        leaf.path
+        for leaf in leaves
+        if leaf.logical_type.type in ("STRING", "NONE")
+        and leaf.physical_type == "BYTE_ARRAY"
+    ]
 
 
 def _check_texts(table: pa.Table, length: int) -> None:

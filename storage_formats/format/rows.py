@@ -203,7 +203,9 @@ def read_shard_rows(
         names = list(dict.fromkeys([*schema.names, "row_id"]))
         stored = read_table(data, names, optional=source_names)
         table = cast_columns(stored, schema, source_names)
-        return table if edits is None else _edited(table, edits.of_shard(shard))
+        if edits is not None:
+            table = with_edits(table, edits, shard * edits.shard_size)
+        return table
     except (
         *(OSError, ValueError, TypeError, pa.ArrowException),
         *(ArithmeticError, LookupError, RecursionError),
@@ -212,15 +214,18 @@ def read_shard_rows(
         raise cannot_read(f"the rows of shard {shard} in {path}", error) from error
 
 
-def _edited(table: pa.Table, edits: Mapping[str, Mapping[int, str | None]]) -> pa.Table:
-    """Return the rows of a shard with the values of `edits`, JSON by column and
-    position.
+def with_edits(table: pa.Table, edits: Edits, first_row: int) -> pa.Table:
+    """Return the rows from the row id `first_row` on with their edited values.
+
+    Raises:
+        ValueError, TypeError, LookupError, ArithmeticError: the edits are damaged.
     """
-    for name in set(edits).intersection(table.column_names):
+    edited = edits.of_rows(first_row, len(table))
+    for name in set(edited).intersection(table.column_names):
         number = table.schema.get_field_index(name)
         field = table.schema.field(number)
         values = table[name].to_pylist()
-        for position, text in edits[name].items():
+        for position, text in edited[name].items():
             value = None if text is None else json.loads(text)
             if value is not None:
                 value = as_type(value, type_name(field.type))

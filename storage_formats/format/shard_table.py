@@ -111,16 +111,20 @@ def read_shard_table(root: str | Path, table: FileEntry) -> list[tuple[int, File
                 f"the shard table {path} does not match its checksum in index.json;"
                 " restore the file from a backup"
             )
-        lines = read_table(data, SHARD_TABLE_SCHEMA.names).cast(SHARD_TABLE_SCHEMA)
+        return table_lines(read_table(data, SHARD_TABLE_SCHEMA.names))
     except (OSError, ValueError, pa.ArrowException) as error:
         raise cannot_read(
             f"the shard table {path}", error, "restore the file from a backup"
         ) from error
-    return table_lines(lines)
 
 
 def table_lines(table: pa.Table) -> list[tuple[int, FileEntry]]:
-    """Return the lines of a table with the columns of `SHARD_TABLE_SCHEMA`."""
+    """Return the lines of a table that has the columns of `SHARD_TABLE_SCHEMA`.
+
+    Raises:
+        KeyError, ValueError, pyarrow.ArrowException: it has not.
+    """
+    table = table.select(SHARD_TABLE_SCHEMA.names).cast(SHARD_TABLE_SCHEMA)
     shards, *columns = (column.to_pylist() for column in table.columns)
     return list(zip(shards, map(FileEntry, *columns), strict=True))
 

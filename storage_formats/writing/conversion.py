@@ -68,8 +68,9 @@ def choose_offset(
     with_offset = {name for block in blocks for name in block.precisions}
     plain = {name for spec in kept for name in spec.precisions} - with_offset
     offset = None
-    for spec in blocks.values():
-        offset = read_offset(index.root, spec)
+    if blocks:
+        # all of them have the same block, with more or fewer precisions
+        offset = read_offset(index.root, next(iter(blocks.values())))
     if offset is None:
         offset = _sampled_offset(index, source)
     if offset is None:

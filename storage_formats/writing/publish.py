@@ -8,9 +8,11 @@ from types import MappingProxyType
 from typing import Any
 
 from storage_formats.errors import CorruptIndexError
+from storage_formats.format.filter_tables import write_filter_table
 from storage_formats.format.layout import (
     EXTENDED_VERSION,
     FORMAT_VERSION,
+    ROWS_FILE,
     SNAPSHOT_VERSION,
     IndexSpec,
     Layout,
@@ -41,7 +43,7 @@ def new_manifest(
     change: dict[str, Any] | None = None,
     deleted: Tombstones | None = None,
 ) -> Manifest:
-    """Write the shard tables and the tombstones of a new index. Return its manifest,
+    """Write the tables and the tombstones of a new index. Return its manifest,
     which is not written.
 
     Args:
@@ -85,31 +87,49 @@ def new_manifest(
         encoded_from=dict(encoded_from or {}),
         snapshot=snapshot,
         columns=tuple(columns),
-        **write_shard_tables(layout, spec, receipt_lines(receipts)),
+        **write_tables(layout, spec, receipt_lines(receipts), columns),
     )
 
 
-def write_shard_tables(
+def write_tables(
     layout: Layout,
     spec: IndexSpec,
     lines: Iterable[tuple[int, FileEntry]],
+    columns: Sequence[SourceColumn],
     unchanged: Mapping[Segment, FileEntry] = MappingProxyType({}),
+    unchanged_rows: Mapping[Segment, FileEntry | None] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """Write the shard table of each segment of `spec` that is not in `unchanged`, from
-    lines (shard number, file).
+    lines (shard number, file), and the filter table of each that is not in
+    `unchanged_rows`.
 
-    Return the attributes `shard_table` and `further_tables` of a manifest.
+    Return the attributes `shard_table`, `further_tables` and `filter_tables` of a
+    manifest.
     """
     lines = list(lines)
     tables = []
+    filters = []
     for segment in spec.used_segments:
+        shards = spec.segment_shards(segment)
+        of_segment = [line for line in lines if line[0] in shards]
         if segment in unchanged:
             tables.append(unchanged[segment])
         else:
-            shards = spec.segment_shards(segment)
-            of_segment = [line for line in lines if line[0] in shards]
             tables.append(write_shard_table(layout, of_segment))
-    return {"shard_table": tables[0], "further_tables": tuple(tables[1:])}
+        if segment in unchanged_rows:
+            filters.append(unchanged_rows[segment])
+        else:
+            rows = {
+                shard: file
+                for shard, file in of_segment
+                if file.path == ROWS_FILE.format(shard)
+            }
+            filters.append(write_filter_table(layout, spec, segment, rows, columns))
+    return {
+        "shard_table": tables[0],
+        "further_tables": tuple(tables[1:]),
+        "filter_tables": tuple(filters),
+    }
 
 
 def receipt_lines(

@@ -1,5 +1,5 @@
 """Private files of one attempt to write a shard, and the commit of these files
-(SPEC.md section 11, steps 1 and 2).
+(SPEC.md section 11, steps 2 to 4).
 """
 
 from __future__ import annotations

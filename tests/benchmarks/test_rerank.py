@@ -31,7 +31,7 @@ def test_the_command_prints_one_object(model, capsys):
     out, err = capsys.readouterr()
     assert err == ""
     report = json.loads(out)
-    assert next(iter(report["joint_encoders"].values()))["best"] == "batch 2, 1 threads"
+    assert list(report["joint_encoder"]["median"]) == ["batch 2, 1 threads"]
     assert report["dtype"] == "bfloat16"
 
 

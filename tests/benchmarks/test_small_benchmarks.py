@@ -29,18 +29,15 @@ def test_a_synthetic_index_is_sound_and_repeatable(tmp_path, run):
     assert (code, "not empty" in err) == (2, True)
 
 
-def test_every_precision_is_measured_beside_its_peers(monkeypatch):
+def test_every_precision_is_measured(monkeypatch):
     # compiling all kernels takes seconds
     monkeypatch.setattr(quantize, "precisions", lambda: ("bf16", "fp8"))
     report = quantize.bench_quantize(blocks=2, repeats=2)
-    assert set(report["median"]) == {"encode fp8", "decode fp8", "gather"}
-    names = {"bf16", "fp8", "fp8 with an offset"}
-    assert set(report["median"]["gather"]) == names
-    for task, rates in report["gb_per_s"].items():
-        assert all(len(each) == 2 and min(each) > 0 for each in rates.values()), task
-    peers = {"torch / edje", "edje with an offset / edje"}
-    assert set(report["ratios"]["decode fp8"]) == peers
-    assert report["ratios"]["gather"]["fp8 / bf16"] > 0
+    assert list(report["median"]) == ["bf16", "fp8", "fp8 with an offset"]
+    for rates in report["gb_per_s"].values():
+        assert list(rates) == ["encode", "decode", "gather"]
+        assert all(len(runs) == 2 and min(runs) > 0 for runs in rates.values())
+    assert quantize.report_lines(report)[2].startswith("| bf16 ")
 
 
 @pytest.mark.slow

@@ -96,6 +96,7 @@ def request_bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Request]
     [
         ("copy-rows", "crashes", {"most": 10}),
         ("edit", "crashes", {"most": 40}),
+        ("append-lived", "crashes", {"most": 10}),
         # removed what the new snapshot names
         ("delete", "errors", {"fault": "EIO", "only": "fsync .*/index$"}),
         # the next run refused the directory
@@ -114,16 +115,24 @@ def test_a_sample_and_what_has_failed_before(request_bench, name, kind, argument
     assert request_bench(name, kind, **arguments)["count"] > 0
 
 
+# Until rows files were written through a buffer, Arrow wrote each in about 60 pieces,
+# and the cases without "lived" had 31,000 states. The program ran in 7,000 of them,
+# because it opens no staged file that is not finished. The number of the other
+# operations has hardly changed since.
 @pytest.mark.slow
-def test_every_crash_state(request_bench):
-    counts = {name: request_bench(name, "crashes") for name in CASES}
+@pytest.mark.parametrize(
+    ("has_lived", "least_states", "least_runs"),
+    [(False, 9_000, 6_000), (True, 14_000, 8_000)],
+)
+def test_every_crash_state(request_bench, has_lived, least_states, least_runs):
+    names = [name for name in CASES if name.endswith("-lived") == has_lived]
+    counts = {name: request_bench(name, "crashes") for name in names}
     states, runs = (
         sum(each[of] for each in counts.values()) for of in ("count", "runs")
     )
     print(f"{states:,} crash states; the program ran in {runs:,} of them:", counts)
-    # fewer operations of a change make fewer states, but hardly fewer that differ
-    assert states >= 9_000
-    assert runs >= 6_000
+    assert states >= least_states
+    assert runs >= least_runs
 
 
 @pytest.mark.slow

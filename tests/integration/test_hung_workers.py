@@ -40,12 +40,12 @@ class HangsAtOneSize:
     encoder: Any
     how: str
 
-    def preprocess(self, image):
+    def preprocess(self, image, out=None):
         if image.width == WIDTH:
             # the kernel continues stopped processes if their process group is orphaned
             while True:
                 os.kill(os.getpid(), getattr(signal, self.how))
-        return self.encoder.preprocess(image)
+        return self.encoder.preprocess(image, out)
 
     def __getattr__(self, name):
         return getattr(self.encoder, name)

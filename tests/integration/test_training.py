@@ -404,7 +404,7 @@ def test_the_second_phase_continues_the_run_of_its_initial_bundle(case, tmp_path
     )
     fresh += ["--init", tmp_path / "copy"]
     error = run_here(*fresh, expect=2)["error"]
-    assert "copy.run is not the folder of a finished run" in error
+    assert "copy.run is not the folder of the run that made" in error
     assert "set optimizer.continued to false" in error
     assert run_here(*fresh, "--set", "optimizer.continued=false")["last"][
         "lr"

@@ -11,7 +11,7 @@ import subprocess
 import click
 import pytest
 
-from pipelines.cli.ann import group as ann
+from pipelines.cli.changes import ann
 from pipelines.cli.main import SECTIONS, cli, main
 from pipelines.cli.models import model
 from tests.command_line import command, environment

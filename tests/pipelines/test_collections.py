@@ -14,7 +14,6 @@ from PIL import Image
 from edje_index.inputs.thumbnails import read_thumbnails
 from edje_index.search.rows import IndexRows
 from pipelines import append_index, update_index
-from pipelines.jobs.build import try_build
 from pipelines.progress.events import JobStopped, PlanReady
 from pipelines.sources import Patterns, open_sources
 from storage_formats import EdjeError, UsageError, read_rows, verify_index
@@ -215,7 +214,7 @@ def test_a_corrected_list_is_read_again(config, photos, run):
     with pytest.raises(EdjeError, match=rf"could be indexed.*correct {path}"):
         run_build(request)
     path.write_text("".join(f"0{name}.jpg\n" for name in range(3)))
-    assert try_build(**{**options(request)})["inputs"] == 3
+    assert run_build(config(sources=str(path), dry_run=True)).inputs == 3
     result = run_build(request)
     assert (result.inputs, result.indexed) == (3, 3)
     assert verify_index(request.out) == []
@@ -245,10 +244,3 @@ def test_a_build_that_encoded_nothing_leaves_no_plan_that_forbids_other_threads(
         run_build(config(threads=2), events.append, is_planned)
     assert read_journal(config().out).plan is not None
     assert run_build(config(threads=1)).indexed == 9
-
-
-def options(request: Any) -> dict[str, Any]:
-    """The arguments of `try_build`."""
-    values = dict(vars(request))
-    del values["max_failed"]
-    return values

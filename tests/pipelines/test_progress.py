@@ -128,7 +128,11 @@ def test_a_build_is_logged_and_the_next_run_appends(run, photos, tiny_bundle, tm
         {"read", "decode", "wait", "encode", "write"} == set(each["stage_seconds"])
         for each in shards
     )
-    progress = [event for event in events if event["event"] == "progress"][-1]
+    progress = [
+        event
+        for event in events
+        if event["event"] == "progress" and event["activity"] == "indexing"
+    ][-1]
     assert (
         progress["done"],
         progress["shards"],

@@ -13,7 +13,8 @@ import pytest
 
 from edje_index.inputs.refs import InputRef
 from pipelines.jobs.plan import CollectedColumns
-from pipelines.sources import count_ignored, iter_all, open_sources
+from pipelines.progress.events import ignore, never
+from pipelines.sources import Listing, open_sources
 from storage_formats import Manifest, read_rows, verify_index
 from storage_formats.format.source_columns import MAX_COLUMNS
 from tests.pipelines.conftest import write_photo
@@ -125,7 +126,8 @@ def test_a_build_and_an_append_store_typed_columns(run, tmp_path, listed, tiny_b
 
 def scan(*specs: Path) -> tuple[list[InputRef], dict[str, int]]:
     sources = open_sources(map(str, specs))
-    return list(iter_all(sources)), count_ignored(sources)
+    listing = Listing(sources, ignore, never)
+    return list(listing), listing.ignored
 
 
 def test_files_beside_images_as_img2dataset_writes_them(tmp_path):

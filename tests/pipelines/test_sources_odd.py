@@ -25,7 +25,8 @@ from edje_index.captions.reading import CaptionedImage, read_caption_file
 from edje_index.images.decode import _FORMATS, decode_rgb
 from edje_index.inputs.names import IMAGE_SUFFIXES, join_sidecars
 from edje_index.inputs.refs import InputRef, read_bytes
-from pipelines.sources import count_ignored, iter_all, open_sources
+from pipelines.progress.events import ignore, never
+from pipelines.sources import Listing, open_sources
 from pipelines.sources.base import listed_input
 from storage_formats.errors import UsageError
 from storage_formats.format.column_types import BYTES, NUMBER, TEXT, column_kind
@@ -36,7 +37,8 @@ JPEG = b"\xff\xd8\xff"
 
 def scan(path: Path | str) -> tuple[list[InputRef], dict[str, int]]:
     sources = open_sources([str(path)])
-    return list(iter_all(sources)), count_ignored(sources)
+    listing = Listing(sources, ignore, never)
+    return list(listing), listing.ignored
 
 
 def write_tar(path: Path, members: dict[str, bytes], suffix: str = "") -> Path:

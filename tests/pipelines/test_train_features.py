@@ -4,6 +4,7 @@ augmented views.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,8 +17,8 @@ from edje_index.bundles.bundle import ModelBundle
 from edje_index.captions.reading import CaptionedImage
 from edje_index.training.config import TrainSettings, validated
 from edje_index.training.features import random_view
-from pipelines.jobs.training.features import Preparation, rows_of_all, stored_views
-from pipelines.jobs.training.run import match_captions
+from pipelines.jobs.training.features import TrainJob, rows_of_all, stored_views
+from pipelines.jobs.training.job import match_captions
 from pipelines.progress.events import JobStopped
 from storage_formats.errors import EdjeError, UsageError
 from storage_formats.format.layout import IndexSpec
@@ -34,9 +35,7 @@ def job(tmp_path, tiny_bundle):
         "loop": {"steps": 1},
         "augmentation": {"views": 2},
     }
-    return Preparation(
-        validated(TrainSettings, values), lambda event: None, lambda: False
-    )
+    return TrainJob(validated(TrainSettings, values), lambda event: None, lambda: False)
 
 
 def test_images_that_cannot_be_read_are_named_with_what_to_do(
@@ -67,15 +66,16 @@ def items(*numbers: int) -> list[CaptionedImage]:
     ]
 
 
-def test_images_without_features_are_left_out(tmp_path):
+def test_images_without_features_are_left_out(job, tmp_path):
     features = index(
         tmp_path / "features", 11, failed=frozenset({6}), duplicates=frozenset({9})
     )
     events = []
+    job = replace(job, on_event=events.append)
     trained = items(10, 6, 9, 3)
     dev_items = items(6, 2)
     kept, captions, dev, left_out, truncated = match_captions(
-        features, trained, dev_items, events.append
+        job, features, trained, dev_items
     )
     assert [item.image_id for item in kept] == ["10", "9", "3"]
     assert captions.rows.tolist() == [10, 0, 3]
@@ -85,10 +85,10 @@ def test_images_without_features_are_left_out(tmp_path):
     assert [str(event.text) for event in events] == [
         "images left out because they have no features: truncated 1"
     ]
-    assert match_captions(features, items(1), [], events.append)[2] is None
+    assert match_captions(job, features, items(1), [])[2] is None
 
 
-def test_images_that_are_not_in_the_index_are_counted(tmp_path):
+def test_images_that_are_not_in_the_index_are_counted(job, tmp_path):
     features = index(tmp_path / "features", 5)
     with pytest.raises(
         UsageError,
@@ -96,7 +96,7 @@ def test_images_that_are_not_in_the_index_are_counted(tmp_path):
             r"2 of 4 captioned images are not in .*features; build that index from all"
         ),
     ):
-        match_captions(features, items(0, 7), items(1, 8), lambda event: None)
+        match_captions(job, features, items(0, 7), items(1, 8))
     with pytest.raises(
         UsageError, match="features lacks 1 training images; build that index from all"
     ):
@@ -106,7 +106,7 @@ def test_images_that_are_not_in_the_index_are_counted(tmp_path):
 @pytest.mark.parametrize(
     ("trained", "dev", "setting"), [([1, 2], [3], "captions"), ([3], [1, 2], "dev")]
 )
-def test_a_set_without_any_features_is_refused(tmp_path, trained, dev, setting):
+def test_a_set_without_any_features_is_refused(job, tmp_path, trained, dev, setting):
     features = index(tmp_path / "features", 5, failed=frozenset({1, 2}))
     with pytest.raises(
         UsageError,
@@ -114,7 +114,7 @@ def test_a_set_without_any_features_is_refused(tmp_path, trained, dev, setting):
             rf"none of the 2 images of inputs\.{setting} has features \(truncated 2\)"
         ),
     ):
-        match_captions(features, items(*trained), items(*dev), lambda event: None)
+        match_captions(job, features, items(*trained), items(*dev))
 
 
 def gradient(width: int, height: int) -> Image.Image:
@@ -162,7 +162,7 @@ def test_views_are_stored_per_photo_and_a_stopped_run_crops_again(
     job.folder.mkdir()
     with pytest.raises(JobStopped, match="after cropping 0 photos"):
         stored_views(
-            Preparation(job.settings, job.on_event, lambda: True), start, captioned
+            TrainJob(job.settings, job.on_event, lambda: True), start, captioned
         )
     index, rows = stored_views(job, start, captioned)
     assert rows.tolist() == [[0, 1], [-1, -1], [4, 5], [0, 1]]

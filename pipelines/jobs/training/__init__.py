@@ -1,7 +1,8 @@
 """The training job: trains a model bundle from captions and a frozen vision tower.
 
-`run` prepares the run folder, trains, and writes the bundle. It calls `features`, which
-finds or builds the indexes of features.
+`run` has the arguments and the result of a training. It calls `job`, which prepares the
+run folder, trains, and writes the bundle; `features` finds or builds the indexes of
+features.
 
 Files in the run folder:
 

@@ -11,24 +11,31 @@ import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
+from edje_index.bundles.bundle import ModelBundle
+from edje_index.captions.matching import NAME_COLUMNS, MatchedRows, match_items
+from edje_index.captions.reading import CaptionedImage
+from edje_index.images.decode import ImageError
+from edje_index.images.frames import LOAD, DecodeSettings, decode_input
+from edje_index.inputs.input_lists import write_input_table
+from edje_index.inputs.refs import InputRef, display_path, read_bytes
+from edje_index.models.adapter import STRIDED, AdapterConfig, build_adapter
+from edje_index.models.devices import threads_kept
+from edje_index.training.config import TrainSettings
+from edje_index.training.features import photo_view
+from edje_index.training.start import feature_fingerprint
+from pipelines.jobs.build import build_index
 from pipelines.progress.events import JobStopped, OnEvent, ShouldStop, StatusMessage
+from pipelines.sources import iter_all, open_sources
+from storage_formats.arrays import Ints
 from storage_formats.atomic import write_bytes_atomic
 from storage_formats.errors import EdjeError, UsageError
+from storage_formats.format.layout import Layout
+from storage_formats.format.manifest import CommittedIndex
+from storage_formats.format.rows import INDEXED, read_all_rows
 from storage_formats.threads import ordered_map
-
-if TYPE_CHECKING:
-    from edje_index.bundles.bundle import ModelBundle
-    from edje_index.captions.matching import MatchedRows
-    from edje_index.captions.reading import CaptionedImage
-    from edje_index.inputs.refs import InputRef
-    from edje_index.models.adapter import AdapterConfig
-    from edje_index.training.config import TrainSettings
-    from storage_formats.format.manifest import CommittedIndex
 
 INPUT_TABLE = "inputs.arrow"
 _CROP_THREADS = 4
@@ -36,11 +43,11 @@ _CROPS_AHEAD = 256
 
 
 @dataclass(frozen=True)
-class Preparation:
-    """The settings of a training run, and how its preparation reports and stops.
+class TrainJob:
+    """The settings of a training run, and how it reports and stops.
 
     Attributes:
-        should_stop: the preparation stops once `should_stop()` returns True.
+        should_stop: the run stops once `should_stop()` returns True.
     """
 
     settings: TrainSettings
@@ -52,17 +59,17 @@ class Preparation:
         """The run folder."""
         return self.settings.run.folder
 
+    def say(self, text: str) -> None:
+        """Report a line for the user."""
+        self.on_event(StatusMessage(text))
+
     def build(
         self, name: str, model: Path, sources: tuple[str, ...], content: str
     ) -> CommittedIndex:
         """Build the index `name` in the run folder with the bundle `model`, or
         resume the build.
         """
-        from edje_index.models.devices import threads_kept
-        from pipelines.jobs.build import build_index
-        from storage_formats.format.manifest import CommittedIndex
-
-        self.on_event(StatusMessage(f"computing {content}, once"))
+        self.say(f"computing {content}, once")
         run = self.settings.run
         dtype = self.settings.loop.dtype
         out = self.folder / name
@@ -93,8 +100,6 @@ class Preparation:
         """Make a bundle of the towers of `start` and a new `adapter` in the run folder,
         if it is missing. Return its path.
         """
-        from edje_index.models.adapter import build_adapter
-
         model = self.folder / name
         if not model.exists():
             bundle = replace(
@@ -133,14 +138,12 @@ def _path_column(sources: Sequence[str]) -> str | None:
 
 
 def stored_features(
-    job: Preparation,
+    job: TrainJob,
     start: ModelBundle,
     items: Sequence[CaptionedImage],
     given: CommittedIndex | None,
 ) -> CommittedIndex:
     """Return an index of the features of `items`: the index `given`, or a new index."""
-    from edje_index.training.start import feature_fingerprint
-
     trained = start.adapter.config
     features = trained.features(start.vision.num_patches)
     if given is not None:
@@ -154,7 +157,7 @@ def stored_features(
 
 
 def online_features(
-    job: Preparation, start: ModelBundle, items: Sequence[CaptionedImage]
+    job: TrainJob, start: ModelBundle, items: Sequence[CaptionedImage]
 ) -> CommittedIndex:
     """Return an index of the embeddings of the images `items`. Also write the table of
     the images to `INPUT_TABLE`.
@@ -163,11 +166,6 @@ def online_features(
     exists, the images are not checked again, so a run can be resumed even if images are
     missing.
     """
-    from edje_index.inputs.input_lists import write_input_table
-    from edje_index.models.adapter import STRIDED
-    from pipelines.sources import iter_all, open_sources
-    from storage_formats.format.manifest import CommittedIndex
-
     table = job.folder / INPUT_TABLE
     name = "images.edje"
     if table.exists():
@@ -193,18 +191,13 @@ def online_features(
 
 
 def stored_views(
-    job: Preparation, start: ModelBundle, items: Sequence[CaptionedImage]
-) -> tuple[CommittedIndex, NDArray[np.int64]]:
+    job: TrainJob, start: ModelBundle, items: Sequence[CaptionedImage]
+) -> tuple[CommittedIndex, Ints]:
     """Return an index of the features of the augmented views of `items`.
 
     The second value is the row of each view of each item, int64 [n, views]; -1 for a
     view that could not be indexed.
     """
-    from edje_index.inputs.refs import display_path
-    from storage_formats.format.layout import Layout
-    from storage_formats.format.manifest import CommittedIndex
-    from storage_formats.format.rows import INDEXED, read_all_rows
-
     files = job.folder / "views"
     name = "views.edje"
     count = job.settings.augmentation.views
@@ -237,7 +230,7 @@ def stored_views(
 
 
 def crop_photos(
-    job: Preparation,
+    job: TrainJob,
     size: tuple[int, int],
     sources: Sequence[str],
     photos: Mapping[str, int],
@@ -251,12 +244,6 @@ def crop_photos(
         sources: sources with the photos, and maybe other images.
         photos: number of each photo, by its uri.
     """
-    from edje_index.images.decode import ImageError
-    from edje_index.images.frames import LOAD, DecodeSettings, decode_input
-    from edje_index.inputs.refs import read_bytes
-    from edje_index.training.features import photo_view
-    from pipelines.sources import iter_all, open_sources
-
     settings = job.settings
     count = settings.augmentation.views
 
@@ -274,7 +261,7 @@ def crop_photos(
             cropped = photo_view(photo, data, view, size, settings.loop.seed)
             cropped.save(files / f"{photos[ref.uri]}-{view}.jpg", quality=95)
 
-    job.on_event(StatusMessage(f"cropping {count} views of {len(photos):,} photos"))
+    job.say(f"cropping {count} views of {len(photos):,} photos")
     shutil.rmtree(files, ignore_errors=True)
     files.mkdir(parents=True)
     inputs = iter_all(open_sources(sources, _path_column(sources)))
@@ -306,15 +293,10 @@ def check_encoder(index: CommittedIndex, accepted: str, content: str) -> Committ
 
 def match_rows(index: CommittedIndex, items: Sequence[CaptionedImage]) -> MatchedRows:
     """Find the rows of `items` in `index`."""
-    from edje_index.captions.matching import NAME_COLUMNS, match_items
-    from storage_formats.format.rows import read_all_rows
-
     return match_items(index.root, read_all_rows(index, NAME_COLUMNS), items)
 
 
-def rows_of_all(
-    index: CommittedIndex, items: Sequence[CaptionedImage]
-) -> NDArray[np.int64]:
+def rows_of_all(index: CommittedIndex, items: Sequence[CaptionedImage]) -> Ints:
     """Return the row in `index` of each image in `items`, int64 [n]. Raise
     UsageError if an image has no row.
     """

@@ -71,31 +71,6 @@ def test_the_patches_of_all_frames_of_a_clip_are_those_of_one_image(
         )
 
 
-def test_a_full_batch_hides_the_neighbours_of_an_image(tiny_bundle: Path) -> None:
-    encoder = ImageEncoder.open(tiny_bundle, device="cpu")
-    encoder.fills_batches = True
-    rng = np.random.default_rng(0)
-    images = [
-        encoder.preprocess(
-            Image.fromarray(rng.integers(0, 256, (40, 40, 3), dtype=np.uint8))
-        )
-        for _ in range(7)
-    ]
-    whole = encoder.batch(images, 7)
-    tokens, embeddings = encoder.encode(whole)
-    for count in (1, 2, 6):
-        part = encoder.batch(images[:count], 7)
-        assert part.shape == whole.shape
-        assert torch.equal(part[count:], whole[count - 1].expand(7 - count, -1, -1, -1))
-        few_tokens, few_embeddings = encoder.encode(part)
-        assert np.array_equal(
-            few_tokens[:count].view(np.int16), tokens[:count].view(np.int16)
-        )
-        assert np.array_equal(few_embeddings[:count], embeddings[:count])
-    encoder.fills_batches = False
-    assert len(encoder.batch(images[:2], 7)) == 2
-
-
 def test_pixels_are_normalised_as_open_clip_does(tiny_bundle: Path) -> None:
     encoder = ImageEncoder.open(tiny_bundle, device="cpu")
     config = ModelBundle.load(tiny_bundle).clip_config

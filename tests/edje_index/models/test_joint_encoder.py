@@ -40,6 +40,24 @@ def test_captions_of_different_lengths_equal_the_model_with_padding(
     assert joint.score([], pool[:0]).shape == joint.score("a", pool[:0]).shape == (0,)
 
 
+def test_a_batch_of_captions_of_different_lengths_needs_padding_and_a_mask(
+    tiny_model: ModelBundle,
+) -> None:
+    """On a GPU, captions of different lengths are in one batch."""
+    scorer = tiny_model.joint.scorer()
+    captions = ["dog " * (1 + i // 6) + "a" for i in range(24)]
+    pool = blocks(len(captions))
+    ids = scorer.tokenizer.caption_ids(captions)
+    rows = scorer.tokenizer.inputs_of_ids(ids, 0).input_ids
+    lengths = torch.tensor([len(caption) for caption in ids])
+    torch.testing.assert_close(
+        scorer.logits(rows, pool, lengths),
+        scorer.score(captions, pool),
+        atol=1e-5,
+        rtol=0,
+    )
+
+
 def test_image_placeholder_in_a_caption_is_only_a_word(tiny_model: ModelBundle) -> None:
     inputs = tiny_model.joint.tokenizer.inputs(["a <image> dog"], 4)
     assert (

@@ -12,10 +12,10 @@ import torch
 from edje_index.errors import ModelError
 from edje_index.models.devices import to_bf16_array
 from edje_index.training.checkpoints import DEV, Checkpoints, read_log
-from edje_index.training.config import FittingConfig
-from edje_index.training.dev import DevSet, choose_dev_weights
+from edje_index.training.dev import DevSet, dev_pools
 from edje_index.training.features import StoredFeatures
 from edje_index.training.finish import finish_model
+from edje_index.training.fit_weights import choose_weights
 from edje_index.training.loop import TrainingStopped, TrainTask, run_worker
 from edje_index.training.pooled_similarity import fit_pooled_similarity
 from edje_index.training.start import make_start, trained_part
@@ -114,7 +114,7 @@ def setting(case):
     bundle = make_start(case.config().architecture, 0, model=case.bundle)
     bundle.joint.eval()
     features = StoredFeatures(CommittedIndex.open(case.features))
-    return bundle, DevSet.open(case.items, case.data, features), features
+    return bundle, DevSet.open(case.items, case.data, features, 1000), features
 
 
 def test_recalls_are_those_of_the_plain_computation(case, setting):
@@ -128,12 +128,15 @@ def test_recalls_are_those_of_the_plain_computation(case, setting):
         pooled=fit_pooled_similarity(adapter, bundle.joint, case.source(), 4),
         info=None,
     )
-    config = FittingConfig(dev_captions=1000, dev_pool=6)
-    choices = choose_dev_weights(bundle, dev, features, config)
+    pools = dev_pools(bundle, dev, features, 6)
+    choices = {
+        direction: choose_weights(of_direction)
+        for direction, of_direction in pools.items()
+    }
     assert (choices["t2i"].queries, choices["t2i"].pool) == (2 * IMAGES, 6)
     assert (choices["i2t"].queries, choices["i2t"].pool) == (IMAGES, 6)
-    tokens = to_bf16_array(bundle.adapter(features.fetch(dev.rows)[0].float()))
-    similar = dev.text_embeddings @ dev.image_embeddings.T
+    tokens = to_bf16_array(bundle.adapter(features.fetch(dev.queries.rows)[0].float()))
+    similar = dev.captions @ dev.images.T
     for direction, choice in choices.items():
         weights = choice.weights.by_part()
         text_queries = direction == "t2i"
@@ -143,7 +146,10 @@ def test_recalls_are_those_of_the_plain_computation(case, setting):
         for query in range(2 * IMAGES if text_queries else IMAGES):
             rank = similar[query] if text_queries else similar[:, query]
             near = sorted(range(len(rank)), key=lambda at, rank=rank: -rank[at])[:6]
-            texts = [dev.captions[at] for at in ([query] * 6 if text_queries else near)]
+            texts = [
+                dev.queries.captions[at]
+                for at in ([query] * 6 if text_queries else near)
+            ]
             used = {part: weight for part, weight in weights.items() if weight}
             images = scorer.images(tokens[near if text_queries else [query] * 6])
             joint = {"logit", *used} - {"embedding"}

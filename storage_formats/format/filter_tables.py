@@ -1,0 +1,119 @@
+"""Filter tables: the columns of the rows of a segment that filters compare, in one file
+(SPEC.md section 9).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from storage_formats.atomic import (
+    fsync_path,
+    make_directories,
+    naming,
+    replacing,
+)
+from storage_formats.errors import CorruptIndexError
+from storage_formats.format.checksum import crc32c_file
+from storage_formats.format.committed_files import CommittedTable
+from storage_formats.format.layout import IndexSpec, Layout, Segment
+from storage_formats.format.manifest import CommittedIndex
+from storage_formats.format.rows import (
+    TIMING_COLUMNS,
+    cast_columns,
+    read_shard_rows,
+    row_schema,
+    with_edits,
+)
+from storage_formats.format.shard_table import FileEntry
+from storage_formats.format.source_columns import SourceColumn
+from storage_formats.system_calls import promised
+
+# two builds of the same plan have different times
+_LEFT_OUT = ("uri_raw", "content_hash", *TIMING_COLUMNS)
+_GROUP_ROWS = 1 << 16
+
+
+def filter_schema(source_columns: Sequence[SourceColumn]) -> pa.Schema:
+    """Return the columns of a filter table."""
+    return pa.schema(
+        [field for field in row_schema(source_columns) if field.name not in _LEFT_OUT]
+    )
+
+
+def write_filter_table(
+    layout: Layout,
+    spec: IndexSpec,
+    segment: Segment,
+    rows_files: dict[int, FileEntry],
+    source_columns: Sequence[SourceColumn],
+) -> FileEntry | None:
+    """Write the filter table of a segment, and return its entry. A segment with one
+    shard has none, because its rows are in one file already.
+
+    Args:
+        rows_files: file entries of the rows of each shard, keyed by shard number.
+        source_columns: source columns of the index.
+    """
+    shards = spec.segment_shards(segment)
+    if len(shards) < 2:
+        return None
+    schema = filter_schema(source_columns)
+    path = layout.filters / "new.parquet"
+    make_directories(layout.filters)
+    with (
+        replacing(path) as file,
+        pq.ParquetWriter(file, schema, compression="zstd") as writer,
+    ):
+        waiting: list[pa.Table] = []
+        for shard in shards:
+            waiting.append(
+                read_shard_rows(
+                    layout, shard, schema.names, rows_files[shard], source_columns
+                )
+            )
+            if sum(map(len, waiting)) >= _GROUP_ROWS or shard == shards[-1]:
+                group = pa.concat_tables(waiting)
+                writer.write_table(group, len(group))
+                waiting.clear()
+    length, crc = crc32c_file(path)
+    final = layout.filter_table(crc)
+    with naming(final), promised("rename", final):
+        path.replace(final)
+    fsync_path(layout.filters)
+    return FileEntry(layout.relative(final), length, crc)
+
+
+def iter_filter_table(
+    index: CommittedIndex, segment: Segment, entry: FileEntry, names: Sequence[str]
+) -> Iterator[pa.Table]:
+    """Yield the columns `row_id` and `names` of all rows of a segment, some rows at a
+    time. Edited values take their place.
+
+    Raises:
+        CorruptIndexError: the file is missing or damaged.
+    """
+    columns = index.manifest.columns
+    schema = row_schema(columns)
+    schema = pa.schema([schema.field(name) for name in ("row_id", *names)])
+    source_names = {column.name for column in columns}
+    first_row = segment.first_row
+
+    def convert(group: pa.Table) -> pa.Table:
+        nonlocal first_row
+        table = cast_columns(group, schema, source_names)
+        stop = first_row + len(table)
+        if not np.array_equal(table["row_id"], np.arange(first_row, stop)):
+            raise ValueError("its rows are not those of the segment")
+        table = with_edits(table, index.edits, first_row)
+        first_row = stop
+        return table
+
+    yield from CommittedTable(index, entry, "row_id").groups(
+        None, convert, schema.names
+    )
+    if first_row != segment.stop:
+        raise CorruptIndexError(f"{entry.path} does not list all rows of its segment")
