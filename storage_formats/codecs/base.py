@@ -130,7 +130,7 @@ class Codec(ABC):
     @classmethod
     def group_of(cls, width: int) -> int:
         """Return the number of values of a token that share one scale."""
-        return cls.width_multiple if cls.width_multiple > 1 else width
+        return width
 
     @classmethod
     def token_bytes(cls, width: int) -> int:

@@ -200,6 +200,10 @@ class GroupScaledCodec(Codec):
     element: MiniFloat
     scale_values: NDArray[np.float32]
 
+    @classmethod
+    def group_of(cls, width: int) -> int:
+        return cls.width_multiple if cls.width_multiple > 1 else width
+
     @property
     def codes_bytes(self) -> int:
         """Length of the codes of a record in bytes."""
@@ -409,10 +413,6 @@ class SignCodec(Codec):
 
     code_bits: int
     threshold = np.inf
-
-    @classmethod
-    def group_of(cls, width: int) -> int:
-        return width
 
     @classmethod
     def token_bytes(cls, width: int) -> int:

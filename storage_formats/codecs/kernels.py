@@ -654,7 +654,7 @@ def add_offset(
             for i in range(begin, end):
                 pair = pairs[first + i]
                 low = _sum(_bf16(np.uint16(pair)), np.float32(1), even[i])
-                number = np.uint32(pair & np.uint32(0xFFFF0000)).view(np.float32)
+                number = _bf16(np.uint16(pair >> np.uint32(16)))
                 high = np.uint32(_sum(number, np.float32(1), odd[i]))
                 pairs[first + i] = np.uint32(high << np.uint32(16)) | low
 
