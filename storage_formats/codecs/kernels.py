@@ -745,7 +745,7 @@ def _is_plain(records: U8, codes_at: Index, values: Index, groups: Index) -> boo
     farthest = np.uint8(0)
     for i in range(values, values + groups):
         farthest = max(farthest, np.uint8(records[codes_at + i] - np.uint8(3)))
-    return bool(highest < np.uint8(0xFE)) and bool(farthest <= np.uint8(131))
+    return bool(highest < 0xFE and farthest <= 131)
 
 
 @kernel(*_DECODER, input_array(types.uint16))
@@ -771,8 +771,9 @@ def decode_e4m3(
         last = min(first + FOUR, stop)
         plain = True
         for move in range(first, last):
-            record = np.uint64(offsets[move])
-            plain &= _is_plain(records, record, values, values // group)
+            plain &= _is_plain(
+                records, np.uint64(offsets[move]), values, values // group
+            )
         for token in range(ZERO, values, width):
             for move in range(first, last):
                 codes_at = np.uint64(offsets[move]) + token
