@@ -105,7 +105,7 @@ def make_synthetic_command(out: Path, rows: int, precisions: tuple[str, ...]) ->
 
 @bench.command("fetch")
 @click.argument("index", type=PATH)
-@option("--precision", str, "precisions", multiple=True)
+@option("--precision", key="precisions", multiple=True)
 @option("--pool", POSITIVE, default=50_000)
 @option("--quick", bool)
 @option("--paper", bool)
@@ -212,8 +212,14 @@ def build_command(photos: Path, model: Path, images: int, device: str) -> None:
 @option("--model", _EXISTING)
 @option("--index", _EXISTING)
 @score_option
-@option("--batch-size", POSITIVE, "batch_sizes", multiple=True, default=(1, 32, 128))
-@option("--threads", POSITIVE, "threads", multiple=True)
+@option(
+    "--batch-size",
+    POSITIVE,
+    key="batch_sizes",
+    multiple=True,
+    default=(1, 32, 128),
+)
+@option("--threads", POSITIVE, multiple=True)
 @option("--pool", POSITIVE, default=100)
 @option("--device", default="auto", metavar="NAME")
 @dtype_option
@@ -248,7 +254,7 @@ def rerank_command(**options: Any) -> None:
 @click.argument("index", type=PATH)
 @option("--queries", FILE, required=True)
 @model_option
-@option("--pool", POSITIVE, "pools", multiple=True, default=(100,))
+@option("--pool", POSITIVE, key="pools", multiple=True, default=(100,))
 @option("--seconds", click.FloatRange(1), default=20.0)
 @_report_option
 @json_option

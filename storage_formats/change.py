@@ -307,7 +307,7 @@ class IndexChange(Change):
             version = EXTENDED_VERSION
         if any(row_map.is_partial for row_map in manifest.row_maps):
             version = PARTIAL_VERSION
-        if manifest.edits is not None:
+        if manifest.edits:
             version = EDITED_VERSION
         manifest = replace(
             manifest,

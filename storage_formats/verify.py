@@ -208,12 +208,20 @@ def _problems(
                 yield shard, files[shard]
 
     problems = list(_check_metadata(index))
+    # as it can be read
+    readable = index
+    for entry in manifest.edits:
+        try:
+            _ = replace(index, manifest=replace(manifest, edits=(entry,))).edits
+        except CorruptIndexError as error:
+            problems.append(Problem(entry.path, "edits", str(error)))
+            readable = replace(index, manifest=replace(manifest, edits=()))
     counts = Counts(0, 0, 0)
     values = Counter[str]()
     try:
         for done, (shard, of_shard, its_counts, its_values) in enumerate(
             ordered_map(
-                lambda item: (item[0], *_check_shard(index, *item)),
+                lambda item: (item[0], *_check_shard(readable, *item)),
                 items(),
                 _THREADS,
                 2 * _THREADS,
@@ -242,7 +250,7 @@ def _problems(
                 f" have {asdict(counts)}"
             )
             problems.append(Problem(ROOT, "counts", message))
-        elif any(values[name] != held[name] for name in held):
+        elif readable is index and any(values[name] != held[name] for name in held):
             message = (
                 f"lists {held} values of the columns, but the rows tables have"
                 f" {dict(values)}"

@@ -62,7 +62,7 @@ def make_wide_index(
         manifest,
         spec=replace(manifest.spec, rows=rows_in_all, segments=()),
         counts=replace(manifest.counts, inputs=rows_in_all, indexed=rows_in_all),
-        shard_table=write_shard_table(layout, lines),
+        shard_tables=(write_shard_table(layout, lines),),
     ).write(layout)
     return root
 

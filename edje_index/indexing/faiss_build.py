@@ -13,7 +13,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from edje_index.indexing.ann_kind import FLAT_LIMIT, AnnKind
+from edje_index.indexing.ann_kind import VECTOR_LIMIT, AnnKind
 from edje_index.indexing.faiss_index import (
     CANDIDATES_PER_NEIGHBOUR,
     PIECE_BYTES,
@@ -182,7 +182,7 @@ def extend_ann(layout: Layout, spec: IndexSpec, ann: Ann) -> Ann:
     joined: list[Any] = []
     # few files stay, and no vector is written again more than a few times
     for file in sorted(files[1:], key=lambda file: file["vectors"]):
-        if 0 < file["vectors"] <= min(2 * index.ntotal, FLAT_LIMIT - index.ntotal):
+        if 0 < file["vectors"] <= min(2 * index.ntotal, VECTOR_LIMIT - index.ntotal):
             part = open_part(layout.root, spec, file)
             if count_lists(part) == count_lists(index):
                 index.merge_from(part, 0)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,6 +33,8 @@ EDIT_SCHEMA = pa.schema(
         pa.field("value", pa.string()),
     ]
 )
+# bytes of a file with few lines
+_OVERHEAD = 1000
 _LAST = pc.ScalarAggregateOptions(skip_nulls=False)
 
 
@@ -108,39 +110,53 @@ class Edits:
         ordered = ordered.rename_columns(EDIT_SCHEMA.names).cast(EDIT_SCHEMA)
         return Edits(self.shard_size, ordered)
 
-    def write(self, layout: Layout) -> FileEntry | None:
-        """Write the file and return its entry; None if there are no edits."""
+    def write(
+        self, layout: Layout, spec: IndexSpec, earlier: Sequence[FileEntry] = ()
+    ) -> tuple[FileEntry, ...]:
+        """Write these edits to a file that follows those of the entries `earlier`.
+        Return the entries of all files.
+
+        Small files at the end of `earlier` become part of the new one, so that few
+        files stay, and no line is written again more than a few times.
+        """
         if not len(self.lines):
-            return None
+            return tuple(earlier)
+        if earlier and earlier[-1].bytes <= _OVERHEAD + 2 * self.lines.nbytes:
+            joined = read_edits(layout.root, spec, earlier[-1:]).changed(self.lines)
+            return joined.write(layout, spec, earlier[:-1])
         sink = pa.BufferOutputStream()
         pq.write_table(self.lines, sink, compression="zstd")
-        return write_named_file(layout, layout.edits, sink.getvalue().to_pybytes())
+        data = sink.getvalue().to_pybytes()
+        return (*earlier, write_named_file(layout, layout.edits, data))
 
 
-def read_edits(root: Path, spec: IndexSpec, entry: FileEntry | None) -> Edits:
-    """Read the edits of a snapshot of the index at `root`.
+def read_edits(root: Path, spec: IndexSpec, entries: Iterable[FileEntry]) -> Edits:
+    """Read the edits of a snapshot of the index at `root`. Later files replace lines of
+    earlier ones.
 
     Raises:
-        CorruptIndexError: the file is missing or damaged.
+        CorruptIndexError: a file is missing or damaged.
     """
-    if entry is None:
-        return Edits(spec.shard_size, EDIT_SCHEMA.empty_table())
-    path = root / entry.path
-    try:
-        data = read_index_file(root, path, max_bytes=entry.bytes)
-        check_content(path, entry, data)
-        lines = read_table(data, EDIT_SCHEMA.names).cast(EDIT_SCHEMA)
-        row_ids = lines["row_id"].drop_null().to_numpy()
-        in_order = (np.diff(row_ids) >= 0).all()
-        if lines["row_id"].slice(0, len(row_ids)).null_count or not in_order:
-            raise ValueError("its row ids do not ascend")
-        if len(row_ids) and not 0 <= row_ids[0] <= row_ids[-1] < spec.rows:
-            raise ValueError("its row ids are outside the index")
-        return Edits(spec.shard_size, lines)
-    except (OSError, ValueError, pa.ArrowException) as error:
-        raise cannot_read(
-            f"the file of edits {path}", error, "restore the file from a backup"
-        ) from error
+    edits = Edits(spec.shard_size, EDIT_SCHEMA.empty_table())
+    for entry in entries:
+        path = root / entry.path
+        try:
+            data = read_index_file(root, path, max_bytes=entry.bytes)
+            check_content(path, entry, data)
+            lines = read_table(data, EDIT_SCHEMA.names).cast(EDIT_SCHEMA)
+            row_ids = lines["row_id"].drop_null().to_numpy()
+            in_order = (np.diff(row_ids) >= 0).all()
+            if lines["row_id"].slice(0, len(row_ids)).null_count or not in_order:
+                raise ValueError("its row ids do not ascend")
+            if len(row_ids) and not 0 <= row_ids[0] <= row_ids[-1] < spec.rows:
+                raise ValueError("its row ids are outside the index")
+        except (OSError, ValueError, pa.ArrowException) as error:
+            raise cannot_read(
+                f"the file of edits {path}", error, "restore the file from a backup"
+            ) from error
+        part = Edits(spec.shard_size, lines)
+        edits = edits.changed(lines) if len(edits.lines) else part
+    return edits
 
 
 def input_hash(uri: str, uri_raw: bytes | None, content_hash: str | None) -> str:

@@ -13,7 +13,6 @@ import pyarrow.parquet as pq
 from storage_formats.atomic import (
     fsync_path,
     make_directories,
-    naming,
     replacing,
 )
 from storage_formats.errors import CorruptIndexError
@@ -24,13 +23,13 @@ from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.rows import (
     TIMING_COLUMNS,
     cast_columns,
+    edits_of,
     read_shard_rows,
     row_schema,
     with_edits,
 )
 from storage_formats.format.shard_table import FileEntry
 from storage_formats.format.source_columns import SourceColumn
-from storage_formats.system_calls import promised
 
 # two builds of the same plan have different times
 _LEFT_OUT = ("uri_raw", "content_hash", *TIMING_COLUMNS)
@@ -81,8 +80,7 @@ def write_filter_table(
                 waiting.clear()
     length, crc = crc32c_file(path)
     final = layout.filter_table(crc)
-    with naming(final), promised("rename", final):
-        path.replace(final)
+    path.replace(final)
     fsync_path(layout.filters)
     return FileEntry(layout.relative(final), length, crc)
 
@@ -100,6 +98,7 @@ def iter_filter_table(
     schema = row_schema(columns)
     schema = pa.schema([schema.field(name) for name in ("row_id", *names)])
     source_names = {column.name for column in columns}
+    edits = edits_of(index, names)
     first_row = segment.first_row
 
     def convert(group: pa.Table) -> pa.Table:
@@ -108,7 +107,8 @@ def iter_filter_table(
         stop = first_row + len(table)
         if not np.array_equal(table["row_id"], np.arange(first_row, stop)):
             raise ValueError("its rows are not those of the segment")
-        table = with_edits(table, index.edits, first_row)
+        if edits is not None:
+            table = with_edits(table, edits, first_row)
         first_row = stop
         return table
 

@@ -209,11 +209,10 @@ class Manifest:
     Attributes:
         encoded_from: for each converted precision, the precisions from which its blocks
             were converted, in the order of the conversions.
-        shard_table: file entry of the shard table of the first segment.
-        further_tables: file entries of the shard tables of the other segments.
+        shard_tables: file entry of the shard table of each segment.
         columns: source columns of the rows table.
         row_maps: entries of the row maps, oldest first (SPEC.md section 12.1).
-        edits: file entry of the edits; None if there are none.
+        edits: file entries of the edits, oldest first.
         filter_tables: file entry of the filter table of each segment; None for a
             segment without one. Empty if no segment has one.
 
@@ -229,16 +228,15 @@ class Manifest:
     model: dict[str, Any]
     settings: dict[str, Any]
     plan: str
-    shard_table: FileEntry
+    shard_tables: tuple[FileEntry, ...]
     ann: Ann
     created_by: str
     format_version: str = FORMAT_VERSION
     encoded_from: dict[str, tuple[str, ...]] = field(default_factory=dict)
     snapshot: Snapshot = field(default_factory=Snapshot)
-    further_tables: tuple[FileEntry, ...] = ()
     columns: tuple[SourceColumn, ...] = ()
     row_maps: tuple[RowMap, ...] = ()
-    edits: FileEntry | None = None
+    edits: tuple[FileEntry, ...] = ()
     filter_tables: tuple[FileEntry | None, ...] = ()
 
     @classmethod
@@ -314,11 +312,6 @@ class Manifest:
             ) from error
         return _parse(where, value)
 
-    @property
-    def shard_tables(self) -> tuple[FileEntry, ...]:
-        """The file entries of the shard tables, one per segment."""
-        return (self.shard_table, *self.further_tables)
-
     def to_json(self) -> dict[str, Any]:
         """Return the members of `index.json`. Members with default values are left
         out.
@@ -346,7 +339,7 @@ class Manifest:
             "model": self.model,
             "settings": self.settings,
             "plan": self.plan,
-            "shard_table": self.shard_table.to_json(),
+            "shard_table": self.shard_tables[0].to_json(),
             "ann": self.ann,
         }
         if spec.segments:
@@ -355,7 +348,11 @@ class Manifest:
                 {**segment.__dict__, "shard_table": table.to_json()}
                 for segment, table in tables
             ]
-        for name, entries in (("row_maps", self.row_maps), ("columns", self.columns)):
+        for name, entries in (
+            ("row_maps", self.row_maps),
+            ("columns", self.columns),
+            ("edits", self.edits),
+        ):
             if entries:
                 value[name] = [entry.to_json() for entry in entries]
         if spec.offset is not None:
@@ -363,8 +360,6 @@ class Manifest:
             value["format_version"] = OFFSET_VERSION
             names = list(spec.offset.precisions)
             value["offset"] = {**entry.to_json(), "precisions": names}
-        if self.edits is not None:
-            value["edits"] = self.edits.to_json()
         if any(self.filter_tables):
             value["filter_tables"] = [
                 entry and entry.to_json() for entry in self.filter_tables
@@ -409,7 +404,8 @@ class Manifest:
             *(row_map.file for row_map in self.row_maps),
             *self.ann_files,
             *self.offset_files,
-            *filter(None, [self.edits, *self.filter_tables]),
+            *self.edits,
+            *filter(None, self.filter_tables),
         ]
 
 
@@ -442,9 +438,8 @@ class CommittedIndex:
     @functools.cached_property
     def edits(self) -> Edits:
         """The edits of the snapshot, read at the first access."""
-        entry = self.manifest.edits
-        self.fetch(filter(None, [entry]))
-        return read_edits(self.root, self.manifest.spec, entry)
+        self.fetch(self.manifest.edits)
+        return read_edits(self.root, self.manifest.spec, self.manifest.edits)
 
     @classmethod
     def open(cls, root: str | Path, snapshot: int | None = None) -> CommittedIndex:
@@ -596,7 +591,6 @@ def _manifest(value: dict[str, Any]) -> Manifest:
     counts = value["counts"]
     segments = value.get("segments", [])
     deleted = value.get("deleted")
-    edits = value.get("edits")
     manifest = Manifest(
         spec=IndexSpec(
             rows=value["rows"],
@@ -619,7 +613,10 @@ def _manifest(value: dict[str, Any]) -> Manifest:
         model=value["model"],
         settings=value["settings"],
         plan=value["plan"],
-        shard_table=FileEntry.from_json(value["shard_table"]),
+        shard_tables=tuple(
+            FileEntry.from_json(segment["shard_table"])
+            for segment in (value, *segments[1:])
+        ),
         ann=value["ann"],
         created_by=value["created_by"],
         format_version=value["format_version"],
@@ -636,12 +633,9 @@ def _manifest(value: dict[str, Any]) -> Manifest:
             deleted_rows=0 if deleted is None else deleted["rows"],
             oldest=oldest,
         ),
-        further_tables=tuple(
-            FileEntry.from_json(segment["shard_table"]) for segment in segments[1:]
-        ),
         columns=columns_from_json(value.get("columns", [])),
         row_maps=tuple(map(RowMap.from_json, value.get("row_maps", []))),
-        edits=None if edits is None else FileEntry.from_json(edits),
+        edits=tuple(map(FileEntry.from_json, value.get("edits", []))),
         filter_tables=tuple(
             entry and FileEntry.from_json(entry)
             for entry in value.get("filter_tables", [])

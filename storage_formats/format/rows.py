@@ -214,6 +214,14 @@ def read_shard_rows(
         raise cannot_read(f"the rows of shard {shard} in {path}", error) from error
 
 
+def edits_of(index: CommittedIndex, columns: Iterable[str] | None) -> Edits | None:
+    """Return the edits of `index`; None if they cannot concern `columns`. Then they are
+    not read.
+    """
+    standard = {*ROW_SCHEMA.names}
+    return None if columns is not None and standard.issuperset(columns) else index.edits
+
+
 def with_edits(table: pa.Table, edits: Edits, first_row: int) -> pa.Table:
     """Return the rows from the row id `first_row` on with their edited values.
 
@@ -317,6 +325,7 @@ def iter_stored_rows(
     files = list(
         _rows_files(index, shards or index.manifest.spec.shard_numbers()).items()
     )
+    edits = edits_of(index, names)
     for at, (shard, committed) in enumerate(files):
         if at % _FILES_AT_ONCE == 0:
             index.fetch([each for _, each in files[at : at + _FILES_AT_ONCE]])
@@ -326,7 +335,7 @@ def iter_stored_rows(
             names,
             committed,
             index.manifest.columns,
-            index.edits,
+            edits,
         )
 
 
@@ -392,8 +401,9 @@ def read_index_rows(
     layout = Layout(index.root)
     source_columns = index.manifest.columns
     index.fetch(files.values())
+    edits = edits_of(index, columns)
     tables = [
-        read_shard_rows(layout, shard, columns, entry, source_columns, index.edits)
+        read_shard_rows(layout, shard, columns, entry, source_columns, edits)
         for shard, entry in files.items()
     ]
     starts = np.concatenate([[0], np.cumsum([len(table) for table in tables])])

@@ -103,8 +103,7 @@ def write_tables(
     lines (shard number, file), and the filter table of each that is not in
     `unchanged_rows`.
 
-    Return the attributes `shard_table`, `further_tables` and `filter_tables` of a
-    manifest.
+    Return the attributes `shard_tables` and `filter_tables` of a manifest.
     """
     lines = list(lines)
     tables = []
@@ -125,11 +124,7 @@ def write_tables(
                 if file.path == ROWS_FILE.format(shard)
             }
             filters.append(write_filter_table(layout, spec, segment, rows, columns))
-    return {
-        "shard_table": tables[0],
-        "further_tables": tuple(tables[1:]),
-        "filter_tables": tuple(filters),
-    }
+    return {"shard_tables": tuple(tables), "filter_tables": tuple(filters)}
 
 
 def receipt_lines(

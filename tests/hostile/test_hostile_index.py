@@ -91,7 +91,7 @@ def commit(layout: Layout, *changed: Path, **spec: Any) -> None:
     )
     table = write_shard_table(layout, files)
     replace(
-        manifest, spec=replace(SPEC, **spec), counts=counts, shard_table=table
+        manifest, spec=replace(SPEC, **spec), counts=counts, shard_tables=(table,)
     ).write(layout)
 
 

@@ -143,7 +143,7 @@ def test_a_table_cannot_name_other_files_than_data_files(index, tmp_path, path):
     [table] = manifest.shard_tables
     files = read_shard_table(index, table)
     named = write_shard_table(Layout(index), [*files, (0, FileEntry(path, 5, 0))])
-    replace(manifest, shard_table=named).write(Layout(index))
+    replace(manifest, shard_tables=(named,)).write(Layout(index))
     with pytest.raises(
         CorruptIndexError,
         match=f"lists the file {re.escape(path)}, which is not a data file",

@@ -15,8 +15,7 @@ import pytest
 
 from edje_index.search.rows import IndexRows
 from pipelines import compact_index, copy_index, delete_rows, merge_indexes
-from pipelines.jobs.edit import set_columns
-from pipelines.jobs.snapshots import history, remove_snapshots, roll_back
+from pipelines.jobs.snapshots import history, remove_snapshots, roll_back, set_columns
 from storage_formats import (
     CorruptIndexError,
     IndexSpec,
@@ -110,11 +109,11 @@ def test_compaction_merge_and_copy_write_the_values_to_the_rows(index, tmp_path)
     set_columns(index, [0, 1, 20, 36], {"title": ["a", "b", "c", "d"]})
     part = tmp_path / "part"
     copy_index(index, part, where="title in ('b', 'd')")
-    assert Manifest.load(part).edits is None
+    assert Manifest.load(part).edits == ()
     assert column(part, "title") == {0: "b", 1: "d"}
     merged = tmp_path / "merged"
     merge_indexes([index, part], merged)
-    assert Manifest.load(merged).edits is None
+    assert Manifest.load(merged).edits == ()
     assert {*column(merged, "title").values()} == {"a", "b", "c", "d"}
     delete_rows(index, rows=[1])
     compact_index(index, only_shards_with_deleted=True)
@@ -180,6 +179,32 @@ def test_damaged_edits_are_told(index):
     with pytest.raises(CorruptIndexError, match=r"edits-.*damaged or replaced"):
         read_rows(index)
     assert [path.name in problem.message for problem in verify_index(index)] == [True]
+    # other damage is found, too
+    (index / "tokens/bf16/c.1.0.0").unlink()
+    paths = {problem.path for problem in verify_index(index)}
+    assert paths == {"tokens/bf16/c.1.0.0", f"manifest/{path.name}"}
+
+
+def test_many_edits_leave_few_files_and_each_writes_little(index):
+    expected = {}
+    sizes = []
+    for number in range(60):
+        row = 6 * number % 35
+        title = f"title {number}"
+        set_columns(index, [row], {"title": [title]})
+        expected[row] = title
+        if number in (20, 40):
+            # also adds a line, of the input
+            delete_rows(index, [35 + number // 40])
+        entries = Manifest.load(index).edits
+        sizes.append(sum(entry.bytes for entry in entries[-1:]))
+        assert len(entries) <= 6
+        assert column(index, "title") == expected
+    assert verify_index(index) == []
+    # the first and the last of them wrote about as much
+    assert max(sizes[-10:]) < 2.5 * max(sizes[:10])
+    roll_back(index, 3)
+    assert column(index, "title") == {0: "title 0", 6: "title 1", 12: "title 2"}
 
 
 @pytest.mark.parametrize(
@@ -197,8 +222,8 @@ def test_edits_from_elsewhere_are_checked(index, row_id, value):
     set_columns(index, [36], {"c": [1]})
     opened = CommittedIndex.open(index)
     lines = pa.table([[row_id], ["c"], [value]], schema=EDIT_SCHEMA)
-    entry = Edits(SPEC.shard_size, lines).write(Layout(index))
-    replace(opened.manifest, edits=entry).write(Layout(index))
+    entries = Edits(SPEC.shard_size, lines).write(Layout(index), SPEC)
+    replace(opened.manifest, edits=entries).write(Layout(index))
     with pytest.raises(CorruptIndexError, match="cannot read"):
         read_rows(index, columns=["c"])
     assert verify_index(index)

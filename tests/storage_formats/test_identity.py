@@ -135,9 +135,10 @@ def test_a_large_shard_table_is_read_in_parts(tmp_path, monkeypatch):
 def test_another_shard_table_is_noticed(sound, tmp_path):
     root = Path(shutil.copytree(sound[0], tmp_path / "index"))
     write_random_index(tmp_path / "other", SPEC, seed=8)
-    table = root / Manifest.load(root).shard_table.path
+    table = root / Manifest.load(root).shard_tables[0].path
     shutil.copy(
-        tmp_path / "other" / Manifest.load(tmp_path / "other").shard_table.path, table
+        tmp_path / "other" / Manifest.load(tmp_path / "other").shard_tables[0].path,
+        table,
     )
     with (
         TokenStore.open(root) as store,

@@ -157,8 +157,8 @@ def test_opening_does_not_depend_on_the_number_of_rows(tmp_path):
     rows = 10**9
     counts = replace(manifest.counts, inputs=rows, indexed=rows)
     spec = replace(SPEC, rows=rows, shard_size=1024)
-    table = replace(manifest.shard_table, bytes=10**8)
-    replace(manifest, spec=spec, counts=counts, shard_table=table).write(
+    table = replace(manifest.shard_tables[0], bytes=10**8)
+    replace(manifest, spec=spec, counts=counts, shard_tables=(table,)).write(
         Layout(tmp_path)
     )
     # sparse files of the right lengths

@@ -56,7 +56,7 @@ def test_verifying_no_index_is_an_error(tmp_path):
 
 
 def test_a_shard_table_of_wrong_length_is_not_read(copy, monkeypatch):
-    os.truncate(copy / Manifest.load(copy).shard_table.path, 1 << 40)
+    os.truncate(copy / Manifest.load(copy).shard_tables[0].path, 1 << 40)
     monkeypatch.setattr(
         "storage_formats.format.committed_files.crc32c_stream",
         lambda file: pytest.fail("was read"),

@@ -35,7 +35,9 @@ def root(tmp_path):
 @pytest.mark.parametrize(
     ("rows", "width", "memory", "factory"),
     [
-        (100_000, 384, None, "Flat"),
+        (30_000, 384, None, "Flat"),
+        (30_001, 384, None, "IVF173,Flat"),
+        (100_000, 384, None, "IVF316,Flat"),
         (100_001, 384, None, "IVF316,PQ192x4fs"),
         (10_000_000, 384, 12 * 1_000_000 * 104, "IVF3162,PQ192x4fs"),
         (10_000_000, 384, 12 * 1_000_000 * 104 - 1, "IVF3162,PQ96x4fs"),
