@@ -412,7 +412,8 @@ def _describe(model: type[Settings], problem: Any) -> str:
         ]
         key = name.split(".")[-1]
         alike = [other for other in names if other.endswith(f".{key}")]
-        alike = alike or difflib.get_close_matches(name, names, n=1)
+        every = [*names, *model.model_fields]
+        alike = alike or difflib.get_close_matches(name, every, n=1)
         hint = f"; did you mean {' or '.join(alike)}?" if alike else ""
         return f"no setting is named {name}{hint}"
     if problem["type"] == "value_error":
