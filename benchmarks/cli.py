@@ -7,7 +7,7 @@ from __future__ import annotations
 import itertools
 import json
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,12 @@ from pipelines.cli.options import (
     FILE,
     PATH,
     POSITIVE,
+    Command,
     dtype_option,
     images_option,
     json_option,
     model_option,
+    option,
     score_option,
     stored_precisions_option,
 )
@@ -31,15 +33,6 @@ from storage_formats.format.layout import SHARD_SIZE, IndexSpec
 
 _EXISTING = click.Path(exists=True, path_type=Path)
 _FOLDER = click.Path(file_okay=False, path_type=Path)
-
-
-def _several(
-    option: str, name: str, kind: Any, text: str, default: tuple[Any, ...] = ()
-) -> Callable[[Any], Any]:
-    """Return an option that can be given several times."""
-    return click.option(
-        option, name, type=kind, multiple=True, default=default, help=text
-    )
 
 
 _report_option = click.option(
@@ -77,9 +70,12 @@ def bench() -> None:
     """
 
 
+bench.command_class = Command
+
+
 @bench.command("make-synthetic")
 @click.argument("out", type=PATH)
-@click.option("--rows", type=POSITIVE, required=True, help="Number of rows.")
+@option("--rows", POSITIVE, required=True)
 @stored_precisions_option
 @json_option
 def make_synthetic_command(out: Path, rows: int, precisions: tuple[str, ...]) -> None:
@@ -89,6 +85,9 @@ def make_synthetic_command(out: Path, rows: int, precisions: tuple[str, ...]) ->
     \b
     Example:
       edje-index bench make-synthetic /tmp/random.edje --rows 100000
+
+    Options:
+        --rows: Number of rows.
     """
     from benchmarks.synthetic import make_synthetic
 
@@ -106,38 +105,11 @@ def make_synthetic_command(out: Path, rows: int, precisions: tuple[str, ...]) ->
 
 @bench.command("fetch")
 @click.argument("index", type=PATH)
-@_several(
-    "--precision",
-    "precisions",
-    str,
-    "Precision to compare with other libraries; repeatable. Of the others, only the"
-    " large fetch is measured.  [default: all that are stored]",
-)
-@click.option(
-    "--pool",
-    type=POSITIVE,
-    default=50_000,
-    help="Number of blocks per large fetch, limited to half the rows of the index.",
-)
-@click.option(
-    "--quick",
-    is_flag=True,
-    help=(
-        "Take at most three minutes: fewer runs of the first GiB, and other libraries"
-        " at one precision only."
-    ),
-)
-@click.option(
-    "--paper",
-    is_flag=True,
-    help=(
-        "Repeat only the test of the EDJE paper: 50,000 of 100,000 blocks, contiguous"
-        " and random."
-    ),
-)
-@click.option(
-    "--repeats", type=POSITIVE, default=5, help="Number of runs of each measurement."
-)
+@option("--precision", key="precisions", multiple=True)
+@option("--pool", POSITIVE, default=50_000)
+@option("--quick", bool)
+@option("--paper", bool)
+@option("--repeats", POSITIVE, default=5)
 @_report_option
 @json_option
 def fetch_command(index: Path, report: Path | None, **options: Any) -> None:
@@ -152,6 +124,16 @@ def fetch_command(index: Path, report: Path | None, **options: Any) -> None:
     Examples:
       edje-index bench fetch photos.edje --quick
       edje-index bench fetch photos.edje --precision fp8 --pool 5000 --report out
+
+    Options:
+        --precision: Precision to compare with other libraries; repeatable. Of the
+            others, only the large fetch is measured.  [default: all that are stored]
+        --pool: Number of blocks per large fetch, limited to half the rows of the index.
+        --quick: Take at most three minutes: fewer runs of the first GiB, and other
+            libraries at one precision only.
+        --paper: Repeat only the test of the EDJE paper: 50,000 of 100,000 blocks,
+            contiguous and random.
+        --repeats: Number of runs of each measurement.
     """
     from benchmarks.fetch.bench import bench_fetch
     from benchmarks.fetch.report import draw, report_lines
@@ -191,24 +173,9 @@ def quantize_command() -> None:
 
 @bench.command("build")
 @click.argument("photos", type=click.Path(exists=True, file_okay=False, path_type=Path))
-@click.option(
-    "--model", type=_EXISTING, required=True, help="Directory of the model bundle."
-)
-@click.option(
-    "--images",
-    type=POSITIVE,
-    default=1000,
-    help=(
-        "Number of images to index. If PHOTOS has fewer images, images are used several"
-        " times."
-    ),
-)
-@click.option(
-    "--device",
-    type=click.Choice(["cpu", "cuda"]),
-    default="cpu",
-    help="Device that runs the model.",
-)
+@option("--model", _EXISTING, required=True)
+@option("--images", POSITIVE, default=1000)
+@option("--device", click.Choice(["cpu", "cuda"]), default="cpu")
 @json_option
 def build_command(photos: Path, model: Path, images: int, device: str) -> None:
     """Compare the cost of `edje-index build` with a loop that only decodes and encodes
@@ -222,6 +189,12 @@ def build_command(photos: Path, model: Path, images: int, device: str) -> None:
     \b
     Example:
       edje-index bench build ~/photos --model model/ --images 2000
+
+    Options:
+        --model: Directory of the model bundle.
+        --images: Number of images to index. If PHOTOS has fewer images, images are used
+            several times.
+        --device: Device that runs the model.
     """
     from benchmarks.build import bench_build, report_lines
 
@@ -236,45 +209,19 @@ def build_command(photos: Path, model: Path, images: int, device: str) -> None:
 
 
 @bench.command("rerank")
-@click.option(
-    "--model",
-    type=_EXISTING,
-    help=(
-        "Directory of the model bundle.  [default: random weights with the sizes of"
-        " MiniLM-L12]"
-    ),
-)
-@click.option(
-    "--index",
-    type=_EXISTING,
-    help="Index on which each stage of a query is measured too.",
-)
+@option("--model", _EXISTING)
+@option("--index", _EXISTING)
 @score_option
-@_several(
+@option(
     "--batch-size",
-    "batch_sizes",
     POSITIVE,
-    "Number of pairs per forward pass; repeatable.",
-    (1, 32, 128),
+    key="batch_sizes",
+    multiple=True,
+    default=(1, 32, 128),
 )
-@_several(
-    "--threads",
-    "threads",
-    POSITIVE,
-    "Number of CPU threads; repeatable.  [default: 1 and the number of CPUs]",
-)
-@click.option(
-    "--pool",
-    type=POSITIVE,
-    default=100,
-    help="Number of candidates per query.",
-)
-@click.option(
-    "--device",
-    default="auto",
-    metavar="NAME",
-    help="Device that runs the model: auto, cpu, cuda or cuda:N.",
-)
+@option("--threads", POSITIVE, multiple=True)
+@option("--pool", POSITIVE, default=100)
+@option("--device", default="auto", metavar="NAME")
 @dtype_option
 @json_option
 def rerank_command(**options: Any) -> None:
@@ -286,6 +233,16 @@ def rerank_command(**options: Any) -> None:
       edje-index bench rerank --model model/ --index photos.edje
       edje-index bench rerank --index photos.edje --score logit
       edje-index bench rerank --threads 8 --batch-size 64
+
+    Options:
+        --model: Directory of the model bundle.  [default: random weights with the sizes
+            of MiniLM-L12]
+        --index: Index on which each stage of a query is measured too.
+        --batch-size: Number of pairs per forward pass; repeatable.
+        --threads: Number of CPU threads; repeatable.  [default: 1 and the number of
+            CPUs]
+        --pool: Number of candidates per query.
+        --device: Device that runs the model: auto, cpu, cuda or cuda:N.
     """
     from benchmarks.rerank import bench_rerank, report_lines
 
@@ -295,22 +252,10 @@ def rerank_command(**options: Any) -> None:
 
 @bench.command("serve")
 @click.argument("index", type=PATH)
-@click.option(
-    "--queries",
-    type=FILE,
-    required=True,
-    help="Text file with one query per line, or .jsonl file with the key `query`.",
-)
+@option("--queries", FILE, required=True)
 @model_option
-@_several(
-    "--pool", "pools", POSITIVE, "Number of candidates per search; repeatable.", (100,)
-)
-@click.option(
-    "--seconds",
-    type=click.FloatRange(1),
-    default=20.0,
-    help="Duration of each measurement in seconds.",
-)
+@option("--pool", POSITIVE, key="pools", multiple=True, default=(100,))
+@option("--seconds", click.FloatRange(1), default=20.0)
 @_report_option
 @json_option
 def serve_command(
@@ -328,6 +273,12 @@ def serve_command(
       edje-index bench serve photos.edje --queries captions.txt
       edje-index bench serve photos.edje --queries captions.txt \\
         --pool 10 --pool 100 --pool 1000 --report out
+
+    Options:
+        --queries: Text file with one query per line, or .jsonl file with the key
+            `query`.
+        --pool: Number of candidates per search; repeatable.
+        --seconds: Duration of each measurement in seconds.
     """
     with name_missing_extra("serve"):
         from benchmarks.serve import bench_serve, report_lines
@@ -342,18 +293,8 @@ def serve_command(
 @click.argument("captions", type=PATH)
 @images_option
 @model_option
-@click.option(
-    "--folder",
-    type=PATH,
-    required=True,
-    help="New directory for the files of all systems.",
-)
-@click.option(
-    "--queries",
-    type=POSITIVE,
-    default=200,
-    help="Number of captions to search for.",
-)
+@option("--folder", PATH, required=True)
+@option("--queries", POSITIVE, default=200)
 @_report_option
 @json_option
 def end_to_end_command(
@@ -373,6 +314,10 @@ def end_to_end_command(
     Example:
       edje-index bench end-to-end photos.edje captions.jsonl \\
         --folder /mnt/nvme/scratch --report out
+
+    Options:
+        --folder: Directory for the files of all systems, which are removed at the end.
+        --queries: Number of captions to search for.
     """
     from benchmarks.end_to_end import bench_end_to_end, report_lines
 
@@ -382,31 +327,11 @@ def end_to_end_command(
 
 @bench.command("paper")
 @click.argument("experiments", metavar="[EXPERIMENT]...", nargs=-1)
-@click.option(
-    "--data",
-    type=_EXISTING,
-    required=True,
-    help="Directory of the data sets, towers and language models.",
-)
-@click.option(
-    "--out", type=PATH, required=True, help="Directory for models, indexes and tables."
-)
-@click.option(
-    "--config", type=_EXISTING, help="TOML file with settings for all training runs."
-)
-@click.option(
-    "--model",
-    help=(
-        "Measure this trained model of 64 tokens, without training: the directory of a"
-        " bundle, or a model of 'model get', such as edje."
-    ),
-)
-@click.option(
-    "--commands",
-    "listing",
-    is_flag=True,
-    help="Print the remaining commands without running them.",
-)
+@option("--data", _EXISTING, required=True)
+@option("--out", PATH, required=True)
+@option("--config", _EXISTING)
+@option("--model")
+@option("--commands", bool, key="listing")
 @json_option
 def paper_command(
     experiments: tuple[str, ...],
@@ -431,6 +356,14 @@ def paper_command(
       edje-index bench paper tokens --data data --out study --commands
       edje-index bench paper all --data data --out study
       edje-index bench paper --model edje --data data --out study
+
+    Options:
+        --data: Directory of the data sets, towers and language models.
+        --out: Directory for models, indexes and tables.
+        --config: TOML file with settings for all training runs.
+        --model: Measure this trained model of 64 tokens, without training: the
+            directory of a bundle, or a model of 'model get', such as edje.
+        --commands: Print the remaining commands without running them.
     """
     from benchmarks.paper.experiments import (
         EXPERIMENTS,

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import pickle
 import shutil
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -70,20 +71,16 @@ def bench_end_to_end(
     report. Linux only.
 
     The other arguments are arguments and options of `edje-index bench end-to-end`.
-    `folder` is removed at the end, and `say` receives one line of text per system and
-    run.
+    The files in `folder` are removed at the end. `say` receives one line of text per
+    system and run.
 
     Raises:
-        UsageError: the folder is not empty, or no caption can be searched for.
+        UsageError: no caption can be searched for.
     """
-    if folder.exists() and any(folder.iterdir()):
-        raise UsageError(
-            f"{folder} exists and is not empty; choose a new folder", parameter="folder"
-        )
     folder.mkdir(parents=True, exist_ok=True)
     # Lance takes a URL
-    folder = folder.resolve()
-    try:
+    with tempfile.TemporaryDirectory(dir=folder.resolve()) as directory:
+        scratch = Path(directory)
         opened = TokenIndex.open(index, model)
         items = read_captions(captions, images)
         items, row_of_item = match_items(
@@ -95,12 +92,12 @@ def bench_end_to_end(
             for text in item.captions
         ]
         sample = np.random.default_rng(0).permutation(len(every))[:queries]
-        write_collection(folder, opened, [every[position] for position in sample])
-        collection = Collection.open(folder)
+        write_collection(scratch, opened, [every[position] for position in sample])
+        collection = Collection.open(scratch)
         exact = collection.exact(max(CUTOFFS))
         spec = Manifest.load(collection.index).spec
         m, d = spec.block_shape
-        copy = folder / "copy"
+        copy = scratch / "copy"
         results = []
         for number, (name, system) in enumerate(SYSTEMS.items(), 1):
             say(f"measuring {name}, {number} of {len(SYSTEMS)}")
@@ -119,7 +116,7 @@ def bench_end_to_end(
                     searched = call_in_process(
                         "benchmarks.end_to_end:search_system",
                         name,
-                        str(folder),
+                        str(scratch),
                         str(copy),
                         [str(path) for path in files],
                         max(CUTOFFS),
@@ -135,8 +132,6 @@ def bench_end_to_end(
                 result["problem"] = str(error)
                 say(f"  {error}")
             shutil.rmtree(copy, ignore_errors=True)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
     return {
         "environment": environment(),
         "settings": {"index": index.name, "captions": captions.name},

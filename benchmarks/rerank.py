@@ -46,16 +46,16 @@ _QUERY_STAGES = {
 
 @torch.inference_mode()
 def bench_rerank(
-    model: Path | None = None,
-    index: Path | None = None,
+    model: Path | None,
+    index: Path | None,
     *,
-    score: str = BUNDLE_SCORE,
-    batch_sizes: Sequence[int] = (1, 32, 128),
-    threads: Sequence[int] = (),
-    pool: int = 100,
+    score: str,
+    batch_sizes: Sequence[int],
+    threads: Sequence[int],
+    pool: int,
+    device: str,
+    dtype: str,
     repeats: int = 5,
-    device: str = "auto",
-    dtype: str = "float32",
 ) -> Report:
     """Return pairs per second of the joint encoder, and milliseconds of each query
     stage.

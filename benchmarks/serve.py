@@ -64,9 +64,9 @@ def bench_serve(
     queries: Sequence[str],
     say: Say,
     *,
-    model: Path | None = None,
-    pools: Sequence[int] = (100,),
-    seconds: float = 20.0,
+    model: Path | None,
+    pools: Sequence[int],
+    seconds: float,
 ) -> Report:
     """Measure every pool, and return the report. Linux only.
 

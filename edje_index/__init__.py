@@ -98,11 +98,10 @@ JOBS = {
         "BuildResult add_images append_index build_index update_index"
     ),
     "pipelines.jobs.copy": "CopyResult compact_index copy_index merge_indexes",
-    "pipelines.jobs.edit": "set_columns",
     "pipelines.jobs.hub": "copy_model",
     "pipelines.jobs.quantize": "QuantizeResult quantize_index",
     "pipelines.jobs.repair": "RepairResult repair_index",
-    "pipelines.jobs.snapshots": "DeleteResult delete_rows",
+    "pipelines.jobs.snapshots": "DeleteResult delete_rows set_columns",
     "pipelines.jobs.training.run": "TrainResult train",
     "pipelines.progress.events": "JobStopped",
 }

@@ -22,12 +22,15 @@ class NotABundleError(ModelError):
     """There is no model bundle at the given path. Exit code 2."""
 
     exit_code = 2
+    remedy = "bundle"
 
 
 class BundleNotFoundError(ModelError):
     """The model bundle of an index was not found: the path in the index is
     relative, or does not exist.
     """
+
+    remedy = "model"
 
 
 class HubUnreachableError(ModelError):

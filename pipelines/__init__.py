@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from pipelines.jobs.copy import compact_index as compact_index
     from pipelines.jobs.copy import copy_index as copy_index
     from pipelines.jobs.copy import merge_indexes as merge_indexes
-    from pipelines.jobs.edit import set_columns as set_columns
     from pipelines.jobs.hub import copy_model as copy_model
     from pipelines.jobs.quantize import QuantizeResult as QuantizeResult
     from pipelines.jobs.quantize import quantize_index as quantize_index
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
     from pipelines.jobs.repair import repair_index as repair_index
     from pipelines.jobs.snapshots import DeleteResult as DeleteResult
     from pipelines.jobs.snapshots import delete_rows as delete_rows
+    from pipelines.jobs.snapshots import set_columns as set_columns
     from pipelines.jobs.training.run import TrainResult as TrainResult
     from pipelines.jobs.training.run import train as train
     from pipelines.progress.events import JobStopped as JobStopped

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from storage_formats.atomic import Json
 from storage_formats.format.column_types import BYTES, TEXT, column_kind
 from storage_formats.format.parquet import iter_batches
 from storage_formats.format.source_columns import Value, is_allowed, stored_name
@@ -114,7 +115,7 @@ def sidecar_values(
     `contents` has the content of each file by suffix (see `SIDECAR_SUFFIXES`), or None
     for a file that cannot be used.
     """
-    values: dict[str, Any] = {}
+    values: Json = {}
     # the object comes first, so that its captions win
     for suffix, content in sorted(contents.items()):
         try:
@@ -164,7 +165,7 @@ def _holds_binary(arrow_type: Any) -> bool:
     )
 
 
-def features_of(schema: Any) -> dict[str, dict[str, Any]]:
+def features_of(schema: Any) -> dict[str, Json]:
     """Return what Hugging Face Datasets recorded about each column; {} if another
     program wrote the file.
     """

@@ -33,6 +33,7 @@ class EdjeError(Exception):
     """
 
     exit_code = 1
+    remedy: str | None = None
 
     def __init__(
         self,
@@ -42,7 +43,7 @@ class EdjeError(Exception):
     ) -> None:
         super().__init__(*arguments)
         self.parameter = parameter
-        self.remedy = remedy
+        self.remedy = remedy or self.remedy
 
     def __reduce__(self) -> tuple[object, ...]:
         # not through `__init__`, which would make a message of the message

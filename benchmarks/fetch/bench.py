@@ -119,11 +119,11 @@ def bench_fetch(
     index: Path,
     say: Say,
     *,
-    precisions: Sequence[str] = (),
-    pool: int = 50_000,
-    repeats: int = 5,
-    quick: bool = False,
-    paper: bool = False,
+    precisions: Sequence[str],
+    pool: int,
+    repeats: int,
+    quick: bool,
+    paper: bool,
 ) -> Report:
     """Run the benchmark and return the report.
 

@@ -31,14 +31,7 @@ from edje_index.evaluation.report import scatter_plot, table
 from storage_formats.atomic import write_bytes_atomic
 from storage_formats.threads import usable_cpus
 
-
-class Recall(float):
-    """A recall in percent with its 95 % confidence interval."""
-
-    interval: tuple[float, float] | None = None
-
-
-Values: TypeAlias = Sequence[float | None]
+Values: TypeAlias = Sequence[float | Estimate | None]
 """Values by column, without the last columns if they are unknown. None is an
 unknown value.
 """
@@ -103,12 +96,15 @@ def measured(experiment: Experiment, study: Study) -> Report:
             for column, value in zip(experiment.columns, published, strict=False)
             if not math.isnan(value)
         }
-        own = dict(zip(experiment.columns, values, strict=False))
-        intervals = {
-            column: value.interval
-            for column, value in own.items()
-            if isinstance(value, Recall) and value.interval is not None
-        }
+        own: dict[str, float | None] = {}
+        intervals = {}
+        for column, value in zip(experiment.columns, values, strict=False):
+            if isinstance(value, Estimate):
+                own[column] = value.value
+                if value.low is not None:
+                    intervals[column] = value.bounds
+            else:
+                own[column] = value
         rows.append(
             {
                 "label": label,
@@ -213,7 +209,7 @@ def _recall(
     column: str,
     pool: int | None = POOL,
     precision: str = "bf16",
-) -> float | None:
+) -> Estimate | None:
     """Return the recall `column`, for example "T2I R@1", in percent; None if `results`
     do not contain it.
 
@@ -223,11 +219,7 @@ def _recall(
     wanted = (direction, pool, None if pool is None else precision)
     for result in results:
         if (result["direction"], result.get("pool"), result.get("precision")) == wanted:
-            estimate = result["recall"][cutoff]
-            recall = Recall(estimate["value"])
-            if estimate["low"] is not None:
-                recall.interval = (estimate["low"], estimate["high"])
-            return recall
+            return Estimate(**result["recall"][cutoff])
     return None
 
 
@@ -247,7 +239,7 @@ def _recalls(
     return [_recall(results, column, pool) for column in _RECALLS]
 
 
-def _r1(study: Study, variant: Variant) -> list[float | None]:
+def _r1(study: Study, variant: Variant) -> Values:
     """Return R@1: on Flickr30k after the first training phase, and on COCO after
     the second phase.
     """

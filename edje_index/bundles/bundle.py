@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from edje_index.bundles.info import (
     ADAPTER_WEIGHTS,
@@ -100,7 +101,7 @@ class ModelBundle:
         ((4, 16), 24, False)
     """
 
-    clip: torch.nn.Module
+    clip: nn.Module
     clip_config: ClipConfig
     text_tokenizer: Any
     adapter: Adapter
@@ -183,8 +184,6 @@ class ModelBundle:
         config = read_clip_config(info.path / VISION_FOLDER, info.vision_name)
         joint = load_joint_encoder(info)
         joint.compute_dtype = compute_dtype
-        pooled = load_pooled_similarity(info, joint.width)
-        warn_about_hubness(info)
         bundle = cls(
             clip=load_clip_towers(info, config).to(target),
             clip_config=config,
@@ -194,7 +193,7 @@ class ModelBundle:
             trained=info.trained,
             notes=info.notes,
             score=info.score,
-            pooled=None if pooled is None else pooled.to(target),
+            pooled=load_pooled_similarity(info, joint.width, target),
             logit_range=info.logit_range,
             pool=info.pool,
             origins=info.origins,
@@ -316,7 +315,7 @@ def _check_fit(bundle: ModelBundle) -> None:
     check_scorer_fit(bundle.adapter.config, bundle.scorer, bundle.score)
 
 
-def load_clip_towers(info: BundleInfo, config: ClipConfig) -> torch.nn.Module:
+def load_clip_towers(info: BundleInfo, config: ClipConfig) -> nn.Module:
     """Load the open_clip model with both towers, frozen, onto the CPU."""
     from edje_index.models.clip_model import build_clip
 
@@ -393,37 +392,31 @@ def load_joint_encoder(info: BundleInfo) -> JointEncoder:
     return joint
 
 
-def load_scorer(
-    info: BundleInfo, dtype: torch.dtype, device: torch.device
-) -> JointScorer:
-    """Load the joint encoder of a bundle onto `device`, for scoring."""
+def load_scorer(info: BundleInfo, dtype: torch.dtype, device: torch.device) -> Scorer:
+    """Load the models of the parts of the final score onto `device`."""
     folder = info.path / JOINT_FOLDER
-    tokenizer = load_joint_tokenizer(folder, canonical=info.canonical_captions)
-    config = read_configuration(info.path / JOINT_CONFIG)
-    tensors = read_weights(info.path / JOINT_WEIGHTS)
-    return JointScorer(
-        tokenizer, config, tensors, source=str(folder), dtype=dtype, device=device
+    joint = JointScorer(
+        load_joint_tokenizer(folder, canonical=info.canonical_captions),
+        read_configuration(info.path / JOINT_CONFIG),
+        read_weights(info.path / JOINT_WEIGHTS),
+        source=str(folder),
+        dtype=dtype,
+        device=device,
     )
+    return Scorer(joint, load_pooled_similarity(info, joint.width, device))
 
 
-def load_pooled_similarity(info: BundleInfo, width: int) -> PooledSimilarity | None:
-    """Load the pooled similarity of a bundle. Return None if the bundle has none.
+def load_pooled_similarity(
+    info: BundleInfo, width: int, device: torch.device
+) -> PooledSimilarity | None:
+    """Load the pooled similarity of a bundle onto `device`. Return None if the bundle
+    has none.
 
-    `width` is the width of the joint encoder.
-    """
-    sizes = info.pooled_similarity
-    if sizes is None:
-        return None
-    return load_module(
-        info.path / JOINT_WEIGHTS,
-        lambda: PooledSimilarity(width, **sizes),
-        prefix=POOLED,
-    )
+    The hubness correction, which earlier versions subtracted, is ignored with a
+    warning.
 
-
-def warn_about_hubness(info: BundleInfo) -> None:
-    """Warn if the score of a bundle names the hubness correction, which earlier
-    versions subtracted. The correction is ignored.
+    Args:
+        width: width of the joint encoder.
     """
     if HUBNESS_BANK in info.joint:
         warnings.warn(
@@ -433,6 +426,14 @@ def warn_about_hubness(info: BundleInfo) -> None:
             RuntimeWarning,
             stacklevel=1,
         )
+    sizes = info.pooled_similarity
+    if sizes is None:
+        return None
+    return load_module(
+        info.path / JOINT_WEIGHTS,
+        lambda: PooledSimilarity(width, **sizes),
+        prefix=POOLED,
+    ).to(device)
 
 
 def check_scorer_fit(

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from edje_index.bundles.bundle import ModelBundle
 from edje_index.bundles.info import BundleInfo
@@ -413,7 +413,7 @@ def _is_bert(config: Any) -> bool:
 
 def load_towers(
     vision: str | Source, checkpoint: _Checkpoint | None = None, say: Say = silent
-) -> tuple[torch.nn.Module, ClipConfig, Path | None]:
+) -> tuple[nn.Module, ClipConfig, Path | None]:
     """Load towers. Return the open_clip model, its configuration, and the directory
     with its tokenizer; None if open_clip finds the tokenizer.
 

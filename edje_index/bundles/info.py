@@ -19,7 +19,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -30,7 +29,7 @@ from edje_index.models.safety import check_bundle_folder
 from edje_index.scoring.weights import DirectionWeights, ScoreWeights
 from storage_formats.arguments import as_path, repr_of
 from storage_formats.atomic import Json
-from storage_formats.format.index_files import open_regular
+from storage_formats.format.index_files import read_index_file
 from storage_formats.format.offset import Offset, check_offset
 
 if TYPE_CHECKING:
@@ -239,12 +238,7 @@ def read_bundle_info(path: str | Path) -> BundleInfo:
             " weights and tokenizers accept no other paths: rename the directory"
         ) from error
     try:
-        with os.fdopen(open_regular(file), "rb") as opened:
-            if os.fstat(opened.fileno()).st_size > MAX_INFO_BYTES:
-                raise ModelError(
-                    f"{file} is too large to describe a model bundle; restore this file"
-                )
-            content = json.loads(opened.read())
+        content = json.loads(read_index_file(folder, file, max_bytes=MAX_INFO_BYTES))
     except (FileNotFoundError, NotADirectoryError) as error:
         raise NotABundleError(
             f"{folder} is not a model bundle, because there is no file {file}; give"

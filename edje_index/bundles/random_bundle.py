@@ -202,21 +202,13 @@ def untrained_tokenizer(words: int) -> JointTokenizer:
     # (``##``). Single letters and digits are added, so that no lower-case ASCII word is
     # unknown.
     letters = string.ascii_lowercase + string.digits
-    pieces = dict.fromkeys(
-        (*SPECIAL, *string.punctuation, *letters, *("##" + c for c in letters))
-    )
+    pieces = [*SPECIAL, *string.punctuation, *letters, *("##" + c for c in letters)]
     most = len(pieces) + words
     for entry in SimpleTokenizer().encoder:
-        if len(pieces) >= most:
-            break
-        if re.fullmatch(r"[a-z0-9]+", entry.removesuffix(WORD_END)):
-            pieces[
-                (
-                    entry.removesuffix(WORD_END)
-                    if entry.endswith(WORD_END)
-                    else "##" + entry
-                )
-            ] = None
+        word = entry.removesuffix(WORD_END)
+        if re.fullmatch(r"[a-z0-9]+", word):
+            pieces.append(word if entry.endswith(WORD_END) else "##" + word)
+    pieces = list(dict.fromkeys(pieces))[:most]
     vocabulary = {
         piece: token_id for token_id, piece in enumerate((*pieces, IMAGE_TOKEN))
     }

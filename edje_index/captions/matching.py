@@ -14,10 +14,10 @@ from typing import Any, TypeAlias
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from numpy.typing import NDArray
 
 from edje_index.captions.reading import CAPTION_KEYS, SPLIT_KEY, CaptionedImage
 from edje_index.inputs.refs import display_path
+from storage_formats.arrays import Bools, Ints
 from storage_formats.errors import UsageError
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.rows import DUPLICATE, INDEXED, read_all_rows
@@ -49,9 +49,9 @@ class MatchedRows:
             readable part, bool [n].
     """
 
-    rows: NDArray[np.int64]
+    rows: Ints
     reasons: tuple[str | None, ...]
-    truncated: NDArray[np.bool_]
+    truncated: Bools
 
     def missing(self) -> dict[str, int]:
         """Return the number of images without a row, by reason."""
@@ -74,7 +74,7 @@ class MatchedRows:
 
     def indexed(
         self, items: Sequence[CaptionedImage]
-    ) -> tuple[list[CaptionedImage], NDArray[np.int64]]:
+    ) -> tuple[list[CaptionedImage], Ints]:
         """Return the k images in `items` that have a row, and their row ids, int64
         [k].
         """

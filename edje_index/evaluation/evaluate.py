@@ -12,15 +12,13 @@ import numpy as np
 from edje_index.bundles.info import matching_bundle
 from edje_index.captions.matching import NAME_COLUMNS, match_items, stored_captions
 from edje_index.captions.reading import read_captions
-from edje_index.evaluation.pool_scores import score_pairs, token_sources
-from edje_index.evaluation.protocol import full_set, split_set
+from edje_index.evaluation.pools import full_set, score_pairs, split_set, token_sources
 from edje_index.evaluation.recall import (
     ClusterBootstrap,
     Estimate,
     hits,
     ranks_after_reranking,
 )
-from edje_index.models.text_tower import embed_texts
 from edje_index.progress import OnProgress
 from edje_index.scoring.final_score import FinalScore
 from edje_index.scoring.parts import reads_tokens
@@ -178,7 +176,7 @@ def evaluate(
         pools: pool sizes; empty for the default pool sizes.
         directions: search directions: "t2i", "i2t" or both.
         full: use the full-dataset protocol instead of the split protocol, see
-            `edje_index.evaluation.protocol`.
+            `edje_index.evaluation.pools`.
         score: final score for re-ranking, see `scoring.weights.parse_score`. With the
             score "embedding", nothing is re-ranked.
         resamples: number of bootstrap resamples; 0 for no confidence intervals.
@@ -282,7 +280,7 @@ def evaluate(
         )
     embeddings = (
         read_embeddings(opened, eval_set.rows),
-        embed_texts(bundle.text, eval_set.captions, on_progress),
+        bundle.text.encode(eval_set.captions, on_progress=on_progress),
     )
     nearest = {
         direction: eval_set.pools(direction, *embeddings, max((*pools, 1)))

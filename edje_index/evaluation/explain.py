@@ -299,7 +299,7 @@ def _open(
     index = CommittedIndex.open(root)
     info = matching_bundle(index, model)
     verify_files(info, [name for name in info.files if name.startswith(JOINT_FOLDER)])
-    joint = load_scorer(info, torch.float32, torch.device("cpu"))
+    joint = load_scorer(info, torch.float32, torch.device("cpu")).joint
     store = TokenStore(index, precision)
     if store.block_shape[1] != joint.width:
         raise ModelError(
@@ -348,17 +348,12 @@ class Vocabulary:
         """Count the nearest words. `token_ids` contains the token id of the nearest
         word of each token.
         """
-        counts = Counter(token_ids)
-        ordered = sorted(
-            counts.items(), key=lambda item: (-item[1], self.words[item[0]])
-        )
+        counts = Counter(self.words[token_id] for token_id in token_ids)
         return WordCounts(
-            words=tuple((self.words[token_id], count) for token_id, count in ordered),
+            words=tuple(sorted(counts.items(), key=lambda item: (-item[1], item[0]))),
             tokens=counts.total(),
             unused=sum(
-                count
-                for token_id, count in ordered
-                if _UNUSED.fullmatch(self.words[token_id])
+                count for word, count in counts.items() if _UNUSED.fullmatch(word)
             ),
         )
 

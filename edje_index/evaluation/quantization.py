@@ -8,12 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from edje_index.errors import BundleNotFoundError
-from edje_index.evaluation.pool_scores import TokenSource, score_pairs, token_sources
+from edje_index.evaluation.pools import TokenSource, score_pairs, token_sources
 from edje_index.evaluation.recall import ClusterBootstrap, Estimate
 from edje_index.indexing.faiss_index import AnnIndex, Neighbours
 from edje_index.progress import OnProgress
@@ -28,14 +27,12 @@ from edje_index.scoring.weights import (
 )
 from edje_index.search.query import read_queries
 from edje_index.search.rows import caption_column
+from edje_index.search.token_index import TokenIndex
 from storage_formats.arrays import Bools, Floats
 from storage_formats.codecs.formats import CODECS
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.rows import INDEXED, iter_rows
 from storage_formats.format.tombstones import live_rows
-
-if TYPE_CHECKING:
-    from edje_index.search.token_index import TokenIndex
 
 _BATCH_ROWS = 128
 _ROWS = 2000
@@ -92,6 +89,16 @@ class RankingChange:
 
     first_kept: Estimate
     loss: Estimate | None
+
+    @property
+    def lost(self) -> Estimate:
+        """The loss of R@1 in points, or, if the correct hits are not known, the
+        percentage of first hits that change.
+        """
+        if self.loss is not None:
+            return self.loss
+        low, high = self.first_kept.bounds
+        return Estimate(100 - self.first_kept.value, 100 - high, 100 - low)
 
 
 @dataclass(frozen=True)
@@ -353,8 +360,6 @@ def _ranking_index(
     """Return the index to search, or why no model can re-rank."""
     if model is None and "bundle" not in index.manifest.model:
         return None, "the index was not built by a model"
-    from edje_index.search.token_index import TokenIndex
-
     try:
         opened = TokenIndex.open(index.root, model)
     except BundleNotFoundError as error:
@@ -421,7 +426,7 @@ def advice(
     chosen = f"keep {reference}: {reference_bytes / 1000:.1f} kB per image"
     refused = ""
     for cost in sorted(ranked, key=lambda cost: -cost.bytes_per_image):
-        lost = loss_of(cost.ranking[WHOLE_SCORE])
+        lost = cost.ranking[WHOLE_SCORE].lost
         low, high = lost.bounds
         if high <= limit:
             chosen = (
@@ -432,15 +437,3 @@ def advice(
         elif not refused:
             refused = f"; {cost.name} would {verb} {lost.value:.1f} {unit}"
     return chosen + refused
-
-
-def loss_of(change: RankingChange) -> Estimate:
-    """Return the loss of R@1 in points, or, if the correct hits are not known, the
-    percentage of first hits that change.
-    """
-    if change.loss is not None:
-        return change.loss
-    kept = change.first_kept
-    if kept.low is None or kept.high is None:
-        return Estimate(100 - kept.value)
-    return Estimate(100 - kept.value, 100 - kept.high, 100 - kept.low)

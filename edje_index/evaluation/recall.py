@@ -197,9 +197,11 @@ class ClusterBootstrap:
             sums, cluster_of_query, np.column_stack([values, np.ones(len(values))])
         )
         rng = np.random.default_rng(self.seed)
-        totals = np.empty((self.resamples, sums.shape[1]))
-        for resample in range(self.resamples):
-            drawn = rng.integers(0, count, count)
-            totals[resample] = np.bincount(drawn, minlength=count) @ sums
+        totals = np.array(
+            [
+                np.bincount(rng.integers(0, count, count), minlength=count) @ sums
+                for _ in range(self.resamples)
+            ]
+        )
         result: NDArray[np.float64] = totals[:, :-1] / totals[:, -1:]
         return result

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from edje_index.evaluation.recall import Estimate
 from edje_index.scoring.weights import IMAGE_TO_TEXT, TEXT_TO_IMAGE, ScoreWeights
 from storage_formats.atomic import Json
 from storage_formats.errors import UsageError
@@ -18,7 +19,6 @@ from storage_formats.errors import UsageError
 if TYPE_CHECKING:
     from edje_index.evaluation.evaluate import Evaluation
     from edje_index.evaluation.quantization import QuantizationReport
-    from edje_index.evaluation.recall import Estimate
 
 _NAMES = {TEXT_TO_IMAGE: "Text-to-image", IMAGE_TO_TEXT: "Image-to-text"}
 _CANDIDATES = {TEXT_TO_IMAGE: "images", IMAGE_TO_TEXT: "captions"}
@@ -114,35 +114,20 @@ def evaluation_report(evaluation: Evaluation) -> str:
         for result in evaluation.results:
             if result.direction != direction:
                 continue
-            recall = [_shown(result.recall[k]) for k in cutoffs]
-            if result.precision is None:
-                rows.append(
-                    [
-                        "embedding only",
-                        "-",
-                        "-",
-                        *recall,
-                        *(["-"] * 3 if evaluation.pools else []),
-                    ]
-                )
-                continue
-            assert result.bytes_per_image is not None
-            assert result.gain is not None
-            rows.append(
-                [
-                    result.precision + ("*" if result.simulated_from else ""),
-                    f"{result.bytes_per_image / 1000:.3g}",
-                    str(result.pool),
-                    *recall,
-                    "-" if result.in_pool is None else f"{result.in_pool.value:.1f}",
-                    _shown(result.gain[cutoffs[0]], "{:+.1f}"),
-                    (
-                        "-"
-                        if result.change is None
-                        else _shown(result.change[cutoffs[0]], "{:+.2f}")
-                    ),
-                ]
-            )
+            name = "embedding only"
+            size = "-"
+            if result.precision is not None:
+                name = result.precision + ("*" if result.simulated_from else "")
+                size = f"{(result.bytes_per_image or 0) / 1000:.3g}"
+            row = [name, size, str(result.pool or "-")]
+            row += [_shown(result.recall[k]) for k in cutoffs]
+            if result.in_pool is not None:
+                row.append(f"{result.in_pool.value:.1f}")
+            if result.gain is not None:
+                row.append(_shown(result.gain[cutoffs[0]], "{:+.1f}"))
+            if result.change is not None:
+                row.append(_shown(result.change[cutoffs[0]], "{:+.2f}"))
+            rows.append(row + ["-"] * (len(header) - len(row)))
         candidates = f"{system.candidates[direction]:,} {_CANDIDATES[direction]}"
         lines += [
             "",
@@ -180,7 +165,8 @@ def evaluation_report(evaluation: Evaluation) -> str:
             "* not stored in the index, converted in memory:"
             f" {', '.join(sorted(simulated))}."
         )
-    notes.append(f"{evaluation.seconds:.0f} s in total.")
+    if evaluation.pools:
+        notes.append(f"{evaluation.seconds:.0f} s in total.")
     return "\n".join([*lines, "", *(f"- {note}" for note in notes)]) + "\n"
 
 
@@ -249,13 +235,10 @@ def quantization_figure(report: QuantizationReport) -> str:
     The loss is that of the whole score: points of R@1, or the percentage of first hits
     that change.
     """
-    from edje_index.evaluation.quantization import loss_of
-    from edje_index.evaluation.recall import Estimate
-
     losses = {report.reference: (report.reference_bytes_per_image, Estimate(0.0))}
     for cost in report.precisions:
         for change in list(cost.ranking.values())[:1]:
-            losses[cost.name] = (cost.bytes_per_image, loss_of(change))
+            losses[cost.name] = (cost.bytes_per_image, change.lost)
     points = [
         (size, lost, f"{name}: {lost.value:.1f} at {size / 1000:.1f} kB", "#06c")
         for name, (size, lost) in losses.items()

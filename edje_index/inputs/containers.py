@@ -113,8 +113,14 @@ class ZipArchive:
         for info in self._archive.infolist():
             # `ZipInfo.is_dir` fails for an empty name
             if not info.filename.endswith("/"):
+                name = info.filename.encode("utf-8", "backslashreplace")
+                # macOS and other systems write UTF-8 without the flag that says so, and
+                # `zipfile` reads it as code page 437
+                if not info.flag_bits & _UTF8:
+                    with contextlib.suppress(UnicodeError):
+                        name = info.filename.encode("cp437").decode().encode()
                 yield Member(
-                    _zip_name(info),
+                    name,
                     info.header_offset,
                     info.file_size,
                     _zip_problem(info),
@@ -129,11 +135,11 @@ class ZipArchive:
         info = self._info_at.get(offset)
         if info is None:
             raise ImageError(
-                reason="changed-since-plan",
-                detail=f"the archive has no member at byte {offset}",
+                "changed-since-plan",
+                f"the archive has no member at byte {offset}",
             )
         if (problem := _zip_problem(info)) is not None:
-            raise ImageError(reason=problem, detail="found while planning")
+            raise ImageError(problem, "found while planning")
         check_bytes(max(size, info.file_size), max_bytes)
         with _named_damage("the member of the zip"), self._archive.open(info) as member:
             return b"".join(iter(lambda: member.read(_ZIP_STEP), b""))
@@ -141,16 +147,6 @@ class ZipArchive:
     def close(self) -> None:
         self._archive.close()
         self._file.close()
-
-
-def _zip_name(info: zipfile.ZipInfo) -> bytes:
-    """Return the name of a member as UTF-8. macOS and other systems write UTF-8 without
-    the flag that says so, and `zipfile` reads it as code page 437.
-    """
-    if not info.flag_bits & _UTF8:
-        with contextlib.suppress(UnicodeError):
-            return info.filename.encode("cp437").decode().encode()
-    return info.filename.encode("utf-8", "backslashreplace")
 
 
 def _zip_problem(info: zipfile.ZipInfo) -> str | None:
@@ -179,7 +175,7 @@ def _named_damage(part: str) -> Iterator[None]:
         if isinstance(error, MemoryError):
             raise
         detail = f"{part} is damaged: {error or type(error).__name__}"
-        raise ImageError(reason="damaged-archive", detail=detail) from error
+        raise ImageError("damaged-archive", detail) from error
 
 
 class ParquetImages:
@@ -201,8 +197,8 @@ class ParquetImages:
             leaf = image_leaf(self._parquet.schema_arrow, column)
         if leaf is None:
             raise ImageError(
-                reason="changed-since-plan",
-                detail=f"the file has no images in a column {column}",
+                "changed-since-plan",
+                f"the file has no images in a column {column}",
             )
         self._leaf = leaf
         metadata = self._parquet.metadata
@@ -220,20 +216,18 @@ class ParquetImages:
         max_bytes: int,
     ) -> bytes:
         if not 0 <= offset < self._rows:
-            raise ImageError(
-                reason="changed-since-plan", detail=f"the file has no row {offset}"
-            )
+            raise ImageError("changed-since-plan", f"the file has no row {offset}")
         items = self._window.read(offset, offset + 1)
         if not items:
             raise ImageError(
-                reason="damaged-archive",
-                detail=f"the Parquet file ends before row {offset}",
+                "damaged-archive",
+                f"the Parquet file ends before row {offset}",
             )
         image = items[0].data
         if image is None:
             raise ImageError(
-                reason="changed-since-plan",
-                detail=f"row {offset} has no image any more",
+                "changed-since-plan",
+                f"row {offset} has no image any more",
             )
         check_bytes(len(image), max_bytes)
         return image
@@ -449,8 +443,8 @@ def read_packed(
         raise
     if size is not None and len(data) != size:
         raise ImageError(
-            reason="truncated-archive",
-            detail=f"the archive has only {len(data)} of {size} bytes",
+            "truncated-archive",
+            f"the archive has only {len(data)} of {size} bytes",
         )
     return data
 
@@ -464,9 +458,7 @@ def _open(
 ) -> Archive | ParquetImages:
     file = open_ranged(path)
     if file.length != container.length:
-        raise ImageError(
-            reason="changed-since-plan", detail=f"the file has {file.length} bytes now"
-        )
+        raise ImageError("changed-since-plan", f"the file has {file.length} bytes now")
     if container.kind == PARQUET:
         return ParquetImages(file, container.column)
     return ARCHIVES[container.kind][0](file)

@@ -18,15 +18,14 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-from numpy.typing import NDArray
 
 from edje_index.images.transient import is_transient
 from edje_index.inputs.containers import Container
 from edje_index.inputs.refs import InputRef
+from storage_formats.arrays import Ints
 from storage_formats.atomic import fsync_path, naming, replacing
 from storage_formats.errors import CorruptIndexError
 from storage_formats.format.layout import IndexSpec, Layout
@@ -171,7 +170,7 @@ class InputTable:
     def __len__(self) -> int:
         return len(self._table)
 
-    def refs(self, rows: NDArray[np.int64]) -> list[InputRef]:
+    def refs(self, rows: Ints) -> list[InputRef]:
         """Return the inputs of `rows`, in this order."""
         return [_refs(self._table.slice(row, 1))[0] for row in rows.tolist()]
 

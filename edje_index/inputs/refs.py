@@ -107,7 +107,7 @@ def read_bytes(ref: InputRef) -> bytes:
             "changed-since-plan".
     """
     if ref.problem is not None:
-        raise ImageError(reason=ref.problem, detail="found while planning")
+        raise ImageError(ref.problem, "found while planning")
 
     def read() -> bytes:
         try:
@@ -160,16 +160,14 @@ def read_bytes(ref: InputRef) -> bytes:
                 or scheme_of(os.fsdecode(ref.path)) not in WEB_SCHEMES
             ):
                 raise
-            raise ImageError(
-                reason="unreachable", detail=f"{error.strerror}"
-            ) from error
+            raise ImageError("unreachable", f"{error.strerror}") from error
 
     try:
         data = retry(read, ref.uri, MAX_INPUT_BYTES)
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise ImageError(reason="missing", detail=f"{error.strerror}") from error
+        raise ImageError("missing", f"{error.strerror}") from error
     except (ChangedFileError, EOFError) as error:
-        raise ImageError(reason="changed-since-plan", detail=str(error)) from error
+        raise ImageError("changed-since-plan", str(error)) from error
     except (OSError, ValueError) as error:
         # ValueError: a NUL in the path
         reason = (
@@ -178,13 +176,13 @@ def read_bytes(ref: InputRef) -> bytes:
             else "unreadable"
         )
         raise ImageError(
-            reason=reason, detail=getattr(error, "strerror", None) or str(error)
+            reason, getattr(error, "strerror", None) or str(error)
         ) from error
     if ref.size not in (None, len(data)):
         detail = (
             f"the size is {len(data)} bytes, but was {ref.size} when the plan was made"
         )
-        raise ImageError(reason="changed-since-plan", detail=detail)
+        raise ImageError("changed-since-plan", detail)
     if not data:
-        raise ImageError(reason="empty", detail="0 bytes")
+        raise ImageError("empty", "0 bytes")
     return data

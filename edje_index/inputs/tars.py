@@ -51,8 +51,8 @@ def check_bytes(size: int, max_bytes: int) -> None:
     """Raise ImageError if an input of `size` bytes is over the limit."""
     if size > max_bytes:
         raise ImageError(
-            reason="too-many-bytes",
-            detail=f"{size} bytes is over the limit of {max_bytes}",
+            "too-many-bytes",
+            f"{size} bytes is over the limit of {max_bytes}",
         )
 
 
@@ -213,7 +213,7 @@ class TarArchive:
                         f"{compressed.tell()} compressed bytes expand to more than"
                         f" {end} bytes"
                     )
-                    raise ImageError(reason="too-expensive", detail=detail)
+                    raise ImageError("too-expensive", detail)
                 yield len(chunk), chunk
         except EOFError as error:
             raise ImageError(
@@ -229,7 +229,7 @@ class TarArchive:
             detail = (
                 f"the compressed data are damaged after {end} bytes of content: {error}"
             )
-            raise ImageError(reason=reason, detail=detail) from error
+            raise ImageError(reason, detail) from error
 
 
 class _HeaderFile:

@@ -13,7 +13,6 @@ import itertools
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from edje_index.images.clips import is_clip, key_frame
 from edje_index.images.decode import ImageError, content_hash, decode_partial
@@ -27,6 +26,7 @@ from edje_index.inputs.containers import (
 )
 from edje_index.inputs.ranges import open_ranged
 from edje_index.inputs.refs import InputRef, read_bytes
+from storage_formats.atomic import Json
 from storage_formats.extras import MissingExtraError
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.remote import open_index
@@ -123,7 +123,7 @@ def read_thumbnails(
     return thumbnails
 
 
-def read_photo(row: dict[str, Any]) -> bytes:
+def read_photo(row: Json) -> bytes:
     """Read the photo of a row and check its hash.
 
     Raises:
@@ -131,27 +131,22 @@ def read_photo(row: dict[str, Any]) -> bytes:
             the index, or has changed since it was indexed.
     """
     if row["status"] != INDEXED:
-        raise ImageError(
-            reason=row["status"], detail=row["reason"] or "see the rows table"
-        )
+        raise ImageError(row["status"], row["reason"] or "see the rows table")
     if row["content_hash"] is None or row["size"] is None:
         raise ImageError(
-            reason="unreadable",
-            detail=(
-                "the index contains no hash of the photo, so the photo cannot be"
-                " checked"
-            ),
+            "unreadable",
+            ("the index contains no hash of the photo, so the photo cannot be checked"),
         )
     if row["size"] > MAX_PHOTO_BYTES:
         raise ImageError(
-            reason="too-many-bytes",
-            detail=f"{row['size']:,} bytes is over the limit of {MAX_PHOTO_BYTES:,}",
+            "too-many-bytes",
+            f"{row['size']:,} bytes is over the limit of {MAX_PHOTO_BYTES:,}",
         )
     data = read_bytes(_locate(row))
     if content_hash(data) != row["content_hash"]:
         raise ImageError(
-            reason="changed-since-plan",
-            detail="the photo has changed since it was indexed",
+            "changed-since-plan",
+            "the photo has changed since it was indexed",
         )
     return data
 
@@ -167,7 +162,7 @@ def describe_photo_error(error: Exception) -> str:
     return "unreadable: the storage of the photo does not respond"
 
 
-def _locate(row: dict[str, Any]) -> InputRef:
+def _locate(row: Json) -> InputRef:
     """Return where the photo of a row is now: a file, or a part of an archive or
     Parquet file.
     """
@@ -176,20 +171,20 @@ def _locate(row: dict[str, Any]) -> InputRef:
     path = row["uri_raw"] or os.fsencode(uri)
     if is_url(path):
         raise ImageError(
-            reason="not-a-local-path",
-            detail="the photo is on a server; only local photos are shown",
+            "not-a-local-path",
+            "the photo is on a server; only local photos are shown",
         )
     parts = split_uri(uri)
     if parts is not None and not os.path.isfile(path):
         path = row["uri_raw"] or os.fsencode(parts[0])
     if not os.path.isabs(path):
         raise ImageError(
-            reason="not-a-local-path",
-            detail="the index names the photo by a relative path",
+            "not-a-local-path",
+            "the index names the photo by a relative path",
         )
     # before `read_bytes`, which waits for a directory that has vanished
     if not os.path.isfile(path):
-        raise ImageError(reason="missing", detail="no such file")
+        raise ImageError("missing", "no such file")
     if parts is None or path == os.fsencode(uri):
         return InputRef(uri, path, size=size)
     archive, member = parts
@@ -198,9 +193,7 @@ def _locate(row: dict[str, Any]) -> InputRef:
     if kind == PARQUET:
         column, _, number = member.rpartition("/")
         if not number.isdecimal():
-            raise ImageError(
-                reason="missing", detail="the index names no row of the Parquet file"
-            )
+            raise ImageError("missing", "the index names no row of the Parquet file")
         return InputRef(
             uri, path, Container(PARQUET, status.st_size, column), int(number)
         )
@@ -209,9 +202,7 @@ def _locate(row: dict[str, Any]) -> InputRef:
     )
     offset = offsets.get((member.encode("utf-8", "surrogateescape"), size))
     if offset is None:
-        raise damage or ImageError(
-            reason="missing", detail="the archive has no such member"
-        )
+        raise damage or ImageError("missing", "the archive has no such member")
     return InputRef(uri, path, Container(str(kind), status.st_size), offset, size)
 
 
@@ -234,7 +225,7 @@ def _member_offsets(
             detail = (
                 "the photo is in a compressed archive; unpack the archive to see it"
             )
-            raise ImageError(reason="too-expensive", detail=detail)
+            raise ImageError("too-expensive", detail)
         try:
             for member in itertools.islice(archive.members(), _MAX_MEMBERS):
                 offsets.setdefault((member.name, member.size), member.offset)

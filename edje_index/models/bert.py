@@ -11,6 +11,7 @@ head, v size of the vocabulary.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -50,6 +51,7 @@ def check_bert(config: Json, source: str) -> None:
         )
 
 
+@dataclass(frozen=True)
 class BertWeights:
     """The weights of a BERT model. Names and shapes are checked.
 
@@ -58,41 +60,29 @@ class BertWeights:
             `BertModel`.
     """
 
-    def __init__(
-        self,
-        tensors: Mapping[str, Tensor],
-        prefix: str,
-        *,
-        source: str,
-        device: torch.device,
-    ) -> None:
-        self._tensors = tensors
-        self._prefix = prefix
-        self._source = source
-        self._device = device
+    tensors: Mapping[str, Tensor]
+    prefix: str
+    source: str = field(kw_only=True)
+    device: torch.device = field(kw_only=True)
 
     def take(self, name: str, *shape: int) -> Tensor:
         """Return the tensor `name`, float32. A size of -1 in `shape` matches any
         size.
         """
-        tensor = self._tensors.get(self._prefix + name)
-        if tensor is None:
-            raise ModelError(
-                f"{self._source} does not fit the configuration of the model: the"
-                f" tensor {self._prefix + name} is missing; give weights and a"
-                " configuration of the same model"
-            )
-        if len(tensor.shape) != len(shape) or any(
-            size not in (actual, -1)
-            for size, actual in zip(shape, tensor.shape, strict=True)
+        tensor = self.tensors.get(self.prefix + name)
+        sizes = [] if tensor is None else list(tensor.shape)
+        if (
+            tensor is None
+            or len(sizes) != len(shape)
+            or any(a not in (b, -1) for a, b in zip(shape, sizes, strict=True))
         ):
+            found = "missing" if tensor is None else f"of the shape {sizes}"
             raise ModelError(
-                f"{self._source} does not fit the configuration of the model: the"
-                f" tensor {self._prefix + name} has the shape {list(tensor.shape)}"
-                f" instead of {list(shape)}; give weights and a configuration of the"
-                " same model"
+                f"{self.source} does not fit the configuration of the model: the"
+                f" tensor {self.prefix + name} of the shape {list(shape)} is {found};"
+                " give weights and a configuration of the same model"
             )
-        return tensor.detach().to(self._device, torch.float32)
+        return tensor.detach().to(self.device, torch.float32)
 
     def linear(
         self,

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import torch
+from torch import nn
 
 from edje_index.errors import HubUnreachableError, ModelError
 from edje_index.models._torchvision_compat import prepare_torchvision
@@ -46,7 +46,7 @@ _CONNECT_SECONDS = 5.0
 _HUB_SETTINGS = threading.RLock()
 
 
-def build_clip(config: ClipConfig, hf_text: Path | None = None) -> torch.nn.Module:
+def build_clip(config: ClipConfig, hf_text: Path | None = None) -> nn.Module:
     """Build the whole model with random weights, on the CPU, in evaluation mode.
 
     Args:
@@ -77,7 +77,7 @@ def build_clip(config: ClipConfig, hf_text: Path | None = None) -> torch.nn.Modu
     return model
 
 
-def build_visual(config: ClipConfig) -> torch.nn.Module:
+def build_visual(config: ClipConfig) -> nn.Module:
     """Build only the image tower, with random weights."""
     arguments = _without_downloads(config)
     quick_gelu = bool(arguments.get("quick_gelu", False))
@@ -114,7 +114,7 @@ def _without_downloads(config: ClipConfig) -> Json:
     return arguments
 
 
-def _build(name: str, make: Callable[[], torch.nn.Module]) -> torch.nn.Module:
+def _build(name: str, make: Callable[[], nn.Module]) -> nn.Module:
     try:
         with hub_access(local_only=True):
             return make().eval()
@@ -135,14 +135,14 @@ def _configure_trunk(visual: Any, config: ClipConfig) -> None:
         for module in list(visual.trunk.modules()):
             for name, child in module.named_children():
                 if type(child).__name__.startswith("GELU"):
-                    setattr(module, name, torch.nn.GELU(**options))
+                    setattr(module, name, nn.GELU(**options))
     patches = getattr(visual.trunk, "patch_embed", None)
     size = getattr(patches, "img_size", None)
     if size is not None and tuple(size) != tuple(visual.image_size):
         visual.set_input_size(visual.image_size)
 
 
-def load_clip(vision: str) -> tuple[torch.nn.Module, ClipConfig]:
+def load_clip(vision: str) -> tuple[nn.Module, ClipConfig]:
     """Load an open_clip model. Return the model and its configuration.
 
     Args:

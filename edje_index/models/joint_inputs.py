@@ -53,6 +53,7 @@ class JointInputs:
     attention_mask: Tensor
 
 
+@dataclass(eq=False)
 class JointTokenizer:
     """A BERT tokenizer with the ``<image>`` placeholder.
 
@@ -64,25 +65,20 @@ class JointTokenizer:
             before they are tokenised, see `clean_canonicalize`.
     """
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        special_tokens: Mapping[str, str],
-        *,
-        truncation_side: str = "right",
-        canonical: bool = False,
-    ) -> None:
-        self.tokenizer = tokenizer
-        self.special_tokens = dict(special_tokens)
-        self.truncation_side = truncation_side
-        self.canonical = canonical
+    tokenizer: Tokenizer
+    special_tokens: Mapping[str, str]
+    truncation_side: str = "right"
+    canonical: bool = False
+
+    def __post_init__(self) -> None:
+        tokenizer = self.tokenizer
         # does nothing if the vocabulary has the token
         tokenizer.add_special_tokens([IMAGE_TOKEN])
         # a tokenizer file may switch on truncation and padding
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._special_ids: dict[str, int] = {}
-        for name, token in special_tokens.items():
+        for name, token in self.special_tokens.items():
             token_id = tokenizer.token_to_id(token)
             if token_id is None:
                 raise ModelError(

@@ -11,11 +11,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 
-class Linear(torch.nn.Module):
+class Linear(nn.Module):
     """A linear layer with fixed weights.
 
     Args:
@@ -63,14 +63,14 @@ class Linear(torch.nn.Module):
         return result
 
 
-def replace_linear_layers(module: torch.nn.Module, dtype: torch.dtype) -> None:
+def replace_linear_layers(module: nn.Module, dtype: torch.dtype) -> None:
     """Replace the linear layers in `module`, which is on a CPU and only computes, by
     layers of class `Linear`.
 
     `dtype` is the data type of the matrix products and of the results.
     """
     for name, child in module.named_children():
-        if type(child) is torch.nn.Linear:
+        if type(child) is nn.Linear:
             weight = child.weight.detach().to(dtype)
             bias = (
                 torch.zeros_like(weight[:, 0])
@@ -78,6 +78,6 @@ def replace_linear_layers(module: torch.nn.Module, dtype: torch.dtype) -> None:
                 else child.bias.detach().to(dtype)
             )
             setattr(module, name, Linear(weight, bias))
-        elif not isinstance(child, torch.nn.MultiheadAttention):
+        elif not isinstance(child, nn.MultiheadAttention):
             # it uses its weights without calling its layers
             replace_linear_layers(child, dtype)

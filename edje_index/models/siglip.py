@@ -11,6 +11,7 @@ import re
 from typing import Any
 
 import torch
+from torch import nn
 
 from edje_index.errors import ModelError
 from edje_index.models._torchvision_compat import prepare_torchvision
@@ -23,7 +24,7 @@ prepare_torchvision()
 import timm  # noqa: E402
 from transformers import SiglipConfig  # noqa: E402
 
-# Name of the activation in transformers -> approximation of torch.nn.GELU
+# Name of the activation in transformers -> approximation of nn.GELU
 _ACTIVATIONS = {"gelu": "none", "gelu_pytorch_tanh": "tanh"}
 # transformers' default
 _BICUBIC = 3
@@ -123,7 +124,7 @@ def siglip_config(config: Json, processor: Json, name: str) -> ClipConfig:
     return ClipConfig(name.rpartition("/")[2], model, preprocess)
 
 
-def load_siglip(clip: torch.nn.Module, state: State, source: str) -> None:
+def load_siglip(clip: nn.Module, state: State, source: str) -> None:
     """Copy the towers of a ``SiglipModel`` of transformers into the open_clip model
     `clip`. A tower that `state` lacks is left as it is.
 

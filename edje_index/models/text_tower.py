@@ -10,13 +10,13 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from tokenizers import Tokenizer
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from edje_index.errors import HubUnreachableError, ModelError
@@ -42,7 +42,6 @@ from edje_index.progress import OnProgress
 from storage_formats.arguments import repr_of
 from storage_formats.arrays import Floats
 
-TEXTS_PER_REPORT = 1024
 # where a tokenizer was read from
 ORIGIN_KEYS = ("is_local", "local_files_only", "name_or_path")
 # accepted tokenizer_kwargs
@@ -72,48 +71,38 @@ class TextEncoder(ABC):
         """
 
     @torch.inference_mode()
-    def encode(self, texts: Sequence[str], batch_size: int = 256) -> Floats:
+    def encode(
+        self,
+        texts: Sequence[str],
+        batch_size: int = 256,
+        on_progress: OnProgress = lambda activity, done, total: None,
+    ) -> Floats:
         """Return the L2-normalised embeddings of ``texts``, float32 [len(texts),
-        embed_dim].
+        embed_dim]. Equal texts are embedded once.
+
+        Args:
+            on_progress: called before each batch and at the end. An exception raised by
+                `on_progress` stops this method.
         """
         if isinstance(texts, str) or not texts:
             raise ValueError("texts must be a list of at least one string")
-        if self.canonical:
-            texts = [clean_canonicalize(text) for text in texts]
         # Texts of similar length share a batch, so that little padding is computed.
-        order = sorted(range(len(texts)), key=lambda position: len(texts[position]))
-        starts = range(0, len(texts), batch_size)
-        batches = [
-            [texts[position] for position in order[start : start + batch_size]]
-            for start in starts
-        ]
-        embeddings = torch.cat([self.embed(batch).float().cpu() for batch in batches])
-        result = np.empty(embeddings.shape, dtype=np.float32)
-        result[order] = embeddings.numpy()
-        return result
+        distinct = sorted(dict.fromkeys(texts), key=len)
+        parts = []
+        for start in range(0, len(distinct), batch_size):
+            on_progress("embedding texts", start, len(distinct))
+            batch = distinct[start : start + batch_size]
+            if self.canonical:
+                batch = list(map(clean_canonicalize, batch))
+            parts.append(self.embed(batch).float().cpu())
+        on_progress("embedding texts", len(distinct), len(distinct))
+        row_of_text = {text: row for row, text in enumerate(distinct)}
+        rows = [row_of_text[text] for text in texts]
+        embeddings: Floats = torch.cat(parts).numpy()[rows]
+        return embeddings
 
 
-def embed_texts(
-    tower: TextEncoder, texts: Sequence[str], on_progress: OnProgress
-) -> Floats:
-    """Return the embedding of each text, float32 [len(texts), embed_dim]. Equal texts
-    are embedded once.
-
-    Args:
-        on_progress: called before each group of `TEXTS_PER_REPORT` texts and at the
-            end. An exception raised by `on_progress` stops this function.
-    """
-    distinct = sorted(dict.fromkeys(texts), key=len)
-    parts = []
-    for start in range(0, len(distinct), TEXTS_PER_REPORT):
-        on_progress("embedding texts", start, len(distinct))
-        parts.append(tower.encode(distinct[start : start + TEXTS_PER_REPORT]))
-    on_progress("embedding texts", len(distinct), len(distinct))
-    rows = {text: row for row, text in enumerate(distinct)}
-    embeddings: Floats = np.concatenate(parts)[[rows[text] for text in texts]]
-    return embeddings
-
-
+@dataclass(eq=False, repr=False)
 class TextTower(TextEncoder):
     """The frozen text tower of an open_clip model, with a tokenizer.
 
@@ -123,9 +112,8 @@ class TextTower(TextEncoder):
         (2, 24)
     """
 
-    def __init__(self, clip: torch.nn.Module, tokenizer: Any) -> None:
-        self.clip = clip
-        self.tokenizer = tokenizer
+    clip: nn.Module
+    tokenizer: Any
 
     __repr__ = repr_of("clip.__class__.__name__")
 
@@ -223,6 +211,7 @@ def save_text_tokenizer(tokenizer: Any, folder: Path) -> None:
     )
 
 
+@dataclass(eq=False)
 class BertTextTower(TextEncoder):
     """A BERT text tower. The embedding of a text is the mean of the last hidden states,
     projected to the width e.
@@ -230,20 +219,11 @@ class BertTextTower(TextEncoder):
     Texts get the same cleaning, special tokens and truncation as in open_clip.
     """
 
-    def __init__(
-        self,
-        bert: Bert,
-        tokenizer: Tokenizer,
-        clean: Callable[[str], str],
-        pad: int,
-        projection: list[Tensor],
-    ) -> None:
-        """Private. Call `load_bert_text_tower` instead."""
-        self._bert = bert
-        self._projection = projection
-        self._tokenizer = tokenizer
-        self._clean = clean
-        self._pad = pad
+    _bert: Bert
+    _tokenizer: Tokenizer
+    _clean: Callable[[str], str]
+    _pad: int
+    _projection: list[Tensor]
 
     def embed(self, texts: list[str]) -> Tensor:
         with tokenizing():

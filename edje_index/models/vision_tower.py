@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from edje_index.errors import ModelError
@@ -34,7 +34,7 @@ from open_clip.transformer import (  # noqa: E402
 FeaturesAndAttention = tuple[Tensor, Tensor, Tensor]
 
 
-class VisionTower(torch.nn.Module, ABC):
+class VisionTower(nn.Module, ABC):
     """A frozen vision transformer. :func:`vision_tower` makes one from the image tower
     of an open_clip model.
 
@@ -211,7 +211,7 @@ class ClipTower(VisionTower):
         )
 
 
-def vision_tower(visual: torch.nn.Module) -> VisionTower:
+def vision_tower(visual: nn.Module) -> VisionTower:
     """Make a `VisionTower` from the image tower of an open_clip model,
     ``model.visual``.
     """

@@ -17,14 +17,14 @@ from typing import Any, TypeVar
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from edje_index.errors import ModelError
 from storage_formats.atomic import Json
 
 State = dict[str, Tensor]
-Module = TypeVar("Module", bound=torch.nn.Module)
+Module = TypeVar("Module", bound=nn.Module)
 
 _FACTORIES = frozenset(
     {
@@ -49,14 +49,14 @@ _TENSOR_BYTES = 16
 _SPARE_TENSORS = 10_000
 
 
-def save_weights(module: torch.nn.Module, path: Path) -> None:
+def save_weights(module: nn.Module, path: Path) -> None:
     """Write the tensors of ``module`` to the safetensors file ``path``. A shared
     tensor is written once.
     """
     save_tensors(distinct_tensors(module), path)
 
 
-def distinct_tensors(module: torch.nn.Module) -> State:
+def distinct_tensors(module: nn.Module) -> State:
     """Return the tensors of ``module`` by name. A tensor with several names gets
     only the first name.
     """
@@ -112,9 +112,7 @@ def read_weights(path: Path, prefix: str = "") -> State:
         ) from error
 
 
-def assign_weights(
-    module: torch.nn.Module, state: Mapping[str, Tensor], source: str
-) -> None:
+def assign_weights(module: nn.Module, state: Mapping[str, Tensor], source: str) -> None:
     """Load the tensors in ``state`` into ``module``. `source` names the file or model
     that they come from.
 
@@ -160,7 +158,7 @@ def load_module(path: Path, build: Callable[[], Module], prefix: str = "") -> Mo
     return module
 
 
-def tied_names(module: torch.nn.Module) -> set[str]:
+def tied_names(module: nn.Module) -> set[str]:
     """Return the names of tensors in ``module`` that are also stored under an
     earlier name.
     """

@@ -54,7 +54,7 @@ class CrossEncoder:
         Args:
             inputs: (text, image) pairs, as for `TokenIndex.score_pairs`, or one pair.
             activation_fn: function of a tensor of final scores whose result replaces
-                the relevances; `torch.nn.Identity()` gives the scores.
+                the relevances; `nn.Identity()` gives the scores.
             convert_to_numpy: False returns a list of numbers as tensors.
             convert_to_tensor: True returns one tensor.
             ignored: other arguments of sentence-transformers, for example `batch_size`;

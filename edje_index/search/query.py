@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from edje_index.inputs.json_lines import read_json_lines
 from storage_formats.arguments import as_list, as_path, as_text, shown
 from storage_formats.arrays import Floats, Ints
 from storage_formats.errors import UsageError
@@ -40,33 +40,27 @@ def read_queries(path: Path) -> list[str]:
         UsageError: the file cannot be read, a line is not valid, or there is no query.
     """
     try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
+        if path.suffix == ".jsonl":
+            values = [(number, value) for number, value, _ in read_json_lines(path)]
+        else:
+            lines = path.read_text(encoding="utf-8-sig").splitlines()
+            values = [(0, line) for line in lines if line.strip()]
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise UsageError(
             f"cannot read {path}: {reason}; give a UTF-8 text file"
         ) from error
     queries: list[str] = []
-    for number, line in enumerate(map(str.strip, lines), 1):
-        if line and path.suffix == ".jsonl":
-            try:
-                value = json.loads(line)
-            except (ValueError, RecursionError):
-                value = None
-            if isinstance(value, dict):
-                value = next((value[name] for name in _MEMBERS if name in value), None)
-            texts: list[Any] = value if isinstance(value, list) else [value]
-            if not texts or not all(
-                isinstance(text, str) and text.strip() for text in texts
-            ):
-                raise UsageError(
-                    f"{path}, line {number}: a query must be a JSON string, or an"
-                    f" object with one of the members {', '.join(_MEMBERS)}, got"
-                    f" {line[:80]!r}"
-                )
-            queries += [text.strip() for text in texts]
-        elif line:
-            queries.append(line)
+    for number, value in values:
+        if isinstance(value, dict):
+            value = next((value[name] for name in _MEMBERS if name in value), None)
+        texts = value if isinstance(value, list) and value else [value]
+        if not all(isinstance(text, str) and text.strip() for text in texts):
+            raise UsageError(
+                f"{path}, line {number}: a query must be a JSON string, or an object"
+                f" with one of the members {', '.join(_MEMBERS)}, got {value!r:.80}"
+            )
+        queries += [text.strip() for text in texts]
     if not queries:
         raise UsageError(f"{path} is empty: write one text per line")
     return queries

@@ -7,19 +7,12 @@ from __future__ import annotations
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from edje_index.bundles.bundle import (
-    check_scorer_fit,
-    load_pooled_similarity,
-    load_scorer,
-    load_text_tower,
-    warn_about_hubness,
-)
+from edje_index.bundles.bundle import check_scorer_fit, load_scorer, load_text_tower
 from edje_index.bundles.info import ADAPTER_WEIGHTS, INFO_FILE, BundleInfo, verify_files
 from edje_index.errors import ModelError
 from edje_index.models.adapter import AdapterConfig
 from edje_index.models.devices import resolve_device, resolve_dtype
 from edje_index.models.text_tower import TextEncoder
-from edje_index.scoring.parts import Scorer
 from edje_index.scoring.weights import (
     BUNDLE_SCORE,
     ScoreWeights,
@@ -76,13 +69,8 @@ class SearchModel:
             dtype = "bfloat16" if keeps_recall and has_bfloat16() else "float32"
         compute_dtype = resolve_dtype(dtype, self._device)
         verify_files(info, [name for name in info.files if name != ADAPTER_WEIGHTS])
-        self.joint = load_scorer(info, compute_dtype, self._device)
-        pooled = load_pooled_similarity(info, self.joint.width)
-        warn_about_hubness(info)
-        self.scorer = Scorer(
-            self.joint,
-            None if pooled is None else pooled.to(self._device),
-        )
+        self.scorer = load_scorer(info, compute_dtype, self._device)
+        self.joint = self.scorer.joint
         check_scorer_fit(self.adapter_config, self.scorer, info.score)
 
     @property

@@ -397,24 +397,25 @@ class TokenIndex:
         queries_at_once = max(
             1, _PAIRS_AT_ONCE // max(1, *(len(rows) for rows, _ in nearest))
         )
+        block_bytes = math.prod(self.store.block_shape) * BF16.itemsize
+        if self.model.joint.device.type != "cpu":
+            # the blocks are decoded there
+            block_bytes = 0
         for start in range(0, len(texts), queries_at_once):
-            queries = texts[start : start + queries_at_once]
-            candidates = nearest[start : start + queries_at_once]
-            if not reads_tokens(final.parts):
-                scored += self.score_candidates(queries, candidates, None, weights)
-                continue
-            pairs = len(_all_rows(candidates))
-            block_bytes = math.prod(self.store.block_shape) * BF16.itemsize
-            if self.model.joint.device.type != "cpu":
-                # the blocks are decoded there
-                block_bytes = 0
-            buffer = self._buffers.borrow(pairs * block_bytes)
-            candidates, tokens = self._fetch(candidates, buffer, stages)
-            images = self._images(candidates, tokens)
+            part = slice(start, start + queries_at_once)
+            candidates = nearest[part]
+            images = None
+            buffer = None
+            if reads_tokens(final.parts):
+                pairs = len(_all_rows(candidates))
+                buffer = self._buffers.borrow(pairs * block_bytes)
+                candidates, tokens = self._fetch(candidates, buffer, stages)
+                images = self._images(candidates, tokens)
             scored += self.score_candidates(
-                queries, candidates, images, weights, k=k, stages=stages
+                texts[part], candidates, images, weights, k=k, stages=stages
             )
-            self._buffers.give_back(buffer)
+            if buffer is not None:
+                self._buffers.give_back(buffer)
         hits = self._hits(scored, k, stages, weights)
         if min_relevance:
             hits = [each.at_least(min_relevance) for each in hits]

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from edje_index.models.joint_inputs import (
     SPECIAL_TOKEN_NAMES,
@@ -32,6 +33,7 @@ from edje_index.training.features import (
     nothing_readable,
 )
 from edje_index.training.random_streams import MASKING, ORDER, VIEW_CHOICE, stream
+from storage_formats.arrays import Bools, Ints
 from storage_formats.errors import UsageError
 
 TokenIds = list[int]
@@ -59,7 +61,7 @@ class Sampler:
     batch_size: int
     seed: int
 
-    def pairs(self, batch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def pairs(self, batch: int) -> tuple[Ints, Ints]:
         """Return the image numbers and the caption numbers of one batch, int64
         [batch_size] each.
 
@@ -72,9 +74,7 @@ class Sampler:
             captions,
         )
 
-    def sets(
-        self, batch: int, count: int
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def sets(self, batch: int, count: int) -> tuple[Ints, Ints]:
         """Draw distinct images and `count` captions per image for the batch number
         `batch`.
 
@@ -89,7 +89,7 @@ class Sampler:
         first = images + epoch
         return images, starts[images] + (first + np.arange(count)[:, None]) % counts
 
-    def _members(self, batch: int, count: int) -> tuple[NDArray[np.int64], int]:
+    def _members(self, batch: int, count: int) -> tuple[Ints, int]:
         """Draw a batch from `count` captions or images. Return their numbers, int64
         [batch_size], and the epoch.
         """
@@ -105,13 +105,13 @@ class Sampler:
 
 
 @lru_cache(maxsize=2)
-def _permutation(count: int, seed: int, epoch: int) -> NDArray[np.int64]:
+def _permutation(count: int, seed: int, epoch: int) -> Ints:
     return stream(seed, ORDER, epoch).permutation(count)
 
 
 def hard_negatives(
-    similarities: NDArray[np.floating[Any]], masked: NDArray[np.bool_], count: int
-) -> NDArray[np.int64]:
+    similarities: NDArray[np.floating[Any]], masked: Bools, count: int
+) -> Ints:
     """Return the `count` most similar candidates of each of r queries, best first,
     int64 [r, count].
 
@@ -134,7 +134,7 @@ def hard_negatives(
     for place in range(count):
         chosen[:, place] = left.argmax(axis=1)
         left[np.arange(len(left)), chosen[:, place]] = -np.inf
-    repeated: NDArray[np.int64] = np.take_along_axis(
+    repeated: Ints = np.take_along_axis(
         chosen, np.arange(count) % np.minimum(free, count)[:, None], 1
     )
     return repeated
@@ -178,8 +178,8 @@ def mask_captions(
 def masked_targets(
     captions: Sequence[TokenIds],
     masked: Sequence[TokenIds],
-    starts: NDArray[np.int64],
-) -> tuple[torch.Tensor, torch.Tensor]:
+    starts: Ints,
+) -> tuple[Tensor, Tensor]:
     """Return the positions of the masked tokens and their original token ids, int64
     [masked] each.
 
@@ -199,7 +199,7 @@ def to_device(value: Any, device: torch.device) -> Any:
     """Return a batch with all tensors on `device`. On a CPU the tensors are not
     copied.
     """
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, Tensor):
         return (
             value.pin_memory().to(device, non_blocking=True)
             if device.type == "cuda"
@@ -231,14 +231,14 @@ class InputRows:
             buckets, int64 [r].
     """
 
-    buckets: tuple[tuple[JointInputs, torch.Tensor], ...]
-    starts: torch.Tensor
+    buckets: tuple[tuple[JointInputs, Tensor], ...]
+    starts: Tensor
 
     @classmethod
     def of(
         cls,
         texts: Sequence[TokenIds],
-        images: NDArray[np.int64],
+        images: Ints,
         tokenizer: JointTokenizer,
         image_tokens: int,
         buckets: int,
@@ -292,8 +292,8 @@ class PairChunk:
     pairs: int
     negatives: int
     rows: InputRows
-    masked: tuple[torch.Tensor, torch.Tensor] | None
-    embeddings: torch.Tensor | None
+    masked: tuple[Tensor, Tensor] | None
+    embeddings: Tensor | None
     teacher: InputRows | None
 
 
@@ -309,9 +309,9 @@ class JointBatch:
             None instead of tokens that the teacher's adapter computes from `patches`.
     """
 
-    patches: torch.Tensor
+    patches: Tensor
     chunks: tuple[PairChunk, ...]
-    teacher_tokens: torch.Tensor | None
+    teacher_tokens: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -327,9 +327,9 @@ class AlignmentBatch:
             columns are s sets of b captions, one caption per image.
     """
 
-    patches: torch.Tensor
-    words: torch.Tensor
-    shares: torch.Tensor
+    patches: Tensor
+    words: Tensor
+    shares: Tensor
 
 
 @dataclass(frozen=True)
@@ -359,9 +359,9 @@ class BatchSource:
     world_size: int = 1
     chunk_pairs: int = 64
     on_gpu: bool = False
-    views: tuple[Features, NDArray[np.int64]] | None = None
+    views: tuple[Features, Ints] | None = None
     teacher_tokens: int = 0
-    teacher: tuple[StoredFeatures, NDArray[np.int64]] | None = None
+    teacher: tuple[StoredFeatures, Ints] | None = None
 
     def joint(self, number: int) -> JointBatch:
         """Return this worker's part of a joint-phase batch. Batches are numbered from 0
@@ -401,7 +401,7 @@ class BatchSource:
 
         buckets = _BUCKETS_ON_GPU if self.on_gpu else _BUCKETS
 
-        def chunk(members: NDArray[np.int64]) -> PairChunk:
+        def chunk(members: Ints) -> PairChunk:
             """Return the chunk of the `members`, numbers of pairs of this worker."""
             pairs = own[members]
             row_images = np.concatenate(
@@ -449,9 +449,7 @@ class BatchSource:
         chunks = np.array_split(order, math.ceil(len(order) / self.chunk_pairs))
         return JointBatch(patches, tuple(map(chunk, chunks)), teacher_tokens)
 
-    def negatives(
-        self, images: NDArray[np.int64], captions: NDArray[np.int64]
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def negatives(self, images: Ints, captions: Ints) -> tuple[Ints, Ints]:
         """Mine the negatives of this worker's part of a batch, within the whole batch.
 
         Pairs with the same image, or with captions of the same words, are not negatives
@@ -474,7 +472,7 @@ class BatchSource:
         of_captions = hard_negatives(texts[own] @ pictures.T, masked, count)
         return of_captions, hard_negatives(pictures[own] @ texts.T, masked, count)
 
-    def alignment(self, counted: NDArray[np.bool_]) -> Callable[[int], AlignmentBatch]:
+    def alignment(self, counted: Bools) -> Callable[[int], AlignmentBatch]:
         """Return a function that maps a batch number to this worker's part of the
         alignment-phase batch.
 
@@ -517,7 +515,7 @@ class BatchSource:
         """
         return replace(batch, patches=self.features.finish(batch.patches))
 
-    def _load(self, images: NDArray[np.int64], phase: int, number: int) -> Loaded:
+    def _load(self, images: Ints, phase: int, number: int) -> Loaded:
         """Load each image, or a random view of the image."""
         rows = self.data.rows[images]
         if self.views is None:

@@ -17,7 +17,6 @@ import zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -31,9 +30,8 @@ from edje_index.models.joint_inputs import (
     clean_canonicalize,
     load_joint_tokenizer,
 )
-from edje_index.models.text_tower import embed_texts
 from edje_index.training.workers import WorkerGroup
-from storage_formats.arrays import Floats, Ints
+from storage_formats.arrays import Array, Floats, Ints
 from storage_formats.atomic import fsync_paths, naming, write_bytes_atomic
 from storage_formats.errors import CorruptIndexError, TaskInterrupted, UsageError
 from storage_formats.format.manifest import CommittedIndex
@@ -249,7 +247,7 @@ def prepare_captions(
                 token_ids = tokenizer.caption_ids(captions, MAX_TEXT_TOKENS - 2)
                 keys = [_key(caption, canonical) for caption in captions]
                 embeddings = {
-                    name: embed_texts(tower, captions, check)
+                    name: tower.encode(captions, on_progress=check)
                     for name, tower in towers.items()
                 }
                 content = io.BytesIO()
@@ -325,10 +323,10 @@ def _join_shards(root: Path, shards: Sequence[Path], folder: Path) -> None:
     shutil.rmtree(root, ignore_errors=True)
 
 
-def _read(path: Path, name: str) -> NDArray[Any]:
+def _read(path: Path, name: str) -> Array:
     """Read an array of a shard. Its checksum is compared."""
     try:
-        array: NDArray[Any] = np.load(path)[name]
+        array: Array = np.load(path)[name]
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
         path.unlink()
         raise CorruptIndexError(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,7 +23,6 @@ LOG = "log.jsonl"
 DEV = "dev"
 # mean R@1 of both directions; evaluations are ranked by this value
 RECALL = "recall"
-Record = Json
 _NAME = re.compile(r"(\d{2})-(\d{9})\.pt")
 
 
@@ -52,6 +50,7 @@ class TrainState:
     skipped: tuple[int, int]
 
 
+@dataclass(frozen=True)
 class Checkpoints:
     """The checkpoints of a training run, in the folder ``checkpoints`` of the run
     folder.
@@ -61,16 +60,25 @@ class Checkpoints:
             refused.
     """
 
-    def __init__(self, run_dir: Path, run: str) -> None:
-        self._folder = run_dir / "checkpoints"
-        self._run = run
+    run_dir: Path
+    run: str
 
-    def save(self, state: TrainState, kept: Collection[tuple[int, int]] = ()) -> None:
+    @property
+    def _folder(self) -> Path:
+        return self.run_dir / "checkpoints"
+
+    def save(self, state: TrainState, keep_best: int) -> None:
         """Write `state` as a checkpoint, and remove old checkpoints.
 
-        The last two checkpoints, and those whose (stage, step) is in `kept`, are not
-        removed.
+        The last two checkpoints, and the `keep_best` ones with the highest dev recall,
+        are not removed. Of equal recalls, the latest count.
         """
+        evaluations = sorted(
+            (record[RECALL], (record["stage"], record["step"]))
+            for record in read_log(self.run_dir)
+            if record["phase"] == DEV
+        )
+        best = [position for _, position in reversed(evaluations)][:keep_best]
         self._folder.mkdir(parents=True, exist_ok=True)
         with replacing(self._path(state.stage, state.step)) as file:
             torch.save(vars(state), file)
@@ -80,7 +88,7 @@ class Checkpoints:
         old = [
             self._path(*position)
             for position in self._positions()[:-KEEP]
-            if position not in kept
+            if position not in best
         ]
         for unneeded in (*old, *unfinished):
             unneeded.unlink(missing_ok=True)
@@ -119,7 +127,7 @@ class Checkpoints:
                 f"cannot read the checkpoint {path}: {error}; remove {self._folder} to"
                 " train again from step 0"
             ) from error
-        if state.run != self._run:
+        if state.run != self.run:
             raise ModelError(
                 f"the checkpoint {path} belongs to another training run; use another"
                 f" run folder, or remove {self._folder} to start again from step 0"
@@ -158,7 +166,7 @@ def begin_log(run_dir: Path, stage: int, step: int) -> None:
     write_bytes_atomic(run_dir / LOG, b"".join(kept))
 
 
-def append_record(run_dir: Path, record: Record) -> None:
+def append_record(run_dir: Path, record: Json) -> None:
     """Append a record to ``log.jsonl``. The keys ``stage``, ``phase`` and ``step`` are
     required.
     """
@@ -174,19 +182,5 @@ def read_log(run_dir: Path) -> list[Json]:
     return [value for _, value, error in read_json_lines(path) if not error]
 
 
-def best_steps(records: list[Json], count: int) -> set[tuple[int, int]]:
-    """Return (stage, step) of the `count` evaluations with the highest recall. Of
-    equal recalls, the latest win.
-    """
-    evaluations = [
-        (record[RECALL], record["stage"], record["step"])
-        for record in records
-        if record["phase"] == DEV
-    ]
-    return {
-        (stage, step) for _, stage, step in sorted(evaluations, reverse=True)[:count]
-    }
-
-
-def _line(record: Record) -> bytes:
+def _line(record: Json) -> bytes:
     return json.dumps(record).encode() + b"\n"

@@ -410,15 +410,11 @@ def _describe(model: type[Settings], problem: Any) -> str:
             for group, kind in groups(model).items()
             for key in kind.model_fields
         ]
-        same_key = [
-            other for other in names if other.split(".")[-1] == name.split(".")[-1]
-        ]
-        alike = same_key or difflib.get_close_matches(
-            name, [*names, *model.model_fields], n=1
-        )
-        return f"no setting is named {name}" + (
-            f"; did you mean {' or '.join(alike)}?" if alike else ""
-        )
+        key = name.split(".")[-1]
+        alike = [other for other in names if other.endswith(f".{key}")]
+        alike = alike or difflib.get_close_matches(name, names, n=1)
+        hint = f"; did you mean {' or '.join(alike)}?" if alike else ""
+        return f"no setting is named {name}{hint}"
     if problem["type"] == "value_error":
         return message.removeprefix("Value error, ")
     if problem["type"] == "missing":

@@ -4,15 +4,13 @@ training, and the fit of the final score.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from edje_index.bundles.bundle import ModelBundle
-from edje_index.evaluation.pool_scores import score_pairs
-from edje_index.evaluation.protocol import EvaluationSet, split_set
+from edje_index.evaluation.pools import score_pairs, split_set
 from edje_index.progress import OnProgress
 from edje_index.scoring.weights import (
     DIRECTIONS,
@@ -20,65 +18,45 @@ from edje_index.scoring.weights import (
     JOINT_PARTS,
 )
 from edje_index.training.captions import CaptionSet, TrainingData
+from edje_index.training.config import FittingConfig
 from edje_index.training.features import Features
 from edje_index.training.fit_weights import (
     DevPools,
 )
 from edje_index.training.start import trained_part
-from storage_formats.arrays import Floats
 from storage_formats.reading.embeddings import read_embeddings
 
 _ADAPTER_BATCH = 32
-_ACTIVITY = "scoring the dev captions, pairs"
-
-
-@dataclass(frozen=True)
-class DevSet:
-    """Dev images and their captions, with embeddings. They are not trained on.
-
-    Attributes:
-        queries: queries and candidates, with row ids of the feature index.
-        images: embeddings of the images, float32 [r, e].
-        captions: embeddings of the captions, float32 [c, e].
-    """
-
-    queries: EvaluationSet
-    images: Floats
-    captions: Floats
-
-    @classmethod
-    def open(
-        cls, captions: CaptionSet, data: Path, features: Features, most: int
-    ) -> DevSet:
-        """Open the dev captions, with at most `most` random queries per direction.
-        `data` is the folder of their `TrainingData`.
-        """
-        queries = split_set(captions.captions, captions.rows).subsampled(most, seed=0)
-        embeddings = np.asarray(TrainingData.open(data).text_embeddings)
-        return cls(queries, read_embeddings(features.index, queries.rows), embeddings)
 
 
 @torch.inference_mode()
 def dev_pools(
     bundle: ModelBundle,
-    dev: DevSet,
+    dev: tuple[CaptionSet, Path],
     features: Features,
-    size: int,
+    config: FittingConfig,
     names: tuple[str, ...] = JOINT_PARTS,
     on_progress: OnProgress = lambda activity, done, total: None,
 ) -> dict[str, DevPools]:
-    """Score pools that contain the `size` candidates most similar to each query. Return
-    the pools by direction.
+    """Score pools of the candidates most similar to each dev query. Return the pools by
+    direction.
 
     The modules of `bundle` must be in evaluation mode. An exception raised by
     `on_progress` stops this function.
 
-    A part of the score in `names` that `bundle` lacks is left out. An image that cannot
+    `dev` are the dev captions, and the folder of their `TrainingData`. A part of the
+    score in `names` that `bundle` lacks is left out. An image that cannot
     be read any more counts as a blank image.
     """
-    queries = dev.queries
+    captions, data = dev
+    queries = split_set(captions.captions, captions.rows)
+    queries = queries.subsampled(config.dev_captions, seed=0)
+    embeddings = (
+        read_embeddings(features.index, queries.rows),
+        np.asarray(TrainingData.open(data).text_embeddings),
+    )
     nearest = {
-        direction: queries.pools(direction, dev.images, dev.captions, size)
+        direction: queries.pools(direction, *embeddings, config.dev_pool)
         for direction in DIRECTIONS
     }
     pairs = [queries.pairs(direction, pools) for direction, pools in nearest.items()]
@@ -99,7 +77,7 @@ def dev_pools(
         pairs,
         lambda rows: tokens[torch.from_numpy(np.searchsorted(shown, rows))],
         on_progress,
-        _ACTIVITY,
+        "pairs of dev captions and images scored",
     )
     return {
         direction: DevPools(

@@ -9,6 +9,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -37,6 +38,7 @@ _AREA = (0.35, 1.0)
 _ASPECT = (3 / 4, 4 / 3)
 
 
+@dataclass(eq=False)
 class Features(ABC):
     """Patch features of the images of an index.
 
@@ -44,8 +46,7 @@ class Features(ABC):
     calls `finish`, which uses the device.
     """
 
-    def __init__(self, index: CommittedIndex) -> None:
-        self.index = index
+    index: CommittedIndex
 
     @abstractmethod
     def load(self, rows: Ints) -> Loaded:
@@ -77,14 +78,14 @@ class Features(ABC):
         return 0
 
 
+@dataclass(eq=False)
 class StoredFeatures(Features):
     """Features that an index stores as blocks. They are read in the precision of
     the highest fidelity.
     """
 
-    def __init__(self, index: CommittedIndex) -> None:
-        super().__init__(index)
-        self._store = TokenStore(index)
+    def __post_init__(self) -> None:
+        self._store = TokenStore(self.index)
 
     def load(self, rows: Ints) -> Loaded:
         """Read the features of the k `rows`. Raises CorruptIndexError if a row is a
@@ -100,6 +101,7 @@ class StoredFeatures(Features):
         return as_tensor(blocks), np.ones(len(rows), dtype=bool)
 
 
+@dataclass(eq=False)
 class OnlineFeatures(Features):
     """Features that the frozen vision tower computes from the images, with the same
     code as an index build.
@@ -115,43 +117,30 @@ class OnlineFeatures(Features):
             r % views of photo r // views.
     """
 
-    def __init__(
-        self,
-        index: CommittedIndex,
-        inputs: InputTable,
-        encoder: ImageEncoder,
-        run_dir: Path,
-        rank: int,
-        pool: ThreadPoolExecutor,
-        *,
-        views: int = 0,
-        seed: int = 0,
-    ) -> None:
-        super().__init__(index)
-        self._inputs = inputs
-        self._encoder = encoder
-        self._pool = pool
-        self._views = views
-        self._seed = seed
-        self._run_dir = run_dir
-        self._log = run_dir / _UNREADABLE.replace("*", str(rank))
-        self._logged: set[str] = set()
-        self._lock = threading.Lock()
+    inputs: InputTable
+    encoder: ImageEncoder
+    run_dir: Path
+    rank: int
+    pool: ThreadPoolExecutor
+    views: int = 0
+    seed: int = 0
+    _logged: set[str] = field(default_factory=set)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def unreadable(self) -> int:
-        return sum(unreadable_by_reason(self._run_dir).values())
+        return sum(unreadable_by_reason(self.run_dir).values())
 
     def load(self, rows: Ints) -> Loaded:
         """Read and decode the images of the k `rows`, uint8 [k, 3, h, w]. An image
         that cannot be read is blank.
         """
-        images, views = np.divmod(rows, max(1, self._views))
+        images, views = np.divmod(rows, max(1, self.views))
         # the threads write to the tensor, and are never in inference mode
         with torch.inference_mode(False):
-            size = self._encoder.vision.image_size
+            size = self.encoder.vision.image_size
             pixels = torch.zeros(len(rows), 3, *size, dtype=torch.uint8)
-        readable = self._pool.map(
-            self._load_one, self._inputs.refs(images), views.tolist(), pixels
+        readable = self.pool.map(
+            self._load_one, self.inputs.refs(images), views.tolist(), pixels
         )
         return pixels, np.fromiter(readable, dtype=bool, count=len(rows))
 
@@ -163,11 +152,11 @@ class OnlineFeatures(Features):
             data = read_bytes(ref)
 
             def convert(image: Image.Image) -> Tensor:
-                if self._views:
+                if self.views:
                     image = photo_view(
-                        image, data, view, self._encoder.vision.image_size, self._seed
+                        image, data, view, self.encoder.vision.image_size, self.seed
                     )
-                return self._encoder.preprocess(image, target)
+                return self.encoder.preprocess(image, target)
 
             decode_input(data, ref.uri, DecodeSettings(truncated=LOAD), convert)
         except ImageError as error:
@@ -177,10 +166,11 @@ class OnlineFeatures(Features):
                 )
                 + "\n"
             )
+            log = self.run_dir / _UNREADABLE.replace("*", str(self.rank))
             with self._lock:
                 if ref.uri not in self._logged:
                     self._logged.add(ref.uri)
-                    with self._log.open("a", encoding="utf-8") as file:
+                    with log.open("a", encoding="utf-8") as file:
                         file.write(line)
             return False
         return True
@@ -191,7 +181,7 @@ class OnlineFeatures(Features):
         bfloat16 [k, n, d].
         """
         return torch.cat(
-            [self._encoder.tokens(part) for part in torch.split(values, TOWER_BATCH)]
+            [self.encoder.tokens(part) for part in torch.split(values, TOWER_BATCH)]
         )
 
     def fetch(self, rows: Ints) -> Loaded:

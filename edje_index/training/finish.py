@@ -17,7 +17,7 @@ from edje_index.progress import OnProgress
 from edje_index.scoring.weights import DIRECTIONS, TEXT_TO_IMAGE, DirectionWeights
 from edje_index.training.batches import BatchSource
 from edje_index.training.checkpoints import Checkpoints
-from edje_index.training.dev import DevSet, dev_pools
+from edje_index.training.dev import dev_pools
 from edje_index.training.fit_weights import WeightChoice, choose_weights
 from edje_index.training.loop import TrainTask, open_start
 from edje_index.training.pooled_similarity import fit_pooled_similarity
@@ -77,16 +77,17 @@ def finish_model(
     init = task.config.inputs.init
     began = None
     if init is not None and task.dev is not None:
-        began = ModelBundle.load(init)
-        sizes = (bundle.vision.patch_dim, bundle.joint.width)
+        loaded = ModelBundle.load(init)
         # features of another tower fit no other adapter
-        if (began.vision.patch_dim, began.joint.width) != sizes:
-            began = None
-    if began is not None:
-        began.adapter.to(device).eval()
-        began.joint.to(device).eval()
-        if began.pooled is not None:
-            bundle = replace(bundle, pooled=began.pooled.to(device).eval())
+        if (loaded.vision.patch_dim, loaded.joint.width) == (
+            bundle.vision.patch_dim,
+            bundle.joint.width,
+        ):
+            began = loaded
+            began.adapter.to(device).eval()
+            began.joint.to(device).eval()
+            if began.pooled is not None:
+                bundle = replace(bundle, pooled=began.pooled.to(device).eval())
     if fitting.pooled_dim:
         pooled = fit_pooled_similarity(
             adapter, bundle.joint, source, fitting.pooled_dim, on_progress
@@ -96,11 +97,8 @@ def finish_model(
     logit_range = None
     choices = dict[str, WeightChoice]()
     if task.dev is not None:
-        dev = DevSet.open(*task.dev, source.features, fitting.dev_captions)
         pools, *before = [
-            dev_pools(
-                each, dev, source.features, fitting.dev_pool, on_progress=on_progress
-            )
+            dev_pools(each, task.dev, source.features, fitting, on_progress=on_progress)
             for each in (bundle, began)
             if each is not None
         ]

@@ -95,8 +95,8 @@ class WeightChoice:
     queries: int
     pool: int
     logit_range: tuple[float, float]
-    start_recall: float | None = None
-    change: Estimate | None = None
+    start_recall: float | None
+    change: Estimate | None
 
 
 def choose_weights(pools: DevPools, start: DevPools | None = None) -> WeightChoice:
@@ -111,28 +111,31 @@ def choose_weights(pools: DevPools, start: DevPools | None = None) -> WeightChoi
         calibration=fit_calibration(pools.scores(weights), pools.right),
         shares=part_shares(pools, weights),
     )
-    choice = WeightChoice(
+    held_out_recall = None
+    start_recall = None
+    change = None
+    if len(np.unique(pools.images)) > 1:
+        held_out = _held_out_hits(pools)
+        held_out_recall = float(held_out.mean())
+        if start is not None:
+            before = _held_out_hits(start)
+            start_recall = float(before.mean())
+            changes = held_out.astype(np.float64) - before
+            change = ClusterBootstrap(pools.images).estimates(changes[:, None])[0]
+    by_embedding = ScoreWeights(logit=0.0, embedding=1.0)
+    logits = pools.parts[LOGIT]
+    return WeightChoice(
         weights=weights,
         recall=float(pools.hits(weights).mean()),
-        held_out_recall=None,
+        held_out_recall=held_out_recall,
         logit_recall=float(pools.hits(ScoreWeights()).mean()),
-        embedding_recall=float(
-            pools.hits(ScoreWeights(logit=0.0, embedding=1.0)).mean()
-        ),
+        embedding_recall=float(pools.hits(by_embedding).mean()),
         queries=len(pools.right),
         pool=pools.right.shape[1],
-        logit_range=(float(pools.parts[LOGIT].min()), float(pools.parts[LOGIT].max())),
+        logit_range=(float(logits.min()), float(logits.max())),
+        start_recall=start_recall,
+        change=change,
     )
-    if len(np.unique(pools.images)) < 2:
-        return choice
-    held_out = _held_out_hits(pools)
-    choice = replace(choice, held_out_recall=float(held_out.mean()))
-    if start is None:
-        return choice
-    before = _held_out_hits(start)
-    changes = held_out.astype(np.float64) - before
-    change = ClusterBootstrap(pools.images).estimates(changes[:, None])[0]
-    return replace(choice, start_recall=float(before.mean()), change=change)
 
 
 def _held_out_hits(pools: DevPools) -> Bools:

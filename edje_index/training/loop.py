@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import nn
 
 from edje_index.bundles.bundle import ModelBundle
@@ -37,16 +36,15 @@ from edje_index.training.checkpoints import (
     TrainState,
     append_record,
     begin_log,
-    best_steps,
-    read_log,
 )
 from edje_index.training.config import LoopConfig, OptimizerConfig, TrainSettings
-from edje_index.training.dev import DevSet, dev_pools
+from edje_index.training.dev import dev_pools
 from edje_index.training.features import Features, OnlineFeatures, StoredFeatures
 from edje_index.training.random_streams import CLUSTERING, DROPOUT, stream
 from edje_index.training.start import init_queries, make_trainable, trained_part
 from edje_index.training.step import AlignmentObjective, JointObjective, Teacher
 from edje_index.training.workers import WorkerGroup
+from storage_formats.arrays import Ints
 from storage_formats.errors import EdjeError, UsageError
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.threads import ordered_map, usable_cpus
@@ -111,9 +109,9 @@ class TrainTask:
     new_adapter: bool = True
     miner: Path | None = None
     inputs: Path | None = None
-    views: tuple[CommittedIndex, NDArray[np.int64]] | None = None
+    views: tuple[CommittedIndex, Ints] | None = None
     teacher: Path | None = None
-    teacher_tokens: tuple[CommittedIndex, NDArray[np.int64]] | None = None
+    teacher_tokens: tuple[CommittedIndex, Ints] | None = None
     continued: tuple[Path, str, int] | None = None
     dev: tuple[CaptionSet, Path] | None = None
 
@@ -130,7 +128,7 @@ def open_start(
     adapter = start.adapter.config
     data = TrainingData.open(task.data)
     features: Features
-    views: tuple[Features, NDArray[np.int64]] | None = None
+    views: tuple[Features, Ints] | None = None
     if task.inputs is None:
         features = StoredFeatures(task.features)
         if task.views is not None:
@@ -232,10 +230,7 @@ def run_worker(
         assert task.dev is not None
         start.adapter.eval()
         start.joint.eval()
-        dev = DevSet.open(*task.dev, source.features, config.fitting.dev_captions)
-        pools = dev_pools(
-            start, dev, source.features, config.fitting.dev_pool, (LOGIT,)
-        )
+        pools = dev_pools(start, task.dev, source.features, config.fitting, (LOGIT,))
         recalls = {
             direction: float(of_direction.hits(ScoreWeights()).mean())
             for direction, of_direction in pools.items()
@@ -469,7 +464,6 @@ def _run_phase(
                         key: tensor.detach().cpu()
                         for key, tensor in module.state_dict().items()
                     }
-                    kept = best_steps(read_log(run_dir), run.keep_best)
                     epochs = round(epochs_before + done / epoch, 6)
                     saved = TrainState(
                         task.run,
@@ -480,7 +474,7 @@ def _run_phase(
                         optimizer.state_dict(),
                         skipped,
                     )
-                    Checkpoints(run_dir, task.run).save(saved, kept)
+                    Checkpoints(run_dir, task.run).save(saved, run.keep_best)
                 group.any(False)
             if stop and done < steps:
                 raise TrainingStopped(

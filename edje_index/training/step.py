@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
 from edje_index.models.adapter import Adapter
@@ -28,14 +28,14 @@ from edje_index.training.batches import (
 from edje_index.training.config import AugmentationConfig, ObjectiveConfig
 from edje_index.training.start import trained_part
 
-Losses = dict[str, torch.Tensor]
+Losses = dict[str, Tensor]
 TOTAL = "loss"
 FIRST_TEMPERATURE = 0.07
 
 
 def itm_loss(
-    positive: torch.Tensor, negative_images: torch.Tensor, negative_texts: torch.Tensor
-) -> torch.Tensor:
+    positive: Tensor, negative_images: Tensor, negative_texts: Tensor
+) -> Tensor:
     """Image-text matching loss: cross-entropy of each positive pair against its
     negatives.
 
@@ -55,7 +55,7 @@ def itm_loss(
     return (images + texts) / 2
 
 
-def mlm_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def mlm_loss(logits: Tensor, targets: Tensor) -> Tensor:
     """Masked language modelling loss: mean cross-entropy over the masked tokens. The
     loss is 0 without masked tokens.
 
@@ -68,7 +68,7 @@ def mlm_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return functional.cross_entropy(logits, targets)
 
 
-def recovery_loss(projected: torch.Tensor, embeddings: torch.Tensor) -> torch.Tensor:
+def recovery_loss(projected: Tensor, embeddings: Tensor) -> Tensor:
     """Text-embedding recovery loss: mean over captions of 1 - cos(projected,
     embeddings).
 
@@ -80,9 +80,7 @@ def recovery_loss(projected: torch.Tensor, embeddings: torch.Tensor) -> torch.Te
     return (1 - functional.cosine_similarity(projected, embeddings, dim=1)).mean()
 
 
-def distillation_loss(
-    student: Sequence[torch.Tensor], teacher: Sequence[torch.Tensor]
-) -> torch.Tensor:
+def distillation_loss(student: Sequence[Tensor], teacher: Sequence[Tensor]) -> Tensor:
     """Distillation loss: binary cross-entropy between the probabilities of student and
     teacher.
 
@@ -99,7 +97,7 @@ def distillation_loss(
     return torch.stack(losses).mean()
 
 
-def alignment_loss(scores: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
+def alignment_loss(scores: Tensor, temperature: Tensor) -> Tensor:
     """Alignment loss: symmetric InfoNCE of late-interaction scores, averaged over s
     sets of captions.
 
@@ -121,9 +119,7 @@ def alignment_loss(scores: torch.Tensor, temperature: torch.Tensor) -> torch.Ten
     ) / 2
 
 
-def alignment_scores(
-    tokens: torch.Tensor, words: torch.Tensor, shares: torch.Tensor
-) -> torch.Tensor:
+def alignment_scores(tokens: Tensor, words: Tensor, shares: Tensor) -> Tensor:
     """Return the late-interaction scores of all b images with all c captions, [b, c].
 
     Args:
@@ -157,20 +153,20 @@ class Teacher:
         self.adapter = None if adapter is None else adapter.to(device)
 
     @torch.no_grad()
-    def tokens(self, batch: JointBatch) -> torch.Tensor:
+    def tokens(self, batch: JointBatch) -> Tensor:
         """Return the teacher's tokens of the images of `batch`, float [b, m, d]."""
         if batch.teacher_tokens is not None:
             return batch.teacher_tokens.float()
-        tokens: torch.Tensor = self.adapter(batch.patches.float())  # type: ignore[misc]
+        tokens: Tensor = self.adapter(batch.patches.float())  # type: ignore[misc]
         return tokens
 
     @torch.no_grad()
-    def logits(self, rows: InputRows, tokens: torch.Tensor) -> torch.Tensor:
+    def logits(self, rows: InputRows, tokens: Tensor) -> Tensor:
         """Return the teacher's logit of each of r rows, float32 [r]. `tokens` are the
         teacher's tokens of the images of all workers.
         """
         cls = hidden_states(self.joint, rows, tokens).index_select(0, rows.starts)
-        logits: torch.Tensor = self.joint.classification_head(cls[:, None].float())
+        logits: Tensor = self.joint.classification_head(cls[:, None].float())
         return logits[:, 0].float()
 
 
@@ -196,7 +192,7 @@ class JointObjective(nn.Module):
         config: ObjectiveConfig,
         augmentation: AugmentationConfig,
         teacher: Teacher | None = None,
-        gather: Callable[[torch.Tensor], torch.Tensor] = lambda tokens: tokens,
+        gather: Callable[[Tensor], Tensor] = lambda tokens: tokens,
     ) -> None:
         super().__init__()
         self.adapter = trained_part(adapter)
@@ -267,8 +263,8 @@ class JointObjective(nn.Module):
     def losses(
         self,
         chunk: PairChunk,
-        tokens: torch.Tensor,
-        teacher_tokens: torch.Tensor | None = None,
+        tokens: Tensor,
+        teacher_tokens: Tensor | None = None,
     ) -> Losses:
         """Return each loss of a chunk by name, without its weight, and ``accuracy``.
 
@@ -306,9 +302,7 @@ class JointObjective(nn.Module):
         return losses
 
 
-def hidden_states(
-    joint: JointEncoder, rows: InputRows, tokens: torch.Tensor
-) -> torch.Tensor:
+def hidden_states(joint: JointEncoder, rows: InputRows, tokens: Tensor) -> Tensor:
     """Return the last hidden states of all tokens of all `rows`, one bucket after the
     other. `tokens` are those of the images [b, m, d].
     """
@@ -327,8 +321,8 @@ class AlignmentObjective(nn.Module):
 
     # The mean word embedding is subtracted from word embeddings and tokens first,
     # because it carries no information.
-    words: torch.Tensor
-    mean: torch.Tensor
+    words: Tensor
+    mean: Tensor
 
     def __init__(
         self, adapter: Adapter, joint: JointEncoder, augmentation: AugmentationConfig
@@ -338,7 +332,7 @@ class AlignmentObjective(nn.Module):
         self._augmentation = augmentation
         self.log_temperature = nn.Parameter(torch.tensor(FIRST_TEMPERATURE).log())
         table = joint.text_embeddings.weight
-        words: torch.Tensor = table.detach()  # type: ignore[operator]
+        words: Tensor = table.detach()  # type: ignore[operator]
         self.register_buffer("words", words, persistent=False)
         self.register_buffer("mean", words.mean(dim=0), persistent=False)
 
@@ -369,9 +363,7 @@ class AlignmentObjective(nn.Module):
         return {TOTAL: loss.detach(), "accuracy": best.float().mean()}
 
 
-def kept_patches(
-    patches: torch.Tensor, augmentation: AugmentationConfig
-) -> torch.Tensor:
+def kept_patches(patches: Tensor, augmentation: AugmentationConfig) -> Tensor:
     """Return `patches` [b, n, d_v] after patch dropout. Every image loses the same
     patch positions.
     """
@@ -384,7 +376,7 @@ def kept_patches(
     return kept.to(torch.promote_types(kept.dtype, torch.float32))
 
 
-def random_subset(blocks: torch.Tensor, count: int | None) -> torch.Tensor:
+def random_subset(blocks: Tensor, count: int | None) -> Tensor:
     """Keep at most `count` random tokens of each block in `blocks` [b, n, d]. None
     keeps all tokens.
 

@@ -154,7 +154,7 @@ def edit(
         --set: New value of a column; repeatable. COLUMN= removes the value. A repeated
             COLUMN gets a list of texts.
     """
-    from pipelines.jobs.edit import set_columns
+    from pipelines.jobs.snapshots import set_columns
     from storage_formats.format.source_columns import PlainText
 
     values: dict[str, list[str]] = {}
@@ -620,7 +620,7 @@ def build_ann(
     """
     from edje_index.indexing.faiss_build import AnnRequest
     from pipelines.jobs.ann import add_ann
-    from pipelines.jobs.resources import usable_memory
+    from pipelines.jobs.plan import usable_memory
 
     request = AnnRequest(ann, recall, usable_memory(None))
     built = run_job(add_ann, index, request).ann

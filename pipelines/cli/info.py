@@ -5,13 +5,14 @@ from __future__ import annotations
 import datetime
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from pipelines.cli.options import command, index_argument, json_option, option
 from pipelines.cli.output import print_json, print_line, print_result, wants_json
 from pipelines.progress.wording import by_reason, counted, human_bytes
+from storage_formats.atomic import Json
 from storage_formats.errors import UsageError
 from storage_formats.format.layout import Layout
 from storage_formats.remote.urls import IndexLocation
@@ -79,7 +80,7 @@ def info(index: Path | str, duplicates: float | None) -> None:
     print_result(value, *lines)
 
 
-def describe_index(root: Path | str) -> dict[str, Any]:
+def describe_index(root: Path | str) -> Json:
     """Return a JSON object that describes a finished or unfinished index. Raises
     EdjeError if there is no index.
     """
@@ -122,7 +123,7 @@ def describe_index(root: Path | str) -> dict[str, Any]:
     }
 
 
-def _describe_upkeep(index: CommittedIndex) -> dict[str, Any]:
+def _describe_upkeep(index: CommittedIndex) -> Json:
     """Return when the shards were last verified, the numbers of the kept snapshots,
     and why the index should be compacted.
     """
@@ -158,7 +159,7 @@ def _describe_upkeep(index: CommittedIndex) -> dict[str, Any]:
     }
 
 
-def _describe_spec(spec: IndexSpec) -> dict[str, Any]:
+def _describe_spec(spec: IndexSpec) -> Json:
     return {
         "rows": spec.rows,
         "shards": spec.used_shards,
@@ -169,7 +170,7 @@ def _describe_spec(spec: IndexSpec) -> dict[str, Any]:
     }
 
 
-def _describe_begun(root: Path) -> dict[str, Any] | None:
+def _describe_begun(root: Path) -> Json | None:
     """Return a JSON object that describes the unfinished index at `root`; None if
     there is no unfinished index.
     """
@@ -179,7 +180,7 @@ def _describe_begun(root: Path) -> dict[str, Any] | None:
     if Layout(root).manifest.exists() or (journal := is_unfinished(root)) is None:
         return None
     unfinished = _unfinished(root)
-    value: dict[str, Any] = {
+    value: Json = {
         "index": str(root),
         "state": "begun",
         "unfinished": unfinished,
@@ -195,7 +196,7 @@ def _describe_begun(root: Path) -> dict[str, Any] | None:
     return value
 
 
-def _unfinished(root: Path) -> dict[str, Any] | None:
+def _unfinished(root: Path) -> Json | None:
     """Return the kind and the number of finished shards of an unfinished change;
     None if there is none.
     """
@@ -208,7 +209,7 @@ def _unfinished(root: Path) -> dict[str, Any] | None:
     return {"kind": journal.kind, "finished_shards": len(list(receipts))}
 
 
-def _columns(manifest: Manifest) -> list[dict[str, Any]]:
+def _columns(manifest: Manifest) -> list[Json]:
     """Return the name, the type and the number of values of each column of the rows
     table.
 
@@ -226,7 +227,7 @@ def _columns(manifest: Manifest) -> list[dict[str, Any]]:
     ]
 
 
-def _lines(value: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def _lines(value: Json) -> Iterator[tuple[str, str]]:
     """Yield the most important entries of `value` as (name, text) pairs."""
     is_begun = value["state"] == "begun"
     yield "index", value["index"]
@@ -247,8 +248,11 @@ def _lines(value: dict[str, Any]) -> Iterator[tuple[str, str]]:
     else:
         yield from _content_lines(value)
     m, d = value["block_shape"]
-    precisions = ", ".join(_precision_line(value, name) for name in value["precisions"])
-    yield "tokens", f"{m} x {d} per image, {precisions}"
+    precisions = []
+    for name in value["precisions"]:
+        *_, source = value.get("encoded_from", {}).get(name) or ["bf16"]
+        precisions.append(name if source == "bf16" else f"{name} (from {source})")
+    yield "tokens", f"{m} x {d} per image, {', '.join(precisions)}"
     yield "embeddings", f"{value['embed_dim']} dimensions, float32"
     model = value["model"]
     untrained = "" if model.get("trained", True) else ", untrained"
@@ -257,7 +261,7 @@ def _lines(value: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "", f"encoder fingerprint {model['fingerprint']}"
 
 
-def _content_lines(value: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def _content_lines(value: Json) -> Iterator[tuple[str, str]]:
     """Yield what `_lines` shows only of a finished index."""
     counts = value["counts"]
     yield "inputs", f"{counts['inputs']:,}"
@@ -312,14 +316,6 @@ def _content_lines(value: dict[str, Any]) -> Iterator[tuple[str, str]]:
             yield "", f"{each['name']} ({each['type']}), {values}"
 
 
-def _precision_line(value: dict[str, Any], name: str) -> str:
-    """Return "NAME", or "NAME (from SOURCE)" if the tokens were converted from a
-    precision other than bf16.
-    """
-    *_, source = value.get("encoded_from", {}).get(name) or ["bf16"]
-    return name if source == "bf16" else f"{name} (from {source})"
-
-
 @command()
 @index_argument
 @json_option
@@ -344,7 +340,7 @@ def failures(index: IndexLocation) -> None:
         print_line("  ".join(map(str, parts)))
 
 
-def failed_rows(index: IndexLocation) -> Iterator[dict[str, Any]]:
+def failed_rows(index: IndexLocation) -> Iterator[Json]:
     """Yield the row id, reason, URI and detail of each failed row, also of an
     unfinished build.
     """

@@ -17,11 +17,10 @@ import click
 from click.shell_completion import shell_complete
 
 from edje_index import __version__
-from edje_index.errors import BundleNotFoundError, NotABundleError
 from pipelines.cli.lazy_group import LazyGroup
 from pipelines.cli.output import LOG_KEY, open_standard_streams, print_json
 from pipelines.collector import own_process
-from pipelines.engines.base import EngineUnavailableError, describe_error
+from pipelines.engines.base import describe_error
 from pipelines.progress.events import INTERRUPTED
 from pipelines.progress.wording import printable
 from storage_formats.errors import EdjeError, UsageError
@@ -30,22 +29,18 @@ from storage_formats.extras import missing_extra
 _PROGRAM = "edje-index"
 # the variable that click's completion scripts set
 _COMPLETION = "_EDJE_INDEX_COMPLETE"
-_BUNDLE = (
-    "; 'edje-index model get --out DIR' writes a small trained model, and 'model get"
-    " NAME:TAG --out DIR' an open_clip model"
-)
-_HINTS: dict[type[EdjeError], str] = {
-    EngineUnavailableError: "; '--engine inline' works without Ray",
-    BundleNotFoundError: " with --model",
-    NotABundleError: _BUNDLE,
-}
 _ADVICE = {
     errno.EROFS: "; give a place on a disk that can be written",
     errno.ENOSPC: "; free some space, or give a place on another disk",
     errno.EACCES: "; check the permissions, or give another place",
 }
 _REMEDIES = {
-    "bundle": _BUNDLE,
+    "bundle": (
+        "; 'edje-index model get --out DIR' writes a small trained model, and 'model"
+        " get NAME:TAG --out DIR' an open_clip model"
+    ),
+    "model": " with --model",
+    "inline": "; '--engine inline' works without Ray",
     "demo": (
         "; the demo model needs no Hub: 'edje-index show FOLDER', or 'edje-index model"
         " get'"
@@ -263,10 +258,7 @@ def _explain(error: BaseException) -> tuple[int, str]:
                 hint = "; put the query in quotes: search INDEX 'a dog on a beach'"
         return UsageError.exit_code, error.format_message().rstrip(".") + hint
     if isinstance(error, EdjeError):
-        hint = next(
-            (text for kind, text in _HINTS.items() if isinstance(error, kind)), ""
-        )
-        return error.exit_code, f"{error}{hint}{_REMEDIES.get(error.remedy or '', '')}"
+        return error.exit_code, f"{error}{_REMEDIES.get(error.remedy or '', '')}"
     if isinstance(error, KeyboardInterrupt | click.Abort):
         return INTERRUPTED, "interrupted"
     if isinstance(error, OSError) and error.strerror:

@@ -148,12 +148,9 @@ dtype_option = click.option(
     "--dtype",
     type=DTYPE,
     default="auto",
-    help=(
-        "Data type of the joint encoder's matrix products. bfloat16 is faster than"
-        " float32 only on processors with bfloat16 instructions. auto is bfloat16 on"
-        " these and on cuda if the model bundle says that recall stays the same, else"
-        " float32."
-    ),
+    help="""Data type of the joint encoder's matrix products. bfloat16 is faster than
+    float32 only on processors with bfloat16 instructions. auto is bfloat16 on these
+    and on cuda if the model bundle says that recall stays the same, else float32.""",
 )
 read_precision_option = click.option(
     "--precision",
@@ -163,10 +160,8 @@ read_precision_option = click.option(
 where_option = click.option(
     "--where",
     metavar="FILTER",
-    help=(
-        "Select rows by a filter, for example \"width > 800 and licence = 'cc0'\"."
-        " 'info' lists the columns."
-    ),
+    help="""Select rows by a filter, for example "width > 800 and licence = 'cc0'".
+    'info' lists the columns.""",
 )
 stored_precisions_option = click.option(
     "--precision",
@@ -197,19 +192,15 @@ address_option = click.option(
 column_option = click.option(
     "--column",
     metavar="NAME",
-    help=(
-        "Column with the images or image paths, if SOURCE is a table.  [default: a"
-        " column of images, or the first of path, image, file, uri, ...]"
-    ),
+    help="""Column with the images or image paths, if SOURCE is a table.  [default: a
+    column of images, or the first of path, image, file, uri, ...]""",
 )
 max_failed_option = click.option(
     "--max-failed",
     type=click.FloatRange(0, 1),
     metavar="SHARE",
-    help=(
-        "Stop if more than this share of the images fails.  [default: 0.01, but 20"
-        " images may always fail]"
-    ),
+    help="""Stop if more than this share of the images fails.  [default: 0.01, but 20
+    images may always fail]""",
 )
 
 images_option = click.option(

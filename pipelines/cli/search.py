@@ -28,7 +28,14 @@ from pipelines.cli.options import (
     score_option,
     where_option,
 )
-from pipelines.cli.output import note, print_json, print_line, run_steps, wants_json
+from pipelines.cli.output import (
+    note,
+    print_json,
+    print_line,
+    print_result,
+    run_steps,
+    wants_json,
+)
 from pipelines.collector import paused_collector
 from storage_formats.errors import UsageError
 
@@ -457,10 +464,7 @@ def evaluate(
     if not result.system.trained:
         note("note: the model is untrained, so the order of its hits is random")
     text = evaluation_report(result)
-    if wants_json():
-        print_json(result.to_json())
-    else:
-        click.echo(text, nl=False)
+    print_result(result.to_json(), *text.splitlines())
     if report is not None:
         write_report(report, text, result.to_json())
         note(f"report written to {report}")

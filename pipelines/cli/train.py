@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -21,7 +22,7 @@ from pipelines.cli.options import (
     option,
     quiet_option,
 )
-from pipelines.cli.output import print_json, print_result, running_job, wants_json
+from pipelines.cli.output import print_result, running_job
 from pipelines.progress.wording import by_reason, counted
 from storage_formats.errors import UsageError
 from storage_formats.format.index_files import open_regular
@@ -136,10 +137,7 @@ def train(
     values = read_settings(preset, config_file, assignments, options)
     if show_settings:
         text = describe_settings(values)
-        if wants_json():
-            print_json({"settings": text})
-        else:
-            click.echo(text)
+        print_result({"settings": text}, *text.splitlines())
         return
     from edje_index.training.workers import is_worker
     from pipelines.jobs.training.job import run_training
@@ -261,7 +259,10 @@ def read_settings(
                 f"--set {assignment}: write GROUP.KEY=VALUE, for example --set"
                 " optimizer.lr=1e-3"
             )
-        assigned.setdefault(group, {})[key] = _parse_value(text.strip())
+        value: Any = text.strip()
+        with contextlib.suppress(tomllib.TOMLDecodeError, RecursionError):
+            value = tomllib.loads(f"value = {value}")["value"]
+        assigned.setdefault(group, {})[key] = None if value == "none" else value
     given: Values = {}
     for name, value in options.items():
         if value is not None and value != ():
@@ -269,15 +270,6 @@ def read_settings(
             given.setdefault(group, {})[key] = value
     from_file = {} if config_file is None else _read_toml(config_file)
     return merge_settings(preset, from_file, assigned, given)
-
-
-def _parse_value(text: str) -> Any:
-    if text == "none":
-        return None
-    try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except (tomllib.TOMLDecodeError, RecursionError):
-        return text
 
 
 def _read_toml(path: Path) -> Values:

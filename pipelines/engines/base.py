@@ -44,6 +44,8 @@ function must be picklable.
 class EngineUnavailableError(EdjeError):
     """The engine cannot start on this machine, or cannot reach its Ray cluster."""
 
+    remedy = "inline"
+
 
 class TaskFailedError(EdjeError):
     """A task raised an exception, or too many workers died or stalled while running

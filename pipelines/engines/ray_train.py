@@ -13,7 +13,7 @@ import threading
 import uuid
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pipelines.engines.base import EngineUnavailableError, describe_error
 from pipelines.engines.ray_engine import (
@@ -22,6 +22,7 @@ from pipelines.engines.ray_engine import (
     connected_ray,
 )
 from pipelines.progress.events import JobStopped, OnEvent
+from storage_formats.atomic import Json
 from storage_formats.errors import EdjeError
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ _RESTARTS = 2
 def train_on_ray(
     task: TrainTask,
     should_stop: Callable[[], bool],
-    on_record: Callable[[dict[str, Any]], None],
+    on_record: Callable[[Json], None],
     *,
     on_event: OnEvent,
 ) -> None:
@@ -163,7 +164,7 @@ def _fit(
         errors.append(error)
 
 
-def _worker_loop(config: dict[str, Any]) -> None:
+def _worker_loop(config: Json) -> None:
     """Run the training steps of one Ray worker."""
     import ray.train
 

@@ -6,10 +6,10 @@ import os
 import tempfile
 import time
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -34,30 +34,27 @@ from pipelines.jobs.changing import (
     next_first_row,
 )
 from pipelines.jobs.compare import SourceChanges, compare_sources, find_failed
-from pipelines.jobs.edit import edited_values
 from pipelines.jobs.encode import earlier_plan, encoding
 from pipelines.jobs.plan import (
     BuildSettings,
+    Execution,
     Plan,
     SourceGroup,
-    check_inputs,
-    model_record,
-    recorded_sources,
-    refuse_differences,
-    settings_of,
-    store_inputs,
-    with_sources,
-)
-from pipelines.jobs.resources import (
-    Execution,
     check_ann_memory,
     check_disk,
     check_extension_memory,
     choose_workers,
     disk_need,
+    model_record,
+    recorded_sources,
+    refuse_differences,
+    settings_of,
+    store_inputs,
     usable_memory,
+    with_sources,
     workers_memory,
 )
+from pipelines.jobs.snapshots import edited_values
 from pipelines.metadata import Ignored, python_values, source_values
 from pipelines.progress.events import (
     Bottleneck,
@@ -72,6 +69,7 @@ from pipelines.progress.wording import by_reason, counted
 from pipelines.sources import Listing, hash_and_mark_duplicates
 from pipelines.sources.base import absolute_spec
 from storage_formats.arguments import as_list, as_path, as_text
+from storage_formats.atomic import Json
 from storage_formats.change import IndexChange, finish_committed
 from storage_formats.errors import UsageError
 from storage_formats.extras import name_missing_extra
@@ -81,7 +79,7 @@ from storage_formats.format.manifest import CommittedIndex, Counts, Manifest
 from storage_formats.format.offset import offset_block
 from storage_formats.format.receipts import ShardReceipt
 from storage_formats.format.rows import INDEXED, iter_rows, read_rows, read_shard_rows
-from storage_formats.remote.urls import local_path
+from storage_formats.remote.urls import IndexLocation, local_path
 from storage_formats.verify import check_files
 from storage_formats.writing.publish import total_counts
 
@@ -174,7 +172,7 @@ class BuildResult:
     vanished: int = 0
     deleted: int = 0
     dry_run: bool = False
-    estimate: Mapping[str, Any] | None = None
+    estimate: Json | None = None
 
 
 def result_of(
@@ -215,9 +213,9 @@ def result_of(
 
 @name_missing_extra("build")
 def build_index(
-    sources: str | Path | Sequence[str | Path],
-    out: str | Path,
-    model: str | Path,
+    sources: IndexLocation | Sequence[IndexLocation],
+    out: IndexLocation,
+    model: IndexLocation,
     *,
     engine: Literal["ray", "inline"] = "ray",
     workers: int | None = None,
@@ -319,7 +317,7 @@ def build_index(
             parameter="out",
         )
     info = read_bundle_info(local_path(model))
-    requested: dict[str, Any] = {
+    requested: Json = {
         "sources": specs,
         "column": column,
         "include": tuple(include),
@@ -354,7 +352,7 @@ def build_index(
             fingerprint = plan.model["fingerprint"]
             return (settings, info.encoder_fingerprint) == (plan.settings, fingerprint)
 
-        plan = earlier_plan(change, on_event, is_wanted)
+        plan = earlier_plan(change, info, on_event, is_wanted)
         settings = BuildSettings.choose(
             None if plan is None else plan.settings, **requested
         )
@@ -364,14 +362,9 @@ def build_index(
         execution = choose_workers(settings, info, execution)
         offset = read_bundle_offset(info)
         failed: dict[str, int] = {}
-        finished: Collection[int] = ()
         if plan is not None:
             # another limit than that of the first run may hold
             check_ann_memory(plan.spec, memory)
-            finished = change.receipts(plan.shards, plan.fingerprint)
-            check_inputs(out, plan, finished)
-            # the bundle may have moved
-            plan = replace(plan, model=model_record(info))
         else:
             listing = Listing(settings.open_sources(), on_event, should_stop)
             refs = hash_and_mark_duplicates(listing) if dedupe else listing
@@ -419,6 +412,7 @@ def build_index(
             on_event(StatusMessage(captions))
             change.store_plan(plan.to_json())
         if isinstance(change, DryRun):
+            finished = change.receipts(plan.shards, plan.fingerprint)
             failures = sum(failed.values())
             return BuildResult(
                 inputs=plan.rows,
@@ -455,7 +449,7 @@ def build_index(
     return result_of(applied, plan, 0, started)
 
 
-def source_names(sources: str | Path | Sequence[str | Path]) -> tuple[str, ...]:
+def source_names(sources: IndexLocation | Sequence[IndexLocation]) -> tuple[str, ...]:
     """Return the names of one or several sources."""
     return (
         (str(sources),) if isinstance(sources, str | Path) else tuple(map(str, sources))
@@ -465,7 +459,7 @@ def source_names(sources: str | Path | Sequence[str | Path]) -> tuple[str, ...]:
 def check_finished(
     out: Path,
     info: BundleInfo,
-    requested: Mapping[str, Any],
+    requested: Json,
     should_stop: ShouldStop,
 ) -> Manifest:
     """Check that a request asks for the finished index at `out`, and that its files and
@@ -501,10 +495,10 @@ def check_finished(
 
 @name_missing_extra("build")
 def append_index(
-    index: str | Path,
-    sources: str | Path | Sequence[str | Path],
+    index: IndexLocation,
+    sources: IndexLocation | Sequence[IndexLocation],
     *,
-    model: str | Path | None = None,
+    model: IndexLocation | None = None,
     engine: Literal["ray", "inline"] = "ray",
     workers: int | None = None,
     address: str | None = None,
@@ -548,7 +542,7 @@ def append_index(
     with begin(index, "append", request) as change:
         settings, info = _settings_and_bundle(change.index, group, model)
         execution = choose_workers(settings, info, execution)
-        plan = earlier_plan(change, on_event, lambda plan: True)
+        plan = earlier_plan(change, info, on_event)
         if plan is None:
             listing = Listing(settings.open_sources(), on_event, should_stop)
             listed = list(hash_and_mark_duplicates(listing))
@@ -568,11 +562,8 @@ def append_index(
             if refs:
                 plan = _plan_rows(change, changes, settings, info)
         else:
-            plan = replace(plan, model=model_record(info))
             duplicates = plan.duplicates
             check_extension_memory(change.index.manifest, plan.rows)
-            finished = change.receipts(plan.shards, plan.fingerprint)
-            check_inputs(change.layout.root, plan, finished)
         groups = recorded_sources(change.index.manifest)
         if groups is not None:
             groups = tuple(dict.fromkeys((*groups, group)))
@@ -585,14 +576,14 @@ def append_index(
 
 @name_missing_extra("build")
 def update_index(
-    index: str | Path,
-    sources: str | Path | Sequence[str | Path] = (),
+    index: IndexLocation,
+    sources: IndexLocation | Sequence[IndexLocation] = (),
     *,
     retry_failed: bool = False,
     restore: bool = False,
     dry_run: bool = False,
     max_vanished: float = 0.5,
-    model: str | Path | None = None,
+    model: IndexLocation | None = None,
     engine: Literal["ray", "inline"] = "ray",
     workers: int | None = None,
     address: str | None = None,
@@ -729,12 +720,12 @@ def update_index(
 
 @name_missing_extra("build")
 def add_images(
-    index: str | Path,
+    index: IndexLocation,
     images: Sequence[str | Path | bytes | Image],
     uris: Sequence[str],
-    columns: Sequence[Mapping[str, Any]] | None = None,
+    columns: Sequence[Json] | None = None,
     *,
-    model: str | Path | None = None,
+    model: IndexLocation | None = None,
     on_event: OnEvent = ignore,
 ) -> BuildResult:
     """Add images to an index under names that you choose, or replace the rows of these
@@ -863,7 +854,7 @@ def add_images(
 
 
 def _source_group(
-    sources: str | Path | Sequence[str | Path], column: str | None
+    sources: IndexLocation | Sequence[IndexLocation], column: str | None
 ) -> SourceGroup:
     """Return sources as the index records them: as absolute paths."""
     return SourceGroup(tuple(map(absolute_spec, source_names(sources))), column)
@@ -872,7 +863,7 @@ def _source_group(
 def _settings_and_bundle(
     index: CommittedIndex,
     group: SourceGroup,
-    model: str | Path | None,
+    model: IndexLocation | None,
 ) -> tuple[BuildSettings, BundleInfo]:
     """Return the settings of new rows, those of `index` with other sources and
     without duplicates, and the bundle.
@@ -954,7 +945,7 @@ def _new_rows(
     """
     manifest = change.index.manifest
     edit = Edit(manifest.spec, deleted=deleted, settings=with_sources(manifest, groups))
-    details: dict[str, Any] = {}
+    details: Json = {}
     if plan is not None:
         details = {"first_row": plan.first_row, "rows": plan.rows}
         edit = replace(edit, spec=plan.spec, columns=plan.columns)

@@ -15,11 +15,10 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
 from edje_index.progress import ShardProgress
 from pipelines.engines.base import (
@@ -41,6 +40,8 @@ from pipelines.progress.events import (
     StatusMessage,
 )
 from pipelines.progress.wording import counted
+from storage_formats.arrays import Ints
+from storage_formats.atomic import Json
 from storage_formats.change import (
     Change,
     IndexChange,
@@ -79,7 +80,6 @@ from storage_formats.remote.urls import IndexLocation
 from storage_formats.writing.copying import count_values, with_values
 from storage_formats.writing.publish import (
     add_counts,
-    check_receipts,
     new_manifest,
     receipt_lines,
     total_counts,
@@ -121,13 +121,13 @@ class ShardWork:
     activity: str
     shards: Sequence[int]
     rows: int
-    identity: Mapping[str, Any]
+    identity: Json
     make_task: Callable[[int, str], Task]
     make_worker: WorkerFactory
     engine: Engine = run_inline
     close: Callable[[], None] = lambda: None
     shows_failed: bool = False
-    described: Mapping[str, Any] = field(default_factory=dict)
+    described: Json = field(default_factory=dict)
     check: Callable[[Sequence[ShardReceipt]], None] = lambda receipts: None
 
     @functools.cached_property
@@ -162,7 +162,7 @@ class Edit:
     """
 
     spec: IndexSpec
-    details: Mapping[str, Any] = field(default_factory=dict)
+    details: Json = field(default_factory=dict)
     work: ShardWork | None = None
     deleted: Sequence[int] = ()
     moved: Selection | None = None
@@ -170,7 +170,7 @@ class Edit:
     columns: tuple[SourceColumn, ...] | None = None
     edits: pa.Table = field(default_factory=EDIT_SCHEMA.empty_table)
     restored: Collection[str] = ()
-    settings: dict[str, Any] | None = None
+    settings: Json | None = None
     offset: Offset | None = None
     ann: AnnRequest | None = None
     earlier: Manifest | None = None
@@ -239,13 +239,13 @@ class NewContents:
 
     spec: IndexSpec
     work: ShardWork
-    model: dict[str, Any]
-    settings: dict[str, Any]
+    model: Json
+    settings: Json
     columns: tuple[SourceColumn, ...]
     ann: AnnRequest | None = None
     origins: Sequence[CommittedIndex] = ()
     offset: Offset | None = None
-    details: Mapping[str, Any] = field(default_factory=dict)
+    details: Json = field(default_factory=dict)
     deleted: Tombstones | None = None
 
     def begin(self, change: NewIndex) -> None:
@@ -338,7 +338,7 @@ class DryRun:
         """Return the receipts of earlier runs, see `Change.receipts`."""
         return read_receipts(self.layout, shards, fingerprint)
 
-    def store_plan(self, plan: dict[str, Any]) -> None:
+    def store_plan(self, plan: Json) -> None:
         """Do nothing."""
 
     def abandon(self) -> None:
@@ -372,7 +372,7 @@ class _Value(Protocol[_Change]):
 def begin(
     root: IndexLocation,
     kind: str,
-    request: Mapping[str, Any] | None = None,
+    request: Json | None = None,
     *,
     dry_run: bool = False,
 ) -> Iterator[IndexChange | DryRun]:
@@ -391,7 +391,7 @@ def begin(
 def begin_new(
     root: Path,
     kind: str,
-    request: Mapping[str, Any] | None,
+    request: Json | None,
     on_event: OnEvent,
     *,
     dry_run: bool = False,
@@ -450,7 +450,7 @@ def apply(
 
 
 def processors(
-    settings: Mapping[str, Any], receipts: Iterable[ShardReceipt]
+    settings: Json, receipts: Iterable[ShardReceipt]
 ) -> dict[str, list[str]]:
     """Return the member `PROCESSORS_MEMBER` of the settings of an index with `settings`
     and the shards of `receipts`; nothing if no processor is recorded.
@@ -484,18 +484,12 @@ def edited(
         receipts: receipts of the shards that the change wrote.
         ann: description of the nearest-neighbour index after the change.
 
-    Raises:
-        CorruptIndexError: a shard has no receipt.
     """
     layout = Layout(index.root)
     before = index.manifest
     spec = edit.spec
     left_out = sorted(before.spec.shards_not_in(spec))
     new = spec.shards_not_in(before.spec)
-    written = sorted(new)
-    if {*spec.precisions} - {*before.spec.precisions}:
-        written = list(spec.shard_numbers())
-    check_receipts(receipts, written)
     added = [receipt for receipt in receipts if receipt.shard in new]
     counts = before.counts
     columns = before.columns if edit.columns is None else edit.columns
@@ -578,7 +572,7 @@ def _tables(
     spec: IndexSpec,
     receipts: Sequence[ShardReceipt],
     columns: Sequence[SourceColumn],
-) -> dict[str, Any]:
+) -> Json:
     """Write the tables of the segments of `spec` that changed. Return the attributes of
     the manifest with all tables.
     """
@@ -612,7 +606,7 @@ def _tables(
     return write_tables(layout, spec, lines, columns, unchanged, unchanged_rows)
 
 
-def rows_passing(index: CommittedIndex, where: str | None) -> NDArray[np.int64]:
+def rows_passing(index: CommittedIndex, where: str | None) -> Ints:
     """Return the ids of the rows that pass the filter `where`, ascending; none without
     a filter.
     """

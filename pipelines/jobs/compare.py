@@ -22,7 +22,6 @@ import pyarrow.compute as pc
 
 from edje_index.inputs.containers import split_uri
 from edje_index.inputs.refs import InputRef, display_path, rows_digest
-from pipelines.jobs.edit import NewValues, is_value
 from pipelines.jobs.plan import (
     CollectedColumns,
     SourceGroup,
@@ -30,6 +29,7 @@ from pipelines.jobs.plan import (
     recorded_sources,
     settings_of,
 )
+from pipelines.jobs.snapshots import NewValues, is_value
 from pipelines.progress.events import OnEvent, ShouldStop, StatusMessage
 from pipelines.progress.wording import counted
 from pipelines.sources import (
@@ -41,6 +41,7 @@ from pipelines.sources import (
 from pipelines.sources.base import STANDARD_INPUT, Source, file_input
 from pipelines.sources.folder import FolderSource
 from pipelines.sources.packed import is_packed_name, packed_source
+from storage_formats.atomic import Json
 from storage_formats.errors import EdjeError, UsageError
 from storage_formats.format.edits import input_hash
 from storage_formats.format.manifest import CommittedIndex
@@ -533,7 +534,7 @@ def find_failed(index: CommittedIndex) -> SourceChanges:
 
 
 def refs_of_rows(
-    rows: list[dict[str, Any]],
+    rows: list[Json],
     names: list[str],
     *,
     clips: bool,
@@ -541,7 +542,7 @@ def refs_of_rows(
     """Yield the inputs under the names of `rows`, with the stored values of the
     source columns `names`.
     """
-    rows_of_archive: dict[tuple[bytes, str | None], list[dict[str, Any]]] = {}
+    rows_of_archive: dict[tuple[bytes, str | None], list[Json]] = {}
     for row in rows:
         path = row["uri_raw"] or os.fsencode(row["uri"])
         archive = _archive_of(path, row["uri"])
@@ -586,7 +587,7 @@ def _archive_of(path: bytes, uri: str) -> tuple[bytes, str | None] | None:
 
 def _members(
     archive: Source,
-    rows: list[dict[str, Any]],
+    rows: list[Json],
     names: list[str],
 ) -> Iterator[InputRef]:
     """Yield the members of `archive` that are named in `rows`. If the archive was
@@ -609,5 +610,5 @@ def _members(
             )
 
 
-def _metadata(row: dict[str, Any], names: list[str]) -> dict[str, Any] | None:
+def _metadata(row: Json, names: list[str]) -> Json | None:
     return {name: row[name] for name in names if row[name] is not None} or None

@@ -9,12 +9,11 @@ import hashlib
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from dataclasses import replace as replaced
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,8 +31,13 @@ from pipelines.jobs.changing import (
     rows_passing,
 )
 from pipelines.jobs.hub import send_to_hub
-from pipelines.jobs.plan import holds_clips, recorded_sources, with_sources
-from pipelines.jobs.resources import check_free_disk, disk_need
+from pipelines.jobs.plan import (
+    check_free_disk,
+    disk_need,
+    holds_clips,
+    recorded_sources,
+    with_sources,
+)
 from pipelines.progress.events import (
     JobStopped,
     OnEvent,
@@ -45,6 +49,7 @@ from pipelines.progress.events import (
     stop_at_events,
 )
 from pipelines.progress.wording import counted, human_bytes
+from storage_formats.atomic import Json
 from storage_formats.change import begin_index, begin_new_index
 from storage_formats.errors import UsageError
 from storage_formats.extras import name_missing_extra
@@ -63,7 +68,13 @@ from storage_formats.format.tombstones import (
     live_rows,
 )
 from storage_formats.remote.objects import ObjectFolder
-from storage_formats.remote.urls import hub_kind, index_location, is_url, local_path
+from storage_formats.remote.urls import (
+    IndexLocation,
+    hub_kind,
+    index_location,
+    is_url,
+    local_path,
+)
 from storage_formats.threads import ordered_map
 from storage_formats.writing.copying import RowCopier, ShardCopier
 from storage_formats.writing.index_copy import (
@@ -125,7 +136,7 @@ class CopyResult:
     removed: int = 0
     row_map: str | None = None
     duplicates: int = 0
-    inputs: Sequence[dict[str, Any]] = ()
+    inputs: Sequence[Json] = ()
     files: int = 0
     copied_files: int = 0
     copied_bytes: int = 0
@@ -133,7 +144,7 @@ class CopyResult:
 
 @name_missing_extra("search")
 def compact_index(
-    index: str | Path,
+    index: IndexLocation,
     *,
     only_shards_with_deleted: bool = False,
     on_event: OnEvent = ignore,
@@ -233,17 +244,25 @@ def rewriting(
     manifest = index.manifest
     spec = manifest.spec
     selection = Selection.of(index, shards=shards)
-    segments = _segments_without(spec, set(shards))
+    segments = list[Segment]()
+    # those that stay, cut so that they do not contain `shards`
+    for segment in spec.used_segments:
+        staying = np.setdiff1d(spec.segment_shards(segment), shards)
+        for run in np.split(staying, np.flatnonzero(np.diff(staying) > 1) + 1):
+            if len(run):
+                start = int(run[0]) * spec.shard_size
+                stop = min(segment.stop, (int(run[-1]) + 1) * spec.shard_size)
+                segments.append(Segment(start, stop - start))
     first_row = next_first_row(manifest, shard_size)
     if len(selection):
-        segments = (*segments, Segment(first_row, len(selection)))
+        segments.append(Segment(first_row, len(selection)))
     if not segments:
         raise UsageError(
             f"cannot compact {index.root}: all its rows are deleted; delete the"
             " directory instead"
         )
     target = replaced(
-        spec, rows=segments[-1].stop, segments=segments, shard_size=shard_size
+        spec, rows=segments[-1].stop, segments=tuple(segments), shard_size=shard_size
     )
     identity = {
         "kind": "compact",
@@ -275,7 +294,7 @@ def copying(
     selection: Selection,
     target: Layout,
     spec: IndexSpec,
-    identity: Mapping[str, Any],
+    identity: Json,
 ) -> ShardWork:
     """Return the work that copies selected rows to the last segment of an index with
     the shape `spec`, in this process.
@@ -334,25 +353,10 @@ def _with_duplicates(index: CommittedIndex, some: Iterable[int]) -> list[int]:
     return sorted(shards)
 
 
-def _segments_without(spec: IndexSpec, shards: set[int]) -> tuple[Segment, ...]:
-    """Return the segments of `spec`, cut so that they do not contain `shards`."""
-    size = spec.shard_size
-    segments = []
-    for segment in spec.used_segments:
-        staying = [each for each in spec.segment_shards(segment) if each not in shards]
-        gaps = np.flatnonzero(np.diff(staying) > 1) + 1
-        for run in np.split(np.array(staying, dtype=np.int64), gaps):
-            if len(run):
-                first_row = int(run[0]) * size
-                stop = min(segment.stop, (int(run[-1]) + 1) * size)
-                segments.append(Segment(first_row, stop - first_row))
-    return tuple(segments)
-
-
 @name_missing_extra("search")
 def copy_index(
-    index: str | Path,
-    out: str | Path,
+    index: IndexLocation,
+    out: IndexLocation,
     *,
     snapshot: int | None = None,
     replace: bool = False,
@@ -560,8 +564,8 @@ def _copy_files(
 
 @name_missing_extra("search")
 def merge_indexes(
-    indexes: Sequence[str | Path],
-    out: str | Path,
+    indexes: Sequence[IndexLocation],
+    out: IndexLocation,
     *,
     on_event: OnEvent = ignore,
     should_stop: ShouldStop = never,
@@ -628,7 +632,7 @@ def merge_indexes(
 def merging(
     indexes: Sequence[CommittedIndex],
     target: Layout,
-    identity: Mapping[str, Any],
+    identity: Json,
     on_event: OnEvent,
 ) -> NewContents:
     """Return the contents of an index with all rows of `indexes`. See `merge_indexes`.
@@ -642,7 +646,7 @@ def merging(
     segments = list[Segment]()
     # (copier, shard to copy) by shard of the new index
     origins: dict[int, tuple[ShardCopier, int]] = {}
-    inputs = list[dict[str, Any]]()
+    inputs = list[Json]()
     deleted = Tombstones.none(size)
     # contents of the indexed rows of earlier indexes
     known: NDArray[np.bytes_] = np.empty(0, _HASH)
@@ -738,56 +742,38 @@ def _refuse_different(indexes: Sequence[CommittedIndex]) -> None:
                 f"{indexes[position].root} is given twice; give each index only once",
                 parameter="indexes",
             )
-    same_model = "only indexes of the same model can be merged"
-
-    def properties(index: CommittedIndex) -> list[tuple[str, str, str]]:
-        """Return (name, value, advice) of what must be equal."""
-        spec = index.manifest.spec
-        manifest = index.manifest
-        shape = " x ".join(map(str, spec.block_shape))
-        frames = (
-            str(manifest.settings["frames"]) if holds_clips(manifest) else "images only"
-        )
-        precisions = ", ".join(sorted(spec.precisions))
-        offset = "none"
-        if spec.offset is not None:
-            names = ", ".join(sorted(spec.offset.precisions))
-            offset = f"{spec.offset.crc32c:08x} of {names}"
-        return [
-            ("encoder fingerprint", str(manifest.model["fingerprint"]), same_model),
-            ("block shape", shape, same_model),
-            ("width of embeddings", str(spec.embed_dim), same_model),
-            (
-                "rows per shard",
-                str(spec.shard_size),
-                "build one of them again with the shard size of the other",
-            ),
-            (
-                "precisions",
-                precisions,
-                "add or drop precisions first",
-            ),
-            (
-                "offset block",
-                offset,
-                "drop the precisions with an offset first, and add them to the merged"
-                " index",
-            ),
-            (
-                "frames per clip",
-                frames,
-                "build them with the same number of frames, or keep them apart",
-            ),
-        ]
-
+    first = indexes[0]
+    expected = _properties(first)
     for other in indexes[1:]:
-        for (name, left, advice), (_, right, _) in zip(
-            properties(indexes[0]), properties(other), strict=True
-        ):
+        properties = _properties(other)
+        for name, left in expected.items():
+            right = properties[name]
             if left != right:
                 raise UsageError(
-                    f"{indexes[0].root} and {other.root} cannot be merged: the {name}"
-                    f" is {left} in {indexes[0].root} and {right} in {other.root};"
-                    f" {advice}",
+                    f"{first.root} and {other.root} cannot be merged: the {name} is"
+                    f" {left} in {first.root} and {right} in {other.root}; add"
+                    " or drop precisions first, or merge indexes of one model",
                     parameter="indexes",
                 )
+
+
+def _properties(index: CommittedIndex) -> dict[str, str]:
+    """Return what must be equal in merged indexes, as text."""
+    manifest = index.manifest
+    spec = manifest.spec
+    offset = "none"
+    if spec.offset is not None:
+        names = ", ".join(sorted(spec.offset.precisions))
+        offset = f"{spec.offset.crc32c:08x} of {names}"
+    frames = "images only"
+    if holds_clips(manifest):
+        frames = str(manifest.settings["frames"])
+    return {
+        "encoder fingerprint": str(manifest.model["fingerprint"]),
+        "block shape": " x ".join(map(str, spec.block_shape)),
+        "width of embeddings": str(spec.embed_dim),
+        "rows per shard": str(spec.shard_size),
+        "precisions": ", ".join(sorted(spec.precisions)),
+        "offset block": offset,
+        "frames per clip": frames,
+    }

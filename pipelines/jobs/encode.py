@@ -28,8 +28,13 @@ from pipelines.jobs.changing import (
     ShardWork,
     processors,
 )
-from pipelines.jobs.plan import SHARDS_PER_GPU, Plan
-from pipelines.jobs.resources import Execution
+from pipelines.jobs.plan import (
+    SHARDS_PER_GPU,
+    Execution,
+    Plan,
+    check_inputs,
+    model_record,
+)
 from pipelines.progress.events import OnEvent, ShouldStop, StatusMessage
 from pipelines.progress.wording import by_reason, counted
 from storage_formats.change import Change, IndexChange, NewIndex
@@ -39,6 +44,7 @@ from storage_formats.format.rows import FAILED, read_shard_rows
 from storage_formats.threads import usable_cpus
 
 if TYPE_CHECKING:
+    from edje_index.bundles.info import BundleInfo
     from edje_index.indexing.shard_encoding import ShardTask
 
 DEFAULT_SHARE = 0.01
@@ -199,11 +205,12 @@ def encoding(
 
 def earlier_plan(
     change: Change | DryRun,
+    info: BundleInfo,
     on_event: OnEvent,
-    is_wanted: Callable[[Plan], bool],
+    is_wanted: Callable[[Plan], bool] = lambda plan: True,
 ) -> Plan | None:
-    """Return the stored plan of an earlier run of `change`, which this run resumes;
-    None if there is none.
+    """Return the stored plan of an earlier run of `change`, which this run resumes with
+    the bundle `info`; None if there is none.
 
     A plan from which no input was indexed is forgotten if its inputs failed, or if this
     run wants another one.
@@ -211,8 +218,8 @@ def earlier_plan(
     if change.plan is None:
         return None
     plan = Plan.from_json(change.plan)
-    receipts = change.receipts(plan.shards, plan.fingerprint).values()
-    is_useless = not any(receipt.indexed for receipt in receipts)
+    receipts = change.receipts(plan.shards, plan.fingerprint)
+    is_useless = not any(receipt.indexed for receipt in receipts.values())
     if is_useless and (receipts or not is_wanted(plan)):
         change.start_again()
         return None
@@ -225,6 +232,10 @@ def earlier_plan(
                 f" finished, or delete {change.layout.build.parent} to begin anew"
             )
             on_event(StatusMessage(text, is_warning=True))
+    check_inputs(change.layout.root, plan, receipts)
+    if plan.model["fingerprint"] == info.encoder_fingerprint:
+        # the bundle may have moved
+        plan = replace(plan, model=model_record(info))
     return plan
 
 

@@ -8,10 +8,9 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
 from edje_index.indexing.faiss_build import build_ann, check_faiss
-from pipelines.jobs.resources import check_ann_memory, check_disk
+from pipelines.jobs.plan import check_ann_memory, check_disk
 from pipelines.progress.events import (
     JobStopped,
     OnEvent,
@@ -21,6 +20,7 @@ from pipelines.progress.events import (
     ignore,
     never,
 )
+from storage_formats.arrays import Array
 from storage_formats.atomic import naming
 from storage_formats.codecs import BF16
 from storage_formats.errors import UsageError
@@ -105,7 +105,7 @@ def import_arrays(
         return writer.finish(build_ann if ann else None)
 
 
-def open_npy(path: Path, dimensions: int) -> NDArray[Any]:
+def open_npy(path: Path, dimensions: int) -> Array:
     """Open the array in a .npy file as a memory map. Arrays of 16-bit words are
     returned as bfloat16.
 

@@ -8,11 +8,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
-
-import numpy as np
-from numpy.typing import NDArray
 
 from edje_index.bundles.info import matching_bundle, read_bundle_offset
 from edje_index.errors import ModelError
@@ -29,6 +25,7 @@ from pipelines.progress.events import (
     never,
     stop_at_events,
 )
+from storage_formats.arrays import Ints
 from storage_formats.change import (
     IndexChange,
     begin_change,
@@ -46,7 +43,7 @@ from storage_formats.format.manifest import CommittedIndex, Manifest
 from storage_formats.format.offset import Offset, write_offset
 from storage_formats.format.rows import INDEXED, iter_stored_rows
 from storage_formats.format.shard_table import FileEntry
-from storage_formats.remote.urls import local_path
+from storage_formats.remote.urls import IndexLocation, local_path
 from storage_formats.shard_check import Problem
 from storage_formats.verify import verify_index
 from storage_formats.writing.conversion import offset_from_tokens
@@ -82,9 +79,9 @@ class RepairResult:
 
 
 def repair_index(
-    index: str | Path,
+    index: IndexLocation,
     *,
-    model: str | Path | None = None,
+    model: IndexLocation | None = None,
     on_event: OnEvent = ignore,
     should_stop: ShouldStop = never,
 ) -> RepairResult:
@@ -224,7 +221,7 @@ def _restore_filter_tables(
 def _restore_offset(
     index: CommittedIndex,
     entry: FileEntry,
-    model: str | Path | None,
+    model: IndexLocation | None,
 ) -> str | None:
     """Write the values of the offset block again, and return the origin of the values;
     None if no origin has the committed checksum.
@@ -237,7 +234,7 @@ def _restore_offset(
 
 
 def _offset_origins(
-    index: CommittedIndex, model: str | Path | None
+    index: CommittedIndex, model: IndexLocation | None
 ) -> Iterator[tuple[str, Offset]]:
     """Yield (origin, offset block) of the bundle and of stored tokens."""
     with contextlib.suppress(ModelError):
@@ -285,7 +282,7 @@ class ShardEncoder:
     # why no row of the shard can be encoded again
     _problem: str | None = None
 
-    def encode(self, needed: NDArray[np.int64]) -> Mapping[int, Blocks]:
+    def encode(self, needed: Ints) -> Mapping[int, Blocks]:
         """Encode rows at the positions `needed` again, with the other rows of their
         batches.
 

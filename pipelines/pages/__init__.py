@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from edje_index.inputs.thumbnails import read_thumbnails
 from edje_index.scoring.weights import PART_NAMES, WEAK_RELEVANCE
 from edje_index.search.hits import rank_hits
+from storage_formats.arrays import Floats
 from storage_formats.extras import name_missing_extra
 
 if TYPE_CHECKING:
@@ -123,9 +123,7 @@ def explain_page(explanation: Explanation) -> str:
     )
 
 
-def _match_maps(
-    match: QueryMatch, attention: NDArray[np.float32]
-) -> list[tuple[str, str]]:
+def _match_maps(match: QueryMatch, attention: Floats) -> list[tuple[str, str]]:
     """Return (map, label) of the whole query by late interaction and for the joint
     encoder, then of each word.
 
@@ -148,7 +146,7 @@ def _match_maps(
     ]
 
 
-def _mask(weights: NDArray[np.float32]) -> str:
+def _mask(weights: Floats) -> str:
     """Return an image that darkens the patches of an attention map [rows, columns]
     that get little attention.
     """

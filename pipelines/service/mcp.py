@@ -17,6 +17,7 @@ from edje_index import __version__
 from edje_index.inputs.thumbnails import read_thumbnails
 from edje_index.search.hits import Hit
 from edje_index.search.token_index import TokenIndex
+from storage_formats.atomic import Json
 from storage_formats.errors import EdjeError
 from storage_formats.format.rows import read_index_rows
 
@@ -36,7 +37,7 @@ def _refused() -> Iterator[None]:
         raise ToolError(str(error) or type(error).__name__) from error
 
 
-def _described(hit: Hit) -> dict[str, Any]:
+def _described(hit: Hit) -> Json:
     return {
         "row_id": hit.row_id,
         "uri": hit.uri,
@@ -68,7 +69,7 @@ def mcp_server(index: TokenIndex) -> MCPServer[Any]:
         query: str,
         k: int = 10,
         where: str | None = None,
-    ) -> list[dict[str, Any]]:
+    ) -> list[Json]:
         """Return the k photos that match a description best, best first.
 
         Args:
@@ -85,14 +86,14 @@ def mcp_server(index: TokenIndex) -> MCPServer[Any]:
         row_id: int,
         k: int = 10,
         where: str | None = None,
-    ) -> list[dict[str, Any]]:
+    ) -> list[Json]:
         """Return the k other photos that resemble the photo of a row, best first."""
         with opened() as current:
             hits = current.search_image(row_id, k=min(k, _MAX_HITS), where=where)
             return [_described(hit) for hit in hits]
 
     @server.tool()
-    def describe_row(row_id: int) -> dict[str, Any]:
+    def describe_row(row_id: int) -> Json:
         """Return all that the index knows of a row: path, size, captions and others."""
         with opened() as current:
             row = read_index_rows(current.committed, [row_id]).to_pylist()[0]

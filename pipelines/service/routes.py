@@ -1,4 +1,4 @@
-"""The routes of the service."""
+"""The routes of the service, and the schemas of their requests."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar
 
 import numpy as np
 from anyio import CapacityLimiter, to_thread
 from fastapi import APIRouter, Depends, Path, Query, Request, Response
 from fastapi.responses import PlainTextResponse, StreamingResponse
 from prometheus_client import generate_latest
+from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr, model_validator
 from starlette.exceptions import HTTPException
 
 from edje_index import __version__
@@ -33,9 +34,9 @@ from edje_index.scoring.final_score import relevance
 from edje_index.scoring.weights import EMBEDDING, IMAGE_TO_TEXT, TEXT_TO_IMAGE
 from edje_index.search.hits import rank_hits
 from edje_index.search.query import encode_images, requested_rows
-from pipelines.service import schemas
 from pipelines.service.batching import Batcher, Timing
 from pipelines.service.guard import CODES, Limits, Metrics
+from storage_formats.atomic import Json
 from storage_formats.errors import RowIdError, UsageError
 from storage_formats.format.rows import read_index_rows, type_name
 
@@ -44,8 +45,166 @@ if TYPE_CHECKING:
 
     from edje_index.search.token_index import TokenIndex
 
+
+# the largest integer that every JSON reader keeps exactly
+_MAX_ROW_ID = 1 << 53
+_Item = TypeVar("_Item")
+
+RowId = Annotated[int, Field(ge=0, lt=_MAX_ROW_ID, strict=True)]
+Text = Annotated[str, Field(min_length=1, max_length=1 << 24)]
+Name = Annotated[str, Field(min_length=1, max_length=255)]
+Count = Annotated[int, Field(ge=1, le=1000, strict=True)]
+# Validation blocks all requests, and each error takes a kilobyte, so it ends at the
+# first error or too many items. The limits of the service on the number of items are
+# lower and have better messages.
+Items = Annotated[list[_Item], Field(max_length=10_000, fail_fast=True)]
+
+
+class _Request(BaseModel):
+    """A request. An unknown member is refused: it could change the answer."""
+
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
+
+class _Search(_Request):
+    image: Text | None = None
+    """An image as base64 or data URI."""
+    row_id: RowId | None = None
+    """Row id of an image of the index."""
+    k: Count = 10
+    """Number of hits."""
+    pool: Count | None = None
+    """Number of candidates to re-rank, at least k; the default is the value of pool in
+    /info.
+    """
+    score: str | None = Field(None, max_length=200)
+    """Score to sort by, for example embedding; the default is the score of the bundle.
+    """
+    precision: Name | None = None
+    """Precision of the tokens; the default is the value of precision in /info."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        names = ("query", "image", "row_id")
+        possible = [name for name in names if name in type(self).model_fields]
+        if all(getattr(self, name) is None for name in possible):
+            raise ValueError(f"give {' or '.join(possible)}")
+        if self.image is not None and self.row_id is not None:
+            raise ValueError("give only one of image and row_id")
+        if self.pool is not None and self.pool < self.k:
+            raise ValueError(
+                f"pool must be at least k, got pool = {self.pool} and k = {self.k}"
+            )
+        return self
+
+
+class SearchRequest(_Search):
+    """A search by text, for images that are similar to an image or a row, or by
+    text and image together.
+    """
+
+    query: Text | None = None
+    """The text to search for."""
+    where: str | None = Field(None, min_length=1, max_length=4096)
+    """Filter such as width > 800 and licence = 'cc0'; only rows that pass are searched.
+    /info lists the columns.
+    """
+    columns: list[Name] | None = Field(None, max_length=64)
+    """Columns of the rows that each hit brings; the default is the captions."""
+    skip: int = Field(0, ge=0, le=10_000, strict=True)
+    """Number of the best hits to leave out."""
+    min_relevance: float = Field(0.0, ge=0, le=1)
+    """Leave out hits with a lower relevance."""
+    embedding_order: bool = False
+    """Also return the first k candidates in the order by embedding."""
+
+    @model_validator(mode="after")
+    def _check_search(self) -> Self:
+        if self.skip and self.query is not None and self.score != "embedding":
+            raise ValueError("skip with a query needs the score embedding")
+        return self
+
+
+class TextSearchRequest(_Search):
+    """A search for the texts that describe an image best. Exactly one of `image`
+    and `row_id` is set.
+    """
+
+    texts: Items[Text] = Field(min_length=1)
+    """The texts to choose from."""
+
+
+class DocumentObject(BaseModel):
+    """A document as a JSON object. If several members are set, the first of row_id,
+    uri, text and image is used.
+    """
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+    row_id: RowId | None = None
+    uri: Text | None = None
+    text: Text | None = None
+    """The uri of a row, a row id in digits, or an image as data URI."""
+    image: Text | None = None
+    """An image as base64 or data URI."""
+
+
+Document = StrictInt | StrictStr | DocumentObject
+
+
+class TeiRerankRequest(_Request):
+    """A re-ranking request in the format of Hugging Face text-embeddings-inference."""
+
+    query: Text
+    texts: Items[Document]
+    """Row ids, uris of rows, or images as data URIs."""
+    return_text: bool = False
+    raw_scores: bool = False
+    """Return final scores instead of relevances between 0 and 1."""
+    truncate: bool | None = None
+    truncation_direction: str | None = None
+
+
+class CohereRerankRequest(_Request):
+    """A re-ranking request in the common format of Cohere and Jina. `model`, `user` and
+    the members about the length of documents have no effect.
+    """
+
+    query: Text
+    documents: Items[Document]
+    """Row ids, uris of rows, or images."""
+    model: str | None = None
+    top_n: int | None = Field(None, ge=1)
+    return_documents: bool = False
+    max_chunks_per_doc: int | None = None
+    max_tokens_per_doc: int | None = None
+    truncation: bool | None = None
+    user: str | None = None
+
+
+class ImageInput(_Request):
+    """An image to embed."""
+
+    image: Text
+
+
+class EmbedRequest(_Request):
+    """Texts or images to embed, in the format of Hugging Face
+    text-embeddings-inference.
+    """
+
+    inputs: Text | ImageInput | Items[Text | ImageInput]
+    truncate: bool | None = None
+    truncation_direction: str | None = None
+    prompt_name: None = None
+    dimensions: None = None
+    """Embeddings cannot be shortened; leave this out."""
+    normalize: Literal[True] = True
+    """Embeddings always have unit length."""
+
+
 _T = TypeVar("_T")
-_MAX_ROW_ID = (1 << 53) - 1
+
 _MAX_DIGITS = 15
 # in the browser; the photo of a row does not change
 _CACHED = {"Cache-Control": "private, max-age=3600"}
@@ -114,12 +273,7 @@ class ServiceState:
         for text in texts:
             if not text.strip():
                 raise HTTPException(422, "the query is empty; send a text")
-            if len(text) > self.limits.query_letters:
-                raise HTTPException(
-                    413,
-                    f"a text has {len(text)} characters, over the limit of"
-                    f" {self.limits.query_letters}; send a shorter text",
-                )
+            _check_count(len(text), self.limits.query_letters, "characters in a text")
 
     async def on_images(
         self,
@@ -184,6 +338,17 @@ class ServiceState:
         return results, timing
 
 
+def _check_count(
+    count: int,
+    limit: int,
+    what: str,
+) -> None:
+    if count > limit:
+        raise HTTPException(
+            413, f"send fewer {what}: {count} are over the limit of {limit}"
+        )
+
+
 def _decode(
     data: bytes,
     max_pixels: int,
@@ -226,7 +391,7 @@ router = APIRouter(
     responses={status: {"description": code} for status, code in CODES.items()}
 )
 State = Annotated[ServiceState, Depends(_state)]
-RowId = Annotated[int, Path(ge=0, le=_MAX_ROW_ID)]
+PathRowId = Annotated[int, Path(ge=0, lt=_MAX_ROW_ID)]
 
 
 @router.get("/healthz")
@@ -236,7 +401,7 @@ async def health() -> dict[str, str]:
 
 
 @router.get("/info")
-async def info(state: State) -> dict[str, Any]:
+async def info(state: State) -> Json:
     """Return the index with its precisions and scores, and the limits on requests."""
     index = state.index
     limits = state.limits
@@ -294,7 +459,7 @@ async def metrics(state: State) -> Response:
 
 
 @router.post("/search")
-async def search(state: State, body: schemas.SearchRequest) -> dict[str, Any]:
+async def search(state: State, body: SearchRequest) -> Json:
     """Search by text, or search for images that are similar to an image or to a
     row, or by both together.
     """
@@ -312,7 +477,7 @@ async def search(state: State, body: schemas.SearchRequest) -> dict[str, Any]:
     k = body.skip + (candidates if body.embedding_order else body.k)
     pool = body.skip + candidates
     cost = tokens * (pool if is_reranked and body.query is not None else 1)
-    options: dict[str, Any] = {"score": body.score, "where": where}
+    options: Json = {"score": body.score, "where": where}
     if body.query is not None:
         state.check_query(body.query)
 
@@ -382,15 +547,10 @@ async def search(state: State, body: schemas.SearchRequest) -> dict[str, Any]:
 
 
 @router.post("/search/texts")
-async def search_texts(state: State, body: schemas.TextSearchRequest) -> dict[str, Any]:
+async def search_texts(state: State, body: TextSearchRequest) -> Json:
     """Search for the texts that describe an image, or the image of a row, best."""
     texts = body.texts
-    limits = state.limits
-    if len(texts) > limits.documents:
-        raise HTTPException(
-            413,
-            f"send fewer texts: {len(texts)} are over the limit of {limits.documents}",
-        )
+    _check_count(len(texts), state.limits.documents, "texts")
     state.check_query(*texts)
     index = await state.opened(body.precision)
 
@@ -422,8 +582,8 @@ async def search_texts(state: State, body: schemas.TextSearchRequest) -> dict[st
 @router.post("/v1/rerank")
 @router.post("/v2/rerank")
 async def rerank(
-    state: State, body: schemas.TeiRerankRequest | schemas.CohereRerankRequest
-) -> list[dict[str, Any]] | dict[str, Any]:
+    state: State, body: TeiRerankRequest | CohereRerankRequest
+) -> list[Json] | Json:
     """Score documents for a query, best first.
 
     Requests and responses have the format of text-embeddings-inference, or the common
@@ -433,9 +593,9 @@ async def rerank(
     member score of the second format, and the score of the first format with
     raw_scores.
     """
-    if isinstance(body, schemas.TeiRerankRequest):
+    if isinstance(body, TeiRerankRequest):
         scores = await _rerank(state, body.query, body.texts)
-        answers: list[dict[str, Any]] = []
+        answers: list[Json] = []
         for position, score, relevant in scores:
             answers.append(
                 {"index": position, "score": score if body.raw_scores else relevant}
@@ -444,7 +604,7 @@ async def rerank(
                 answers[-1]["text"] = text
         return answers
     scores = await _rerank(state, body.query, body.documents)
-    results: list[dict[str, Any]] = []
+    results: list[Json] = []
     for position, score, relevant in scores[: body.top_n]:
         results.append({"index": position, "relevance_score": relevant, "score": score})
         if body.return_documents and isinstance(text := body.documents[position], str):
@@ -462,27 +622,17 @@ async def rerank(
 async def _rerank(
     state: ServiceState,
     query: str,
-    documents: list[schemas.Document],
+    documents: list[Document],
 ) -> list[tuple[int, float, float]]:
     """Return (position, score, relevance) of each document, best first."""
-    limits = state.limits
     index = state.index
     state.check_query(query)
-    if len(documents) > limits.documents:
-        raise HTTPException(
-            413,
-            f"send fewer documents: {len(documents)} are over the limit of"
-            f" {limits.documents}",
-        )
+    _check_count(len(documents), state.limits.documents, "documents")
     values = [
         _document(document, position) for position, document in enumerate(documents)
     ]
     images = [value for value in values if isinstance(value, bytes)]
-    if len(images) > limits.images:
-        raise HTTPException(
-            413,
-            f"send fewer images: {len(images)} are over the limit of {limits.images}",
-        )
+    _check_count(len(images), state.limits.images, "images")
     rows = [value for value in values if not isinstance(value, bytes)]
     is_image = np.array([isinstance(value, bytes) for value in values], dtype=bool)
     scores = np.empty(len(values))
@@ -520,9 +670,9 @@ async def _rerank(
     return [(at, float(scores[at]), float(relevances[at])) for at in best]
 
 
-def _document(document: schemas.Document, position: int) -> int | str | bytes:
+def _document(document: Document, position: int) -> int | str | bytes:
     """Return the row id, the uri or the image bytes of a document."""
-    if isinstance(document, schemas.DocumentObject):
+    if isinstance(document, DocumentObject):
         if document.row_id is not None:
             return document.row_id
         if document.uri is not None:
@@ -547,22 +697,15 @@ def _document(document: schemas.Document, position: int) -> int | str | bytes:
 
 
 @router.post("/embed")
-async def embed(state: State, body: schemas.EmbedRequest) -> list[list[float]]:
+async def embed(state: State, body: EmbedRequest) -> list[list[float]]:
     """Return embeddings of unit length, one per text or image."""
-    limits = state.limits
     inputs = body.inputs if isinstance(body.inputs, list) else [body.inputs]
     texts = [value for value in inputs if isinstance(value, str)]
     images = [
-        _image_bytes(value.image)
-        for value in inputs
-        if isinstance(value, schemas.ImageInput)
+        _image_bytes(value.image) for value in inputs if isinstance(value, ImageInput)
     ]
-    if len(inputs) > limits.documents or len(images) > limits.images:
-        raise HTTPException(
-            413,
-            f"{len(inputs)} inputs: send at most {limits.documents} texts or"
-            f" {limits.images} images",
-        )
+    _check_count(len(inputs), state.limits.documents, "texts")
+    _check_count(len(images), state.limits.images, "images")
     if texts and images:
         raise HTTPException(
             422, "a request cannot mix texts and images; send either texts or images"
@@ -605,7 +748,7 @@ async def embed(state: State, body: schemas.EmbedRequest) -> list[list[float]]:
 )
 async def thumbnail(
     state: State,
-    row_id: RowId,
+    row_id: PathRowId,
     side: int = Query(256, ge=16, le=2048),
 ) -> Response:
     """Return a JPEG of the image of a row with at most `side` pixels, or status 404
@@ -627,7 +770,7 @@ async def thumbnail(
     response_class=Response,
     responses={200: {"content": {"application/octet-stream": {}}}},
 )
-async def photo(state: State, row_id: RowId) -> Response:
+async def photo(state: State, row_id: PathRowId) -> Response:
     """Return the file of the image of a row as it was indexed, or status 404 if
     there is none.
     """

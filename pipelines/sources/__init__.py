@@ -264,7 +264,7 @@ class Listing:
                 reported_at = time.monotonic()
                 self._on_event(Progress("listing the sources", self.inputs))
             yield ref
-        for pattern in self.sources[0].patterns.without_match() if self.sources else ():
+        for pattern in self.sources[0].patterns.unmatched if self.sources else ():
             text = f"no input matches the pattern {pattern!r}"
             self._on_event(StatusMessage(text, is_warning=True))
         # Ctrl-C also ends the program that writes a list to standard input, so the

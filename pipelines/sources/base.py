@@ -12,7 +12,7 @@ import urllib.parse
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 from edje_index.images.clips import clip_format
 from edje_index.images.decode import HEAD_BYTES, ImageError, image_format
@@ -38,8 +38,6 @@ from storage_formats.remote.urls import WEB_SCHEMES, has_credentials, is_url, sc
 
 STANDARD_INPUT = "-"
 
-_Item = TypeVar("_Item")
-_Result = TypeVar("_Result")
 # control characters and lone surrogates; requests encode all others
 _NOT_IN_URL = re.compile(r"[\0-\x1f\x7f-\x9f\ud800-\udfff]")
 
@@ -51,6 +49,9 @@ class Patterns:
         include: only inputs that match are used; empty for all.
         exclude: inputs that match are not used.
 
+    Attributes:
+        unmatched: patterns that no input has matched so far.
+
     Raises:
         UsageError: a pattern is not valid.
     """
@@ -60,10 +61,10 @@ class Patterns:
         include: Sequence[str] = (),
         exclude: Sequence[str] = (),
     ) -> None:
-        self._unmatched = [*include, *exclude]
+        self.unmatched = [*include, *exclude]
         self._include: Any = None
         self._exclude: Any = None
-        if not self._unmatched:
+        if not self.unmatched:
             return
         with name_missing_extra("build"):
             from pathspec import GitIgnoreSpec
@@ -72,7 +73,7 @@ class Patterns:
             self._exclude = GitIgnoreSpec.from_lines(exclude)
             self._single = {
                 pattern: GitIgnoreSpec.from_lines([pattern.removeprefix("!")])
-                for pattern in self._unmatched
+                for pattern in self.unmatched
             }
         except ValueError as error:
             raise UsageError(
@@ -84,17 +85,13 @@ class Patterns:
         """Return True if the input with this path in its source is used."""
         if self._exclude is None:
             return True
-        self._unmatched = [
+        self.unmatched = [
             pattern
-            for pattern in self._unmatched
+            for pattern in self.unmatched
             if not self._single[pattern].match_file(path)
         ]
         is_included = self._include is None or self._include.match_file(path)
         return bool(is_included and not self._exclude.match_file(path))
-
-    def without_match(self) -> list[str]:
-        """Return the patterns that no input has matched."""
-        return self._unmatched
 
 
 @dataclass

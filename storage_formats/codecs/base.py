@@ -4,6 +4,7 @@ work between threads.
 
 from __future__ import annotations
 
+import functools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -36,8 +37,8 @@ Span: TypeAlias = tuple[int, int]
 """(start, stop), a half-open range of items."""
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
-# at a time: residuals and decoded blocks stay in the processor's cache
-_OFFSET_BLOCKS = 4
+# at a time: residuals stay in the processor's cache
+_OFFSET_BLOCKS = 16
 
 
 class Codec(ABC):
@@ -59,6 +60,7 @@ class Codec(ABC):
         name: name of the precision. The directory of its shards under `tokens/` has the
             same name.
         has_offset: whether the precision takes an offset.
+        adds_offset: whether the method `_decode` adds the offset.
         logical_dtype: number format of the stored values, for example `bfloat16` or
             `int8`.
         width_multiple: the width of a token must be a multiple of this number.
@@ -87,6 +89,7 @@ class Codec(ABC):
     zarr_dtype = "uint8"
     fill_value = NAN_CODE
     has_offset = True
+    adds_offset = False
     width_multiple = 1
     token_range = (0.0, math.inf)
 
@@ -109,16 +112,25 @@ class Codec(ABC):
         if self.zarr_dtype == "uint8":
             self.record_shape = (self.record_bytes,)
         self.group = self.group_of(width)
-        # see `kernels`
-        if self.offset is not None:
-            flat = self.offset.reshape(-1)
-            self._halves = np.concatenate([flat[::2], flat[1::2]])
         self._geometry = (self.values, width, self.group)
+
+    # not in `__init__`, which gets shapes from files that are not checked yet
+    @functools.cached_property
+    def _added(self) -> NDArray[np.float32]:
+        """The offset, float32 [m * d], or -0.0: x + -0.0 is x, also for zeros."""
+        if self.offset is None:
+            return np.full(self.values, -0.0, dtype=np.float32)
+        return self.offset.reshape(-1)
+
+    @functools.cached_property
+    def _halves(self) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """The values of the offset with even and with odd indices."""
+        return self._added[::2].copy(), self._added[1::2].copy()
 
     @classmethod
     def group_of(cls, width: int) -> int:
         """Return the number of values of a token that share one scale."""
-        return cls.width_multiple if cls.width_multiple > 1 else width
+        return width
 
     @classmethod
     def token_bytes(cls, width: int) -> int:
@@ -133,7 +145,7 @@ class Codec(ABC):
 
     @abstractmethod
     def _decode(self, memory: Bytes, moves: Moves, bits: Bits, span: Span) -> None:
-        """Decode like `decode_at`, without the offset."""
+        """Decode like `decode_at`, without the offset unless `adds_offset`."""
 
     def decode_at(self, memory: Bytes, moves: Moves, bits: Bits, span: Span) -> None:
         """Decode the items of `moves` with the indices `range(*span)` on the calling
@@ -148,25 +160,15 @@ class Codec(ABC):
                 distinct.
             bits: bits of the decoded blocks, uint16 [n * m * d].
         """
-        if self.offset is None:
+        if self.offset is None or self.adds_offset:
             self._decode(memory, moves, bits, span)
-        else:
-            self._decode_and_add(memory, moves, bits, span)
-
-    def _decode_and_add(
-        self, memory: Bytes, moves: Moves, bits: Bits, span: Span
-    ) -> None:
-        """Decode like `decode_at`, with the offset."""
+            return
         from storage_formats.codecs.kernels import add_offset
 
+        pairs = bits.view(np.uint32)
         for piece in _pieces(*span):
             self._decode(memory, moves, bits, piece)
-            if self.values % 2:
-                decoded = bits.view(BF16).reshape(-1, *self.block_shape)
-                blocks = moves[1][slice(*piece)]
-                decoded[blocks] = decoded[blocks].astype(np.float32) + self.offset
-            else:
-                add_offset(bits.view(np.uint32), moves[1], self._halves, piece)
+            add_offset(pairs, moves[1], *self._halves, piece)
 
     def residuals(self, blocks: Blocks, out: Blocks | None = None) -> Blocks:
         """Return `blocks` [k, m, d] minus the offset, rounded to bfloat16, in `out` or
@@ -177,11 +179,8 @@ class Codec(ABC):
         from storage_formats.codecs.kernels import subtract_offset
 
         out = np.empty(blocks.shape, dtype=BF16) if out is None else out[: len(blocks)]
-        if self.values % 2:
-            out[:] = blocks.astype(np.float32) - self.offset
-        else:
-            pairs = np.ascontiguousarray(blocks).view(np.uint32).reshape(-1)
-            subtract_offset(pairs, self._halves, out.view(np.uint32).reshape(-1))
+        bits = np.ascontiguousarray(blocks).view(np.uint16).reshape(-1)
+        subtract_offset(bits, self._added, out.view(np.uint16).reshape(-1))
         return out
 
     def encode(self, blocks: Blocks, threads: int | None = None) -> Records:

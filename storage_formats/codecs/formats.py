@@ -156,6 +156,7 @@ class Int8Codec(Codec):
 
     name = "int8"
     logical_dtype = "int8"
+    adds_offset = True
 
     @classmethod
     def token_bytes(cls, width: int) -> int:
@@ -172,7 +173,7 @@ class Int8Codec(Codec):
         _kernels().encode_int8(bits, _int8_scales(), records, self._geometry, span)
 
     def _decode(self, memory: Bytes, moves: Moves, bits: Bits, span: Span) -> None:
-        _kernels().decode_int8(memory, moves, bits, self._geometry, span)
+        _kernels().decode_int8(memory, moves, self._added, bits, self._geometry, span)
 
 
 @functools.cache
@@ -198,6 +199,10 @@ class GroupScaledCodec(Codec):
 
     element: MiniFloat
     scale_values: NDArray[np.float32]
+
+    @classmethod
+    def group_of(cls, width: int) -> int:
+        return cls.width_multiple if cls.width_multiple > 1 else width
 
     @property
     def codes_bytes(self) -> int:
@@ -226,30 +231,16 @@ class GroupScaledCodec(Codec):
         encode(bits, self._scale_table(), scales, records, self._geometry, span)
 
     def _decode(self, memory: Bytes, moves: Moves, bits: Bits, span: Span) -> None:
-        if self.element is E4M3:
-            _kernels().decode_e4m3(
-                memory, moves, self.products(), bits, self._geometry, span
+        kernels = _kernels()
+        if self.element is E2M1:
+            pairs = bits.view(np.uint32)
+            kernels.decode_e2m1(
+                memory, moves, self._pairs(), pairs, self._geometry, span
             )
         else:
-            _kernels().decode_e2m1(
-                memory,
-                moves,
-                self._pairs(),
-                bits.view(np.uint32),
-                self._geometry,
-                span,
+            kernels.decode_e4m3(
+                memory, moves, self._added, bits, self._geometry, span, self.products()
             )
-
-    def _decode_and_add(
-        self, memory: Bytes, moves: Moves, bits: Bits, span: Span
-    ) -> None:
-        if self.element is not E4M3 or self.offset is None:
-            super()._decode_and_add(memory, moves, bits, span)
-            return
-        offset = self.offset.reshape(-1)
-        _kernels().add_e4m3(
-            memory, moves, self.products(), offset, bits, self._geometry, span
-        )
 
     @classmethod
     @functools.cache
@@ -309,6 +300,7 @@ class FP8Codec(GroupScaledCodec):
 
     name = "fp8"
     logical_dtype = "float8_e4m3fn"
+    adds_offset = True
     element = E4M3
     scale_values = e8m0_values()
 
@@ -336,6 +328,7 @@ class MXFP8Codec(GroupScaledCodec):
     name = "mxfp8"
     logical_dtype = "mxfp8_e4m3"
     width_multiple = 32
+    adds_offset = True
     element = E4M3
     scale_values = e8m0_values()
 
@@ -422,10 +415,6 @@ class SignCodec(Codec):
     threshold = np.inf
 
     @classmethod
-    def group_of(cls, width: int) -> int:
-        return width
-
-    @classmethod
     def token_bytes(cls, width: int) -> int:
         return width * cls.code_bits // 8 + 2
 
@@ -433,24 +422,6 @@ class SignCodec(Codec):
         _kernels().encode_signs(
             bits, records, self.code_bits, self.threshold, self._geometry, span
         )
-
-    def _decode(self, memory: Bytes, moves: Moves, bits: Bits, span: Span) -> None:
-        words = bits.view(np.uint64)
-        tables = self._words()
-        _kernels().decode_signs(memory, moves, *tables, words, self._geometry, span)
-
-    @classmethod
-    @functools.cache
-    def _words(cls) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
-        """Return the tables `signs` and `masks` of `kernels.decode_signs`."""
-        shifts = np.arange(0, 8, cls.code_bits, dtype=np.uint16)
-        codes = np.arange(256, dtype=np.uint16)[:, None] >> shifts
-        signs = (codes & 1) << np.uint16(15)
-        is_large = np.where(codes & 2, 0xFFFF, 0).astype(np.uint16)
-        masks = is_large.view(np.uint64).reshape(-1)
-        if cls.code_bits == 1:
-            masks = masks[:0]
-        return signs.view(np.uint64).reshape(-1), masks
 
 
 class Gauss2Codec(SignCodec):
@@ -477,6 +448,10 @@ class Gauss2Codec(SignCodec):
     width_multiple = 4
     code_bits = 2
     threshold = 0.9816
+    adds_offset = True
+
+    def _decode(self, memory: Bytes, moves: Moves, bits: Bits, span: Span) -> None:
+        _kernels().decode_levels(memory, moves, self._added, bits, self._geometry, span)
 
 
 class Sign1Codec(SignCodec):
@@ -498,6 +473,19 @@ class Sign1Codec(SignCodec):
     logical_dtype = "sign1"
     width_multiple = 8
     code_bits = 1
+
+    def _decode(self, memory: Bytes, moves: Moves, bits: Bits, span: Span) -> None:
+        _kernels().decode_signs(
+            memory, moves, _sign_words(), bits.view(np.uint64), self._geometry, span
+        )
+
+
+@functools.cache
+def _sign_words() -> NDArray[np.uint64]:
+    """Return the sign bits of the eight bfloat16 values of each byte, uint64 [512]."""
+    byte = np.arange(256, dtype=np.uint16)[:, None]
+    signs = ((byte >> np.arange(8, dtype=np.uint16)) & 1) << np.uint16(15)
+    return signs.view(np.uint64).reshape(-1)
 
 
 CODECS = {

@@ -51,6 +51,11 @@ def inlined(function: Callable[..., Any]) -> Callable[..., Any]:
     return compiled
 
 
+fused: Callable[[Callable[..., Any]], Callable[..., Any]] = functools.partial(
+    _njit, fastmath={"contract"}
+)
+"""Compiles a helper like `inlined`, but an instruction may multiply and add."""
+
 summing: Callable[[Callable[..., Any]], Callable[..., Any]] = functools.partial(
     _njit, fastmath={"reassoc", "contract"}
 )

@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from storage_formats.codecs.kernel_compiler import (
+    fused,
     inlined,
     input_array,
     kernel,
@@ -55,7 +56,9 @@ MAGNITUDE_BITS = np.uint16(0x7FFF)
 BF16_FRACTION_BITS = np.uint16(7)
 INFINITY_BITS = np.uint16(0x7F80)
 NAN_BITS = np.uint16(0x7FC0)
-UPPER_HALF = np.uint32(0xFFFF0000)
+PIECE = np.uint64(32)
+# values of an offset that stay in the first-level cache
+OFFSET_PIECE = np.uint64(2048)
 # see `codecs.formats`
 NAN_SCALE = np.uint16(0xFFFF)
 NAN_CODE = np.uint8(0xFF)
@@ -379,76 +382,6 @@ def encode_e2m1(
             scales_at += width // group
 
 
-@inlined
-def _needs_table(records: U8, codes_at: Index, width: Index) -> bool:
-    """Return True if one of the `width` E4M3 codes that begin at `codes_at` is
-    subnormal or NaN.
-    """
-    highest = np.uint8(0)
-    for i in range(width):
-        magnitude = np.uint8(records[codes_at + i] & np.uint8(0x7F))
-        highest = max(
-            highest, np.uint8(magnitude - np.uint8(0x08)) if magnitude else np.uint8(0)
-        )
-    return bool(highest > np.uint8(0x7E - 0x08))
-
-
-@inlined
-def _rescaled(code: np.uint8, exponent: np.uint16) -> Any:
-    """Return the bfloat16 bits of an E4M3 code times a power of two. The code must
-    be zero or normal.
-    """
-    magnitude = np.uint16(code & np.uint8(0x7F))
-    field = (
-        np.uint16(np.uint16(magnitude << np.uint16(4)) + exponent)
-        if magnitude
-        else NO_BITS
-    )
-    return np.uint16(
-        field | np.uint16(np.uint16(code & np.uint8(0x80)) << np.uint16(8))
-    )
-
-
-@kernel(
-    input_array(types.uint8),
-    _MOVES,
-    input_array(types.uint16),
-    output_array(types.uint16),
-    _GEOMETRY,
-    _SPAN,
-)
-def decode_e4m3(
-    records: U8, moves: Moves, table: U16, bits: U16, geometry: Geometry, span: Span
-) -> None:
-    """Decode E4M3 codes and E8M0 scales to bfloat16 values.
-
-    `table` [256 scales x 256 codes] contains the bfloat16 bits of each product scale x
-    code.
-    """
-    values, width, group = geometry
-    exponents = np.empty(width, dtype=np.uint16)
-    offsets, blocks = moves
-    start, stop = span
-    for move in range(start, stop):
-        block = np.uint64(blocks[move])
-        codes_at = np.uint64(offsets[move])
-        scales_at = codes_at + values
-        for first in range(block * values, (block + ONE) * values, width):
-            extreme = _scale_exponents(records, scales_at, group, exponents)
-            if extreme or _needs_table(records, codes_at, width):
-                for index in range(width // group):
-                    scale = np.uint64(records[scales_at + index]) << EIGHT
-                    for i in range(index * group, (index + ONE) * group):
-                        bits[first + i] = table[
-                            scale | np.uint64(records[codes_at + i])
-                        ]
-            else:
-                for i in range(width):
-                    bits[first + i] = _rescaled(records[codes_at + i], exponents[i])
-            codes_at += width
-            scales_at += width // group
-
-
 @kernel(
     input_array(types.uint8),
     _MOVES,
@@ -559,28 +492,6 @@ def encode_int8(
             scale_at += TWO
 
 
-@kernel(input_array(types.uint8), _MOVES, output_array(types.uint16), _GEOMETRY, _SPAN)
-def decode_int8(
-    records: U8, moves: Moves, bits: U16, geometry: Geometry, span: Span
-) -> None:
-    """Decode integers and bfloat16 scales to bfloat16 values."""
-    values, width, _ = geometry
-    offsets, blocks = moves
-    start, stop = span
-    for move in range(start, stop):
-        block = np.uint64(blocks[move])
-        codes_at = np.uint64(offsets[move])
-        scale_at = codes_at + values
-        for first in range(block * values, (block + ONE) * values, width):
-            scale = _bf16(_read_word(records, scale_at))
-            for i in range(width):
-                bits[first + i] = _rounded_bf16(
-                    np.float32(np.int8(records[codes_at + i])) * scale
-                )
-            codes_at += width
-            scale_at += TWO
-
-
 @kernel(
     input_array(types.uint16),
     output_array(types.uint8),
@@ -661,125 +572,166 @@ def encode_signs(
     input_array(types.uint8),
     _MOVES,
     input_array(types.uint64),
-    input_array(types.uint64),
     output_array(types.uint64),
     _GEOMETRY,
     _SPAN,
 )
 def decode_signs(
-    records: U8,
-    moves: Moves,
-    signs: U64,
-    masks: U64,
-    quads: U64,
-    geometry: Geometry,
-    span: Span,
+    records: U8, moves: Moves, signs: U64, quads: U64, geometry: Geometry, span: Span
 ) -> None:
-    """Decode codes of one or two bits and bfloat16 scales to words of four bfloat16
-    values.
+    """Decode sign bits and bfloat16 scales to words of four bfloat16 values.
 
-    `signs` and `masks` contain one word for each byte of codes, or two if a byte has
-    eight codes. A word has the sign bits of four values, and ones in each value with
-    the larger level. Without larger levels, `masks` is empty.
+    `signs` [256 * 2] contains the sign bits of the eight values of each byte.
     """
     values, width, _ = geometry
-    words = np.uint64(len(signs)) >> EIGHT
-    size = width // (words << TWO)
-    two_levels = len(masks) > 0
     offsets, blocks = moves
     start, stop = span
     for move in range(start, stop):
-        block = np.uint64(blocks[move])
         codes_at = np.uint64(offsets[move])
-        scale_at = codes_at + values // (words << TWO)
-        quad = (block * values) >> TWO
+        scale_at = codes_at + (values >> THREE)
+        quad = (np.uint64(blocks[move]) * values) >> TWO
         for _ in range(values // width):
             word = _read_word(records, scale_at)
-            scale = _bf16(word)
             is_nan = np.uint16(word & MAGNITUDE_BITS) > INFINITY_BITS
             kept = ZERO if is_nan else np.uint64(0xFFFFFFFFFFFFFFFF)
             four = np.uint64(NAN_BITS if is_nan else word) * FOUR_TIMES
-            if two_levels:
-                large = _rounded_bf16(scale * np.float32(LARGE_LEVEL))
-                change = four ^ (np.uint64(large) * FOUR_TIMES)
-                for i in range(size):
-                    entry = np.uint64(records[codes_at + i])
-                    quads[quad + i] = (
-                        four ^ (change & masks[entry]) ^ (signs[entry] & kept)
-                    )
-                quad += size
-            else:
-                for i in range(size):
-                    entry = np.uint64(records[codes_at + i]) << ONE
-                    quads[quad] = four ^ (signs[entry] & kept)
-                    quads[quad + ONE] = four ^ (signs[entry | ONE] & kept)
-                    quad += TWO
-            codes_at += size
+            for i in range(width >> THREE):
+                entry = np.uint64(records[codes_at + i]) << ONE
+                quads[quad] = four ^ (signs[entry] & kept)
+                quads[quad + ONE] = four ^ (signs[entry | ONE] & kept)
+                quad += TWO
+            codes_at += width >> THREE
             scale_at += TWO
 
 
-@inlined
-def _sum(number: np.float32, offset: np.float32) -> Any:
-    """Return the bits of number + offset, rounded to bfloat16 in the upper half. NaN
-    keeps its upper half.
+@fused
+def _sum(value: np.float32, scale: np.float32, offset: np.float32) -> Any:
+    """Return the bits of value x scale + offset, rounded to bfloat16. The product must
+    be exact, and a NaN must be 0x7FC00000.
     """
-    total = _bits(number + offset)
+    total = _bits(value * scale + offset)
     is_odd = total & np.uint32(0x10000)
     half = np.uint32(0x8000) if is_odd else np.uint32(0x7FFF)
-    return np.uint32(total + half)
-
-
-@inlined
-def _pair_sum(pair: np.uint32, even: np.float32, odd: np.float32) -> Any:
-    """Add two numbers to two bfloat16 values, the first in the lower half."""
-    low = _sum(np.uint32(pair << np.uint32(16)).view(np.float32), even)
-    high = _sum(np.uint32(pair & UPPER_HALF).view(np.float32), odd)
-    return np.uint32(high & UPPER_HALF) | np.uint32(low >> np.uint32(16))
+    return np.uint16(np.uint32(total + half) >> np.uint32(16))
 
 
 @kernel(
-    input_array(types.uint32),
-    input_array(types.float32),
-    output_array(types.uint32),
+    input_array(types.uint16), input_array(types.float32), output_array(types.uint16)
 )
-def subtract_offset(pairs: U32, offset: F32, residuals: U32) -> None:
-    """Write blocks minus the offset to `residuals`.
-
-    `offset` [m * d] contains the values with even indices, then those with odd indices.
-    """
-    count = np.uint64(len(offset)) >> ONE
-    even = offset[:count]
-    odd = offset[count:]
-    for first in range(ZERO, np.uint64(len(pairs)), count):
-        for i in range(count):
-            residuals[first + i] = _pair_sum(pairs[first + i], -even[i], -odd[i])
+def subtract_offset(bits: U16, offset: F32, residuals: U16) -> None:
+    """Write blocks minus `offset` [m * d] to `residuals`."""
+    values = np.uint64(len(offset))
+    # parts of the offset that stay in the first-level cache
+    for begin in range(ZERO, values, OFFSET_PIECE):
+        end = min(begin + OFFSET_PIECE, values)
+        for first in range(ZERO, np.uint64(len(bits)), values):
+            for i in range(begin, end):
+                number = _bf16(bits[first + i])
+                residuals[first + i] = _sum(number, np.float32(1), -offset[i])
 
 
 @kernel(
     output_array(types.uint32),
     types.Array(types.int64, 1, "C"),
     input_array(types.float32),
+    input_array(types.float32),
     _SPAN,
 )
-def add_offset(pairs: U32, blocks: NDArray[np.int64], offset: F32, span: Span) -> None:
-    """Add the offset to the decoded `blocks` with the indices of `span`.
+def add_offset(
+    pairs: U32, blocks: NDArray[np.int64], even: F32, odd: F32, span: Span
+) -> None:
+    """Add an offset to the decoded `blocks` with the indices of `span`.
 
-    `offset` [m * d] contains the values with even indices, then those with odd indices.
+    `even` and `odd` [m * d / 2] are the values of the offset with even and with odd
+    indices.
     """
-    count = np.uint64(len(offset)) >> ONE
-    even = offset[:count]
-    odd = offset[count:]
+    count = np.uint64(len(even))
     start, stop = span
-    for index in range(start, stop):
-        first = np.uint64(blocks[index]) * count
-        for i in range(count):
-            pairs[first + i] = _pair_sum(pairs[first + i], even[i], odd[i])
+    for begin in range(ZERO, count, OFFSET_PIECE):
+        end = min(begin + OFFSET_PIECE, count)
+        for index in range(start, stop):
+            first = np.uint64(blocks[index]) * count
+            for i in range(begin, end):
+                pair = pairs[first + i]
+                low = _sum(_bf16(np.uint16(pair)), np.float32(1), even[i])
+                number = _bf16(np.uint16(pair >> np.uint32(16)))
+                high = np.uint32(_sum(number, np.float32(1), odd[i]))
+                pairs[first + i] = np.uint32(high << np.uint32(16)) | low
+
+
+_DECODER = (
+    input_array(types.uint8),
+    _MOVES,
+    input_array(types.float32),
+    output_array(types.uint16),
+    _GEOMETRY,
+    _SPAN,
+)
 
 
 @inlined
-def _added(number: np.float32, offset: np.float32) -> Any:
-    """Return the bits of number + offset, rounded to bfloat16."""
-    return np.uint16(np.uint32(_sum(number, offset)) >> np.uint32(16))
+def _e4m3(code: np.uint8) -> Any:
+    """Return the value of an E4M3 code times 2 ** -120. The code must not be NaN."""
+    word = np.uint32(np.int32(np.int32(np.int8(code)) << np.int32(20)))
+    return np.uint32(word & np.uint32(0x87F00000)).view(np.float32)
+
+
+@kernel(*_DECODER)
+def decode_int8(
+    records: U8, moves: Moves, offset: F32, bits: U16, geometry: Geometry, span: Span
+) -> None:
+    """Decode integers and bfloat16 scales, and add `offset` [m * d].
+
+    A token is decoded in a few blocks before the next token, so that its offset stays
+    in the processor's cache.
+    """
+    values, width, _ = geometry
+    offsets, blocks = moves
+    start, stop = span
+    for first in range(start, stop, FOUR):
+        for token in range(values // width):
+            at = token * width
+            for move in range(first, min(first + FOUR, stop)):
+                record = np.uint64(offsets[move])
+                target = np.uint64(blocks[move]) * values + at
+                scale = _bf16(_read_word(records, record + values + TWO * token))
+                for i in range(width):
+                    code = np.float32(np.int8(records[record + at + i]))
+                    bits[target + i] = _rounded_bf16(code * scale + offset[at + i])
+
+
+@kernel(*_DECODER)
+def decode_levels(
+    records: U8, moves: Moves, offset: F32, bits: U16, geometry: Geometry, span: Span
+) -> None:
+    """Decode codes of two bits and bfloat16 scales like `decode_int8`."""
+    values, width, _ = geometry
+    size = width >> TWO
+    # one per byte
+    codes = np.empty(width, dtype=np.uint8)
+    fours = codes.view(np.uint32)
+    offsets, blocks = moves
+    start, stop = span
+    for first in range(start, stop, FOUR):
+        for token in range(values // width):
+            at = token * width
+            for move in range(first, min(first + FOUR, stop)):
+                record = np.uint64(offsets[move])
+                target = np.uint64(blocks[move]) * values + at
+                word = _read_word(records, record + (values >> TWO) + TWO * token)
+                is_nan = np.uint16(word & MAGNITUDE_BITS) > INFINITY_BITS
+                scale = _bf16(NAN_BITS if is_nan else word)
+                for i in range(size):
+                    four = np.uint32(records[record + size * token + i])
+                    four |= np.uint32(four << np.uint32(12))
+                    four |= np.uint32(four << np.uint32(6))
+                    fours[i] = four & np.uint32(0x03030303)
+                for i in range(width):
+                    code = np.uint32(codes[i])
+                    level = np.float32(LARGE_LEVEL if code & np.uint32(2) else 1)
+                    sign = np.uint32(code << np.uint32(31))
+                    level = np.uint32(_bits(level) | sign).view(np.float32)
+                    bits[target + i] = _sum(level, scale, offset[at + i])
 
 
 @inlined
@@ -793,31 +745,23 @@ def _is_plain(records: U8, codes_at: Index, values: Index, groups: Index) -> boo
     farthest = np.uint8(0)
     for i in range(values, values + groups):
         farthest = max(farthest, np.uint8(records[codes_at + i] - np.uint8(3)))
-    return bool(highest < np.uint8(0xFE)) and bool(farthest <= np.uint8(131))
+    return bool(highest < 0xFE and farthest <= 131)
 
 
-@kernel(
-    input_array(types.uint8),
-    _MOVES,
-    input_array(types.uint16),
-    input_array(types.float32),
-    output_array(types.uint16),
-    _GEOMETRY,
-    _SPAN,
-)
-def add_e4m3(
+@kernel(*_DECODER, input_array(types.uint16))
+def decode_e4m3(
     records: U8,
     moves: Moves,
-    table: U16,
     offset: F32,
     bits: U16,
     geometry: Geometry,
     span: Span,
+    table: U16,
 ) -> None:
-    """Decode E4M3 codes and E8M0 scales, see `decode_e4m3`, and add `offset` [m * d].
+    """Decode E4M3 codes and E8M0 scales like `decode_int8`.
 
-    A token is decoded in a few blocks before the next token, so that its offset stays
-    in the processor's cache.
+    `table` [256 scales x 256 codes] contains the bfloat16 bits of each product scale x
+    code.
     """
     values, width, group = geometry
     groups = width // group
@@ -842,21 +786,24 @@ def add_e4m3(
                     if plain:
                         exponent = np.uint32(np.uint32(scale) + np.uint32(120))
                         factor = np.uint32(exponent << np.uint32(23)).view(np.float32)
-                        for i in range(begin, end):
-                            # as a float32, the code times 2**-120
-                            code = np.int32(np.int8(records[codes_at + i]))
-                            word = np.uint32(
-                                np.uint32(np.int32(code << np.int32(20)))
-                                & np.uint32(0x87F00000)
-                            )
-                            bits[target + i] = _added(
-                                word.view(np.float32) * factor, offset[token + i]
-                            )
+                        # LLVM vectorises loops of constant length best
+                        whole = end - group % PIECE
+                        for piece in range(begin, whole, PIECE):
+                            for i in range(piece, piece + PIECE):
+                                number = _e4m3(records[codes_at + i])
+                                bits[target + i] = _sum(
+                                    number, factor, offset[token + i]
+                                )
+                        for i in range(whole, end):
+                            number = _e4m3(records[codes_at + i])
+                            bits[target + i] = _sum(number, factor, offset[token + i])
                     else:
                         entry = np.uint64(scale) << EIGHT
                         for i in range(begin, end):
                             product = table[entry | np.uint64(records[codes_at + i])]
-                            bits[target + i] = _added(_bf16(product), offset[token + i])
+                            bits[target + i] = _sum(
+                                _bf16(product), np.float32(1), offset[token + i]
+                            )
 
 
 @summing

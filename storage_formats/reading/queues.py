@@ -27,16 +27,8 @@ from storage_formats.reading.batch import PIECE_RECORDS, Ints
 # enough to keep a disk busy (docs/lab/storage-io.md); room for four pieces of single
 # records
 ENTRIES = 512
-# the kernel limits the entries of all processes together (fs.aio-max-nr)
-_FEWEST_ENTRIES = PIECE_RECORDS
 
-_GENERIC = (0, 1, 2, 4)
-_CALLS = {
-    "x86_64": (206, 207, 209, 208),
-    "aarch64": _GENERIC,
-    "riscv64": _GENERIC,
-    "loongarch64": _GENERIC,
-}
+_CALLS = {"x86_64": (206, 207, 209, 208), "aarch64": (0, 1, 2, 4)}
 """(io_setup, io_destroy, io_submit, io_getevents)"""
 # little endian, like all architectures above; opcode 0 is a read
 _REQUEST = np.dtype(
@@ -228,8 +220,9 @@ class QueuePool:
         try:
             return Queue(ENTRIES)
         except OSError:
+            # the kernel limits the entries of all processes together (fs.aio-max-nr)
             try:
-                return Queue(_FEWEST_ENTRIES)
+                return Queue(PIECE_RECORDS)
             except OSError as error:
                 raise cannot_read("the token files", error) from error
 

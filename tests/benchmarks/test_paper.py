@@ -130,7 +130,7 @@ def test_the_figure_shows_published_and_measured_points():
     figure = ElementTree.fromstring(experiments.prior_art_figure(rows))
     circles = figure.findall("{*}circle")
     places = [(float(c.get("cx")), float(c.get("cy")), c.get("fill")) for c in circles]
-    assert places == [(480, 360, "none"), (40, 60, "black")]
+    assert places == [(500, 360, "none"), (60, 60, "black")]
 
 
 def test_missing_data_are_named_with_their_remedy_and_what_is_no_experiment_is_refused(

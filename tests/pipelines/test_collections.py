@@ -136,7 +136,7 @@ def test_patterns_select_inputs_as_gitignore_does(
     refs = [ref.uri for ref in source.iter_inputs()]
     folder = f"{tmp_path}/photos/"
     assert {uri.removeprefix(folder) for uri in refs} == used
-    assert patterns.without_match() == unmatched
+    assert patterns.unmatched == unmatched
     assert source.ignored.get("(excluded)", 0) == len(FILES) - len(used)
 
 

@@ -15,8 +15,7 @@ import pytest
 
 from edje_index.search.rows import IndexRows
 from pipelines import compact_index, copy_index, delete_rows, merge_indexes
-from pipelines.jobs.edit import set_columns
-from pipelines.jobs.snapshots import history, remove_snapshots, roll_back
+from pipelines.jobs.snapshots import history, remove_snapshots, roll_back, set_columns
 from storage_formats import (
     CorruptIndexError,
     IndexSpec,

@@ -74,14 +74,17 @@ def test_images_without_features_are_left_out(job, tmp_path):
     job = replace(job, on_event=events.append)
     trained = items(10, 6, 9, 3)
     dev_items = items(6, 2)
-    kept, captions, dev, left_out, truncated = match_captions(
-        job, features, trained, dev_items
-    )
+    kept, captions, dev, counts = match_captions(job, features, trained, dev_items)
     assert [item.image_id for item in kept] == ["10", "9", "3"]
     assert captions.rows.tolist() == [10, 0, 3]
     assert captions.texts() == ["photo 10", "photo 9", "photo 3"]
     assert (dev.rows.tolist(), dev.texts()) == ([2], ["photo 2"])
-    assert (left_out, truncated) == ({"truncated": 1}, 0)
+    assert counts == {
+        "images": 3,
+        "captions": 3,
+        "left_out": {"truncated": 1},
+        "truncated": 0,
+    }
     assert [str(event.text) for event in events] == [
         "images left out because they have no features: truncated 1"
     ]

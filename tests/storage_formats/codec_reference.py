@@ -75,9 +75,11 @@ def encode(codec: Codec, blocks: Blocks) -> Records:
     raise NotImplementedError(codec.name)
 
 
-def decode(codec: Codec, records: Records) -> Blocks:
+def decode(
+    codec: Codec, records: Records, offset: NDArray[np.float32] | None = None
+) -> Blocks:
     """Decode records, uint8 [k, record_bytes], in the format of `codec` to blocks,
-    bf16 [k, m, d].
+    bf16 [k, m, d], and add `offset` [m, d].
     """
     # damaged records may contain scales that no encoder writes
     with np.errstate(over="ignore", invalid="ignore"):
@@ -111,7 +113,12 @@ def decode(codec: Codec, records: Records) -> Blocks:
                 numbers = records.view(np.float16).astype(np.float32)
             case _:
                 raise NotImplementedError(codec.name)
-        blocks = numbers.reshape(-1, *codec.block_shape).astype(BF16)
+        blocks = numbers.reshape(-1, *codec.block_shape)
+        # SPEC.md, section 6.2
+        if offset is None or codec.name not in ("int8", "gauss2"):
+            blocks = blocks.astype(BF16)
+        if offset is not None:
+            blocks = (blocks.astype(np.float32) + offset).astype(BF16)
     return np.where(
         np.isnan(blocks), np.uint16(CANONICAL_NAN), blocks.view(np.uint16)
     ).view(BF16)

@@ -18,8 +18,7 @@ from pipelines import (
     delete_rows,
     repair_index,
 )
-from pipelines.jobs.edit import set_columns
-from pipelines.jobs.snapshots import remove_snapshots
+from pipelines.jobs.snapshots import remove_snapshots, set_columns
 from storage_formats import (
     CorruptIndexError,
     IndexWriter,

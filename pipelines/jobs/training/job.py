@@ -204,10 +204,8 @@ def prepare_task(
         features = stored_features(
             job, start, [*items, *dev_items], given.get("features")
         )
-    kept, captions, dev, left_out, truncated = match_captions(
-        job, features, items, dev_items
-    )
-    count = len(captions.texts())
+    kept, captions, dev, counts = match_captions(job, features, items, dev_items)
+    count = counts["captions"]
     steps = total_steps(settings.loop, count)
     mining = features
     mining_rows = captions.rows
@@ -250,12 +248,7 @@ def prepare_task(
         continued=continued,
         dev=dev_task,
     )
-    return task, {
-        "images": len(kept),
-        "captions": count,
-        "left_out": left_out,
-        "truncated": truncated,
-    }
+    return task, counts
 
 
 def write_bundle(
@@ -468,13 +461,13 @@ def match_captions(
     index: CommittedIndex,
     items: list[CaptionedImage],
     dev_items: list[CaptionedImage],
-) -> tuple[list[CaptionedImage], CaptionSet, CaptionSet | None, dict[str, int], int]:
+) -> tuple[list[CaptionedImage], CaptionSet, CaptionSet | None, Json]:
     """Find the captioned images that have features in `index`.
 
     Returns:
         The images to train on; their captions; the dev captions, None if there are
-        none; the number of images without features, by reason; and the number of
-        training images that could be decoded only in part.
+        none; and the attributes `images`, `captions`, `left_out` and `truncated` of the
+        result.
     """
     matched = match_rows(index, [*items, *dev_items])
     if absent := matched.missing().get(NOT_IN_INDEX):
@@ -503,7 +496,13 @@ def match_captions(
     (kept, captions, rows), (dev_kept, dev, _) = sets
     if truncated := int(rows.truncated.sum()):
         job.say(f"truncated images that are used in part: {truncated:,}")
-    return kept, captions, dev if dev_kept else None, rows.missing(), truncated
+    counts = {
+        "images": len(kept),
+        "captions": len(captions.texts()),
+        "left_out": rows.missing(),
+        "truncated": truncated,
+    }
+    return kept, captions, dev if dev_kept else None, counts
 
 
 def _teacher_tokens(

@@ -38,9 +38,8 @@ def joint(tiny_model: ModelBundle, tmp_path: Path) -> JointScorer:
     words = tiny_model.joint.text_embeddings.weight
     with torch.no_grad():
         words.mul_(torch.linspace(0.1, 5, len(words))[:, None])
-    return load_scorer(
-        tiny_model.save(tmp_path / "model"), torch.float32, torch.device("cpu")
-    )
+    info = tiny_model.save(tmp_path / "model")
+    return load_scorer(info, torch.float32, torch.device("cpu")).joint
 
 
 @pytest.mark.parametrize(

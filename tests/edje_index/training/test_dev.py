@@ -11,8 +11,10 @@ import torch
 
 from edje_index.errors import ModelError
 from edje_index.models.devices import to_bf16_array
+from edje_index.training.captions import TrainingData
 from edje_index.training.checkpoints import DEV, Checkpoints, read_log
-from edje_index.training.dev import DevSet, dev_pools
+from edje_index.training.config import FittingConfig
+from edje_index.training.dev import dev_pools
 from edje_index.training.features import StoredFeatures
 from edje_index.training.finish import finish_model
 from edje_index.training.fit_weights import choose_weights
@@ -21,6 +23,7 @@ from edje_index.training.pooled_similarity import fit_pooled_similarity
 from edje_index.training.start import make_start, trained_part
 from edje_index.training.workers import WorkerGroup
 from storage_formats.format.manifest import CommittedIndex
+from storage_formats.reading.embeddings import read_embeddings
 from tests.edje_index.training.conftest import IMAGES
 
 POOL = 12
@@ -114,7 +117,7 @@ def setting(case):
     bundle = make_start(case.config().architecture, 0, model=case.bundle)
     bundle.joint.eval()
     features = StoredFeatures(CommittedIndex.open(case.features))
-    return bundle, DevSet.open(case.items, case.data, features, 1000), features
+    return bundle, (case.items, case.data), features
 
 
 def test_recalls_are_those_of_the_plain_computation(case, setting):
@@ -128,15 +131,18 @@ def test_recalls_are_those_of_the_plain_computation(case, setting):
         pooled=fit_pooled_similarity(adapter, bundle.joint, case.source(), 4),
         info=None,
     )
-    pools = dev_pools(bundle, dev, features, 6)
+    config = FittingConfig(dev_captions=1000, dev_pool=6)
+    pools = dev_pools(bundle, dev, features, config)
     choices = {
         direction: choose_weights(of_direction)
         for direction, of_direction in pools.items()
     }
     assert (choices["t2i"].queries, choices["t2i"].pool) == (2 * IMAGES, 6)
     assert (choices["i2t"].queries, choices["i2t"].pool) == (IMAGES, 6)
-    tokens = to_bf16_array(bundle.adapter(features.fetch(dev.queries.rows)[0].float()))
-    similar = dev.captions @ dev.images.T
+    tokens = to_bf16_array(bundle.adapter(features.fetch(case.items.rows)[0].float()))
+    texts_of_dev = case.items.texts()
+    images_of_dev = read_embeddings(features.index, case.items.rows)
+    similar = TrainingData.open(case.data).text_embeddings @ images_of_dev.T
     for direction, choice in choices.items():
         weights = choice.weights.by_part()
         text_queries = direction == "t2i"
@@ -146,10 +152,7 @@ def test_recalls_are_those_of_the_plain_computation(case, setting):
         for query in range(2 * IMAGES if text_queries else IMAGES):
             rank = similar[query] if text_queries else similar[:, query]
             near = sorted(range(len(rank)), key=lambda at, rank=rank: -rank[at])[:6]
-            texts = [
-                dev.queries.captions[at]
-                for at in ([query] * 6 if text_queries else near)
-            ]
+            texts = [texts_of_dev[at] for at in ([query] * 6 if text_queries else near)]
             used = {part: weight for part, weight in weights.items() if weight}
             images = scorer.images(tokens[near if text_queries else [query] * 6])
             joint = {"logit", *used} - {"embedding"}

@@ -116,7 +116,7 @@ def test_the_workers_of_a_machine_share_its_cpus_for_decoding(
     for size, on_machine in ((1, 1), (4, 1), (4, 4), (32, 16)):
         group = WorkerGroup(0, size, on_machine)
         _, source = open_start(task, group, torch.device("cpu"))
-        pools.append(source.features._pool._max_workers)
+        pools.append(source.features.pool._max_workers)
     assert pools == [8, 8, 2, 1]
 
 

@@ -340,7 +340,7 @@ HEADER = {
             422,
             "skip with a query needs the score embedding",
         ),
-        ("/search", {}, 422, "query, image or row_id"),
+        ("/search", {}, 422, "give query or image or row_id"),
         ("/search", {"query": " "}, 422, "the query is empty"),
         *(
             ("/search", {"query": "a", "k": value}, 422, "k:")
@@ -387,7 +387,7 @@ HEADER = {
             "/search/texts",
             {"row_id": 7, "image": "AAAA", "texts": ["a"]},
             422,
-            "exactly one of image and row_id",
+            "give only one of image and row_id",
         ),
         ("/search/texts", {"row_id": 7, "texts": []}, 422, "texts"),
         (
@@ -446,7 +446,7 @@ HEADER = {
             "119070000 in all are over the limits",
         ),
         ("/embed", {"inputs": [HEADER] * 2}, 422, "cannot read an image: truncated"),
-        ("/embed", {"inputs": ["a"] * 1001}, 413, "1001 inputs: send at most"),
+        ("/embed", {"inputs": ["a"] * 1001}, 413, "send fewer texts: 1001 are"),
     ],
 )
 def test_invalid_requests_have_one_shape(http, index, path, body, status, message):
