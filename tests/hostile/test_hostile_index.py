@@ -82,7 +82,7 @@ def commit(layout: Layout, *changed: Path, **spec: Any) -> None:
     """
     manifest = Manifest.load(layout.root)
     entries = {layout.relative(path): FileEntry.of(layout, path) for path in changed}
-    lines = read_shard_table(layout.root, manifest.shard_table)
+    lines = read_shard_table(layout.root, manifest.shard_tables[0])
     files = [(shard, entries.get(file.path, file)) for shard, file in lines]
     counts = replace(
         manifest.counts,

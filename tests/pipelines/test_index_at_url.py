@@ -366,7 +366,7 @@ def test_a_shard_table_cannot_make_verify_touch_other_files(local, tmp_path):
     layout = Layout(local)
     manifest = Manifest.load(local)
     lines = [
-        *read_shard_table(local, manifest.shard_table),
+        *read_shard_table(local, manifest.shard_tables[0]),
         (0, FileEntry("../outside", 8, 0)),
     ]
     lines.append((1, FileEntry(str(outside), 8, 0)))
