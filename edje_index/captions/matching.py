@@ -15,12 +15,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from edje_index.captions.reading import CAPTION_KEYS, SPLIT_KEY, CaptionedImage
+from edje_index.captions.reading import SPLIT_KEY, CaptionedImage
 from edje_index.inputs.refs import display_path
 from storage_formats.arrays import Bools, Ints
 from storage_formats.errors import UsageError
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.rows import DUPLICATE, INDEXED, read_all_rows
+from storage_formats.format.source_columns import caption_column
 
 NOT_IN_INDEX = "not-in-index"
 DELETED = "deleted"
@@ -93,12 +94,13 @@ def stored_captions(
     Raises:
         UsageError: the index holds no captions, or none of `split`.
     """
-    names = {column.name for column in index.manifest.columns}
-    columns = [name for name in (CAPTION_KEYS[0], SPLIT_KEY) if name in names]
-    table = read_all_rows(index, ("uri", "status", *columns))
+    columns = index.manifest.columns
+    captioned = caption_column(columns)
+    splits = [SPLIT_KEY] if SPLIT_KEY in {column.name for column in columns} else []
+    table = read_all_rows(index, ("uri", "status", *captioned, *splits))
     items = []
     for row in table.to_pylist():
-        captions = row.get(CAPTION_KEYS[0])
+        captions = row[captioned[0]] if captioned else None
         if not captions or row["status"] != INDEXED:
             continue
         if split is not None and row.get(SPLIT_KEY) != split:

@@ -36,6 +36,7 @@ from edje_index.inputs.refs import display_path
 from edje_index.inputs.tars import TarArchive
 from storage_formats.errors import UsageError
 from storage_formats.format.parquet import iter_batches, open_parquet
+from storage_formats.format.source_columns import CAPTION_COLUMNS
 from storage_formats.remote.urls import scheme_of
 
 IMAGE_KEYS = (
@@ -49,7 +50,6 @@ IMAGE_KEYS = (
     "uri",
     "url",
 )
-CAPTION_KEYS = ("captions", "caption", "text")
 ID_KEY = "image_id"
 SPLIT_KEY = "split"
 
@@ -319,7 +319,7 @@ def _json_file(path: Path) -> Iterator[_Located]:
             ids.add(image_id)
             value = {
                 "file_name": value.get("file_name"),
-                CAPTION_KEYS[0]: texts_by_image.get(image_id),
+                CAPTION_COLUMNS[0]: texts_by_image.get(image_id),
                 ID_KEY: image_id,
             }
         yield f"images {number}", value
@@ -351,7 +351,7 @@ def _parquet(path: Path) -> Iterator[_Located]:
     number = 0
     try:
         with open_parquet(path) as file:
-            record_keys = (*IMAGE_KEYS, *CAPTION_KEYS, ID_KEY, SPLIT_KEY)
+            record_keys = (*IMAGE_KEYS, *CAPTION_COLUMNS, ID_KEY, SPLIT_KEY)
             columns = [name for name in record_keys if name in file.schema_arrow.names]
             for batch in iter_batches(file, _PARQUET_BATCH, columns):
                 for value in batch.to_pylist():
@@ -395,7 +395,7 @@ def _sample(name: str, contents: Mapping[str, bytes | None]) -> Any:
     if isinstance(value, dict):
         if ".txt" in texts:
             lines = _decode(texts[".txt"]).splitlines()
-            value[CAPTION_KEYS[0]] = [line for line in lines if line.strip()] or [""]
+            value[CAPTION_COLUMNS[0]] = [line for line in lines if line.strip()] or [""]
         value |= {IMAGE_KEYS[0]: name, ID_KEY: os.path.splitext(name)[0]}
     return value
 
@@ -420,7 +420,7 @@ def _record(value: Any) -> CaptionRecord:
     key = next((key for key in IMAGE_KEYS if value.get(key) is not None), IMAGE_KEYS[0])
     name = value.get(key)
     texts = next(
-        (value[key] for key in CAPTION_KEYS if not _is_missing(value.get(key))), None
+        (value[key] for key in CAPTION_COLUMNS if not _is_missing(value.get(key))), None
     )
     image_id = value.get(ID_KEY)
     # of a Karpathy file

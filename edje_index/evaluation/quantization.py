@@ -26,12 +26,12 @@ from edje_index.scoring.weights import (
     TEXT_TO_IMAGE,
 )
 from edje_index.search.query import read_queries
-from edje_index.search.rows import caption_column
 from edje_index.search.token_index import TokenIndex
 from storage_formats.arrays import Bools, Floats
 from storage_formats.codecs.formats import CODECS
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.rows import INDEXED, iter_rows
+from storage_formats.format.source_columns import caption_column
 from storage_formats.format.tombstones import live_rows
 
 _BATCH_ROWS = 128

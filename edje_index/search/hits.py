@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from edje_index.search.rows import CAPTION_COLUMNS
 from storage_formats.errors import EdjeError, UsageError
+from storage_formats.format.source_columns import CAPTION_COLUMNS
 from storage_formats.remote.urls import IndexLocation
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ import itertools
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,21 +20,13 @@ from storage_formats.extras import name_missing_extra
 from storage_formats.format.filter_tables import filter_schema, iter_filter_table
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.rows import check_names, iter_stored_rows, row_schema
-from storage_formats.format.source_columns import STRING, STRINGS, SourceColumn
+from storage_formats.format.source_columns import caption_column
 
-CAPTION_COLUMNS = ("captions", "caption", "text")
-"""Names of the column with the captions of a photo; the first in an index counts."""
 # of columns
 _CACHED_BYTES = 256 << 20
 _CACHED_FILTERS = 16
 # after each group of shards, the time limit is checked
 _SHARDS_AT_ONCE = 16
-
-
-def caption_column(columns: Iterable[SourceColumn]) -> list[str]:
-    """Return the name of the column with the captions, or an empty list."""
-    texts = {each.name for each in columns if each.type in (STRING, STRINGS)}
-    return [name for name in CAPTION_COLUMNS if name in texts][:1]
 
 
 class FilterTimeoutError(EdjeError):

@@ -21,7 +21,6 @@ from edje_index.bundles.info import (
     read_bundle_offset,
 )
 from edje_index.indexing.faiss_build import AnnRequest
-from edje_index.search.rows import caption_column
 from pipelines.environment import free_disk
 from pipelines.jobs.changing import (
     Applied,
@@ -79,6 +78,7 @@ from storage_formats.format.manifest import CommittedIndex, Counts, Manifest
 from storage_formats.format.offset import offset_block
 from storage_formats.format.receipts import ShardReceipt
 from storage_formats.format.rows import INDEXED, iter_rows, read_rows, read_shard_rows
+from storage_formats.format.source_columns import caption_column
 from storage_formats.remote.urls import IndexLocation, local_path
 from storage_formats.verify import check_files
 from storage_formats.writing.publish import total_counts

@@ -24,6 +24,8 @@ STRING = "string"
 TIMESTAMP = "timestamp"
 STRINGS = "list<string>"
 
+CAPTION_COLUMNS = ("captions", "caption", "text")
+"""Names of the column with the captions of a photo; the first in an index counts."""
 MAX_COLUMNS = 256
 MAX_NAME_BYTES = 128
 MAX_SHARD_BYTES = 48 << 20
@@ -125,6 +127,12 @@ def check_columns(columns: Collection[SourceColumn]) -> None:
             f"got {len(columns)} source columns; at most {MAX_COLUMNS} with distinct"
             " names are allowed"
         )
+
+
+def caption_column(columns: Iterable[SourceColumn]) -> list[str]:
+    """Return the name of the column with the captions, or an empty list."""
+    texts = {each.name for each in columns if each.type in (STRING, STRINGS)}
+    return [name for name in CAPTION_COLUMNS if name in texts][:1]
 
 
 def merge_columns(*tables: Iterable[SourceColumn]) -> tuple[SourceColumn, ...]:

@@ -239,13 +239,15 @@ def test_every_score_of_a_bundle_with_all_parts(run, world, tiny_bundle, tmp_pat
     assert sign1["bytes_per_image"] == codec("sign1", (4, 16)).record_bytes
 
 
+@pytest.mark.parametrize("column", ["captions", "text"])
 def test_without_a_file_the_captions_are_those_of_the_index(
-    run, world, tiny_bundle, tmp_path
+    run, world, tiny_bundle, tmp_path, column
 ):
     index = tmp_path / "captioned.edje"
-    build_index(
-        world / "captions.jsonl", index, tiny_bundle, engine="inline", max_failed=1
-    )
+    lines = (world / "captions.jsonl").read_text().replace('"captions"', f'"{column}"')
+    source = world / f"{column}.jsonl"
+    source.write_text(lines)
+    build_index(source, index, tiny_bundle, engine="inline", max_failed=1)
     for options in ((), ("--split", "dev")):
         options = (*options, "--pool", 3, "--device", "cpu", "--json")
         code, out, err = run("eval", index, *options)
