@@ -113,7 +113,7 @@ def test_bad_files_of_queries_are_refused_before_anything_is_loaded(
         (b'{"query": [3]}', "q.jsonl, line 1: a query must be a JSON string"),
         (b"[" * 100_000, "q.jsonl, line 1: a query must be a JSON string"),
         (b"\n \n", "q.jsonl is empty"),
-        (b"\xff\xfe", "cannot read q.jsonl"),
+        (b"\xff\xfe", "q.jsonl, line 1: a query must be a JSON string"),
     ):
         (tmp_path / "q.jsonl").write_bytes(content)
         code, out, err = run("search", "nowhere", "--queries", "q.jsonl")
