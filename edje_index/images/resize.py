@@ -60,8 +60,8 @@ _MAX_KEPT = 1 << 24
 
 
 class _Scratch(threading.local):
-    """Memory that a thread uses for one image after another. The kernel clears the
-    pages of new memory, and threads wait for each other there.
+    """Memory that a thread uses for one image after another. New memory costs page
+    faults, which are slow on some virtual machines.
     """
 
     def __init__(self) -> None:

@@ -1,8 +1,8 @@
 """CUDA graphs: the kernels of a function on a GPU, started by one call.
 
-To start a kernel from Python takes about 10 microseconds, and the interpreter's lock,
-which threads that decode images hold most of the time. The kernels of a small batch
-themselves take less than that.
+Starting a kernel from Python takes longer than the kernels of a small batch run, and
+needs the lock of the interpreter, which threads that decode images hold, too. On an
+H100, 100 candidates took 7 ms kernel by kernel; on an H200, their record takes 2.5 ms.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class CudaGraphs:
             for the device.
         device: where `function` computes. The inputs of a call may be elsewhere.
         records_at: number of the call, among those with inputs of the same shapes, that
-            is recorded. A record takes as long as tens of calls.
+            is recorded. Recording takes longer than a call.
     """
 
     def __init__(

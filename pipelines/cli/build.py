@@ -154,7 +154,7 @@ def build(dry_run: bool, **options: Any) -> None:
         raise UsageError(_NO_MODEL)
     from pipelines.jobs.build import build_index
     from pipelines.jobs.hub import find_model
-    from pipelines.jobs.plan import described
+    from pipelines.jobs.resources import described
 
     options["model"] = find_model(options["model"], note)
     out = options["out"]

@@ -36,21 +36,23 @@ from pipelines.jobs.compare import SourceChanges, compare_sources, find_failed
 from pipelines.jobs.encode import earlier_plan, encoding
 from pipelines.jobs.plan import (
     BuildSettings,
-    Execution,
     Plan,
     SourceGroup,
-    check_ann_memory,
-    check_disk,
-    check_extension_memory,
-    choose_workers,
-    disk_need,
     model_record,
     recorded_sources,
     refuse_differences,
     settings_of,
     store_inputs,
-    usable_memory,
     with_sources,
+)
+from pipelines.jobs.resources import (
+    Execution,
+    check_ann_memory,
+    check_disk,
+    check_extension_memory,
+    choose_workers,
+    disk_need,
+    usable_memory,
     workers_memory,
 )
 from pipelines.jobs.snapshots import edited_values

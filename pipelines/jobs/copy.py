@@ -32,12 +32,11 @@ from pipelines.jobs.changing import (
 )
 from pipelines.jobs.hub import send_to_hub
 from pipelines.jobs.plan import (
-    check_free_disk,
-    disk_need,
     holds_clips,
     recorded_sources,
     with_sources,
 )
+from pipelines.jobs.resources import check_free_disk, disk_need
 from pipelines.progress.events import (
     JobStopped,
     OnEvent,

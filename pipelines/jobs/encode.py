@@ -30,11 +30,11 @@ from pipelines.jobs.changing import (
 )
 from pipelines.jobs.plan import (
     SHARDS_PER_GPU,
-    Execution,
     Plan,
     check_inputs,
     model_record,
 )
+from pipelines.jobs.resources import Execution
 from pipelines.progress.events import OnEvent, ShouldStop, StatusMessage
 from pipelines.progress.wording import by_reason, counted
 from storage_formats.change import Change, IndexChange, NewIndex

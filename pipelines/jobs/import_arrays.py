@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 from edje_index.indexing.faiss_build import build_ann, check_faiss
-from pipelines.jobs.plan import check_ann_memory, check_disk
+from pipelines.jobs.resources import check_ann_memory, check_disk
 from pipelines.progress.events import (
     JobStopped,
     OnEvent,

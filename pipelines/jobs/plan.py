@@ -1,5 +1,5 @@
 """The plan of new rows: everything that determines the bytes of a build, an append
-or an update, and the memory, disk space and devices that it needs.
+or an update.
 """
 
 from __future__ import annotations
@@ -10,29 +10,22 @@ import json
 import shutil
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
 
 from edje_index.bundles.info import BundleInfo
-from edje_index.indexing.ann_kind import AnnKind
 from edje_index.models import MAX_FRAMES
-from pipelines.environment import available_memory, cuda_devices, free_disk
 from pipelines.jobs.changing import DryRun
-from pipelines.progress.wording import counted, human_bytes
 from storage_formats.atomic import Json, fsync_paths
 from storage_formats.change import Change
 from storage_formats.codecs import codec
 from storage_formats.errors import CorruptIndexError, UsageError
-from storage_formats.extras import name_missing_extra
 from storage_formats.format.checksum import crc32c_file, to_hex
 from storage_formats.format.layout import (
-    CRC_BYTES,
-    PAGE_BYTES,
     IndexSpec,
     Layout,
-    padded_shard_bytes,
 )
 from storage_formats.format.manifest import Manifest
 from storage_formats.format.receipts import fingerprint
@@ -556,248 +549,3 @@ def with_sources(manifest: Manifest, groups: Iterable[SourceGroup] | None) -> Js
 def holds_clips(manifest: Manifest) -> bool:
     """Return True if video files are inputs of the index."""
     return manifest.settings.get("frames") is not None
-
-
-Need = dict[str, int]
-"""The required memory or disk space in bytes, by purpose."""
-
-_ANN = "nearest-neighbour index"
-# metadata, and what the file system adds
-_SLACK = 1.02
-# tokens, checksums, embeddings, rows; during the build also the receipt
-_FILES_PER_SHARD = 5
-# rows table and frozen inputs together, compressed, for paths of about 60 characters
-_ROW_BYTES = 200
-# torch, open_clip and their libraries
-_PROCESS_BYTES = 600 * 2**20
-# As bytes: being decoded, ready, and stacked. As float32 numbers: in the model.
-_BYTES_PER_VALUE = 8
-_CHANNELS = 3
-_FLOAT32_BYTES = 4
-
-
-class ResourcesError(UsageError):
-    """The disk or the memory is too small for the request."""
-
-
-def described(need: Need) -> str:
-    """Return the sum of a need and its parts as text."""
-    parts = ", ".join(f"{name} {human_bytes(size)}" for name, size in need.items())
-    return f"{human_bytes(sum(need.values()))} ({parts})"
-
-
-def usable_memory(limit: int | None) -> int:
-    """Return the free memory of this machine in bytes, or `limit` if it is smaller.
-    None is no limit.
-    """
-    free = available_memory()
-    return free if limit is None else min(free, limit)
-
-
-@dataclass(frozen=True)
-class Execution:
-    """Where new rows are encoded, and how many of them may fail: arguments of
-    `pipelines.build_index`.
-    """
-
-    engine: str
-    workers: int | None = None
-    address: str | None = None
-    memory: int | None = None
-    max_failed: float | None = None
-
-
-def choose_workers(
-    settings: BuildSettings,
-    info: BundleInfo,
-    execution: Execution,
-) -> Execution:
-    """Return `execution` with the number of workers, if engine, device and memory
-    suffice. With None, the Ray cluster chooses it.
-
-    If `workers` is None, this is twice the number of GPUs, or the number of CPUs
-    divided by the threads of a worker, but at most as many as the memory has room for.
-
-    Raises:
-        UsageError: this machine lacks the device or the memory for the workers, or the
-            model cannot encode clips.
-        EngineUnavailableError: the Ray cluster does not answer.
-    """
-    engine = execution.engine
-    address = execution.address
-    workers = execution.workers
-    memory = execution.memory
-    if engine == "inline" and address is not None:
-        raise UsageError(
-            f"the engine inline runs in this process, so it cannot join the cluster at"
-            f" {address}; leave out the address, or use the engine ray",
-            parameter="address",
-        )
-    if engine == "ray":
-        from pipelines.engines.ray_engine import check_ray
-
-        # before the listing, which waits for a pipe that stays silent
-        check_ray(address)
-    if settings.frames is not None:
-        with name_missing_extra("video"):
-            import av  # noqa: F401
-        if not info.combines_frames:
-            raise UsageError(
-                f"the bundle {info.path} has a {info.adapter['kind']} adapter, which"
-                " cannot combine the frames of clips; use a bundle with a compressed"
-                " adapter",
-                parameter="model",
-            )
-    if engine != "inline" and address is not None:
-        return execution
-    most = usable_cpus() // settings.threads
-    if settings.is_cuda:
-        most = SHARDS_PER_GPU * cuda_devices()
-        if not most:
-            raise UsageError(
-                "the device is cuda, but torch finds no CUDA device on this machine;"
-                " use the device cpu",
-                parameter="device",
-            )
-        if engine == "ray" and (workers or 0) > most:
-            raise UsageError(
-                f"{workers} workers are too many: the GPUs of this machine have room"
-                f" for {most}",
-                parameter="workers",
-            )
-    if engine == "inline":
-        workers = 1
-    elif workers is None:
-        worker_bytes = sum(workers_memory(1, settings, info).values())
-        workers = max(1, min(most, usable_memory(memory) // worker_bytes))
-    need = workers_memory(workers, settings, info)
-    _check_memory(
-        need, memory, "use fewer workers or a smaller batch size", parameter="workers"
-    )
-    return replace(execution, workers=workers)
-
-
-def workers_memory(
-    workers: int | None,
-    settings: BuildSettings,
-    info: BundleInfo,
-) -> Need:
-    """Return a lower bound of the memory that all workers need together. If
-    `workers` is None, assume one worker.
-    """
-    height, width = map(int, info.vision["image_size"])
-    images = max(settings.batch_size, settings.frames or 1)
-    batches = images * _CHANNELS * height * width * _BYTES_PER_VALUE
-    parts = {
-        "libraries": _PROCESS_BYTES,
-        "weights": info.encoder_weights_bytes,
-        "batches": batches,
-    }
-    return {name: (workers or 1) * size for name, size in parts.items()}
-
-
-def check_ann_memory(spec: IndexSpec, memory: int | None) -> None:
-    """Raise ResourcesError if the memory is too small to build the nearest-neighbour
-    index.
-    """
-    need = AnnKind.choose(spec.rows, spec.embed_dim, memory).build_bytes(
-        spec.rows, spec.embed_dim
-    )
-    _check_memory(
-        {_ANN: need},
-        memory,
-        "split the sources over several indexes",
-        parameter="sources",
-    )
-
-
-def check_extension_memory(manifest: Manifest, rows: int) -> None:
-    """Raise ResourcesError if the memory is too small to add `rows` rows to the
-    nearest-neighbour index.
-    """
-    ann = manifest.ann
-    width = manifest.spec.embed_dim
-    need = 0
-    if ann.get("files"):
-        # it is loaded for its centroids
-        loaded = int(ann["files"][0]["bytes"])
-        factory = ann.get("factory")
-        kind = AnnKind.parse(factory, width) if factory else AnnKind.choose(rows, width)
-        need = max(loaded, kind.build_bytes(rows, width))
-    _check_memory({_ANN: need}, None, "split the index", parameter="sources")
-
-
-def check_disk(
-    root: Path,
-    spec: IndexSpec,
-    memory: int | None = None,
-) -> None:
-    """Raise ResourcesError if the disk is too small for the index.
-
-    Args:
-        spec: shape of the index, or of its new rows.
-    """
-    check_free_disk(
-        root,
-        disk_need(spec, memory),
-        f"the index of {counted(spec.rows, 'input')}",
-        parameter="out",
-    )
-
-
-def check_free_disk(
-    root: Path,
-    need: Need,
-    what: str,
-    *,
-    parameter: str | None = None,
-) -> None:
-    """Raise ResourcesError if less disk space than `need` is free at `root`. `what`
-    names what needs it.
-    """
-    if sum(need.values()) > (free := free_disk(root)):
-        raise ResourcesError(
-            f"{what} needs {described(need)} of disk, but only {human_bytes(free)} are"
-            f" free at {root}; free some space, or use another disk",
-            parameter=parameter,
-        )
-
-
-def disk_need(spec: IndexSpec, memory: int | None = None) -> Need:
-    """Return the disk space that the whole index needs, plus 2 %."""
-    last = len(spec.shard_rows(spec.shards - 1))
-    tokens = spec.rows * CRC_BYTES * len(spec.precisions)
-    for name in spec.precisions:
-        record_bytes = codec(name, spec.block_shape).record_bytes
-        for rows, shards in ((spec.shard_size, spec.shards - 1), (last, 1)):
-            size = padded_shard_bytes(rows, spec.shard_size, record_bytes)[1]
-            tokens += shards * size
-    embeddings = spec.shards * spec.shard_size * spec.embed_dim * _FLOAT32_BYTES
-    # files end in a partial disk block
-    rows = spec.rows * _ROW_BYTES + spec.shards * _FILES_PER_SHARD * PAGE_BYTES
-    ann = spec.rows * AnnKind.choose(spec.rows, spec.embed_dim, memory).vector_bytes(
-        spec.embed_dim
-    )
-    parts = {"tokens": tokens, "embeddings": embeddings, "rows": rows, "ann": ann}
-    return {name: int(size * _SLACK) for name, size in parts.items()}
-
-
-def _check_memory(
-    need: Need,
-    limit: int | None,
-    advice: str,
-    *,
-    parameter: str,
-) -> None:
-    available = usable_memory(limit)
-    if sum(need.values()) > available:
-        state = "free"
-        if available == limit:
-            state = "allowed"
-            advice = f"allow more, or {advice}"
-            parameter = "memory"
-        raise ResourcesError(
-            f"the build needs at least {described(need)} of memory, but only"
-            f" {human_bytes(available)} are {state}; {advice}",
-            parameter=parameter,
-        )

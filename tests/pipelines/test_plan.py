@@ -19,14 +19,17 @@ from edje_index.inputs.input_lists import read_shard_inputs
 from pipelines import environment
 from pipelines.engines import ray_engine
 from pipelines.jobs import plan as planning
+from pipelines.jobs import resources
 from pipelines.jobs.plan import (
     BuildSettings,
-    Execution,
     Plan,
+    read_json,
+)
+from pipelines.jobs.resources import (
+    Execution,
     check_ann_memory,
     choose_workers,
     disk_need,
-    read_json,
     workers_memory,
 )
 from pipelines.progress.events import JobStopped
@@ -170,7 +173,7 @@ def test_nothing_to_index_is_refused_and_leaves_nothing(config, photos):
 
 
 def test_a_full_disk_is_refused_with_numbers_and_leaves_nothing(config, monkeypatch):
-    monkeypatch.setattr(planning, "free_disk", lambda _: 12_345)
+    monkeypatch.setattr(resources, "free_disk", lambda _: 12_345)
     with pytest.raises(
         UsageError,
         match=r"10 inputs needs .* \(tokens .*embeddings .* but only 12\.3 kB are free",
@@ -180,7 +183,7 @@ def test_a_full_disk_is_refused_with_numbers_and_leaves_nothing(config, monkeypa
 
 
 def test_too_little_memory_is_refused_with_numbers(config, monkeypatch):
-    monkeypatch.setattr(planning, "available_memory", lambda: 10**8)
+    monkeypatch.setattr(resources, "available_memory", lambda: 10**8)
     with pytest.raises(
         UsageError,
         match=r"at least .* of memory, but only 100\.0 MB are free; use fewer workers",
@@ -191,13 +194,13 @@ def test_too_little_memory_is_refused_with_numbers(config, monkeypatch):
 def test_workers_fill_the_machine_and_its_memory_unless_told(
     config, tiny_bundle, monkeypatch
 ):
-    monkeypatch.setattr(planning, "usable_cpus", lambda: 9)
-    monkeypatch.setattr(planning, "cuda_devices", lambda: 3)
+    monkeypatch.setattr(resources, "usable_cpus", lambda: 9)
+    monkeypatch.setattr(resources, "cuda_devices", lambda: 3)
     monkeypatch.setattr(ray_engine, "check_ray", lambda _: None)
     info = read_bundle_info(tiny_bundle)
     settings = settings_of_request(config())
     need = sum(workers_memory(1, settings, info).values())
-    monkeypatch.setattr(planning, "available_memory", lambda: 8 * need)
+    monkeypatch.setattr(resources, "available_memory", lambda: 8 * need)
 
     def workers(settings: BuildSettings = settings, **changes: Any) -> int | None:
         execution = Execution(**{"engine": "ray", **changes})
@@ -211,7 +214,7 @@ def test_workers_fill_the_machine_and_its_memory_unless_told(
     assert workers(on_gpus, workers=6) == 6, "two per GPU"
     with pytest.raises(UsageError, match=r"7 workers are too many: .* room for 6"):
         workers(on_gpus, workers=7)
-    monkeypatch.setattr(planning, "cuda_devices", lambda: 1)
+    monkeypatch.setattr(resources, "cuda_devices", lambda: 1)
     assert workers(on_gpus) == 2
     named = settings_of_request(config(device="cuda:1", batch_size=None))
     assert (named.dtype, named.batch_size, workers(named)) == ("bfloat16", 128, 2)
@@ -229,14 +232,14 @@ def test_workers_fill_the_machine_and_its_memory_unless_told(
 
 
 def test_the_memory_limit_chooses_the_nearest_neighbour_index(monkeypatch):
-    monkeypatch.setattr(planning, "free_disk", lambda _: 10**15)
-    monkeypatch.setattr(planning, "available_memory", lambda: 10**12)
+    monkeypatch.setattr(resources, "free_disk", lambda _: 10**15)
+    monkeypatch.setattr(resources, "available_memory", lambda: 10**12)
     spec = IndexSpec(10_000_000, 1024, (4, 16), 384)
     assert disk_need(spec)["ann"] == int(10_000_000 * 104 * 1.02)
     assert disk_need(spec, memory=10**9)["ann"] == int(10_000_000 * 56 * 1.02)
     check_ann_memory(spec, 10**9)
     for parameter, limit in (("memory", 10**8), ("sources", None)):
-        monkeypatch.setattr(planning, "available_memory", lambda: 10**8 + 1)
+        monkeypatch.setattr(resources, "available_memory", lambda: 10**8 + 1)
         with pytest.raises(
             UsageError,
             match=r"neighbour index [\d.]+ [MG]B\) of memory, but only 100\.0 MB",
@@ -246,7 +249,7 @@ def test_the_memory_limit_chooses_the_nearest_neighbour_index(monkeypatch):
 
 
 def test_cuda_without_a_device_is_refused(config, monkeypatch):
-    monkeypatch.setattr(planning, "cuda_devices", lambda: 0)
+    monkeypatch.setattr(resources, "cuda_devices", lambda: 0)
     with pytest.raises(
         UsageError, match="no CUDA device on this machine; use the device cpu"
     ):
