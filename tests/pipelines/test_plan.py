@@ -23,7 +23,6 @@ from pipelines.jobs import resources
 from pipelines.jobs.plan import (
     BuildSettings,
     Plan,
-    read_json,
 )
 from pipelines.jobs.resources import (
     Execution,
@@ -35,6 +34,7 @@ from pipelines.jobs.resources import (
 from pipelines.progress.events import JobStopped
 from storage_formats.change import read_journal
 from storage_formats.errors import UsageError
+from storage_formats.format.json_values import read_json
 from storage_formats.format.layout import IndexSpec, Layout
 from storage_formats.format.manifest import CommittedIndex
 from tests.pipelines.conftest import run_build, stop_after_one_shard
@@ -54,7 +54,7 @@ def stop(*_: object, **__: object) -> None:
 
 
 def stored_plan(request: Any) -> Plan:
-    return Plan.from_json(read_journal(request.out).plan)
+    return Plan.parse(read_journal(request.out).plan)
 
 
 def settings_of_request(request: Any) -> BuildSettings:

@@ -74,7 +74,7 @@ def test_a_change_that_changes_nothing_reads_no_earlier_snapshot(index, monkeypa
     for row in (1, 2):
         delete_rows(index, rows=[row])
     before = files(index)
-    monkeypatch.setattr("storage_formats.change.kept_snapshots", None)
+    monkeypatch.setattr("storage_formats.change.remove_what_is_not_kept", None)
     assert delete_rows(index, rows=[1]).snapshot == 2
     assert files(index) == before
 

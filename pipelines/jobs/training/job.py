@@ -52,10 +52,11 @@ from pipelines.progress.events import JobStopped, OnEvent, Progress, ShouldStop
 from pipelines.progress.wording import by_reason, counted
 from storage_formats.arrays import Ints
 from storage_formats.atomic import Json, write_json_atomic
-from storage_formats.change import Journal, locked, read_journal
+from storage_formats.change import Journal, read_journal
 from storage_formats.errors import CorruptIndexError, EdjeError, UsageError
 from storage_formats.format.layout import Layout
 from storage_formats.format.manifest import CommittedIndex
+from storage_formats.lock import locked
 
 BLANK_CAPTION = "blank-caption"
 """The key of `TrainResult.left_out` that counts blank captions instead of images."""

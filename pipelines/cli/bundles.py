@@ -1,4 +1,4 @@
-"""The commands of `edje-index model`."""
+"""The commands of `edje-index model`, which get, make and show model bundles."""
 
 from __future__ import annotations
 
