@@ -34,6 +34,7 @@ from storage_formats.format.rows import (
 from storage_formats.format.shard_table import EXCHANGED, FileEntry
 from storage_formats.format.source_columns import SourceColumn
 from storage_formats.reading.embeddings import read_shard_embeddings
+from storage_formats.reading.memory import aligned_bytes
 from storage_formats.token_store import TokenStore
 from storage_formats.writing.shard_writer import ShardWriter
 
@@ -61,6 +62,9 @@ class RowCopier:
         self._target = target
         self._spec = spec
         self._stores = {name: TokenStore(source, name) for name in spec.precisions}
+        sizes = [store.record_bytes for store in self._stores.values()]
+        # new memory for each piece would cost a page fault per 4 KiB
+        self._buffer = aligned_bytes(max(PIECE_BYTES, *sizes))
         self._embedding_files = CommittedFiles(source, EMBEDDING_FILE)
 
     def close(self) -> None:
@@ -94,12 +98,16 @@ class RowCopier:
         indexed = np.flatnonzero(rows["status"].to_numpy() == INDEXED)
         with ShardWriter(self._target.root, self._spec, shard) as writer:
             for name, file in writer.tokens.items():
-                step = max(1, PIECE_BYTES // file.codec.record_bytes)
+                size = file.codec.record_bytes
+                step = max(1, PIECE_BYTES // size)
+                buffer = self._buffer[: step * size].reshape(step, size)
                 for start in range(0, len(indexed), step):
                     if should_stop():
                         raise TaskInterrupted
                     piece = indexed[start : start + step]
-                    file.put(piece, self._stores[name].fetch_records(row_ids[piece]))
+                    records = buffer[: len(piece)]
+                    self._stores[name].fetch_records(row_ids[piece], records)
+                    file.put(piece, records)
             self._copy_embeddings(row_ids, indexed, writer.embeddings)
             return writer.commit(rows, plan)
 
