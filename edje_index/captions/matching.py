@@ -62,17 +62,6 @@ class MatchedRows:
             )
         )
 
-    def split(self, count: int) -> tuple[MatchedRows, MatchedRows]:
-        """Return the rows of the first `count` images, and the rows of the
-        remaining images.
-        """
-        parts = slice(None, count), slice(count, None)
-        first, rest = (
-            MatchedRows(self.rows[part], self.reasons[part], self.truncated[part])
-            for part in parts
-        )
-        return first, rest
-
     def indexed(
         self, items: Sequence[CaptionedImage]
     ) -> tuple[list[CaptionedImage], Ints]:

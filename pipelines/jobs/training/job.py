@@ -14,7 +14,12 @@ from pydantic import TypeAdapter, ValidationError
 
 from edje_index.bundles.bundle import ModelBundle
 from edje_index.bundles.info import INFO_FILE, BundleInfo, read_bundle_info
-from edje_index.captions.matching import NOT_IN_INDEX
+from edje_index.captions.matching import (
+    NAME_COLUMNS,
+    NOT_IN_INDEX,
+    MatchedRows,
+    match_items,
+)
 from edje_index.captions.reading import (
     CaptionedImage,
     check_apart,
@@ -41,7 +46,6 @@ from pipelines.jobs.training.features import (
     INPUT_TABLE,
     TrainJob,
     check_encoder,
-    match_rows,
     online_features,
     rows_of_all,
     stored_features,
@@ -56,6 +60,7 @@ from storage_formats.change import Journal, locked, read_journal
 from storage_formats.errors import CorruptIndexError, EdjeError, UsageError
 from storage_formats.format.layout import Layout
 from storage_formats.format.manifest import CommittedIndex
+from storage_formats.format.rows import read_all_rows
 
 BLANK_CAPTION = "blank-caption"
 """The key of `TrainResult.left_out` that counts blank captions instead of images."""
@@ -469,40 +474,39 @@ def match_captions(
         none; and the attributes `images`, `captions`, `left_out` and `truncated` of the
         result.
     """
-    matched = match_rows(index, [*items, *dev_items])
-    if absent := matched.missing().get(NOT_IN_INDEX):
-        raise UsageError(
-            f"{absent:,} of {len(matched.rows):,} captioned images are not in"
-            f" {index.root}; build that index from all training and dev images, or"
-            " leave inputs.features out"
-        )
-    sets = []
-    for setting, part, rows in zip(
-        ("inputs.captions", "inputs.dev"),
-        (items, dev_items),
-        matched.split(len(items)),
-        strict=True,
-    ):
+    table = read_all_rows(index, NAME_COLUMNS)
+
+    def matched(
+        setting: str, part: list[CaptionedImage]
+    ) -> tuple[list[CaptionedImage], CaptionSet, MatchedRows]:
+        rows = match_items(index.root, table, part, allow_none=True)
+        if absent := rows.missing().get(NOT_IN_INDEX):
+            raise UsageError(
+                f"{absent:,} of the {len(part):,} images of {setting} are not in"
+                f" {index.root}; build that index from all training and dev images, or"
+                " leave inputs.features out"
+            )
         kept, row_ids = rows.indexed(part)
-        reasons = by_reason(rows.missing())
-        if part and not kept:
+        if not kept:
             raise UsageError(
                 f"none of the {len(part):,} images of {setting} has features"
-                f" ({reasons}); correct the image files"
+                f" ({by_reason(rows.missing())}); correct the image files"
             )
-        if setting == "inputs.captions" and reasons:
-            job.say(f"images left out because they have no features: {reasons}")
-        sets.append((kept, CaptionSet(row_ids, [item.captions for item in kept]), rows))
-    (kept, captions, rows), (dev_kept, dev, _) = sets
+        return kept, CaptionSet(row_ids, [item.captions for item in kept]), rows
+
+    kept, captions, rows = matched("inputs.captions", items)
+    dev = matched("inputs.dev", dev_items)[1] if dev_items else None
+    if left_out := rows.missing():
+        job.say(f"images left out because they have no features: {by_reason(left_out)}")
     if truncated := int(rows.truncated.sum()):
         job.say(f"truncated images that are used in part: {truncated:,}")
     counts = {
         "images": len(kept),
         "captions": len(captions.texts()),
-        "left_out": rows.missing(),
+        "left_out": left_out,
         "truncated": truncated,
     }
-    return kept, captions, dev if dev_kept else None, counts
+    return kept, captions, dev, counts
 
 
 def _teacher_tokens(
