@@ -37,7 +37,7 @@ from edje_index.models.joint_inputs import (
     tokenizing,
 )
 from edje_index.models.safety import check_tokenizer_folder, read_configuration
-from edje_index.models.weights import read_weights
+from edje_index.models.weights import one_line, read_weights
 from edje_index.progress import OnProgress
 from storage_formats.arguments import repr_of
 from storage_formats.arrays import Floats
@@ -177,16 +177,15 @@ def text_tokenizer(config: ClipConfig, folder: str | Path | None = None) -> Any:
         with hub_access(local_only=folder is not None):
             return HFTokenizer(str(folder or name), **options)
     except Exception as error:
-        detail = " ".join(str(error).split())[:300]
         if folder or Path(name).exists():
             raise ModelError(
                 f"cannot read the tokenizer of the text tower in {folder or name}:"
-                f" {detail}; copy its files again"
+                f" {one_line(error)}; copy its files again"
             ) from error
         raise HubUnreachableError(
-            f"cannot download the text tokenizer {name} ({detail}): give a directory"
-            " with the tokenizer files, or copy the directory HF_HOME from a machine"
-            " that has downloaded this tokenizer"
+            f"cannot download the text tokenizer {name} ({one_line(error)}): give a"
+            " directory with the tokenizer files, or copy the directory HF_HOME from a"
+            " machine that has downloaded this tokenizer"
         ) from error
 
 
