@@ -226,15 +226,8 @@ class BertTextTower(TextEncoder):
 
     def embed(self, texts: list[str]) -> Tensor:
         with tokenizing():
-            rows = [
-                encoding.ids
-                for encoding in self._tokenizer.encode_batch(
-                    list(map(self._clean, texts))
-                )
-            ]
-        ids = torch.full((len(rows), max(map(len, rows))), self._pad, dtype=torch.int64)
-        for position, row in enumerate(rows):
-            ids[position, : len(row)] = torch.tensor(row, dtype=torch.int64)
+            encoded = self._tokenizer.encode_batch(list(map(self._clean, texts)))
+        ids = torch.tensor([each.ids for each in encoded])
         ids = ids.to(self._bert.words.device)
         mask = ids != self._pad
         embedded = self._bert.embed(
@@ -290,8 +283,8 @@ def load_bert_text_tower(
     try:
         tokenizer = Tokenizer.from_file(str(folder / TOKENIZER_FILE))
         tokenizer.enable_truncation(max_length=int(text.get("context_length", 77)))
-        tokenizer.no_padding()
         pad = int(bert_config.get("pad_token_id", 0))
+        tokenizer.enable_padding(pad_id=pad)
     except Exception as error:
         # the tokenizers library raises plain exceptions
         raise ModelError(
