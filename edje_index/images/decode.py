@@ -7,16 +7,13 @@ file, only the first frame is decoded.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import hashlib
 import logging
-import os
 import re
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -210,7 +207,7 @@ def decode_rgb(data: bytes, max_pixels: int = DEFAULT_MAX_PIXELS) -> Image.Image
     except (ImageError, MemoryError):
         raise
     except TooExpensiveError as error:
-        raise ImageError(reason="too-expensive", detail=str(error)) from error
+        raise ImageError("too-expensive", str(error)) from error
     except Exception as error:
         # decoders raise any exception on damaged input
         message = f"{error}" or type(error).__name__
@@ -219,9 +216,7 @@ def decode_rgb(data: bytes, max_pixels: int = DEFAULT_MAX_PIXELS) -> Image.Image
             for pattern, reason in _REASONS_OF_MESSAGES
             if re.search(pattern, message, re.IGNORECASE)
         )
-        raise ImageError(
-            reason=next(matching, "corrupt"), detail=f"{name}: {message}"
-        ) from error
+        raise ImageError(next(matching, "corrupt"), f"{name}: {message}") from error
 
 
 def _load(image: ImageFile.ImageFile) -> None:
@@ -271,7 +266,7 @@ def _format_to_decode(data: bytes) -> str:
     package does not decode it.
     """
     if not data:
-        raise ImageError(reason="empty", detail="0 bytes")
+        raise ImageError("empty", "0 bytes")
     # `warnings.catch_warnings` around each call would not be thread-safe.
     if not warnings.filters or warnings.filters[0] != _WARNINGS:
         warnings.filterwarnings("ignore", module=r"PIL\.")
@@ -279,12 +274,12 @@ def _format_to_decode(data: bytes) -> str:
     if name is None:
         if (unsupported := undecoded_format(data[:HEAD_BYTES])) is not None:
             raise ImageError(
-                reason="unsupported-image",
-                detail=f"the image format {unsupported} is not supported",
+                "unsupported-image",
+                f"the image format {unsupported} is not supported",
             )
         raise ImageError(
-            reason="not-an-image",
-            detail=f"the first bytes, {data[:8]!r}, match no image format",
+            "not-an-image",
+            f"the first bytes, {data[:8]!r}, match no image format",
         )
     return name
 
@@ -336,13 +331,13 @@ def check_size(size: tuple[int, int], max_pixels: int) -> None:
     width, height = size
     if width * height > max_pixels:
         raise ImageError(
-            reason="too-many-pixels",
-            detail=f"{width} x {height} is over the limit of {max_pixels} pixels",
+            "too-many-pixels",
+            f"{width} x {height} is over the limit of {max_pixels} pixels",
         )
     if max(size) > MAX_ASPECT_RATIO * max(1, min(size)):
         raise ImageError(
-            reason="extreme-aspect-ratio",
-            detail=f"{width} x {height} is over the limit of {MAX_ASPECT_RATIO} to 1",
+            "extreme-aspect-ratio",
+            f"{width} x {height} is over the limit of {MAX_ASPECT_RATIO} to 1",
         )
 
 
@@ -501,12 +496,4 @@ def _pillow_formats() -> dict[str, Any]:
     # otherwise its errors go to stderr
     logging.getLogger("PIL").setLevel(logging.CRITICAL)
     PngImagePlugin.MAX_TEXT_CHUNK = PngImagePlugin.MAX_TEXT_MEMORY = _MAX_PNG_TEXT
-    # libtiff prints errors and warnings. Pillow has no function to turn this off, so
-    # the library is looked up in /proc. Without /proc nothing changes.
-    with contextlib.suppress(OSError, AttributeError):
-        lines = Path("/proc/self/maps").read_bytes().splitlines()
-        for path in {line.split()[-1] for line in lines if b"libtiff" in line}:
-            library = ctypes.CDLL(os.fsdecode(path))
-            library.TIFFSetErrorHandler(None)
-            library.TIFFSetWarningHandler(None)
     return {name: Image.OPEN[name] for name in _FORMATS if name in Image.OPEN}
