@@ -264,9 +264,8 @@ def _lines(value: Json) -> Iterator[tuple[str, str]]:
 def _content_lines(value: Json) -> Iterator[tuple[str, str]]:
     """Yield what `_lines` shows only of a finished index."""
     counts = value["counts"]
-    yield "inputs", f"{counts['inputs']:,}"
-    yield "indexed", f"{counts['indexed']:,}"
-    yield "duplicates", f"{counts['duplicates']:,}"
+    for name in ("inputs", "indexed", "duplicates"):
+        yield name, f"{counts[name]:,}"
     total = f"{counts['failed_total']:,}"
     yield "failed", ", ".join(filter(None, [total, by_reason(counts["failed"])]))
     if value["deleted"]:
