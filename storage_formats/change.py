@@ -217,11 +217,7 @@ class Change:
 
     def _remove_files(self) -> None:
         self._remove_data()
-        for path in {*self.layout.build.iterdir()} - {
-            self.layout.lock,
-            self.layout.journal,
-        }:
-            _remove(path)
+        remove_build(self.layout)
 
     def _is_committed(self) -> bool:
         return _digest(self.layout) != self._journal.base
@@ -275,9 +271,9 @@ class Change:
                 if not self._is_committed():
                     if _has_work(layout, self._journal) and not self._is_abandoned:
                         shutil.rmtree(layout.staging, ignore_errors=True)
+                    elif has_written:
+                        self._remove_files()
                     else:
-                        if has_written:
-                            self._remove_files()
                         remove_build(layout)
 
 
@@ -291,7 +287,16 @@ class IndexChange(Change):
         index: the index before the change.
     """
 
-    index: CommittedIndex
+    def __init__(
+        self,
+        index: CommittedIndex,
+        kind: str,
+        request: Mapping[str, Any] | None,
+        *,
+        is_dry: bool = False,
+    ) -> None:
+        super().__init__(index.layout, kind, request, is_dry=is_dry)
+        self.index = index
 
     def new_snapshot(self, manifest: Manifest, details: Mapping[str, Any]) -> Manifest:
         """Return `manifest` as the next snapshot of the index. If there would be more
@@ -410,8 +415,7 @@ def begin_change(
         OSError: the index cannot be written. It has not changed.
     """
     if dry_run:
-        change = IndexChange(Layout(Path(root)), kind, request, is_dry=True)
-        change.index = open_index(root)
+        change = IndexChange(open_index(root), kind, request, is_dry=True)
         with change._running(is_unfinished(root)):
             yield change
         return
@@ -425,8 +429,7 @@ def begin_change(
             check_inside(layout.root, folder / entry)
     with locked(layout.root):
         earlier = _unfinished(layout)
-        change = IndexChange(layout, kind, request)
-        change.index = CommittedIndex.open(layout.root)
+        change = IndexChange(CommittedIndex.open(layout.root), kind, request)
         with change._running(earlier):
             yield change
 
@@ -493,8 +496,7 @@ def collect_garbage(
             notify("discarding an unfinished change whose journal is damaged")
             # its plan is unknown, so all of its files go
             earlier = Journal("unknown", {}, _digest(layout), plan={})
-        change = IndexChange(layout, "gc", None)
-        change.index = CommittedIndex.open(layout.root)
+        change = IndexChange(CommittedIndex.open(layout.root), "gc", None)
         if earlier is not None:
             _discard(change, earlier, notify)
         with change._running(None):

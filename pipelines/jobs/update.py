@@ -216,25 +216,27 @@ def update_index(
     started = time.monotonic()
     group = _source_group(sources, column) if source_names(sources) else None
 
-    def compare(opened: CommittedIndex) -> SourceChanges:
-        nonlocal group
-        if retry_failed:
-            return find_failed(opened)
-        if group is not None and column is None:
-            # a list that the index records keeps its column
-            for each in recorded_sources(opened.manifest) or ():
-                if {*each.sources} & {*group.sources}:
-                    group = replace(group, column=each.column)
-        return compare_sources(
-            opened, group, max_vanished, on_event, should_stop, restore=restore
-        )
-
     plan = None
     changed = 0
     request = {"retry_failed": retry_failed}
     with begin(index, "update", request, dry_run=dry_run) as change:
         manifest = change.index.manifest
-        changes = compare(change.index)
+        if group is not None and column is None:
+            # a list that the index records keeps its column
+            for each in recorded_sources(manifest) or ():
+                if {*each.sources} & {*group.sources}:
+                    group = replace(group, column=each.column)
+        if retry_failed:
+            changes = find_failed(change.index)
+        else:
+            changes = compare_sources(
+                change.index,
+                group,
+                max_vanished,
+                on_event,
+                should_stop,
+                restore=restore,
+            )
         work = None
         if changes.refs and not dry_run:
             settings, info = _settings_and_bundle(

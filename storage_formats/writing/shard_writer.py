@@ -5,6 +5,7 @@ private files are flushed, renamed, and named in a receipt.
 from __future__ import annotations
 
 import contextlib
+import functools
 import shutil
 import uuid
 from collections.abc import Iterable
@@ -47,8 +48,6 @@ class ShardWriter:
 
     Attributes:
         tokens: the token files by precision.
-        embeddings: embeddings of the shard, float32 [shard_size, embed_dim], NaN in
-            holes.
         staged: private path and entry of each complete file.
     """
 
@@ -62,7 +61,7 @@ class ShardWriter:
         layout = Layout(Path(root))
         self._layout = layout
         self._shard = shard
-        self._first = shard * spec.shard_size
+        self._spec = spec
         for earlier in layout.staging.glob(f"{shard:08d}-*"):
             # at once, also if the attempt adds a file now
             removed = layout.staging / f"removed-{uuid.uuid4().hex}"
@@ -72,9 +71,6 @@ class ShardWriter:
         self._folder = layout.staging / f"{shard:08d}-{uuid.uuid4().hex}"
         self._folder.mkdir(parents=True)
         self.staged: list[tuple[Path, FileEntry]] = []
-        self.embeddings = np.full(
-            (spec.shard_size, spec.embed_dim), np.nan, dtype="<f4"
-        )
         self.tokens = {
             name: TokenShardFile(
                 self.path(f"tokens-{name}"),
@@ -84,6 +80,14 @@ class ShardWriter:
             )
             for name in (spec.precisions if precisions is None else precisions)
         }
+
+    @functools.cached_property
+    def embeddings(self) -> Floats:
+        """Embeddings of the shard, float32 [shard_size, embed_dim], NaN in holes. A
+        conversion needs none.
+        """
+        shape = (self._spec.shard_size, self._spec.embed_dim)
+        return np.full(shape, np.nan, dtype="<f4")
 
     def path(self, name: str) -> Path:
         """Return the path of the private file `name`."""
@@ -111,8 +115,9 @@ class ShardWriter:
         """
         if embeddings is not None:
             self.embeddings[positions] = embeddings
+        first = self._shard * self._spec.shard_size
         for file in self.tokens.values():
-            refuse_outside(file.codec, tokens, self._first + positions)
+            refuse_outside(file.codec, tokens, first + positions)
             file.put(positions, file.codec.encode(tokens))
 
     def add(self, name: str, entry: FileEntry) -> None:
