@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
+import PIL
 from numpy.typing import NDArray
 from PIL import ExifTags, Image, ImageFile, PngImagePlugin
 
@@ -114,6 +115,8 @@ _REASONS_OF_MESSAGES = (
     ("truncat|unexpected end|EOF", TRUNCATED),
     ("unknown pixel mode|unsupported", "unsupported-image"),
 )
+# Pillow 12 crashes when it passes on an image whose memory is not its own
+_SHARES_MEMORY = int(PIL.__version__.partition(".")[0]) >= 13
 _WARNINGS = ("ignore", None, Warning, re.compile(r"PIL\."), 0)
 _this_thread = threading.local()
 
@@ -191,18 +194,10 @@ def decode_rgb(data: bytes, max_pixels: int = DEFAULT_MAX_PIXELS) -> Image.Image
         image = _pillow_formats()[name][0](CountedReads(data), "")
         check_size(image.size, max_pixels)
         check_cost(image, data, max_pixels)
-        try:
-            image.load()
-        except Exception as error:
-            # without memory, some decoders report a damaged file
-            if can_allocate(BYTES_PER_PIXEL * image.width * image.height):
-                raise
-            detail = (
-                f"not enough memory to decode an image of {image.width} x"
-                f" {image.height} pixels"
-            )
-            raise MemoryError(detail) from error
-        rgb = to_rgb(image)
+        rgb = _decode_jpeg(image, data)
+        if rgb is None:
+            _load(image)
+            rgb = to_rgb(image)
         turn = None
         # damaged metadata must not fail the image
         with contextlib.suppress(Exception):
@@ -222,6 +217,48 @@ def decode_rgb(data: bytes, max_pixels: int = DEFAULT_MAX_PIXELS) -> Image.Image
             if re.search(pattern, message, re.IGNORECASE)
         )
         raise ImageError(next(matching, "corrupt"), f"{name}: {message}") from error
+
+
+def _load(image: ImageFile.ImageFile) -> None:
+    """Decode the pixels with Pillow."""
+    try:
+        image.load()
+    except Exception as error:
+        # without memory, some decoders report a damaged file
+        if can_allocate(BYTES_PER_PIXEL * image.width * image.height):
+            raise
+        detail = (
+            f"not enough memory to decode an image of {image.width} x"
+            f" {image.height} pixels"
+        )
+        raise MemoryError(detail) from error
+
+
+def _decode_jpeg(image: ImageFile.ImageFile, data: bytes) -> Image.Image | None:
+    """Decode an opened JPEG file without the interpreter lock, which Pillow holds: the
+    threads of a process decode at once. The pixels are those of Pillow.
+
+    Returns:
+        The RGB image; None for other formats, CMYK, and files with any damage, which
+        Pillow names, or decodes in part.
+    """
+    import pyarrow as pa
+    import simplejpeg
+
+    if image.format not in ("JPEG", "MPO") or image.mode not in ("RGB", "L"):
+        return None
+    if not _SHARES_MEMORY:
+        return None
+    # Pillow's layout. The size in the header that libjpeg reads may be another one.
+    pixels = np.empty((image.height, image.width, 4), np.uint8)
+    try:
+        decoded = simplejpeg.decode_jpeg(data, "RGBX", strict=True, buffer=pixels)
+    except ValueError:
+        return None
+    if decoded.shape != pixels.shape:
+        return None
+    values = pa.FixedSizeListArray.from_arrays(pa.array(pixels.reshape(-1)), 4)
+    return Image.fromarrow(values, "RGB", image.size)
 
 
 def _format_to_decode(data: bytes) -> str:

@@ -24,7 +24,7 @@ from edje_index.images.preprocessing import Preprocessor
 from edje_index.indexing.image_encoder import ImageEncoder
 from edje_index.inputs.input_lists import InputTable
 from edje_index.models.adapter import CompressionAdapter, build_adapter
-from edje_index.models.devices import resolve_device, resolve_dtype
+from edje_index.models.devices import peak_gpu_bytes, resolve_device, resolve_dtype
 from edje_index.scoring.parts import content_token_mask
 from edje_index.scoring.weights import LOGIT, ScoreWeights
 from edje_index.training.batches import BatchSource, to_device
@@ -446,6 +446,7 @@ def _run_phase(
                         "step_seconds": seconds / (done - since),
                         "seconds": seconds,
                         "data_wait": waited,
+                        "gpu_bytes": peak_gpu_bytes(device),
                         "skipped": skipped[0],
                         "unreadable": source.features.unreadable(),
                     }

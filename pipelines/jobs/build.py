@@ -38,6 +38,7 @@ from pipelines.jobs.plan import (
     BuildSettings,
     Plan,
     SourceGroup,
+    default_shard_size,
     model_record,
     recorded_sources,
     refuse_differences,
@@ -75,7 +76,7 @@ from storage_formats.change import IndexChange, finish_committed
 from storage_formats.errors import UsageError
 from storage_formats.extras import name_missing_extra
 from storage_formats.format.content_hashes import known_contents
-from storage_formats.format.layout import SHARD_SIZE, IndexSpec, Layout, Segment
+from storage_formats.format.layout import IndexSpec, Layout, Segment
 from storage_formats.format.manifest import CommittedIndex, Counts, Manifest
 from storage_formats.format.offset import offset_block
 from storage_formats.format.receipts import ShardReceipt
@@ -222,7 +223,7 @@ def build_index(
     engine: Literal["ray", "inline"] = "ray",
     workers: int | None = None,
     threads: int | None = None,
-    shard_size: int = SHARD_SIZE,
+    shard_size: int | None = None,
     batch_size: int | None = None,
     device: str = "auto",
     dtype: str | None = None,
@@ -256,7 +257,8 @@ def build_index(
         workers: number of worker processes; None derives the number from the hardware.
         threads: number of CPU threads per worker; None derives the number from the
             hardware. A resumed build keeps the number of the first run.
-        shard_size: number of rows per shard.
+        shard_size: number of rows per shard; None is 1,024, and up to 16,384 if there
+            are at least 1,000 shards of this size.
         batch_size: number of images per forward pass; None is 8 on a CPU and 128
             on cuda. A resumed build keeps the number of the first run.
         device: device of the encoder: "auto", "cpu", "cuda" or, with the engine inline,
@@ -370,7 +372,10 @@ def build_index(
         else:
             listing = Listing(settings.open_sources(), on_event, should_stop)
             refs = hash_and_mark_duplicates(listing) if dedupe else listing
-            stored = store_inputs(change, refs, shard_size)
+            stored = store_inputs(change, refs, settings.shard_size)
+            if shard_size is None:
+                size = default_shard_size(stored.rows, stored.row_bytes)
+                settings = replace(settings, shard_size=size)
             failed = stored.failed
             ignored = {**listing.ignored, **stored.ignored}
             if not stored.rows:
@@ -388,7 +393,7 @@ def build_index(
                 block = offset_block(offset, settings.precisions)
             spec = IndexSpec(
                 stored.rows,
-                shard_size,
+                settings.shard_size,
                 info.block_shape,
                 info.embed_dim,
                 settings.precisions,

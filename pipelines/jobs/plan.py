@@ -23,10 +23,7 @@ from storage_formats.change import Change
 from storage_formats.codecs import codec
 from storage_formats.errors import CorruptIndexError, UsageError
 from storage_formats.format.checksum import crc32c_file, to_hex
-from storage_formats.format.layout import (
-    IndexSpec,
-    Layout,
-)
+from storage_formats.format.layout import SHARD_SIZE, IndexSpec, Layout
 from storage_formats.format.manifest import Manifest
 from storage_formats.format.receipts import fingerprint
 from storage_formats.format.source_columns import (
@@ -56,6 +53,9 @@ shard, the images of the other are decoded, and its blocks are written.
 _CPU_BATCH = 8
 # the processor takes as long to start the kernels of a small batch
 _CUDA_BATCH = 128
+# of an index with more rows per shard than the least
+_LEAST_SHARDS = 1000
+_MAX_SHARD_SIZE = 16384
 # a small ViT gains little from more threads; more workers use the CPUs better
 _MAX_THREADS = 4
 
@@ -95,6 +95,7 @@ class BuildSettings:
         device: str,
         dtype: str | None,
         frames: int | None,
+        shard_size: int | None,
         cluster: str | None = None,
         **others: Any,
     ) -> BuildSettings:
@@ -136,6 +137,9 @@ class BuildSettings:
             dtype = stored.dtype if stored else "bfloat16" if is_fast else "float32"
         if threads is None:
             threads = stored.threads if stored else min(usable_cpus(), _MAX_THREADS)
+        if shard_size is None:
+            # of a small collection: `default_shard_size` knows the number of rows
+            shard_size = stored.shard_size if stored else SHARD_SIZE
         if batch_size is None:
             batch_size = (
                 stored.batch_size
@@ -153,6 +157,7 @@ class BuildSettings:
             device=device,
             dtype=dtype,
             frames=frames,
+            shard_size=shard_size,
             **others,
         )
 
@@ -198,6 +203,25 @@ def settings_of(root: Path, manifest: Manifest) -> BuildSettings:
             " another index",
             parameter="out",
         ) from error
+
+
+def default_shard_size(rows: int, row_bytes: int) -> int:
+    """Return the number of rows per shard for a new index of `rows` rows.
+
+    A worker that dies encodes its shard again, which is at most a thousandth of the
+    rows. More rows per shard make fewer files.
+
+    Args:
+        row_bytes: largest length of the metadata of a row.
+    """
+    size = SHARD_SIZE
+    while (
+        size < _MAX_SHARD_SIZE
+        and 2 * size * _LEAST_SHARDS <= rows
+        and 2 * size * row_bytes <= MAX_SHARD_BYTES
+    ):
+        size *= 2
+    return size
 
 
 @dataclass(frozen=True)
@@ -351,6 +375,7 @@ class StoredInputs:
     Attributes:
         failed: number of inputs by the problem that the listing found.
         ignored: number of values of source columns that are not stored.
+        row_bytes: largest length of the metadata of a row.
         checksums: see `Plan.input_checksums`.
     """
 
@@ -358,6 +383,7 @@ class StoredInputs:
     duplicates: int
     failed: dict[str, int]
     ignored: dict[str, int]
+    row_bytes: int
     checksums: dict[str, str]
     columns: tuple[SourceColumn, ...]
 
@@ -405,6 +431,7 @@ def store_inputs(
         duplicates,
         dict(failed),
         dict(columns.ignored),
+        columns.row_bytes,
         {path.name: to_hex(crc32c_file(path)[1]) for path in paths},
         columns.columns(),
     )
@@ -457,7 +484,8 @@ class CollectedColumns(CountedColumns):
     ) -> None:
         super().__init__(earlier)
         self.ignored = Counter[str]()
-        self._row_bytes = min(MAX_ROW_BYTES, MAX_SHARD_BYTES // shard_size)
+        self.row_bytes = 0
+        self._max_row_bytes = min(MAX_ROW_BYTES, MAX_SHARD_BYTES // shard_size)
 
     def add(self, ref: InputRef) -> InputRef:
         """Add the metadata of one input. Return the input with only the metadata to
@@ -485,11 +513,12 @@ class CollectedColumns(CountedColumns):
         total = sum(lengths.values())
         # the longest go first
         for name in sorted(lengths, key=lambda name: (-lengths[name], name)):
-            if total <= self._row_bytes:
+            if total <= self._max_row_bytes:
                 break
             self.ignored[TOO_LONG] += 1
             total -= lengths[name]
             del kept[name]
+        self.row_bytes = max(self.row_bytes, total)
         for name, value in kept.items():
             self.count(name, value)
         return dataclasses.replace(ref, metadata=kept or None)

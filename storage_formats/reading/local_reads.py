@@ -163,6 +163,8 @@ class LocalReads:
         if is_small and self._is_wide:
             return [("portable", batch)]
         is_cached = self._are_cached(batch)
+        if is_cached.all():
+            return [("mapped", batch)]
         bypasses = self._direct_files.is_direct and not is_small
         uncached = "direct" if bypasses else "portable"
         parts = ("mapped", batch[is_cached]), (uncached, batch[~is_cached])

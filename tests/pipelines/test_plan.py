@@ -23,6 +23,7 @@ from pipelines.jobs import resources
 from pipelines.jobs.plan import (
     BuildSettings,
     Plan,
+    default_shard_size,
     read_json,
 )
 from pipelines.jobs.resources import (
@@ -105,6 +106,35 @@ def test_indexes_of_earlier_versions_have_the_settings_that_they_do_not_record(c
         assert (
             dataclasses.replace(made, settings=changed).fingerprint == made.fingerprint
         ) == (added == 0)
+
+
+@pytest.mark.parametrize(
+    ("rows", "row_bytes", "size"),
+    [
+        (1, 0, 1024),
+        (2_047_999, 0, 1024),
+        (2_048_000, 0, 2048),
+        (10**8, 0, 16384),
+        # the metadata of a shard is limited
+        (10**8, 16 << 10, 2048),
+    ],
+)
+def test_larger_collections_have_more_rows_per_shard(rows, row_bytes, size):
+    assert default_shard_size(rows, row_bytes) == size
+
+
+def test_the_default_shard_size_is_chosen_after_the_listing(config, monkeypatch):
+    monkeypatch.setattr(planning, "SHARD_SIZE", 2)
+    monkeypatch.setattr(planning, "_LEAST_SHARDS", 2)
+    made = plan(config(shard_size=None))
+    assert (made.spec.shard_size, made.settings.shard_size) == (4, 4)
+    # a run that resumes the build, or finds it finished, asks for this size
+    monkeypatch.undo()
+    assert plan(config(shard_size=None)) == made
+    assert run_build(config(shard_size=None)).shards == 3
+    assert run_build(config(shard_size=None)).already_finished
+    with pytest.raises(UsageError, match="shard_size 4 in the index, 8 requested"):
+        run_build(config(shard_size=8))
 
 
 OTHER_SETTINGS = [
