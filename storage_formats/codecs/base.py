@@ -7,7 +7,7 @@ from __future__ import annotations
 import functools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
 import ml_dtypes
@@ -32,6 +32,10 @@ Bytes: TypeAlias = NDArray[np.uint8]
 Moves: TypeAlias = tuple[NDArray[np.int64], NDArray[np.int64]]
 """(offsets, blocks): the record at byte `offsets[i]` is decoded to block
 `blocks[i]`. Both are int64 [k].
+"""
+Scorer: TypeAlias = Callable[[Bytes, NDArray[np.int64], NDArray[np.float32]], None]
+"""Function (memory, offsets, scores) that writes the MaxSim of a query and the record
+at each byte offset to `scores`.
 """
 Span: TypeAlias = tuple[int, int]
 """(start, stop), a half-open range of items."""
@@ -157,6 +161,12 @@ class Codec(ABC):
                 distinct.
             bits: bits of the decoded blocks, uint16 [n * m * d].
         """
+
+    def scorer(self, query: NDArray[np.float32]) -> Scorer | None:
+        """Return a function that scores records with the vectors `query` [q, d] without
+        decoding them; None if the precision has none.
+        """
+        return None
 
     def residuals(self, blocks: Blocks, out: Blocks | None = None) -> Blocks:
         """Return `blocks` [k, m, d] minus the offset, rounded to bfloat16, in `out` or

@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from storage_formats.codecs.kernel_compiler import (
+    count_ones,
     fused,
     inlined,
     input_array,
@@ -32,6 +33,7 @@ from storage_formats.codecs.kernel_compiler import (
     output_array,
     summing,
     types,
+    unordered,
 )
 
 U8: TypeAlias = NDArray[np.uint8]
@@ -1122,4 +1124,89 @@ def max_sim(
         score = np.float32(0)
         for row in range(vectors):
             score += best[row]
+        scores[block] = score
+
+
+@unordered
+def _largest(numbers: F32) -> Any:
+    largest = np.float32(-np.inf)
+    for number in numbers:
+        largest = number if number > largest else largest
+    return largest
+
+
+@inlined
+def _sum_of_negative(word: int, planes: U64, first: Index) -> Any:
+    """Return the sum of the integers at the bits of `word` that are 1. Plane j holds
+    bit j of 64 integers of 9 bits in two's complement.
+    """
+    total = -(np.int64(count_ones(word & planes[first + EIGHT])) << 8)
+    for j in range(8):
+        total += np.int64(count_ones(word & planes[first + np.uint64(j)])) << j
+    return total
+
+
+@kernel(
+    input_array(types.uint8),
+    types.Array(types.int64, 1, "C", readonly=True),
+    input_array(types.uint64),
+    input_array(types.float32),
+    input_array(types.float32),
+    input_array(types.float32),
+    output_array(types.float32),
+    _GEOMETRY,
+)
+def max_sim_of_signs(
+    records: U8,
+    offsets: NDArray[np.int64],
+    planes: U64,
+    sums: F32,
+    steps: F32,
+    biases: F32,
+    scores: F32,
+    sizes: Geometry,
+) -> None:
+    """Write the MaxSim of a query in 9 bits and each record of sign bits to `scores`.
+
+    Args:
+        offsets: byte offset of each record in `records`, int64 [k].
+        planes: bits of the query's integers, [q * d / 64 * 9], see `_sum_of_negative`.
+        sums: sum of the integers of each query vector, [q].
+        steps: value of the integer 1 in each query vector, [q].
+        biases: dot product of each query vector and each token of the offset, [q * m].
+        sizes: (tokens per block, values per token, number of query vectors)
+    """
+    tokens, width, vectors = sizes
+    words = width // np.uint64(64)
+    signs = np.empty(words * tokens, dtype=np.uint64)
+    scales = np.empty(tokens, dtype=np.float32)
+    negative = np.empty(tokens, dtype=np.int64)
+    products = np.empty(tokens, dtype=np.float32)
+    for block in range(len(offsets)):
+        at = np.uint64(offsets[block])
+        for token in range(tokens):
+            for word in range(words):
+                low = np.uint64(_read_long(records, at))
+                high = np.uint64(_read_long(records, at + FOUR))
+                signs[word * tokens + token] = low | (high << np.uint64(32))
+                at += EIGHT
+        for token in range(tokens):
+            scales[token] = _bf16(_read_word(records, at + TWO * token))
+        score = np.float32(0)
+        for vector in range(vectors):
+            negative[:] = 0
+            for word in range(words):
+                first = (vector * words + word) * (EIGHT + ONE)
+                for token in range(tokens):
+                    negative[token] += _sum_of_negative(
+                        signs[word * tokens + token], planes, first
+                    )
+            for token in range(tokens):
+                product = sums[vector] - np.float32(negative[token] << 1)
+                product *= steps[vector] * scales[token]
+                products[token] = product + biases[vector * tokens + token]
+            score += _largest(products)
+        for token in range(tokens):
+            # NaN if a scale is NaN
+            score += np.float32(0) * scales[token]
         scores[block] = score
