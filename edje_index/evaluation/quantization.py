@@ -36,8 +36,8 @@ from storage_formats.format.tombstones import live_rows
 
 _BATCH_ROWS = 128
 _ROWS = 2000
-_POOL = 50
-_QUERIES = 400
+_POOL = 20
+_QUERIES = 1000
 # what help recommends: of two formats of a size, the more accurate one
 RECOMMENDED = ("fp8", "nvfp4", "gauss2", "sign1")
 # points of R@1, or of first hits if no correct hits are known

@@ -216,17 +216,17 @@ class AnnIndex:
             counts = [_count_passing(part, passing) for part in self._parts]
             self._counted = (passing, counts)
         probes = 0
-        for part, counts in zip(self._parts, self._counted[1], strict=True):
+        for part, in_lists in zip(self._parts, self._counted[1], strict=True):
             # one part may hold only the centroids
-            if not counts.any():
+            if not in_lists.any():
                 continue
             with _threads_for(queries):
-                _, nearest_lists = part.quantizer.search(queries, len(counts))
-            share = (self._probes or part.nprobe) / len(counts)
+                _, nearest_lists = part.quantizer.search(queries, len(in_lists))
+            share = (self._probes or part.nprobe) / len(in_lists)
             needed = max(least, 2 * share * part.ntotal)
-            passed = np.cumsum(counts[nearest_lists], axis=1)
+            passed = np.cumsum(in_lists[nearest_lists], axis=1)
             enough = int((passed < needed).sum(axis=1).max()) + 1
-            probes = max(probes, min(enough, len(counts)))
+            probes = max(probes, min(enough, len(in_lists)))
         return probes or None
 
 

@@ -5,24 +5,22 @@ or an update.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import shutil
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from types import NoneType
-from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any
 
 from edje_index.bundles.info import BundleInfo
 from edje_index.models import MAX_FRAMES
-from pipelines.jobs.changing import DryRun
 from storage_formats.atomic import Json, fsync_paths
 from storage_formats.change import Change
 from storage_formats.codecs import codec
 from storage_formats.errors import CorruptIndexError, UsageError
 from storage_formats.format.checksum import crc32c_file, to_hex
+from storage_formats.format.json_values import read_json
 from storage_formats.format.layout import SHARD_SIZE, IndexSpec, Layout
 from storage_formats.format.manifest import Manifest
 from storage_formats.format.receipts import fingerprint
@@ -293,33 +291,10 @@ class Plan:
         return value
 
     @classmethod
-    def from_json(cls, value: Json) -> Plan:
+    def parse(cls, value: Json) -> Plan:
         """Return the plan described by `value`, a result of `to_json`."""
         plan: Plan = read_json(cls, value)
         return plan
-
-
-def read_json(kind: Any, value: Any) -> Any:
-    """Return the object of type `kind` that `value` describes as JSON. Unknown members
-    of dataclasses are left out.
-
-    Raises:
-        LookupError, TypeError: a member is missing, or of another type.
-    """
-    if NoneType in get_args(kind) and value is not None:
-        (kind,) = {*get_args(kind)} - {NoneType}
-    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
-        types = _types_of(kind)
-        known = types.keys() & value.keys()
-        return kind(**{name: read_json(types[name], value[name]) for name in known})
-    if get_origin(kind) is tuple:
-        if not isinstance(value, list | tuple):
-            raise TypeError(f"not a list: {value!r}")
-        return tuple(read_json(get_args(kind)[0], each) for each in value)
-    return value
-
-
-_types_of = functools.cache(get_type_hints)
 
 
 def model_record(info: BundleInfo) -> Json:
@@ -389,7 +364,7 @@ class StoredInputs:
 
 
 def store_inputs(
-    change: Change | DryRun,
+    change: Change,
     refs: Iterable[InputRef],
     shard_size: int,
     *,
@@ -415,7 +390,7 @@ def store_inputs(
             yield columns.add(ref)
 
     paths = []
-    if isinstance(change, DryRun):
+    if change.is_dry:
         deque(counted_refs(), maxlen=0)
     else:
         layout = change.layout

@@ -7,7 +7,7 @@ from __future__ import annotations
 import functools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
 import ml_dtypes
@@ -32,6 +32,10 @@ Bytes: TypeAlias = NDArray[np.uint8]
 Moves: TypeAlias = tuple[NDArray[np.int64], NDArray[np.int64]]
 """(offsets, blocks): the record at byte `offsets[i]` is decoded to block
 `blocks[i]`. Both are int64 [k].
+"""
+Scorer: TypeAlias = Callable[[Bytes, NDArray[np.int64], NDArray[np.float32]], None]
+"""Function (memory, offsets, scores) that writes the MaxSim of a query and the record
+at each byte offset to `scores`.
 """
 Span: TypeAlias = tuple[int, int]
 """(start, stop), a half-open range of items."""
@@ -60,7 +64,7 @@ class Codec(ABC):
         name: name of the precision. The directory of its shards under `tokens/` has the
             same name.
         has_offset: whether the precision takes an offset.
-        adds_offset: whether the method `_decode` adds the offset.
+        subtracts: whether the method `_encode` subtracts the offset.
         logical_dtype: number format of the stored values, for example `bfloat16` or
             `int8`.
         width_multiple: the width of a token must be a multiple of this number.
@@ -89,7 +93,7 @@ class Codec(ABC):
     zarr_dtype = "uint8"
     fill_value = NAN_CODE
     has_offset = True
-    adds_offset = False
+    subtracts = False
     width_multiple = 1
     token_range = (0.0, math.inf)
 
@@ -144,9 +148,6 @@ class Codec(ABC):
         raise NotImplementedError
 
     @abstractmethod
-    def _decode(self, memory: Bytes, moves: Moves, bits: Bits, span: Span) -> None:
-        """Decode like `decode_at`, without the offset unless `adds_offset`."""
-
     def decode_at(self, memory: Bytes, moves: Moves, bits: Bits, span: Span) -> None:
         """Decode the items of `moves` with the indices `range(*span)` on the calling
         thread.
@@ -160,15 +161,12 @@ class Codec(ABC):
                 distinct.
             bits: bits of the decoded blocks, uint16 [n * m * d].
         """
-        if self.offset is None or self.adds_offset:
-            self._decode(memory, moves, bits, span)
-            return
-        from storage_formats.codecs.kernels import add_offset
 
-        pairs = bits.view(np.uint32)
-        for piece in _pieces(*span):
-            self._decode(memory, moves, bits, piece)
-            add_offset(pairs, moves[1], *self._halves, piece)
+    def scorer(self, query: NDArray[np.float32]) -> Scorer | None:
+        """Return a function that scores records with the vectors `query` [q, d] without
+        decoding them; None if the precision has none.
+        """
+        return None
 
     def residuals(self, blocks: Blocks, out: Blocks | None = None) -> Blocks:
         """Return `blocks` [k, m, d] minus the offset, rounded to bfloat16, in `out` or
@@ -176,11 +174,14 @@ class Codec(ABC):
         """
         if self.offset is None:
             return blocks
+        out = np.empty(blocks.shape, dtype=BF16) if out is None else out[: len(blocks)]
+        if self.values % 2:
+            np.subtract(blocks.astype(np.float32), self.offset, out, casting="unsafe")
+            return out
         from storage_formats.codecs.kernels import subtract_offset
 
-        out = np.empty(blocks.shape, dtype=BF16) if out is None else out[: len(blocks)]
-        bits = np.ascontiguousarray(blocks).view(np.uint16).reshape(-1)
-        subtract_offset(bits, self._added, out.view(np.uint16).reshape(-1))
+        pairs = np.ascontiguousarray(blocks).reshape(-1).view(np.uint32)
+        subtract_offset(pairs, *self._halves, out.reshape(-1).view(np.uint32))
         return out
 
     def encode(self, blocks: Blocks, threads: int | None = None) -> Records:
@@ -195,7 +196,7 @@ class Codec(ABC):
         flat = records.reshape(-1)
 
         def encode(start: int, stop: int) -> None:
-            if self.offset is None:
+            if self.offset is None or self.subtracts:
                 self._encode(bits, flat, (start, stop))
                 return
             # one buffer, because new memory would cost a page fault per 4 KiB

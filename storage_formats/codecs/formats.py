@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from abc import abstractmethod
 from types import ModuleType
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +22,7 @@ from storage_formats.codecs.base import (
     Codec,
     Moves,
     Records,
+    Scorer,
     Span,
 )
 from storage_formats.codecs.minifloat import (
@@ -75,7 +77,7 @@ class BF16Codec(Codec):
             .reshape(len(blocks), self.record_bytes)
         )
 
-    def _decode(self, memory: Bytes, moves: Moves, bits: Bits, span: Span) -> None:
+    def decode_at(self, memory: Bytes, moves: Moves, bits: Bits, span: Span) -> None:
         start, stop = span
         copies = bits.view(np.uint8).reshape(-1, self.record_bytes)
         for offset, index in zip(
@@ -118,7 +120,7 @@ class FP16Codec(Codec):
             (0, len(blocks)),
         )
 
-    def _decode(self, memory: Bytes, moves: Moves, bits: Bits, span: Span) -> None:
+    def decode_at(self, memory: Bytes, moves: Moves, bits: Bits, span: Span) -> None:
         _kernels().translate(memory, moves, _fp16_tables()[1], bits, self.values, span)
 
 
@@ -156,7 +158,7 @@ class Int8Codec(Codec):
 
     name = "int8"
     logical_dtype = "int8"
-    adds_offset = True
+    subtracts = True
 
     @classmethod
     def token_bytes(cls, width: int) -> int:
@@ -170,9 +172,12 @@ class Int8Codec(Codec):
         )
 
     def _encode(self, bits: Bits, records: Bytes, span: Span) -> None:
-        _kernels().encode_int8(bits, _int8_scales(), records, self._geometry, span)
+        offset = np.empty(0, np.float32) if self.offset is None else self._added
+        _kernels().encode_int8(
+            bits, offset, _int8_scales(), records, self._geometry, span
+        )
 
-    def _decode(self, memory: Bytes, moves: Moves, bits: Bits, span: Span) -> None:
+    def decode_at(self, memory: Bytes, moves: Moves, bits: Bits, span: Span) -> None:
         _kernels().decode_int8(memory, moves, self._added, bits, self._geometry, span)
 
 
@@ -221,21 +226,24 @@ class GroupScaledCodec(Codec):
 
     def _encode(self, bits: Bits, records: Bytes, span: Span) -> None:
         encode = _kernels().encode_e2m1
-        scales = self.scale_values
+        table = self._limits() if self.element is E2M1 else self._inverse_scales()
         if self.element is E4M3:
             encode = _kernels().encode_e4m3
-            # the scales are powers of two, so multiplying by the inverse is exact
-            scales = np.float32(1) / scales
             if self.group == self.block_shape[1]:
                 encode = _kernels().encode_e4m3_tokens
-        encode(bits, self._scale_table(), scales, records, self._geometry, span)
+        encode(bits, self._scale_table(), table, records, self._geometry, span)
 
-    def _decode(self, memory: Bytes, moves: Moves, bits: Bits, span: Span) -> None:
+    def decode_at(self, memory: Bytes, moves: Moves, bits: Bits, span: Span) -> None:
         kernels = _kernels()
         if self.element is E2M1:
-            pairs = bits.view(np.uint32)
             kernels.decode_e2m1(
-                memory, moves, self._pairs(), pairs, self._geometry, span
+                memory,
+                moves,
+                *self._halves,
+                bits.view(np.uint32),
+                self._geometry,
+                span,
+                self.scale_values,
             )
         else:
             kernels.decode_e4m3(
@@ -255,6 +263,28 @@ class GroupScaledCodec(Codec):
         return table
 
     @classmethod
+    def _inverse_scales(cls) -> NDArray[np.float32]:
+        # the scales are powers of two, so multiplying by the inverse is exact
+        return np.float32(1) / cls.scale_values
+
+    @classmethod
+    @functools.cache
+    def _limits(cls) -> NDArray[np.uint16]:
+        """Return the bits of the smallest magnitude that each scale encodes as each
+        code, uint16 [256 * 8].
+        """
+        levels = cls.element.magnitudes.astype(np.float64)
+        middles = (levels[1:] + levels[:-1]) / 2
+        finite = np.arange(0x7F80, dtype=np.uint16).view(BF16).astype(np.float64)
+        limits = np.zeros((256, len(levels)), dtype=np.uint16)
+        for code in range(1, len(levels)):
+            # ties to even
+            side: Literal["left", "right"] = "right" if code % 2 else "left"
+            borders = middles[code - 1] * cls.scale_values.astype(np.float64)
+            limits[:, code] = np.searchsorted(finite, borders, side)
+        return limits.reshape(-1)
+
+    @classmethod
     @functools.cache
     def products(cls) -> NDArray[np.uint16]:
         """Return the bfloat16 bits of scale x code for each scale and code, uint16
@@ -265,19 +295,6 @@ class GroupScaledCodec(Codec):
             products = (cls.scale_values[:, None] * cls.element.values).astype(BF16)
         return np.where(
             np.isnan(products), np.uint16(CANONICAL_NAN), products.view(np.uint16)
-        ).reshape(-1)
-
-    @classmethod
-    @functools.cache
-    def _pairs(cls) -> NDArray[np.uint32]:
-        """Return the bfloat16 bits of the two values in a byte, for each scale and
-        byte, uint32 [256 * 256].
-        """
-        # The value of the low four bits of the byte is in the lower half of a word.
-        products = cls.products().reshape(256, -1).astype(np.uint32)
-        byte = np.arange(256)
-        return (
-            products[:, byte & 15] | (products[:, byte >> 4] << np.uint32(16))
         ).reshape(-1)
 
 
@@ -300,7 +317,6 @@ class FP8Codec(GroupScaledCodec):
 
     name = "fp8"
     logical_dtype = "float8_e4m3fn"
-    adds_offset = True
     element = E4M3
     scale_values = e8m0_values()
 
@@ -328,7 +344,6 @@ class MXFP8Codec(GroupScaledCodec):
     name = "mxfp8"
     logical_dtype = "mxfp8_e4m3"
     width_multiple = 32
-    adds_offset = True
     element = E4M3
     scale_values = e8m0_values()
 
@@ -448,9 +463,8 @@ class Gauss2Codec(SignCodec):
     width_multiple = 4
     code_bits = 2
     threshold = 0.9816
-    adds_offset = True
 
-    def _decode(self, memory: Bytes, moves: Moves, bits: Bits, span: Span) -> None:
+    def decode_at(self, memory: Bytes, moves: Moves, bits: Bits, span: Span) -> None:
         _kernels().decode_levels(memory, moves, self._added, bits, self._geometry, span)
 
 
@@ -474,10 +488,44 @@ class Sign1Codec(SignCodec):
     width_multiple = 8
     code_bits = 1
 
-    def _decode(self, memory: Bytes, moves: Moves, bits: Bits, span: Span) -> None:
-        _kernels().decode_signs(
-            memory, moves, _sign_words(), bits.view(np.uint64), self._geometry, span
+    def decode_at(self, memory: Bytes, moves: Moves, bits: Bits, span: Span) -> None:
+        if self.offset is None:
+            _kernels().decode_signs(
+                memory, moves, _sign_words(), bits.view(np.uint64), self._geometry, span
+            )
+            return
+        pairs = bits.view(np.uint32)
+        _kernels().decode_sign_sums(
+            memory, moves, *self._halves, pairs, self._geometry, span
         )
+
+    def scorer(self, query: NDArray[np.float32]) -> Scorer | None:
+        m, d = self.block_shape
+        # with fewer values, rounding the query would change a score by over 0.1 %
+        if d % 64 or d < 256:
+            return None
+        # nine bits per value; a vector of zeros may have any step
+        largest = np.abs(query).max(axis=1)
+        steps = np.where(largest > 0, largest, 1).astype(np.float32) / np.float32(255)
+        numbers = np.rint(query / steps[:, None]).astype(np.int16)
+        bits = numbers[:, None] >> np.arange(9, dtype=np.int16)[:, None] & 1
+        planes = np.packbits(bits.astype(np.uint8), axis=2, bitorder="little")
+        # a product of BLAS would start threads, which take longer
+        biases = np.einsum("qd,md->qm", query, self._added.reshape(m, d))
+        arguments = (
+            np.ascontiguousarray(planes.view(np.uint64).transpose(0, 2, 1)).reshape(-1),
+            numbers.sum(axis=1, dtype=np.float32),
+            steps,
+            biases.reshape(-1),
+        )
+
+        def score(
+            memory: Bytes, offsets: NDArray[np.int64], scores: NDArray[np.float32]
+        ) -> None:
+            sizes = (m, d, len(query))
+            _kernels().max_sim_of_signs(memory, offsets, *arguments, scores, sizes)
+
+        return score
 
 
 @functools.cache

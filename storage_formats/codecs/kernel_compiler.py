@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import numba
+from numba.extending import intrinsic
 
 types: Any = numba.types
 _njit: Any = functools.partial(numba.njit, nogil=True, error_model="numpy")
@@ -62,6 +63,24 @@ summing: Callable[[Callable[..., Any]], Callable[..., Any]] = functools.partial(
 """Compiles a helper like `inlined`, but with sums in any order, so that LLVM can
 vectorise them.
 """
+
+
+unordered: Callable[[Callable[..., Any]], Callable[..., Any]] = functools.partial(
+    _njit, fastmath={"nnan", "nsz"}
+)
+"""Compiles a helper like `inlined`, for numbers that are not NaN, so that LLVM can
+vectorise comparisons.
+"""
+
+
+def _count_ones(_: Any, word: Any) -> Any:
+    return types.uint64(
+        types.uint64
+    ), lambda context, builder, signature, arguments: builder.ctpop(arguments[0])
+
+
+count_ones: Any = intrinsic(_count_ones)
+"""Returns the number of bits that are 1 in an uint64."""
 
 
 def input_array(number: Any) -> Any:

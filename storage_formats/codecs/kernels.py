@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from storage_formats.codecs.kernel_compiler import (
+    count_ones,
     fused,
     inlined,
     input_array,
@@ -32,6 +33,7 @@ from storage_formats.codecs.kernel_compiler import (
     output_array,
     summing,
     types,
+    unordered,
 )
 
 U8: TypeAlias = NDArray[np.uint8]
@@ -57,6 +59,7 @@ BF16_FRACTION_BITS = np.uint16(7)
 INFINITY_BITS = np.uint16(0x7F80)
 NAN_BITS = np.uint16(0x7FC0)
 PIECE = np.uint64(32)
+HALF_PIECE = np.uint64(16)
 # values of an offset that stay in the first-level cache
 OFFSET_PIECE = np.uint64(2048)
 # see `codecs.formats`
@@ -98,27 +101,6 @@ def _rounded_bf16(number: np.float32) -> np.uint16:
 
 
 @inlined
-def _minifloat_code(
-    number: np.float32, fraction_bits: int, bias: int, largest: float
-) -> np.uint32:
-    """Return the minifloat code of |number|, rounded to nearest, ties to even."""
-    # Integer arithmetic on the bits rounds normal results. For subnormal results,
-    # adding a power of two whose last bit has the weight of the smallest subnormal
-    # rounds the number, and the low bits of the sum are the code.
-    magnitude = min(abs(number), np.float32(largest))
-    bits = _bits(magnitude)
-    dropped = np.uint32(23 - fraction_bits)
-    even = np.uint32(bits >> dropped) & np.uint32(1)
-    rounded = (
-        np.uint32(bits + np.uint32((1 << (22 - fraction_bits)) - 1) + even) >> dropped
-    )
-    normal = np.uint32(rounded - np.uint32((127 - bias) << fraction_bits))
-    aligner = np.float32(2.0 ** (24 - fraction_bits - bias))
-    subnormal = np.uint32(_bits(magnitude + aligner) - _bits(aligner))
-    return subnormal if magnitude < np.float32(2.0 ** (1 - bias)) else normal
-
-
-@inlined
 def _largest_magnitude(bits: U16, first: Index, count: Index) -> int:
     """Return the bits of the largest magnitude in `bits[first:first + count]`. NaN
     is larger than infinity.
@@ -139,12 +121,28 @@ def _choose_scales(
     records: U8,
     scales_at: Index,
 ) -> bool:
-    """Write the scale code of each group of a token. Return True if a scale is NaN."""
+    """Write the scale code of each group of a token, of 16 or 32 values. Return True if
+    a scale is NaN.
+    """
     has_nan = False
-    for index in range(width // group):
-        code = scale_codes[_largest_magnitude(bits, first + index * group, group)]
+    for index in range(width // PIECE):
+        left = right = NO_BITS
+        for i in range(PIECE):
+            magnitude = np.uint16(bits[first + index * PIECE + i] & MAGNITUDE_BITS)
+            left = max(left, magnitude if i < HALF_PIECE else NO_BITS)
+            right = max(right, NO_BITS if i < HALF_PIECE else magnitude)
+        code = scale_codes[int(max(left, right))]
         has_nan |= bool(code == NAN_CODE)
-        records[scales_at + index] = code
+        if group == PIECE:
+            records[scales_at + index] = code
+        else:
+            records[scales_at + TWO * index] = scale_codes[int(left)]
+            records[scales_at + TWO * index + ONE] = scale_codes[int(right)]
+    if width % PIECE:
+        largest = _largest_magnitude(bits, first + width - HALF_PIECE, HALF_PIECE)
+        code = scale_codes[largest]
+        records[scales_at + width // HALF_PIECE - ONE] = code
+        has_nan |= bool(code == NAN_CODE)
     return has_nan
 
 
@@ -206,17 +204,23 @@ def _shifted(number: np.uint16, exponent: np.uint16) -> Any:
 
 
 @inlined
-def _magnitude(number: np.uint16) -> Any:
-    """Return |number|, limited to 15 x 2**124 because E4M3 would round larger
-    numbers to 2**128.
-    """
-    return _bf16(min(np.uint16(number & MAGNITUDE_BITS), np.uint16(0x7F70)))
-
-
-@inlined
 def _rounded_e4m3(number: np.uint16, factor: np.float32) -> Any:
-    """Return the E4M3 code of number x factor for any number."""
-    code = _minifloat_code(_magnitude(number) * factor, 3, 7, 448.0)
+    """Return the E4M3 code of number x factor for any number, rounded to nearest, ties
+    to even.
+    """
+    # E4M3 would round numbers above 15 x 2**124 to 2**128
+    finite = _bf16(min(np.uint16(number & MAGNITUDE_BITS), np.uint16(0x7F70)))
+    # Integer arithmetic on the bits rounds normal results. For subnormal results,
+    # adding a power of two whose last bit has the weight of the smallest subnormal
+    # rounds the number, and the low bits of the sum are the code.
+    magnitude = min(finite * factor, np.float32(448))
+    bits = _bits(magnitude)
+    even = np.uint32(bits >> np.uint32(20)) & np.uint32(1)
+    rounded = np.uint32(bits + np.uint32(0x7FFFF) + even) >> np.uint32(20)
+    normal = np.uint32(rounded - np.uint32(120 << 3))
+    aligner = np.float32(2.0**14)
+    subnormal = np.uint32(_bits(magnitude + aligner) - _bits(aligner))
+    code = subnormal if magnitude < np.float32(2.0**-6) else normal
     return np.uint8(code | (np.uint32(number >> np.uint16(8)) & np.uint32(0x80)))
 
 
@@ -338,25 +342,60 @@ def encode_e4m3_tokens(
             scales_at += ONE
 
 
-@kernel(*_GROUP_ENCODER)
+@inlined
+def _seven(limits: U16, scale: int) -> Any:
+    """Return the smallest magnitudes with the codes 1 to 7 under a scale code."""
+    at = np.uint64(scale) << THREE
+    return (
+        limits[at + ONE],
+        limits[at + TWO],
+        limits[at + THREE],
+        limits[at + FOUR],
+        limits[at + FOUR + ONE],
+        limits[at + FOUR + TWO],
+        limits[at + FOUR + THREE],
+    )
+
+
+@inlined
+def _e2m1_code(number: np.uint16, limits: Any) -> Any:
+    """Return the E2M1 code of a number, see `_seven`."""
+    magnitude = np.uint16(number & MAGNITUDE_BITS)
+    sign = np.uint16(number >> np.uint16(15))
+    code = np.uint16(sign << np.uint16(3))
+    for limit in limits:
+        code = np.uint16(code + np.uint16(magnitude >= limit))
+    return np.uint8(code)
+
+
+@kernel(
+    input_array(types.uint16),
+    input_array(types.uint8),
+    input_array(types.uint16),
+    output_array(types.uint8),
+    _GEOMETRY,
+    _SPAN,
+)
 def encode_e2m1(
     bits: U16,
     scale_codes: U8,
-    scale_values: F32,
+    limits: U16,
     records: U8,
     geometry: Geometry,
     span: Span,
 ) -> None:
     """Encode bfloat16 values to E2M1 codes, two per byte, and one-byte scales.
 
-    `scale_values` [256] contains the value of each scale code. For the other arguments,
-    see `encode_e4m3`.
+    `limits` [256 * 8] contains, for each scale code and each code above 0, the bits of
+    the smallest magnitude with this code. For the other arguments, see `encode_e4m3`.
     """
     values, width, group = geometry
     half = width >> ONE
-    divisors = np.empty(width, dtype=np.float32)
-    nibbles = np.empty(width, dtype=np.uint8)
-    pairs = nibbles.view(np.uint16)
+    whole = width - width % PIECE
+    # of a piece: one or two
+    scales = PIECE // group
+    codes = np.empty(width, dtype=np.uint8)
+    pairs = codes.view(np.uint16)
     start, stop = span
     for block in range(start, stop):
         codes_at = block * ((values >> ONE) + values // group)
@@ -365,13 +404,18 @@ def encode_e2m1(
             has_nan = _choose_scales(
                 bits, first, width, group, scale_codes, records, scales_at
             )
-            _spread(records, scales_at, group, scale_values, divisors)
-            for i in range(width):
-                number = bits[first + i]
-                code = _minifloat_code(_magnitude(number) / divisors[i], 1, 1, 6.0)
-                nibbles[i] = np.uint8(
-                    code | (np.uint32(number >> np.uint16(12)) & np.uint32(0x08))
-                )
+            scale_at = scales_at
+            for piece in range(ZERO, whole, PIECE):
+                left = _seven(limits, records[scale_at])
+                right = _seven(limits, records[scale_at + scales - ONE])
+                scale_at += scales
+                for i in range(PIECE):
+                    number = bits[first + piece + i]
+                    is_left = i < HALF_PIECE
+                    codes[piece + i] = _e2m1_code(number, left if is_left else right)
+            for i in range(whole, width):
+                left = _seven(limits, records[scale_at])
+                codes[i] = _e2m1_code(bits[first + i], left)
             for i in range(half):
                 records[codes_at + i] = np.uint8(pairs[i] | (pairs[i] >> np.uint16(4)))
             if has_nan:
@@ -380,41 +424,6 @@ def encode_e2m1(
                 )
             codes_at += half
             scales_at += width // group
-
-
-@kernel(
-    input_array(types.uint8),
-    _MOVES,
-    input_array(types.uint32),
-    output_array(types.uint32),
-    _GEOMETRY,
-    _SPAN,
-)
-def decode_e2m1(
-    records: U8, moves: Moves, table: U32, pairs: U32, geometry: Geometry, span: Span
-) -> None:
-    """Decode E2M1 codes and one-byte scales to pairs of bfloat16 values.
-
-    `table` [256 scales x 256 bytes] contains the bfloat16 bits of the two values in
-    each byte.
-    """
-    codes = geometry[0] >> ONE
-    group = geometry[2] >> ONE
-    offsets, blocks = moves
-    start, stop = span
-    for move in range(start, stop):
-        block = np.uint64(blocks[move])
-        code_at = np.uint64(offsets[move])
-        scales_at = code_at + codes
-        pair = block * codes
-        for index in range(codes // group):
-            scale = np.uint64(records[scales_at + index]) << EIGHT
-            for offset in range(group):
-                pairs[pair + offset] = table[
-                    scale | np.uint64(records[code_at + offset])
-                ]
-            code_at += group
-            pair += group
 
 
 @inlined
@@ -428,6 +437,13 @@ def _read_word(records: U8, at: Index) -> Any:
     return np.uint16(
         np.uint16(records[at]) | np.uint16(np.uint16(records[at + ONE]) << np.uint16(8))
     )
+
+
+@inlined
+def _read_long(records: U8, at: Index) -> Any:
+    """Return the four bytes at `at` as an integer."""
+    high = np.uint32(_read_word(records, at + TWO))
+    return np.uint32(_read_word(records, at) | np.uint32(high << np.uint32(16)))
 
 
 @kernel(
@@ -453,43 +469,100 @@ def translate(
             out[target + i] = table[_read_word(records, source + (i << ONE))]
 
 
+@inlined
+def _int8_code(number: np.float32, scale: np.float32) -> Any:
+    """Return the integer nearest to number / scale."""
+    # its last bit has weight 1, so adding it rounds to an integer
+    shifter = np.float32(1.5 * 2.0**23)
+    quotient = min(max(number / scale, np.float32(-127)), np.float32(127))
+    return np.uint8(_bits(quotient + shifter))
+
+
+@inlined
+def _subtract(
+    bits: U16, first: Index, offset: F32, at: Index, residuals: F32
+) -> np.uint16:
+    """Write a token minus its offset to `residuals`. Return the bits of the largest
+    magnitude, rounded to bfloat16.
+    """
+    largest = np.uint32(0)
+    for i in range(np.uint64(len(residuals))):
+        number = _bf16(bits[first + i]) - offset[at + i]
+        residuals[i] = number
+        largest = max(largest, np.uint32(_bits(number) & np.uint32(0x7FFFFFFF)))
+    even = np.uint32(largest >> np.uint32(16)) & np.uint32(1)
+    return np.uint16(np.uint32(largest + np.uint32(0x7FFF) + even) >> np.uint32(16))
+
+
 @kernel(
     input_array(types.uint16),
+    input_array(types.float32),
     input_array(types.uint16),
     output_array(types.uint8),
     _GEOMETRY,
     _SPAN,
 )
 def encode_int8(
-    bits: U16, scale_bits: U16, records: U8, geometry: Geometry, span: Span
+    bits: U16,
+    offset: F32,
+    scale_bits: U16,
+    records: U8,
+    geometry: Geometry,
+    span: Span,
 ) -> None:
     """Encode bfloat16 values to integers and bfloat16 scales.
 
-    `scale_bits` [32768] contains the bits of a token's scale, indexed by the bits of
-    the token's largest magnitude.
+    Args:
+        offset: block that is subtracted, [m * d], or empty.
+        scale_bits: [32768], bits of a token's scale, indexed by the bits of the token's
+            largest magnitude.
     """
     values, width, _ = geometry
-    # its last bit has weight 1, so adding it rounds to an integer
-    shifter = np.float32(1.5 * 2.0**23)
+    residuals = np.empty(width, dtype=np.float32)
     start, stop = span
     for block in range(start, stop):
         codes_at = block * (values + TWO * (values // width))
         scale_at = codes_at + values
-        for first in range(block * values, (block + ONE) * values, width):
-            scale = scale_bits[_largest_magnitude(bits, first, width)]
+        for at in range(ZERO, values, width):
+            first = block * values + at
+            if len(offset):
+                scale = scale_bits[_subtract(bits, first, offset, at, residuals)]
+                divisor = _bf16(scale)
+                for i in range(width):
+                    records[codes_at + i] = _int8_code(residuals[i], divisor)
+            else:
+                scale = scale_bits[_largest_magnitude(bits, first, width)]
+                divisor = _bf16(scale)
+                for i in range(width):
+                    number = _bf16(bits[first + i])
+                    records[codes_at + i] = _int8_code(number, divisor)
             _write_word(records, scale_at, scale)
-            divisor = _bf16(scale)
-            for i in range(width):
-                quotient = min(
-                    max(_bf16(bits[first + i]) / divisor, np.float32(-127)),
-                    np.float32(127),
-                )
-                records[codes_at + i] = np.uint8(_bits(quotient + shifter))
             if scale == NAN_SCALE:
                 for i in range(width):
                     records[codes_at + i] = NAN_CODE
             codes_at += width
             scale_at += TWO
+
+
+def _magnitude_sum(bits: U16, first: Index, width: Index) -> float:
+    """Return the sum of the magnitudes of a token."""
+    total = 0.0
+    for i in range(width):
+        total += np.float64(_bf16(np.uint16(bits[first + i] & MAGNITUDE_BITS)))
+    return total
+
+
+_sum_in_order = inlined(_magnitude_sum)
+_sum_in_any_order = summing(_magnitude_sum)
+
+
+@inlined
+def _is_sum_exact(bits: U16, first: Index, width: Index) -> bool:
+    """Return True if a float64 holds the sum of any magnitudes of a token exactly."""
+    largest, below_smallest = _extremes(bits, first, width)
+    exponents = (np.int64(largest) >> 7) - ((np.int64(below_smallest) + 1) >> 7)
+    # 8 bits of a magnitude, the exponents, and 16 bits of the number of values
+    return bool(exponents <= 53 - 8 - 16 and width <= 1 << 16)
 
 
 @kernel(
@@ -533,6 +606,12 @@ def encode_signs(
                     squares += number * number
                 limit = threshold * math.sqrt(squares / width)
             small = large = larger = 0.0
+            if code_bits == ONE:
+                # the order of exact sums does not matter
+                if _is_sum_exact(bits, first, width):
+                    small = _sum_in_any_order(bits, first, width)
+                else:
+                    small = _sum_in_order(bits, first, width)
             for i in range(size):
                 code = np.uint32(0)
                 # loops of constant length are unrolled
@@ -541,7 +620,6 @@ def encode_signs(
                         word = bits[first + (i << THREE) + bit]
                         sign = np.uint32(word >> np.uint16(15))
                         code |= np.uint32(sign << np.uint32(bit))
-                        small += np.float64(_bf16(np.uint16(word & MAGNITUDE_BITS)))
                 else:
                     for part in range(FOUR):
                         word = bits[first + (i << TWO) + part]
@@ -605,58 +683,53 @@ def decode_signs(
 
 
 @fused
-def _sum(value: np.float32, scale: np.float32, offset: np.float32) -> Any:
-    """Return the bits of value x scale + offset, rounded to bfloat16. The product must
-    be exact, and a NaN must be 0x7FC00000.
+def _rounded_sum(value: np.float32, scale: np.float32, offset: np.float32) -> Any:
+    """Return value x scale + offset, rounded to bfloat16, in the upper half of a word.
+    The product must be exact, and a NaN must be 0x7FC00000.
     """
     total = _bits(value * scale + offset)
     is_odd = total & np.uint32(0x10000)
     half = np.uint32(0x8000) if is_odd else np.uint32(0x7FFF)
-    return np.uint16(np.uint32(total + half) >> np.uint32(16))
+    return np.uint32(total + half)
+
+
+@fused
+def _sum(value: np.float32, scale: np.float32, offset: np.float32) -> Any:
+    """Return the bits of `_rounded_sum`."""
+    return np.uint16(_rounded_sum(value, scale, offset) >> np.uint32(16))
+
+
+@inlined
+def _pair(low: np.uint32, high: np.uint32) -> Any:
+    """Return a word with the upper halves of `low` and `high`."""
+    return np.uint32(low >> np.uint32(16)) | np.uint32(high & np.uint32(0xFFFF0000))
 
 
 @kernel(
-    input_array(types.uint16), input_array(types.float32), output_array(types.uint16)
-)
-def subtract_offset(bits: U16, offset: F32, residuals: U16) -> None:
-    """Write blocks minus `offset` [m * d] to `residuals`."""
-    values = np.uint64(len(offset))
-    # parts of the offset that stay in the first-level cache
-    for begin in range(ZERO, values, OFFSET_PIECE):
-        end = min(begin + OFFSET_PIECE, values)
-        for first in range(ZERO, np.uint64(len(bits)), values):
-            for i in range(begin, end):
-                number = _bf16(bits[first + i])
-                residuals[first + i] = _sum(number, np.float32(1), -offset[i])
-
-
-@kernel(
+    input_array(types.uint32),
+    input_array(types.float32),
+    input_array(types.float32),
     output_array(types.uint32),
-    types.Array(types.int64, 1, "C"),
-    input_array(types.float32),
-    input_array(types.float32),
-    _SPAN,
 )
-def add_offset(
-    pairs: U32, blocks: NDArray[np.int64], even: F32, odd: F32, span: Span
-) -> None:
-    """Add an offset to the decoded `blocks` with the indices of `span`.
+def subtract_offset(pairs: U32, even: F32, odd: F32, residuals: U32) -> None:
+    """Write blocks minus an offset to `residuals`.
 
     `even` and `odd` [m * d / 2] are the values of the offset with even and with odd
     indices.
     """
     count = np.uint64(len(even))
-    start, stop = span
+    one = np.float32(1)
+    # parts of the offset that stay in the first-level cache
     for begin in range(ZERO, count, OFFSET_PIECE):
         end = min(begin + OFFSET_PIECE, count)
-        for index in range(start, stop):
-            first = np.uint64(blocks[index]) * count
+        for first in range(ZERO, np.uint64(len(pairs)), count):
             for i in range(begin, end):
                 pair = pairs[first + i]
-                low = _sum(_bf16(np.uint16(pair)), np.float32(1), even[i])
-                number = _bf16(np.uint16(pair >> np.uint32(16)))
-                high = np.uint32(_sum(number, np.float32(1), odd[i]))
-                pairs[first + i] = np.uint32(high << np.uint32(16)) | low
+                low = np.uint32(pair << np.uint32(16)).view(np.float32)
+                high = np.uint32(pair & np.uint32(0xFFFF0000)).view(np.float32)
+                residuals[first + i] = _pair(
+                    _rounded_sum(low, one, -even[i]), _rounded_sum(high, one, -odd[i])
+                )
 
 
 _DECODER = (
@@ -806,6 +879,164 @@ def decode_e4m3(
                             )
 
 
+@inlined
+def _e2m1(magnitude: np.uint32, sign: np.uint32) -> Any:
+    """Return the value of an E2M1 code from the bits 22 to 24 of `magnitude` and bit
+    31 of `sign`.
+    """
+    # Subnormal float32 numbers would be slow. With an exponent, 0 and 0.5 are 0.5 and
+    # 0.75 here, and the other magnitudes are right.
+    bits = np.uint32(magnitude & np.uint32(0x01C00000))
+    normal = np.uint32(bits + np.uint32(0x3F000000)).view(np.float32)
+    subnormal = np.float32(normal + normal) - np.float32(1)
+    value = subnormal if subnormal < normal else normal
+    negative = np.uint32(sign & np.uint32(0x80000000))
+    return np.uint32(_bits(value) | negative).view(np.float32)
+
+
+@inlined
+def _e2m1_pair(byte: int, scale: np.float32, even: np.float32, odd: np.float32) -> Any:
+    """Return the sums of the two values of a byte and their offsets."""
+    code = np.uint32(byte)
+    low = _e2m1(np.uint32(code << np.uint32(22)), np.uint32(code << np.uint32(28)))
+    high = _e2m1(np.uint32(code << np.uint32(18)), np.uint32(code << np.uint32(24)))
+    return _pair(_rounded_sum(low, scale, even), _rounded_sum(high, scale, odd))
+
+
+_PAIR_DECODER = (
+    input_array(types.uint8),
+    _MOVES,
+    input_array(types.float32),
+    input_array(types.float32),
+    output_array(types.uint32),
+    _GEOMETRY,
+    _SPAN,
+)
+
+
+@kernel(*_PAIR_DECODER, input_array(types.float32))
+def decode_e2m1(
+    records: U8,
+    moves: Moves,
+    even: F32,
+    odd: F32,
+    pairs: U32,
+    geometry: Geometry,
+    span: Span,
+    scale_values: F32,
+) -> None:
+    """Decode E2M1 codes and one-byte scales like `decode_int8`, to pairs of bfloat16
+    values.
+
+    `even` and `odd` [m * d / 2] are the values of the offset with even and with odd
+    indices. `scale_values` [256] contains the value of each scale code.
+    """
+    values, width, group = geometry
+    size = width >> ONE
+    whole = size - size % PIECE
+    # of a piece, at most four
+    scales = TWO * PIECE // group
+    # distance of the scale of the second, third and fourth eight bytes
+    second = scales >> TWO
+    third = scales >> ONE
+    offsets, blocks = moves
+    start, stop = span
+    for first in range(start, stop, FOUR):
+        for token in range(values // width):
+            at = token * size
+            for move in range(first, min(first + FOUR, stop)):
+                codes_at = np.uint64(offsets[move]) + at
+                scales_at = np.uint64(offsets[move]) + (values >> ONE)
+                scales_at += token * (width // group)
+                target = np.uint64(blocks[move]) * (values >> ONE) + at
+                for piece in range(ZERO, whole, PIECE):
+                    a = scale_values[records[scales_at]]
+                    b = scale_values[records[scales_at + second]]
+                    c = scale_values[records[scales_at + third]]
+                    d = scale_values[records[scales_at + second + third]]
+                    scales_at += scales
+                    for i in range(PIECE):
+                        left = a if i < EIGHT else b
+                        right = c if i < THREE * EIGHT else d
+                        scale = left if i < TWO * EIGHT else right
+                        byte = piece + i
+                        pairs[target + byte] = _e2m1_pair(
+                            records[codes_at + byte],
+                            scale,
+                            even[at + byte],
+                            odd[at + byte],
+                        )
+                for byte in range(whole, size):
+                    index = (byte - whole) * TWO // group
+                    pairs[target + byte] = _e2m1_pair(
+                        records[codes_at + byte],
+                        scale_values[records[scales_at + index]],
+                        even[at + byte],
+                        odd[at + byte],
+                    )
+
+
+# bits of the values with even and with odd indices in two words of 32 bits
+EVEN_BITS = np.tile(np.uint32(1) << np.arange(0, 32, 2, dtype=np.uint32), 2)
+ODD_BITS = EVEN_BITS << np.uint32(1)
+
+
+@inlined
+def _signed_sum(word: int, mask: int, scales: Any, offset: np.float32) -> Any:
+    """Return the sum of an offset and the scale that a sign bit selects."""
+    number = scales[1] if np.uint32(word & mask) else scales[0]
+    return _rounded_sum(number, np.float32(1), offset)
+
+
+@kernel(*_PAIR_DECODER)
+def decode_sign_sums(
+    records: U8,
+    moves: Moves,
+    even: F32,
+    odd: F32,
+    pairs: U32,
+    geometry: Geometry,
+    span: Span,
+) -> None:
+    """Decode sign bits and bfloat16 scales, and add an offset, like `decode_e2m1`."""
+    values, width, _ = geometry
+    size = width >> THREE
+    whole = size - size % EIGHT
+    offsets, blocks = moves
+    start, stop = span
+    for first in range(start, stop, FOUR):
+        for token in range(values // width):
+            at = token * (width >> ONE)
+            for move in range(first, min(first + FOUR, stop)):
+                record = np.uint64(offsets[move])
+                codes_at = record + token * size
+                word = _read_word(records, record + (values >> THREE) + TWO * token)
+                is_nan = np.uint16(word & MAGNITUDE_BITS) > INFINITY_BITS
+                # of the values 1 and -1
+                plus = _bf16(NAN_BITS if is_nan else word)
+                scales = (plus, plus if is_nan else -plus)
+                target = np.uint64(blocks[move]) * (values >> ONE) + at
+                for byte in range(ZERO, whole, EIGHT):
+                    left = _read_long(records, codes_at + byte)
+                    right = _read_long(records, codes_at + byte + FOUR)
+                    pair = byte << TWO
+                    for i in range(PIECE):
+                        bits = left if i < TWO * EIGHT else right
+                        pairs[target + pair + i] = _pair(
+                            _signed_sum(
+                                bits, EVEN_BITS[i], scales, even[at + pair + i]
+                            ),
+                            _signed_sum(bits, ODD_BITS[i], scales, odd[at + pair + i]),
+                        )
+                for rest in range(whole << TWO, width >> ONE):
+                    bits = np.uint32(records[codes_at + (rest >> TWO)])
+                    bit = rest & THREE
+                    pairs[target + rest] = _pair(
+                        _signed_sum(bits, EVEN_BITS[bit], scales, even[at + rest]),
+                        _signed_sum(bits, ODD_BITS[bit], scales, odd[at + rest]),
+                    )
+
+
 @summing
 def _products(words: U16, tokens: Any, query: F32, first: Index, width: Index) -> Any:
     """Return the dot products of 4 tokens and each of 4 query vectors. `tokens` and
@@ -893,4 +1124,89 @@ def max_sim(
         score = np.float32(0)
         for row in range(vectors):
             score += best[row]
+        scores[block] = score
+
+
+@unordered
+def _largest(numbers: F32) -> Any:
+    largest = np.float32(-np.inf)
+    for number in numbers:
+        largest = number if number > largest else largest
+    return largest
+
+
+@inlined
+def _sum_of_negative(word: int, planes: U64, first: Index) -> Any:
+    """Return the sum of the integers at the bits of `word` that are 1. Plane j holds
+    bit j of 64 integers of 9 bits in two's complement.
+    """
+    total = -(np.int64(count_ones(word & planes[first + EIGHT])) << 8)
+    for j in range(8):
+        total += np.int64(count_ones(word & planes[first + np.uint64(j)])) << j
+    return total
+
+
+@kernel(
+    input_array(types.uint8),
+    types.Array(types.int64, 1, "C", readonly=True),
+    input_array(types.uint64),
+    input_array(types.float32),
+    input_array(types.float32),
+    input_array(types.float32),
+    output_array(types.float32),
+    _GEOMETRY,
+)
+def max_sim_of_signs(
+    records: U8,
+    offsets: NDArray[np.int64],
+    planes: U64,
+    sums: F32,
+    steps: F32,
+    biases: F32,
+    scores: F32,
+    sizes: Geometry,
+) -> None:
+    """Write the MaxSim of a query in 9 bits and each record of sign bits to `scores`.
+
+    Args:
+        offsets: byte offset of each record in `records`, int64 [k].
+        planes: bits of the query's integers, [q * d / 64 * 9], see `_sum_of_negative`.
+        sums: sum of the integers of each query vector, [q].
+        steps: value of the integer 1 in each query vector, [q].
+        biases: dot product of each query vector and each token of the offset, [q * m].
+        sizes: (tokens per block, values per token, number of query vectors)
+    """
+    tokens, width, vectors = sizes
+    words = width // np.uint64(64)
+    signs = np.empty(words * tokens, dtype=np.uint64)
+    scales = np.empty(tokens, dtype=np.float32)
+    negative = np.empty(tokens, dtype=np.int64)
+    products = np.empty(tokens, dtype=np.float32)
+    for block in range(len(offsets)):
+        at = np.uint64(offsets[block])
+        for token in range(tokens):
+            for word in range(words):
+                low = np.uint64(_read_long(records, at))
+                high = np.uint64(_read_long(records, at + FOUR))
+                signs[word * tokens + token] = low | (high << np.uint64(32))
+                at += EIGHT
+        for token in range(tokens):
+            scales[token] = _bf16(_read_word(records, at + TWO * token))
+        score = np.float32(0)
+        for vector in range(vectors):
+            negative[:] = 0
+            for word in range(words):
+                first = (vector * words + word) * (EIGHT + ONE)
+                for token in range(tokens):
+                    negative[token] += _sum_of_negative(
+                        signs[word * tokens + token], planes, first
+                    )
+            for token in range(tokens):
+                product = sums[vector] - np.float32(negative[token] << 1)
+                product *= steps[vector] * scales[token]
+                products[token] = product + biases[vector * tokens + token]
+            score += _largest(products)
+        for token in range(tokens):
+            # NaN if a scale is NaN
+            score += np.float32(0) * scales[token]
         scores[block] = score

@@ -47,11 +47,11 @@ class MiniFloat:
             significand.astype(np.float32),
             np.maximum(exponent, 1) - self.bias - self.fraction_bits,
         )
-        if self.has_nan:
-            value[(code & ((1 << magnitude_bits) - 1)) == (1 << magnitude_bits) - 1] = (
-                np.nan
-            )
         values: NDArray[np.float32] = np.where(code >> magnitude_bits, -value, value)
+        if self.has_nan:
+            values[
+                (code & ((1 << magnitude_bits) - 1)) == (1 << magnitude_bits) - 1
+            ] = np.nan
         return values
 
     @cached_property

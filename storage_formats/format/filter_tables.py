@@ -18,7 +18,7 @@ from storage_formats.atomic import (
 from storage_formats.errors import CorruptIndexError
 from storage_formats.format.checksum import crc32c_file
 from storage_formats.format.committed_files import CommittedTable
-from storage_formats.format.layout import IndexSpec, Layout, Segment
+from storage_formats.format.layout import FILTER_FILE, IndexSpec, Layout, Segment
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.rows import (
     TIMING_COLUMNS,
@@ -79,10 +79,10 @@ def write_filter_table(
                 writer.write_table(group, len(group))
                 waiting.clear()
     length, crc = crc32c_file(path)
-    final = layout.filter_table(crc)
-    path.replace(final)
+    entry = FileEntry(FILTER_FILE.format(crc), length, crc)
+    path.replace(layout.root / entry.path)
     fsync_path(layout.filters)
-    return FileEntry(layout.relative(final), length, crc)
+    return entry
 
 
 def iter_filter_table(

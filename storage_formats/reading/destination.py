@@ -15,10 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from storage_formats.codecs import Codec, Records
+from storage_formats.codecs.base import Scorer
 from storage_formats.format.checksum import crc32c
 from storage_formats.reading.batch import Batch, Ints, Part
 from storage_formats.reading.checksums import BlockChecksums, Checksums
-from storage_formats.reading.memory import BufferPool, Bytes, memory_at
+from storage_formats.reading.memory import BufferPool, Bytes
 from storage_formats.threads import run_chunks
 
 # as in `reading.loops`, which imports Numba
@@ -74,6 +75,10 @@ class Destination:
     def _expected(self) -> Checksums:
         return self.checksums.expected(self.batch)
 
+    @functools.cached_property
+    def _scorer(self) -> Scorer | None:
+        return None if self.query is None else self.codec.scorer(self.query)
+
     def take(
         self, memory: Bytes, offsets: Ints, part: Part, threads: int | None = None
     ) -> None:
@@ -119,13 +124,17 @@ class Destination:
             bits = self.out.view(np.uint16).reshape(-1)
             self.codec.decode_at(memory, (offsets, blocks), bits, (0, len(blocks)))
             return
+        scores = np.empty(len(blocks), np.float32)
+        if self._scorer is not None:
+            self._scorer(memory, offsets, scores)
+            self.out[blocks] = scores
+            return
         from storage_formats.codecs.kernels import max_sim
 
         m, d = self.codec.block_shape
         vectors = len(self.query)
         padding = np.zeros((-vectors % 4, d), np.float32)
         padded = np.concatenate([self.query, padding]).reshape(-1)
-        scores = np.empty(len(blocks), np.float32)
         buffer = _buffers.borrow(len(blocks) * 2 * m * d)
         if self.codec.name == "bf16":
             # scored where they lie
@@ -218,11 +227,13 @@ def _plain_loop(
 ) -> None:
     """Do the work of `reading.loops.check_records` without Numba."""
     global _plainly_checked_bytes
+    # creating an array of NumPy would take as long as the checksum
+    record_type: Any = ctypes.c_char * size
     for index in range(start, stop):
         source = int(sources[index])
         if copies != NO_COPY:
             ctypes.memmove(int(targets[index]), source, size)
-        checksums[index] = crc32c(memory_at(source, size))
+        checksums[index] = crc32c(record_type.from_address(source))
     _plainly_checked_bytes += (stop - start) * size
 
 

@@ -24,7 +24,6 @@ from pipelines.jobs.plan import (
     BuildSettings,
     Plan,
     default_shard_size,
-    read_json,
 )
 from pipelines.jobs.resources import (
     Execution,
@@ -36,6 +35,7 @@ from pipelines.jobs.resources import (
 from pipelines.progress.events import JobStopped
 from storage_formats.change import read_journal
 from storage_formats.errors import UsageError
+from storage_formats.format.json_values import read_json
 from storage_formats.format.layout import IndexSpec, Layout
 from storage_formats.format.manifest import CommittedIndex
 from tests.pipelines.conftest import run_build, stop_after_one_shard
@@ -55,7 +55,7 @@ def stop(*_: object, **__: object) -> None:
 
 
 def stored_plan(request: Any) -> Plan:
-    return Plan.from_json(read_journal(request.out).plan)
+    return Plan.parse(read_journal(request.out).plan)
 
 
 def settings_of_request(request: Any) -> BuildSettings:

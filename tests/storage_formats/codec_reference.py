@@ -154,7 +154,7 @@ def _decode_groups(codec: GroupScaledCodec, records: Records) -> NDArray[np.floa
 def _encode_int8(codec: Int8Codec, numbers: NDArray[np.float32]) -> Records:
     finite = np.asarray(np.isfinite(numbers).all(axis=-1))
     tokens = np.where(finite[..., None], numbers, np.float32(0))
-    largest = np.abs(tokens).max(axis=-1)
+    largest = np.abs(tokens).max(axis=-1).astype(BF16).astype(np.float32)
     scales = codec.scales(largest)
     codes = (
         np.clip(np.rint(tokens / scales[..., None]), -127, 127)

@@ -116,12 +116,20 @@ def test_odd_widths(name, width):
     assert_decodes_alike(entry, entry.encode(blocks))
 
 
-OFFSET = np.random.default_rng(4).standard_normal((4, 32), dtype=np.float32)
+OFFSET = np.random.default_rng(4).standard_normal((4, 96), dtype=np.float32)
 
 
 @pytest.mark.parametrize(
     ("name", "shape"),
-    [*((name, (4, 32)) for name in COMPILED), ("int8", (3, 31)), ("fp8", (3, 31))],
+    [
+        *((name, (4, 32)) for name in COMPILED),
+        ("int8", (3, 31)),
+        ("fp8", (3, 31)),
+        # kernels have loops for whole pieces of a token, and for the rest
+        ("nvfp4", (3, 80)),
+        ("mxfp4", (3, 96)),
+        ("sign1", (3, 88)),
+    ],
 )
 def test_an_offset_is_subtracted_and_added_in_float32(name, shape):
     rng = np.random.default_rng(5)
@@ -134,7 +142,9 @@ def test_an_offset_is_subtracted_and_added_in_float32(name, shape):
     if name == "fp16":
         assert entry.offset is None
         return
-    residuals = (blocks.astype(np.float32) - offset).astype(BF16)
+    residuals = blocks.astype(np.float32) - offset
+    if name != "int8":
+        residuals = residuals.astype(BF16)
     records = entry.encode(blocks)
     np.testing.assert_array_equal(records, reference.encode(plain, residuals))
     expected = reference.decode(plain, records, offset)
