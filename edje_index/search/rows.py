@@ -28,8 +28,6 @@ _CACHED_BYTES = 256 << 20
 _CACHED_FILTERS = 16
 # of a filter table, whose columns for hits stay in memory
 _GROUPED_BYTES = 64 << 20
-# after each group of shards, the time limit is checked
-_SHARDS_AT_ONCE = 16
 
 
 class FilterTimeoutError(EdjeError):
@@ -157,23 +155,13 @@ class IndexRows:
                 # the files of rows/ have the same values
                 pass
             shards += spec.segment_shards(segment)
-        tables = self._tables(shards, names)
-        for start in range(0, len(shards), _SHARDS_AT_ONCE):
-            part = shards[start : start + _SHARDS_AT_ONCE]
-            row_ids = np.concatenate(
-                [
-                    np.arange(rows.start, rows.stop)
-                    for rows in map(spec.shard_rows, part)
-                ]
-            )
-            arrays = zip(*itertools.islice(tables, len(part)), strict=True)
-            columns = map(pa.chunked_array, arrays)
+        for shard, columns in zip(shards, self._tables(shards, names), strict=True):
+            row_ids = np.array(spec.shard_rows(shard))
             try:
                 table = pa.table([row_ids, *columns], ["row_id", *names])
             except pa.ArrowInvalid as error:
                 raise CorruptIndexError(
-                    f"a file of the shards {part[0]} to {part[-1]} in rows/ has"
-                    " too few or too many rows",
+                    f"the file of shard {shard} in rows/ has too few or too many rows",
                     remedy="verify",
                 ) from error
             yield table
