@@ -26,6 +26,13 @@ cache.
 """
 _ATTEMPTS = 3
 _DROP_CACHES = Path("/proc/sys/vm/drop_caches")
+_QUEUE = (
+    "logical_block_size",
+    "max_sectors_kb",
+    "nr_requests",
+    "read_ahead_kb",
+    "rotational",
+)
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
@@ -110,8 +117,8 @@ def peak_memory(process: int | str = "self") -> int:
 
 
 def describe_disk(path: Path) -> dict[str, str | None]:
-    """Return the file system, its mount options, the device, its model and scheduler,
-    and the version of fio. Unknown values are None.
+    """Return the file system, its mount options, the device, its model, scheduler and
+    limits, and the version of fio. Unknown values are None.
     """
     number = os.stat(path).st_dev
     folder = Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}").resolve()
@@ -141,5 +148,6 @@ def describe_disk(path: Path) -> dict[str, str | None]:
         "device": folder.name,
         "model": read("device/model"),
         "scheduler": read("queue/scheduler"),
+        "queue": ", ".join(f"{name} {read(f'queue/{name}')}" for name in _QUEUE),
         "fio": fio,
     }

@@ -21,6 +21,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from functools import cached_property, partial
 from pathlib import Path
@@ -29,6 +30,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.utils.data import DataLoader
 
 from benchmarks.process import run_command
 from benchmarks.rerank import CAPTION
@@ -42,6 +44,7 @@ from edje_index.bundles.random_bundle import (
 from edje_index.evaluation.report import table, write_report
 from edje_index.fetching.device_decode import decode_records_torch
 from edje_index.fetching.device_fetcher import DeviceFetcher
+from edje_index.fetching.token_dataset import TokenDataset
 from edje_index.indexing.image_encoder import ImageEncoder, image_tokens
 from edje_index.models.devices import resolve_device, resolve_dtype
 from edje_index.models.joint_scorer import JointScorer
@@ -56,13 +59,18 @@ _SHAPE = (64, 384)
 _STORED = ("bf16", "fp8", "nvfp4")
 _WORDS = 16000
 _EXTENSIONS = {".jpg", ".jpeg", ".png"}
-# the vision towers of the EDJE paper, and images to build from
+# the vision towers of the EDJE paper, images to build from, and builds at once
 _TOWERS = {
     "ViT-L/16 at 384": (
         UntrainedSizes(384, 16, 1024, 24, adapter_hidden=8192, language_layers=12),
         4096,
+        (1,),
     ),
-    "ViT-B/16 at 224": (UntrainedSizes(224, 16, 768, 12, adapter_hidden=8192), 12288),
+    "ViT-B/16 at 224": (
+        UntrainedSizes(224, 16, 768, 12, adapter_hidden=8192),
+        24576,
+        (1, 4),
+    ),
 }
 _BATCH = 128
 # seconds that a part needs at least
@@ -72,9 +80,11 @@ _SECONDS = {
     "score": 30,
     "pool": 45,
     "search": 60,
-    "encode": 90,
+    "prepare": 20,
+    "encode": 120,
     "train": 30,
-    "step": 60,
+    "step": 90,
+    "loader": 45,
 }
 
 
@@ -349,9 +359,22 @@ class GpuCheck:
                 os.link(first, folder / f"{at:06d}.jpg")
         return folder
 
+    def prepare(self) -> Iterator[Line]:
+        """Photos decoded and resized by threads of one process, without a GPU."""
+        for name in _TOWERS:
+            encoder = ImageEncoder.open(self._bundle(name), device="cpu")
+            files = [path.read_bytes() for path in self._photos]
+            files *= 1 if self._tiny else 32
+            for threads in dict.fromkeys((1, 4, os.cpu_count() or 1)):
+                with ThreadPoolExecutor(threads) as pool:
+                    work = partial(_prepare_all, pool, encoder, files)
+                    rate = self._rate(len(files), work)
+                what = f"photos for {name}, {threads} threads"
+                yield Line("prepare", what, rate, "images")
+
     def encode(self) -> Iterator[Line]:
         """Vision towers: a bare loop, the encoder, and a build from photos."""
-        for name, (sizes, count) in _TOWERS.items():
+        for name, (sizes, count, builds_at_once) in _TOWERS.items():
             given = TINY if self._tiny else sizes
             model = self._bundle(name)
             encoder = ImageEncoder.open(model, device=str(self.device))
@@ -374,9 +397,10 @@ class GpuCheck:
             photos = self._links(
                 self._scratch / f"links-{model.name}", 32 if self._tiny else count
             )
-            rate = self._build_rate(photos, model, batch)
-            what = f"{name}, a build; the limit is the bare loop"
-            yield Line("encode", what, rate, "images", rate / bare)
+            for builds in (1,) if self._tiny else builds_at_once:
+                rate = self._build_rate(photos, model, batch, builds)
+                what = f"{name}, builds at once: {builds}; the limit is the bare loop"
+                yield Line("encode", what, rate, "images", rate / bare)
 
     def _bundle(self, tower: str) -> Path:
         model = self._scratch / tower.replace("/", "-").replace(" ", "-")
@@ -401,28 +425,34 @@ class GpuCheck:
             rates.append(self._rate(batch, work))
         return max(rates)
 
-    def _build_rate(self, photos: Path, model: Path, batch: int) -> float:
-        """Images per second of a build, after its first shard."""
-        log = self._scratch / f"{model.name}.jsonl"
+    def _build_rate(self, photos: Path, model: Path, batch: int, builds: int) -> float:
+        """Images per second of several builds at once, each in a process of its own,
+        from their first shards on until the first of them ends.
+        """
         shard = 8 if self._tiny else 512
-        options = {
-            "--out": self._scratch / f"{model.name}.edje",
-            "--model": model,
-            "--engine": "inline",
-            "--device": self.device,
-            "--batch-size": batch,
-            "--shard-size": shard,
-        }
-        words = [word for option in options.items() for word in option]
-        run_command("--log", log, "build", photos, "--quiet", *words)
-        events = [json.loads(line) for line in log.read_text().splitlines()]
-        ends = [
-            datetime.fromisoformat(event["time"])
-            for event in events
-            if event["event"] == "shard"
+        folders = [
+            self._scratch / f"{model.name}-{builds}-{at}" for at in range(builds)
         ]
+        commands = [
+            partial(
+                run_command,
+                *("--log", folder / "log.jsonl", "build", photos, "--quiet"),
+                *("--out", folder / "out.edje", "--model", model),
+                *("--engine", "inline", "--device", self.device),
+                *("--batch-size", batch, "--shard-size", shard),
+            )
+            for folder in folders
+        ]
+        for folder in folders:
+            folder.mkdir()
+        with ThreadPoolExecutor(builds) as pool:
+            list(pool.map(lambda command: command(), commands))
+        ends = [_shard_ends(folder / "log.jsonl") for folder in folders]
         # a GPU encodes two shards at once, so the first two end together
-        return shard * (len(ends) - 2) / (ends[-1] - ends[1]).total_seconds()
+        first = max(times[1] for times in ends)
+        last = min(times[-1] for times in ends)
+        within = sum(first < time <= last for times in ends for time in times)
+        return shard * within / (last - first)
 
     def train(self) -> Iterator[Line]:
         """Losses of the first steps on both devices, and in chunks."""
@@ -450,15 +480,41 @@ class GpuCheck:
         model = self._bundle("ViT-L/16 at 384")
         pairs = 8 if self._tiny else 256
         photos = self._links(self._scratch / "photos", 4 * pairs)
-        steps = self._train(
-            model,
-            sorted(photos.iterdir()),
-            str(self.device),
-            f"loop.batch_size={pairs}",
-        )
-        seconds = [step["step_seconds"] for step in steps if "step_seconds" in step]
-        rate = pairs / statistics.median(seconds)
-        yield Line("step", f"steps of {pairs} pairs, 12 layers", rate, "pairs")
+        for chunk in (pairs // 4, pairs // 2, pairs):
+            steps = self._train(
+                model,
+                sorted(photos.iterdir()),
+                str(self.device),
+                f"loop.batch_size={pairs}",
+                f"run.chunk_pairs={chunk}",
+            )
+            timed = [step for step in steps if "step_seconds" in step]
+            rate = pairs / statistics.median(step["step_seconds"] for step in timed)
+            what = f"steps of {pairs} pairs in chunks of {chunk}, 12 layers"
+            yield Line("step", what, rate, "pairs")
+            peak = max(step["gpu_bytes"] for step in timed) / 1e9
+            yield Line("step", f"{what}: most memory, GB", peak)
+
+    def loader(self) -> Iterator[Line]:
+        """Blocks that a `DataLoader` brings to the device, in random order."""
+        batch = 64 if self._tiny else 512
+        for name in ("bf16", "fp8"):
+            dataset = TokenDataset(self._index, name)
+            for workers in (0, 4):
+                loader = DataLoader(
+                    dataset,
+                    batch_size=batch,
+                    shuffle=True,
+                    num_workers=workers,
+                    pin_memory=self.device.type == "cuda",
+                )
+                started = time.perf_counter()
+                count = 0
+                for blocks in loader:
+                    count += len(blocks.to(self.device, non_blocking=True))
+                rate = count / (time.perf_counter() - started)
+                what = f"{name}, batches of {batch}, {workers} workers"
+                yield Line("loader", what, rate, "blocks")
 
     def _train(
         self, model: Path, photos: list[Path], device: str, *settings: str
@@ -491,6 +547,25 @@ class GpuCheck:
         )
         log = out.with_suffix(".run") / "log.jsonl"
         return [json.loads(line) for line in log.read_text().splitlines()]
+
+
+def _prepare_all(
+    pool: ThreadPoolExecutor, encoder: ImageEncoder, files: list[bytes]
+) -> None:
+    from edje_index.images.decode import decode_rgb
+
+    for _ in pool.map(lambda data: encoder.preprocess(decode_rgb(data)), files):
+        pass
+
+
+def _shard_ends(log: Path) -> list[float]:
+    """Return when each shard of a build ended, in seconds since 1970."""
+    events = [json.loads(line) for line in log.read_text().splitlines()]
+    return [
+        datetime.fromisoformat(event["time"]).timestamp()
+        for event in events
+        if event["event"] == "shard"
+    ]
 
 
 def _fetch_and_score(

@@ -94,15 +94,14 @@ _NAMES = {
 }
 JOBS = {
     "pipelines.jobs.ann": "add_ann",
-    "pipelines.jobs.build": (
-        "BuildResult add_images append_index build_index update_index"
-    ),
+    "pipelines.jobs.build": "BuildResult build_index",
     "pipelines.jobs.copy": "CopyResult compact_index copy_index merge_indexes",
     "pipelines.jobs.hub": "copy_model",
     "pipelines.jobs.quantize": "QuantizeResult quantize_index",
     "pipelines.jobs.repair": "RepairResult repair_index",
     "pipelines.jobs.snapshots": "DeleteResult delete_rows set_columns",
     "pipelines.jobs.training.run": "TrainResult train",
+    "pipelines.jobs.update": "add_images append_index update_index",
     "pipelines.progress.events": "JobStopped",
 }
 """The public names of `pipelines` by module."""

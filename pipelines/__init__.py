@@ -13,10 +13,7 @@ import edje_index
 if TYPE_CHECKING:
     from pipelines.jobs.ann import add_ann as add_ann
     from pipelines.jobs.build import BuildResult as BuildResult
-    from pipelines.jobs.build import add_images as add_images
-    from pipelines.jobs.build import append_index as append_index
     from pipelines.jobs.build import build_index as build_index
-    from pipelines.jobs.build import update_index as update_index
     from pipelines.jobs.copy import CopyResult as CopyResult
     from pipelines.jobs.copy import compact_index as compact_index
     from pipelines.jobs.copy import copy_index as copy_index
@@ -31,6 +28,9 @@ if TYPE_CHECKING:
     from pipelines.jobs.snapshots import set_columns as set_columns
     from pipelines.jobs.training.run import TrainResult as TrainResult
     from pipelines.jobs.training.run import train as train
+    from pipelines.jobs.update import add_images as add_images
+    from pipelines.jobs.update import append_index as append_index
+    from pipelines.jobs.update import update_index as update_index
     from pipelines.progress.events import JobStopped as JobStopped
 
 __all__ = sorted(name for names in edje_index.JOBS.values() for name in names.split())

@@ -11,37 +11,27 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import fcntl
 import hashlib
 import json
-import os
-import re
 import shutil
-import socket
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from storage_formats.atomic import (
+    Json,
     fsync_parent,
     fsync_path,
     fsync_paths,
     make_directories,
-    naming,
     write_bytes_atomic,
     write_json_atomic,
 )
-from storage_formats.codecs import precisions
 from storage_formats.errors import CorruptIndexError, EdjeError, UsageError, cannot_read
 from storage_formats.format.checksum import json_checksum
 from storage_formats.format.index_files import check_inside, read_index_file
 from storage_formats.format.layout import (
-    EDITED_VERSION,
-    EXTENDED_VERSION,
-    OFFSET_ARRAY,
-    PARTIAL_VERSION,
-    SNAPSHOT_VERSION,
     IndexSpec,
     Layout,
 )
@@ -50,28 +40,14 @@ from storage_formats.format.manifest import (
     Manifest,
     created_by,
     earlier_snapshots,
-    kept_snapshots,
 )
 from storage_formats.format.receipts import ShardReceipt, read_receipts
-from storage_formats.format.shard_table import FileEntry, read_shard_table
+from storage_formats.format.remote import open_index
 from storage_formats.format.zarr_metadata import zarr_documents
-from storage_formats.remote.urls import local_path
-from storage_formats.system_calls import MissingCallError, promised
+from storage_formats.garbage import remove_what_is_not_kept
+from storage_formats.lock import locked
+from storage_formats.remote.urls import IndexLocation, local_path
 
-_NAMES = "|".join(precisions())
-_ARRAY_FOLDER = re.compile(rf"(tokens|checksums)/({_NAMES}|{OFFSET_ARRAY})")
-DATA_FILE = re.compile(
-    rf"tokens/({_NAMES}|{OFFSET_ARRAY})/(c\.\d+(\.0)+|zarr\.json)"
-    rf"|checksums/({_NAMES})/\d+\.crc32c"
-    r"|embeddings/c\.\d+\.0"
-    r"|rows/\d+\.parquet"
-    r"|manifest/shards-\w+\.parquet"
-    r"|manifest/deleted-\w+\.bin"
-    r"|manifest/row-map-\w+\.parquet"
-    r"|manifest/edits-\w+\.parquet"
-    r"|filters/(rows-\w+|new)\.parquet"
-    r"|ann/index(-\w+)?\.faiss"
-)
 _TEMPORARY = (
     ".index.json.*",
     "manifest/.shards-*",
@@ -99,6 +75,15 @@ Notify = Callable[[str], None]
 """Function that takes a message for the user."""
 
 
+@dataclass(frozen=True)
+class Removal:
+    """What a change removed."""
+
+    snapshots: tuple[int, ...]
+    files: int
+    bytes: int
+
+
 class UnfinishedChangeError(EdjeError):
     """Another change of the index was stopped, and has finished shards."""
 
@@ -118,9 +103,9 @@ class Journal:
     """
 
     kind: str
-    request: dict[str, Any]
+    request: Json
     base: str | None
-    plan: dict[str, Any] | None = None
+    plan: Json | None = None
 
     def write(self, layout: Layout) -> None:
         """Write the journal of the index with `layout`."""
@@ -170,28 +155,34 @@ class Change:
     """A change that holds the lock of an index, see `IndexChange` and `NewIndex`.
 
     Attributes:
-        plan: the stored plan of an earlier run of this change; None if there is none.
+        is_dry: whether the change is only tried. It holds no lock and writes nothing.
     """
 
     def __init__(
-        self, layout: Layout, kind: str, request: Mapping[str, Any] | None
+        self,
+        layout: Layout,
+        kind: str,
+        request: Mapping[str, Any] | None,
+        *,
+        is_dry: bool = False,
     ) -> None:
         self.layout = layout
+        self.is_dry = is_dry
         self._is_abandoned = False
-        # whether data files may be there that no commit names
-        self._has_written = True
         # in JSON, as `is_same` compares it with a stored journal
         wanted = json.loads(json.dumps(request or {}))
         self._journal = Journal(kind, wanted, _digest(layout))
 
     @property
-    def plan(self) -> dict[str, Any] | None:
+    def plan(self) -> Json | None:
+        """The stored plan of an earlier run of this change; None if there is none."""
         return self._journal.plan
 
-    def store_plan(self, plan: dict[str, Any]) -> None:
+    def store_plan(self, plan: Json | None) -> None:
         """Store `plan`, a JSON object. The next run of this change gets it."""
         self._journal = replace(self._journal, plan=plan)
-        self._journal.write(self.layout)
+        if not self.is_dry:
+            self._journal.write(self.layout)
 
     def is_same(self, earlier: Journal) -> bool:
         """Return True if `earlier` is the journal of this change."""
@@ -204,8 +195,8 @@ class Change:
         """Return the receipts of earlier runs, by shard number. A receipt counts if
         it has the task's `fingerprint`.
         """
-        self._has_written = True
-        clear_staging(self.layout.root)
+        if not self.is_dry:
+            clear_staging(self.layout.root)
         return read_receipts(self.layout, shards, fingerprint)
 
     def abandon(self) -> None:
@@ -213,86 +204,114 @@ class Change:
         use them. A committed change stays.
         """
         self._is_abandoned = True
-        self._has_written = True
 
     def start_again(self) -> None:
         """Remove the plan, the receipts and all files of this change."""
-        self._remove_files()
-        self._journal = replace(self._journal, plan=None)
-        self._journal.write(self.layout)
+        if not self.is_dry:
+            self._remove_files()
+        self.store_plan(None)
 
     def _remove_data(self) -> None:
         """Remove the data files of this change, which is not committed."""
         raise NotImplementedError
 
     def _remove_files(self) -> None:
-        if self._has_written:
-            self._remove_data()
-        for path in set(self.layout.build.iterdir()) - {
-            self.layout.lock,
-            self.layout.journal,
-        }:
-            _remove(path)
+        self._remove_data()
+        remove_build(self.layout)
 
     def _is_committed(self) -> bool:
         return _digest(self.layout) != self._journal.base
 
-    def _close(self) -> None:
-        """Remove `build/`, unless a later run of this change can use what it holds.
-        A committed change stays.
+    @contextlib.contextmanager
+    def _running(self, earlier: Journal | None) -> Iterator[None]:
+        """Context manager of this change, which begins, or resumes `earlier`. Another
+        change that was stopped is refused if it has a plan or finished shards.
+
+        At the end, `build/` is removed, unless a later run of this change can use what
+        it holds. A committed change stays.
         """
-        # then the next change removes the files
-        with contextlib.suppress(OSError, EdjeError):
-            if self._is_committed():
-                return
-            if _has_work(self.layout, self._journal) and not self._is_abandoned:
-                shutil.rmtree(self.layout.staging, ignore_errors=True)
-            else:
+        layout = self.layout
+        if self.is_dry:
+            if earlier is not None and self.is_same(earlier):
+                self._journal = earlier
+            yield
+            return
+        if earlier is not None and _has_work(layout, earlier):
+            if not self.is_same(earlier):
+                advice, remedy = _how_to_discard(layout)
+                raise UnfinishedChangeError(
+                    f"'{earlier.kind}' of {layout.root} has not finished"
+                    f" ({_finished(layout)}); run the same '{earlier.kind}' again to"
+                    f" finish it, or {advice}",
+                    remedy=remedy,
+                )
+            self._journal = earlier
+        else:
+            if earlier is not None:
                 self._remove_files()
-                remove_build(self.layout)
+            self._journal.write(layout)
+        has_written = True
+        try:
+            yield
+            if self._is_committed():
+                remove_build(layout)
+            # else only an abandoned change has data files that nobody can use
+            has_written = self._is_abandoned
+        except (OSError, EdjeError) as error:
+            if not self._is_committed():
+                raise
+            raise EdjeError(
+                f"the change is committed, but something failed afterwards ({error});"
+                " the next change of the index does what is left",
+                remedy="discard",
+            ) from error
+        finally:
+            # what cannot be removed now, the next change removes
+            with contextlib.suppress(OSError, EdjeError):
+                if not self._is_committed():
+                    if _has_work(layout, self._journal) and not self._is_abandoned:
+                        shutil.rmtree(layout.staging, ignore_errors=True)
+                    elif has_written:
+                        self._remove_files()
+                    else:
+                        remove_build(layout)
 
 
 class IndexChange(Change):
     """A change of an index that exists. `begin_change` makes it.
 
-    All files of a manifest that is committed must be on disk. If one of the methods
-    raises OSError after the index has changed, `begin_change` turns the error into an
-    EdjeError.
+    If one of the methods raises OSError after the index has changed, `begin_change`
+    turns the error into an EdjeError.
 
     Attributes:
         index: the index before the change.
     """
 
     def __init__(
-        self, layout: Layout, kind: str, request: Mapping[str, Any] | None
+        self,
+        index: CommittedIndex,
+        kind: str,
+        request: Mapping[str, Any] | None,
+        *,
+        is_dry: bool = False,
     ) -> None:
-        super().__init__(layout, kind, request)
-        self.index = CommittedIndex.open(layout.root)
+        super().__init__(index.layout, kind, request, is_dry=is_dry)
+        self.index = index
 
-    def commit(self, manifest: Manifest, details: Mapping[str, Any]) -> Manifest:
-        """Commit `manifest` as a new snapshot, and return it as it was written. The
-        oldest snapshots are removed if there are more than `MOST_SNAPSHOTS`.
-
-        In this order: `index.json` is copied to `snapshots/`, `zarr.json` files get
-        shapes that grow, `index.json` is replaced, `zarr.json` files get shapes that
-        shrink, and files that nothing names go.
+    def new_snapshot(self, manifest: Manifest, details: Mapping[str, Any]) -> Manifest:
+        """Return `manifest` as the next snapshot of the index. If there would be more
+        than `MOST_SNAPSHOTS`, it keeps only the newest.
 
         Args:
-            manifest: manifest after the change. The snapshot number and the format
-                version are set here.
+            manifest: manifest after the change. Only its member `snapshot` is set here.
             details: members of `change` in `index.json`.
         """
-        layout = self.layout
         current = self.index.manifest
         number = current.snapshot.number
-        kept = layout.snapshot(number)
-        make_directories(kept.parent)
-        write_bytes_atomic(kept, read_index_file(layout.root, layout.manifest))
-        numbers = [*earlier_snapshots(layout, current), number]
-        dropped: list[int] = []
+        numbers = [*earlier_snapshots(self.layout, current), number]
         if len(numbers) >= MOST_SNAPSHOTS:
             # with the new snapshot, LEAST_SNAPSHOTS are left
-            dropped = numbers[: 1 - LEAST_SNAPSHOTS]
+            numbers = numbers[1 - LEAST_SNAPSHOTS :]
         snapshot = replace(
             manifest.snapshot,
             number=number + 1,
@@ -300,56 +319,51 @@ class IndexChange(Change):
             next_shard=max(
                 current.snapshot.next_shard, current.spec.shards, manifest.spec.shards
             ),
-            oldest=numbers[len(dropped)],
+            oldest=numbers[0],
         )
-        version = SNAPSHOT_VERSION
-        if manifest.columns or manifest.row_maps:
-            version = EXTENDED_VERSION
-        if any(row_map.is_partial for row_map in manifest.row_maps):
-            version = PARTIAL_VERSION
-        if manifest.edits:
-            version = EDITED_VERSION
-        manifest = replace(
-            manifest,
-            snapshot=snapshot,
-            format_version=version,
-            created_by=created_by(),
-        )
-        self._write(manifest)
-        if dropped:
-            _drop_snapshots(layout, dropped)
-        return manifest
+        return replace(manifest, snapshot=snapshot, created_by=created_by())
 
-    def commit_same_rows(self, manifest: Manifest) -> None:
-        """Commit `manifest` without a new snapshot, because no row changes. Remove the
-        files that no kept snapshot names then.
+    def commit(self, manifest: Manifest) -> list[int]:
+        """Commit `manifest`, whose files are all on disk. Return the length of each
+        file that no kept snapshot named any more, and that was removed.
+
+        Everything that a commit writes is written here, in this order: the present
+        `index.json` is copied to `snapshots/` if `manifest` is a new snapshot, arrays
+        grow, `index.json` is replaced, arrays shrink, and files go. A crash between
+        two steps leaves the index of before or after.
         """
-        self._write(manifest)
-        # readers that opened the index before need the earlier shard tables
-        _remove_what_is_not_kept(self.layout, tables=False)
-
-    def _write(self, manifest: Manifest) -> None:
-        before = self.index.manifest.spec
+        layout = self.layout
+        current = self.index.manifest
+        before = current.spec
         after = manifest.spec
+        is_new = manifest.snapshot.number > current.snapshot.number
+        if is_new:
+            kept = layout.snapshot(current.snapshot.number)
+            write_bytes_atomic(kept, read_index_file(layout.root, layout.manifest))
         added = {*after.precisions} - {*before.precisions}
         if after.rows > before.rows or added:
             # a reader that sees the new manifest needs the new shapes
-            write_array_shapes(self.layout, after)
+            write_array_shapes(layout, after)
         if added:
             # it says nothing about their files
-            self.layout.verified.unlink(missing_ok=True)
-        manifest.write(self.layout)
-        # shapes that shrink follow, so that a reader of the old manifest finds its rows
-        write_array_shapes(self.layout, after)
+            layout.verified.unlink(missing_ok=True)
+        manifest.write(layout)
+        # a reader of the old manifest has found its rows until now
+        write_array_shapes(layout, after)
+        drops = (manifest.snapshot.oldest or 0) > (current.snapshot.oldest or 0)
+        if is_new and not drops:
+            return []
+        # with a damaged manifest of a snapshot, nobody knows what it names
+        with contextlib.suppress(CorruptIndexError):
+            # without a new snapshot, readers may still need the earlier shard tables
+            return remove_what_is_not_kept(layout, tables=drops)
+        return []
 
     def _remove_data(self) -> None:
         layout = self.layout
-        wrote_shards = any(
-            folder.exists() for folder in (layout.staging, layout.receipt(0).parent)
-        )
-        kept = kept_snapshots(self.index)
-        remove_unnamed_files(layout, kept, searches_data=wrote_shards)
-        write_array_shapes(layout, self.index.manifest.spec)
+        has_shards = layout.staging.exists() or layout.receipt(0).parent.exists()
+        remove_what_is_not_kept(layout, tables=False, shards=has_shards)
+        write_array_shapes(layout, self.index.spec)
 
 
 class NewIndex(Change):
@@ -375,9 +389,11 @@ class NewIndex(Change):
 
 @contextlib.contextmanager
 def begin_change(
-    root: str | Path,
+    root: IndexLocation,
     kind: str,
     request: Mapping[str, Any] | None = None,
+    *,
+    dry_run: bool = False,
 ) -> Iterator[IndexChange]:
     """Lock the index at `root` and begin a change, or resume the same change if it was
     stopped.
@@ -388,6 +404,7 @@ def begin_change(
     Args:
         kind: kind of the change, for example "append".
         request: JSON object with what the change is asked to do.
+        dry_run: True to only try the change; `root` may then be a URL.
 
     Raises:
         UsageError: there is no index at `root`, or `root` is a URL.
@@ -397,6 +414,11 @@ def begin_change(
             but something failed afterwards.
         OSError: the index cannot be written. It has not changed.
     """
+    if dry_run:
+        change = IndexChange(open_index(root), kind, request, is_dry=True)
+        with change._running(is_unfinished(root)):
+            yield change
+        return
     layout = _local_layout(root)
     if not layout.manifest.exists():
         # fails before the lock makes a directory
@@ -407,8 +429,8 @@ def begin_change(
             check_inside(layout.root, folder / entry)
     with locked(layout.root):
         earlier = _unfinished(layout)
-        change = IndexChange(layout, kind, request)
-        with _running(change, earlier):
+        change = IndexChange(CommittedIndex.open(layout.root), kind, request)
+        with change._running(earlier):
             yield change
 
 
@@ -419,6 +441,7 @@ def begin_new_index(
     request: Mapping[str, Any] | None = None,
     *,
     notify: Notify = lambda message: None,
+    dry_run: bool = False,
 ) -> Iterator[NewIndex]:
     """Lock the directory `root` and begin to write a new index, or resume the same
     change if it was stopped. See `begin_change`.
@@ -432,6 +455,11 @@ def begin_new_index(
     """
     layout = _local_layout(root)
     check_free(layout)
+    if dry_run:
+        change = NewIndex(layout, kind, request, is_dry=True)
+        with change._running(is_unfinished(root)):
+            yield change
+        return
     with locked(layout.root):
         earlier = _unfinished(layout)
         if layout.manifest.exists():
@@ -443,7 +471,7 @@ def begin_new_index(
         if earlier is not None and earlier.kind == kind and not change.is_same(earlier):
             _discard(change, earlier, notify)
             earlier = None
-        with _running(change, earlier):
+        with change._running(earlier):
             yield change
 
 
@@ -468,20 +496,21 @@ def collect_garbage(
             notify("discarding an unfinished change whose journal is damaged")
             # its plan is unknown, so all of its files go
             earlier = Journal("unknown", {}, _digest(layout), plan={})
-        change = IndexChange(layout, "gc", None)
+        change = IndexChange(CommittedIndex.open(layout.root), "gc", None)
         if earlier is not None:
             _discard(change, earlier, notify)
-        with _running(change, None):
+        with change._running(None):
             current = change.index.manifest
             numbers = earlier_snapshots(layout, current)
             removed = [] if keep is None else numbers[: max(0, len(numbers) + 1 - keep)]
+            sizes = []
             if removed:
                 oldest = [*numbers, current.snapshot.number][len(removed)]
                 snapshot = replace(current.snapshot, oldest=oldest)
-                change._write(replace(current, snapshot=snapshot))
+                sizes += change.commit(replace(current, snapshot=snapshot))
             # an erasure leaves nothing of a deleted row
             _remove(layout.hashes)
-            sizes = _remove_what_is_not_kept(layout, tables=True)
+            sizes += remove_what_is_not_kept(layout, tables=True, shards=True)
             return Removal(tuple(removed), len(sizes), sum(sizes))
 
 
@@ -505,45 +534,6 @@ def _discard(change: Change, earlier: Journal, notify: Notify) -> None:
             f"discarding the unfinished '{earlier.kind}', which had {_finished(layout)}"
         )
     change._remove_files()
-
-
-@contextlib.contextmanager
-def _running(change: Change, earlier: Journal | None) -> Iterator[None]:
-    """Context manager of a change that begins, or resumes `earlier`. Another change
-    that was stopped is refused if it has a plan or finished shards.
-    """
-    layout = change.layout
-    if earlier is not None and not change.is_same(earlier):
-        if _has_work(layout, earlier):
-            advice, remedy = _how_to_discard(layout)
-            raise UnfinishedChangeError(
-                f"'{earlier.kind}' of {layout.root} has not finished"
-                f" ({_finished(layout)}); run the same '{earlier.kind}' again to finish"
-                f" it, or {advice}",
-                remedy=remedy,
-            )
-        change._remove_files()
-        earlier = None
-    change._has_written = earlier is not None
-    if earlier is None:
-        change._journal.write(layout)
-    else:
-        change._journal = earlier
-    try:
-        yield
-        if change._is_committed():
-            remove_build(layout)
-    except BaseException as error:
-        change._has_written = True
-        if not isinstance(error, OSError | EdjeError) or not change._is_committed():
-            raise
-        raise EdjeError(
-            f"the change is committed, but something failed afterwards ({error});"
-            " the next change of the index does what is left",
-            remedy="discard",
-        ) from error
-    finally:
-        change._close()
 
 
 def finish_committed(root: str | Path) -> None:
@@ -572,65 +562,9 @@ def _unfinished(layout: Layout) -> Journal | None:
     # what the former manifest names may go only once the new one is durable
     fsync_path(layout.root)
     write_array_shapes(layout, Manifest.load(layout.root).spec)
-    _remove_what_is_not_kept(layout, tables=False)
+    remove_what_is_not_kept(layout, tables=False, shards=True)
     remove_build(layout)
     return None
-
-
-def _drop_snapshots(layout: Layout, numbers: Sequence[int]) -> None:
-    """Remove the snapshots `numbers`, which are no longer kept, and the files that only
-    they name.
-    """
-    dropped = {layout.snapshot(number) for number in numbers}
-    named = set[str]()
-
-    def note(members: dict[str, Any]) -> None:
-        named.add(str(members.get("path")))
-
-    # much faster than parsing each manifest
-    for path in (layout.manifest, *layout.snapshot(0).parent.glob("*.json")):
-        if path not in dropped:
-            try:
-                json.loads(read_index_file(layout.root, path), object_hook=note)
-            except (ValueError, RecursionError):
-                # a damaged manifest: nobody knows what it names
-                return
-    unnamed = [
-        path
-        for folder in layout.own_folders()
-        for path in folder.glob("*")
-        if layout.relative(path) not in named
-        and DATA_FILE.fullmatch(layout.relative(path))
-    ]
-    if any(path.name.startswith("shards-") for path in unnamed):
-        # then data files may go, too
-        _remove_what_is_not_kept(layout, tables=True)
-        return
-    for path in dropped:
-        path.unlink()
-    fsync_path(layout.snapshot(0).parent)
-    for path in unnamed:
-        path.unlink()
-    # later, no journal says that these files are leftovers
-    fsync_paths(path.parent for path in unnamed)
-
-
-def _remove_what_is_not_kept(layout: Layout, *, tables: bool) -> list[int]:
-    """Remove the manifests of snapshots that are no longer kept, and then as
-    `remove_unnamed_files`.
-    """
-    index = CommittedIndex.open(layout.root)
-    folder = layout.snapshot(0).parent
-    oldest = index.manifest.snapshot.oldest or 0
-    if removed := [
-        path
-        for path in folder.glob("*.json")
-        if path.stem.isdecimal() and int(path.stem) < oldest
-    ]:
-        for path in removed:
-            path.unlink()
-        fsync_path(folder)
-    return remove_unnamed_files(layout, kept_snapshots(index), tables=tables)
 
 
 def _finished(layout: Layout) -> str:
@@ -692,81 +626,6 @@ def _entries(folder: Path) -> list[str]:
     return [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
 
 
-@contextlib.contextmanager
-def locked(root: str | Path) -> Iterator[None]:
-    """Context manager that holds the lock `build/lock` below `root`. At the end, empty
-    directories are removed.
-
-    Raises:
-        EdjeError: another process holds the lock.
-    """
-    layout = Layout(Path(root).absolute())
-    was_missing = not layout.root.exists()
-    fd = _acquire(layout)
-    try:
-        with naming(layout.lock):
-            os.ftruncate(fd, 0)
-            os.write(fd, f"{os.getpid()} on {socket.gethostname()}".encode())
-            # workers on other machines read it
-            with promised("fsync", layout.lock):
-                os.fsync(fd)
-        yield
-    finally:
-        with contextlib.suppress(OSError):
-            if _is_lock_file(layout, fd) and set(_entries(layout.build)) == {
-                layout.lock.name
-            }:
-                layout.lock.unlink()
-        os.close(fd)
-        for directory in (
-            (layout.build, layout.root) if was_missing else (layout.build,)
-        ):
-            # not empty: the change has stored something
-            with contextlib.suppress(OSError):
-                directory.rmdir()
-
-
-def _acquire(layout: Layout) -> int:
-    """Create and lock the lock file. Return its file descriptor."""
-    while True:
-        make_directories(layout.build)
-        try:
-            fd = os.open(
-                layout.lock,
-                os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW,
-                0o666,
-            )
-        except FileNotFoundError:
-            # the previous holder removed the directory
-            continue
-        try:
-            with promised("flock", layout.lock):
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except MissingCallError:
-            os.close(fd)
-            raise
-        except BlockingIOError:
-            holder = os.read(fd, 200).decode(errors="replace")
-            os.close(fd)
-            # it has not written its name yet
-            process = f"process {holder}" if holder else "another process"
-            raise EdjeError(
-                f"{process} is working on {layout.root}; wait until the process ends,"
-                " or stop the process"
-            ) from None
-        if _is_lock_file(layout, fd):
-            return fd
-        # the previous holder removed this file before we locked it
-        os.close(fd)
-
-
-def _is_lock_file(layout: Layout, fd: int) -> bool:
-    try:
-        return os.path.samestat(os.fstat(fd), os.stat(layout.lock))
-    except FileNotFoundError:
-        return False
-
-
 def begin_index(root: str | Path, spec: IndexSpec) -> None:
     """Create the directories and the `zarr.json` files of a new index. May be
     called repeatedly.
@@ -826,73 +685,3 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
-
-
-@dataclass(frozen=True)
-class Removal:
-    """What a change removed."""
-
-    snapshots: tuple[int, ...]
-    files: int
-    bytes: int
-
-
-def remove_unnamed_files(
-    layout: Layout,
-    manifests: Sequence[Manifest],
-    *,
-    tables: bool = False,
-    searches_data: bool = True,
-) -> list[int]:
-    """Remove the data files that are in none of `manifests`. Return the length of each
-    removed file in bytes.
-
-    Args:
-        tables: whether shard tables are removed too.
-        searches_data: False if no change can have left files of shards.
-    """
-    own = {file.path for manifest in manifests for file in manifest.own_files}
-    written = [
-        path
-        for folder in layout.own_folders()
-        for path in sorted(folder.glob("*"))
-        if layout.relative(path) not in own
-    ]
-    doomed = [path for path in written if tables or not path.name.startswith("shards-")]
-    if searches_data:
-        named = named_files(layout, manifests)
-        doomed += [
-            path
-            for folder in layout.shard_folders()
-            for path in sorted(folder.rglob("*"), reverse=True)
-            if layout.relative(path) not in named
-        ]
-    sizes = []
-    changed = set[Path]()
-    for path in doomed:
-        where = layout.relative(path)
-        if DATA_FILE.fullmatch(where):
-            sizes.append(path.lstat().st_size)
-            path.unlink()
-            changed.add(path.parent)
-        elif _ARRAY_FOLDER.fullmatch(where):
-            # it holds files
-            with contextlib.suppress(OSError):
-                path.rmdir()
-                changed.add(path.parent)
-    # later, no journal says that these files are leftovers
-    fsync_paths(path for path in changed if path.is_dir())
-    return sizes
-
-
-def named_files(layout: Layout, manifests: Iterable[Manifest]) -> set[str]:
-    """Return the relative paths of all data files in `manifests`."""
-    names: set[str] = set()
-    tables: set[FileEntry] = set()
-    for manifest in manifests:
-        names |= {layout.relative(path) for path in layout.zarr_files(manifest.spec)}
-        names |= {file.path for file in manifest.own_files}
-        tables |= set(manifest.shard_tables)
-    for table in tables:
-        names |= {file.path for _, file in read_shard_table(layout.root, table)}
-    return names

@@ -55,8 +55,10 @@ def _restored(kind: type[EdjeError], arguments: tuple[object, ...]) -> EdjeError
 
 
 class UsageError(EdjeError):
-    """The request is not possible, for example because an argument is wrong. Exit code
-    2.
+    """The request is not possible, for example because an argument is wrong: only
+    another request can succeed. A job therefore does not say that it can be resumed,
+    the service answers with a status of 400 to 499, and the exit code is 2. Errors that
+    the same request may not meet again are other subclasses of `EdjeError`.
 
     Examples:
         >>> from storage_formats import UsageError, codec

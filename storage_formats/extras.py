@@ -2,43 +2,42 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from storage_formats.errors import EdjeError
 
-EXTRAS_OF_MODULE = {
-    "av": ("video",),
-    "botocore": ("aws",),
-    "faiss": ("search", "build", "train"),
-    "fastapi": ("serve",),
-    "h5py": ("bench",),
-    "httpx": ("serve",),
-    "huggingface_hub": ("search", "build", "train", "remote"),
-    "jinja2": ("search", "build", "train"),
-    "lance": ("bench",),
-    "langchain_core": ("langchain",),
-    "lark": ("search", "build", "train"),
-    "llama_index": ("llama-index",),
-    "lmdb": ("bench",),
-    "matplotlib": ("bench",),
+_SEARCH = (
+    "faiss",
+    "huggingface_hub",
+    "jinja2",
+    "lark",
+    "open_clip",
+    "PIL",
+    "safetensors",
+    "scipy",
+    "torch",
+    "transformers",
+)
+_MODULES = {
+    "search": _SEARCH,
+    "build": (*_SEARCH, "pathspec", "ray", "zarr"),
+    "train": (*_SEARCH, "pydantic", "ray"),
+    "bench": ("h5py", "lance", "lmdb", "matplotlib", "tensorstore", "zarr"),
+    "towers": ("onnx",),
+    "demo": ("onnx",),
+    "remote": ("huggingface_hub", "obstore", "urllib3"),
+    "aws": ("botocore",),
+    "video": ("av",),
+    "serve": ("fastapi", "httpx", "prometheus_client", "pydantic", "uvicorn"),
     "mcp": ("mcp",),
-    "obstore": ("remote",),
-    "onnx": ("towers", "demo"),
-    "open_clip": ("search", "build", "train"),
-    "prometheus_client": ("serve",),
-    "pydantic": ("train", "serve"),
-    "PIL": ("search", "build", "train"),
-    "pathspec": ("build",),
-    "ray": ("build", "train"),
-    "safetensors": ("search", "build", "train"),
-    "scipy": ("search", "build", "train"),
-    "tensorstore": ("bench",),
-    "torch": ("search", "build", "train"),
-    "transformers": ("search", "build", "train"),
-    "urllib3": ("remote",),
-    "uvicorn": ("serve",),
-    "zarr": ("build", "bench"),
+    "langchain": ("langchain_core",),
+    "llama-index": ("llama_index",),
+}
+EXTRAS_OF_MODULE = {
+    module: [extra for extra, modules in _MODULES.items() if module in modules]
+    for module in itertools.chain(*_MODULES.values())
 }
 """For each optional package, the extras that install the package, the smallest
 extra first.

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
+from storage_formats.arrays import Bools
 from storage_formats.codecs import Codec, codec, fill_record
 from storage_formats.errors import CorruptIndexError, MachineError, cannot_read
 from storage_formats.format.checksum import crc32c_rows, crc32c_stream, read_checksums
@@ -80,11 +80,6 @@ def check_file(
         if isinstance(failure, MachineError) and error.errno != errno.EIO:
             raise failure from error
         return Problem(entry.path, "missing-file", f"cannot be read: {error.strerror}")
-    return difference(entry, length, crc)
-
-
-def difference(entry: FileEntry, length: int, crc: int) -> Problem | None:
-    """Compare the length and the CRC-32C of a file with its entry."""
     if length != entry.bytes:
         message = f"has {length} bytes instead of the {entry.bytes} that were committed"
         return Problem(entry.path, "length", message)
@@ -186,7 +181,7 @@ def _check_tokens(
     spec: IndexSpec,
     shard: int,
     token_codec: Codec,
-    indexed: NDArray[np.bool_] | None,
+    indexed: Bools | None,
 ) -> Iterator[Problem]:
     path = layout.token_shard(token_codec.name, shard, len(token_codec.record_shape))
     rows = spec.shard_rows(shard)
@@ -238,7 +233,7 @@ def _check_tokens(
 
 
 def _check_embeddings(
-    layout: Layout, spec: IndexSpec, shard: int, indexed: NDArray[np.bool_]
+    layout: Layout, spec: IndexSpec, shard: int, indexed: Bools
 ) -> Iterator[Problem]:
     where = layout.relative(layout.embedding_shard(shard))
     try:

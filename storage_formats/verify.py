@@ -21,10 +21,9 @@ import numpy as np
 
 from storage_formats.atomic import write_bytes_atomic
 from storage_formats.errors import CorruptIndexError, UsageError
-from storage_formats.format.checksum import crc32c
 from storage_formats.format.committed_files import iter_shard_files
 from storage_formats.format.index_files import read_index_file
-from storage_formats.format.layout import IndexSpec, Layout
+from storage_formats.format.layout import IndexSpec
 from storage_formats.format.manifest import (
     MAX_MANIFEST_BYTES,
     CommittedIndex,
@@ -47,7 +46,6 @@ from storage_formats.shard_check import (
     Problem,
     check_file,
     check_shard,
-    difference,
     shard_paths,
 )
 from storage_formats.threads import ordered_map
@@ -174,7 +172,7 @@ def _version(index: CommittedIndex) -> tuple[bytes, list[str]]:
         return index.remote.read(ROOT, MAX_MANIFEST_BYTES).data, sorted(
             index.remote.list_sizes("snapshots")
         )
-    layout = Layout(index.root)
+    layout = index.layout
     names = sorted(path.name for path in layout.snapshot(0).parent.glob("*.json"))
     return read_index_file(index.root, layout.manifest), names
 
@@ -240,7 +238,7 @@ def _problems(
             stored = np.array(sorted(times.items()), dtype="<i8")
             # an index that is only read
             with contextlib.suppress(OSError):
-                write_bytes_atomic(Layout(index.root).verified, stored.tobytes())
+                write_bytes_atomic(index.layout.verified, stored.tobytes())
     # else a rows table cannot be read
     if checks_all and counts.inputs == manifest.spec.used_rows:
         held = {column.name: column.values for column in manifest.columns}
@@ -265,51 +263,54 @@ def _problems(
 def _check_shard(
     index: CommittedIndex, shard: int, files: Mapping[str, FileEntry]
 ) -> tuple[list[Problem], Counts, dict[str, int]]:
-    """Check a shard, see `check_shard`. The files of an index at a URL are
-    downloaded first, and removed.
-    """
-    layout = Layout(index.root)
+    """Check a shard, see `check_shard`."""
+    layout = index.layout
     manifest = index.manifest
-    if index.remote is None:
+    paths = shard_paths(layout, manifest.spec, shard)
+    with _here(index, [files[path] for path in paths if path in files]):
         return check_shard(layout, manifest, index.edits, shard, files)
-    named = [
-        path for path in shard_paths(layout, manifest.spec, shard) if path in files
-    ]
-    try:
-        for path in named:
-            _download_as_it_is(index, files[path])
-        return check_shard(layout, manifest, index.edits, shard, files)
-    finally:
-        for path in named:
-            (index.root / path).unlink(missing_ok=True)
 
 
-def _download_as_it_is(index: CommittedIndex, entry: FileEntry) -> None:
-    """Download an object, also a damaged one. One with a wrong length becomes an
-    empty file of its length.
+@contextlib.contextmanager
+def _here(
+    index: CommittedIndex, entries: Collection[FileEntry], *, only_length: bool = False
+) -> Iterator[None]:
+    """Context manager in which files of `index` are on this machine. Objects are
+    downloaded, also damaged ones, and removed at the end.
+
+    Args:
+        only_length: whether files of the right lengths suffice.
     """
-    assert index.remote is not None
-    info = index.remote.info(entry.path)
-    if info is None:
-        # opening the file fails
+    if index.remote is None:
+        yield
         return
-    path = index.root / entry.path
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "xb") as file:
-        if info.size != entry.bytes:
-            file.truncate(info.size)
-            return
-        # replaced in the meantime
-        with contextlib.suppress(FileNotFoundError, EOFError):
-            file.writelines(index.remote.chunks(entry.path, entry.bytes))
+    paths = [index.root / entry.path for entry in entries]
+    try:
+        for entry, path in zip(entries, paths, strict=True):
+            info = index.remote.info(entry.path)
+            if info is None:
+                # opening the file fails
+                continue
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with open(path, "wb") as file:
+                if only_length or info.size != entry.bytes:
+                    file.truncate(info.size)
+                    continue
+                # replaced in the meantime
+                with contextlib.suppress(FileNotFoundError, EOFError):
+                    file.writelines(index.remote.chunks(entry.path, entry.bytes))
+        yield
+    finally:
+        for path in paths:
+            path.unlink(missing_ok=True)
 
 
 def last_verified(index: CommittedIndex) -> dict[int, int]:
     """Return when each shard of an index was last found sound, in seconds since 1970,
     by shard number. Shards without a record are missing.
     """
-    path = Layout(index.root).verified
-    shards = {*index.manifest.spec.shard_numbers()}
+    path = index.layout.verified
+    shards = {*index.spec.shard_numbers()}
     try:
         data = read_index_file(index.root, path, max_bytes=_MAX_RECORD_BYTES)
     except OSError:
@@ -348,9 +349,9 @@ def sampled_shards(
 
 def _check_metadata(index: CommittedIndex) -> Iterator[Problem]:
     """Compare each `zarr.json` with SPEC.md."""
-    layout = Layout(index.root)
+    layout = index.layout
     is_changing = _is_changing(index)
-    for path, document in zarr_documents(layout, index.manifest.spec).items():
+    for path, document in zarr_documents(layout, index.spec).items():
         where = layout.relative(path)
         try:
             if index.remote is None:
@@ -417,19 +418,8 @@ def _check_file(
     index: CommittedIndex, entry: FileEntry, *, only_length: bool = False
 ) -> Problem | None:
     """Compare the length and the CRC-32C of a file or an object with its entry."""
-    if index.remote is None:
+    with _here(index, [entry], only_length=only_length):
         return check_file(index.root, entry, only_length=only_length)
-    info = index.remote.info(entry.path)
-    if info is None:
-        return Problem(
-            entry.path, "missing-file", "cannot be read: No such file or directory"
-        )
-    crc = entry.crc32c
-    if info.size == entry.bytes and not only_length:
-        crc = 0
-        for chunk in index.remote.chunks(entry.path, entry.bytes):
-            crc = crc32c(bytes(chunk), crc)
-    return difference(entry, info.size, crc)
 
 
 def check_files(index: CommittedIndex, *, only_lengths: bool) -> None:
@@ -443,7 +433,7 @@ def check_files(index: CommittedIndex, *, only_lengths: bool) -> None:
         )
         return [problem for problem in checks if problem]
 
-    shards = list(index.manifest.spec.shard_numbers())
+    shards = list(index.spec.shard_numbers())
     groups = itertools.chain(
         (files.values() for _, files in iter_shard_files(index, shards)),
         [index.manifest.own_files],
@@ -454,9 +444,7 @@ def check_files(index: CommittedIndex, *, only_lengths: bool) -> None:
         for of_group in found
         for problem in of_group
     ]
-    for path in (
-        Layout(index.root).zarr_files(index.manifest.spec) if only_lengths else ()
-    ):
+    for path in index.layout.zarr_files(index.spec) if only_lengths else ():
         if not path.is_file():
             problems.append(f"{path.relative_to(index.root)} is missing")
     if problems:
@@ -504,7 +492,7 @@ def _check_earlier_snapshots(index: CommittedIndex) -> Iterator[Problem]:
     # them
     if _is_changing(index):
         return
-    layout = Layout(index.root)
+    layout = index.layout
     if index.remote is None:
         current = index.manifest.snapshot
         numbers = {manifest.snapshot.number for manifest in manifests}
@@ -547,7 +535,7 @@ def _is_changing(index: CommittedIndex) -> bool:
     already.
     """
     return (
-        Layout(index.root).build.exists()
+        index.layout.build.exists()
         if index.remote is None
         else index.remote.info(CLAIM) is not None
     )

@@ -441,8 +441,9 @@ def measure(
     unused = np.setdiff1d(source.row_ids, np.concatenate(calls))
     if not len(unused):
         unused = calls[0]
-    warm_up = np.random.default_rng(0).permutation(unused)[: min(_WARM_UP, len(buffer))]
-    subject.fetch(warm_up, buffer[: len(warm_up)])
+    warm_up = np.random.default_rng(0).permutation(unused)[:_WARM_UP]
+    records = aligned_bytes(len(warm_up) * subject.output_bytes)
+    subject.fetch(warm_up, records.reshape(len(warm_up), subject.output_bytes))
     # pages that the subject of the warm-up mapped could not be evicted
     subject = kind(source, folder)
     subject.open()

@@ -49,7 +49,8 @@ that a change of the disk's speed affects all of them.
   requested blocks.
 - p50 / p95 / p99: of a call, and of a single read for the device. The files are evicted
   once, before the first call. No block is requested twice, but readahead may load
-  blocks of later calls into the page cache."""
+  blocks of later calls into the page cache.
+- The report cannot see caches of the drive or, in a virtual machine, of the host."""
 
 
 def report_lines(report: Report, picture: str | None = None) -> Iterator[str]:
@@ -58,6 +59,7 @@ def report_lines(report: Report, picture: str | None = None) -> Iterator[str]:
     """
     where = report["environment"]
     disk = where["disk"]
+    settings = report["settings"]
     rows = report["rows"]
     valid = [row for row in rows if row["runs"]]
     yield f"# Fetching blocks, {where['date']}\n"
@@ -75,9 +77,19 @@ def report_lines(report: Report, picture: str | None = None) -> Iterator[str]:
     yield machine(where)
     yield (
         f"Disk: {disk['device']} ({disk['model'] or 'model unknown'}), scheduler"
-        f" {disk['scheduler'] or 'unknown'}, {disk['file_system']}"
+        f" {disk['scheduler'] or 'unknown'}, {disk['queue']}, {disk['file_system']}"
         f" ({disk['mount_options']}). Load average before the first run:"
-        f" {where['load_before']:.1f}. Medians of {report['settings']['repeats']}.\n"
+        f" {where['load_before']:.1f}."
+    )
+    options = "".join(f" --precision {name}" for name in settings["compared"])
+    options += "".join(f" --{name}" for name in ("quick", "paper") if settings[name])
+    yield (
+        f"\nThe first {settings['rows']:,} rows, medians of {settings['repeats']} runs."
+        " This command repeats all of them:\n"
+    )
+    yield (
+        f"    edje-index bench fetch {settings['index']}{options} --pool"
+        f" {settings['pool']} --repeats {settings['repeats']}\n"
     )
     yield from table(
         (
@@ -100,8 +112,8 @@ def report_lines(report: Report, picture: str | None = None) -> Iterator[str]:
         yield from dict.fromkeys(row["command"] for row in of_table)
         yield "```\n"
     yield "## Settings, notes and discarded runs\n"
-    settings = {row["subject"]: row["setting"] for row in rows}
-    yield from (f"- {name}: {text}." for name, text in settings.items())
+    uses = {row["subject"]: row["setting"] for row in rows}
+    yield from (f"- {name}: {text}." for name, text in uses.items())
     yield from (f"- {line}" for line in report["notes"])
     yield from (
         f"- {row['precision']}, {row['title']}, {row['subject']}, {row['cache']}:"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -273,7 +273,7 @@ class ModelBundle:
                 BundleInfo(
                     path=staging,
                     vision=vision,
-                    adapter=self.adapter.config.to_json(),
+                    adapter=asdict(self.adapter.config),
                     joint=joint,
                     score=self.score,
                     trained=self.trained,

@@ -260,10 +260,13 @@ def read_published(source: Source) -> _Checkpoint:
 
 def _unknown_layout(source: Source, state: State, missing: Sequence[str]) -> str:
     """Return the message about weights whose layout is unknown, a report of it."""
-    by_prefix: dict[str, list[str]] = {}
-    for name in state:
-        by_prefix.setdefault(name.partition(".")[0], []).append(name)
     parts = [f"{part}: {'missing' if part in missing else 'found'}" for part in PARTS]
+    # of repeated layers only the first
+    tensors = [
+        f"{name} {list(tensor.shape)}"
+        for name, tensor in state.items()
+        if not re.search(r"\.[1-9]\d*\.", name)
+    ]
     return "\n".join(
         [
             f"{source.label} is not a model of the published training code in a known"
@@ -271,12 +274,7 @@ def _unknown_layout(source: Source, state: State, missing: Sequence[str]) -> str
             " edje-index with the lines below",
             f"files: {', '.join(sorted(source.names)[:40])}",
             f"parts: {', '.join(parts)}",
-            *(
-                f"tensors {prefix}*: {len(names)}, from {names[0]}"
-                f" {list(state[names[0]].shape)} to {names[-1]}"
-                f" {list(state[names[-1]].shape)}"
-                for prefix, names in list(by_prefix.items())[:20]
-            ),
+            f"{len(state)} tensors, such as {', '.join(tensors[:100])}",
         ]
     )
 

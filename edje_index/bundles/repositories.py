@@ -35,11 +35,10 @@ def silent(text: str) -> None:
     """Ignore a line for the user."""
 
 
-INDEX_SUFFIX = ".index.json"
 _TEXT_SUFFIXES = (".json", ".txt", ".model", "README.md")
 # in the order of preference
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pth", ".pt")
-_SHARD = re.compile(r"-\d+-of-\d+$")
+_SHARD = re.compile(r"-\d+-of-(\d+)$")
 # what trainers save beside the weights
 _OTHER_STATES = ("optimizer", "rng_state", "scheduler", "training_args")
 _MAX_CARD_BYTES = 1 << 20
@@ -69,22 +68,15 @@ class Source:
                 missing.
         """
         files = [self.file] if self.file else weights_among(self.names, self.label)
-        shards: set[str] = set()
-        for index in self.names:
-            if index == f"{_whole(files[0])}{INDEX_SUFFIX}":
-                listed = read_configuration(self.folder / index).get("weight_map")
-                shards = set(listed.values()) if isinstance(listed, dict) else set()
-                if not shards or not all(map(_is_plain, shards)):
-                    raise ModelError(
-                        f"{self.folder / index} does not list the shards of a model in"
-                        " its own directory; do not use this model"
-                    )
-                if missing := sorted(shards - set(self.names)):
-                    raise ModelError(
-                        f"{self.label} lacks {missing[0]}, a part of the weights that"
-                        f" {index} names; copy the whole directory again"
-                    )
-        return [self.folder / name for name in sorted(shards) or files]
+        if shard := _SHARD.search(PurePosixPath(files[0]).stem):
+            whole = _whole(files[0])
+            files = sorted(name for name in self.names if _whole(name) == whole)
+            if len(files) != int(shard[1]):
+                raise ModelError(
+                    f"{self.label} has {len(files)} of the {int(shard[1])} shards of"
+                    f" {whole}; copy the whole directory again"
+                )
+        return [self.folder / name for name in files]
 
     def config(self, name: str = "config.json") -> Json:
         """Return the content of a JSON file; empty if there is no such file."""
@@ -335,15 +327,11 @@ def hub_errors(action: str, remedy: str | None = None) -> Iterator[None]:
 
 
 def _whole(name: str) -> str:
-    """Return the name of the file that the file `name` is, or is a shard of."""
+    """Return the path of the file that the file `name` is, or is a shard of."""
     path = PurePosixPath(name)
-    return f"{_SHARD.sub('', path.stem)}{path.suffix}"
+    return str(path.with_name(f"{_SHARD.sub('', path.stem)}{path.suffix}"))
 
 
 def _is_inside(name: str) -> bool:
     path = PurePosixPath(name)
     return not path.is_absolute() and ".." not in path.parts and "\\" not in name
-
-
-def _is_plain(name: Any) -> bool:
-    return isinstance(name, str) and "/" not in name and _is_inside(name)

@@ -6,10 +6,9 @@ import functools
 import os
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
 
 import numpy as np
 import pyarrow as pa
@@ -61,17 +60,6 @@ class MatchedRows:
                 Counter(reason for reason in self.reasons if reason is not None).items()
             )
         )
-
-    def split(self, count: int) -> tuple[MatchedRows, MatchedRows]:
-        """Return the rows of the first `count` images, and the rows of the
-        remaining images.
-        """
-        parts = slice(None, count), slice(count, None)
-        first, rest = (
-            MatchedRows(self.rows[part], self.reasons[part], self.truncated[part])
-            for part in parts
-        )
-        return first, rest
 
     def indexed(
         self, items: Sequence[CaptionedImage]
@@ -136,11 +124,10 @@ def match_items(
             `storage_formats.format.rows.read_all_rows`.
         allow_none: True to return without an error even if no image is in the index.
     """
-    matches = _lookup(
-        table, [os.fsencode(item.path) for item in items], lambda name: name
-    )
-    unmatched = [position for position, match in enumerate(matches) if match is None]
-    if unmatched:
+    keys = _keys(table)
+    names = [os.fsencode(item.path) for item in items]
+    places = _places(keys, names)
+    if len(unmatched := np.flatnonzero(places < 0)):
         real_folder = functools.lru_cache(maxsize=1 << 14)(os.path.realpath)
 
         def resolved(name: bytes) -> bytes:
@@ -152,14 +139,30 @@ def match_items(
             path = os.fsdecode(os.path.join(real_folder(folder), base))
             return os.fsencode(unicodedata.normalize("NFC", path))
 
-        names = [resolved(os.fsencode(items[position].path)) for position in unmatched]
-        for position, match in zip(
-            unmatched, _lookup(table, names, resolved), strict=True
-        ):
-            matches[position] = match
-    found = [match or (-1, NOT_IN_INDEX, False) for match in matches]
-    rows = np.array([row for row, _, _ in found], dtype=np.int64)
-    reasons = tuple(reason for _, reason, _ in found)
+        # in chunks, because as Python objects the names take several times the memory
+        chunks = [
+            pa.array(map(resolved, chunk.to_pylist()), pa.binary())
+            for chunk in keys.chunks
+        ]
+        resolved_keys = pa.chunked_array(chunks, pa.binary())
+        others = [resolved(names[at]) for at in unmatched.tolist()]
+        places[unmatched] = _places(resolved_keys, others)
+    is_duplicate = pc.equal(table["status"], DUPLICATE)
+    holders = pc.if_else(is_duplicate, table["duplicate_of"], table["row_id"])
+    wanted = holders.take(pa.array(places, mask=places < 0))
+    originals = pc.index_in(wanted, value_set=table["row_id"])
+    found = table.select(["row_id", "status", "reason", "detail"]).take(originals)
+    rows = np.full(len(items), -1)
+    truncated = np.zeros(len(items), dtype=bool)
+    reasons: list[str | None] = []
+    for at, row in enumerate(found.to_pylist()):
+        reasons.append(row["reason"])
+        if row["status"] == INDEXED:
+            rows[at] = row["row_id"]
+            truncated[at] = row["detail"] is not None
+            reasons[at] = None
+        elif row["status"] is None:
+            reasons[at] = DELETED if places[at] >= 0 else NOT_IN_INDEX
     if not allow_none and not (rows >= 0).any():
         counts = ", ".join(
             f"{reason} {count:,}"
@@ -172,64 +175,26 @@ def match_items(
             f" index is {table['uri'][0].as_py()}; give the right base directory of the"
             " image paths"
         )
-    return MatchedRows(
-        rows, reasons, np.array([truncated for _, _, truncated in found], dtype=bool)
-    )
+    return MatchedRows(rows, tuple(reasons), truncated)
 
 
-_Match: TypeAlias = tuple[int, str | None, bool]
-"""(row id, None, whether the file is truncated), or (-1, reason, False) of an image
-that failed in the build.
-"""
+def _keys(table: pa.Table) -> pa.ChunkedArray:
+    """Return the name of each row, as bytes, by which images are looked up."""
+    # for a member, `uri_raw` is the name of the archive
+    is_member = pc.match_substring(table["uri"], "!")
+    raw = pc.if_else(is_member, None, table["uri_raw"])
+    return pc.coalesce(raw, table["uri"].cast(pa.binary()))
 
-_NOT_REQUESTED: _Match = (-1, None, False)
 
-
-def _lookup(
-    table: pa.Table,
-    names: list[bytes],
-    convert: Callable[[bytes], bytes],
-) -> list[_Match | None]:
-    """Return the row of each name; None for a name without a row.
-
-    Args:
-        convert: function that is applied to each name in `table` before the comparison.
+def _places(keys: pa.ChunkedArray, names: list[bytes]) -> Ints:
+    """Return the first position of each name in `keys`, int64 [n]; -1 for a name that
+    is not there.
     """
-    # Names that are not UTF-8, by the text that the rows table has instead.
-    names_of_texts = {
-        text: name for name in names if (text := display_path(name).encode()) != name
-    }
-    matches: dict[bytes, _Match | None] = dict.fromkeys(names)
-    # row ids of the originals of duplicates, by name
-    originals: dict[bytes, int] = {}
-    # in batches, because as Python objects the rows take several times the memory
-    for batch in table.to_batches():
-        for row in batch.to_pylist():
-            # for a member, `uri_raw` is the name of the archive
-            if row["uri_raw"] is None or "!" in row["uri"]:
-                text = convert(row["uri"].encode())
-                name = names_of_texts.get(text, text)
-            else:
-                name = convert(row["uri_raw"])
-            if matches.get(name, _NOT_REQUESTED) is not None:
-                continue
-            matches[name] = _match(row)
-            if row["status"] == DUPLICATE:
-                originals[name] = row["duplicate_of"]
-    ids = pa.array(sorted(set(originals.values())), pa.int64())
-    stored = table.select(["row_id", "status", "reason", "detail"]).filter(
-        pc.is_in(table["row_id"], ids)
-    )
-    by_row = {row["row_id"]: _match(row) for row in stored.to_pylist()}
-    for name, row_id in originals.items():
-        matches[name] = by_row.get(row_id, (-1, DELETED, False))
-    return [matches[name] for name in names]
-
-
-def _match(row: dict[str, Any]) -> _Match:
-    is_indexed = row["status"] == INDEXED
-    return (
-        (row["row_id"], None, row["detail"] is not None)
-        if is_indexed
-        else (-1, row["reason"], False)
-    )
+    # for a name that is not UTF-8, the rows table may have a text instead
+    texts = [display_path(name).encode() for name in names]
+    found = [
+        pc.index_in(pa.array(each, pa.binary()), value_set=keys)
+        for each in (names, texts)
+    ]
+    places: Ints = np.array(pc.fill_null(pc.coalesce(*found), -1), dtype=np.int64)
+    return places

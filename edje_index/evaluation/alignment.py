@@ -108,14 +108,15 @@ class Alignment:
                 " captions of images in the index"
             )
         edges = np.histogram_bin_edges(np.concatenate(counted), _BINS)
-        made = []
-        for values in counted:
-            counts = tuple(np.histogram(values, edges)[0].tolist())
-            made.append(
-                AlignmentScores(
-                    len(values), float(values.mean()), float(values.std(ddof=1)), counts
-                )
+        made = [
+            AlignmentScores(
+                pairs=len(values),
+                mean=float(values.mean()),
+                deviation=float(values.std(ddof=1)),
+                counts=tuple(np.histogram(values, edges)[0].tolist()),
             )
+            for values in counted
+        ]
         test = None
         if len(counted) > 1:
             differences = counted[1] - counted[0]

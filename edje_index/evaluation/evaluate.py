@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -151,7 +151,6 @@ def evaluate(
     split: str | None = None,
     precisions: Sequence[str] = (),
     pools: Sequence[int] = (),
-    directions: Sequence[str] = DIRECTIONS,
     full: bool = False,
     score: str | ScoreWeights = BUNDLE_SCORE,
     resamples: int = 1000,
@@ -174,7 +173,6 @@ def evaluate(
         precisions: precisions to measure; empty for all precisions stored in the index.
             Stored tokens are converted in memory to a precision that is not stored.
         pools: pool sizes; empty for the default pool sizes.
-        directions: search directions: "t2i", "i2t" or both.
         full: use the full-dataset protocol instead of the split protocol, see
             `edje_index.evaluation.pools`.
         score: final score for re-ranking, see `scoring.weights.parse_score`. With the
@@ -216,12 +214,6 @@ def evaluate(
     began = time.monotonic()
     cutoffs = _FULL_CUTOFFS if full else _CUTOFFS
     pools = tuple(sorted(set(pools or (_FULL_POOLS if full else _POOLS))))
-    if not directions or not set(directions) <= set(DIRECTIONS):
-        given = ", ".join(directions) or "none"
-        raise UsageError(
-            f"directions must contain one or both of {', '.join(DIRECTIONS)}; got"
-            f" {given}"
-        )
     if pools[0] < 1:
         raise UsageError(f"every pool size must be at least 1, got {pools[0]}")
     # raises an error for an invalid score before anything is read
@@ -261,32 +253,22 @@ def evaluate(
     if queries is not None:
         eval_set = eval_set.subsampled(queries, seed)
 
-    weights = {direction: bundle.weights(direction, score) for direction in directions}
-    scores = {direction: FinalScore.of(weights[direction]) for direction in directions}
-    if any(reads_tokens(final.parts) for direction, final in scores.items()):
+    weights = {direction: bundle.weights(direction, score) for direction in DIRECTIONS}
+    scores = {direction: FinalScore.of(each) for direction, each in weights.items()}
+    if any(reads_tokens(final.parts) for final in scores.values()):
         bundle.check_reranks()
     if all(final.parts == (EMBEDDING,) for final in scores.values()):
         pools = ()
         sources = []
 
-    if IMAGE_TO_TEXT not in directions:
-        # only the captions that are queries are embedded
-        used = eval_set.query_captions
-        eval_set = replace(
-            eval_set,
-            captions=tuple(eval_set.captions[at] for at in used),
-            caption_rows=eval_set.caption_rows[used],
-            query_captions=np.arange(len(used)),
-        )
     embeddings = (
         read_embeddings(opened, eval_set.rows),
         bundle.text.encode(eval_set.captions, on_progress=on_progress),
     )
     nearest = {
         direction: eval_set.pools(direction, *embeddings, max((*pools, 1)))
-        for direction in directions
+        for direction in DIRECTIONS
     }
-    compute_dtype = str(bundle.joint.compute_dtype).removeprefix("torch.")
     finals: dict[str, dict[str, Floats]] = {}
     for source in sources:
         parts = score_pairs(
@@ -343,7 +325,6 @@ def evaluate(
                 )
                 results.append(result)
 
-    counts = {TEXT_TO_IMAGE: len(eval_set.rows), IMAGE_TO_TEXT: len(eval_set.captions)}
     system = System(
         name=Path(index).resolve().stem,
         index=str(index),
@@ -355,9 +336,12 @@ def evaluate(
             direction: its_weights.to_json()
             for direction, its_weights in weights.items()
         },
-        candidates={direction: counts[direction] for direction in nearest},
+        candidates={
+            TEXT_TO_IMAGE: len(eval_set.rows),
+            IMAGE_TO_TEXT: len(eval_set.captions),
+        },
         queries={direction: len(pool.ranks) for direction, pool in nearest.items()},
-        dtype=compute_dtype,
+        dtype=str(bundle.joint.compute_dtype).removeprefix("torch."),
     )
     return Evaluation(
         protocol="full" if full else "split",

@@ -25,14 +25,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from edje_index.bundles.bundle import load_scorer
-from edje_index.bundles.info import (
-    ENCODER_FILES,
-    JOINT_FOLDER,
-    BundleInfo,
-    matching_bundle,
-    verify_files,
-)
 from edje_index.captions.matching import NAME_COLUMNS, match_items
 from edje_index.captions.reading import read_captions
 from edje_index.errors import ModelError
@@ -52,16 +44,13 @@ from edje_index.models.joint_scorer import JointScorer
 from edje_index.progress import OnProgress
 from edje_index.scoring.parts import content_token_mask
 from edje_index.scoring.weights import TEXT_TO_IMAGE
-from edje_index.search.search_model import SearchModel
 from edje_index.search.token_index import TokenIndex
 from storage_formats.arrays import Floats, Ints
 from storage_formats.atomic import Json
 from storage_formats.codecs import Blocks
 from storage_formats.errors import UsageError
-from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.rows import INDEXED, read_all_rows, read_rows
 from storage_formats.format.tombstones import as_indices
-from storage_formats.token_store import TokenStore
 
 _ROWS = 6
 # rows whose nearest words are counted
@@ -194,8 +183,9 @@ def explain_index(
             embeddings of another width than the tokens.
     """
     row_ids = as_indices(row_ids, "row_ids").tolist()
-    opened, store, joint, info = _open(root, model, precision)
-    table = read_all_rows(opened, ("row_id", "uri", "status"))
+    opened = _open(root, model, precision)
+    store = opened.store
+    table = read_all_rows(opened.committed, ("row_id", "status"))
     indexed = np.array(table["row_id"])[np.array(table["status"]) == INDEXED]
     if unknown := sorted(set(row_ids) - set(indexed.tolist())):
         raise UsageError(
@@ -208,21 +198,18 @@ def explain_index(
             " index"
         )
     sampled = np.sort(np.random.default_rng(0).permutation(indexed)[:_SAMPLE])
-    searched = None
-    if query is not None:
-        scorer = SearchModel(info, device="cpu")
-        searched = TokenIndex(opened, scorer, precision=precision)
-        row_ids = row_ids or [hit.row_id for hit in searched.search(query, k=1)]
+    if query is not None and not row_ids:
+        row_ids = [hit.row_id for hit in opened.search(query, k=1)]
     shown = row_ids or sampled[:_ROWS].tolist()
     alignment = None
     if captions is not None:
-        compared = [(opened, store, joint)]
+        compared = [opened]
         if against is not None:
-            compared.append(_open(against, None, None)[:3])
+            compared.append(_open(against))
         items = read_captions(captions, images, split)
         matched = [
-            match_items(each.root, read_all_rows(each, NAME_COLUMNS), items).rows
-            for each, _, _ in compared
+            match_items(index.root, read_all_rows(index, NAME_COLUMNS), items).rows
+            for index in (each.committed for each in compared)
         ]
         used = np.logical_and.reduce([its_rows >= 0 for its_rows in matched])
         kept = [item for item, keep in zip(items, used, strict=True) if keep]
@@ -232,18 +219,20 @@ def explain_index(
                 " same images"
             )
         scores = []
-        for (_, its_store, its_joint), its_rows in zip(compared, matched, strict=True):
+        for each, its_rows in zip(compared, matched, strict=True):
             parts = []
             for start in range(0, len(kept), _BATCH):
                 on_progress("measuring alignment, images", start, len(kept))
-                blocks = its_store.fetch(its_rows[used][start : start + _BATCH])
+                blocks = each.store.fetch(its_rows[used][start : start + _BATCH])
                 for item, block in zip(
                     kept[start : start + _BATCH], blocks, strict=True
                 ):
-                    parts.append(alignment_scores(its_joint, item.captions, block))
+                    parts.append(
+                        alignment_scores(each.model.joint, item.captions, block)
+                    )
             scores.append(np.concatenate(parts))
         alignment = Alignment.of(*scores)
-    vocabulary = Vocabulary(joint)
+    vocabulary = Vocabulary(opened.model.joint)
     nearest: list[int] = []
     for start in range(0, len(sampled), _BATCH):
         on_progress("looking up nearest words, images", start, len(sampled))
@@ -252,11 +241,8 @@ def explain_index(
             .ravel()
             .tolist()
         )
-    kind = info.adapter["kind"]
-    encoder = None
-    if kind == COMPRESSED or (kind == LOCAL and query is not None):
-        verify_files(info, ENCODER_FILES)
-        encoder = ImageEncoder.of(info, device="cpu", dtype="float32")
+    kind = opened.model.info.adapter["kind"]
+    has_places = kind == COMPRESSED or (kind == LOCAL and query is not None)
     ids_of_rows = vocabulary.nearest(store.fetch(shown), whole_words=True).tolist()
     rows: list[ExplainedRow] = []
     photos = read_rows(root, shown, PHOTO_COLUMNS).to_pylist()
@@ -265,23 +251,24 @@ def explain_index(
         attention = None
         pixels = None
         problem = f"the tokens of a {kind} adapter have no place in the image"
-        if encoder is not None:
-            attention, pixels, problem = _attention(encoder, row)
-        token_words = tuple(vocabulary.words[token_id] for token_id in ids)
-        words = vocabulary.count(ids)
-        uri = str(row["uri"])
-        match = None
-        if searched is not None and query is not None:
-            match = match_query(searched, query, row_id)
+        if has_places:
+            attention, pixels, problem = _attention(opened.model.image_encoder, row)
         rows.append(
             ExplainedRow(
-                row_id, uri, words, token_words, attention, pixels, problem, match
+                row_id=row_id,
+                uri=str(row["uri"]),
+                words=vocabulary.count(ids),
+                token_words=tuple(vocabulary.words[token_id] for token_id in ids),
+                attention=attention,
+                pixels=pixels,
+                no_attention=problem,
+                match=None if query is None else match_query(opened, query, row_id),
             )
         )
     return Explanation(
         root=root,
         precision=store.precision,
-        trained=info.trained,
+        trained=opened.model.info.trained,
         rows=tuple(rows),
         sample=len(sampled),
         words=vocabulary.count(nearest),
@@ -291,23 +278,22 @@ def explain_index(
 
 
 def _open(
-    root: Path, model: Path | None, precision: str | None
-) -> tuple[CommittedIndex, TokenStore, JointScorer, BundleInfo]:
-    """Open an index, and load the joint encoder whose word embeddings are compared
-    with the tokens.
+    root: Path, model: Path | None = None, precision: str | None = None
+) -> TokenIndex:
+    """Open an index, and check that the word embeddings of the joint encoder can be
+    compared with the tokens.
     """
-    index = CommittedIndex.open(root)
-    info = matching_bundle(index, model)
-    verify_files(info, [name for name in info.files if name.startswith(JOINT_FOLDER)])
-    joint = load_scorer(info, torch.float32, torch.device("cpu")).joint
-    store = TokenStore(index, precision)
-    if store.block_shape[1] != joint.width:
+    opened = TokenIndex.open(
+        root, model, precision=precision, device="cpu", dtype="float32"
+    )
+    width = opened.model.joint.width
+    if opened.store.block_shape[1] != width:
         raise ModelError(
-            f"{root} stores tokens of width {store.block_shape[1]}, but the word"
-            f" embeddings of the joint encoder have width {joint.width}; choose an"
-            " index that a trained bundle built"
+            f"{root} stores tokens of width {opened.store.block_shape[1]}, but the word"
+            f" embeddings of the joint encoder have width {width}; choose an index that"
+            " a trained bundle built"
         )
-    return index, store, joint, info
+    return opened
 
 
 class Vocabulary:

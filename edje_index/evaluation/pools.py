@@ -199,14 +199,11 @@ def token_sources(
         offset, block = choose_offset(index, held.name, missing)
     sources = []
     for name in requested:
-        if name in missing:
-            has_offset = block is not None and name in block.precisions
-            used = offset if has_offset else None
-            entry = codec(name, spec.block_shape, used)
-            sources.append(TokenSource(TokenStore(index, held.name), entry))
-        else:
-            store = TokenStore(index, name)
-            sources.append(TokenSource(store, codec(name, spec.block_shape)))
+        is_converted = name in missing
+        has_offset = is_converted and block is not None and name in block.precisions
+        store = TokenStore(index, held.name if is_converted else name)
+        entry = codec(name, spec.block_shape, offset if has_offset else None)
+        sources.append(TokenSource(store, entry))
     return sorted(sources, key=lambda source: -source.codec.record_bytes)
 
 

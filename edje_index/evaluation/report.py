@@ -22,6 +22,14 @@ if TYPE_CHECKING:
 
 _NAMES = {TEXT_TO_IMAGE: "Text-to-image", IMAGE_TO_TEXT: "Image-to-text"}
 _CANDIDATES = {TEXT_TO_IMAGE: "images", IMAGE_TO_TEXT: "captions"}
+_NOTES = """
+- R@k: percentage of queries with a relevant candidate among the first k. In brackets:
+  95 % confidence interval from bootstrap resamples of images; differences are paired.
+- In pool: percentage of queries with a relevant candidate in the pool.
+- Gain: R@k minus R@k of embedding only. Change: R@k minus R@k of the reference, bf16 or
+  else the most accurate precision, with the same pool.
+- *: not stored in the index, converted in memory.
+"""
 
 
 def check_report_folder(folder: Path) -> None:
@@ -71,39 +79,24 @@ def evaluation_report(evaluation: Evaluation) -> str:
     system = evaluation.system
     cutoffs = evaluation.cutoffs
     split = f", split {evaluation.split}" if evaluation.split else ""
-    missing = ", ".join(
-        f"{reason} {count:,}" for reason, count in inputs.missing.items()
+    missing = "".join(
+        f", {reason} {count:,}" for reason, count in inputs.missing.items()
     )
     preface = [
-        (
-            f"captions {evaluation.captions}{split}: {inputs.images:,} images with"
-            f" {inputs.captions:,} captions"
-        ),
-        (
-            f"used {inputs.used:,} images with {inputs.captions_used:,} captions,"
-            f" missing {inputs.images - inputs.used:,}"
-            f" images{f' ({missing})' if missing else ''}"
-        ),
+        f"captions {evaluation.captions}{split}: {inputs.images:,} images with"
+        f" {inputs.captions:,} captions, {evaluation.protocol} protocol",
+        f"used {inputs.used:,} images with {inputs.captions_used:,} captions,"
+        f" missing {inputs.images - inputs.used:,} images{missing}",
     ]
-    if evaluation.protocol == "full":
-        preface.append(
-            "full-dataset protocol: candidates are all images of the index and the"
-            " captions of all splits"
-        )
     m, d = system.block_shape
-    scores = {
-        direction: ScoreWeights.from_json(weights)
-        for direction, weights in system.weights.items()
-    }
     preface.append(
-        f"{system.name}: {m} x {d} tokens, bundle {system.fingerprint[:12]}"
-        + "".join(
-            f", {_NAMES[name].lower()} score = {weights.described()}"
-            for name, weights in scores.items()
-        )
-        + ("" if system.dtype == "float32" else f", logits in {system.dtype}")
-        + ("" if system.trained else ", untrained: expect the recall of a random order")
+        f"{system.name}: {m} x {d} tokens, bundle {system.fingerprint[:12]}, logits in"
+        f" {system.dtype}{'' if system.trained else ', untrained'}"
     )
+    preface += [
+        f"{_NAMES[name]} score: {ScoreWeights.from_json(weights).described()}"
+        for name, weights in system.weights.items()
+    ]
     lines = ["# Recall", "", *(f"- {line}" for line in preface)]
 
     header = ["tokens", "kB per image", "pool", *(f"R@{k}" for k in cutoffs)]
@@ -136,38 +129,7 @@ def evaluation_report(evaluation: Evaluation) -> str:
             *table(header, rows),
         ]
 
-    notes = ["R@k: percentage of queries with a relevant candidate among the first k."]
-    if evaluation.resamples:
-        notes.append(
-            f"In brackets: 95 % confidence interval from {evaluation.resamples:,}"
-            f" bootstrap resamples of images, seed {evaluation.seed}. Differences are"
-            " paired."
-        )
-    if evaluation.pools:
-        notes.append(
-            "In pool: percentage of queries with a relevant candidate in the pool. "
-            "Gain: R@k minus R@k of embedding only."
-        )
-        references = sorted(
-            {result.change_from for result in evaluation.results if result.change_from}
-        )
-        notes += [
-            f"Change: R@k minus R@k of {name} with the same pool."
-            for name in references
-        ]
-    simulated = {
-        f"{each.precision} from {each.simulated_from}"
-        for each in evaluation.results
-        if each.simulated_from
-    }
-    if simulated:
-        notes.append(
-            "* not stored in the index, converted in memory:"
-            f" {', '.join(sorted(simulated))}."
-        )
-    if evaluation.pools:
-        notes.append(f"{evaluation.seconds:.0f} s in total.")
-    return "\n".join([*lines, "", *(f"- {note}" for note in notes)]) + "\n"
+    return "\n".join(lines) + "\n" + _NOTES
 
 
 def _shown(estimate: Estimate, number: str = "{:.1f}") -> str:

@@ -137,8 +137,8 @@ def decode_frames(
     name = clip_format(data[:12])
     if name is None:
         raise ImageError(
-            reason="unsupported-video",
-            detail=f"the first bytes, {data[:12]!r}, match no video format",
+            "unsupported-video",
+            f"the first bytes, {data[:12]!r}, match no video format",
         )
     max_pixels = min(max_pixels, MAX_FRAME_PIXELS)
     # The probe of `open` decodes frames too, with these options. One thread per clip:
@@ -165,9 +165,7 @@ def decode_frames(
                 None,
             )
             if stream is None:
-                raise ImageError(
-                    reason="unsupported-video", detail="the file has no video stream"
-                )
+                raise ImageError("unsupported-video", "the file has no video stream")
             codec = (
                 None
                 if stream.codec_context is None
@@ -178,7 +176,7 @@ def decode_frames(
                     f"the video codec {codec} is not supported; the supported codecs"
                     f" are {', '.join(sorted(CODECS))}"
                 )
-                raise ImageError(reason="unsupported-video", detail=detail)
+                raise ImageError("unsupported-video", detail)
             context = stream.codec_context
             check_size((context.width, context.height), max_pixels)
             context.options = codec_options
@@ -192,10 +190,10 @@ def decode_frames(
     except (ImageError, MemoryError, GeneratorExit):
         raise
     except TooExpensiveError as error:
-        raise ImageError(reason="too-expensive", detail=str(error)) from error
+        raise ImageError("too-expensive", str(error)) from error
     except Exception as error:
         # PyAV raises many kinds of exceptions on damaged input
-        raise ImageError(reason="corrupt", detail=f"{name}: {error}") from error
+        raise ImageError("corrupt", f"{name}: {error}") from error
 
 
 def _choose(
@@ -221,7 +219,7 @@ def _choose(
         if packet.is_keyframe:
             seek_to.setdefault(time, time if packet.dts is None else packet.dts)
     if not shown:
-        raise ImageError(reason="corrupt", detail="the video stream has no frames")
+        raise ImageError("corrupt", "the video stream has no frames")
     shown.sort()
     keys = sorted(seek_to)
     # The last frame is shown as long as the others are on average.
@@ -273,7 +271,7 @@ def _choose(
             current = following
             following = next(frames, None)
         if current is None:
-            raise ImageError(reason="corrupt", detail="no frame can be decoded")
+            raise ImageError("corrupt", "no frame can be decoded")
         yield current
 
 

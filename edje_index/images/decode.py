@@ -7,19 +7,17 @@ file, only the first frame is decoded.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import hashlib
 import logging
-import os
 import re
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+import PIL
 from numpy.typing import NDArray
 from PIL import ExifTags, Image, ImageFile, PngImagePlugin
 
@@ -117,6 +115,8 @@ _REASONS_OF_MESSAGES = (
     ("truncat|unexpected end|EOF", TRUNCATED),
     ("unknown pixel mode|unsupported", "unsupported-image"),
 )
+# Pillow 12 crashes when it passes on an image whose memory is not its own
+_SHARES_MEMORY = int(PIL.__version__.partition(".")[0]) >= 13
 _WARNINGS = ("ignore", None, Warning, re.compile(r"PIL\."), 0)
 _this_thread = threading.local()
 
@@ -194,18 +194,10 @@ def decode_rgb(data: bytes, max_pixels: int = DEFAULT_MAX_PIXELS) -> Image.Image
         image = _pillow_formats()[name][0](CountedReads(data), "")
         check_size(image.size, max_pixels)
         check_cost(image, data, max_pixels)
-        try:
-            image.load()
-        except Exception as error:
-            # without memory, some decoders report a damaged file
-            if can_allocate(BYTES_PER_PIXEL * image.width * image.height):
-                raise
-            detail = (
-                f"not enough memory to decode an image of {image.width} x"
-                f" {image.height} pixels"
-            )
-            raise MemoryError(detail) from error
-        rgb = to_rgb(image)
+        rgb = _decode_jpeg(image, data)
+        if rgb is None:
+            _load(image)
+            rgb = to_rgb(image)
         turn = None
         # damaged metadata must not fail the image
         with contextlib.suppress(Exception):
@@ -215,7 +207,7 @@ def decode_rgb(data: bytes, max_pixels: int = DEFAULT_MAX_PIXELS) -> Image.Image
     except (ImageError, MemoryError):
         raise
     except TooExpensiveError as error:
-        raise ImageError(reason="too-expensive", detail=str(error)) from error
+        raise ImageError("too-expensive", str(error)) from error
     except Exception as error:
         # decoders raise any exception on damaged input
         message = f"{error}" or type(error).__name__
@@ -224,9 +216,49 @@ def decode_rgb(data: bytes, max_pixels: int = DEFAULT_MAX_PIXELS) -> Image.Image
             for pattern, reason in _REASONS_OF_MESSAGES
             if re.search(pattern, message, re.IGNORECASE)
         )
-        raise ImageError(
-            reason=next(matching, "corrupt"), detail=f"{name}: {message}"
-        ) from error
+        raise ImageError(next(matching, "corrupt"), f"{name}: {message}") from error
+
+
+def _load(image: ImageFile.ImageFile) -> None:
+    """Decode the pixels with Pillow."""
+    try:
+        image.load()
+    except Exception as error:
+        # without memory, some decoders report a damaged file
+        if can_allocate(BYTES_PER_PIXEL * image.width * image.height):
+            raise
+        detail = (
+            f"not enough memory to decode an image of {image.width} x"
+            f" {image.height} pixels"
+        )
+        raise MemoryError(detail) from error
+
+
+def _decode_jpeg(image: ImageFile.ImageFile, data: bytes) -> Image.Image | None:
+    """Decode an opened JPEG file without the interpreter lock, which Pillow holds: the
+    threads of a process decode at once. The pixels are those of Pillow.
+
+    Returns:
+        The RGB image; None for other formats, CMYK, and files with any damage, which
+        Pillow names, or decodes in part.
+    """
+    import pyarrow as pa
+    import simplejpeg
+
+    if image.format not in ("JPEG", "MPO") or image.mode not in ("RGB", "L"):
+        return None
+    if not _SHARES_MEMORY:
+        return None
+    # Pillow's layout. The size in the header that libjpeg reads may be another one.
+    pixels = np.empty((image.height, image.width, 4), np.uint8)
+    try:
+        decoded = simplejpeg.decode_jpeg(data, "RGBX", strict=True, buffer=pixels)
+    except ValueError:
+        return None
+    if decoded.shape != pixels.shape:
+        return None
+    values = pa.FixedSizeListArray.from_arrays(pa.array(pixels.reshape(-1)), 4)
+    return Image.fromarrow(values, "RGB", image.size)
 
 
 def _format_to_decode(data: bytes) -> str:
@@ -234,7 +266,7 @@ def _format_to_decode(data: bytes) -> str:
     package does not decode it.
     """
     if not data:
-        raise ImageError(reason="empty", detail="0 bytes")
+        raise ImageError("empty", "0 bytes")
     # `warnings.catch_warnings` around each call would not be thread-safe.
     if not warnings.filters or warnings.filters[0] != _WARNINGS:
         warnings.filterwarnings("ignore", module=r"PIL\.")
@@ -242,12 +274,12 @@ def _format_to_decode(data: bytes) -> str:
     if name is None:
         if (unsupported := undecoded_format(data[:HEAD_BYTES])) is not None:
             raise ImageError(
-                reason="unsupported-image",
-                detail=f"the image format {unsupported} is not supported",
+                "unsupported-image",
+                f"the image format {unsupported} is not supported",
             )
         raise ImageError(
-            reason="not-an-image",
-            detail=f"the first bytes, {data[:8]!r}, match no image format",
+            "not-an-image",
+            f"the first bytes, {data[:8]!r}, match no image format",
         )
     return name
 
@@ -299,13 +331,13 @@ def check_size(size: tuple[int, int], max_pixels: int) -> None:
     width, height = size
     if width * height > max_pixels:
         raise ImageError(
-            reason="too-many-pixels",
-            detail=f"{width} x {height} is over the limit of {max_pixels} pixels",
+            "too-many-pixels",
+            f"{width} x {height} is over the limit of {max_pixels} pixels",
         )
     if max(size) > MAX_ASPECT_RATIO * max(1, min(size)):
         raise ImageError(
-            reason="extreme-aspect-ratio",
-            detail=f"{width} x {height} is over the limit of {MAX_ASPECT_RATIO} to 1",
+            "extreme-aspect-ratio",
+            f"{width} x {height} is over the limit of {MAX_ASPECT_RATIO} to 1",
         )
 
 
@@ -464,12 +496,4 @@ def _pillow_formats() -> dict[str, Any]:
     # otherwise its errors go to stderr
     logging.getLogger("PIL").setLevel(logging.CRITICAL)
     PngImagePlugin.MAX_TEXT_CHUNK = PngImagePlugin.MAX_TEXT_MEMORY = _MAX_PNG_TEXT
-    # libtiff prints errors and warnings. Pillow has no function to turn this off, so
-    # the library is looked up in /proc. Without /proc nothing changes.
-    with contextlib.suppress(OSError, AttributeError):
-        lines = Path("/proc/self/maps").read_bytes().splitlines()
-        for path in {line.split()[-1] for line in lines if b"libtiff" in line}:
-            library = ctypes.CDLL(os.fsdecode(path))
-            library.TIFFSetErrorHandler(None)
-            library.TIFFSetWarningHandler(None)
     return {name: Image.OPEN[name] for name in _FORMATS if name in Image.OPEN}

@@ -52,7 +52,7 @@ class Preprocessor:
 
         if out is None:
             out = torch.empty(self.shape, dtype=torch.uint8)
-        channels(self.pixels(image), out.numpy())
+        channels(self.pixels(image).reshape(-1), out.numpy().reshape(-1))
         return out
 
     def resize(self, image: Image.Image) -> Image.Image:
@@ -89,9 +89,8 @@ class Preprocessor:
         except ValueError as error:
             # a side would have no pixels
             raise ImageError(
-                reason="extreme-aspect-ratio",
-                detail=f"{image.width} x {image.height} pixels cannot be resized:"
-                f" {error}",
+                "extreme-aspect-ratio",
+                f"{image.width} x {image.height} pixels cannot be resized: {error}",
             ) from error
         return np.asarray(resized.convert("RGBX"))
 

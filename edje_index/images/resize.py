@@ -108,9 +108,10 @@ def resize(
     saved = image.height - size[1]
     if saved > 2 * max(0, image.width - size[0]):
         narrow = _scratch.take("narrow", image.width * shape[0] * shape[2])
-        _vertical(_packed(image), image.width, down, narrow)
+        width = np.uint64(image.width)
+        _resize_columns(_packed(image), *down, width, narrow)
         result = _scratch.take("result", math.prod(shape))
-        _horizontal(narrow, image.width, across, result)
+        _resize_rows(narrow, *across, width, result)
         return result.reshape(shape)
     first = int(down[0][0])
     taps = down[1].size // len(down[0])
@@ -119,18 +120,11 @@ def resize(
     narrow = _scratch.take("narrow", (used - first) * row)
     for start, stop, pixels in _bands(image, first, used):
         place = narrow[(start - first) * row : (stop - first) * row]
-        _horizontal(pixels, image.width, across, place)
+        _resize_rows(pixels, *across, np.uint64(image.width), place)
     starts = down[0] - np.uint64(first)
     result = _scratch.take("result", math.prod(shape))
-    _vertical(narrow, shape[1], (starts, down[1]), result)
+    _resize_columns(narrow, starts, down[1], np.uint64(shape[1]), result)
     return result.reshape(shape)
-
-
-def channels(pixels: U8, result: U8) -> None:
-    """Write the first channels of an image [rows, columns, 4] to `result` [3, rows,
-    columns].
-    """
-    _split(pixels.reshape(-1), result.reshape(-1))
 
 
 def _bands(image: Image.Image, first: int, end: int) -> Iterator[tuple[int, int, U8]]:
@@ -182,14 +176,6 @@ def _taps(old: int, new: int, first: int, last: int, support: float) -> Taps:
     axis = (float(old), float(new), float(first), support)
     _fill_taps(axis, starts, weights)
     return starts, weights
-
-
-def _horizontal(source: U8, width: int, taps: Taps, result: U8) -> None:
-    _resize_rows(source, *taps, np.uint64(width), result)
-
-
-def _vertical(source: U8, width: int, taps: Taps, result: U8) -> None:
-    _resize_columns(source, *taps, np.uint64(width), result)
 
 
 @inlined
@@ -346,8 +332,10 @@ def _resize_columns(
 
 
 @kernel(input_array(types.uint8), output_array(types.uint8))
-def _split(pixels: U8, result: U8) -> None:
-    """Compute `channels`, with flat arrays."""
+def channels(pixels: U8, result: U8) -> None:
+    """Write the first channels of an image of 4 bytes per pixel, flat, to `result`, [3,
+    rows, columns] flat.
+    """
     count = np.uint64(len(pixels)) // _PIXEL
     for channel in range(_ZERO, _THREE):
         for i in range(count):

@@ -357,8 +357,10 @@ def _measure(
             probes = min(2 * probes, lists)
             before = recall
         else:
-            # more lists do not help: the codes hide some neighbours
+            # More lists do not help: the codes hide some neighbours. With more
+            # candidates, few lists may do.
             levels.pop(0)
+            probes = min(_LEAST_PROBES, lists)
             before = 0.0
     measured = {
         "k": _RECALL_NEIGHBOURS,

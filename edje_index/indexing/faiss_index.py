@@ -7,9 +7,10 @@ more: a part of the nearest-neighbour index. `faiss_build` writes the files.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -127,6 +128,8 @@ class AnnIndex:
         self._probes = None if probes is None else max(1, int(probes))
         candidates = manifest.ann.get("candidates", CANDIDATES_PER_NEIGHBOUR[0])
         self._candidates = max(1, int(candidates))
+        # a filter, and the number of rows that pass in each list of each part
+        self._counted: tuple[Any, list[NDArray[np.int64]]] = (None, [])
         if missed := missed_recall(manifest):
             warnings.warn(missed, RuntimeWarning, stacklevel=2)
 
@@ -153,9 +156,9 @@ class AnnIndex:
         """Return at most `k` nearest rows for each query, best first.
 
         Args:
-            passing: which rows to search, bool [rows]; deleted rows must be False. All
-                inverted lists are searched then, so there are `k` rows if as many pass.
-                None searches all rows that are not deleted.
+            passing: which rows to search, bool [rows]; deleted rows must be False.
+                There are `k` rows if as many pass. None searches all rows that are not
+                deleted.
 
         Raises:
             ModelError: the queries and the embeddings of the index differ in width.
@@ -171,10 +174,11 @@ class AnnIndex:
         live = self.live
         candidates = self._candidates
         if passing is not None:
-            rows = np.flatnonzero(passing)
             candidates = max(_FILTERED_CANDIDATES, candidates)
             has_codes = not all(map(_is_exact, self._parts))
-            if has_codes and len(rows) <= max(_SCANNED_ROWS, candidates * k):
+            scanned = max(_SCANNED_ROWS, candidates * k)
+            if has_codes and np.count_nonzero(passing) <= scanned:
+                rows = np.flatnonzero(passing)
                 vectors = self._embeddings[rows]
                 # holes have none
                 has_vector = ~np.isnan(vectors[:, 0])
@@ -185,7 +189,7 @@ class AnnIndex:
                     (rows[order], similarities[order])
                     for order, similarities in zip(orders, scores, strict=True)
                 ]
-            probes = max(map(count_lists, self._parts)) or None
+            probes = self._filtered_probes(queries, passing, scanned)
             live = np.packbits(passing, bitorder="little")
         return nearest(
             self._parts,
@@ -196,6 +200,64 @@ class AnnIndex:
             live=live,
             candidates=candidates,
         )
+
+    def _filtered_probes(
+        self,
+        queries: Vectors,
+        passing: NDArray[np.bool_],
+        least: int,
+    ) -> int | None:
+        """Return the number of inverted lists that a filtered search reads: the lists
+        nearest to each query that have twice as many passing rows as an unfiltered
+        search reads rows, and at least `least`.
+        """
+        # searches with the same filter follow each other
+        if self._counted[0] is not passing:
+            counts = [_count_passing(part, passing) for part in self._parts]
+            self._counted = (passing, counts)
+        probes = 0
+        for part, in_lists in zip(self._parts, self._counted[1], strict=True):
+            # one part may hold only the centroids
+            if not in_lists.any():
+                continue
+            with _threads_for(queries):
+                _, nearest_lists = part.quantizer.search(queries, len(in_lists))
+            share = (self._probes or part.nprobe) / len(in_lists)
+            needed = max(least, 2 * share * part.ntotal)
+            passed = np.cumsum(in_lists[nearest_lists], axis=1)
+            enough = int((passed < needed).sum(axis=1).max()) + 1
+            probes = max(probes, min(enough, len(in_lists)))
+        return probes or None
+
+
+def _count_passing(part: FaissIndex, passing: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """Return the number of vectors in each inverted list whose rows pass."""
+    import faiss
+
+    module: Any = faiss
+    counts = np.zeros(count_lists(part), np.int64)
+    for at in range(len(counts)):
+        # FAISS has no ids of an empty list
+        if size := part.invlists.list_size(at):
+            rows = module.rev_swig_ptr(part.invlists.get_ids(at), size)
+            counts[at] = np.count_nonzero(passing[rows])
+    return counts
+
+
+@contextlib.contextmanager
+def _threads_for(queries: Vectors) -> Iterator[None]:
+    """Let FAISS use at most one thread per query. FAISS gives a thread at least one
+    query, and idle threads spin, which slows down the work that follows.
+    """
+    import faiss
+
+    module: Any = faiss
+    threads = module.omp_get_max_threads()
+    module.omp_set_num_threads(min(threads, len(queries)))
+    try:
+        yield
+    finally:
+        module.omp_set_num_threads(threads)
 
 
 def _is_exact(part: FaissIndex) -> bool:
@@ -244,14 +306,8 @@ def nearest(
             parameters = module.SearchParametersIVF(nprobe=lists, sel=selector)
         else:
             parameters = module.SearchParameters(sel=selector)
-        # FAISS gives a thread at least one query, and idle threads spin, which slows
-        # down the work that follows.
-        threads = module.omp_get_max_threads()
-        module.omp_set_num_threads(min(threads, len(queries)))
-        try:
+        with _threads_for(queries):
             part_scores, part_rows = part.search(queries, wanted, params=parameters)
-        finally:
-            module.omp_set_num_threads(threads)
         scores.append(part_scores)
         rows.append(part_rows)
     neighbours = []

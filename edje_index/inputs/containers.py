@@ -311,12 +311,10 @@ def members_with_sidecars(
         # those beside their images, so that a stream is not read a second time
         for sample in _samples(archive):
             members += sample
-            _read_sidecars(
-                archive, sample, join_sidecars(_names(sample), clips), contents
-            )
+            _read_sidecars(archive, sample, _joined(sample, clips), contents)
     except ImageError as error:
         damage = error
-    joined = join_sidecars(_names(members), clips)
+    joined = _joined(members, clips)
     used = _read_sidecars(archive, members, joined, contents)
     for member in members:
         if member not in used:
@@ -343,8 +341,8 @@ def _samples(archive: Archive) -> Iterator[list[Member]]:
     yield sample
 
 
-def _names(members: list[Member]) -> list[bytes]:
-    return [member.name for member in members]
+def _joined(members: list[Member], clips: bool) -> dict[bytes, dict[str, bytes]]:
+    return join_sidecars([member.name for member in members], clips)
 
 
 def _read_sidecars(

@@ -13,13 +13,13 @@ import stat
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import NamedTuple, TypeAlias
 
 from edje_index.images.decode import ImageError
 from storage_formats.remote.files import read_remote_range, remote_version
-from storage_formats.remote.urls import STORE_SCHEMES, is_url, scheme_of
+from storage_formats.remote.urls import is_url
 from storage_formats.system_calls import advise
 
 ReadAt: TypeAlias = Callable[[int, int], bytes]
@@ -131,13 +131,8 @@ def open_ranged(path: bytes, *, only_headers: bool = False) -> RangedFile:
     if is_url(path):
         url = os.fsdecode(path)
         version = remote_version(url)
-        # A web server may stop answering. The library for object stores could crash in
-        # a daemon thread at the end.
-        blocks = BlockReader(
-            functools.partial(read_remote_range, url, version=version),
-            version.length,
-            daemon=scheme_of(url) not in STORE_SCHEMES,
-        )
+        read_at = functools.partial(read_remote_range, url, version=version)
+        blocks = BlockReader(read_at, version.length)
         return RangedFile(blocks.pread, version.length, blocks.close)
     fd, length = open_file(path)
     if only_headers:
@@ -184,30 +179,25 @@ class BlockReader:
     """Reads byte ranges of a file in blocks, and keeps the latest blocks in memory.
     Thread-safe.
 
-    A thread of its own requests each block. If consecutive blocks are read, the
-    following blocks are requested ahead. If a request fails, its block is requested
-    again by the next reader, and only an error of its own request is raised.
+    Threads request the blocks. If consecutive blocks are read, the following blocks are
+    requested ahead. If a request fails, its block is requested again by the next
+    reader, and only an error of its own request is raised.
 
     Args:
         read_at: function that requests a byte range of the file. Threads call it at the
             same time.
-        daemon: whether the process may end during a request.
     """
 
     def __init__(
         self,
         read_at: ReadAt,
         length: int,
-        *,
-        daemon: bool = False,
     ) -> None:
         self._read_at = read_at
-        self._daemon = daemon
         self._length = length
-        # the garbage collector may call `close` in the thread that holds it
-        self._lock = threading.RLock()
+        self._requests = ThreadPoolExecutor(KEPT_BLOCKS, "edje-block")
+        self._lock = threading.Lock()
         self._blocks: OrderedDict[int, Future[bytes]] = OrderedDict()
-        self._is_closed = False
 
     def pread(
         self,
@@ -226,12 +216,10 @@ class BlockReader:
         return data[offset - first * BLOCK_BYTES : stop - first * BLOCK_BYTES]
 
     def close(self) -> None:
-        """Forget all blocks and request none ahead. A request that is under way
-        ends by itself; its bytes are lost.
+        """Request no further blocks. A request that is under way ends by itself; its
+        bytes are lost.
         """
-        with self._lock:
-            self._is_closed = True
-            self._blocks.clear()
+        self._requests.shutdown(wait=False, cancel_futures=True)
 
     def _read(
         self,
@@ -250,11 +238,7 @@ class BlockReader:
                     for run in itertools.count()
                     if number - 1 - run not in self._blocks
                 )
-                ahead = (
-                    0
-                    if self._is_closed
-                    else min(max(2 * run, last - number), AHEAD_BLOCKS)
-                )
+                ahead = min(max(2 * run, last - number), AHEAD_BLOCKS)
                 for each in range(
                     number + 1,
                     min(number + ahead, (self._length - 1) // BLOCK_BYTES) + 1,
@@ -271,40 +255,17 @@ class BlockReader:
                     raise
 
     def _request(self, number: int) -> Future[bytes]:
-        block: Future[bytes] = Future()
+        block = self._requests.submit(self._fetch, number)
         self._blocks[number] = block
-        fetch = threading.Thread(
-            target=self._fetch,
-            args=(number, block),
-            name="edje-block",
-            daemon=self._daemon,
-        )
-        try:
-            fetch.start()
-        except RuntimeError:
-            # the system allows no further thread
-            self._fetch(number, block)
         return block
 
-    def _fetch(
-        self,
-        number: int,
-        block: Future[bytes],
-    ) -> None:
+    def _fetch(self, number: int) -> bytes:
         start = number * BLOCK_BYTES
         size = min(BLOCK_BYTES, self._length - start)
-        try:
-            data = self._read_at(size, start)
-            if len(data) != size:
-                raise EOFError(f"the file ends before byte {start + size}")
-            block.set_result(data)
-        except BaseException as error:
-            # also SystemExit, after which no reader may wait for the block
-            block.set_exception(
-                error
-                if isinstance(error, Exception)
-                else OSError(f"the request ended: {error!r}")
-            )
+        data = self._read_at(size, start)
+        if len(data) != size:
+            raise EOFError(f"the file ends before byte {start + size}")
+        return data
 
 
 class StreamItem(NamedTuple):

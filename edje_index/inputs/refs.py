@@ -12,6 +12,7 @@ from edje_index.images.decode import ImageError
 from edje_index.images.transient import retry
 from edje_index.inputs.containers import Container, read_packed
 from edje_index.inputs.ranges import open_file, read_range
+from edje_index.inputs.tars import check_bytes
 from storage_formats.format.source_columns import Value
 from storage_formats.remote.files import ChangedFileError, UnreachableError, read_remote
 from storage_formats.remote.urls import WEB_SCHEMES, is_url, scheme_of
@@ -123,11 +124,7 @@ def read_bytes(ref: InputRef) -> bytes:
                 return read_remote(os.fsdecode(ref.path), MAX_INPUT_BYTES)
             fd, length = open_file(ref.path)
             with open(fd, "rb", buffering=0):
-                if length > MAX_INPUT_BYTES:
-                    raise OSError(
-                        errno.EFBIG,
-                        f"{length} bytes is over the limit of {MAX_INPUT_BYTES}",
-                    )
+                check_bytes(length, MAX_INPUT_BYTES)
                 data = read_range(fd, length, 0)
             if len(data) != length:
                 raise OSError(
@@ -170,11 +167,8 @@ def read_bytes(ref: InputRef) -> bytes:
         raise ImageError("changed-since-plan", str(error)) from error
     except (OSError, ValueError) as error:
         # ValueError: a NUL in the path
-        reason = (
-            "too-many-bytes"
-            if isinstance(error, OSError) and error.errno == errno.EFBIG
-            else "unreadable"
-        )
+        is_too_large = getattr(error, "errno", None) == errno.EFBIG
+        reason = "too-many-bytes" if is_too_large else "unreadable"
         raise ImageError(
             reason, getattr(error, "strerror", None) or str(error)
         ) from error

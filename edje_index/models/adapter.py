@@ -8,7 +8,7 @@ width of the language model. Parameters have the same names as in published chec
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,7 @@ STRIDED = "strided"
 CLUSTERED = "clustered"
 PRUNED = "pruned"
 PATCHES = "patches"
-# these need only the patch features, not the attention
-PATCH_REDUCTIONS = (STRIDED, CLUSTERED)
-REDUCTIONS = (*PATCH_REDUCTIONS, PRUNED)
+REDUCTIONS = (STRIDED, CLUSTERED, PRUNED)
 KINDS = (COMPRESSED, LOCAL, *REDUCTIONS, PATCHES)
 # hidden width of the MLP of the adapters in the EDJE paper
 PUBLISHED_HIDDEN_DIM = 8192
@@ -92,18 +90,10 @@ class AdapterConfig:
         """
         # This is the output of the training-free reduction if there is one, else the
         # features of all patches.
-        kind, tokens = (
-            (self.kind, self.num_tokens)
-            if self.kind in REDUCTIONS
-            else (PATCHES, patches)
-        )
-        return AdapterConfig(
-            kind, tokens, self.vision_dim, self.vision_dim, hidden_dim=0
-        )
-
-    def to_json(self) -> Json:
-        """Return the fields as a JSON object."""
-        return asdict(self)
+        width = self.vision_dim
+        if self.kind in REDUCTIONS:
+            return AdapterConfig(self.kind, self.num_tokens, width, width, 0)
+        return AdapterConfig(PATCHES, patches, width, width, 0)
 
 
 class Adapter(nn.Module):
@@ -233,40 +223,33 @@ def build_adapter(config: AdapterConfig) -> Adapter:
         raise ModelError(
             f"unknown adapter {config.kind!r}: give one of {', '.join(KINDS)}"
         )
-    sizes = (
-        config.num_tokens,
-        config.vision_dim,
-        config.language_dim,
-        config.num_heads,
-    )
+    d_v = config.vision_dim
+    sizes = (config.num_tokens, d_v, config.language_dim, config.num_heads)
     if min(sizes) < 1 or config.hidden_dim < 0:
         raise ModelError(
             "the sizes of an adapter must be positive (hidden_dim may be 0); got"
             f" {config}"
         )
-    if config.kind == COMPRESSED and config.vision_dim % config.num_heads:
+    if config.kind == COMPRESSED and d_v % config.num_heads:
         raise ModelError(
-            f"the width {config.vision_dim} of the tower is not divisible by"
+            f"the width {d_v} of the tower is not divisible by"
             f" {config.num_heads} heads: set num_heads to the number of attention heads"
             " of the tower"
         )
-    is_training_free = (
-        config.kind not in (COMPRESSED, LOCAL)
-        and config.vision_dim == config.language_dim
-    )
-    if (config.kind == PATCHES or config.is_feature) and not (
-        is_training_free and config.is_feature
-    ):
+    fits = config.kind != PATCHES
+    if config.is_feature:
+        fits = config.kind in (*REDUCTIONS, PATCHES) and d_v == config.language_dim
+    if not fits:
         raise ModelError(
             "hidden_dim must be 0 for a patches adapter, and may be 0 for a strided,"
             " clustered or pruned adapter, with equal vision_dim and language_dim; got"
             f" {config}"
         )
-    classes: dict[str, type[Adapter]] = {
-        COMPRESSED: CompressionAdapter,
-        LOCAL: LocalAdapter,
-    }
-    return classes.get(config.kind, ReducedAdapter)(config).eval()
+    if config.kind == COMPRESSED:
+        return CompressionAdapter(config).eval()
+    if config.kind == LOCAL:
+        return LocalAdapter(config).eval()
+    return ReducedAdapter(config).eval()
 
 
 def activation(name: str) -> nn.Module:

@@ -191,28 +191,21 @@ class Bert:
         )
         return embedded
 
-    def hidden_states(self, embedded: Tensor, mask: Tensor | None) -> Tensor:
-        """Return the last hidden states, float32 [b, t, d], of the result of `embed`.
+    def hidden_states(
+        self, embedded: Tensor, mask: Tensor | None, outputs: int | None = None
+    ) -> Tensor:
+        """Return the last hidden states of the result of `embed`, float32 [b, t, d].
 
-        `mask` is False for padding, bool [b, t]. It is None if there is no padding,
-        which is faster.
+        Args:
+            mask: False for padding, bool [b, t]. None if there is no padding, which is
+                faster.
+            outputs: number of tokens whose states are computed, from the first; None
+                for all.
         """
-        states = self._states(embedded)
-        for layer in self._layers:
-            states = layer(*states, mask)
-        return states[0]
-
-    def first_states(self, embedded: Tensor, mask: Tensor | None) -> Tensor:
-        """Return ``hidden_states(embedded, mask)[:, 0]``, float32 [b, d], in less
-        time.
-        """
-        states = self._states(embedded)
+        states = embedded, embedded.to(self._dtype)
         for layer in self._layers[:-1]:
             states = layer(*states, mask)
-        return self._layers[-1](*states, mask, outputs=1)[0][:, 0]
-
-    def _states(self, embedded: Tensor) -> tuple[Tensor, Tensor]:
-        return embedded, embedded.to(self._dtype)
+        return self._layers[-1](*states, mask, outputs)[0]
 
 
 class _Layer:

@@ -7,7 +7,6 @@ from __future__ import annotations
 import copy
 import json
 import logging
-import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -15,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 from torch import nn
 
@@ -28,7 +28,7 @@ from edje_index.models.clip_config import (
     read_clip_config,
 )
 from edje_index.models.safety import read_configuration
-from edje_index.models.weights import load_module
+from edje_index.models.weights import load_module, one_line
 from storage_formats.atomic import Json
 
 prepare_torchvision()
@@ -41,7 +41,6 @@ from open_clip.transform import PreprocessCfg, image_transform_v2  # noqa: E402
 
 LOCAL_DIR = "local-dir:"
 _HUB = "hf-hub:"
-_PROXY_VARIABLES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
 _CONNECT_SECONDS = 5.0
 _HUB_SETTINGS = threading.RLock()
 
@@ -119,9 +118,9 @@ def _build(name: str, make: Callable[[], nn.Module]) -> nn.Module:
         with hub_access(local_only=True):
             return make().eval()
     except Exception as error:
-        excerpt = " ".join(str(error).split())[:200]
         raise ModelError(
-            f"cannot load {name}: {excerpt}; check the configuration of the model"
+            f"cannot load {name}: {one_line(error)}; check the configuration of the"
+            " model"
         ) from error
 
 
@@ -214,17 +213,17 @@ def load_clip(vision: str) -> tuple[nn.Module, ClipConfig]:
             )
             model_config = open_clip.get_model_config(name)
     except Exception as error:
-        excerpt = " ".join(str(error).split())[:200]
         if reachable or (tag is not None and Path(tag).is_file()):
             raise ModelError(
-                f"cannot load {vision}: {excerpt}; check the name and the files of the"
-                " model"
+                f"cannot load {vision}: {one_line(error)}; check the name and the files"
+                " of the model"
             ) from error
         raise HubUnreachableError(
             f"cannot download {vision}: the model hub is not reachable from this"
-            f" machine [{excerpt}]. Give local weights as NAME:/path/to/weights or"
-            " local-dir:FOLDER. Alternatively, download the model on a machine that"
-            " reaches the hub, and copy its cache directory HF_HOME to this machine"
+            f" machine [{one_line(error)}]. Give local weights as"
+            " NAME:/path/to/weights or local-dir:FOLDER. Alternatively, download the"
+            " model on a machine that reaches the hub, and copy its cache directory"
+            " HF_HOME to this machine"
         ) from error
     described = {
         "model": model_config,
@@ -266,7 +265,7 @@ def hub_access(*, local_only: bool = False) -> Iterator[bool]:
         logging.root.addHandler(handler)
         logging.disable(logging.CRITICAL)
         is_reachable = not (offline or local_only)
-        if is_reachable and not any(os.environ.get(name) for name in _PROXY_VARIABLES):
+        if is_reachable and not {"https", "all"} & getproxies().keys():
             address = urlsplit(constants.ENDPOINT)
             try:
                 socket.create_connection(

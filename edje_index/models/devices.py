@@ -62,6 +62,15 @@ def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if dtype == "bfloat16" else torch.float32
 
 
+def peak_gpu_bytes(device: torch.device) -> int:
+    """Return the most memory that tensors of this process have taken at one time on a
+    GPU, in bytes. It is 0 on a CPU.
+    """
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    return 0
+
+
 def autocast(
     dtype: torch.dtype, device: torch.device
 ) -> contextlib.AbstractContextManager[Any]:

@@ -28,6 +28,7 @@ from edje_index.errors import ModelError
 from edje_index.models._torchvision_compat import prepare_torchvision
 from edje_index.models.filesystem import write_json
 from edje_index.models.safety import check_tokenizer_folder, read_configuration
+from edje_index.models.weights import one_line
 
 IMAGE_TOKEN = "<image>"
 # limit for [CLS], the caption and both [SEP] together
@@ -267,8 +268,8 @@ def load_joint_tokenizer(folder: Path, *, canonical: bool = False) -> JointToken
         )
     except Exception as error:
         raise ModelError(
-            f"cannot read the tokenizer in {folder}:"
-            f" {' '.join(str(error).split())[:300]}; copy the directory again"
+            f"cannot read the tokenizer in {folder}: {one_line(error)}; copy the"
+            " directory again"
         ) from error
 
 

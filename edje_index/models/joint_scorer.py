@@ -211,7 +211,7 @@ class JointScorer:
             mask = (place < lengths[:, None] + 2) | (place >= second)
             positions = mask.cumsum(dim=1) - 1
         embedded = self._bert.embed(words, types, positions)
-        first = self._bert.first_states(embedded, mask)
+        first = self._bert.hidden_states(embedded, mask, outputs=1)[:, 0]
         logits = self._head(torch.tanh(self._pooler(first)))
         return (logits[:, 0],)
 
@@ -224,19 +224,13 @@ class JointScorer:
         words = functional.embedding(
             inputs.input_ids.to(self.device), self.word_vectors
         )
-        hidden = bert.hidden_states(
-            bert.embed(words, inputs.token_type_ids.to(self.device)), self._mask(inputs)
-        )
-        counted = inputs.attention_mask.to(self.device)[:, :, None]
+        counted = inputs.attention_mask.to(self.device)
+        mask = None if bool(inputs.attention_mask.all()) else counted.bool()
+        embedded = bert.embed(words, inputs.token_type_ids.to(self.device))
+        hidden = bert.hidden_states(embedded, mask)
+        counted = counted[:, :, None]
         return (hidden * counted).sum(dim=1) / counted.sum(dim=1)
 
     @cached_property
     def _exact_bert(self) -> Bert:
         return self._bert if self.compute_dtype == torch.float32 else self._make_bert()
-
-    def _mask(self, inputs: JointInputs) -> Tensor | None:
-        return (
-            None
-            if bool(inputs.attention_mask.all())
-            else inputs.attention_mask.to(self.device, torch.bool)
-        )

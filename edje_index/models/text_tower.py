@@ -37,7 +37,7 @@ from edje_index.models.joint_inputs import (
     tokenizing,
 )
 from edje_index.models.safety import check_tokenizer_folder, read_configuration
-from edje_index.models.weights import read_weights
+from edje_index.models.weights import one_line, read_weights
 from edje_index.progress import OnProgress
 from storage_formats.arguments import repr_of
 from storage_formats.arrays import Floats
@@ -177,16 +177,15 @@ def text_tokenizer(config: ClipConfig, folder: str | Path | None = None) -> Any:
         with hub_access(local_only=folder is not None):
             return HFTokenizer(str(folder or name), **options)
     except Exception as error:
-        detail = " ".join(str(error).split())[:300]
         if folder or Path(name).exists():
             raise ModelError(
                 f"cannot read the tokenizer of the text tower in {folder or name}:"
-                f" {detail}; copy its files again"
+                f" {one_line(error)}; copy its files again"
             ) from error
         raise HubUnreachableError(
-            f"cannot download the text tokenizer {name} ({detail}): give a directory"
-            " with the tokenizer files, or copy the directory HF_HOME from a machine"
-            " that has downloaded this tokenizer"
+            f"cannot download the text tokenizer {name} ({one_line(error)}): give a"
+            " directory with the tokenizer files, or copy the directory HF_HOME from a"
+            " machine that has downloaded this tokenizer"
         ) from error
 
 
@@ -227,15 +226,8 @@ class BertTextTower(TextEncoder):
 
     def embed(self, texts: list[str]) -> Tensor:
         with tokenizing():
-            rows = [
-                encoding.ids
-                for encoding in self._tokenizer.encode_batch(
-                    list(map(self._clean, texts))
-                )
-            ]
-        ids = torch.full((len(rows), max(map(len, rows))), self._pad, dtype=torch.int64)
-        for position, row in enumerate(rows):
-            ids[position, : len(row)] = torch.tensor(row, dtype=torch.int64)
+            encoded = self._tokenizer.encode_batch(list(map(self._clean, texts)))
+        ids = torch.tensor([each.ids for each in encoded])
         ids = ids.to(self._bert.words.device)
         mask = ids != self._pad
         embedded = self._bert.embed(
@@ -291,8 +283,8 @@ def load_bert_text_tower(
     try:
         tokenizer = Tokenizer.from_file(str(folder / TOKENIZER_FILE))
         tokenizer.enable_truncation(max_length=int(text.get("context_length", 77)))
-        tokenizer.no_padding()
         pad = int(bert_config.get("pad_token_id", 0))
+        tokenizer.enable_padding(pad_id=pad)
     except Exception as error:
         # the tokenizers library raises plain exceptions
         raise ModelError(

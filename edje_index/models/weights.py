@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -98,8 +98,6 @@ def read_weights(path: Path, prefix: str = "") -> State:
     The prefix is removed.
     """
     try:
-        if not prefix:
-            return load_file(path)
         with safe_open(path, framework="pt") as file:
             # safetensors files are no dictionaries
             every = file.keys()
@@ -130,7 +128,7 @@ def assign_weights(module: nn.Module, state: Mapping[str, Tensor], source: str) 
     try:
         result = module.load_state_dict(state, strict=False, assign=not tied)
     except RuntimeError as error:
-        problems = [_one_line(error)]
+        problems = [one_line(error)]
     else:
         missing = sorted(set(result.missing_keys) - tied)
         unexpected = result.unexpected_keys
@@ -193,7 +191,7 @@ def read_checkpoint(path: Path) -> Json:
     except Exception as error:
         # a damaged file can raise any exception
         raise ModelError(
-            f"cannot read the checkpoint {path}: {_one_line(error)}; copy this file"
+            f"cannot read the checkpoint {path}: {one_line(error)}; copy this file"
             " again"
         ) from error
     if not isinstance(checkpoint, dict):
@@ -259,7 +257,7 @@ def limited_by(weights: Path, *more: Path) -> Iterator[None]:
         ValueError,
     ) as error:
         raise ModelError(
-            f"cannot build the model for the weights {weights}: {_one_line(error)};"
+            f"cannot build the model for the weights {weights}: {one_line(error)};"
             " restore the configuration of the model"
         ) from error
 
@@ -294,6 +292,7 @@ class _Budget(TorchFunctionMode):
         return func(*args, **options)
 
 
-def _one_line(error: BaseException) -> str:
+def one_line(error: BaseException) -> str:
+    """Return the message of an error, shortened, without line breaks."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= 400 else text[:400] + " ..."

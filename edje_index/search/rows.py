@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 import time
@@ -25,8 +26,8 @@ from storage_formats.format.source_columns import caption_column
 # of columns
 _CACHED_BYTES = 256 << 20
 _CACHED_FILTERS = 16
-# after each group of shards, the time limit is checked
-_SHARDS_AT_ONCE = 16
+# of a filter table, whose columns for hits stay in memory
+_GROUPED_BYTES = 64 << 20
 
 
 class FilterTimeoutError(EdjeError):
@@ -91,6 +92,7 @@ class IndexRows:
             check_names(columns, self.schema.names)
             names = list(dict.fromkeys(columns))
         shards = sorted({row // size for row in row_ids.tolist()})
+        self._read_groups(shards, ["uri", *names])
         tables = dict(zip(shards, self._tables(shards, ["uri", *names]), strict=True))
         described = []
         for row in row_ids.tolist():
@@ -153,26 +155,52 @@ class IndexRows:
                 # the files of rows/ have the same values
                 pass
             shards += spec.segment_shards(segment)
-        tables = self._tables(shards, names)
-        for start in range(0, len(shards), _SHARDS_AT_ONCE):
-            part = shards[start : start + _SHARDS_AT_ONCE]
-            row_ids = np.concatenate(
-                [
-                    np.arange(rows.start, rows.stop)
-                    for rows in map(spec.shard_rows, part)
-                ]
-            )
-            arrays = zip(*itertools.islice(tables, len(part)), strict=True)
-            columns = map(pa.chunked_array, arrays)
+        for shard, columns in zip(shards, self._tables(shards, names), strict=True):
+            row_ids = np.array(spec.shard_rows(shard))
             try:
                 table = pa.table([row_ids, *columns], ["row_id", *names])
             except pa.ArrowInvalid as error:
                 raise CorruptIndexError(
-                    f"a file of the shards {part[0]} to {part[-1]} in rows/ has"
-                    " too few or too many rows",
+                    f"the file of shard {shard} in rows/ has too few or too many rows",
                     remedy="verify",
                 ) from error
             yield table
+
+    def _read_groups(self, shards: Sequence[int], names: Sequence[str]) -> None:
+        """Keep the columns `names` of the row groups of the filter tables that contain
+        `shards`. Then later searches, which have hits in other shards, open no file.
+        """
+        manifest = self._index.manifest
+        spec = manifest.spec
+        has_columns = {*names} <= {*filter_schema(manifest.columns).names}
+        if not has_columns or not manifest.filter_tables:
+            return
+        with self._lock:
+            missing = [
+                shard
+                for shard in shards
+                if any((shard, name) not in self._columns for name in names)
+            ]
+        for segment, entry in zip(
+            spec.used_segments, manifest.filter_tables, strict=True
+        ):
+            of_segment = spec.segment_shards(segment)
+            first_rows = [
+                spec.shard_rows(shard).start for shard in missing if shard in of_segment
+            ]
+            if not first_rows or entry is None or entry.bytes > _GROUPED_BYTES:
+                continue
+            # the files of rows/ have the same values
+            with contextlib.suppress(CorruptIndexError):
+                for table in iter_filter_table(
+                    self._index, segment, entry, names, first_rows
+                ):
+                    first = table["row_id"][0].as_py() // spec.shard_size
+                    columns = [table[name].combine_chunks() for name in names]
+                    for start in range(0, len(table), spec.shard_size):
+                        shard = first + start // spec.shard_size
+                        parts = [each.slice(start, spec.shard_size) for each in columns]
+                        self._keep(shard, names, parts)
 
     def _tables(
         self, shards: Sequence[int], names: Sequence[str]
@@ -191,11 +219,20 @@ class IndexRows:
         for shard in shards:
             if None in held[shard]:
                 held[shard] = [column.combine_chunks() for column in next(read).columns]
-                with self._lock:
-                    for name, column in zip(names, held[shard], strict=True):
-                        if (shard, name) not in self._columns:
-                            self._bytes += column.nbytes
-                        self._columns[shard, name] = column
-                    while self._bytes > _CACHED_BYTES:
-                        self._bytes -= self._columns.popitem(last=False)[1].nbytes
+                self._keep(shard, names, held[shard])
             yield held.pop(shard)
+
+    def _keep(
+        self,
+        shard: int,
+        names: Sequence[str],
+        columns: Sequence[pa.Array],
+    ) -> None:
+        """Keep columns of a shard until the memory is needed for others."""
+        with self._lock:
+            for name, column in zip(names, columns, strict=True):
+                if (shard, name) not in self._columns:
+                    self._bytes += column.nbytes
+                self._columns[shard, name] = column
+            while self._bytes > _CACHED_BYTES:
+                self._bytes -= self._columns.popitem(last=False)[1].nbytes

@@ -89,10 +89,6 @@ class AugmentationConfig(Settings):
     """Random crops per image, half of them mirrored. Each crop costs one pass of
     the vision tower.
     """
-    patch_dropout: Fraction = 0.0
-    """Fraction of patches removed at random before a compressed adapter reads the
-    patches.
-    """
     step_tokens: PositiveInt | None = None
     """Tokens per image that the joint encoder reads in a training step. None reads
     all tokens.
@@ -330,19 +326,12 @@ class TrainConfig(Settings):
         that describes it.
         """
         loop = self.loop
-        architecture = self.architecture
-        augmentation = self.augmentation
         return {
             f"loop.steps is {loop.steps} and loop.epochs is {loop.epochs or 0:g};"
             " set one of them": (loop.steps is not None and loop.epochs is not None),
             f"loop.batch_size is {loop.batch_size} and negatives.count is"
             f" {self.negatives.count}; loop.batch_size must be larger": (
                 loop.batch_size <= self.negatives.count
-            ),
-            "augmentation.patch_dropout needs a compressed adapter, but"
-            f" architecture.adapter is {architecture.adapter!r};"
-            " set augmentation.patch_dropout to 0": (
-                augmentation.patch_dropout > 0 and architecture.adapter != "compressed"
             ),
         }
 
@@ -475,7 +464,7 @@ PRESETS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
             "word_embeddings": "frozen",
             "dropout": 0.1,
         },
-        "augmentation": {"views": 4, "patch_dropout": 0.4, "step_tokens": 48},
+        "augmentation": {"views": 4, "step_tokens": 48},
         "objective": {"mlm_weight": 0.0, "recovery_weight": 0.0},
         "negatives": {"count": 1},
         "alignment": {"steps": 800, "batch_size": 128},

@@ -77,17 +77,14 @@ def finish_model(
     init = task.config.inputs.init
     began = None
     if init is not None and task.dev is not None:
-        loaded = ModelBundle.load(init)
+        loaded = ModelBundle.load(init, device=str(device))
         # features of another tower fit no other adapter
         if (loaded.vision.patch_dim, loaded.joint.width) == (
             bundle.vision.patch_dim,
             bundle.joint.width,
         ):
             began = loaded
-            began.adapter.to(device).eval()
-            began.joint.to(device).eval()
-            if began.pooled is not None:
-                bundle = replace(bundle, pooled=began.pooled.to(device).eval())
+            bundle = replace(bundle, pooled=began.pooled)
     if fitting.pooled_dim:
         pooled = fit_pooled_similarity(
             adapter, bundle.joint, source, fitting.pooled_dim, on_progress

@@ -24,7 +24,7 @@ from edje_index.images.preprocessing import Preprocessor
 from edje_index.indexing.image_encoder import ImageEncoder
 from edje_index.inputs.input_lists import InputTable
 from edje_index.models.adapter import CompressionAdapter, build_adapter
-from edje_index.models.devices import resolve_device, resolve_dtype
+from edje_index.models.devices import peak_gpu_bytes, resolve_device, resolve_dtype
 from edje_index.scoring.parts import content_token_mask
 from edje_index.scoring.weights import LOGIT, ScoreWeights
 from edje_index.training.batches import BatchSource, to_device
@@ -190,11 +190,14 @@ def run_worker(
         torch.set_num_threads(config.run.threads or 1)
     device = resolve_device(config.run.device)
 
-    def report_shard(done: int, shards: int) -> None:
-        if group.rank == 0 and done < shards:
-            record = {"stage": -1, "phase": CAPTIONS, "step": done, "steps": shards}
+    def write(record: Record) -> None:
+        if group.rank == 0:
             append_record(run_dir, record)
             on_record(record)
+
+    def report_shard(done: int, shards: int) -> None:
+        if done < shards:
+            write({"stage": -1, "phase": CAPTIONS, "step": done, "steps": shards})
 
     prepared = [(task.data, task.miner, task.mining)]
     if task.dev is not None:
@@ -237,7 +240,7 @@ def run_worker(
         }
         return {**recalls, RECALL: sum(recalls.values()) / len(recalls)}
 
-    common = (task, group, device, source, should_stop, on_record)
+    common = (task, group, device, source, should_stop, write)
     with torch.random.fork_rng(
         [torch.cuda.current_device()] if device.type == "cuda" else []
     ):
@@ -265,7 +268,7 @@ def run_worker(
                 state,
                 name=ALIGNMENT,
                 stage=0,
-                module=AlignmentObjective(adapter, start.joint, config.augmentation),
+                module=AlignmentObjective(adapter, start.joint),
                 make_batch=source.alignment(content_token_mask(start.joint.tokenizer)),
                 steps=settings.steps,
                 images=min(settings.batch_size, source.data.images),
@@ -275,11 +278,9 @@ def run_worker(
         # unused gradients would cost time and count in the norm
         if not config.optimizer.adapter_lr_factor:
             start.adapter.requires_grad_(False)
-        epoch = steps_per_epoch(config.loop, len(source.data.caption_keys))
+        epoch = len(source.data.caption_keys) // config.loop.batch_size
         every = config.run.evaluate_every
-        if task.dev is None:
-            every = 0
-        elif every is None:
+        if every is None:
             every = epoch
         previous = None
         if task.continued is not None:
@@ -294,7 +295,7 @@ def run_worker(
                 start.adapter,
                 start.joint,
                 config.objective,
-                config.augmentation,
+                config.augmentation.step_tokens,
                 teacher,
                 group.gather,
             ),
@@ -305,7 +306,7 @@ def run_worker(
             epoch=epoch,
             previous=previous,
             evaluate=evaluate,
-            evaluate_every=every,
+            evaluate_every=0 if task.dev is None else every,
         )
 
 
@@ -315,7 +316,7 @@ def _run_phase(
     device: torch.device,
     source: BatchSource,
     should_stop: Callable[[], bool],
-    on_record: Callable[[Record], None],
+    write: Callable[[Record], None],
     state: TrainState | None,
     *,
     name: str,
@@ -333,6 +334,7 @@ def _run_phase(
     """Run the steps of the phase `name` that follow `state`, the last checkpoint.
 
     Args:
+        write: adds a record to the log, on worker 0.
         stage: number of the phase, counted from 0.
         module: module to train.
         make_batch: makes a batch from the batch number, which counts from 0 in each
@@ -371,11 +373,6 @@ def _run_phase(
         skipped = resumed.skipped
     if group.rank == 0:
         begin_log(run_dir, stage, first)
-
-    def write(record: Record) -> None:
-        if group.rank == 0:
-            append_record(run_dir, record)
-            on_record(record)
 
     # of the losses since the last log record
     sums: Any = Counter()
@@ -449,6 +446,7 @@ def _run_phase(
                         "step_seconds": seconds / (done - since),
                         "seconds": seconds,
                         "data_wait": waited,
+                        "gpu_bytes": peak_gpu_bytes(device),
                         "skipped": skipped[0],
                         "unreadable": source.features.unreadable(),
                     }
@@ -558,13 +556,8 @@ def total_steps(config: LoopConfig, pairs: int) -> int:
             f"{pairs} captions do not fill a batch of {config.batch_size}; lower"
             " loop.batch_size"
         )
-    epochs = config.epochs or 0
-    return config.steps or max(1, math.ceil(epochs * steps_per_epoch(config, pairs)))
-
-
-def steps_per_epoch(config: LoopConfig, pairs: int) -> int:
-    """Return the number of optimiser steps per epoch of `pairs` pairs."""
-    return pairs // config.batch_size
+    steps_per_epoch = pairs // config.batch_size
+    return config.steps or max(1, math.ceil((config.epochs or 0) * steps_per_epoch))
 
 
 def learning_rate(

@@ -5,6 +5,7 @@ centres at which a new adapter starts.
 from __future__ import annotations
 
 import hashlib
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -21,7 +22,6 @@ from edje_index.bundles.info import (
 from edje_index.errors import ModelError
 from edje_index.models.adapter import (
     LOCAL,
-    PATCHES,
     Adapter,
     AdapterConfig,
     CompressionAdapter,
@@ -82,17 +82,27 @@ def make_start(
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        bundle = (
-            ModelBundle.load(model)
-            if model is not None
-            else _towers(vision, init or language)
-        )
+        joint: JointEncoder | None = None
+        if model is not None:
+            towers = ModelBundle.load(model)
+            clip = towers.clip
+            clip_config = towers.clip_config
+            tokenizer = towers.text_tokenizer
+            joint = towers.joint
+        else:
+            clip, clip_config = load_clip(vision or "")
+            tokenizer = text_tokenizer(clip_config, local_folder(vision or ""))
+        tower = vision_tower(clip.visual)  # type: ignore[arg-type]
         initial = None if init is None else ModelBundle.load(init)
-        joint = bundle.joint
         if initial is not None:
             joint = initial.joint
         elif language is not None:
-            joint = _language(language, bundle.embed_dim)
+            joint = _language(language, tower.embed_dim)
+        if joint is None:
+            raise ModelError(
+                "no model provides the joint encoder: set 'language' or 'init' beside"
+                " 'vision'"
+            )
         joint.tokenizer.canonical = architecture.canonical_captions
         if (count := architecture.language_layers) is not None:
             layers = joint.language_model.bert.encoder.layer
@@ -103,9 +113,8 @@ def make_start(
                 )
             joint.language_model.bert.encoder.layer = layers[:count]
             joint.config.num_hidden_layers = count
-        if joint.text_projection.out_features != bundle.embed_dim:
-            joint.text_projection = nn.Linear(joint.width, bundle.embed_dim)
-        tower = bundle.vision
+        if joint.text_projection.out_features != tower.embed_dim:
+            joint.text_projection = nn.Linear(joint.width, tower.embed_dim)
         config = AdapterConfig(
             kind=architecture.adapter,
             num_tokens=(
@@ -136,38 +145,13 @@ def make_start(
                 embeddings.position_embeddings.weight.copy_(table.weight[rows])
             joint.config.max_position_embeddings = count
     return ModelBundle(
-        clip=bundle.clip,
-        clip_config=bundle.clip_config,
-        text_tokenizer=bundle.text_tokenizer,
+        clip=clip,
+        clip_config=clip_config,
+        text_tokenizer=tokenizer,
         adapter=adapter,
         joint=joint,
         trained=False,
         notes="start of a training",
-    )
-
-
-def _towers(vision_name: str | None, source: Path | None) -> ModelBundle:
-    """Load a bundle with the towers `vision_name` and the joint encoder `source`.
-    Its adapter is a placeholder.
-    """
-    if vision_name is None or source is None:
-        raise ModelError(
-            "no model provides the towers: set 'model', or set 'vision' and one of"
-            " 'language' and 'init'"
-        )
-    clip, config = load_clip(vision_name)
-    vision = vision_tower(clip.visual)  # type: ignore[arg-type]
-    return ModelBundle(
-        clip=clip,
-        clip_config=config,
-        text_tokenizer=text_tokenizer(config, local_folder(vision_name)),
-        adapter=build_adapter(
-            AdapterConfig(
-                PATCHES, vision.num_patches, vision.patch_dim, vision.patch_dim, 0
-            )
-        ),
-        joint=_language(source, vision.embed_dim),
-        trained=False,
     )
 
 
@@ -263,7 +247,7 @@ def feature_fingerprint(info: BundleInfo, trained: AdapterConfig) -> str:
     features = trained.features(int(info.vision["num_patches"]))
     digest = hashlib.sha256(save(build_adapter(features).state_dict())).hexdigest()
     return encoder_fingerprint(
-        features.to_json(), {**info.files, ADAPTER_WEIGHTS: {"sha256": digest}}
+        asdict(features), {**info.files, ADAPTER_WEIGHTS: {"sha256": digest}}
     )
 
 

@@ -25,7 +25,7 @@ from edje_index.training.batches import (
     JointBatch,
     PairChunk,
 )
-from edje_index.training.config import AugmentationConfig, ObjectiveConfig
+from edje_index.training.config import ObjectiveConfig
 from edje_index.training.start import trained_part
 
 Losses = dict[str, Tensor]
@@ -180,6 +180,7 @@ class JointObjective(nn.Module):
     Args:
         adapter, joint: modules to train. Heads that no loss uses are frozen, which
             excludes them from weight decay.
+        step_tokens: tokens per image that the joint encoder reads; None for all.
         teacher: the teacher; None without distillation.
         gather: maps the tokens of this worker's images to the tokens of the images of
             all workers.
@@ -190,7 +191,7 @@ class JointObjective(nn.Module):
         adapter: Adapter,
         joint: JointEncoder,
         config: ObjectiveConfig,
-        augmentation: AugmentationConfig,
+        step_tokens: int | None = None,
         teacher: Teacher | None = None,
         gather: Callable[[Tensor], Tensor] = lambda tokens: tokens,
     ) -> None:
@@ -202,7 +203,7 @@ class JointObjective(nn.Module):
             "recovery": config.recovery_weight,
             "accuracy": 0.0,
         }
-        self._augmentation = augmentation
+        self._step_tokens = step_tokens
         self._gather = gather
         # in a tuple, so that PyTorch does not register the teacher as a submodule
         self._teacher = (teacher,)
@@ -227,10 +228,7 @@ class JointObjective(nn.Module):
         device = batch.patches.device
         with autocast(dtype, device):
             tokens = self._gather(
-                random_subset(
-                    self.adapter(kept_patches(batch.patches, self._augmentation)),
-                    self._augmentation.step_tokens,
-                )
+                random_subset(self.adapter(as_input(batch.patches)), self._step_tokens)
             )
             teacher_tokens = None
             if (teacher := self._teacher[0]) is not None:
@@ -324,12 +322,9 @@ class AlignmentObjective(nn.Module):
     words: Tensor
     mean: Tensor
 
-    def __init__(
-        self, adapter: Adapter, joint: JointEncoder, augmentation: AugmentationConfig
-    ) -> None:
+    def __init__(self, adapter: Adapter, joint: JointEncoder) -> None:
         super().__init__()
         self.adapter = trained_part(adapter)
-        self._augmentation = augmentation
         self.log_temperature = nn.Parameter(torch.tensor(FIRST_TEMPERATURE).log())
         table = joint.text_embeddings.weight
         words: Tensor = table.detach()  # type: ignore[operator]
@@ -347,10 +342,7 @@ class AlignmentObjective(nn.Module):
             the first set of captions.
         """
         with autocast(dtype, batch.patches.device):
-            tokens = (
-                self.adapter(kept_patches(batch.patches, self._augmentation))
-                - self.mean
-            )
+            tokens = self.adapter(as_input(batch.patches)) - self.mean
             scores = alignment_scores(
                 tokens, self.words[batch.words] - self.mean, batch.shares
             ).float()
@@ -363,17 +355,12 @@ class AlignmentObjective(nn.Module):
         return {TOTAL: loss.detach(), "accuracy": best.float().mean()}
 
 
-def kept_patches(patches: Tensor, augmentation: AugmentationConfig) -> Tensor:
-    """Return `patches` [b, n, d_v] after patch dropout. Every image loses the same
-    patch positions.
-    """
-    kept = random_subset(
-        patches, max(1, round(patches.shape[1] * (1 - augmentation.patch_dropout)))
-    )
+def as_input(patches: Tensor) -> Tensor:
+    """Return stored features in a data type that the adapter can read now."""
     # autocast converts the weights to the type of stored features
-    if torch.is_autocast_enabled(kept.device.type):
-        return kept
-    return kept.to(torch.promote_types(kept.dtype, torch.float32))
+    if torch.is_autocast_enabled(patches.device.type):
+        return patches
+    return patches.to(torch.promote_types(patches.dtype, torch.float32))
 
 
 def random_subset(blocks: Tensor, count: int | None) -> Tensor:

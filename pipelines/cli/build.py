@@ -246,7 +246,7 @@ def append(
       edje-index append photos.edje photos/2026
       edje-index append cc3m.edje 'cc3m/{00332..00340}.tar' --engine inline
     """
-    from pipelines.jobs.build import append_index
+    from pipelines.jobs.update import append_index
 
     result = run_job(append_index, index, sources, resume=index, **options)
     at = "" if result.first_row is None else f" (row ids from {result.first_row:,})"
@@ -309,7 +309,7 @@ def update(
         --max-vanished: Stop if the files of more than this share of the rows are
             missing.
     """
-    from pipelines.jobs.build import update_index
+    from pipelines.jobs.update import update_index
 
     if options["retry_failed"] and sources:
         raise UsageError(

@@ -11,8 +11,8 @@ from typing import Any
 
 import click
 
+from pipelines.cli.bundles import report
 from pipelines.cli.lazy_group import LazyGroup
-from pipelines.cli.models import report
 from pipelines.cli.options import (
     FILE,
     LOCAL_INDEX,
@@ -98,26 +98,16 @@ def delete(index: IndexLocation, **options: Any) -> None:
     print_result(result, f"{line}; {result.left:,} left")
 
 
-class _RowsOrFilter(click.ParamType["int | str"]):
-    """A row id, or a filter expression."""
-
-    name = "row id or filter"
-
-    def convert(
-        self,
-        value: Any,
-        param: click.Parameter | None,
-        ctx: click.Context | None,
-    ) -> int | str:
-        text = str(value).strip()
-        return int(text) if text.isdecimal() else text
+def row_or_filter(text: str) -> int | str:
+    """Return a row id, or a filter expression as it is."""
+    return int(text) if text.strip().isdecimal() else text
 
 
 @command()
 @index_argument
 @option(
     "--rows",
-    _RowsOrFilter(),
+    row_or_filter,
     multiple=True,
     required=True,
     metavar="N|FILTER",
@@ -560,7 +550,7 @@ def verify(
     if sample is not None or max_duration is not None:
         shards = 0
         with contextlib.suppress(CorruptIndexError):
-            shards = open_index(index).manifest.spec.used_shards
+            shards = open_index(index).spec.used_shards
         value["sample"] = {"shards": checked, "of": shards}
         verdict += f" in a sample of {checked:,} of {counted(shards, 'shard')}"
     for problem in problems:

@@ -152,7 +152,7 @@ def _describe_upkeep(index: CommittedIndex) -> Json:
             "never": spec.used_shards - len(times),
         },
         "history": {
-            "snapshots": 1 + len(earlier_snapshots(Layout(index.root), manifest)),
+            "snapshots": 1 + len(earlier_snapshots(index.layout, manifest)),
             "most": MOST_SNAPSHOTS,
         },
         "compact": reasons,
@@ -186,7 +186,7 @@ def _describe_begun(root: Path) -> Json | None:
         "unfinished": unfinished,
     }
     if unfinished and journal.kind == "build" and journal.plan:
-        plan = Plan.from_json(journal.plan)
+        plan = Plan.parse(journal.plan)
         value |= _describe_spec(plan.spec)
         value |= {
             "finished_shards": unfinished["finished_shards"],
@@ -264,9 +264,8 @@ def _lines(value: Json) -> Iterator[tuple[str, str]]:
 def _content_lines(value: Json) -> Iterator[tuple[str, str]]:
     """Yield what `_lines` shows only of a finished index."""
     counts = value["counts"]
-    yield "inputs", f"{counts['inputs']:,}"
-    yield "indexed", f"{counts['indexed']:,}"
-    yield "duplicates", f"{counts['duplicates']:,}"
+    for name in ("inputs", "indexed", "duplicates"):
+        yield name, f"{counts[name]:,}"
     total = f"{counts['failed_total']:,}"
     yield "failed", ", ".join(filter(None, [total, by_reason(counts["failed"])]))
     if value["deleted"]:

@@ -92,7 +92,7 @@ SECTIONS = {
         "eval": "pipelines.cli.search:evaluate",
     },
     "Models": {
-        "model": "pipelines.cli.models:model",
+        "model": "pipelines.cli.bundles:model",
     },
     "Benchmarks": {
         "bench": "benchmarks.cli:bench",

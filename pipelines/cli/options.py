@@ -14,7 +14,6 @@ import click
 from edje_index.scoring.weights import BUNDLE_SCORE, LOGIT, PART_NAMES
 from pipelines.progress.wording import parse_bytes
 from storage_formats.errors import UsageError
-from storage_formats.format.layout import SHARD_SIZE
 from storage_formats.remote.urls import index_location, local_path
 
 
@@ -174,8 +173,7 @@ stored_precisions_option = click.option(
 shard_size_option = click.option(
     "--shard-size",
     type=POSITIVE,
-    default=SHARD_SIZE,
-    help="Number of rows per shard.",
+    help="Number of rows per shard.  [default: 1024; more from 2 million rows on]",
 )
 
 engine_option = click.option(

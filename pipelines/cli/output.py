@@ -150,20 +150,21 @@ def running_job(
         resume: whether the same command resumes a stopped job. A job that changes an
             index gives the index: it can be resumed once the index has a journal.
     """
-    from pipelines.progress.display import log_file, progress_display
+    from pipelines.progress.display import Display, log_file
     from pipelines.progress.events import stop_on_signals
 
     context = click.get_current_context(silent=True)
     log: Path | None = None if context is None else context.meta.get(LOG_KEY)
+    display = Display(sys.stderr, quiet=quiet or is_given("--quiet"))
     try:
         with (
             # text that libraries print: standard output has only the result
             contextlib.redirect_stdout(sys.stderr),
             stop_on_signals() as should_stop,
-            progress_display(quiet=quiet or is_given("--quiet")) as on_event,
+            display.bar,
             contextlib.nullcontext() if log is None else log_file(log, this_command()),
         ):
-            yield on_event, should_stop
+            yield display, should_stop
     except (JobStopped, KeyboardInterrupt) as error:
         if isinstance(resume, Path):
             resume = Layout(resume).journal.exists()

@@ -106,7 +106,7 @@ def serve(
         mcp_server(TokenIndex.open(index, **options)).run()
         return
     text = os.environ.get(_KEYS_VARIABLE)
-    keys = [] if text is None else [key for key in re.split(r"[,\s]+", text) if key]
+    keys = re.findall(r"[^,\s]+", text or "")
     if text is not None and not keys:
         raise UsageError(
             f"{_KEYS_VARIABLE} contains no API key; give one, or unset the variable"

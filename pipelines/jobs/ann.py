@@ -27,7 +27,7 @@ from pipelines.progress.events import (
 from storage_formats.extras import name_missing_extra
 from storage_formats.format.checksum import crc32c_stream
 from storage_formats.format.index_files import open_index_file
-from storage_formats.format.layout import IndexSpec, Layout
+from storage_formats.format.layout import IndexSpec
 from storage_formats.format.manifest import Ann, CommittedIndex, Manifest
 
 _DEFAULT = AnnRequest()
@@ -56,7 +56,7 @@ def add_ann(
     stopped = "stopped; the index was not changed"
     on_event = stop_at_events(on_event, should_stop, stopped)
     with name_missing_extra("search"), begin(root, "ann build") as change:
-        edit = Edit(change.index.manifest.spec, ann=request)
+        edit = Edit(change.index.spec, ann=request)
         return apply(change, edit, on_event, never).manifest
 
 
@@ -86,7 +86,7 @@ def rebuilt_ann(
 ) -> Ann:
     """Build the nearest-neighbour index of `index` again. Return its entry."""
     manifest = index.manifest
-    layout = Layout(index.root)
+    layout = index.layout
     # Readers may need the file `ann/index.faiss`: the current snapshot until the
     # commit, and earlier ones afterwards.
     in_use = bool(manifest.snapshot.number)
@@ -127,7 +127,7 @@ def changed_ann(
         changed = replace(before, ann=ann_without_rows(index, rows))
     if not spec.shards_not_in(old):
         return changed.ann
-    final = replace(before, ann=extend_ann(Layout(index.root), spec, changed.ann))
+    final = replace(before, ann=extend_ann(index.layout, spec, changed.ann))
     # a file without the rows may be part of a new file
     named = {*before.ann_files, *final.ann_files}
     for file in set(changed.ann_files) - named:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -49,13 +48,11 @@ from storage_formats.change import (
     begin_change,
     begin_index,
     begin_new_index,
-    check_free,
-    is_unfinished,
     now,
 )
 from storage_formats.errors import EdjeError, UsageError
 from storage_formats.format.edits import EDIT_SCHEMA, read_edits
-from storage_formats.format.layout import IndexSpec, Layout
+from storage_formats.format.layout import IndexSpec
 from storage_formats.format.manifest import (
     Ann,
     CommittedIndex,
@@ -64,8 +61,7 @@ from storage_formats.format.manifest import (
     RowMap,
 )
 from storage_formats.format.offset import Offset, copy_offset, write_offset
-from storage_formats.format.receipts import ShardReceipt, fingerprint, read_receipts
-from storage_formats.format.remote import open_index
+from storage_formats.format.receipts import ShardReceipt, fingerprint
 from storage_formats.format.row_map import write_row_map
 from storage_formats.format.rows import (
     DUPLICATE,
@@ -81,10 +77,9 @@ from storage_formats.writing.copying import count_values, with_values
 from storage_formats.writing.publish import (
     add_counts,
     new_manifest,
-    receipt_lines,
     total_counts,
+    with_tombstones,
     write_tables,
-    write_tombstones,
 )
 
 if TYPE_CHECKING:
@@ -198,29 +193,30 @@ class Edit:
             if not counts.indexed and counts.failed == self.failed_before:
                 change.abandon()
                 return before
-        if self.earlier is not None:
-            return change.commit(self.earlier, self.details)
         moves_rows = self.spec.used_segments != before.spec.used_segments
-        edits_rows = len(self.edits) or self.restored
-        if not moves_rows and not len(self.deleted) and not edits_rows:
+        edits_rows = bool(len(self.edits) or self.restored)
+        is_new = moves_rows or edits_rows or len(self.deleted) or self.earlier
+        if self.earlier is None:
             ann = before.ann
-            if self.ann is not None:
+            if moves_rows and before.ann_files:
+                # a deletion takes a fraction of the time of this import
+                from pipelines.jobs.ann import changed_ann
+
+                on_event(StatusMessage("changing the nearest-neighbour index"))
+                ann = changed_ann(change.index, self.spec, on_event)
+            elif self.ann is not None:
                 from pipelines.jobs.ann import rebuilt_ann
 
                 ann = rebuilt_ann(change.index, self.ann, on_event)
-            elif self.spec == before.spec:
+            elif not is_new and self.spec == before.spec:
                 return before
             manifest = edited(change.index, self, receipts, ann)
-            change.commit_same_rows(manifest)
-            return manifest
-        ann = before.ann
-        if moves_rows and before.ann_files:
-            # a deletion takes a fraction of the time of this import
-            from pipelines.jobs.ann import changed_ann
-
-            on_event(StatusMessage("changing the nearest-neighbour index"))
-            ann = changed_ann(change.index, self.spec, on_event)
-        return change.commit(edited(change.index, self, receipts, ann), self.details)
+        else:
+            manifest = self.earlier
+        if is_new:
+            manifest = change.new_snapshot(manifest, self.details)
+        change.commit(manifest)
+        return manifest
 
 
 @dataclass(frozen=True)
@@ -316,39 +312,6 @@ class Applied:
     speed: float = 0.0
 
 
-class DryRun:
-    """A change that is only tried. It has no lock, and `apply` writes nothing."""
-
-    def __init__(self, root: IndexLocation) -> None:
-        self.layout = Layout(Path(root))
-        self._root = root
-        journal = is_unfinished(root)
-        self.plan = None if journal is None else journal.plan
-
-    @functools.cached_property
-    def index(self) -> CommittedIndex:
-        """The index."""
-        return open_index(self._root)
-
-    def receipts(
-        self,
-        shards: Iterable[int],
-        fingerprint: str,
-    ) -> dict[int, ShardReceipt]:
-        """Return the receipts of earlier runs, see `Change.receipts`."""
-        return read_receipts(self.layout, shards, fingerprint)
-
-    def store_plan(self, plan: Json) -> None:
-        """Do nothing."""
-
-    def abandon(self) -> None:
-        """Do nothing."""
-
-    def start_again(self) -> None:
-        """Forget the plan."""
-        self.plan = None
-
-
 _Change = TypeVar("_Change", bound=Change, contravariant=True)
 
 
@@ -375,15 +338,15 @@ def begin(
     request: Json | None = None,
     *,
     dry_run: bool = False,
-) -> Iterator[IndexChange | DryRun]:
+) -> Iterator[IndexChange]:
     """Begin a change of an index, see `begin_change`.
 
     An OSError, such as a full disk, becomes JobStopped.
     """
-    if dry_run:
-        yield DryRun(root)
-        return
-    with begin_change(root, kind, request) as change, resumable(root):
+    with (
+        begin_change(root, kind, request, dry_run=dry_run) as change,
+        resumable(root),
+    ):
         yield change
 
 
@@ -395,15 +358,11 @@ def begin_new(
     on_event: OnEvent,
     *,
     dry_run: bool = False,
-) -> Iterator[NewIndex | DryRun]:
+) -> Iterator[NewIndex]:
     """Begin a new index, see `begin_new_index` and `begin`."""
-    if dry_run:
-        check_free(Layout(root))
-        yield DryRun(root)
-        return
     notify = notifier(on_event)
     with (
-        begin_new_index(root, kind, request, notify=notify) as change,
+        begin_new_index(root, kind, request, notify=notify, dry_run=dry_run) as change,
         resumable(root),
     ):
         yield change
@@ -421,7 +380,7 @@ def resumable(root: IndexLocation) -> Iterator[None]:
 
 
 def apply(
-    change: _Change | DryRun,
+    change: _Change,
     value: _Value[_Change],
     on_event: OnEvent,
     should_stop: ShouldStop,
@@ -434,7 +393,7 @@ def apply(
         FailedInputsError: too many inputs failed. Finished shards are kept.
         UsageError, EngineUnavailableError: the engine cannot run as requested.
     """
-    if isinstance(change, DryRun):
+    if isinstance(change, IndexChange) and change.is_dry:
         return Applied(change.index.manifest)
     value.begin(change)
     work = value.work
@@ -485,7 +444,7 @@ def edited(
         ann: description of the nearest-neighbour index after the change.
 
     """
-    layout = Layout(index.root)
+    layout = index.layout
     before = index.manifest
     spec = edit.spec
     left_out = sorted(before.spec.shards_not_in(spec))
@@ -499,13 +458,11 @@ def edited(
     if left_out or len(edit.deleted):
         deleted = index.deleted
         stay = ~np.isin(deleted.shards, left_out)
-        tombstones = Tombstones(
+        kept_rows = Tombstones(
             spec.shard_size, deleted.shards[stay], deleted.bits[stay]
         )
-        if len(edit.deleted):
-            tombstones = tombstones.with_rows(list(edit.deleted))
-        entry = write_tombstones(layout, tombstones) if len(tombstones) else None
-        snapshot = replace(snapshot, deleted=entry, deleted_rows=len(tombstones))
+        tombstones = kept_rows.with_rows(list(edit.deleted))
+        snapshot = with_tombstones(layout, snapshot, tombstones)
     kept = before.edits
     earlier = read_edits(layout.root, spec, ())
     if left_out or edit.restored:
@@ -535,7 +492,7 @@ def edited(
         columns=columns,
         row_maps=row_maps,
         edits=edits,
-        **_tables(index, spec, receipts, columns),
+        **write_tables(layout, spec, receipts, columns, index),
     )
 
 
@@ -557,7 +514,7 @@ def _without_shards(
         failed.subtract(failures_by_reason(table))
         values.subtract({name: len(table) - table[name].null_count for name in values})
     added_shards = [receipt.shard for receipt in added]
-    values.update(count_values(Layout(index.root), added_shards, columns))
+    values.update(count_values(index.layout, added_shards, columns))
     left = Counts(
         counts.inputs - statuses.total(),
         counts.indexed - statuses[INDEXED],
@@ -565,45 +522,6 @@ def _without_shards(
         {reason: number for reason, number in failed.items() if number},
     )
     return left, with_values(columns, values)
-
-
-def _tables(
-    index: CommittedIndex,
-    spec: IndexSpec,
-    receipts: Sequence[ShardReceipt],
-    columns: Sequence[SourceColumn],
-) -> Json:
-    """Write the tables of the segments of `spec` that changed. Return the attributes of
-    the manifest with all tables.
-    """
-    before = index.manifest
-    filters = before.filter_tables or (None,) * len(before.shard_tables)
-    unchanged_rows = dict(zip(before.spec.used_segments, filters, strict=True))
-    unchanged = {}
-    if spec.precisions == before.spec.precisions:
-        tables = zip(before.spec.used_segments, before.shard_tables, strict=True)
-        unchanged = dict(tables)
-    lines = receipt_lines(receipts)
-    new = spec.shards_not_in(before.spec)
-    needed = {
-        shard
-        for segment in spec.used_segments
-        if segment not in unchanged
-        for shard in spec.segment_shards(segment)
-    }
-    # shards that this change did not write stand in the present tables
-    if needed - new:
-        dropped = tuple(
-            f"{folder}/{name}/"
-            for name in {*before.spec.precisions} - {*spec.precisions}
-            for folder in ("tokens", "checksums")
-        )
-        stored = (
-            line for line in index.shard_files() if not line[1].path.startswith(dropped)
-        )
-        lines = itertools.chain(stored, lines)
-    layout = Layout(index.root)
-    return write_tables(layout, spec, lines, columns, unchanged, unchanged_rows)
 
 
 def rows_passing(index: CommittedIndex, where: str | None) -> Ints:

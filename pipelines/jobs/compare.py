@@ -12,7 +12,7 @@ import pickle
 import sqlite3
 from array import array
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -63,8 +63,6 @@ _COLUMNS = (
     "reason",
     "duplicate_of",
 )
-# the file itself may be sound
-_CAN_WORK_NOW = frozenset({"changed-since-plan", "original-deleted"})
 _DAMAGED = frozenset({"truncated-archive", "damaged-archive"})
 _HIDES_OTHERS = _DAMAGED | {"missing", "unreadable"}
 """Problems of a directory or an archive after which its inputs cannot be listed."""
@@ -89,7 +87,7 @@ class SourceChanges:
         values: new values of the columns of unchanged rows, by row id.
     """
 
-    refs: Collection[InputRef]
+    refs: Sequence[InputRef] | StoredRefs
     digest: str
     inputs: int
     duplicates: int
@@ -116,6 +114,15 @@ CREATE TABLE pending(
 );
 CREATE TABLE new(hash BLOB PRIMARY KEY) WITHOUT ROWID;
 """
+# A row that failed for one of the two reasons may work now, although its content is the
+# same.
+_FIND = """SELECT row_id, hash, failed_for, duplicate_of, metadata FROM rows
+WHERE name = :name AND state = 0 AND (:any_content OR CASE
+    WHEN hash IS NULL OR :hash IS NULL THEN failed_for = :problem
+    ELSE hash = :hash AND coalesce(failed_for, '')
+        NOT IN ('changed-since-plan', 'original-deleted')
+END) ORDER BY row_id LIMIT 1
+"""
 
 
 class _Row(NamedTuple):
@@ -132,7 +139,7 @@ class _Row(NamedTuple):
 
 
 @dataclass(frozen=True)
-class StoredRefs(Collection[InputRef]):
+class StoredRefs:
     """Inputs in a temporary database."""
 
     _database: sqlite3.Connection
@@ -146,9 +153,6 @@ class StoredRefs(Collection[InputRef]):
         for (ref,) in self._database.execute(query):
             # this process has written it
             yield pickle.loads(ref)
-
-    def __contains__(self, ref: object) -> bool:
-        return any(ref == each for each in self)
 
 
 def _name(uri: str, uri_raw: bytes | None) -> bytes:
@@ -165,24 +169,19 @@ def _load_rows(
     rows = 0
     for table in iter_rows(index, [*_COLUMNS, *columns]):
         rows += len(table)
-        lines = [
-            {
-                **{name: line[name] for name in _COLUMNS},
-                "metadata": _hash({name: line[name] for name in columns}),
-            }
-            for line in table.to_pylist()
-        ]
-        for line in lines:
-            line["name"] = _name(line["uri"], line["uri_raw"])
-            line["hash"] = _digest(line["content_hash"])
-            if line["status"] != FAILED:
-                line["reason"] = None
-            if line["status"] != DUPLICATE:
-                line["duplicate_of"] = None
         database.executemany(
-            "INSERT INTO rows VALUES(:row_id, :name, :hash, :reason, :duplicate_of,"
-            " :metadata, 0)",
-            lines,
+            "INSERT INTO rows VALUES(?, ?, ?, ?, ?, ?, 0)",
+            (
+                (
+                    line["row_id"],
+                    _name(line["uri"], line["uri_raw"]),
+                    _digest(line["content_hash"]),
+                    line["reason"] if line["status"] == FAILED else None,
+                    line["duplicate_of"] if line["status"] == DUPLICATE else None,
+                    _hash({name: line[name] for name in columns}),
+                )
+                for line in table.to_pylist()
+            ),
         )
     database.execute("CREATE INDEX names ON rows(name, row_id)")
     database.execute("CREATE INDEX hashes ON rows(hash)")
@@ -262,22 +261,14 @@ def compare_sources(
         """Return the first free row with the name and content of `ref`, or with its
         name and any content.
         """
-        same_name = database.execute(
-            "SELECT row_id, hash, failed_for, duplicate_of, metadata FROM rows"
-            " WHERE name = ? AND state = 0 ORDER BY row_id",
-            [_name(ref.uri, ref.uri_raw)],
-        )
-        for row in map(_Row._make, same_name.fetchall()):
-            if ref.content_hash is None or row.hash is None:
-                is_kept = row.failed_for is not None and row.failed_for == ref.problem
-            else:
-                is_kept = (
-                    row.hash == _digest(ref.content_hash)
-                    and row.failed_for not in _CAN_WORK_NOW
-                )
-            if any_content or is_kept:
-                return row
-        return None
+        values = {
+            "name": _name(ref.uri, ref.uri_raw),
+            "hash": _digest(ref.content_hash),
+            "problem": ref.problem,
+            "any_content": any_content,
+        }
+        row = database.execute(_FIND, values).fetchone()
+        return None if row is None else _Row._make(row)
 
     listing = Listing(sources, on_event, should_stop)
     inputs = unreachable = 0
@@ -286,7 +277,7 @@ def compare_sources(
     removed = frozenset[str]() if restore else index.edits.removed
     stay_deleted = 0
     metadata: dict[int, Mapping[str, Value]] = {}
-    stored_values = CollectedColumns(index.manifest.spec.shard_size, columns.values())
+    stored_values = CollectedColumns(index.spec.shard_size, columns.values())
     for ref in hashed(listing):
         row = find(ref, any_content=False)
         named = (ref.uri, ref.uri_raw, ref.content_hash)

@@ -48,6 +48,7 @@ from pipelines.progress.events import (
     stop_at_events,
 )
 from pipelines.progress.wording import counted, human_bytes
+from storage_formats.arrays import Ints
 from storage_formats.atomic import Json
 from storage_formats.change import begin_index, begin_new_index
 from storage_formats.errors import UsageError
@@ -210,7 +211,7 @@ def compact_index(
 
 def compaction(index: CommittedIndex, only_shards_with_deleted: bool) -> Edit:
     """Return the edit that compacts an index. See `compact_index`."""
-    spec = index.manifest.spec
+    spec = index.spec
     shards = list(spec.shard_numbers())
     if only_shards_with_deleted:
         shards = _with_duplicates(index, index.deleted.shards.tolist())
@@ -279,7 +280,7 @@ def rewriting(
             "removed": len(index.deleted),
         },
         work=(
-            copying(index, selection, Layout(index.root), target, identity)
+            copying(index, selection, index.layout, target, identity)
             if len(selection)
             else None
         ),
@@ -304,14 +305,21 @@ def copying(
     segment = spec.used_segments[-1]
     need = disk_need(replaced(spec, rows=segment.rows, segments=()))
     check_free_disk(target.root, need, f"a copy of {counted(segment.rows, 'row')}")
-    copier = RowCopier(source, selection, target, spec)
+    copier = RowCopier(source, target, spec)
+    first = segment.first_row
+
+    def renumber(row_ids: Ints) -> Ints:
+        ranks = selection.ranks_of(row_ids)
+        return np.where(ranks < 0, -1, first + ranks)
 
     def copy(
         task: CopyTask,
         _: object,
         should_stop: ShouldStop,
     ) -> ShardReceipt:
-        return copier.copy_shard(task.shard, task.plan, should_stop)
+        rows = spec.shard_rows(task.shard)
+        row_ids = selection.row_ids(range(rows.start - first, rows.stop - first))
+        return copier.copy(task.shard, row_ids, renumber, task.plan, should_stop)
 
     return ShardWork(
         "copying",
@@ -336,7 +344,7 @@ def _with_duplicates(index: CommittedIndex, some: Iterable[int]) -> list[int]:
     """Return the shards `some`, and those with duplicates of a row of these shards,
     ascending.
     """
-    spec = index.manifest.spec
+    spec = index.spec
     shards = set(some)
     grew = bool(index.manifest.counts.duplicates)
     while grew:
@@ -651,7 +659,7 @@ def merging(
     known: NDArray[np.bytes_] = np.empty(0, _HASH)
     on_event(StatusMessage("looking for duplicates"))
     for each in indexes:
-        spec = each.manifest.spec
+        spec = each.spec
         old_first = spec.used_segments[0].first_row
         new_first = -(-segments[-1].stop // size) * size if segments else 0
         offset = new_first - old_first
@@ -700,6 +708,8 @@ def merging(
         text = " ".join(map(str, digests))
         settings["inputs_digest"] = hashlib.sha256(text.encode()).hexdigest()
 
+    spec = replaced(first, rows=segments[-1].stop, segments=tuple(segments))
+
     def copy(
         task: CopyTask,
         _: object,
@@ -708,7 +718,6 @@ def merging(
         copier, shard = origins[task.shard]
         return copier.copy_shard(shard, task.plan)
 
-    spec = replaced(first, rows=segments[-1].stop, segments=tuple(segments))
     return NewContents(
         spec,
         ShardWork(

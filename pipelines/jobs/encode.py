@@ -23,7 +23,6 @@ from pipelines.engines.base import (
 )
 from pipelines.jobs.changing import (
     PROCESSORS_MEMBER,
-    DryRun,
     FailedInputsError,
     ShardWork,
     processors,
@@ -37,7 +36,7 @@ from pipelines.jobs.plan import (
 from pipelines.jobs.resources import Execution
 from pipelines.progress.events import OnEvent, ShouldStop, StatusMessage
 from pipelines.progress.wording import by_reason, counted
-from storage_formats.change import Change, IndexChange, NewIndex
+from storage_formats.change import Change, IndexChange
 from storage_formats.format.layout import Layout
 from storage_formats.format.receipts import ShardReceipt
 from storage_formats.format.rows import FAILED, read_shard_rows
@@ -80,7 +79,7 @@ _MAX_DECODE_THREADS = 16
 
 
 def encoding(
-    change: IndexChange | NewIndex | DryRun,
+    change: Change,
     plan: Plan,
     execution: Execution,
     on_event: OnEvent,
@@ -204,7 +203,7 @@ def encoding(
 
 
 def earlier_plan(
-    change: Change | DryRun,
+    change: Change,
     info: BundleInfo,
     on_event: OnEvent,
     is_wanted: Callable[[Plan], bool] = lambda plan: True,
@@ -217,7 +216,7 @@ def earlier_plan(
     """
     if change.plan is None:
         return None
-    plan = Plan.from_json(change.plan)
+    plan = Plan.parse(change.plan)
     receipts = change.receipts(plan.shards, plan.fingerprint)
     is_useless = not any(receipt.indexed for receipt in receipts.values())
     if is_useless and (receipts or not is_wanted(plan)):

@@ -5,28 +5,23 @@ or an update.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import shutil
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from types import NoneType
-from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any
 
 from edje_index.bundles.info import BundleInfo
 from edje_index.models import MAX_FRAMES
-from pipelines.jobs.changing import DryRun
 from storage_formats.atomic import Json, fsync_paths
 from storage_formats.change import Change
 from storage_formats.codecs import codec
 from storage_formats.errors import CorruptIndexError, UsageError
 from storage_formats.format.checksum import crc32c_file, to_hex
-from storage_formats.format.layout import (
-    IndexSpec,
-    Layout,
-)
+from storage_formats.format.json_values import read_json
+from storage_formats.format.layout import SHARD_SIZE, IndexSpec, Layout
 from storage_formats.format.manifest import Manifest
 from storage_formats.format.receipts import fingerprint
 from storage_formats.format.source_columns import (
@@ -56,6 +51,9 @@ shard, the images of the other are decoded, and its blocks are written.
 _CPU_BATCH = 8
 # the processor takes as long to start the kernels of a small batch
 _CUDA_BATCH = 128
+# of an index with more rows per shard than the least
+_LEAST_SHARDS = 1000
+_MAX_SHARD_SIZE = 16384
 # a small ViT gains little from more threads; more workers use the CPUs better
 _MAX_THREADS = 4
 
@@ -95,6 +93,7 @@ class BuildSettings:
         device: str,
         dtype: str | None,
         frames: int | None,
+        shard_size: int | None,
         cluster: str | None = None,
         **others: Any,
     ) -> BuildSettings:
@@ -136,6 +135,9 @@ class BuildSettings:
             dtype = stored.dtype if stored else "bfloat16" if is_fast else "float32"
         if threads is None:
             threads = stored.threads if stored else min(usable_cpus(), _MAX_THREADS)
+        if shard_size is None:
+            # of a small collection: `default_shard_size` knows the number of rows
+            shard_size = stored.shard_size if stored else SHARD_SIZE
         if batch_size is None:
             batch_size = (
                 stored.batch_size
@@ -153,6 +155,7 @@ class BuildSettings:
             device=device,
             dtype=dtype,
             frames=frames,
+            shard_size=shard_size,
             **others,
         )
 
@@ -198,6 +201,25 @@ def settings_of(root: Path, manifest: Manifest) -> BuildSettings:
             " another index",
             parameter="out",
         ) from error
+
+
+def default_shard_size(rows: int, row_bytes: int) -> int:
+    """Return the number of rows per shard for a new index of `rows` rows.
+
+    A worker that dies encodes its shard again, which is at most a thousandth of the
+    rows. More rows per shard make fewer files.
+
+    Args:
+        row_bytes: largest length of the metadata of a row.
+    """
+    size = SHARD_SIZE
+    while (
+        size < _MAX_SHARD_SIZE
+        and 2 * size * _LEAST_SHARDS <= rows
+        and 2 * size * row_bytes <= MAX_SHARD_BYTES
+    ):
+        size *= 2
+    return size
 
 
 @dataclass(frozen=True)
@@ -269,33 +291,10 @@ class Plan:
         return value
 
     @classmethod
-    def from_json(cls, value: Json) -> Plan:
+    def parse(cls, value: Json) -> Plan:
         """Return the plan described by `value`, a result of `to_json`."""
         plan: Plan = read_json(cls, value)
         return plan
-
-
-def read_json(kind: Any, value: Any) -> Any:
-    """Return the object of type `kind` that `value` describes as JSON. Unknown members
-    of dataclasses are left out.
-
-    Raises:
-        LookupError, TypeError: a member is missing, or of another type.
-    """
-    if NoneType in get_args(kind) and value is not None:
-        (kind,) = {*get_args(kind)} - {NoneType}
-    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
-        types = _types_of(kind)
-        known = types.keys() & value.keys()
-        return kind(**{name: read_json(types[name], value[name]) for name in known})
-    if get_origin(kind) is tuple:
-        if not isinstance(value, list | tuple):
-            raise TypeError(f"not a list: {value!r}")
-        return tuple(read_json(get_args(kind)[0], each) for each in value)
-    return value
-
-
-_types_of = functools.cache(get_type_hints)
 
 
 def model_record(info: BundleInfo) -> Json:
@@ -351,6 +350,7 @@ class StoredInputs:
     Attributes:
         failed: number of inputs by the problem that the listing found.
         ignored: number of values of source columns that are not stored.
+        row_bytes: largest length of the metadata of a row.
         checksums: see `Plan.input_checksums`.
     """
 
@@ -358,12 +358,13 @@ class StoredInputs:
     duplicates: int
     failed: dict[str, int]
     ignored: dict[str, int]
+    row_bytes: int
     checksums: dict[str, str]
     columns: tuple[SourceColumn, ...]
 
 
 def store_inputs(
-    change: Change | DryRun,
+    change: Change,
     refs: Iterable[InputRef],
     shard_size: int,
     *,
@@ -389,7 +390,7 @@ def store_inputs(
             yield columns.add(ref)
 
     paths = []
-    if isinstance(change, DryRun):
+    if change.is_dry:
         deque(counted_refs(), maxlen=0)
     else:
         layout = change.layout
@@ -405,6 +406,7 @@ def store_inputs(
         duplicates,
         dict(failed),
         dict(columns.ignored),
+        columns.row_bytes,
         {path.name: to_hex(crc32c_file(path)[1]) for path in paths},
         columns.columns(),
     )
@@ -457,7 +459,8 @@ class CollectedColumns(CountedColumns):
     ) -> None:
         super().__init__(earlier)
         self.ignored = Counter[str]()
-        self._row_bytes = min(MAX_ROW_BYTES, MAX_SHARD_BYTES // shard_size)
+        self.row_bytes = 0
+        self._max_row_bytes = min(MAX_ROW_BYTES, MAX_SHARD_BYTES // shard_size)
 
     def add(self, ref: InputRef) -> InputRef:
         """Add the metadata of one input. Return the input with only the metadata to
@@ -485,11 +488,12 @@ class CollectedColumns(CountedColumns):
         total = sum(lengths.values())
         # the longest go first
         for name in sorted(lengths, key=lambda name: (-lengths[name], name)):
-            if total <= self._row_bytes:
+            if total <= self._max_row_bytes:
                 break
             self.ignored[TOO_LONG] += 1
             total -= lengths[name]
             del kept[name]
+        self.row_bytes = max(self.row_bytes, total)
         for name, value in kept.items():
             self.count(name, value)
         return dataclasses.replace(ref, metadata=kept or None)

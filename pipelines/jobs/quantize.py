@@ -17,7 +17,6 @@ from storage_formats.errors import UsageError
 from storage_formats.extras import name_missing_extra
 from storage_formats.format.layout import (
     IndexSpec,
-    Layout,
     OffsetBlock,
     padded_shard_bytes,
 )
@@ -107,7 +106,7 @@ def quantize_index(
     started = time.monotonic()
     request = {"to": sorted(to), "drop": sorted(drop), "source": source}
     with begin(index, "quantize", request) as change:
-        before = change.index.manifest.spec.precisions
+        before = change.index.spec.precisions
         edit = conversion(change.index, to, drop, source, workers, address)
         manifest = apply(change, edit, on_event, should_stop).manifest
     after = manifest.spec.precisions
@@ -133,7 +132,7 @@ def conversion(
     address: str | None,
 ) -> Edit:
     """Return the edit that adds and removes precisions. See `quantize_index`."""
-    layout = Layout(index.root)
+    layout = index.layout
     manifest = index.manifest
     spec = manifest.spec
     for name in (*to, *drop, *filter(None, [source])):

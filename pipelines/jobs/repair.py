@@ -38,7 +38,7 @@ from storage_formats.extras import name_missing_extra
 from storage_formats.format.checksum import crc32c
 from storage_formats.format.committed_files import CommittedFiles
 from storage_formats.format.filter_tables import write_filter_table
-from storage_formats.format.layout import ROWS_FILE, Layout
+from storage_formats.format.layout import ROWS_FILE
 from storage_formats.format.manifest import CommittedIndex, Manifest
 from storage_formats.format.offset import Offset, write_offset
 from storage_formats.format.rows import INDEXED, iter_stored_rows
@@ -129,17 +129,15 @@ def repair_index(
             root, lambda done, total: on_event(Progress("verifying", done, total))
         )
         opened = change.index
-        layout = Layout(opened.root)
+        layout = opened.layout
         damaged = {problem.path for problem in problems}
-        metadata = [
-            layout.relative(path) for path in layout.zarr_files(opened.manifest.spec)
-        ]
+        metadata = [layout.relative(path) for path in layout.zarr_files(opened.spec)]
         repaired += [
             RepairedFile(path, "index.json") for path in metadata if path in damaged
         ]
         clear_staging(layout.root)
         if repaired:
-            write_array_shapes(layout, opened.manifest.spec)
+            write_array_shapes(layout, opened.spec)
 
         @functools.cache
         def open_encoder() -> ImageEncoder:
@@ -188,7 +186,7 @@ def repair_index(
         ann = [file.path for file in opened.manifest.ann_files if file.path in damaged]
         if ann and not any(path.startswith("embeddings/") for path in damaged):
             request = AnnRequest.like(opened.manifest.ann)
-            apply(change, Edit(opened.manifest.spec, ann=request), on_event, never)
+            apply(change, Edit(opened.spec, ann=request), on_event, never)
             repaired += [RepairedFile(path, "the embeddings") for path in ann]
     settled |= {file.path for file in repaired}
     left = [each for each in problems if each.path not in settled]
@@ -200,7 +198,7 @@ def _restore_filter_tables(
 ) -> Iterator[RepairedFile]:
     """Write the damaged filter tables again, from the rows."""
     index = change.index
-    spec = index.manifest.spec
+    spec = index.spec
     columns = index.manifest.columns
     # empty if no segment has a table
     tables = zip(spec.used_segments, index.manifest.filter_tables, strict=False)
@@ -228,7 +226,7 @@ def _restore_offset(
     """
     for origin, offset in _offset_origins(index, model):
         if crc32c(offset.tobytes()) == entry.crc32c:
-            write_offset(Layout(index.root), offset)
+            write_offset(index.layout, offset)
             return origin
     return None
 
@@ -357,7 +355,7 @@ class ShardEncoder:
         refs = refs_of_rows(rows, [], clips=holds_clips(self._index.manifest))
         located = {(ref.uri, ref.uri_raw): ref for ref in refs}
         inputs = {}
-        first_row = self._index.manifest.spec.shard_rows(self._shard).start
+        first_row = self._index.spec.shard_rows(self._shard).start
         for row in rows:
             ref = located.get((row["uri"], row["uri_raw"])) or InputRef(
                 row["uri"], b"", problem="missing"
@@ -371,7 +369,7 @@ class ShardEncoder:
         """Say why the token files `paths` of the shard could not be rebuilt from
         the sources.
         """
-        first_row = self._index.manifest.spec.shard_rows(self._shard).start
+        first_row = self._index.spec.shard_rows(self._shard).start
         for path in sorted(paths) if self._inputs is not None else ():
             if self._problem is not None:
                 yield Problem(

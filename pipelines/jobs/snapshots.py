@@ -4,9 +4,6 @@ back, and remove old snapshots.
 
 from __future__ import annotations
 
-import fnmatch
-import itertools
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +15,7 @@ import pyarrow as pa
 from pipelines.jobs.changing import Edit, apply, begin, notifier, rows_passing
 from pipelines.metadata import Ignored, python_values, source_values
 from pipelines.progress.events import OnEvent, StatusMessage, ignore, never
+from storage_formats.atomic import Json
 from storage_formats.change import Removal, collect_garbage, is_unfinished
 from storage_formats.errors import UsageError
 from storage_formats.format.edits import EDIT_SCHEMA, input_hash
@@ -57,7 +55,8 @@ class DeleteResult:
 
     Examples:
         >>> from edje_index import delete_rows
-        >>> result = delete_rows("photos.edje", uri="*/[01].jpg", dry_run=True)
+        >>> where = "uri like '%/0.jpg' or uri like '%/1.jpg'"
+        >>> result = delete_rows("photos.edje", where=where, dry_run=True)
         >>> result.deleted, result.left, result.snapshot
         ((0, 1), 4, 0)
     """
@@ -74,7 +73,6 @@ def delete_rows(
     index: str | Path,
     rows: Sequence[int] = (),
     *,
-    uri: str | None = None,
     where: str | None = None,
     erase: bool = False,
     dry_run: bool = False,
@@ -86,7 +84,6 @@ def delete_rows(
     Args:
         index: directory of the index.
         rows: ids of the rows to delete.
-        uri: shell pattern such as "*.jpg". Rows with a matching uri are deleted too.
         where: filter such as "licence is null", see `edje_index.search.where`. Rows
             that pass the filter are deleted too.
         erase: also remove the data of all deleted rows: delete the duplicates of the
@@ -98,7 +95,7 @@ def delete_rows(
 
     Raises:
         UsageError: there is no index at `index`, `where` is invalid, or no rows are
-            selected because `rows`, `uri` and `where` are all missing.
+            selected because `rows` and `where` are both missing.
         RowIdError: a row id does not exist.
         UnfinishedChangeError: another change was stopped.
         EdjeError: another process is changing the index.
@@ -111,9 +108,9 @@ def delete_rows(
     """
     if erase:
         from pipelines.jobs.copy import compact_index
-    if not len(rows) and uri is None and where is None and not erase:
+    if not len(rows) and where is None and not erase:
         raise UsageError(
-            "no rows are selected; give row ids, a uri pattern or a filter",
+            "no rows are selected; give row ids or a filter",
             parameter="rows",
         )
     if erase and not dry_run:
@@ -123,7 +120,7 @@ def delete_rows(
             compact_index(index, only_shards_with_deleted=True, on_event=on_event)
     with begin(index, "delete", dry_run=dry_run) as change:
         opened = change.index
-        selected, edit = deletion(opened, rows, uri, where, with_duplicates=erase)
+        selected, edit = deletion(opened, rows, where, with_duplicates=erase)
         number = apply(change, edit, on_event, never).manifest.snapshot.number
     new = len(edit.deleted)
     deleted_rows = opened.manifest.snapshot.deleted_rows + new
@@ -148,7 +145,6 @@ def delete_rows(
 def deletion(
     index: CommittedIndex,
     rows: Sequence[int],
-    uri: str | None,
     where: str | None,
     *,
     with_duplicates: bool,
@@ -156,24 +152,14 @@ def deletion(
     """Return the number of selected rows, and the edit that deletes them. See
     `delete_rows`.
     """
-    matching: list[int] = []
-    if uri is not None:
-        # a * also matches slashes
-        matches = re.compile(fnmatch.translate(uri)).match
-        lines = (
-            line
-            for table in iter_rows(index, ["row_id", "uri"])
-            for line in table.to_pylist()
-        )
-        matching = [line["row_id"] for line in lines if matches(line["uri"])]
-    given = check_row_ids(rows, index.manifest.spec.rows)
-    passing = rows_passing(index, where)
-    requested = np.unique(np.array([*given, *matching, *passing], np.int64))
+    spec = index.spec
+    given = check_row_ids(rows, spec.rows)
+    requested = np.union1d(given, rows_passing(index, where))
     # the first run of an interrupted erasure may have removed rows
     if with_duplicates:
-        requested = requested[rows_in_use(requested, index.manifest.spec)]
-    check_rows_in_use(requested, index.manifest.spec)
-    if with_duplicates and len(requested) and index.manifest.counts.duplicates:
+        requested = requested[rows_in_use(requested, spec)]
+    check_rows_in_use(requested, spec)
+    if with_duplicates and index.manifest.counts.duplicates:
         for table in iter_rows(index, ["row_id", "duplicate_of"]):
             originals = table["duplicate_of"].fill_null(-1).to_numpy()
             duplicates = table["row_id"].to_numpy()[np.isin(originals, requested)]
@@ -181,16 +167,12 @@ def deletion(
     new = requested[~index.deleted.contain(requested)].tolist()
     names = ["uri", "uri_raw", "content_hash"]
     inputs = read_index_rows(index, new, names).to_pylist()
-    removed = {
-        "row_id": [None] * len(new),
-        "column": [input_hash(**each) for each in inputs],
-        "value": [None] * len(new),
-    }
+    removed = [{"column": input_hash(**each)} for each in inputs]
     return len(requested), Edit(
-        index.manifest.spec,
+        spec,
         details={"rows": len(new)},
         deleted=new,
-        edits=pa.table(removed, schema=EDIT_SCHEMA),
+        edits=pa.Table.from_pylist(removed, EDIT_SCHEMA),
     )
 
 
@@ -297,7 +279,7 @@ def remove_snapshots(
     return collect_garbage(index, keep, notify=notifier(on_event))
 
 
-NewValues: TypeAlias = Mapping[int, Mapping[str, Value | None]]
+NewValues: TypeAlias = dict[int, dict[str, Value | None]]
 """New values by row id and column. None removes a value."""
 
 
@@ -358,7 +340,7 @@ def set_columns(
         columns = columns.to_pydict()
     with begin(index, "edit") as change:
         opened = change.index
-        ids = check_row_ids(row_ids, opened.manifest.spec.rows)
+        ids = check_row_ids(row_ids, opened.spec.rows)
         if not columns or (where is None and not len(ids)):
             raise UsageError(
                 "nothing is set; select at least one row, and give at least one value",
@@ -376,9 +358,9 @@ def set_columns(
                     parameter="columns",
                 )
         rows = len(lines["row_id"].unique())
-        names = sorted(lines["column"].unique().to_pylist())
+        names = sorted({*lines["column"].to_pylist()})
         details = {"rows": rows, "columns": names}
-        edit = Edit(opened.manifest.spec, details, columns=after, edits=lines)
+        edit = Edit(opened.spec, details, columns=after, edits=lines)
         manifest = apply(change, edit, on_event, never).manifest
     return EditResult(rows, len(lines), tuple(names), manifest.snapshot.number)
 
@@ -397,16 +379,13 @@ def _checked(row_ids: list[int], columns: Mapping[str, Sequence[Any]]) -> NewVal
                 " give one value per row, or one for all",
                 parameter="columns",
             )
-    rows: list[dict[str, Value | None]] = []
+    rows: NewValues = {}
     ignored = Ignored()
-    # one, if all columns have one value for all rows
-    different = max(map(len, columns.values()))
-    for number, row_id in enumerate(row_ids[:different]):
+    for number, row_id in enumerate(row_ids):
         row = {
             name: values[number if len(values) > 1 else 0]
             for name, values in columns.items()
         }
-        nulls = {name: None for name, value in row.items() if value is None}
         stored = source_values(python_values(row), ignored) or {}
         if ignored or len(metadata_text(stored).encode()) > MAX_ROW_BYTES:
             problem = next(iter(ignored), f"more than {MAX_ROW_BYTES:,} bytes")
@@ -414,8 +393,9 @@ def _checked(row_ids: list[int], columns: Mapping[str, Sequence[Any]]) -> NewVal
                 f"the values of row {row_id} cannot be stored: {problem.strip('()')}",
                 parameter="columns",
             )
-        rows.append({**nulls, **stored})
-    return dict(zip(row_ids, itertools.cycle(rows), strict=False))
+        nulls = (name for name, value in row.items() if value is None)
+        rows[row_id] = {**dict.fromkeys(nulls), **stored}
+    return rows
 
 
 def edited_values(
@@ -439,14 +419,14 @@ def edited_values(
     # also those of rows whose columns are new
     rows = read_index_rows(index, row_ids, ["row_id", *stored]).to_pylist()
     counted = CountedColumns(columns)
-    lines: list[tuple[int, str, str | None]] = []
+    lines: list[Json] = []
     for row in rows:
         for name, value in values[row["row_id"]].items():
             before = row.get(name)
             if is_value(before, value, known.get(name)):
                 continue
             text = None if value is None else metadata_text({"": value})[4:-1]
-            lines.append((row["row_id"], name, text))
+            lines.append({"row_id": row["row_id"], "column": name, "value": text})
             counted.values[name] -= before is not None
             if value is not None:
                 counted.count(name, value)
@@ -456,8 +436,7 @@ def edited_values(
             f"the index would have {len(after)} columns, more than {MAX_COLUMNS}",
             parameter="columns",
         )
-    parts = zip(*lines, strict=True) if lines else ((), (), ())
-    return pa.table(list(map(list, parts)), schema=EDIT_SCHEMA), after
+    return pa.Table.from_pylist(lines, EDIT_SCHEMA), after
 
 
 def is_value(

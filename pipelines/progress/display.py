@@ -19,7 +19,6 @@ from typing import IO, Any, TextIO
 
 from pipelines.progress.events import (
     Event,
-    OnEvent,
     PlanReady,
     Progress,
     StatusMessage,
@@ -37,23 +36,12 @@ _LOGGER = logging.getLogger("edje_index.job")
 _LOGGER.addHandler(logging.NullHandler())
 
 
-@contextlib.contextmanager
-def progress_display(
-    *, quiet: bool = False, stream: TextIO | None = None
-) -> Iterator[OnEvent]:
-    """Yield a callback that shows events on `stream`, by default standard error, and
-    logs them.
-
-    If `quiet` is True, the callback only logs.
-    """
-    display = Display(stream or sys.stderr, quiet=quiet)
-    with display.bar:
-        yield display
-
-
 class Display:
-    """Callback that redraws the line of the current activity on a terminal, and prints
-    plain lines elsewhere.
+    """Callback that shows events on a stream and logs them. If `quiet` is True, it only
+    logs.
+
+    On a terminal, it redraws the line of the current activity inside `with
+    display.bar`. Elsewhere, it prints plain lines.
 
     Attributes:
         bar: progress bar that shows the line on a terminal, and measures speeds.

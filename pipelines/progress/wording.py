@@ -21,11 +21,9 @@ def by_reason(counts: Mapping[str, int]) -> str:
 
 def human_bytes(size: float) -> str:
     """Format a size in bytes with a decimal unit: "1.5 MB"."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1000
-    return f"{size:.1f} TB"
+    from rich.filesize import decimal
+
+    return decimal(int(size))
 
 
 def parse_bytes(text: str) -> int:

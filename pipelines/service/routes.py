@@ -203,8 +203,6 @@ class EmbedRequest(_Request):
     """Embeddings always have unit length."""
 
 
-_T = TypeVar("_T")
-
 _MAX_DIGITS = 15
 # in the browser; the photo of a row does not change
 _CACHED = {"Cache-Control": "private, max-age=3600"}
@@ -260,9 +258,9 @@ class ServiceState:
 
     async def in_thread(
         self,
-        function: Callable[..., _T],
+        function: Callable[..., _Item],
         *arguments: Any,
-    ) -> _T:
+    ) -> _Item:
         """Call `function`, which reads files, on another thread. The number of
         threads is limited.
         """
@@ -294,6 +292,11 @@ class ServiceState:
         """
         encoder = index.model.image_encoder
         limits = self.limits
+
+        def decode(data: bytes) -> Image.Image:
+            """Return an image as the vision tower reads it."""
+            return encoder.preprocess.resize(decode_rgb(data, limits.image_pixels))
+
         small = []
         pixels = await self.in_thread(
             lambda: [declared_pixels(data) for data in images]
@@ -310,11 +313,7 @@ class ServiceState:
                 try:
                     small.append(
                         await asyncio.get_running_loop().run_in_executor(
-                            self.decoding,
-                            _decode,
-                            data,
-                            limits.image_pixels,
-                            encoder.preprocess.resize,
+                            self.decoding, decode, data
                         )
                     )
                 except ImageError as error:
@@ -347,15 +346,6 @@ def _check_count(
         raise HTTPException(
             413, f"send fewer {what}: {count} are over the limit of {limit}"
         )
-
-
-def _decode(
-    data: bytes,
-    max_pixels: int,
-    resize: Callable[[Image.Image], Image.Image],
-) -> Image.Image:
-    """Return an image as the vision tower reads it."""
-    return resize(decode_rgb(data, max_pixels))
 
 
 def _image_bytes(text: str) -> bytes:
@@ -597,9 +587,8 @@ async def rerank(
         scores = await _rerank(state, body.query, body.texts)
         answers: list[Json] = []
         for position, score, relevant in scores:
-            answers.append(
-                {"index": position, "score": score if body.raw_scores else relevant}
-            )
+            shown = score if body.raw_scores else relevant
+            answers.append({"index": position, "score": shown})
             if body.return_text and isinstance(text := body.texts[position], str):
                 answers[-1]["text"] = text
         return answers
@@ -609,12 +598,11 @@ async def rerank(
         results.append({"index": position, "relevance_score": relevant, "score": score})
         if body.return_documents and isinstance(text := body.documents[position], str):
             results[-1]["document"] = {"text": text}
-    meta = {"api_version": {"version": "2"}}
     return {
         "id": str(uuid.uuid4()),
         "model": state.name,
         "results": results,
-        "meta": meta,
+        "meta": {"api_version": {"version": "2"}},
         "usage": {},
     }
 

@@ -201,10 +201,7 @@ def run_service(
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        name = (
-            str(index.root).rstrip("/").rpartition("/")[2].removesuffix(".edje")
-            or "index"
-        )
+        name = Path(index.root).name.removesuffix(".edje") or "index"
         app.state.service = state = ServiceState(
             index, name, limits, metrics, Batcher(limits, metrics)
         )

@@ -160,9 +160,7 @@ class ListSource(Source):
                     problem="bad-list-line",
                 )
             metadata = source_values(values, self.ignored) if values else None
-            yield (
-                ref if metadata is None else dataclasses.replace(ref, metadata=metadata)
-            )
+            yield dataclasses.replace(ref, metadata=metadata)
 
     def values(self) -> Iterator[dict[Any, Any]]:
         """Yield the values of each entry by column, with that of the path column."""

@@ -48,7 +48,7 @@ class CommittedFiles:
     """
 
     def __init__(self, index: CommittedIndex, name: str) -> None:
-        self._spec = index.manifest.spec
+        self._spec = index.spec
         self._name = name
         self._index = index
         # by segment
@@ -121,7 +121,7 @@ def iter_shard_files(
     Args:
         shards: shard numbers, ascending. Each shard must belong to a segment.
     """
-    spec = index.manifest.spec
+    spec = index.spec
     for segment, entry in zip(
         spec.used_segments, index.manifest.shard_tables, strict=True
     ):

@@ -15,10 +15,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from storage_formats.arrays import Ints
 from storage_formats.atomic import write_bytes_atomic
 from storage_formats.format.checksum import crc32c, to_hex
 from storage_formats.format.index_files import open_index_file
-from storage_formats.format.layout import Layout
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.rows import iter_stored_rows, read_index_rows
 from storage_formats.format.tombstones import rows_in_use
@@ -39,9 +39,9 @@ class _HashFile:
         path: path of the file; None if it is not written yet.
     """
 
-    shards: NDArray[np.int64]
+    shards: Ints
     hashes: NDArray[np.uint64]
-    row_ids: NDArray[np.int64]
+    row_ids: Ints
     path: Path | None = None
 
 
@@ -52,8 +52,8 @@ def known_contents(index: CommittedIndex, hashes: Collection[str]) -> set[str]:
     Shards that are in no file of `hashes/` yet are read, and added. Call this only in a
     change of the index, which no other process makes at the same time.
     """
-    spec = index.manifest.spec
-    folder = Layout(index.root).hashes
+    spec = index.spec
+    folder = index.layout.hashes
     files = [_open(index.root, path) for path in folder.glob("rows-*.bin")]
     held = {shard for file in files for shard in file.shards.tolist()}
     missing = [shard for shard in spec.shard_numbers() if shard not in held]
@@ -89,7 +89,7 @@ def _prefixes(hashes: Collection[str]) -> NDArray[np.uint64]:
 
 def _read(index: CommittedIndex, shards: Sequence[int]) -> Iterator[_HashFile]:
     """Read the rows of `shards`, a number of shards at a time that fits one file."""
-    step = max(1, _MOST_ROWS // index.manifest.spec.shard_size)
+    step = max(1, _MOST_ROWS // index.spec.shard_size)
     for start in range(0, len(shards), step):
         group = shards[start : start + step]
         hashes = [np.empty(0, np.uint64)]

@@ -14,15 +14,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-from numpy.typing import NDArray
 
-from storage_formats.errors import cannot_read
-from storage_formats.format.index_files import read_index_file
-from storage_formats.format.layout import IndexSpec, Layout
+from storage_formats.arrays import Ints
+from storage_formats.format.layout import EDITS_FILE, IndexSpec, Layout
 from storage_formats.format.parquet import read_table
 from storage_formats.format.shard_table import (
     FileEntry,
-    check_content,
+    committed_content,
     write_named_file,
 )
 
@@ -54,8 +52,8 @@ class Edits:
     lines: pa.Table
 
     @functools.cached_property
-    def _row_ids(self) -> NDArray[np.int64]:
-        row_ids: NDArray[np.int64] = self.lines["row_id"].drop_null().to_numpy()
+    def _row_ids(self) -> Ints:
+        row_ids: Ints = self.lines["row_id"].drop_null().to_numpy()
         return row_ids
 
     @property
@@ -127,7 +125,7 @@ class Edits:
         sink = pa.BufferOutputStream()
         pq.write_table(self.lines, sink, compression="zstd")
         data = sink.getvalue().to_pybytes()
-        return (*earlier, write_named_file(layout, layout.edits, data))
+        return (*earlier, write_named_file(layout, EDITS_FILE, data))
 
 
 def read_edits(root: Path, spec: IndexSpec, entries: Iterable[FileEntry]) -> Edits:
@@ -139,10 +137,7 @@ def read_edits(root: Path, spec: IndexSpec, entries: Iterable[FileEntry]) -> Edi
     """
     edits = Edits(spec.shard_size, EDIT_SCHEMA.empty_table())
     for entry in entries:
-        path = root / entry.path
-        try:
-            data = read_index_file(root, path, max_bytes=entry.bytes)
-            check_content(path, entry, data)
+        with committed_content(root, entry, "file of edits") as data:
             lines = read_table(data, EDIT_SCHEMA.names).cast(EDIT_SCHEMA)
             row_ids = lines["row_id"].drop_null().to_numpy()
             in_order = (np.diff(row_ids) >= 0).all()
@@ -150,10 +145,6 @@ def read_edits(root: Path, spec: IndexSpec, entries: Iterable[FileEntry]) -> Edi
                 raise ValueError("its row ids do not ascend")
             if len(row_ids) and not 0 <= row_ids[0] <= row_ids[-1] < spec.rows:
                 raise ValueError("its row ids are outside the index")
-        except (OSError, ValueError, pa.ArrowException) as error:
-            raise cannot_read(
-                f"the file of edits {path}", error, "restore the file from a backup"
-            ) from error
         part = Edits(spec.shard_size, lines)
         edits = edits.changed(lines) if len(edits.lines) else part
     return edits

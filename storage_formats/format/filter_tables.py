@@ -18,7 +18,7 @@ from storage_formats.atomic import (
 from storage_formats.errors import CorruptIndexError
 from storage_formats.format.checksum import crc32c_file
 from storage_formats.format.committed_files import CommittedTable
-from storage_formats.format.layout import IndexSpec, Layout, Segment
+from storage_formats.format.layout import FILTER_FILE, IndexSpec, Layout, Segment
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.rows import (
     TIMING_COLUMNS,
@@ -79,17 +79,24 @@ def write_filter_table(
                 writer.write_table(group, len(group))
                 waiting.clear()
     length, crc = crc32c_file(path)
-    final = layout.filter_table(crc)
-    path.replace(final)
+    entry = FileEntry(FILTER_FILE.format(crc), length, crc)
+    path.replace(layout.root / entry.path)
     fsync_path(layout.filters)
-    return FileEntry(layout.relative(final), length, crc)
+    return entry
 
 
 def iter_filter_table(
-    index: CommittedIndex, segment: Segment, entry: FileEntry, names: Sequence[str]
+    index: CommittedIndex,
+    segment: Segment,
+    entry: FileEntry,
+    names: Sequence[str],
+    row_ids: Sequence[int] | None = None,
 ) -> Iterator[pa.Table]:
-    """Yield the columns `row_id` and `names` of all rows of a segment, some rows at a
-    time. Edited values take their place.
+    """Yield the columns `row_id` and `names` of all rows of a segment, whole shards at
+    a time. Edited values take their place.
+
+    Args:
+        row_ids: rows without which a part of the segment is left out. None yields all.
 
     Raises:
         CorruptIndexError: the file is missing or damaged.
@@ -100,12 +107,21 @@ def iter_filter_table(
     source_names = {column.name for column in columns}
     edits = edits_of(index, names)
     first_row = segment.first_row
+    size = index.manifest.spec.shard_size
 
     def convert(group: pa.Table) -> pa.Table:
         nonlocal first_row
         table = cast_columns(group, schema, source_names)
-        stop = first_row + len(table)
-        if not np.array_equal(table["row_id"], np.arange(first_row, stop)):
+        found = table["row_id"].to_numpy()
+        if row_ids is not None and len(found):
+            first_row = int(found[0])
+        stop = first_row + len(found)
+        has_shards = (
+            segment.first_row <= first_row < stop <= segment.stop
+            and first_row % size == 0
+            and (stop % size == 0 or stop == segment.stop)
+        )
+        if not has_shards or not np.array_equal(found, np.arange(first_row, stop)):
             raise ValueError("its rows are not those of the segment")
         if edits is not None:
             table = with_edits(table, edits, first_row)
@@ -113,7 +129,7 @@ def iter_filter_table(
         return table
 
     yield from CommittedTable(index, entry, "row_id").groups(
-        None, convert, schema.names
+        row_ids, convert, schema.names
     )
-    if first_row != segment.stop:
+    if row_ids is None and first_row != segment.stop:
         raise CorruptIndexError(f"{entry.path} does not list all rows of its segment")

@@ -35,6 +35,12 @@ CRC_BYTES = 4
 # paths of the files of a shard, relative to the root; the field is the shard number
 ROWS_FILE = "rows/{:08d}.parquet"
 EMBEDDING_FILE = "embeddings/c.{}.0"
+# paths of files that are named after their CRC-32C
+SHARD_TABLE_FILE = "manifest/shards-{:08x}.parquet"
+TOMBSTONES_FILE = "manifest/deleted-{:08x}.bin"
+ROW_MAP_FILE = "manifest/row-map-{:08x}.parquet"
+EDITS_FILE = "manifest/edits-{:08x}.parquet"
+FILTER_FILE = "filters/rows-{:08x}.parquet"
 
 
 @dataclass(frozen=True)
@@ -221,81 +227,44 @@ def checksum_file(precision: str) -> str:
     return f"checksums/{precision}/{{:08d}}.crc32c"
 
 
+class _Below:
+    """An attribute of `Layout`: a path below the root."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def __get__(self, layout: Layout, _: object) -> Path:
+        return layout.root / self._path
+
+
 @dataclass(frozen=True)
 class Layout:
     """The paths of all files of the index at `root`."""
 
     root: Path
 
-    @property
-    def manifest(self) -> Path:
-        return self.root / "index.json"
-
-    @property
-    def tokens(self) -> Path:
-        return self.root / "tokens"
-
-    @property
-    def embeddings(self) -> Path:
-        return self.root / "embeddings"
-
-    @property
-    def rows(self) -> Path:
-        return self.root / "rows"
-
-    @property
-    def ann(self) -> Path:
-        return self.root / "ann"
-
-    @property
-    def ann_index(self) -> Path:
-        return self.ann / "index.faiss"
+    manifest = _Below("index.json")
+    tokens = _Below("tokens")
+    offset_values = _Below(f"tokens/{OFFSET_ARRAY}/c.0.0")
+    embeddings = _Below("embeddings")
+    rows = _Below("rows")
+    ann = _Below("ann")
+    ann_index = _Below("ann/index.faiss")
+    filters = _Below("filters")
+    hashes = _Below("hashes")
+    verified = _Below("verified.bin")
+    build = _Below("build")
+    journal = _Below("build/journal.json")
+    claim = _Below("build/claim.json")
+    lock = _Below("build/lock")
+    input_lists = _Below("build/inputs")
+    staging = _Below("build/staging")
 
     def ann_part(self, crc32c: int) -> Path:
         return self.ann / f"index-{crc32c:08x}.faiss"
 
-    @property
-    def filters(self) -> Path:
-        return self.root / "filters"
-
-    @property
-    def hashes(self) -> Path:
-        return self.root / "hashes"
-
-    @property
-    def verified(self) -> Path:
-        return self.root / "verified.bin"
-
-    @property
-    def build(self) -> Path:
-        return self.root / "build"
-
-    @property
-    def journal(self) -> Path:
-        return self.build / "journal.json"
-
-    @property
-    def claim(self) -> Path:
-        return self.build / "claim.json"
-
-    @property
-    def lock(self) -> Path:
-        return self.build / "lock"
-
-    @property
-    def input_lists(self) -> Path:
-        return self.build / "inputs"
-
-    @property
-    def staging(self) -> Path:
-        return self.build / "staging"
-
     def token_array(self, precision: str) -> Path:
         return self.tokens / precision
-
-    @property
-    def offset_values(self) -> Path:
-        return self.token_array(OFFSET_ARRAY) / "c.0.0"
 
     def shard_folders(self) -> list[Path]:
         """Return all directories with files of shards."""
@@ -330,21 +299,6 @@ class Layout:
 
     def rows_file(self, shard: int) -> Path:
         return self.root / ROWS_FILE.format(shard)
-
-    def shard_table(self, crc32c: int) -> Path:
-        return self.root / "manifest" / f"shards-{crc32c:08x}.parquet"
-
-    def filter_table(self, crc32c: int) -> Path:
-        return self.filters / f"rows-{crc32c:08x}.parquet"
-
-    def tombstones(self, crc32c: int) -> Path:
-        return self.root / "manifest" / f"deleted-{crc32c:08x}.bin"
-
-    def row_map(self, crc32c: int) -> Path:
-        return self.root / "manifest" / f"row-map-{crc32c:08x}.parquet"
-
-    def edits(self, crc32c: int) -> Path:
-        return self.root / "manifest" / f"edits-{crc32c:08x}.parquet"
 
     def snapshot(self, number: int) -> Path:
         return self.root / "snapshots" / f"{number:08d}.json"

@@ -7,13 +7,13 @@ import functools
 import json
 import re
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TypedDict
 
-from storage_formats.arguments import as_count, as_path, shown
-from storage_formats.atomic import write_json_atomic
+from storage_formats.arguments import as_count, as_path
+from storage_formats.atomic import Json, write_json_atomic
 from storage_formats.codecs import codec
 from storage_formats.errors import (
     CorruptIndexError,
@@ -25,17 +25,22 @@ from storage_formats.format.checksum import json_checksum
 from storage_formats.format.downloads import download
 from storage_formats.format.edits import Edits, read_edits
 from storage_formats.format.index_files import read_index_file
+from storage_formats.format.json_values import read_json
 from storage_formats.format.layout import (
+    EDITED_VERSION,
+    EXTENDED_VERSION,
     FORMAT,
     FORMAT_VERSION,
     OFFSET_VERSION,
+    PARTIAL_VERSION,
+    SNAPSHOT_VERSION,
     IndexSpec,
     Layout,
     OffsetBlock,
     Segment,
 )
 from storage_formats.format.shard_table import FileEntry, read_shard_table
-from storage_formats.format.source_columns import SourceColumn, columns_from_json
+from storage_formats.format.source_columns import SourceColumn, check_columns
 from storage_formats.format.tombstones import Tombstones, read_tombstones
 from storage_formats.remote.objects import ObjectFolder
 from storage_formats.remote.urls import IndexLocation
@@ -96,7 +101,7 @@ class Snapshot:
     """
 
     number: int = 0
-    change: dict[str, Any] = field(default_factory=dict)
+    change: Json = field(default_factory=dict)
     next_shard: int = 0
     deleted: FileEntry | None = None
     deleted_rows: int = 0
@@ -118,13 +123,13 @@ class RowMap:
     first_row: int
     is_partial: bool = False
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         """Return this entry as a JSON object."""
         value = {**self.file.to_json(), "first_row": self.first_row}
         return {**value, "partial": True} if self.is_partial else value
 
     @classmethod
-    def from_json(cls, value: dict[str, Any]) -> RowMap:
+    def from_json(cls, value: Json) -> RowMap:
         """Return the entry described by `value`, a result of `to_json`.
 
         Raises:
@@ -170,36 +175,49 @@ class Ann(TypedDict, total=False):
     files: list[AnnFile]
 
 
-# the types of members of `index.json` (SPEC.md section 4), for `_check`
-_TYPES: dict[str, Any] = {
-    "format_version": str,
-    "created_by": str,
-    "rows": int,
-    "shard_size": int,
-    "shards": int,
-    "block_shape": [int],
-    "embed_dim": int,
-    "precisions": [{"name": str, "encoded_from": [str]}],
-    "counts": {"inputs": int, "indexed": int, "duplicates": int, "failed": {...: int}},
-    "model": dict,
-    "settings": dict,
-    "plan": str,
-    "ann": {
-        "kind": str,
-        "metric": str,
-        "factory": str,
-        "vectors": int,
-        "probes": int,
-        "recall": {"k": int, "value": float, "target": float},
-        "files": [{"vectors": int, "similarity": float}],
-    },
-    "snapshot": int,
-    "change": dict,
-    "next_shard": int,
-    "oldest_snapshot": int,
-    "deleted": {"rows": int},
-    "offset": {"precisions": [str]},
-}
+@dataclass(frozen=True)
+class _Precision:
+    """An item of the member `precisions` of `index.json`."""
+
+    name: str
+    encoded_from: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Segment(Segment):
+    """An item of the member `segments` of `index.json`."""
+
+    shard_table: FileEntry
+
+
+@dataclass(frozen=True)
+class _Members:
+    """The members of `index.json`, as SPEC.md section 4 lists them."""
+
+    rows: int
+    shard_size: int
+    shards: int
+    block_shape: tuple[int, int]
+    embed_dim: int
+    precisions: tuple[_Precision, ...]
+    counts: Counts
+    model: Json
+    settings: Json
+    plan: str
+    ann: Ann
+    created_by: str
+    shard_table: FileEntry
+    segments: tuple[_Segment, ...] = ()
+    snapshot: int = 0
+    change: Json = field(default_factory=dict)
+    next_shard: int = 0
+    oldest_snapshot: int | None = None
+    deleted: Json | None = None
+    offset: Json | None = None
+    columns: tuple[SourceColumn, ...] = ()
+    row_maps: tuple[RowMap, ...] = ()
+    edits: tuple[FileEntry, ...] = ()
+    filter_tables: tuple[FileEntry | None, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -225,13 +243,12 @@ class Manifest:
 
     spec: IndexSpec
     counts: Counts
-    model: dict[str, Any]
-    settings: dict[str, Any]
+    model: Json
+    settings: Json
     plan: str
     shard_tables: tuple[FileEntry, ...]
     ann: Ann
     created_by: str
-    format_version: str = FORMAT_VERSION
     encoded_from: dict[str, tuple[str, ...]] = field(default_factory=dict)
     snapshot: Snapshot = field(default_factory=Snapshot)
     columns: tuple[SourceColumn, ...] = ()
@@ -312,7 +329,7 @@ class Manifest:
             ) from error
         return _parse(where, value)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         """Return the members of `index.json`. Members with default values are left
         out.
         """
@@ -325,7 +342,7 @@ class Manifest:
             if origins := self.encoded_from.get(name):
                 precision["encoded_from"] = list(origins)
             precisions.append(precision)
-        value: dict[str, Any] = {
+        value: Json = {
             "format": FORMAT,
             "format_version": self.format_version,
             "created_by": self.created_by,
@@ -357,7 +374,6 @@ class Manifest:
                 value[name] = [entry.to_json() for entry in entries]
         if spec.offset is not None:
             (entry,) = self.offset_files
-            value["format_version"] = OFFSET_VERSION
             names = list(spec.offset.precisions)
             value["offset"] = {**entry.to_json(), "precisions": names}
         if any(self.filter_tables):
@@ -378,6 +394,22 @@ class Manifest:
     def write(self, layout: Layout) -> None:
         """Write `index.json`. This commits the index."""
         write_json_atomic(layout.manifest, self.to_json())
+
+    @property
+    def format_version(self) -> str:
+        """The lowest format version that has all that the index uses."""
+        snapshot = self.snapshot
+        versions = {
+            OFFSET_VERSION: self.spec.offset,
+            EDITED_VERSION: self.edits,
+            PARTIAL_VERSION: any(row_map.is_partial for row_map in self.row_maps),
+            EXTENDED_VERSION: (
+                self.columns or self.row_maps or self.spec.used_segments[0].first_row
+            ),
+            SNAPSHOT_VERSION: snapshot.number or snapshot.change,
+        }
+        needed = (version for version, use in versions.items() if use)
+        return next(needed, FORMAT_VERSION)
 
     @property
     def ann_files(self) -> list[FileEntry]:
@@ -429,17 +461,27 @@ class CommittedIndex:
         """URL of the index, or its absolute path."""
         return self.root if self.remote is None else self.remote.url
 
+    @property
+    def layout(self) -> Layout:
+        """The paths of the files of the index."""
+        return Layout(self.root)
+
+    @property
+    def spec(self) -> IndexSpec:
+        """Shape of the index."""
+        return self.manifest.spec
+
     @functools.cached_property
     def deleted(self) -> Tombstones:
         """The tombstones of the snapshot, read at the first access."""
         self.fetch(filter(None, [self.manifest.snapshot.deleted]))
-        return read_tombstones(self.root, self.manifest.spec, self.manifest.snapshot)
+        return read_tombstones(self.root, self.spec, self.manifest.snapshot)
 
     @functools.cached_property
     def edits(self) -> Edits:
         """The edits of the snapshot, read at the first access."""
         self.fetch(self.manifest.edits)
-        return read_edits(self.root, self.manifest.spec, self.manifest.edits)
+        return read_edits(self.root, self.spec, self.manifest.edits)
 
     @classmethod
     def open(cls, root: str | Path, snapshot: int | None = None) -> CommittedIndex:
@@ -447,6 +489,11 @@ class CommittedIndex:
         `Manifest.load`.
         """
         return cls(as_path(root, "root").absolute(), Manifest.load(root, snapshot))
+
+    def undeleted(self) -> CommittedIndex:
+        """Return this index as if no row were deleted."""
+        snapshot = replace(self.manifest.snapshot, deleted=None, deleted_rows=0)
+        return replace(self, manifest=replace(self.manifest, snapshot=snapshot))
 
     def shard_files(self) -> list[tuple[int, FileEntry]]:
         """Return a pair (shard number, file entry) for each line of the shard
@@ -478,7 +525,7 @@ def kept_snapshots(index: CommittedIndex) -> list[Manifest]:
     """
     manifests = list[Manifest]()
     if index.remote is None:
-        layout = Layout(index.root)
+        layout = index.layout
         for number in earlier_snapshots(layout, index.manifest):
             # a change has removed the snapshot
             with contextlib.suppress(FileNotFoundError):
@@ -540,8 +587,8 @@ def _parse(where: IndexLocation, value: Any) -> Manifest:
             " restore the file from a backup"
         )
     try:
-        _check(value, _TYPES, "index.json")
-        manifest = _manifest(value)
+        members: _Members = read_json(_Members, value, "index.json")
+        manifest = _manifest(members)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CorruptIndexError(
             f"a member of {where} is missing or has the wrong type ({error!r}); restore"
@@ -560,125 +607,88 @@ def _parse(where: IndexLocation, value: Any) -> Manifest:
                 f" for a shard table of {table.bytes} bytes; restore the file from a"
                 " backup"
             )
-    if manifest.counts.inputs != spec.used_rows or value["shards"] != spec.shards:
+    if manifest.counts.inputs != spec.used_rows or members.shards != spec.shards:
         raise CorruptIndexError(
             f"{where} is inconsistent: its numbers of rows ({spec.used_rows}), inputs"
-            f" ({manifest.counts.inputs}) and shards ({value['shards']}, of"
+            f" ({manifest.counts.inputs}) and shards ({members.shards}, of"
             f" {spec.shard_size} rows each) do not match; restore the file from a"
             " backup"
         )
     return manifest
 
 
-def _manifest(value: dict[str, Any]) -> Manifest:
-    """Return the manifest with the members `value`, whose types are right.
+def _manifest(members: _Members) -> Manifest:
+    """Return the manifest with `members`, whose types are right.
 
     Raises:
-        KeyError, TypeError, ValueError: a member is missing or not valid.
+        KeyError, TypeError, ValueError: a member is not valid.
     """
-    m, d = value["block_shape"]
-    precisions = value["precisions"]
-    if not precisions:
-        raise ValueError("precisions is empty")
-    number = value.get("snapshot", 0)
-    oldest = value.get("oldest_snapshot")
-    next_shard = value.get("next_shard", 0)
-    if not 0 <= (oldest or 0) <= number or not 0 <= next_shard < _MAX_SHARDS:
+    m, d = members.block_shape
+    number = members.snapshot
+    oldest = members.oldest_snapshot
+    if (
+        not 0 <= (oldest or 0) <= number
+        or not 0 <= members.next_shard < _MAX_SHARDS
+        or not members.precisions
+    ):
         raise ValueError(
-            f"the member snapshot ({number}), oldest_snapshot ({oldest}) or next_shard"
-            f" ({next_shard}) is out of range"
+            f"the member snapshot ({number}), oldest_snapshot ({oldest}), next_shard"
+            f" ({members.next_shard}) or precisions is out of range"
         )
-    counts = value["counts"]
-    segments = value.get("segments", [])
-    deleted = value.get("deleted")
+    names = tuple(precision.name for precision in members.precisions)
+    offset = None
+    if members.offset is not None:
+        with_offset = read_json(tuple[str, ...], members.offset["precisions"])
+        if not {*with_offset} <= {*names}:
+            raise ValueError(f"the offset has the precisions {with_offset}")
+        crc = FileEntry.from_json(members.offset).crc32c
+        offset = OffsetBlock(crc, with_offset)
+    deleted = members.deleted
+    check_columns(members.columns)
+    segments = members.segments
     manifest = Manifest(
         spec=IndexSpec(
-            rows=value["rows"],
-            shard_size=value["shard_size"],
-            block_shape=(m, d),
-            embed_dim=value["embed_dim"],
-            precisions=tuple(precision["name"] for precision in precisions),
-            segments=tuple(
-                Segment(int(segment["first_row"]), int(segment["rows"]))
-                for segment in segments
-            ),
-            offset=_offset(value),
+            members.rows,
+            members.shard_size,
+            (m, d),
+            members.embed_dim,
+            names,
+            tuple(Segment(each.first_row, each.rows) for each in segments),
+            offset,
         ),
-        counts=Counts(
-            counts["inputs"],
-            counts["indexed"],
-            counts["duplicates"],
-            counts.get("failed", {}),
+        counts=members.counts,
+        model=members.model,
+        settings=members.settings,
+        plan=members.plan,
+        shard_tables=(
+            members.shard_table,
+            *(segment.shard_table for segment in segments[1:]),
         ),
-        model=value["model"],
-        settings=value["settings"],
-        plan=value["plan"],
-        shard_tables=tuple(
-            FileEntry.from_json(segment["shard_table"])
-            for segment in (value, *segments[1:])
-        ),
-        ann=value["ann"],
-        created_by=value["created_by"],
-        format_version=value["format_version"],
+        ann=members.ann,
+        created_by=members.created_by,
         encoded_from={
-            precision["name"]: tuple(precision["encoded_from"])
-            for precision in precisions
-            if precision.get("encoded_from")
+            precision.name: precision.encoded_from
+            for precision in members.precisions
+            if precision.encoded_from
         },
         snapshot=Snapshot(
-            number=number,
-            change=value.get("change", {}),
-            next_shard=next_shard,
-            deleted=None if deleted is None else FileEntry.from_json(deleted),
-            deleted_rows=0 if deleted is None else deleted["rows"],
-            oldest=oldest,
+            number,
+            members.change,
+            members.next_shard,
+            None if deleted is None else FileEntry.from_json(deleted),
+            0 if deleted is None else read_json(int, deleted["rows"]),
+            oldest,
         ),
-        columns=columns_from_json(value.get("columns", [])),
-        row_maps=tuple(map(RowMap.from_json, value.get("row_maps", []))),
-        edits=tuple(map(FileEntry.from_json, value.get("edits", []))),
-        filter_tables=tuple(
-            entry and FileEntry.from_json(entry)
-            for entry in value.get("filter_tables", [])
-        ),
+        columns=members.columns,
+        row_maps=members.row_maps,
+        edits=members.edits,
+        filter_tables=members.filter_tables,
     )
     if len(manifest.filter_tables) not in (0, len(manifest.shard_tables)):
         raise ValueError("the number of filter tables is not that of the segments")
     # raises the errors of the entries
     _ = manifest.ann_files
     return manifest
-
-
-def _offset(value: dict[str, Any]) -> OffsetBlock | None:
-    """Return the offset block that the members `value` name."""
-    entry = value.get("offset")
-    if entry is None:
-        return None
-    names = tuple(entry["precisions"])
-    if not {*names} <= {precision["name"] for precision in value["precisions"]}:
-        raise ValueError(f"the offset has the precisions {names}")
-    return OffsetBlock(FileEntry.from_json(entry).crc32c, names)
-
-
-def _check(value: Any, types: Any, name: str) -> None:
-    """Raise TypeError if a member of `value`, parsed JSON, has another type than in
-    `types`, which has the same structure. Other members may have any type.
-
-    Args:
-        types: a type; a list of the type of each item; or the types of members by name,
-            under `...` that of all members.
-        name: name of the value for error messages.
-    """
-    if isinstance(types, list):
-        _check(value, list, name)
-        for item in value:
-            _check(item, types[0], name)
-    elif isinstance(types, dict):
-        _check(value, dict, name)
-        for key, member in value.items():
-            if of_member := types.get(key, types.get(...)):
-                _check(member, of_member, f"{name}.{key}")
-    elif not isinstance(value, int | float if types is float else types):
-        raise TypeError(f"{name} must be of type {types.__name__}, got {shown(value)}")
 
 
 def created_by() -> str:

@@ -6,11 +6,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from storage_formats.arrays import Array, Floats
 from storage_formats.atomic import make_directories, write_bytes_atomic
 from storage_formats.codecs import Blocks, Codec, codec
 from storage_formats.errors import CorruptIndexError, cannot_read
@@ -19,7 +19,7 @@ from storage_formats.format.index_files import read_index_file
 from storage_formats.format.layout import IndexSpec, Layout, OffsetBlock
 from storage_formats.format.manifest import CommittedIndex
 
-Offset = NDArray[np.float32]
+Offset = Floats
 """An offset block, float32 [m, d]."""
 
 SAMPLE_BLOCKS = 1024
@@ -68,7 +68,7 @@ def write_offset(layout: Layout, offset: Offset) -> None:
     write_bytes_atomic(layout.offset_values, offset.astype("<f4").tobytes())
 
 
-def check_offset(offset: NDArray[Any], block_shape: tuple[int, int]) -> None:
+def check_offset(offset: Array, block_shape: tuple[int, int]) -> None:
     """Raise ValueError unless `offset` fits blocks of `block_shape`."""
     if offset.shape != block_shape or offset.dtype != np.float32:
         raise ValueError(f"it has the shape {list(offset.shape)}, {offset.dtype}")
@@ -110,7 +110,7 @@ def read_offset(root: Path, spec: IndexSpec) -> Offset | None:
 def copy_offset(index: CommittedIndex, target: Layout) -> None:
     """Write the offset block of `index` to another index, if `index` has one."""
     index.fetch(index.manifest.offset_files)
-    offset = read_offset(index.root, index.manifest.spec)
+    offset = read_offset(index.root, index.spec)
     if offset is not None:
         write_offset(target, offset)
 
@@ -130,4 +130,4 @@ def stored_codec(root: Path, spec: IndexSpec, name: str) -> Codec:
 def open_codec(index: CommittedIndex, name: str) -> Codec:
     """Return the codec of a precision of `index`, see `stored_codec`."""
     index.fetch(index.manifest.offset_files)
-    return stored_codec(index.root, index.manifest.spec, name)
+    return stored_codec(index.root, index.spec, name)

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from storage_formats.atomic import Json
 from storage_formats.format.checksum import json_checksum
 from storage_formats.format.index_files import read_index_file
 from storage_formats.format.layout import Layout
@@ -48,7 +49,7 @@ class ShardReceipt:
     truncated: int = 0
     encoded_on: str | None = None
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         """Return the receipt as a JSON object. The member `crc32c` is the checksum
         of the other members.
         """
@@ -58,7 +59,7 @@ class ShardReceipt:
         return {**value, "crc32c": json_checksum(value)}
 
     @classmethod
-    def from_json(cls, value: dict[str, Any]) -> ShardReceipt:
+    def from_json(cls, value: Json) -> ShardReceipt:
         """Return the receipt described by `value`, a result of `to_json`.
 
         Raises:

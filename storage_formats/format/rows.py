@@ -258,27 +258,23 @@ def cast_columns(
     arrays = []
     for field in schema:
         if field.name not in source_names:
-            arrays.append(table[field.name])
-        elif field.name in table.schema.names:
             column = table[field.name]
-            arrow_type = field.type
+        elif field.name not in table.schema.names:
+            column = pa.nulls(len(table), field.type)
+        else:
+            column = table[field.name]
             if column.type not in ARROW_TYPES.values():
                 raise ValueError(
                     f"a source column has the type {column.type}, which source columns"
                     " cannot have"
                 )
-            if column.type != arrow_type:
-                wide = next(
-                    name for name, each in ARROW_TYPES.items() if each == arrow_type
-                )
+            if column.type != field.type:
                 values = [
-                    None if value is None else as_type(value, wide)
+                    None if value is None else as_type(value, type_name(field.type))
                     for value in column.to_pylist()
                 ]
-                column = pa.chunked_array([pa.array(values, arrow_type)])
-            arrays.append(column)
-        else:
-            arrays.append(pa.nulls(len(table), field.type))
+                column = pa.chunked_array([pa.array(values, field.type)])
+        arrays.append(column)
     # fails if a non-nullable column has nulls or another type
     return pa.Table.from_arrays(arrays, names=schema.names).cast(schema)
 
@@ -303,10 +299,8 @@ def iter_rows(
         columns: names of the columns to read. None reads all columns.
     """
     tables = iter_stored_rows(index, columns)
-    for shard, table in zip(index.manifest.spec.shard_numbers(), tables, strict=True):
-        is_deleted = index.deleted.contain(
-            np.array(index.manifest.spec.shard_rows(shard))
-        )
+    for shard, table in zip(index.spec.shard_numbers(), tables, strict=True):
+        is_deleted = index.deleted.contain(np.array(index.spec.shard_rows(shard)))
         yield table.filter(pa.array(~is_deleted)) if is_deleted.any() else table
 
 
@@ -322,15 +316,13 @@ def iter_stored_rows(
         shards: numbers of the shards to read. None reads all shards.
     """
     names = None if columns is None else list(columns)
-    files = list(
-        _rows_files(index, shards or index.manifest.spec.shard_numbers()).items()
-    )
+    files = list(_rows_files(index, shards or index.spec.shard_numbers()).items())
     edits = edits_of(index, names)
     for at, (shard, committed) in enumerate(files):
         if at % _FILES_AT_ONCE == 0:
             index.fetch([each for _, each in files[at : at + _FILES_AT_ONCE]])
         yield read_shard_rows(
-            Layout(index.root),
+            index.layout,
             shard,
             names,
             committed,
@@ -388,7 +380,7 @@ def read_index_rows(
     """Read rows like `read_rows`, but from an open index."""
     if row_ids is None:
         return read_all_rows(index, columns)
-    spec = index.manifest.spec
+    spec = index.spec
     ids = check_row_ids(row_ids, spec.rows)
     index.deleted.refuse(ids)
     check_rows_in_use(ids, spec)
@@ -398,7 +390,7 @@ def read_index_rows(
         return schema.empty_table().select(columns or schema.names)
     shards, shard_indices = np.unique(ids // spec.shard_size, return_inverse=True)
     files = _rows_files(index, shards.tolist())
-    layout = Layout(index.root)
+    layout = index.layout
     source_columns = index.manifest.columns
     index.fetch(files.values())
     edits = edits_of(index, columns)

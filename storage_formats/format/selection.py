@@ -8,13 +8,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from storage_formats.arrays import Ints
 from storage_formats.format.layout import IndexSpec
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.tombstones import Tombstones
-
-Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -43,7 +41,7 @@ class Selection:
         """Select the rows of `shards` except `left_out`. By default, select all
         rows that are not deleted.
         """
-        spec = index.manifest.spec
+        spec = index.spec
         left_out = index.deleted if left_out is None else left_out
         shards = np.fromiter(
             spec.shard_numbers() if shards is None else shards, dtype=np.int64

@@ -4,7 +4,8 @@ section 5).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from storage_formats.atomic import write_bytes_atomic
 from storage_formats.errors import CorruptIndexError, cannot_read
 from storage_formats.format.checksum import crc32c, crc32c_file, to_hex
 from storage_formats.format.index_files import read_index_file
-from storage_formats.format.layout import Layout
+from storage_formats.format.layout import SHARD_TABLE_FILE, Layout
 from storage_formats.format.parquet import read_table
 
 EXCHANGED = (
@@ -99,23 +100,35 @@ def check_content(
         )
 
 
-def read_shard_table(root: str | Path, table: FileEntry) -> list[tuple[int, FileEntry]]:
+@contextlib.contextmanager
+def committed_content(root: Path, entry: FileEntry, what: str) -> Iterator[bytes]:
+    """Yield the contents of a committed file of the index at `root`, compared with its
+    entry. Errors of the `with` block, which takes the contents apart, are those of a
+    damaged file.
+
+    Args:
+        what: kind of the file for messages, such as "shard table".
+
+    Raises:
+        CorruptIndexError: the file is missing or damaged.
+    """
+    path = root / entry.path
+    try:
+        data = read_index_file(root, path, max_bytes=entry.bytes)
+        check_content(path, entry, data)
+        yield data
+    except (OSError, KeyError, ValueError, pa.ArrowException) as error:
+        raise cannot_read(
+            f"the {what} {path}", error, "restore the file from a backup"
+        ) from error
+
+
+def read_shard_table(root: Path, table: FileEntry) -> list[tuple[int, FileEntry]]:
     """Read the shard table with the file entry `table`. Return a pair (shard
     number, file entry) for each line.
     """
-    path = Path(root) / table.path
-    try:
-        data = read_index_file(root, path, max_bytes=table.bytes)
-        if len(data) != table.bytes or crc32c(data) != table.crc32c:
-            raise CorruptIndexError(
-                f"the shard table {path} does not match its checksum in index.json;"
-                " restore the file from a backup"
-            )
+    with committed_content(root, table, "shard table") as data:
         return table_lines(read_table(data, SHARD_TABLE_SCHEMA.names))
-    except (OSError, ValueError, pa.ArrowException) as error:
-        raise cannot_read(
-            f"the shard table {path}", error, "restore the file from a backup"
-        ) from error
 
 
 def table_lines(table: pa.Table) -> list[tuple[int, FileEntry]]:
@@ -147,17 +160,16 @@ def write_shard_table(
     )
     sink = pa.BufferOutputStream()
     pq.write_table(table, sink, compression="zstd", row_group_size=_TABLE_GROUP_LINES)
-    return write_named_file(layout, layout.shard_table, sink.getvalue().to_pybytes())
+    return write_named_file(layout, SHARD_TABLE_FILE, sink.getvalue().to_pybytes())
 
 
-def write_named_file(
-    layout: Layout, path: Callable[[int], Path], data: bytes
-) -> FileEntry:
+def write_named_file(layout: Layout, name: str, data: bytes) -> FileEntry:
     """Write a file that is named after its CRC-32C, and return its entry.
 
     Args:
-        path: method of `layout` that takes the CRC-32C and returns the path.
+        name: relative path with a field for the CRC-32C, such as `EDITS_FILE`.
     """
     crc = crc32c(data)
-    write_bytes_atomic(path(crc), data)
-    return FileEntry(layout.relative(path(crc)), len(data), crc)
+    entry = FileEntry(name.format(crc), len(data), crc)
+    write_bytes_atomic(layout.root / entry.path, data)
+    return entry

@@ -101,22 +101,11 @@ class SourceColumn:
         is_known = (
             bool(column.kinds)
             and set(column.kinds) <= set(_KINDS)
-            and column.type == value["type"]
+            and column.type == value.get("type", column.type)
         )
         if not is_known or not is_allowed(column.name) or column.values < 0:
             raise ValueError(f"{dict(value)} does not describe a source column")
         return column
-
-
-def columns_from_json(values: Iterable[Mapping[str, Any]]) -> tuple[SourceColumn, ...]:
-    """Return the source columns described by the JSON objects `values`.
-
-    Raises:
-        KeyError, TypeError, ValueError: the objects do not describe source columns.
-    """
-    columns = tuple(map(SourceColumn.from_json, values))
-    check_columns(columns)
-    return columns
 
 
 def check_columns(columns: Collection[SourceColumn]) -> None:

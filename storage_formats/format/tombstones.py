@@ -12,22 +12,18 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from storage_formats.arrays import Bools, Ints
 from storage_formats.errors import (
-    CorruptIndexError,
     DeletedRowError,
     RowIdError,
     UsageError,
-    cannot_read,
 )
-from storage_formats.format.index_files import read_index_file
 from storage_formats.format.layout import IndexSpec
-from storage_formats.format.shard_table import check_content
+from storage_formats.format.shard_table import committed_content
 
 if TYPE_CHECKING:
     from storage_formats.format.manifest import CommittedIndex, Snapshot
 
-Bools = NDArray[np.bool_]
-Ints = NDArray[np.int64]
 RowIds: TypeAlias = Sequence[int] | NDArray[np.integer]
 """Row ids, [k]: any sequence or array of integers."""
 
@@ -139,7 +135,7 @@ class Tombstones:
         return tombstones
 
 
-def check_row_ids(row_ids: RowIds, rows: int) -> NDArray[np.int64]:
+def check_row_ids(row_ids: RowIds, rows: int) -> Ints:
     """Return `row_ids` as an array, int64 [k].
 
     Raises:
@@ -228,20 +224,13 @@ def read_tombstones(root: Path, spec: IndexSpec, snapshot: Snapshot) -> Tombston
     entry = snapshot.deleted
     if entry is None:
         return Tombstones.none(spec.shard_size)
-    path = root / entry.path
-    try:
-        data = read_index_file(root, path, max_bytes=entry.bytes)
-        check_content(path, entry, data)
+    with committed_content(root, entry, "file of deleted rows") as data:
         tombstones = Tombstones.from_bytes(data, spec)
-    except (OSError, ValueError) as error:
-        raise cannot_read(
-            f"the file of deleted rows {path}", error, "restore the file from a backup"
-        ) from error
-    if len(tombstones) != snapshot.deleted_rows:
-        raise CorruptIndexError(
-            f"{path} marks {len(tombstones)} rows as deleted, but index.json lists "
-            f"{snapshot.deleted_rows}; restore both files from a backup"
-        )
+        if len(tombstones) != snapshot.deleted_rows:
+            raise ValueError(
+                f"it marks {len(tombstones)} rows as deleted, but index.json lists"
+                f" {snapshot.deleted_rows}"
+            )
     return tombstones
 
 
@@ -249,7 +238,7 @@ def live_rows(index: CommittedIndex) -> Ints:
     """Return the row ids of all rows that are not deleted, int64 [n], ascending.
     Some of the rows may be holes.
     """
-    spec = index.manifest.spec
+    spec = index.spec
     parts = [
         np.arange(segment.first_row, segment.stop, dtype=np.int64)
         for segment in spec.used_segments

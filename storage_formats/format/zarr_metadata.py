@@ -8,11 +8,11 @@ documents.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from storage_formats.arrays import Bools
+from storage_formats.atomic import Json
 from storage_formats.codecs import codec
 from storage_formats.format.checksum import crc32c
 from storage_formats.format.layout import (
@@ -35,7 +35,7 @@ _ARRAY = {
 }
 
 
-def zarr_documents(layout: Layout, spec: IndexSpec) -> dict[Path, dict[str, Any]]:
+def zarr_documents(layout: Layout, spec: IndexSpec) -> dict[Path, Json]:
     """Return the contents of each `zarr.json` of an index, keyed by path."""
     group = {
         "zarr_format": 3,
@@ -66,8 +66,8 @@ def _plain_array(
     shape: tuple[int, int],
     chunk_shape: tuple[int, int],
     names: tuple[str, str],
-    attributes: dict[str, Any],
-) -> dict[str, Any]:
+    attributes: Json,
+) -> Json:
     """Return the document of an array of float32 without shards."""
     return {
         **_ARRAY,
@@ -84,7 +84,7 @@ def _plain_array(
     }
 
 
-def _token_array(spec: IndexSpec, precision: str) -> dict[str, Any]:
+def _token_array(spec: IndexSpec, precision: str) -> Json:
     token_codec = codec(precision, spec.block_shape)
     bytes_codec = (
         _LITTLE_ENDIAN if token_codec.zarr_dtype != "uint8" else {"name": "bytes"}
@@ -98,7 +98,7 @@ def _token_array(spec: IndexSpec, precision: str) -> dict[str, Any]:
             "index_location": "end",
         },
     }
-    attributes: dict[str, Any] = {
+    attributes: Json = {
         "format_version": FORMAT_VERSION,
         "precision": precision,
         "logical_dtype": token_codec.logical_dtype,
@@ -132,7 +132,7 @@ def _token_array(spec: IndexSpec, precision: str) -> dict[str, Any]:
     }
 
 
-def shard_index_bytes(present: NDArray[np.bool_], record_bytes: int) -> bytes:
+def shard_index_bytes(present: Bools, record_bytes: int) -> bytes:
     """Return the Zarr shard index: (offset, length) of each record as uint64, then the
     CRC-32C of these pairs.
 

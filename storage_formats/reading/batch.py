@@ -37,6 +37,9 @@ class Batch:
         return len(self.shards)
 
     def __getitem__(self, selection: Part | NDArray[np.bool_]) -> Batch:
+        # keeps `shard_spans`
+        if isinstance(selection, slice) and selection == slice(0, len(self)):
+            return self
         return Batch(
             self.shards[selection],
             self.positions[selection],

@@ -19,7 +19,7 @@ from storage_formats.codecs.base import Scorer
 from storage_formats.format.checksum import crc32c
 from storage_formats.reading.batch import Batch, Ints, Part
 from storage_formats.reading.checksums import BlockChecksums, Checksums
-from storage_formats.reading.memory import BufferPool, Bytes, memory_at
+from storage_formats.reading.memory import BufferPool, Bytes
 from storage_formats.threads import run_chunks
 
 # as in `reading.loops`, which imports Numba
@@ -227,11 +227,13 @@ def _plain_loop(
 ) -> None:
     """Do the work of `reading.loops.check_records` without Numba."""
     global _plainly_checked_bytes
+    # creating an array of NumPy would take as long as the checksum
+    record_type: Any = ctypes.c_char * size
     for index in range(start, stop):
         source = int(sources[index])
         if copies != NO_COPY:
             ctypes.memmove(int(targets[index]), source, size)
-        checksums[index] = crc32c(memory_at(source, size))
+        checksums[index] = crc32c(record_type.from_address(source))
     _plainly_checked_bytes += (stop - start) * size
 
 

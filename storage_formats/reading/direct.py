@@ -24,9 +24,9 @@ from storage_formats.threads import settle, unsettled
 _GAP_BYTES = 32 << 10
 # limit for pieces of large records
 _PIECE_BYTES = 8 << 20
-_BYTES_IN_FLIGHT = 32 << 20
+_BYTES_IN_FLIGHT = 16 << 20
 # less, so that the buffers stay in the processor's cache
-_BUFFERED_IN_FLIGHT = 16 << 20
+_BUFFERED_IN_FLIGHT = 8 << 20
 # reading into a buffer is faster if it saves this factor of requests
 _FEWER_REQUESTS = 4
 # few, so that little is left to do when the last requests of a batch are complete
@@ -76,7 +76,6 @@ class _Flight:
         results: [r], number of bytes read, a negative errno, or `_NO_RESULT`.
         processed: bool [r], whether the destination has processed the records of each
             request.
-        missing: number of requests without a result.
         buffer: buffer from the pool that contains `memory`. None if `memory` belongs to
             the destination.
     """
@@ -92,7 +91,6 @@ class _Flight:
     memory_offsets: Ints
     results: Ints
     processed: NDArray[np.bool_]
-    missing: int
     buffer: Bytes | None
 
 
@@ -118,21 +116,15 @@ class _Reader:
     def read(self) -> None:
         length = min(PIECE_RECORDS, max(1, _PIECE_BYTES // self._size))
         for number, piece in enumerate(self._destination.batch.pieces(length)):
-            while self._flights:
-                flights = self._flights.values()
-                requests = sum(len(flight.needed) for flight in flights)
-                in_flight = sum(int(flight.needed.sum()) for flight in flights)
-                is_buffered = any(flight.buffer is not None for flight in flights)
-                limit = _BUFFERED_IN_FLIGHT if is_buffered else _BYTES_IN_FLIGHT
-                if (
-                    requests + PIECE_RECORDS <= self._queue.entries
-                    and in_flight < limit
-                ):
-                    break
-                self._finish()
+            # The queue is filled again before records are processed, so that the disk
+            # never waits for the processor.
+            while self._is_full():
+                self._process()
+                self._wait()
             self._launch(number, piece)
         while self._flights:
-            self._finish()
+            self._process()
+            self._wait()
         # first, so that `abandon` never closes a queue that another reader may have
         self._holds_queue = False
         self._queues.give_back(self._queue)
@@ -190,7 +182,6 @@ class _Reader:
             memory_offsets,
             results,
             processed,
-            len(lengths),
             buffer,
         )
         fds = batch.per_record([files[shard].fd for shard, _, _ in batch.shard_spans])[
@@ -201,30 +192,42 @@ class _Reader:
             fds, offsets, memory.ctypes.data + memory_offsets, lengths, tags
         )
 
-    def _finish(self) -> None:
-        """Wait for the requests of the oldest piece. Meanwhile, process the records
-        of every piece as they arrive.
-        """
-        number = next(iter(self._flights))
-        while self._flights[number].missing:
-            in_flight = self._queue.in_flight
-            tags, results = self._queue.wait(
-                min(in_flight, max(_PART_REQUESTS, in_flight // _PART_SHARE))
-            )
-            numbers = tags // PIECE_RECORDS
-            for each in np.unique(numbers).tolist():
-                of_flight = numbers == each
-                flight = self._flights[each]
-                flight.results[tags[of_flight] % PIECE_RECORDS] = results[of_flight]
-                flight.missing -= int(of_flight.sum())
-            for flight in self._flights.values():
-                self._process(flight)
-        flight = self._flights.pop(number)
-        if flight.buffer is not None:
-            self._buffers.give_back(flight.buffer)
-        self._files.release(flight.files)
+    def _is_full(self) -> bool:
+        """Return whether enough requests are in flight."""
+        flights = self._flights.values()
+        in_flight = sum(
+            int(flight.needed[flight.results == _NO_RESULT].sum()) for flight in flights
+        )
+        is_buffered = any(flight.buffer is not None for flight in flights)
+        limit = _BUFFERED_IN_FLIGHT if is_buffered else _BYTES_IN_FLIGHT
+        return (
+            self._queue.in_flight + PIECE_RECORDS > self._queue.entries
+            or in_flight >= limit
+        )
 
-    def _process(self, flight: _Flight) -> None:
+    def _wait(self) -> None:
+        """Wait for some of the requests in flight, and note their results."""
+        in_flight = self._queue.in_flight
+        part = max(_PART_REQUESTS, in_flight // _PART_SHARE)
+        # never for all, so that the disk has work until the next request
+        tags, results = self._queue.wait(max(1, min(part, in_flight // 2)))
+        numbers = tags // PIECE_RECORDS
+        for number in np.unique(numbers).tolist():
+            of_flight = numbers == number
+            flight = self._flights[number]
+            flight.results[tags[of_flight] % PIECE_RECORDS] = results[of_flight]
+
+    def _process(self) -> None:
+        """Process the records of completed requests. Meanwhile, the kernel reads."""
+        for number, flight in list(self._flights.items()):
+            self._process_flight(flight)
+            if flight.processed.all():
+                del self._flights[number]
+                if flight.buffer is not None:
+                    self._buffers.give_back(flight.buffer)
+                self._files.release(flight.files)
+
+    def _process_flight(self, flight: _Flight) -> None:
         """Process all unprocessed records of completed requests."""
         is_ready = (flight.results != _NO_RESULT) & ~flight.processed
         if not is_ready.any():

@@ -16,7 +16,7 @@ import sys
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -37,7 +37,10 @@ from storage_formats.threads import run_threads
 _MAX_OPEN = 8192
 # an evaluation has nine `ShardFiles`; a mapped file has two descriptors
 _SHARE_OF_LIMIT = 8
-_THREADS = 16
+# the caller checks and decodes a part while the disk reads the next parts
+_PART_RANGES = 32
+# where advice starts reads, one thread waits for them in turn
+_THREADS = 1 if hasattr(os, "posix_fadvise") else 16
 # Linux 4.14
 _NOWAIT = getattr(os, "RWF_NOWAIT", 0)
 _CACHED_SHARE = 0.95
@@ -108,13 +111,12 @@ class ShardFile:
                 " bytes while the file was open",
                 remedy="verify",
             )
-        with self._lock:
-            if self._map is None:
-                self._map = np.frombuffer(
-                    mmap.mmap(self.fd, self.size, prot=mmap.PROT_READ), dtype=np.uint8
-                )
+        if self._map is None:
+            with self._lock:
+                mapped = mmap.mmap(self.fd, self.size, prot=mmap.PROT_READ)
+                self._map = np.frombuffer(mapped, dtype=np.uint8)
                 self._address = self._map.ctypes.data
-            return self._address
+        return self._address
 
     def ask(self, now: float) -> None:
         """Ask the kernel whether the page cache has the file."""
@@ -200,25 +202,31 @@ class ShardFile:
         os.close(self.fd)
 
 
-def read_ranges(requests: Sequence[tuple[ShardFile, int, memoryview]]) -> None:
-    """Read byte ranges of files through the page cache.
+def read_ranges(
+    requests: Sequence[tuple[ShardFile, int, memoryview]],
+) -> Iterator[slice]:
+    """Read byte ranges of files through the page cache. Yield consecutive parts of
+    `requests` as soon as they are read.
 
     Args:
         requests: (file, byte offset, target) of each range.
     """
     missing = [
-        (file, offset, target)
-        for file, offset, target in requests
-        if not file.read_cached(offset, target)
+        not file.read_cached(offset, target) for file, offset, target in requests
     ]
-    # all reads start before a thread waits for one
-    for file, offset, target in missing:
+    # all reads start before the first part waits
+    for file, offset, target in itertools.compress(requests, missing):
         advise(file.fd, offset, len(target))
-    run_threads(
-        lambda request: request[0].read_fully(*request[1:]),
-        missing,
-        min(_THREADS, len(missing)),
-    )
+    step = _PART_RANGES if any(missing) else len(requests)
+    for start in range(0, len(requests), step):
+        part = slice(start, start + step)
+        waiting = list(itertools.compress(requests[part], missing[part]))
+        run_threads(
+            lambda request: request[0].read_fully(*request[1:]),
+            waiting,
+            min(_THREADS, len(waiting)),
+        )
+        yield part
 
 
 @functools.cache

@@ -134,21 +134,20 @@ class LocalReads:
         for piece in destination.batch.pieces(4 * PIECE_RECORDS):
             batch = destination.batch[piece]
             files = self._files.acquire_for(batch, size)
-            ranges, at = batch.ranges(size)
+            ranges, _ = batch.ranges(size)
             buffer = self._buffers.borrow(len(batch) * size)
+            memory = buffer.data
+            requests = [
+                (files[shard], position * size, memory[start * size : stop * size])
+                for shard, position, start, stop in ranges
+            ]
             try:
-                memory = buffer.data
-                read_ranges(
-                    [
-                        (
-                            files[shard],
-                            position * size,
-                            memory[start * size : stop * size],
-                        )
-                        for shard, position, start, stop in ranges
-                    ]
-                )
-                destination.take(buffer, at * size, piece)
+                for part in read_ranges(requests):
+                    first = ranges[part][0][2]
+                    last = ranges[part][-1][3]
+                    offsets = np.arange(first, last) * size
+                    records = slice(piece.start + first, piece.start + last)
+                    destination.take(buffer, offsets, records)
             finally:
                 self._files.release(files)
             self._buffers.give_back(buffer)
@@ -163,6 +162,8 @@ class LocalReads:
         if is_small and self._is_wide:
             return [("portable", batch)]
         is_cached = self._are_cached(batch)
+        if is_cached.all():
+            return [("mapped", batch)]
         bypasses = self._direct_files.is_direct and not is_small
         uncached = "direct" if bypasses else "portable"
         parts = ("mapped", batch[is_cached]), (uncached, batch[~is_cached])

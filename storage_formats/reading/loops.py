@@ -212,9 +212,8 @@ def check_records(
         r = targets[k]
         x = y = z = _ONES
         for offset in range(0, whole, 64):
-            if copies == NO_COPY:
-                for address in (a, b, c):
-                    _prefetch(address + offset + _AHEAD_BYTES)
+            for address in (a, b, c):
+                _prefetch(address + offset + _AHEAD_BYTES)
             x = _crc_line(x, a + offset)
             y = _crc_line(y, b + offset)
             z = _crc_line(z, c + offset)

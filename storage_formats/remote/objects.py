@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote, urlsplit
 
+from storage_formats.atomic import Json
 from storage_formats.errors import EdjeError, UsageError
 from storage_formats.extras import name_missing_extra
 from storage_formats.remote.urls import HUB_CREDENTIALS, HUB_SCHEME, hub_address
@@ -519,7 +520,7 @@ def _open_store(url: str) -> ObjectStore:
         ) from error
 
 
-def _aws_profile() -> tuple[dict[str, Any], str]:
+def _aws_profile() -> tuple[Json, str]:
     """Return the arguments of `from_url` for the credentials that boto3 finds, for
     example those of the profile that `AWS_PROFILE` names, and the endpoint of the
     profile.
@@ -551,7 +552,7 @@ def _aws_profile() -> tuple[dict[str, Any], str]:
             " profile, or set AWS_ACCESS_KEY_ID"
         ) from error
     region = os.environ.get("AWS_REGION") or session.get_config_variable("region")
-    settings: dict[str, Any] = {"credential_provider": provider}
+    settings: Json = {"credential_provider": provider}
     if region:
         settings["region"] = region
     return settings, profile.get("endpoint_url", "")

@@ -11,13 +11,12 @@ import contextlib
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 
 from storage_formats.codecs import Blocks
 from storage_formats.errors import CorruptIndexError, TaskInterrupted
-from storage_formats.format.layout import IndexSpec, Layout, OffsetBlock
+from storage_formats.format.layout import IndexSpec, OffsetBlock
 from storage_formats.format.manifest import CommittedIndex, kept_snapshots
 from storage_formats.format.offset import (
     SAMPLE_BLOCKS,
@@ -28,8 +27,7 @@ from storage_formats.format.offset import (
 )
 from storage_formats.format.receipts import ShardReceipt
 from storage_formats.token_store import TokenStore
-from storage_formats.writing.staging import StagedFiles
-from storage_formats.writing.token_shard import refuse_outside
+from storage_formats.writing.shard_writer import ShardWriter
 
 _PIECE_BYTES = 8 << 20
 # rows of the sample for an offset that are read at once
@@ -75,7 +73,7 @@ def choose_offset(
         offset = _sampled_offset(index, source)
     if offset is None:
         return None, None
-    stored = index.manifest.spec.offset
+    stored = index.spec.offset
     before = () if stored is None else stored.precisions
     added = [name for name in names if name not in plain and name not in before]
     return offset, offset_block(offset, (*before, *added))
@@ -120,36 +118,25 @@ def convert_shard(
     Raises:
         TaskInterrupted: `should_stop` returned True. The unfinished files were removed.
     """
-    layout = Layout(Path(task.root))
-    staged = StagedFiles(layout, task.shard)
-    with contextlib.ExitStack() as stack:
-        stack.callback(staged.remove)
-        files = {}
-        for name in task.targets:
-            files[name] = staged.open_tokens(task.spec, name)
-            stack.callback(files[name].close)
-        holes = done = 0
-        for first, blocks in stack.enter_context(
-            contextlib.closing(_read_ahead(_blocks(task)))
-        ):
+    holes = done = 0
+    with (
+        ShardWriter(task.root, task.spec, task.shard, task.targets) as writer,
+        contextlib.closing(_read_ahead(_blocks(task))) as pieces,
+    ):
+        for first, blocks in pieces:
             if should_stop():
                 raise TaskInterrupted
             kept = np.flatnonzero(~np.isnan(blocks[:, 0, 0].astype(np.float32)))
             present = blocks if len(kept) == len(blocks) else blocks[kept]
-            row_ids = task.spec.shard_rows(task.shard).start + first + kept
-            for file in files.values():
-                refuse_outside(file.codec, present, row_ids)
-                file.put(kept + first, file.codec.encode(present))
+            writer.put(first + kept, present)
             done = first + len(blocks)
-            holes = holes + len(blocks) - len(kept)
-        for file in files.values():
-            staged.add_tokens(file)
-        committed = staged.commit()
+            holes += len(blocks) - len(kept)
         failed = {"hole": holes} if holes else {}
+        files = writer.commit_files()
         receipt = ShardReceipt(
-            task.shard, task.plan, done, done - holes, 0, failed, committed, {}
+            task.shard, task.plan, done, done - holes, 0, failed, files, {}
         )
-        staged.commit_receipt(receipt)
+        writer.commit_receipt(receipt)
     return receipt
 
 
@@ -159,12 +146,8 @@ def _blocks(task: ConversionTask) -> Iterator[tuple[int, Blocks]]:
     """
     rows = task.spec.shard_rows(task.shard)
     index = CommittedIndex.open(task.root)
-    whole = replace(
-        index.manifest,
-        snapshot=replace(index.manifest.snapshot, deleted=None, deleted_rows=0),
-    )
     # a rollback can bring deleted rows back
-    with TokenStore(replace(index, manifest=whole), task.source) as store:
+    with TokenStore(index.undeleted(), task.source) as store:
         step = min(len(rows), max(1, _PIECE_BYTES // store.record_bytes))
         # Two buffers take turns, because new memory would cost a page fault per 4 KiB.
         buffers = [store.empty(step) for _ in range(2)]

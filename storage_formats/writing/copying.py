@@ -14,8 +14,8 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
+from storage_formats.arrays import Floats, Ints
 from storage_formats.atomic import naming
 from storage_formats.errors import CorruptIndexError, TaskInterrupted, cannot_read
 from storage_formats.format.checksum import crc32c_file
@@ -31,13 +31,13 @@ from storage_formats.format.rows import (
     read_index_rows,
     read_shard_rows,
 )
-from storage_formats.format.selection import Selection
 from storage_formats.format.shard_table import EXCHANGED, FileEntry
 from storage_formats.format.source_columns import SourceColumn
 from storage_formats.reading.embeddings import read_shard_embeddings
+from storage_formats.reading.memory import aligned_bytes
 from storage_formats.shard_check import shard_paths
 from storage_formats.token_store import TokenStore
-from storage_formats.writing.staging import StagedFiles
+from storage_formats.writing.shard_writer import ShardWriter
 
 PIECE_BYTES = 8 << 20
 _LOST_ORIGINAL = {
@@ -46,31 +46,26 @@ _LOST_ORIGINAL = {
     "detail": "the original of this duplicate was deleted or left out",
     "duplicate_of": None,
 }
-Ints = NDArray[np.int64]
 Stop = Callable[[], bool]
 
 
 class RowCopier:
-    """Writes selected rows to new shards, with new row ids. All data is compared with
-    the stored checksums.
+    """Writes rows of an index to shards of another index, or to new shards of the same
+    one, with new row ids. All data is compared with the stored checksums.
 
     Args:
         target: layout of the index to write to. It may be that of `source`.
-        spec: shape of the target. Its last segment has one row for each selected row.
+        spec: shape of the target.
     """
 
-    def __init__(
-        self,
-        source: CommittedIndex,
-        selection: Selection,
-        target: Layout,
-        spec: IndexSpec,
-    ) -> None:
+    def __init__(self, source: CommittedIndex, target: Layout, spec: IndexSpec) -> None:
         self._source = source
-        self._selection = selection
         self._target = target
         self._spec = spec
         self._stores = {name: TokenStore(source, name) for name in spec.precisions}
+        sizes = [store.record_bytes for store in self._stores.values()]
+        # new memory for each piece would cost a page fault per 4 KiB
+        self._buffer = aligned_bytes(max(PIECE_BYTES, *sizes))
         self._embedding_files = CommittedFiles(source, EMBEDDING_FILE)
 
     def close(self) -> None:
@@ -78,68 +73,63 @@ class RowCopier:
         for store in self._stores.values():
             store.close()
 
-    def copy_shard(self, shard: int, plan: str, should_stop: Stop) -> ShardReceipt:
+    def copy(
+        self,
+        shard: int,
+        row_ids: Ints,
+        renumber: Callable[[Ints], Ints],
+        plan: str,
+        should_stop: Stop,
+    ) -> ShardReceipt:
         """Write and commit the files of one shard of the target, and write the receipt.
 
         Args:
+            row_ids: int64 [k], rows of the source that become the k rows of the shard.
+            renumber: takes row ids of the source, and returns those in the target; -1
+                for rows that are left out.
             should_stop: called between pieces; True stops the copy.
 
         Raises:
             TaskInterrupted: `should_stop` returned True. The unfinished files were
                 removed.
         """
-        new_ids = self._spec.shard_rows(shard)
-        first = self._spec.used_segments[-1].first_row
-        old_ids = self._selection.row_ids(
-            range(new_ids.start - first, new_ids.stop - first)
-        )
-        table = read_index_rows(self._source, old_ids)
-        originals = table["duplicate_of"].fill_null(-1).to_pylist()
-        ranks = self._selection.ranks_of(originals).tolist()
-        rows = with_row_ids(
-            table, new_ids, [-1 if rank < 0 else first + rank for rank in ranks]
-        )
+        table = read_index_rows(self._source, row_ids)
+        originals = renumber(table["duplicate_of"].fill_null(-1).to_numpy())
+        rows = with_row_ids(table, self._spec.shard_rows(shard), originals.tolist())
         indexed = np.flatnonzero(rows["status"].to_numpy() == INDEXED)
-        staged = StagedFiles(self._target, shard)
-        with contextlib.ExitStack() as stack:
-            stack.callback(staged.remove)
-            for name, store in self._stores.items():
-                file = staged.open_tokens(self._spec, name)
-                stack.callback(file.close)
-                step = max(1, PIECE_BYTES // file.codec.record_bytes)
+        with ShardWriter(self._target.root, self._spec, shard) as writer:
+            for name, file in writer.tokens.items():
+                size = file.codec.record_bytes
+                step = max(1, PIECE_BYTES // size)
+                buffer = self._buffer[: step * size].reshape(step, size)
                 for start in range(0, len(indexed), step):
                     if should_stop():
                         raise TaskInterrupted
                     piece = indexed[start : start + step]
-                    file.put(piece, store.fetch_records(old_ids[piece]))
-                staged.add_tokens(file)
-            embeddings = self._embeddings(old_ids, indexed)
-            staged.add_bytes(
-                "embeddings", self._target.embedding_shard(shard), embeddings.tobytes()
-            )
-            return staged.commit_rows(rows, plan)
+                    records = buffer[: len(piece)]
+                    self._stores[name].fetch_records(row_ids[piece], records)
+                    file.put(piece, records)
+            self._copy_embeddings(row_ids, indexed, writer.embeddings)
+            return writer.commit(rows, plan)
 
-    def _embeddings(self, old_ids: Ints, indexed: Ints) -> NDArray[np.float32]:
-        """Return the embeddings of a new shard, float32 [shard_size, embed_dim].
-        Positions not in `indexed` are NaN.
+    def _copy_embeddings(self, row_ids: Ints, indexed: Ints, values: Floats) -> None:
+        """Write the embeddings of the rows `row_ids` at the positions `indexed` to
+        `values`, float32 [shard_size, embed_dim].
         """
-        values = np.full(
-            (self._spec.shard_size, self._spec.embed_dim), np.nan, dtype="<f4"
-        )
         source = self._source
-        spec = source.manifest.spec
-        shards, positions = np.divmod(old_ids[indexed], spec.shard_size)
+        spec = source.spec
+        shards, positions = np.divmod(row_ids[indexed], spec.shard_size)
         entries = self._embedding_files.files(np.unique(shards).tolist())
         source.fetch(entries.values())
         for shard, committed in entries.items():
-            stored = read_shard_embeddings(Layout(source.root), spec, shard, committed)
+            stored = read_shard_embeddings(source.layout, spec, shard, committed)
             of_shard = shards == shard
             values[indexed[of_shard]] = stored[positions[of_shard]]
-        return values
 
 
 class ShardCopier:
-    """Copies whole shards to another index, where every row id grows by `offset`.
+    """Copies whole shards to another index, where every row id grows by `offset`. The
+    file system shares the disk blocks of tokens and embeddings if it can.
 
     Args:
         offset: number to add to the row ids, a multiple of the shard size.
@@ -155,19 +145,16 @@ class ShardCopier:
         """Copy and commit the files of shard `shard` of the source, and write the
         receipt.
         """
-        spec = self._source.manifest.spec
-        source = Layout(self._source.root)
+        spec = self._source.spec
+        source = self._source.layout
         moved = shard + self._offset // spec.shard_size
-        staged = StagedFiles(self._target, moved)
-        try:
-            old_rows, *old_paths = shard_paths(source, spec, shard)
-            _, *paths = shard_paths(self._target, spec, moved)
+        old_rows, *old_paths = shard_paths(source, spec, shard)
+        _, *paths = shard_paths(self._target, spec, moved)
+        with ShardWriter(self._target.root, spec, moved, ()) as writer:
             for number, (old, new) in enumerate(zip(old_paths, paths, strict=True)):
                 entry = self._entry(old)
-                copy_file(source.root, entry, staged.path(str(number)))
-                staged.add(
-                    str(number), self._target.root / new, entry.bytes, entry.crc32c
-                )
+                copy_file(source.root, entry, writer.path(str(number)))
+                writer.add(str(number), replace(entry, path=new))
             table = read_shard_rows(
                 source,
                 shard,
@@ -183,9 +170,7 @@ class ShardCopier:
                 range(rows.start + self._offset, rows.stop + self._offset),
                 originals.tolist(),
             )
-            return staged.commit_rows(table, plan)
-        finally:
-            staged.remove()
+            return writer.commit_rows(table, plan)
 
     def _entry(self, path: str) -> FileEntry:
         if path not in self._entries:

@@ -20,7 +20,6 @@ from storage_formats.atomic import (
     json_bytes,
     make_directories,
 )
-from storage_formats.change import DATA_FILE
 from storage_formats.errors import CorruptIndexError, EdjeError, UsageError, cannot_read
 from storage_formats.format.checksum import crc32c, to_hex
 from storage_formats.format.downloads import committed_chunks
@@ -35,6 +34,7 @@ from storage_formats.format.manifest import (
 from storage_formats.format.remote import CLAIM, REPLACED, ROOT, open_index, read_root
 from storage_formats.format.shard_table import EXCHANGED, FileEntry
 from storage_formats.format.zarr_metadata import zarr_documents
+from storage_formats.garbage import DATA_FILE
 from storage_formats.remote.objects import (
     CHUNK_BYTES,
     Chunk,
@@ -78,7 +78,7 @@ def manifest_bytes(index: CommittedIndex) -> bytes:
         EdjeError: the index has changed since it was opened.
     """
     number = index.manifest.snapshot.number
-    layout = Layout(index.root)
+    layout = index.layout
     for path in (layout.manifest, layout.snapshot(number)):
         try:
             data = read_index_file(index.root, path)
@@ -351,8 +351,8 @@ def _zarr_files(index: CommittedIndex) -> dict[str, bytes]:
     The files on disk are not read, because they describe the number of rows of the
     current snapshot.
     """
-    layout = Layout(index.root)
-    documents = zarr_documents(layout, index.manifest.spec)
+    layout = index.layout
+    documents = zarr_documents(layout, index.spec)
     return {
         layout.relative(path): json_bytes(document)
         for path, document in documents.items()

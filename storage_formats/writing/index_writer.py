@@ -21,10 +21,10 @@ from typing import Any, Self, TypeAlias
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
 from storage_formats.arguments import refuse_pickle, repr_of, shown
-from storage_formats.arrays import as_array
+from storage_formats.arrays import Array, Floats, as_array
+from storage_formats.atomic import Json
 from storage_formats.change import (
     NewIndex,
     begin_index,
@@ -35,7 +35,12 @@ from storage_formats.errors import UsageError
 from storage_formats.format.layout import IndexSpec, Layout
 from storage_formats.format.manifest import Ann, Manifest
 from storage_formats.format.receipts import ShardReceipt, fingerprint
-from storage_formats.format.rows import INDEXED, ROW_SCHEMA, with_source_values
+from storage_formats.format.rows import (
+    ROW_SCHEMA,
+    RowEntry,
+    rows_table,
+    with_source_values,
+)
 from storage_formats.format.source_columns import (
     MAX_COLUMNS,
     MAX_ROW_BYTES,
@@ -95,8 +100,8 @@ class IndexWriter:
         self._change: NewIndex
         self._open = True
         self._receipts: list[ShardReceipt] = []
-        self._tables: list[pa.Table] = []
-        # values of source columns, one mapping per held row
+        # the held rows, and their values of source columns
+        self._rows: list[RowEntry] = []
         self._values: list[dict[str, Value]] = []
         self._columns = CountedColumns()
         self._held = 0
@@ -161,8 +166,8 @@ class IndexWriter:
 
     def append(
         self,
-        blocks: NDArray[Any] | Sequence[Any],
-        embeddings: NDArray[Any],
+        blocks: Array | Sequence[Any],
+        embeddings: Array,
         rows: Rows | None = None,
     ) -> range:
         """Append k rows and return the row ids of the new rows.
@@ -206,10 +211,10 @@ class IndexWriter:
         blocks = as_array(blocks)
         embeddings = as_array(embeddings)
         self._check_shapes(blocks, embeddings)
-        given = _given_columns(rows, len(blocks))
+        columns = _given_columns(rows, len(blocks))
         sources = {
-            name: _source_values(name, given.pop(name))
-            for name in given.keys() - {*ROW_COLUMNS}
+            name: _source_values(name, columns.pop(name))
+            for name in columns.keys() - {*ROW_COLUMNS}
         }
         if len(self._columns.kinds.keys() | sources.keys()) > MAX_COLUMNS:
             raise UsageError(
@@ -218,7 +223,6 @@ class IndexWriter:
         first = len(self)
         done = 0
         while done < len(blocks):
-            # an error has kept it from being committed
             if self._held == self._spec.shard_size:
                 self._commit_shard()
             stop = min(len(blocks), done + self._spec.shard_size - self._held)
@@ -228,20 +232,10 @@ class IndexWriter:
             self._embeddings[self._held : held] = _as_unit_vectors(
                 embeddings[done:stop], row
             )
-            row_ids = range(row, row + stop - done)
-            columns = {name: each[done:stop] for name, each in given.items()}
-            defaults = {
-                "row_id": list(row_ids),
-                "uri": [str(row_id) for row_id in row_ids],
-                "status": [INDEXED] * len(row_ids),
-            }
-            nulls = {
-                field.name: pa.nulls(len(row_ids), field.type) for field in ROW_SCHEMA
-            }
-            self._tables.append(
-                pa.table({**nulls, **defaults, **columns}, schema=ROW_SCHEMA)
-            )
             for position in range(done, stop):
+                given = {name: each[position] for name, each in columns.items()}
+                row_id = first + position
+                self._rows.append(RowEntry(row_id, **{"uri": str(row_id), **given}))
                 values = {
                     name: value
                     for name, of_column in sources.items()
@@ -252,8 +246,6 @@ class IndexWriter:
                     self._columns.count(name, value)
             self._held = held
             done = stop
-            if self._held == self._spec.shard_size:
-                self._commit_shard()
         return range(first, first + len(blocks))
 
     def finish(self, build_ann: BuildAnn | None = None) -> Manifest:
@@ -271,14 +263,15 @@ class IndexWriter:
         self._check_open()
         try:
             root = self._layout.root
-            if not len(self):
+            rows = len(self)
+            if not rows:
                 raise UsageError(
                     f"no row was appended to {root}; append at least one row before you"
                     " finish the index"
                 )
             if self._held:
                 self._commit_shard()
-            spec = self._spec_of(sum(receipt.rows for receipt in self._receipts))
+            spec = replace(self._spec, rows=rows)
             begin_index(root, spec)
             fingerprint = hashlib.sha256(self._encoder.encode()).hexdigest()
             model = {"encoder": self._encoder, "fingerprint": fingerprint}
@@ -294,30 +287,23 @@ class IndexWriter:
                 ann=ann,
             )
             self._change.commit(manifest)
-        except BaseException as error:
-            self._end(error)
-            raise
-        self._end(None)
+        finally:
+            self.abort()
         return manifest
 
     def abort(self) -> None:
         """Remove all written files and close the writer. Does nothing if the writer
         is closed.
         """
-        self._end(None)
-
-    def _end(self, error: BaseException | None) -> None:
         if self._open:
             self._open = False
             self._blocks = self._blocks[:0]
             self._embeddings = self._embeddings[:0]
-            self._tables.clear()
+            self._rows.clear()
             self._values.clear()
             # a committed change stays
             self._change.abandon()
-            self._held_change.__exit__(
-                None if error is None else type(error), error, None
-            )
+            self._held_change.close()
 
     def __enter__(self) -> Self:
         return self
@@ -334,24 +320,18 @@ class IndexWriter:
         finally:
             self.abort()
 
-    def _spec_of(self, rows: int) -> IndexSpec:
-        return replace(self._spec, rows=rows, segments=())
-
     def _commit_shard(self) -> None:
-        first = len(self._receipts) * self._spec.shard_size
-        positions = np.arange(self._held, dtype=np.int64)
-        with ShardWriter(
-            self._layout.root, self._spec_of(first + self._held), len(self._receipts)
-        ) as writer:
-            writer.put(
-                positions, self._blocks[: self._held], self._embeddings[: self._held]
-            )
+        held = self._held
+        spec = replace(self._spec, rows=len(self))
+        with ShardWriter(self._layout.root, spec, len(self._receipts)) as writer:
+            positions = np.arange(held, dtype=np.int64)
+            writer.put(positions, self._blocks[:held], self._embeddings[:held])
             table = with_source_values(
-                pa.concat_tables(self._tables), self._columns.columns(), self._values
+                rows_table(self._rows), self._columns.columns(), self._values
             )
             receipt = writer.commit(table, self._plan, {})
         self._receipts.append(receipt)
-        self._tables.clear()
+        self._rows.clear()
         self._values.clear()
         self._held = 0
 
@@ -361,7 +341,7 @@ class IndexWriter:
                 f"the writer of {self._layout.root} is closed; create a new writer"
             )
 
-    def _check_shapes(self, blocks: NDArray[Any], embeddings: NDArray[Any]) -> None:
+    def _check_shapes(self, blocks: Array, embeddings: Array) -> None:
         m, d = self._spec.block_shape
         if blocks.ndim != 3 or blocks.shape[1:] != (m, d):
             raise UsageError(
@@ -385,7 +365,7 @@ class IndexWriter:
             )
 
 
-def _as_bf16(blocks: NDArray[Any], first: int) -> Blocks:
+def _as_bf16(blocks: Array, first: int) -> Blocks:
     """Convert blocks to bfloat16. Raise UsageError if a value is not finite or too
     large for bfloat16.
     """
@@ -401,7 +381,7 @@ def _as_bf16(blocks: NDArray[Any], first: int) -> Blocks:
     return converted
 
 
-def _as_unit_vectors(embeddings: NDArray[Any], first: int) -> NDArray[np.float32]:
+def _as_unit_vectors(embeddings: Array, first: int) -> Floats:
     """Scale embeddings to unit length. Raise UsageError if an embedding is zero or
     not finite.
     """
@@ -414,11 +394,11 @@ def _as_unit_vectors(embeddings: NDArray[Any], first: int) -> NDArray[np.float32
             f"the embedding of row {row} is zero, or has a value that is NaN or"
             " infinite; correct the embedding"
         )
-    unit: NDArray[np.float32] = (vectors / norms).astype(np.float32)
+    unit: Floats = (vectors / norms).astype(np.float32)
     return unit
 
 
-def _given_columns(rows: Rows | None, count: int) -> dict[str, Any]:
+def _given_columns(rows: Rows | None, count: int) -> Json:
     if rows is None:
         return {}
     if isinstance(rows, str):
@@ -427,7 +407,7 @@ def _given_columns(rows: Rows | None, count: int) -> dict[str, Any]:
             f" string {rows!r}"
         )
     if isinstance(rows, pa.Table | pa.RecordBatch):
-        columns: dict[str, Any] = {name: rows[name] for name in rows.schema.names}
+        columns: Json = {name: rows[name] for name in rows.schema.names}
     else:
         columns = dict(rows) if isinstance(rows, Mapping) else {"uri": list(rows)}
     for name in columns.keys() - {*ROW_COLUMNS}:
@@ -482,14 +462,10 @@ def _is_source_value(value: Any) -> bool:
         return False
 
 
-def _column(field: pa.Field, values: Any) -> Any:
+def _column(field: pa.Field, values: Any) -> list[Any]:
+    is_arrow = isinstance(values, pa.ChunkedArray | pa.Array)
     try:
-        column = (
-            values
-            if isinstance(values, pa.ChunkedArray | pa.Array)
-            else pa.array(values)
-        )
-        column = column.cast(field.type)
+        column = (values if is_arrow else pa.array(values)).cast(field.type)
     except (pa.ArrowException, ValueError, TypeError) as error:
         raise UsageError(
             f"column {field.name} of rows cannot be converted to {field.type}: {error}"
@@ -499,4 +475,5 @@ def _column(field: pa.Field, values: Any) -> Any:
             f"column {field.name} of rows has {column.null_count} nulls; give every row"
             " a value"
         )
-    return column
+    values_list: list[Any] = column.to_pylist()
+    return values_list

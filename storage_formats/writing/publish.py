@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from types import MappingProxyType
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
+from storage_formats.atomic import Json
 from storage_formats.errors import CorruptIndexError
 from storage_formats.format.filter_tables import write_filter_table
 from storage_formats.format.layout import (
-    EXTENDED_VERSION,
-    FORMAT_VERSION,
     ROWS_FILE,
-    SNAPSHOT_VERSION,
+    TOMBSTONES_FILE,
     IndexSpec,
     Layout,
     Segment,
 )
-from storage_formats.format.manifest import Ann, Counts, Manifest, Snapshot, created_by
+from storage_formats.format.manifest import (
+    Ann,
+    CommittedIndex,
+    Counts,
+    Manifest,
+    Snapshot,
+    created_by,
+)
 from storage_formats.format.receipts import ShardReceipt
 from storage_formats.format.shard_table import (
     FileEntry,
@@ -35,12 +40,12 @@ def new_manifest(
     receipts: Sequence[ShardReceipt],
     columns: Sequence[SourceColumn] = (),
     *,
-    model: dict[str, Any],
-    settings: dict[str, Any],
+    model: Json,
+    settings: Json,
     plan: str,
     ann: Ann,
     encoded_from: Mapping[str, tuple[str, ...]] | None = None,
-    change: dict[str, Any] | None = None,
+    change: Json | None = None,
     deleted: Tombstones | None = None,
 ) -> Manifest:
     """Write the tables and the tombstones of a new index. Return its manifest,
@@ -59,22 +64,18 @@ def new_manifest(
         CorruptIndexError: a shard has no receipt, or the counts of the receipts do not
             add up.
     """
-    check_receipts(receipts, list(spec.shard_numbers()))
+    shards = sorted(receipt.shard for receipt in receipts)
+    if shards != list(spec.shard_numbers()):
+        raise CorruptIndexError(
+            f"{spec.used_shards} shards need one receipt each, but there are receipts"
+            f" for {len(set(shards))} shards; run the same command again to write the"
+            " missing shards"
+        )
     snapshot = Snapshot()
-    version = FORMAT_VERSION
     if change is not None:
-        entry = (
-            write_tombstones(layout, deleted)
-            if deleted is not None and len(deleted)
-            else None
-        )
-        rows = 0 if deleted is None else len(deleted)
-        snapshot = Snapshot(
-            change=change, next_shard=spec.shards, deleted=entry, deleted_rows=rows
-        )
-        version = SNAPSHOT_VERSION
-    if columns or spec.used_segments[0].first_row:
-        version = EXTENDED_VERSION
+        snapshot = Snapshot(change=change, next_shard=spec.shards)
+    if deleted is not None:
+        snapshot = with_tombstones(layout, snapshot, deleted)
     return Manifest(
         spec=spec,
         counts=total_counts(receipts),
@@ -83,60 +84,77 @@ def new_manifest(
         plan=plan,
         ann=ann,
         created_by=created_by(),
-        format_version=version,
         encoded_from=dict(encoded_from or {}),
         snapshot=snapshot,
         columns=tuple(columns),
-        **write_tables(layout, spec, receipt_lines(receipts), columns),
+        **write_tables(layout, spec, receipts, columns),
     )
 
 
 def write_tables(
     layout: Layout,
     spec: IndexSpec,
-    lines: Iterable[tuple[int, FileEntry]],
+    receipts: Iterable[ShardReceipt],
     columns: Sequence[SourceColumn],
-    unchanged: Mapping[Segment, FileEntry] = MappingProxyType({}),
-    unchanged_rows: Mapping[Segment, FileEntry | None] = MappingProxyType({}),
-) -> dict[str, Any]:
-    """Write the shard table of each segment of `spec` that is not in `unchanged`, from
-    lines (shard number, file), and the filter table of each that is not in
-    `unchanged_rows`.
+    before: CommittedIndex | None = None,
+) -> Json:
+    """Write the shard tables and the filter tables of the segments of `spec`. Return
+    the attributes `shard_tables` and `filter_tables` of a manifest.
 
-    Return the attributes `shard_tables` and `filter_tables` of a manifest.
+    Args:
+        receipts: receipts of the written shards.
+        before: the index before a change. Tables of segments that did not change stay.
     """
-    lines = list(lines)
-    tables = []
-    filters = []
+    lines = [(receipt.shard, file) for receipt in receipts for file in receipt.files]
+    tables: dict[Segment, FileEntry] = {}
+    filters: dict[Segment, FileEntry | None] = {}
+    if before is not None:
+        manifest = before.manifest
+        old = manifest.spec
+        filters = dict.fromkeys(old.used_segments)
+        filters.update(zip(old.used_segments, manifest.filter_tables, strict=False))
+        if spec.precisions == old.precisions:
+            tables = dict(zip(old.used_segments, manifest.shard_tables, strict=True))
+        needed = {
+            shard
+            for segment in {*spec.used_segments} - tables.keys()
+            for shard in spec.segment_shards(segment)
+        }
+        # shards that this change did not write stand in the present tables
+        if needed - spec.shards_not_in(old):
+            dropped = tuple(
+                f"{folder}/{name}/"
+                for name in {*old.precisions} - {*spec.precisions}
+                for folder in ("tokens", "checksums")
+            )
+            stored = before.shard_files()
+            lines += [line for line in stored if not line[1].path.startswith(dropped)]
     for segment in spec.used_segments:
         shards = spec.segment_shards(segment)
         of_segment = [line for line in lines if line[0] in shards]
-        if segment in unchanged:
-            tables.append(unchanged[segment])
-        else:
-            tables.append(write_shard_table(layout, of_segment))
-        if segment in unchanged_rows:
-            filters.append(unchanged_rows[segment])
-        else:
+        if segment not in tables:
+            tables[segment] = write_shard_table(layout, of_segment)
+        if segment not in filters:
             rows = {
                 shard: file
                 for shard, file in of_segment
                 if file.path == ROWS_FILE.format(shard)
             }
-            filters.append(write_filter_table(layout, spec, segment, rows, columns))
-    return {"shard_tables": tuple(tables), "filter_tables": tuple(filters)}
+            filters[segment] = write_filter_table(layout, spec, segment, rows, columns)
+    return {
+        "shard_tables": tuple(tables[segment] for segment in spec.used_segments),
+        "filter_tables": tuple(filters[segment] for segment in spec.used_segments),
+    }
 
 
-def receipt_lines(
-    receipts: Iterable[ShardReceipt],
-) -> Iterator[tuple[int, FileEntry]]:
-    """Yield the lines of the shard tables for the files of `receipts`."""
-    return ((receipt.shard, file) for receipt in receipts for file in receipt.files)
-
-
-def write_tombstones(layout: Layout, tombstones: Tombstones) -> FileEntry:
-    """Write a tombstones file, and return the file entry."""
-    return write_named_file(layout, layout.tombstones, tombstones.to_bytes())
+def with_tombstones(
+    layout: Layout, snapshot: Snapshot, tombstones: Tombstones
+) -> Snapshot:
+    """Write the tombstones file, and return `snapshot` with these deleted rows."""
+    entry = None
+    if len(tombstones):
+        entry = write_named_file(layout, TOMBSTONES_FILE, tombstones.to_bytes())
+    return replace(snapshot, deleted=entry, deleted_rows=len(tombstones))
 
 
 def total_counts(receipts: Iterable[ShardReceipt]) -> Counts:
@@ -166,16 +184,3 @@ def add_counts(left: Counts, right: Counts) -> Counts:
         left.duplicates + right.duplicates,
         dict(sorted(failed.items())),
     )
-
-
-def check_receipts(receipts: Sequence[ShardReceipt], shards: Sequence[int]) -> None:
-    """Raise CorruptIndexError unless there is exactly one receipt for each of
-    `shards`.
-    """
-    receipt_shards = sorted(receipt.shard for receipt in receipts)
-    if receipt_shards != list(shards):
-        raise CorruptIndexError(
-            f"{len(shards)} shards need one receipt each, but there are receipts for"
-            f" {len(set(receipt_shards))} shards; run the same command again to write"
-            " the missing shards"
-        )

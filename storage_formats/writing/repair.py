@@ -11,20 +11,19 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from storage_formats.arrays import Bools, Ints
 from storage_formats.codecs import Blocks, Codec, Records, fill_record
 from storage_formats.errors import CorruptIndexError
-from storage_formats.format.checksum import crc32c, crc32c_rows, read_checksums
+from storage_formats.format.checksum import crc32c_rows, read_checksums
 from storage_formats.format.index_files import open_index_file
-from storage_formats.format.layout import Layout
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.offset import open_codec
 from storage_formats.format.shard_table import FileEntry
 from storage_formats.shard_check import check_file
-from storage_formats.writing.staging import StagedFiles
+from storage_formats.writing.shard_writer import ShardWriter
 
-EncodeAgain = Callable[[NDArray[np.int64]], Mapping[int, Blocks]]
+EncodeAgain = Callable[[Ints], Mapping[int, Blocks]]
 """Takes positions of rows in a shard. Returns blocks [m, d] that were encoded again, by
 position.
 
@@ -66,8 +65,8 @@ class ShardRepair:
         files: Mapping[str, FileEntry],
         encode_again: EncodeAgain | None = None,
     ) -> None:
-        self._layout = Layout(index.root)
-        self._spec = index.manifest.spec
+        self._layout = index.layout
+        self._spec = index.spec
         self._shard = shard
         self._rows = len(self._spec.shard_rows(shard))
         self._files = files
@@ -117,13 +116,15 @@ class ShardRepair:
         checksums. If the checksum file is damaged, there is one candidate per origin.
         """
         stored = self._stored(token_codec)
-        expected = self._committed_checksums(token_codec)
-        if expected is None:
+        if not self._is_sound(self._paths(token_codec)[1]):
             yield "the tokens", stored
             yield from self._alternatives(
                 token_codec, np.ones(self._rows, dtype=np.bool_)
             )
             return
+        expected = read_checksums(
+            self._layout, token_codec.name, self._shard, self._rows
+        )
         is_damaged = crc32c_rows(stored) != expected
         origins = []
         for origin, records in self._alternatives(token_codec, is_damaged):
@@ -136,7 +137,7 @@ class ShardRepair:
         yield ", ".join(origins) if origins else "the tokens", stored
 
     def _alternatives(
-        self, token_codec: Codec, is_damaged: NDArray[np.bool_]
+        self, token_codec: Codec, is_damaged: Bools
     ) -> Iterator[tuple[str, Records]]:
         """Yield (description of the origin, records) for the `is_damaged` records
         of the shard.
@@ -175,48 +176,19 @@ class ShardRepair:
         records[~is_hole] = target.encode(source.decode(stored[~is_hole]))
         return records
 
-    def _committed_checksums(self, token_codec: Codec) -> NDArray[np.uint32] | None:
-        """Return the stored checksums of the records; None if the checksum file is
-        damaged.
-        """
-        if not self._is_sound(self._paths(token_codec)[1]):
-            return None
-        try:
-            return read_checksums(
-                self._layout, token_codec.name, self._shard, self._rows
-            )
-        except (OSError, CorruptIndexError):
-            return None
-
     def _restore(self, token_codec: Codec, records: Records, damaged: set[str]) -> bool:
         """Write the `damaged` files from `records`. Return False if the result
         differs from the committed files.
         """
-        staged = StagedFiles(self._layout, self._shard)
-        file = staged.open_tokens(self._spec, token_codec.name)
-        try:
+        name = token_codec.name
+        root = self._layout.root
+        with ShardWriter(root, self._spec, self._shard, [name]) as writer:
             present = np.flatnonzero((records != fill_record(token_codec)).any(axis=1))
-            file.put(present, records[present])
-            crc, checksums = file.finish()
-            tokens, sums = (self._files.get(path) for path in self._paths(token_codec))
-            if (
-                tokens is None
-                or sums is None
-                or (file.length, crc) != (tokens.bytes, tokens.crc32c)
-            ):
+            writer.tokens[name].put(present, records[present])
+            writer.stage_tokens()
+            committed = [self._files.get(path) for path in self._paths(token_codec)]
+            if [entry for _, entry in writer.staged] != committed:
                 return False
-            if crc32c(checksums.tobytes()) != sums.crc32c:
-                return False
-            if tokens.path in damaged:
-                staged.add(
-                    file.path.name, self._layout.root / tokens.path, file.length, crc
-                )
-            if sums.path in damaged:
-                staged.add_bytes(
-                    "checksums", self._layout.root / sums.path, checksums.tobytes()
-                )
-            staged.commit()
+            writer.staged = [each for each in writer.staged if each[1].path in damaged]
+            writer.commit_files()
             return True
-        finally:
-            file.close()
-            staged.remove()

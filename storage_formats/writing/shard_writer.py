@@ -1,53 +1,109 @@
-"""Writing of one shard with the commit protocol of SPEC.md section 11."""
+"""Writing of one shard with the commit protocol (SPEC.md section 11, steps 2 to 4):
+private files are flushed, renamed, and named in a receipt.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import shutil
+import uuid
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Self
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
+from storage_formats.arrays import Floats, Ints
+from storage_formats.atomic import fsync_paths, json_bytes, make_directories, naming
 from storage_formats.codecs import Blocks
+from storage_formats.format.checksum import crc32c, crc32c_file
 from storage_formats.format.layout import IndexSpec, Layout
+from storage_formats.format.offset import stored_codec
 from storage_formats.format.receipts import ShardReceipt
-from storage_formats.writing.staging import StagedFiles
-from storage_formats.writing.token_shard import outside, refuse_outside
+from storage_formats.format.rows import (
+    DUPLICATE,
+    INDEXED,
+    failures_by_reason,
+    write_rows,
+)
+from storage_formats.format.shard_table import FileEntry
+from storage_formats.system_calls import promised
+from storage_formats.writing.token_shard import TokenShardFile, outside, refuse_outside
 
 
 class ShardWriter:
-    """Writes all files of one shard under private names. `commit` moves the files into
+    """Writes files of one shard under private names. `commit` moves the files into
     the index. Not thread-safe.
 
     Use the writer in a `with` statement, which removes uncommitted files at the end.
     Call `begin_index` before the first shard.
+
+    The private files of earlier attempts at the shard are removed. An earlier attempt
+    therefore cannot commit any more, even if its worker was thought dead and goes on.
+
+    Args:
+        precisions: precisions of the token files to write; None writes all of `spec`.
+
+    Attributes:
+        tokens: the token files by precision.
+        staged: private path and entry of each complete file.
     """
 
-    def __init__(self, root: str | Path, spec: IndexSpec, shard: int) -> None:
-        self._layout = Layout(Path(root))
-        self._spec = spec
+    def __init__(
+        self,
+        root: str | Path,
+        spec: IndexSpec,
+        shard: int,
+        precisions: Iterable[str] | None = None,
+    ) -> None:
+        layout = Layout(Path(root))
+        self._layout = layout
         self._shard = shard
-        self._staged = StagedFiles(self._layout, shard)
-        self._embeddings = np.full(
-            (spec.shard_size, spec.embed_dim), np.nan, dtype="<f4"
-        )
-        self._files = [self._staged.open_tokens(spec, name) for name in spec.precisions]
+        self._spec = spec
+        for earlier in layout.staging.glob(f"{shard:08d}-*"):
+            # at once, also if the attempt adds a file now
+            removed = layout.staging / f"removed-{uuid.uuid4().hex}"
+            with contextlib.suppress(FileNotFoundError):
+                earlier.replace(removed)
+                shutil.rmtree(removed, ignore_errors=True)
+        self._folder = layout.staging / f"{shard:08d}-{uuid.uuid4().hex}"
+        self._folder.mkdir(parents=True)
+        self.staged: list[tuple[Path, FileEntry]] = []
+        self.tokens = {
+            name: TokenShardFile(
+                self.path(f"tokens-{name}"),
+                stored_codec(layout.root, spec, name),
+                len(spec.shard_rows(shard)),
+                spec.shard_size,
+            )
+            for name in (spec.precisions if precisions is None else precisions)
+        }
+
+    @functools.cached_property
+    def embeddings(self) -> Floats:
+        """Embeddings of the shard, float32 [shard_size, embed_dim], NaN in holes. A
+        conversion needs none.
+        """
+        shape = (self._spec.shard_size, self._spec.embed_dim)
+        return np.full(shape, np.nan, dtype="<f4")
+
+    def path(self, name: str) -> Path:
+        """Return the path of the private file `name`."""
+        return self._folder / name
 
     def outside(self, tokens: Blocks) -> dict[int, str]:
         """Return the blocks of `tokens` [k, m, d] that a precision cannot store: the
         problem by position. `put` refuses them.
         """
         problems: dict[int, str] = {}
-        for file in self._files:
+        for file in self.tokens.values():
             problems |= outside(file.codec, tokens)
         return problems
 
     def put(
-        self,
-        positions: NDArray[np.int64],
-        tokens: Blocks,
-        embeddings: NDArray[np.float32],
+        self, positions: Ints, tokens: Blocks, embeddings: Floats | None = None
     ) -> None:
         """Add blocks and embeddings to the shard. Skipped positions become holes.
 
@@ -57,42 +113,126 @@ class ShardWriter:
             tokens: ml_dtypes.bfloat16 [k, m, d], finite.
             embeddings: float32 [k, embed_dim], finite.
         """
-        self._embeddings[positions] = embeddings
-        for file in self._files:
-            first = self._shard * self._spec.shard_size
+        if embeddings is not None:
+            self.embeddings[positions] = embeddings
+        first = self._shard * self._spec.shard_size
+        for file in self.tokens.values():
             refuse_outside(file.codec, tokens, first + positions)
             file.put(positions, file.codec.encode(tokens))
+
+    def add(self, name: str, entry: FileEntry) -> None:
+        """Stage the complete private file `name`, so that it becomes the file `entry`
+        of the index.
+        """
+        self.staged.append((self.path(name), entry))
+
+    def add_bytes(self, name: str, final: Path, data: bytes) -> None:
+        """Write `data` to the private file `name`, and stage it as the file `final`."""
+        with naming(self.path(name)):
+            self.path(name).write_bytes(data)
+        where = self._layout.relative(final)
+        self.add(name, FileEntry(where, len(data), crc32c(data)))
 
     def commit(
         self,
         rows: pa.Table,
         plan: str,
-        seconds: dict[str, float],
+        seconds: dict[str, float] | None = None,
         encoded_on: str | None = None,
     ) -> ShardReceipt:
-        """Move the files into the index, and write the receipt. The files survive a
-        power failure.
+        """Move the token files, the embeddings and the rows into the index, and write
+        the receipt. The files survive a power failure.
 
         Args:
             rows: rows table with one line per row of the shard, with the schema
                 `storage_formats.format.rows.ROW_SCHEMA`.
+
+        Raises:
+            FileNotFoundError: a later attempt at the shard has begun.
         """
-        for file in self._files:
-            self._staged.add_tokens(file)
-        self._staged.add_bytes(
-            "embeddings",
-            self._layout.embedding_shard(self._shard),
-            self._embeddings.tobytes(),
+        self.stage_tokens()
+        final = self._layout.embedding_shard(self._shard)
+        self.add_bytes("embeddings", final, self.embeddings.tobytes())
+        return self.commit_rows(rows, plan, seconds, encoded_on)
+
+    def commit_rows(
+        self,
+        rows: pa.Table,
+        plan: str,
+        seconds: dict[str, float] | None = None,
+        encoded_on: str | None = None,
+    ) -> ShardReceipt:
+        """Commit the rows and what is staged, as `commit` does."""
+        write_rows(self.path("rows"), rows)
+        where = self._layout.relative(self._layout.rows_file(self._shard))
+        self.add("rows", FileEntry(where, *crc32c_file(self.path("rows"))))
+        statuses = rows["status"].to_pylist()
+        details = rows["detail"].to_pylist()
+        receipt = ShardReceipt(
+            shard=self._shard,
+            plan=plan,
+            rows=len(rows),
+            indexed=statuses.count(INDEXED),
+            duplicates=statuses.count(DUPLICATE),
+            failed=failures_by_reason(rows),
+            files=self.commit_files(),
+            seconds=seconds or {},
+            truncated=sum(
+                status == INDEXED and detail is not None
+                for status, detail in zip(statuses, details, strict=True)
+            ),
+            encoded_on=encoded_on,
         )
-        receipt = self._staged.commit_rows(rows, plan, seconds, encoded_on)
-        self.abort()
+        self.commit_receipt(receipt)
         return receipt
+
+    def stage_tokens(self) -> None:
+        """Finish the token files, and stage them and their checksum files."""
+        layout = self._layout
+        for name, file in self.tokens.items():
+            crc, checksums = file.finish()
+            file.close()
+            ndim = len(file.codec.record_shape)
+            final = layout.relative(layout.token_shard(name, self._shard, ndim))
+            self.add(file.path.name, FileEntry(final, file.length, crc))
+            self.add_bytes(
+                f"checksums-{name}",
+                layout.checksums(name, self._shard),
+                checksums.tobytes(),
+            )
+        self.tokens.clear()
+
+    def commit_files(self) -> tuple[FileEntry, ...]:
+        """Flush the token files and all staged files, and rename each to its final
+        path. Return the file entries.
+        """
+        self.stage_tokens()
+        staged = self.staged
+        self.staged = []
+        fsync_paths(path for path, _ in staged)
+        finals = [self._layout.root / entry.path for _, entry in staged]
+        for (path, _), final in zip(staged, finals, strict=True):
+            make_directories(final.parent)
+            with promised("rename", final):
+                path.replace(final)
+        fsync_paths(final.parent for final in finals)
+        return tuple(entry for _, entry in staged)
+
+    def commit_receipt(self, receipt: ShardReceipt) -> None:
+        """Write the receipt, which commits the shard.
+
+        Raises:
+            FileNotFoundError: a later attempt at the shard has begun.
+        """
+        final = self._layout.receipt(receipt.shard)
+        self.add_bytes("receipt.json", final, json_bytes(receipt.to_json()))
+        self.commit_files()
 
     def abort(self) -> None:
         """Remove the uncommitted files. Does not change committed files."""
-        for file in self._files:
+        for file in self.tokens.values():
             file.close()
-        self._staged.remove()
+        shutil.rmtree(self._folder, ignore_errors=True)
 
     def __enter__(self) -> Self:
         return self

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from storage_formats.arrays import Floats, Ints
 from storage_formats.atomic import naming
 from storage_formats.codecs import BF16, Blocks, Codec, Records, fill_record
 from storage_formats.errors import UsageError
@@ -40,7 +41,7 @@ def outside(codec: Codec, blocks: Blocks) -> dict[int, str]:
     }
 
 
-def refuse_outside(codec: Codec, blocks: Blocks, row_ids: NDArray[np.int64]) -> None:
+def refuse_outside(codec: Codec, blocks: Blocks, row_ids: Ints) -> None:
     """Raise UsageError if `codec` would lose a token of `blocks`, see `outside`.
     `row_ids` [k] are named in the error.
     """
@@ -50,13 +51,13 @@ def refuse_outside(codec: Codec, blocks: Blocks, row_ids: NDArray[np.int64]) -> 
         raise UsageError(f"row {row_ids[block]}: {problems[block]}")
 
 
-def _largest(blocks: Blocks) -> NDArray[np.float32]:
+def _largest(blocks: Blocks) -> Floats:
     """Return the largest magnitude of each token of `blocks` [k, m, d], float32
     [k, m].
     """
     # without the sign, the bits of bfloat16 ascend as the magnitudes do
     bits = (blocks.view(np.uint16) & 0x7FFF).max(axis=2)
-    magnitudes: NDArray[np.float32] = bits.view(BF16).astype(np.float32)
+    magnitudes: Floats = bits.view(BF16).astype(np.float32)
     return magnitudes
 
 
@@ -85,7 +86,7 @@ class TokenShardFile:
             # it lives as long as this object
             self._file = open(path, "xb")  # noqa: SIM115
 
-    def put(self, positions: NDArray[np.int64], records: Records) -> None:
+    def put(self, positions: Ints, records: Records) -> None:
         """Write `records` [k, record_bytes] at ascending `positions` [k]. Skipped
         positions become holes.
         """

@@ -33,7 +33,7 @@ def finished_before(config):
 def test_lists_of_inputs_that_were_swapped_or_lost_are_one_clear_error(config):
     stop_after_one_shard(run_build, config())
     layout = Layout(config().out)
-    plan = Plan.from_json(read_journal(config().out).plan)
+    plan = Plan.parse(read_journal(config().out).plan)
     refs = [
         ref
         for shard in plan.shards

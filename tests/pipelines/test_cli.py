@@ -11,9 +11,9 @@ import subprocess
 import click
 import pytest
 
+from pipelines.cli.bundles import model
 from pipelines.cli.changes import ann
 from pipelines.cli.main import SECTIONS, cli, main
-from pipelines.cli.models import model
 from tests.command_line import command, environment
 from tests.conftest import REPO
 

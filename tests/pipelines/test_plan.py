@@ -23,7 +23,7 @@ from pipelines.jobs import resources
 from pipelines.jobs.plan import (
     BuildSettings,
     Plan,
-    read_json,
+    default_shard_size,
 )
 from pipelines.jobs.resources import (
     Execution,
@@ -35,6 +35,7 @@ from pipelines.jobs.resources import (
 from pipelines.progress.events import JobStopped
 from storage_formats.change import read_journal
 from storage_formats.errors import UsageError
+from storage_formats.format.json_values import read_json
 from storage_formats.format.layout import IndexSpec, Layout
 from storage_formats.format.manifest import CommittedIndex
 from tests.pipelines.conftest import run_build, stop_after_one_shard
@@ -54,7 +55,7 @@ def stop(*_: object, **__: object) -> None:
 
 
 def stored_plan(request: Any) -> Plan:
-    return Plan.from_json(read_journal(request.out).plan)
+    return Plan.parse(read_journal(request.out).plan)
 
 
 def settings_of_request(request: Any) -> BuildSettings:
@@ -105,6 +106,35 @@ def test_indexes_of_earlier_versions_have_the_settings_that_they_do_not_record(c
         assert (
             dataclasses.replace(made, settings=changed).fingerprint == made.fingerprint
         ) == (added == 0)
+
+
+@pytest.mark.parametrize(
+    ("rows", "row_bytes", "size"),
+    [
+        (1, 0, 1024),
+        (2_047_999, 0, 1024),
+        (2_048_000, 0, 2048),
+        (10**8, 0, 16384),
+        # the metadata of a shard is limited
+        (10**8, 16 << 10, 2048),
+    ],
+)
+def test_larger_collections_have_more_rows_per_shard(rows, row_bytes, size):
+    assert default_shard_size(rows, row_bytes) == size
+
+
+def test_the_default_shard_size_is_chosen_after_the_listing(config, monkeypatch):
+    monkeypatch.setattr(planning, "SHARD_SIZE", 2)
+    monkeypatch.setattr(planning, "_LEAST_SHARDS", 2)
+    made = plan(config(shard_size=None))
+    assert (made.spec.shard_size, made.settings.shard_size) == (4, 4)
+    # a run that resumes the build, or finds it finished, asks for this size
+    monkeypatch.undo()
+    assert plan(config(shard_size=None)) == made
+    assert run_build(config(shard_size=None)).shards == 3
+    assert run_build(config(shard_size=None)).already_finished
+    with pytest.raises(UsageError, match="shard_size 4 in the index, 8 requested"):
+        run_build(config(shard_size=8))
 
 
 OTHER_SETTINGS = [

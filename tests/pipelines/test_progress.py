@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+import sys
 from datetime import datetime
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from pydantic import ByteSize, TypeAdapter
 
 from pipelines.cli.output import running_job
-from pipelines.progress.display import Display, log_file, progress_display
+from pipelines.progress.display import Display, log_file
 from pipelines.progress.events import (
     JobStopped,
     PlanReady,
@@ -60,7 +61,8 @@ def test_plain_lines_do_not_flood():
 
 def test_a_terminal_shows_the_same_words_in_place():
     stream = Terminal()
-    with progress_display(stream=stream) as live:
+    live = Display(stream)
+    with live.bar:
         for event in (
             Progress("listing", 10),
             PLAN,
@@ -176,10 +178,8 @@ def test_a_log_that_cannot_be_opened_is_wrong_usage(run, tmp_path):
 
 
 def test_a_full_disk_ends_the_log_and_not_the_job(capsys):
-    with (
-        log_file(Path("/dev/full"), "edje-index build"),
-        progress_display(quiet=True) as on_event,
-    ):
+    on_event = Display(sys.stderr, quiet=True)
+    with log_file(Path("/dev/full"), "edje-index build"):
         on_event(StatusMessage("publishing"))
         on_event(PLAN)
     assert (

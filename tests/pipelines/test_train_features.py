@@ -96,7 +96,7 @@ def test_images_that_are_not_in_the_index_are_counted(job, tmp_path):
     with pytest.raises(
         UsageError,
         match=(
-            r"2 of 4 captioned images are not in .*features; build that index from all"
+            r"1 of the 2 images of inputs.captions are not in .*features; build that"
         ),
     ):
         match_captions(job, features, items(0, 7), items(1, 8))

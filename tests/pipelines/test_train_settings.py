@@ -177,7 +177,7 @@ def test_the_command_of_the_model_card_means_what_its_options_meant():
             "dropout": 0.1,
             "canonical_captions": False,
         },
-        "augmentation": {"patch_dropout": 0.4, "views": 4, "step_tokens": 48},
+        "augmentation": {"views": 4, "step_tokens": 48},
         "alignment": {"steps": 800, "batch_size": 128},
         "loop": {"steps": 400, "batch_size": 32, "dtype": "bfloat16"},
         "negatives": {"count": 1},

@@ -23,10 +23,10 @@ from storage_formats.change import (
     begin_change,
     collect_garbage,
     is_unfinished,
-    locked,
     read_journal,
 )
 from storage_formats.format.layout import Layout
+from storage_formats.lock import locked
 from tests.conftest import same_bits, write_random_index
 
 SPEC = IndexSpec(rows=22, shard_size=8, block_shape=(2, 32), embed_dim=4)
@@ -119,7 +119,8 @@ def test_trouble_after_the_commit_is_told_and_the_next_change_ends_it(
 
     def delete_nothing() -> None:
         with begin_change(root, "delete") as begun:
-            begun.commit(begun.index.manifest, {"rows": 0})
+            manifest = begun.new_snapshot(begun.index.manifest, {"rows": 0})
+            begun.commit(manifest)
 
     with monkeypatch.context() as patch:
         patch.setattr(change, name, fail)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,6 +29,7 @@ from storage_formats import (
 from storage_formats.format.filter_tables import iter_filter_table
 from storage_formats.format.layout import Layout
 from storage_formats.format.manifest import CommittedIndex
+from storage_formats.format.tombstones import live_rows
 
 ROWS = 37
 SHARD_SIZE = 8
@@ -64,9 +66,15 @@ def write_index(root: Path) -> Path:
     return root
 
 
-def passing(root: Path) -> dict[str, list[int]]:
-    rows = IndexRows(CommittedIndex.open(root))
-    return {each: np.flatnonzero(rows.passing(each)).tolist() for each in FILTERS}
+def passing(root: Path) -> dict[str, list[Any]]:
+    """The rows that pass each filter, and the columns of all rows as hits."""
+    index = CommittedIndex.open(root)
+    rows = IndexRows(index)
+    hits = live_rows(index)[::-1]
+    return {
+        "hits": rows.described(hits, ["title", "captions", "score", "row_id"]),
+        **{each: np.flatnonzero(rows.passing(each)).tolist() for each in FILTERS},
+    }
 
 
 def passing_without(root: Path, tmp_path: Path) -> dict[str, list[int]]:
@@ -112,6 +120,18 @@ def test_two_writers_give_the_same_bytes(tmp_path):
         Manifest.load(write_index(tmp_path / name)).filter_tables for name in "ab"
     ]
     assert entries[0] == entries[1] != ()
+
+
+def test_hits_open_no_file_of_a_shard(tmp_path):
+    root = write_index(tmp_path / "index")
+    index = CommittedIndex.open(root)
+    hits = np.array([36, 0, 17])
+    expected = [("/photos/36", {}), ("/photos/0", {}), ("/photos/17", {})]
+    assert IndexRows(index, []).described(hits) == expected
+    shutil.rmtree(root / "rows")
+    assert IndexRows(index, []).described(hits) == expected
+    with pytest.raises(CorruptIndexError, match="rows"):
+        IndexRows(index, []).described(hits, ["content_hash"])
 
 
 @pytest.mark.parametrize("damage", ["missing", "shorter", "other", "flipped"])

@@ -70,11 +70,25 @@ def test_the_oldest_snapshots_and_their_files_go_by_themselves(index):
     assert files(index) == before
 
 
+def test_a_damaged_snapshot_stops_no_change(index):
+    layout = Layout(index)
+    for row in range(MOST_SNAPSHOTS - 1):
+        delete_rows(index, rows=[row])
+    layout.snapshot(MOST_SNAPSHOTS - 2).write_bytes(b"{")
+    before = files(index)
+    # nobody knows what the damaged snapshot names, so nothing is removed
+    for number in (0, 1):
+        result = delete_rows(index, rows=[100 + number])
+        assert result.snapshot == MOST_SNAPSHOTS + number
+        assert before <= files(index)
+        assert not layout.build.exists()
+
+
 def test_a_change_that_changes_nothing_reads_no_earlier_snapshot(index, monkeypatch):
     for row in (1, 2):
         delete_rows(index, rows=[row])
     before = files(index)
-    monkeypatch.setattr("storage_formats.change.kept_snapshots", None)
+    monkeypatch.setattr("storage_formats.change.remove_what_is_not_kept", None)
     assert delete_rows(index, rows=[1]).snapshot == 2
     assert files(index) == before
 

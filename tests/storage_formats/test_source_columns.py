@@ -23,6 +23,7 @@ from storage_formats import (
     verify_index,
 )
 from storage_formats.change import begin_index
+from storage_formats.format.json_values import read_json
 from storage_formats.format.layout import IndexSpec, Layout
 from storage_formats.format.parquet import read_table
 from storage_formats.format.rows import (
@@ -37,7 +38,7 @@ from storage_formats.format.source_columns import (
     PlainText,
     SourceColumn,
     as_type,
-    columns_from_json,
+    check_columns,
     kind_of,
 )
 from storage_formats.writing.shard_writer import ShardWriter
@@ -315,5 +316,6 @@ GOOD = {"name": "a", "type": "int64", "kinds": ["int"], "values": 1}
 )
 def test_a_manifest_with_invalid_columns_is_refused(entries):
     with pytest.raises((ValueError, KeyError, TypeError)):
-        columns_from_json(entries)
-    assert columns_from_json([GOOD])[0].to_json() == GOOD
+        check_columns(read_json(tuple[SourceColumn, ...], entries))
+    (good,) = read_json(tuple[SourceColumn, ...], [GOOD])
+    assert good.to_json() == GOOD

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from edje_index.bundles.bundle import ModelBundle
-from edje_index.captions.matching import NAME_COLUMNS, MatchedRows, match_items
+from edje_index.captions.matching import NAME_COLUMNS, match_items
 from edje_index.captions.reading import CaptionedImage
 from edje_index.images.decode import ImageError
 from edje_index.images.frames import LOAD, DecodeSettings, decode_input
@@ -84,7 +84,6 @@ class TrainJob:
                 # None is the type of the training loop
                 dtype=None if dtype == "auto" else dtype,
                 address=run.address,
-                column=_path_column(sources),
                 truncated="load",
                 precisions=(self.settings.inputs.feature_precision,),
                 # training has its own message about missing images
@@ -132,11 +131,6 @@ def _path_lines(paths: Iterable[str]) -> bytes:
     return "".join(json.dumps({"path": path}) + "\n" for path in paths).encode()
 
 
-def _path_column(sources: Sequence[str]) -> str | None:
-    # only the last source can be a list of paths
-    return "path" if sources[-1].endswith(".jsonl") else None
-
-
 def stored_features(
     job: TrainJob,
     start: ModelBundle,
@@ -176,9 +170,7 @@ def online_features(
     model = job.tower_bundle("images-model", start, one_patch)
     index = job.build(name, model, sources, "embeddings of the frozen tower")
     unchecked = table.with_name(f".{table.name}.part")
-    rows = write_input_table(
-        unchecked, iter_all(open_sources(sources, _path_column(sources)))
-    )
+    rows = write_input_table(unchecked, iter_all(open_sources(sources)))
     if rows != index.manifest.spec.rows:
         unchecked.unlink()
         raise EdjeError(
@@ -264,7 +256,7 @@ def crop_photos(
     job.say(f"cropping {count} views of {len(photos):,} photos")
     shutil.rmtree(files, ignore_errors=True)
     files.mkdir(parents=True)
-    inputs = iter_all(open_sources(sources, _path_column(sources)))
+    inputs = iter_all(open_sources(sources))
     refs = (ref for ref in inputs if ref.uri in photos)
     with contextlib.closing(
         ordered_map(crop, refs, _CROP_THREADS, _CROPS_AHEAD)
@@ -291,16 +283,11 @@ def check_encoder(index: CommittedIndex, accepted: str, content: str) -> Committ
     return index
 
 
-def match_rows(index: CommittedIndex, items: Sequence[CaptionedImage]) -> MatchedRows:
-    """Find the rows of `items` in `index`."""
-    return match_items(index.root, read_all_rows(index, NAME_COLUMNS), items)
-
-
 def rows_of_all(index: CommittedIndex, items: Sequence[CaptionedImage]) -> Ints:
     """Return the row in `index` of each image in `items`, int64 [n]. Raise
     UsageError if an image has no row.
     """
-    rows = match_rows(index, items).rows
+    rows = match_items(index.root, read_all_rows(index, NAME_COLUMNS), items).rows
     if missing := int((rows < 0).sum()):
         raise UsageError(
             f"{index.root} lacks {missing:,} training images; build that index from all"

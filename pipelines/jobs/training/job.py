@@ -14,7 +14,12 @@ from pydantic import TypeAdapter, ValidationError
 
 from edje_index.bundles.bundle import ModelBundle
 from edje_index.bundles.info import INFO_FILE, BundleInfo, read_bundle_info
-from edje_index.captions.matching import NOT_IN_INDEX
+from edje_index.captions.matching import (
+    NAME_COLUMNS,
+    NOT_IN_INDEX,
+    MatchedRows,
+    match_items,
+)
 from edje_index.captions.reading import (
     CaptionedImage,
     check_apart,
@@ -41,7 +46,6 @@ from pipelines.jobs.training.features import (
     INPUT_TABLE,
     TrainJob,
     check_encoder,
-    match_rows,
     online_features,
     rows_of_all,
     stored_features,
@@ -52,10 +56,12 @@ from pipelines.progress.events import JobStopped, OnEvent, Progress, ShouldStop
 from pipelines.progress.wording import by_reason, counted
 from storage_formats.arrays import Ints
 from storage_formats.atomic import Json, write_json_atomic
-from storage_formats.change import Journal, locked, read_journal
+from storage_formats.change import Journal, read_journal
 from storage_formats.errors import CorruptIndexError, EdjeError, UsageError
 from storage_formats.format.layout import Layout
 from storage_formats.format.manifest import CommittedIndex
+from storage_formats.format.rows import read_all_rows
+from storage_formats.lock import locked
 
 BLANK_CAPTION = "blank-caption"
 """The key of `TrainResult.left_out` that counts blank captions instead of images."""
@@ -68,7 +74,18 @@ _LANGUAGE_FILES = (
 )
 _TOKENIZER = "joint/tokenizer.json"
 _REPORT_SECONDS = 5.0
-_LOSSES = ("loss", "itm", "mlm", "recovery", "distillation", "accuracy")
+_SHOWN = (
+    "loss",
+    "itm",
+    "mlm",
+    "recovery",
+    "distillation",
+    "accuracy",
+    "lr",
+    "images_per_second",
+    "data_wait",
+)
+_PROBLEMS = ("skipped", "unreadable")
 
 
 def run_training(
@@ -469,40 +486,39 @@ def match_captions(
         none; and the attributes `images`, `captions`, `left_out` and `truncated` of the
         result.
     """
-    matched = match_rows(index, [*items, *dev_items])
-    if absent := matched.missing().get(NOT_IN_INDEX):
-        raise UsageError(
-            f"{absent:,} of {len(matched.rows):,} captioned images are not in"
-            f" {index.root}; build that index from all training and dev images, or"
-            " leave inputs.features out"
-        )
-    sets = []
-    for setting, part, rows in zip(
-        ("inputs.captions", "inputs.dev"),
-        (items, dev_items),
-        matched.split(len(items)),
-        strict=True,
-    ):
+    table = read_all_rows(index, NAME_COLUMNS)
+
+    def matched(
+        setting: str, part: list[CaptionedImage]
+    ) -> tuple[list[CaptionedImage], CaptionSet, MatchedRows]:
+        rows = match_items(index.root, table, part, allow_none=True)
+        if absent := rows.missing().get(NOT_IN_INDEX):
+            raise UsageError(
+                f"{absent:,} of the {len(part):,} images of {setting} are not in"
+                f" {index.root}; build that index from all training and dev images, or"
+                " leave inputs.features out"
+            )
         kept, row_ids = rows.indexed(part)
-        reasons = by_reason(rows.missing())
-        if part and not kept:
+        if not kept:
             raise UsageError(
                 f"none of the {len(part):,} images of {setting} has features"
-                f" ({reasons}); correct the image files"
+                f" ({by_reason(rows.missing())}); correct the image files"
             )
-        if setting == "inputs.captions" and reasons:
-            job.say(f"images left out because they have no features: {reasons}")
-        sets.append((kept, CaptionSet(row_ids, [item.captions for item in kept]), rows))
-    (kept, captions, rows), (dev_kept, dev, _) = sets
+        return kept, CaptionSet(row_ids, [item.captions for item in kept]), rows
+
+    kept, captions, rows = matched("inputs.captions", items)
+    dev = matched("inputs.dev", dev_items)[1] if dev_items else None
+    if left_out := rows.missing():
+        job.say(f"images left out because they have no features: {by_reason(left_out)}")
     if truncated := int(rows.truncated.sum()):
         job.say(f"truncated images that are used in part: {truncated:,}")
     counts = {
         "images": len(kept),
         "captions": len(captions.texts()),
-        "left_out": rows.missing(),
+        "left_out": left_out,
         "truncated": truncated,
     }
-    return kept, captions, dev if dev_kept else None, counts
+    return kept, captions, dev, counts
 
 
 def _teacher_tokens(
@@ -575,21 +591,12 @@ def run_steps(job: TrainJob, task: TrainTask, group: WorkerGroup | None) -> None
 def describe_record(record: Json) -> str:
     """Return a log record as one line of text."""
     parts = [f"{record['phase']} {record['step']:,}/{record['steps']:,}"]
-    # an evaluation, or shards of captions
-    if "lr" not in record:
-        for name in ("t2i", "i2t"):
-            if name in record:
-                parts.append(f"{name} R@1 {100 * record[name]:.1f}")
-        return ", ".join(parts)
-    parts += [f"{name} {record[name]:.3f}" for name in _LOSSES if name in record]
-    parts += [f"lr {record['lr']:.2e}", f"{record['images_per_second']:.1f} images/s"]
-    minutes = (record["steps"] - record["step"]) * record["step_seconds"] / 60
-    parts.append(f"{minutes:.0f} min left")
-    waited = record["data_wait"] / record["seconds"]
-    if waited > 0.1:
-        parts.append(f"waiting for data {waited:.0%} of the time")
-    if record["skipped"]:
-        parts.append(f"skipped {record['skipped']}")
-    if record.get("unreadable"):
-        parts.append(f"unreadable images {record['unreadable']}")
+    # of an evaluation, else of steps
+    recalls = (name for name in ("t2i", "i2t") if name in record)
+    parts += [f"{name} R@1 {100 * record[name]:.1f}" for name in recalls]
+    parts += [f"{name} {record[name]:.3g}" for name in _SHOWN if name in record]
+    if seconds := record.get("step_seconds"):
+        minutes = (record["steps"] - record["step"]) * seconds / 60
+        parts.append(f"{minutes:.0f} min left")
+    parts += [f"{name} {record[name]}" for name in _PROBLEMS if record.get(name)]
     return ", ".join(parts)

@@ -86,10 +86,6 @@ def test_truncated_images_are_known_also_as_duplicates(index):
     )
     assert matched.truncated.tolist() == [True, False, True, False, True]
     assert matched.missing() == {"truncated": 1}
-    assert [part.truncated.tolist() for part in matched.split(2)] == [
-        [True, False],
-        [True, False, True],
-    ]
 
 
 def test_nothing_in_common_is_an_error_that_shows_both_sides(index):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import zlib
 
 import numpy as np
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, PngImagePlugin
 
+from edje_index.images.decode import ImageError
 from tests.edje_index.image_cases import (
     encoded,
     gradient,
@@ -20,6 +22,7 @@ from tests.edje_index.image_cases import (
     with_chunk,
 )
 
+JPEG = encoded(Image.fromarray(gradient(60, 40)), "JPEG")
 EXACT = {
     "JPEG": {"quality": 95, "subsampling": 0},
     "WEBP": {"lossless": True},
@@ -209,3 +212,49 @@ def test_huge_texts_and_profiles_do_not_cost_the_image() -> None:
             pixels(encoded(Image.fromarray(gradient()), "PNG", pnginfo=text))
             == gradient()
         ).all()
+
+
+@settings(max_examples=60)
+@given(
+    size=st.tuples(st.integers(1, 200), st.integers(1, 200)),
+    mode=st.sampled_from(["RGB", "L", "CMYK"]),
+    quality=st.integers(1, 100),
+    sampling=st.sampled_from(["4:4:4", "4:2:2", "4:2:0"]),
+    progressive=st.booleans(),
+    restarts=st.sampled_from([{}, {"restart_marker_rows": 1}]),
+)
+def test_a_jpeg_has_the_pixels_of_pillow(
+    size, mode, quality, sampling, progressive, restarts
+):
+    colours = np.random.default_rng(0).integers(0, 255, (6, 9, 3), dtype=np.uint8)
+    image = Image.fromarray(colours).resize(size).convert(mode)
+    data = encoded(
+        image,
+        "JPEG",
+        quality=quality,
+        subsampling=sampling if mode == "RGB" else -1,
+        progressive=progressive,
+        **restarts,
+    )
+    expected = np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))
+    np.testing.assert_array_equal(pixels(data), expected)
+
+
+@settings(max_examples=100)
+@given(
+    at=st.floats(0, 1, exclude_max=True),
+    value=st.integers(0, 255),
+    length=st.floats(0.1, 1),
+)
+def test_a_damaged_jpeg_has_the_result_of_pillow(at, value, length):
+    data = bytearray(JPEG)
+    data[int(at * len(data))] = value
+    damaged = bytes(data[: int(length * len(data))])
+    try:
+        image = Image.open(io.BytesIO(damaged))
+        expected = np.asarray(image.convert("RGB"))
+    except Exception:  # Pillow raises any
+        with pytest.raises(ImageError):
+            pixels(damaged)
+        return
+    np.testing.assert_array_equal(pixels(damaged), expected)

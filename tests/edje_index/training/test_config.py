@@ -35,7 +35,6 @@ SOURCES = {
     ),
     "architecture.dropout": (None, f"{MODEL}: that of the language model"),
     "augmentation.views": (0, OFF),
-    "augmentation.patch_dropout": (0.0, OFF),
     "augmentation.step_tokens": (None, OFF),
     "objective.mlm_weight": (1.0, f"{TRAINER}: a sum of losses"),
     "objective.mlm_probability": (0.5, TABLE),

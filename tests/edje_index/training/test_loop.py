@@ -186,7 +186,6 @@ def test_all_parameters_have_weight_decay(case):
         start.adapter.requires_grad_(True),
         start.joint,
         config.objective,
-        config.augmentation,
     )
     groups = make_optimizer(module, config.optimizer).param_groups
     trained = [
@@ -211,9 +210,7 @@ def test_a_step_is_that_of_stock_adamw(case, tmp_path, clip_norm):
     run_worker(task, WorkerGroup(), never)
     start, source = open_start(task, WorkerGroup(), torch.device("cpu"))
     make_trainable(start, task.config.architecture, torch.device("cpu"))
-    module = JointObjective(
-        start.adapter, start.joint, task.config.objective, task.config.augmentation
-    ).train()
+    module = JointObjective(start.adapter, start.joint, task.config.objective).train()
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3, weight_decay=0.05)
     for number in range(2):
         optimizer.zero_grad()
@@ -316,8 +313,7 @@ def test_fine_tuning_goes_on_with_adam_and_the_epochs_as_published(case, tmp_pat
     )
     start, source = open_start(task, WorkerGroup(), torch.device("cpu"))
     make_trainable(start, task.config.architecture, torch.device("cpu"))
-    whole = first.config.objective, task.config.augmentation
-    module = JointObjective(start.adapter, start.joint, *whole).train()
+    module = JointObjective(start.adapter, start.joint, first.config.objective).train()
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.0, weight_decay=0.05)
     saved = Checkpoints(tmp_path / "first", "run").latest()
     assert saved.epochs == 1

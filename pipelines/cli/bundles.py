@@ -1,4 +1,4 @@
-"""The commands of `edje-index model`."""
+"""The commands of `edje-index model`, which get, make and show model bundles."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from edje_index.scoring.weights import DIRECTIONS, EMBEDDING
+from edje_index.scoring.weights import DIRECTIONS
 from pipelines.cli.options import PATH, Command, json_option, location, option
 from pipelines.cli.output import note, print_result
 
@@ -153,11 +153,7 @@ def show(bundle: Path) -> None:
     scores = "; ".join(
         f"{direction}: {text}" for direction, text in record["score"].items()
     )
-    trained = "no: random weights" if not info.trained else "yes"
-    parts = [part for part, weight in info.score.t2i.by_part().items() if weight]
-    if info.trained and parts == [EMBEDDING]:
-        trained = "the towers alone; searches are by embedding"
-    shown = {**record, "score": scores, "trained": trained, **info.origins}
+    shown = {**record, "score": scores, **info.origins}
     del shown["weights"]
     del shown["origins"]
     lines = []

@@ -1,0 +1,56 @@
+"""Reads parsed JSON into dataclasses, and checks the types of the values."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import typing
+from types import NoneType
+from typing import Any, get_args, get_origin
+
+from storage_formats.arguments import shown
+
+
+def read_json(kind: Any, value: Any, name: str = "it") -> Any:
+    """Return the object of type `kind` that `value`, parsed JSON, describes. Unknown
+    members of dataclasses are left out.
+
+    Args:
+        kind: a plain type, a dataclass, a `TypedDict`, a class with the method
+            `from_json`, or `| None`, `tuple`, `list` or `dict` of such types. The
+            items of a tuple have the first of its types.
+        name: name of the value for error messages.
+
+    Raises:
+        KeyError, TypeError, ValueError: a member is missing, of another type, or not
+            valid.
+    """
+    if NoneType in get_args(kind):
+        if value is None:
+            return None
+        (kind,) = {*get_args(kind)} - {NoneType}
+    if hasattr(kind, "from_json"):
+        return kind.from_json(value)
+    is_typed = typing.is_typeddict(kind)
+    if is_typed or dataclasses.is_dataclass(kind):
+        types = _types_of(kind)
+        members = {
+            member: read_json(types[member], each, f"{name}.{member}")
+            for member, each in read_json(dict, value, name).items()
+            if member in types
+        }
+        return value if is_typed else kind(**members)
+    plain = get_origin(kind) or kind
+    if plain is tuple and isinstance(value, list):
+        return tuple(read_json(get_args(kind)[0], each, name) for each in value)
+    accepted = int | float if plain is float else plain
+    if plain is not Any and not isinstance(value, accepted):
+        raise TypeError(f"{name} must be of type {plain.__name__}, got {shown(value)}")
+    if plain is list:
+        return [read_json(get_args(kind)[0], each, name) for each in value]
+    for each in value.values() if get_args(kind) else ():
+        read_json(get_args(kind)[1], each, name)
+    return value
+
+
+_types_of = functools.cache(typing.get_type_hints)

@@ -1,0 +1,135 @@
+"""Which files of an index no kept snapshot names, and their removal (SPEC.md section
+12).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from storage_formats.atomic import fsync_path, fsync_paths
+from storage_formats.codecs import precisions
+from storage_formats.errors import cannot_read
+from storage_formats.format.index_files import read_index_file
+from storage_formats.format.layout import OFFSET_ARRAY, Layout
+from storage_formats.format.manifest import (
+    CommittedIndex,
+    earlier_snapshots,
+    kept_snapshots,
+)
+from storage_formats.format.shard_table import read_shard_table
+
+_NAMES = "|".join(precisions())
+_ARRAY_FOLDER = re.compile(rf"(tokens|checksums)/({_NAMES}|{OFFSET_ARRAY})")
+DATA_FILE = re.compile(
+    rf"tokens/({_NAMES}|{OFFSET_ARRAY})/(c\.\d+(\.0)+|zarr\.json)"
+    rf"|checksums/({_NAMES})/\d+\.crc32c"
+    r"|embeddings/c\.\d+\.0"
+    r"|rows/\d+\.parquet"
+    r"|manifest/shards-\w+\.parquet"
+    r"|manifest/deleted-\w+\.bin"
+    r"|manifest/row-map-\w+\.parquet"
+    r"|manifest/edits-\w+\.parquet"
+    r"|filters/(rows-\w+|new)\.parquet"
+    r"|ann/index(-\w+)?\.faiss"
+)
+
+
+def remove_what_is_not_kept(
+    layout: Layout, *, tables: bool, shards: bool = False
+) -> list[int]:
+    """Remove the manifests of snapshots that are no longer kept, and then the data
+    files that no kept snapshot names. Return the length of each data file in bytes.
+
+    Args:
+        tables: whether shard tables are removed too. Readers that opened the index
+            before may still read them.
+        shards: whether files of shards are removed even if no unnamed shard table
+            shows that there are some. To look for them takes long.
+
+    Raises:
+        CorruptIndexError: the manifest of a kept snapshot is damaged, so nobody knows
+            what it names.
+    """
+    index = CommittedIndex.open(layout.root)
+    folder = layout.snapshot(0).parent
+    numbers = earlier_snapshots(layout, index.manifest)
+    kept = {*map(layout.snapshot, numbers)}
+    oldest = index.manifest.snapshot.oldest or 0
+    dropped = [
+        path
+        for path in folder.glob("*.json")
+        if path.stem.isdecimal() and int(path.stem) < oldest
+    ]
+    named = _paths_in({layout.manifest, *kept}, layout)
+    doomed = [
+        path
+        for own in layout.own_folders()
+        for path in sorted(own.glob("*"))
+        if layout.relative(path) not in named
+    ]
+    unnamed_tables = [path for path in doomed if path.name.startswith("shards-")]
+    for path in dropped:
+        path.unlink()
+    if dropped:
+        fsync_path(folder)
+    if not tables:
+        doomed = [path for path in doomed if path not in unnamed_tables]
+    if shards or unnamed_tables:
+        in_shards = _files_of_shards(index)
+        doomed += [
+            path
+            for data in layout.shard_folders()
+            for path in sorted(data.rglob("*"), reverse=True)
+            if layout.relative(path) not in in_shards
+        ]
+    sizes = []
+    changed = set[Path]()
+    for path in doomed:
+        where = layout.relative(path)
+        if DATA_FILE.fullmatch(where):
+            sizes.append(path.lstat().st_size)
+            path.unlink()
+            changed.add(path.parent)
+        elif _ARRAY_FOLDER.fullmatch(where):
+            # it holds files
+            with contextlib.suppress(OSError):
+                path.rmdir()
+                changed.add(path.parent)
+    # later, no journal says that these files are leftovers
+    fsync_paths(path for path in changed if path.is_dir())
+    return sizes
+
+
+def _paths_in(manifests: set[Path], layout: Layout) -> set[str]:
+    """Return the paths of the files that some manifests name. Other files are in their
+    shard tables.
+    """
+    paths = set[str]()
+
+    def note(members: dict[str, Any]) -> None:
+        paths.add(str(members.get("path")))
+
+    for path in manifests:
+        try:
+            # much faster than parsing each manifest
+            json.loads(read_index_file(layout.root, path), object_hook=note)
+        except (OSError, ValueError, RecursionError) as error:
+            raise cannot_read(path, error, "restore the file from a backup") from error
+    return paths
+
+
+def _files_of_shards(index: CommittedIndex) -> set[str]:
+    """Return the paths in `Layout.shard_folders` that kept snapshots name."""
+    layout = index.layout
+    manifests = kept_snapshots(index)
+    names = set[str]()
+    for manifest in manifests:
+        names.update(map(layout.relative, layout.zarr_files(manifest.spec)))
+        names.update(file.path for file in manifest.own_files)
+    for table in {table for each in manifests for table in each.shard_tables}:
+        names.update(file.path for _, file in read_shard_table(layout.root, table))
+    return names

@@ -1,0 +1,87 @@
+"""The lock of an index: one process changes an index at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+from storage_formats.atomic import make_directories, naming
+from storage_formats.errors import EdjeError
+from storage_formats.format.layout import Layout
+from storage_formats.system_calls import MissingCallError, promised
+
+
+@contextlib.contextmanager
+def locked(root: str | Path) -> Iterator[None]:
+    """Context manager that holds the lock `build/lock` below `root`. At the end, empty
+    directories are removed.
+
+    Raises:
+        EdjeError: another process holds the lock.
+    """
+    layout = Layout(Path(root).absolute())
+    was_missing = not layout.root.exists()
+    fd = _acquire(layout)
+    try:
+        with naming(layout.lock):
+            os.ftruncate(fd, 0)
+            os.write(fd, f"{os.getpid()} on {socket.gethostname()}".encode())
+            # workers on other machines read it
+            with promised("fsync", layout.lock):
+                os.fsync(fd)
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            if _is_lock_file(layout, fd) and [*layout.build.iterdir()] == [layout.lock]:
+                layout.lock.unlink()
+        os.close(fd)
+        # not empty: the change has stored something
+        with contextlib.suppress(OSError):
+            layout.build.rmdir()
+            if was_missing:
+                layout.root.rmdir()
+
+
+def _acquire(layout: Layout) -> int:
+    """Create and lock the lock file. Return its file descriptor."""
+    while True:
+        make_directories(layout.build)
+        try:
+            fd = os.open(
+                layout.lock,
+                os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW,
+                0o666,
+            )
+        except FileNotFoundError:
+            # the previous holder removed the directory
+            continue
+        try:
+            with promised("flock", layout.lock):
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except MissingCallError:
+            os.close(fd)
+            raise
+        except BlockingIOError:
+            holder = os.read(fd, 200).decode(errors="replace")
+            os.close(fd)
+            # it has not written its name yet
+            process = f"process {holder}" if holder else "another process"
+            raise EdjeError(
+                f"{process} is working on {layout.root}; wait until the process ends,"
+                " or stop the process"
+            ) from None
+        if _is_lock_file(layout, fd):
+            return fd
+        # the previous holder removed this file before we locked it
+        os.close(fd)
+
+
+def _is_lock_file(layout: Layout, fd: int) -> bool:
+    try:
+        return os.path.samestat(os.fstat(fd), os.stat(layout.lock))
+    except FileNotFoundError:
+        return False
