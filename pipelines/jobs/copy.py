@@ -76,7 +76,7 @@ from storage_formats.remote.urls import (
     local_path,
 )
 from storage_formats.threads import ordered_map
-from storage_formats.writing.copying import RowCopier
+from storage_formats.writing.copying import RowCopier, ShardCopier
 from storage_formats.writing.index_copy import (
     begin_remote_copy,
     copy_to_directory,
@@ -651,14 +651,14 @@ def merging(
     first = manifests[0].spec
     size = first.shard_size
     segments = list[Segment]()
-    # (number of an index, shard to copy) by shard of the new index
-    origins: dict[int, tuple[int, int]] = {}
+    # (copier, shard to copy) by shard of the new index
+    origins: dict[int, tuple[ShardCopier, int]] = {}
     inputs = list[Json]()
     deleted = Tombstones.none(size)
     # contents of the indexed rows of earlier indexes
     known: NDArray[np.bytes_] = np.empty(0, _HASH)
     on_event(StatusMessage("looking for duplicates"))
-    for number, each in enumerate(indexes):
+    for each in indexes:
         spec = each.spec
         old_first = spec.used_segments[0].first_row
         new_first = -(-segments[-1].stop // size) * size if segments else 0
@@ -667,8 +667,9 @@ def merging(
             Segment(segment.first_row + offset, segment.rows)
             for segment in spec.used_segments
         ]
+        copier = ShardCopier(each, offset, target)
         for shard in spec.shard_numbers():
-            origins[shard + offset // size] = (number, shard)
+            origins[shard + offset // size] = (copier, shard)
         repeated = [np.empty(0, np.int64)]
         contents = [known]
         for table in iter_rows(each, ["row_id", "content_hash", "status"]):
@@ -709,24 +710,13 @@ def merging(
 
     spec = replaced(first, rows=segments[-1].stop, segments=tuple(segments))
 
-    # deleted rows are copied, and stay deleted
-    copiers = [RowCopier(each.undeleted(), target, spec) for each in indexes]
-
     def copy(
         task: CopyTask,
         _: object,
         should_stop: ShouldStop,
     ) -> ShardReceipt:
-        number, shard = origins[task.shard]
-        row_ids = np.array(indexes[number].spec.shard_rows(shard))
-        offset = inputs[number]["offset"]
-        return copiers[number].copy(
-            task.shard, row_ids, lambda ids: ids + offset, task.plan, should_stop
-        )
-
-    def close() -> None:
-        for copier in copiers:
-            copier.close()
+        copier, shard = origins[task.shard]
+        return copier.copy_shard(shard, task.plan)
 
     return NewContents(
         spec,
@@ -737,7 +727,6 @@ def merging(
             identity,
             CopyTask,
             lambda: copy,
-            close=close,
         ),
         manifests[0].model,
         settings,

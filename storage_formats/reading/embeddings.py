@@ -152,12 +152,12 @@ def _read_rows(
                 _check_length(file.path, file.size, spec)
                 if shard in committed:
                     _compare(file, committed[shard], spec.shard_rows(shard))
-            read_ranges(
-                [
-                    (held[shard], position * size, memory[start * size : stop * size])
-                    for shard, position, start, stop in ranges
-                ]
-            )
+            requests = [
+                (held[shard], position * size, memory[start * size : stop * size])
+                for shard, position, start, stop in ranges
+            ]
+            for _ in read_ranges(requests):
+                pass
         finally:
             files.release(held)
         embeddings[piece] = buffer[at]
@@ -179,7 +179,8 @@ def _compare(file: ShardFile, committed: FileEntry, row_ids: range) -> None:
     if comparison in _compared:
         return
     content = np.empty(file.size, dtype=np.uint8)
-    read_ranges([(file, 0, content.data)])
+    for _ in read_ranges([(file, 0, content.data)]):
+        pass
     check_content(file.path, committed, content, row_ids=row_ids)
     if len(_compared) >= _KEPT_COMPARISONS:
         _compared.clear()

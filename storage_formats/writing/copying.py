@@ -35,6 +35,7 @@ from storage_formats.format.shard_table import EXCHANGED, FileEntry
 from storage_formats.format.source_columns import SourceColumn
 from storage_formats.reading.embeddings import read_shard_embeddings
 from storage_formats.reading.memory import aligned_bytes
+from storage_formats.shard_check import shard_paths
 from storage_formats.token_store import TokenStore
 from storage_formats.writing.shard_writer import ShardWriter
 
@@ -124,6 +125,60 @@ class RowCopier:
             stored = read_shard_embeddings(source.layout, spec, shard, committed)
             of_shard = shards == shard
             values[indexed[of_shard]] = stored[positions[of_shard]]
+
+
+class ShardCopier:
+    """Copies whole shards to another index, where every row id grows by `offset`. The
+    file system shares the disk blocks of tokens and embeddings if it can.
+
+    Args:
+        offset: number to add to the row ids, a multiple of the shard size.
+    """
+
+    def __init__(self, source: CommittedIndex, offset: int, target: Layout) -> None:
+        self._source = source
+        self._offset = offset
+        self._target = target
+        self._entries = {file.path: file for _, file in source.shard_files()}
+
+    def copy_shard(self, shard: int, plan: str) -> ShardReceipt:
+        """Copy and commit the files of shard `shard` of the source, and write the
+        receipt.
+        """
+        spec = self._source.spec
+        source = self._source.layout
+        moved = shard + self._offset // spec.shard_size
+        old_rows, *old_paths = shard_paths(source, spec, shard)
+        _, *paths = shard_paths(self._target, spec, moved)
+        with ShardWriter(self._target.root, spec, moved, ()) as writer:
+            for number, (old, new) in enumerate(zip(old_paths, paths, strict=True)):
+                entry = self._entry(old)
+                copy_file(source.root, entry, writer.path(str(number)))
+                writer.add(str(number), replace(entry, path=new))
+            table = read_shard_rows(
+                source,
+                shard,
+                None,
+                self._entry(old_rows),
+                self._source.manifest.columns,
+                self._source.edits,
+            )
+            originals = table["duplicate_of"].fill_null(-1).to_numpy() + self._offset
+            rows = spec.shard_rows(shard)
+            table = with_row_ids(
+                table,
+                range(rows.start + self._offset, rows.stop + self._offset),
+                originals.tolist(),
+            )
+            return writer.commit_rows(table, plan)
+
+    def _entry(self, path: str) -> FileEntry:
+        if path not in self._entries:
+            root = self._source.root
+            raise CorruptIndexError(
+                f"the shard table of {root} does not list {path}", remedy="verify"
+            )
+        return self._entries[path]
 
 
 def with_row_ids(table: pa.Table, row_ids: range, originals: Sequence[int]) -> pa.Table:
