@@ -112,8 +112,7 @@ class BlockChecksums:
                     content = np.empty(file.size, dtype=np.uint8)
                     checksums[shard] = content.view("<u4")
                     requests.append((file, 0, content.data))
-                for _ in read_ranges(requests):
-                    pass
+                read_ranges(requests)
                 for shard, file in files.items():
                     rows = self._spec.shard_rows(shard)
                     content = checksums[shard].view(np.uint8)

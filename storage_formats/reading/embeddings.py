@@ -156,8 +156,7 @@ def _read_rows(
                 (held[shard], position * size, memory[start * size : stop * size])
                 for shard, position, start, stop in ranges
             ]
-            for _ in read_ranges(requests):
-                pass
+            read_ranges(requests)
         finally:
             files.release(held)
         embeddings[piece] = buffer[at]
@@ -179,8 +178,7 @@ def _compare(file: ShardFile, committed: FileEntry, row_ids: range) -> None:
     if comparison in _compared:
         return
     content = np.empty(file.size, dtype=np.uint8)
-    for _ in read_ranges([(file, 0, content.data)]):
-        pass
+    read_ranges([(file, 0, content.data)])
     check_content(file.path, committed, content, row_ids=row_ids)
     if len(_compared) >= _KEPT_COMPARISONS:
         _compared.clear()

@@ -202,7 +202,13 @@ class ShardFile:
         os.close(self.fd)
 
 
-def read_ranges(
+def read_ranges(requests: Sequence[tuple[ShardFile, int, memoryview]]) -> None:
+    """Read byte ranges of files through the page cache, see `iter_ranges`."""
+    for _ in iter_ranges(requests):
+        pass
+
+
+def iter_ranges(
     requests: Sequence[tuple[ShardFile, int, memoryview]],
 ) -> Iterator[slice]:
     """Read byte ranges of files through the page cache. Yield consecutive parts of

@@ -27,8 +27,8 @@ from storage_formats.reading.direct import read_direct
 from storage_formats.reading.files import (
     ShardFiles,
     TokenFiles,
+    iter_ranges,
     open_files,
-    read_ranges,
 )
 from storage_formats.reading.memory import BufferPool, memory_at
 from storage_formats.reading.queues import QueuePool, can_queue
@@ -142,7 +142,7 @@ class LocalReads:
                 for shard, position, start, stop in ranges
             ]
             try:
-                for part in read_ranges(requests):
+                for part in iter_ranges(requests):
                     first = ranges[part][0][2]
                     last = ranges[part][-1][3]
                     offsets = np.arange(first, last) * size

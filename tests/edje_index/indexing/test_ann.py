@@ -129,6 +129,13 @@ def test_more_candidates_reach_a_recall_that_codes_alone_do_not(root):
         assert len(np.intersect1d(rows, nearest)) >= 95
 
 
+def test_few_lists_are_read_where_more_candidates_suffice(root):
+    ann = add_ann(root, AnnRequest("IVF10,PQ2x4fs", recall=0.9)).ann
+    assert ann["candidates"] == 8
+    # with two candidates per neighbour, all ten were not enough
+    assert ann["probes"] < 10
+
+
 def test_a_missed_recall_is_said_by_info_and_by_the_search(root):
     manifest = add_ann(root, CODES)
     assert not rebuild_reasons(manifest)
