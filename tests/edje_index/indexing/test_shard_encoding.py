@@ -12,8 +12,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import simplejpeg
 import torch
-from PIL import Image, ImageFile
+from PIL import Image
 
 from edje_index.bundles.random_bundle import TINY, create_untrained_bundle
 from edje_index.images.decode import content_hash, decode_rgb
@@ -226,7 +227,7 @@ def test_trouble_outside_an_image_fails_the_shard_and_no_row(
 ):
     task, refs = case
 
-    def no_memory(*_):
+    def no_memory(*_, **__):
         raise MemoryError
 
     def damaged_disk(fd, size, offset):
@@ -237,7 +238,7 @@ def test_trouble_outside_an_image_fails_the_shard_and_no_row(
         patched.setattr("edje_index.images.transient.can_allocate", lambda _: False)
         target, broken = {
             "read": ((os, "pread"), damaged_disk),
-            "decode": ((ImageFile.ImageFile, "load"), no_memory),
+            "decode": ((simplejpeg, "decode_jpeg"), no_memory),
             "preprocess": ((encoder, "preprocess"), no_memory),
         }[stage]
         patched.setattr(*target, broken)
