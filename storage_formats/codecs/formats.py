@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 from abc import abstractmethod
 from types import ModuleType
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -226,12 +225,14 @@ class GroupScaledCodec(Codec):
 
     def _encode(self, bits: Bits, records: Bytes, span: Span) -> None:
         encode = _kernels().encode_e2m1
-        table = self._limits() if self.element is E2M1 else self._inverse_scales()
+        scales = self.scale_values
         if self.element is E4M3:
             encode = _kernels().encode_e4m3
+            # the scales are powers of two, so multiplying by the inverse is exact
+            scales = np.float32(1) / scales
             if self.group == self.block_shape[1]:
                 encode = _kernels().encode_e4m3_tokens
-        encode(bits, self._scale_table(), table, records, self._geometry, span)
+        encode(bits, self._scale_table(), scales, records, self._geometry, span)
 
     def decode_at(self, memory: Bytes, moves: Moves, bits: Bits, span: Span) -> None:
         kernels = _kernels()
@@ -261,28 +262,6 @@ class GroupScaledCodec(Codec):
         table = np.full(len(magnitudes), NAN_CODE, dtype=np.uint8)
         table[finite] = cls.scale_codes(magnitudes[finite])
         return table
-
-    @classmethod
-    def _inverse_scales(cls) -> NDArray[np.float32]:
-        # the scales are powers of two, so multiplying by the inverse is exact
-        return np.float32(1) / cls.scale_values
-
-    @classmethod
-    @functools.cache
-    def _limits(cls) -> NDArray[np.uint16]:
-        """Return the bits of the smallest magnitude that each scale encodes as each
-        code, uint16 [256 * 8].
-        """
-        levels = cls.element.magnitudes.astype(np.float64)
-        middles = (levels[1:] + levels[:-1]) / 2
-        finite = np.arange(0x7F80, dtype=np.uint16).view(BF16).astype(np.float64)
-        limits = np.zeros((256, len(levels)), dtype=np.uint16)
-        for code in range(1, len(levels)):
-            # ties to even
-            side: Literal["left", "right"] = "right" if code % 2 else "left"
-            borders = middles[code - 1] * cls.scale_values.astype(np.float64)
-            limits[:, code] = np.searchsorted(finite, borders, side)
-        return limits.reshape(-1)
 
     @classmethod
     @functools.cache

@@ -59,7 +59,6 @@ BF16_FRACTION_BITS = np.uint16(7)
 INFINITY_BITS = np.uint16(0x7F80)
 NAN_BITS = np.uint16(0x7FC0)
 PIECE = np.uint64(32)
-HALF_PIECE = np.uint64(16)
 # values of an offset that stay in the first-level cache
 OFFSET_PIECE = np.uint64(2048)
 # see `codecs.formats`
@@ -101,6 +100,27 @@ def _rounded_bf16(number: np.float32) -> np.uint16:
 
 
 @inlined
+def _minifloat_code(
+    number: np.float32, fraction_bits: int, bias: int, largest: float
+) -> np.uint32:
+    """Return the minifloat code of |number|, rounded to nearest, ties to even."""
+    # Integer arithmetic on the bits rounds normal results. For subnormal results,
+    # adding a power of two whose last bit has the weight of the smallest subnormal
+    # rounds the number, and the low bits of the sum are the code.
+    magnitude = min(abs(number), np.float32(largest))
+    bits = _bits(magnitude)
+    dropped = np.uint32(23 - fraction_bits)
+    even = np.uint32(bits >> dropped) & np.uint32(1)
+    rounded = (
+        np.uint32(bits + np.uint32((1 << (22 - fraction_bits)) - 1) + even) >> dropped
+    )
+    normal = np.uint32(rounded - np.uint32((127 - bias) << fraction_bits))
+    aligner = np.float32(2.0 ** (24 - fraction_bits - bias))
+    subnormal = np.uint32(_bits(magnitude + aligner) - _bits(aligner))
+    return subnormal if magnitude < np.float32(2.0 ** (1 - bias)) else normal
+
+
+@inlined
 def _largest_magnitude(bits: U16, first: Index, count: Index) -> int:
     """Return the bits of the largest magnitude in `bits[first:first + count]`. NaN
     is larger than infinity.
@@ -121,28 +141,12 @@ def _choose_scales(
     records: U8,
     scales_at: Index,
 ) -> bool:
-    """Write the scale code of each group of a token, of 16 or 32 values. Return True if
-    a scale is NaN.
-    """
+    """Write the scale code of each group of a token. Return True if a scale is NaN."""
     has_nan = False
-    for index in range(width // PIECE):
-        left = right = NO_BITS
-        for i in range(PIECE):
-            magnitude = np.uint16(bits[first + index * PIECE + i] & MAGNITUDE_BITS)
-            left = max(left, magnitude if i < HALF_PIECE else NO_BITS)
-            right = max(right, NO_BITS if i < HALF_PIECE else magnitude)
-        code = scale_codes[int(max(left, right))]
+    for index in range(width // group):
+        code = scale_codes[_largest_magnitude(bits, first + index * group, group)]
         has_nan |= bool(code == NAN_CODE)
-        if group == PIECE:
-            records[scales_at + index] = code
-        else:
-            records[scales_at + TWO * index] = scale_codes[int(left)]
-            records[scales_at + TWO * index + ONE] = scale_codes[int(right)]
-    if width % PIECE:
-        largest = _largest_magnitude(bits, first + width - HALF_PIECE, HALF_PIECE)
-        code = scale_codes[largest]
-        records[scales_at + width // HALF_PIECE - ONE] = code
-        has_nan |= bool(code == NAN_CODE)
+        records[scales_at + index] = code
     return has_nan
 
 
@@ -204,23 +208,17 @@ def _shifted(number: np.uint16, exponent: np.uint16) -> Any:
 
 
 @inlined
-def _rounded_e4m3(number: np.uint16, factor: np.float32) -> Any:
-    """Return the E4M3 code of number x factor for any number, rounded to nearest, ties
-    to even.
+def _magnitude(number: np.uint16) -> Any:
+    """Return |number|, limited to 15 x 2**124 because E4M3 would round larger
+    numbers to 2**128.
     """
-    # E4M3 would round numbers above 15 x 2**124 to 2**128
-    finite = _bf16(min(np.uint16(number & MAGNITUDE_BITS), np.uint16(0x7F70)))
-    # Integer arithmetic on the bits rounds normal results. For subnormal results,
-    # adding a power of two whose last bit has the weight of the smallest subnormal
-    # rounds the number, and the low bits of the sum are the code.
-    magnitude = min(finite * factor, np.float32(448))
-    bits = _bits(magnitude)
-    even = np.uint32(bits >> np.uint32(20)) & np.uint32(1)
-    rounded = np.uint32(bits + np.uint32(0x7FFFF) + even) >> np.uint32(20)
-    normal = np.uint32(rounded - np.uint32(120 << 3))
-    aligner = np.float32(2.0**14)
-    subnormal = np.uint32(_bits(magnitude + aligner) - _bits(aligner))
-    code = subnormal if magnitude < np.float32(2.0**-6) else normal
+    return _bf16(min(np.uint16(number & MAGNITUDE_BITS), np.uint16(0x7F70)))
+
+
+@inlined
+def _rounded_e4m3(number: np.uint16, factor: np.float32) -> Any:
+    """Return the E4M3 code of number x factor for any number."""
+    code = _minifloat_code(_magnitude(number) * factor, 3, 7, 448.0)
     return np.uint8(code | (np.uint32(number >> np.uint16(8)) & np.uint32(0x80)))
 
 
@@ -342,60 +340,25 @@ def encode_e4m3_tokens(
             scales_at += ONE
 
 
-@inlined
-def _seven(limits: U16, scale: int) -> Any:
-    """Return the smallest magnitudes with the codes 1 to 7 under a scale code."""
-    at = np.uint64(scale) << THREE
-    return (
-        limits[at + ONE],
-        limits[at + TWO],
-        limits[at + THREE],
-        limits[at + FOUR],
-        limits[at + FOUR + ONE],
-        limits[at + FOUR + TWO],
-        limits[at + FOUR + THREE],
-    )
-
-
-@inlined
-def _e2m1_code(number: np.uint16, limits: Any) -> Any:
-    """Return the E2M1 code of a number, see `_seven`."""
-    magnitude = np.uint16(number & MAGNITUDE_BITS)
-    sign = np.uint16(number >> np.uint16(15))
-    code = np.uint16(sign << np.uint16(3))
-    for limit in limits:
-        code = np.uint16(code + np.uint16(magnitude >= limit))
-    return np.uint8(code)
-
-
-@kernel(
-    input_array(types.uint16),
-    input_array(types.uint8),
-    input_array(types.uint16),
-    output_array(types.uint8),
-    _GEOMETRY,
-    _SPAN,
-)
+@kernel(*_GROUP_ENCODER)
 def encode_e2m1(
     bits: U16,
     scale_codes: U8,
-    limits: U16,
+    scale_values: F32,
     records: U8,
     geometry: Geometry,
     span: Span,
 ) -> None:
     """Encode bfloat16 values to E2M1 codes, two per byte, and one-byte scales.
 
-    `limits` [256 * 8] contains, for each scale code and each code above 0, the bits of
-    the smallest magnitude with this code. For the other arguments, see `encode_e4m3`.
+    `scale_values` [256] contains the value of each scale code. For the other arguments,
+    see `encode_e4m3`.
     """
     values, width, group = geometry
     half = width >> ONE
-    whole = width - width % PIECE
-    # of a piece: one or two
-    scales = PIECE // group
-    codes = np.empty(width, dtype=np.uint8)
-    pairs = codes.view(np.uint16)
+    divisors = np.empty(width, dtype=np.float32)
+    nibbles = np.empty(width, dtype=np.uint8)
+    pairs = nibbles.view(np.uint16)
     start, stop = span
     for block in range(start, stop):
         codes_at = block * ((values >> ONE) + values // group)
@@ -404,18 +367,13 @@ def encode_e2m1(
             has_nan = _choose_scales(
                 bits, first, width, group, scale_codes, records, scales_at
             )
-            scale_at = scales_at
-            for piece in range(ZERO, whole, PIECE):
-                left = _seven(limits, records[scale_at])
-                right = _seven(limits, records[scale_at + scales - ONE])
-                scale_at += scales
-                for i in range(PIECE):
-                    number = bits[first + piece + i]
-                    is_left = i < HALF_PIECE
-                    codes[piece + i] = _e2m1_code(number, left if is_left else right)
-            for i in range(whole, width):
-                left = _seven(limits, records[scale_at])
-                codes[i] = _e2m1_code(bits[first + i], left)
+            _spread(records, scales_at, group, scale_values, divisors)
+            for i in range(width):
+                number = bits[first + i]
+                code = _minifloat_code(_magnitude(number) / divisors[i], 1, 1, 6.0)
+                nibbles[i] = np.uint8(
+                    code | (np.uint32(number >> np.uint16(12)) & np.uint32(0x08))
+                )
             for i in range(half):
                 records[codes_at + i] = np.uint8(pairs[i] | (pairs[i] >> np.uint16(4)))
             if has_nan:
