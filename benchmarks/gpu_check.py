@@ -30,7 +30,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.utils.data import DataLoader
 
 from benchmarks.process import run_command
 from benchmarks.rerank import CAPTION
@@ -44,7 +43,6 @@ from edje_index.bundles.random_bundle import (
 from edje_index.evaluation.report import table, write_report
 from edje_index.fetching.device_decode import decode_records_torch
 from edje_index.fetching.device_fetcher import DeviceFetcher
-from edje_index.fetching.token_dataset import TokenDataset
 from edje_index.indexing.image_encoder import ImageEncoder, image_tokens
 from edje_index.models.devices import resolve_device, resolve_dtype
 from edje_index.models.joint_scorer import JointScorer
@@ -84,7 +82,6 @@ _SECONDS = {
     "encode": 120,
     "train": 30,
     "step": 90,
-    "loader": 45,
 }
 
 
@@ -494,27 +491,6 @@ class GpuCheck:
             yield Line("step", what, rate, "pairs")
             peak = max(step["gpu_bytes"] for step in timed) / 1e9
             yield Line("step", f"{what}: most memory, GB", peak)
-
-    def loader(self) -> Iterator[Line]:
-        """Blocks that a `DataLoader` brings to the device, in random order."""
-        batch = 64 if self._tiny else 512
-        for name in ("bf16", "fp8"):
-            dataset = TokenDataset(self._index, name)
-            for workers in (0, 4):
-                loader = DataLoader(
-                    dataset,
-                    batch_size=batch,
-                    shuffle=True,
-                    num_workers=workers,
-                    pin_memory=self.device.type == "cuda",
-                )
-                started = time.perf_counter()
-                count = 0
-                for blocks in loader:
-                    count += len(blocks.to(self.device, non_blocking=True))
-                rate = count / (time.perf_counter() - started)
-                what = f"{name}, batches of {batch}, {workers} workers"
-                yield Line("loader", what, rate, "blocks")
 
     def _train(
         self, model: Path, photos: list[Path], device: str, *settings: str
