@@ -26,12 +26,11 @@ import secrets
 import shutil
 import signal
 import socket
-import statistics
 import sys
 import tempfile
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -76,10 +75,6 @@ _MAX_DELAY_SECONDS = 1.5
 _QUESTIONS_PER_SECOND = 200
 # A task fails if it has failed on so many nodes.
 _FAILED_NODES = 3
-# At the end of a run, a task is slow if it takes so many times the median, and at
-# least so many seconds.
-_SLOW_MEDIANS = 3
-_SLOW_SECONDS = 10.0
 _REFRESH_SECONDS = 2.0
 _STOP_GRACE_SECONDS = 60.0
 _PROBE_SECONDS = 5.0
@@ -236,13 +231,11 @@ class _Turn:
     Attributes:
         attempt: number of workers that have run the task, with the present one.
         failed_on: nodes on which the task failed with an error.
-        moves_to: node on which the task runs once more, because it was slow.
     """
 
     task: Task
     attempt: int = 0
     failed_on: set[str] = dataclasses.field(default_factory=set)
-    moves_to: str | None = None
 
 
 @dataclasses.dataclass
@@ -251,8 +244,6 @@ class _Job:
 
     Attributes:
         node: id of the node of the actor; None until the actor has started.
-        began: `time.monotonic()` of its start.
-        is_slow: whether the task is told to stop, because it runs on another node.
         question: pending request for the progress of the task; None if there is none.
         stalled_seconds: seconds since `progress` last changed, not counting pauses of
             this process.
@@ -261,8 +252,6 @@ class _Job:
     actor: Any
     node: str | None = None
     turn: _Turn | None = None
-    began: float = dataclasses.field(default_factory=time.monotonic)
-    is_slow: bool = False
     question: Any = None
     progress: Any = None
     stalled_seconds: float = 0.0
@@ -276,7 +265,6 @@ class _Run:
         actor_class: Ray's class of the actors; `arguments` are those of an actor.
         waiting: tasks that no actor runs.
         jobs: what each actor does, by the reference of its answer.
-        seconds: durations of the finished tasks.
         failing_since: time since when actors die while they start; None if they do not.
     """
 
@@ -288,7 +276,6 @@ class _Run:
     on_event: OnEvent
     stall_seconds: float
     jobs: dict[Any, _Job] = dataclasses.field(default_factory=dict)
-    seconds: list[float] = dataclasses.field(default_factory=list)
     failing_since: float | None = None
     stopping: bool = False
 
@@ -328,22 +315,15 @@ class _Run:
             elapsed = time.monotonic() - asked_at
             if elapsed >= pause:
                 asked_at = time.monotonic()
-                self._find_slow_task()
                 self._ask(min(elapsed, pause + _MAX_DELAY_SECONDS))
 
     def _start_actors(self, limit: int) -> None:
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
         starting = sum(job.turn is None for job in self.jobs.values())
-        options: dict[str, Any] = {}
+        options = {}
         if self.cluster.left_out:
             nodes = ",".join(sorted(self.cluster.left_out))
             options["label_selector"] = {"ray.io/node-id": f"!in({nodes})"}
         for _ in range(min(limit - len(self.jobs), len(self.waiting) - starting)):
-            if node := self.waiting[0].moves_to:
-                # or on another node, if this one is lost
-                place = NodeAffinitySchedulingStrategy(node, soft=True)
-                options = {"scheduling_strategy": place}
             actor = self.actor_class.options(**options).remote(*self.arguments)
             self.jobs[actor.node.remote()] = _Job(actor)
 
@@ -359,13 +339,7 @@ class _Run:
             if job.turn is None:
                 job.node = ray.get(answer)
             else:
-                results = ray.get(answer)
-                yield from results
-                if job.is_slow and not results and not self.stopping:
-                    self.waiting.append(job.turn)
-                    ray.kill(job.actor)
-                    return
-                self.seconds.append(time.monotonic() - job.began)
+                yield from ray.get(answer)
         except ray.exceptions.RayTaskError as error:
             self._after_error(job, error)
             ray.kill(job.actor)
@@ -381,30 +355,6 @@ class _Run:
             self.jobs[job.actor.run.remote(turn.task)] = _Job(job.actor, job.node, turn)
         else:
             ray.kill(job.actor)
-
-    def _find_slow_task(self) -> None:
-        """If no task waits, tell a slow task to stop, so that it runs once more on
-        another node with room.
-        """
-        jobs = self.jobs.values()
-        is_moving = any(job.is_slow for job in jobs)
-        if self.waiting or is_moving or not self.seconds:
-            return
-        limit = max(_SLOW_SECONDS, _SLOW_MEDIANS * statistics.median(self.seconds))
-        for job in jobs:
-            turn = job.turn
-            if turn is None or turn.moves_to or time.monotonic() < job.began + limit:
-                continue
-            busy = Counter(each.node for each in jobs)
-            turn.moves_to = self.cluster.free_node(job.node, busy)
-            if turn.moves_to:
-                job.is_slow = True
-                message = (
-                    f"a task takes long{self.cluster.place(job.node)}; it runs once"
-                    f" more{self.cluster.place(turn.moves_to)}"
-                )
-                self.on_event(StatusMessage(message))
-                return
 
     def _after_error(
         self,
@@ -494,7 +444,7 @@ class _Run:
                         self.on_progress(progress)
                 job.question = None
             if job.question is None:
-                job.question = job.actor.exchange.remote(self.stopping or job.is_slow)
+                job.question = job.actor.exchange.remote(self.stopping)
             if job.stalled_seconds > self.stall_seconds:
                 job.stalled_seconds = 0.0
                 message = (
@@ -562,19 +512,6 @@ class RayCluster:
     def _node_room(self, node_id: str) -> int:
         size = self._nodes[node_id]["Resources"]
         return min(int(size.get(name, 0) // need) for name, need in self._needs.items())
-
-    def free_node(
-        self,
-        besides: str | None,
-        busy: Counter[str | None],
-    ) -> str | None:
-        """Return a node other than `besides` with room for more workers than `busy` has
-        on it; None if there is none.
-        """
-        for node_id in self._nodes.keys() - self.left_out - {besides}:
-            if self._node_room(node_id) > busy[node_id]:
-                return node_id
-        return None
 
     def leave_out(self, node_id: str) -> bool:
         """Start no more workers on a node, unless it is the last one with room. Return

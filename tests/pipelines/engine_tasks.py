@@ -82,13 +82,6 @@ class FileWorker:
             time.sleep(0.1)
         return job.name * 10
 
-    def slow_without_photo(self, job, on_progress, should_stop):
-        """Takes half a minute on a node that does not see the photo."""
-        if not (self.folder / "photo").exists():
-            return self.until_stopped(job, on_progress, should_stop)
-        time.sleep(0.5)
-        return job.name * 10
-
     def until_stopped(self, job, on_progress, should_stop):
         for step in range(600):
             if should_stop():

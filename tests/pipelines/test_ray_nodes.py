@@ -181,21 +181,6 @@ def test_a_node_on_which_work_fails_is_left_out_by_name(nodes, tmp_path):
     ]
 
 
-def test_a_slow_task_at_the_end_runs_once_more_on_another_node(nodes, tmp_path):
-    shared = tmp_path / "shared"
-    shared.mkdir()
-    (shared / "photo").touch()
-    nodes.add(2, hidden=shared)
-    nodes.add(3)
-    jobs = [[name, "slow_without_photo"] for name in range(1, 7)]
-    items, err = end(start(nodes, shared, jobs))
-    assert sorted(item for item in items if isinstance(item, int)) == RESULTS, err
-    texts = [item["text"] for item in items if not isinstance(item, int)]
-    assert texts == [
-        "a task takes long on node 127.0.0.2; it runs once more on node 127.0.0.3"
-    ]
-
-
 def test_a_task_that_fails_on_every_node_ends_the_run_and_names_the_last(
     nodes, tmp_path
 ):
