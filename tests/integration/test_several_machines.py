@@ -146,18 +146,7 @@ def check(result: dict[str, Any], case: Path, out: Path) -> None:
     assert contents(out) == contents(case / "calm")
 
 
-@pytest.mark.parametrize("how", ["stop", "kill"])
-def test_the_shard_of_a_lost_node_runs_again(case, nodes, tmp_path, how):
-    nodes.add(2)
-    nodes.add(3)
-    with Build(case, tmp_path / "index", nodes) as run:
-        run.freeze(3)
-        getattr(nodes, how)(3)
-        check(run.result(), case, run.out)
-        # The build may end before Ray notices the loss;
-        # tests/pipelines/test_ray_nodes.py waits for this message.
-
-
+# Ray notices late that a node was killed, so no such test comes before this one.
 def test_a_node_without_the_index_directory_is_named(case, nodes, tmp_path):
     (tmp_path / "shared").mkdir()
     nodes.add(2, hidden=tmp_path / "shared")
@@ -169,6 +158,18 @@ def test_a_node_without_the_index_directory_is_named(case, nodes, tmp_path):
             " the index into" in err
         )
         assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("how", ["stop", "kill"])
+def test_the_shard_of_a_lost_node_runs_again(case, nodes, tmp_path, how):
+    nodes.add(2)
+    nodes.add(3)
+    with Build(case, tmp_path / "index", nodes) as run:
+        run.freeze(3)
+        getattr(nodes, how)(3)
+        check(run.result(), case, run.out)
+        # The build may end before Ray notices the loss;
+        # tests/pipelines/test_ray_nodes.py waits for this message.
 
 
 def test_nodes_of_several_sizes_some_of_which_lack_inputs_or_die(case, nodes, tmp_path):
