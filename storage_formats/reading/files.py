@@ -111,12 +111,13 @@ class ShardFile:
                 " bytes while the file was open",
                 remedy="verify",
             )
-        if self._map is None:
-            with self._lock:
-                mapped = mmap.mmap(self.fd, self.size, prot=mmap.PROT_READ)
-                self._map = np.frombuffer(mapped, dtype=np.uint8)
+        with self._lock:
+            if self._map is None:
+                self._map = np.frombuffer(
+                    mmap.mmap(self.fd, self.size, prot=mmap.PROT_READ), dtype=np.uint8
+                )
                 self._address = self._map.ctypes.data
-        return self._address
+            return self._address
 
     def ask(self, now: float) -> None:
         """Ask the kernel whether the page cache has the file."""
