@@ -449,6 +449,8 @@ class GpuCheck:
         first = max(times[1] for times in ends)
         last = min(times[-1] for times in ends)
         within = sum(first < time <= last for times in ends for time in times)
+        if not within:
+            raise EdjeError("the builds did not run at the same time: give more photos")
         return shard * within / (last - first)
 
     def train(self) -> Iterator[Line]:

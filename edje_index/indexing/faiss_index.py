@@ -212,11 +212,12 @@ class AnnIndex:
         search reads rows, and at least `least`.
         """
         # searches with the same filter follow each other
-        if self._counted[0] is not passing:
+        of_filter, counts = self._counted
+        if of_filter is not passing:
             counts = [_count_passing(part, passing) for part in self._parts]
             self._counted = (passing, counts)
         probes = 0
-        for part, in_lists in zip(self._parts, self._counted[1], strict=True):
+        for part, in_lists in zip(self._parts, counts, strict=True):
             # one part may hold only the centroids
             if not in_lists.any():
                 continue

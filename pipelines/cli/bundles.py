@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from edje_index.scoring.weights import DIRECTIONS
+from edje_index.scoring.weights import DIRECTIONS, EMBEDDING
 from pipelines.cli.options import PATH, Command, json_option, location, option
 from pipelines.cli.output import note, print_result
 
@@ -153,7 +153,11 @@ def show(bundle: Path) -> None:
     scores = "; ".join(
         f"{direction}: {text}" for direction, text in record["score"].items()
     )
-    shown = {**record, "score": scores, **info.origins}
+    trained = "yes" if info.trained else "no: random weights"
+    used = {part for part, weight in info.score.t2i.by_part().items() if weight}
+    if info.trained and used == {EMBEDDING}:
+        trained = "the towers alone; searches are by embedding"
+    shown = {**record, "score": scores, "trained": trained, **info.origins}
     del shown["weights"]
     del shown["origins"]
     lines = []

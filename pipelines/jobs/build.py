@@ -8,7 +8,7 @@ from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from edje_index.bundles.info import (
     BundleInfo,
@@ -64,9 +64,6 @@ from storage_formats.format.source_columns import caption_column
 from storage_formats.remote.urls import IndexLocation, local_path
 from storage_formats.verify import check_files
 from storage_formats.writing.publish import total_counts
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True)

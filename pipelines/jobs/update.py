@@ -452,14 +452,12 @@ def _settings_and_bundle(
     """Return the settings of new rows, those of `index` with other sources and
     without duplicates, and the bundle.
     """
-    built = settings_of(index.root, index.manifest)
-    precisions = index.spec.precisions
     settings = replace(
-        built,
+        settings_of(index.root, index.manifest),
         sources=group.sources,
         column=group.column,
         dedupe=True,
-        precisions=precisions,
+        precisions=index.spec.precisions,
     )
     return settings, matching_bundle(
         index, None if model is None else local_path(model)

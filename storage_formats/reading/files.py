@@ -224,7 +224,7 @@ def iter_ranges(
     # all reads start before the first part waits
     for file, offset, target in itertools.compress(requests, missing):
         advise(file.fd, offset, len(target))
-    step = _PART_RANGES if any(missing) else len(requests)
+    step = _PART_RANGES if any(missing) else max(1, len(requests))
     for start in range(0, len(requests), step):
         part = slice(start, start + step)
         waiting = list(itertools.compress(requests[part], missing[part]))

@@ -14,6 +14,7 @@ from huggingface_hub import constants
 
 from edje_index import TokenIndex
 from pipelines import build_index, quantize_index
+from pipelines.cli import main
 from pipelines.jobs.hub import MODELS
 from tests.command_line import run_here
 from tests.edje_index.bundles.test_published_layouts import (
@@ -79,7 +80,9 @@ def test_the_authors_model_by_name(
     assert named_by in shown["origins"]["tokenizer"]
 
 
-def test_towers_by_name_search_by_embedding(hub: Hub, tmp_path: Path) -> None:
+def test_towers_by_name_search_by_embedding(
+    hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     from edje_index.models.weights import save_weights
 
     config = clip_config()
@@ -92,6 +95,8 @@ def test_towers_by_name_search_by_embedding(hub: Hub, tmp_path: Path) -> None:
     run_here("model", "get", "siglip2-base", "--out", tmp_path / "base")
     shown = run_here("model", "show", tmp_path / "base")
     assert shown["score"]["t2i"] == "1 x embedding similarity"
+    assert main(["model", "show", str(tmp_path / "base")]) == 0
+    assert "the towers alone; searches are by embedding" in capsys.readouterr().out
 
 
 def test_models_are_listed_with_what_the_hub_says(hub: Hub) -> None:

@@ -23,7 +23,7 @@ from storage_formats import CorruptIndexError, TokenStore, UsageError, codec
 from storage_formats.format.layout import Layout
 from storage_formats.reading import direct, queues
 from storage_formats.reading.batch import PIECE_RECORDS
-from storage_formats.reading.files import ShardFiles
+from storage_formats.reading.files import ShardFiles, read_ranges
 from storage_formats.reading.queues import Queue, QueuePool
 from tests.conftest import REPO, same_bits
 from tests.storage_formats import reading_cases
@@ -341,3 +341,7 @@ def test_a_store_works_after_a_fork(built, whole, engine):
         os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert same_bits(store.fetch(range(SPEC.rows)), whole["fp8"])
+
+
+def test_no_range_needs_no_read():
+    read_ranges([])

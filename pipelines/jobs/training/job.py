@@ -74,18 +74,7 @@ _LANGUAGE_FILES = (
 )
 _TOKENIZER = "joint/tokenizer.json"
 _REPORT_SECONDS = 5.0
-_SHOWN = (
-    "loss",
-    "itm",
-    "mlm",
-    "recovery",
-    "distillation",
-    "accuracy",
-    "lr",
-    "images_per_second",
-    "data_wait",
-)
-_PROBLEMS = ("skipped", "unreadable")
+_LOSSES = ("loss", "itm", "mlm", "recovery", "distillation", "accuracy")
 
 
 def run_training(
@@ -591,12 +580,20 @@ def run_steps(job: TrainJob, task: TrainTask, group: WorkerGroup | None) -> None
 def describe_record(record: Json) -> str:
     """Return a log record as one line of text."""
     parts = [f"{record['phase']} {record['step']:,}/{record['steps']:,}"]
-    # of an evaluation, else of steps
-    recalls = (name for name in ("t2i", "i2t") if name in record)
-    parts += [f"{name} R@1 {100 * record[name]:.1f}" for name in recalls]
-    parts += [f"{name} {record[name]:.3g}" for name in _SHOWN if name in record]
-    if seconds := record.get("step_seconds"):
-        minutes = (record["steps"] - record["step"]) * seconds / 60
-        parts.append(f"{minutes:.0f} min left")
-    parts += [f"{name} {record[name]}" for name in _PROBLEMS if record.get(name)]
+    # an evaluation, or shards of captions
+    if "lr" not in record:
+        recalls = (name for name in ("t2i", "i2t") if name in record)
+        parts += [f"{name} R@1 {100 * record[name]:.1f}" for name in recalls]
+        return ", ".join(parts)
+    parts += [f"{name} {record[name]:.3f}" for name in _LOSSES if name in record]
+    parts += [f"lr {record['lr']:.2e}", f"{record['images_per_second']:.1f} images/s"]
+    minutes = (record["steps"] - record["step"]) * record["step_seconds"] / 60
+    parts.append(f"{minutes:.0f} min left")
+    waited = record["data_wait"] / record["seconds"]
+    if waited > 0.1:
+        parts.append(f"waiting for data {waited:.0%} of the time")
+    if record["skipped"]:
+        parts.append(f"skipped {record['skipped']}")
+    if record.get("unreadable"):
+        parts.append(f"unreadable images {record['unreadable']}")
     return ", ".join(parts)
