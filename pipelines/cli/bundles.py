@@ -9,7 +9,7 @@ import click
 
 from edje_index.scoring.weights import DIRECTIONS, EMBEDDING
 from pipelines.cli.options import PATH, Command, json_option, location, option
-from pipelines.cli.output import note, print_result
+from pipelines.cli.output import note, print_result, run_job
 
 if TYPE_CHECKING:
     from edje_index.bundles.info import BundleInfo
@@ -209,11 +209,13 @@ def init_model(out: Path) -> None:
     PATH,
     key="text_tokenizer_dir",
 )
+@option("--photos", location, metavar="PHOTOS")
 @json_option
 def import_checkpoint(
     source: IndexLocation,
     vision: str | None,
     out: Path,
+    photos: IndexLocation | None,
     **options: Any,
 ) -> None:
     """Convert a trained EDJE model into a bundle.
@@ -224,11 +226,16 @@ def import_checkpoint(
     towers and the tokenizer that its configuration or its model card names. Only
     weights, JSON and text are read.
 
+    With --photos, SOURCE may also be a bundle. The new bundle then has the mean of the
+    photos' tokens as its offset, which lowers the error of indexes that are built with
+    quantized tokens at once. Some hundred photos are enough; all are encoded.
+
     \b
     Examples:
       edje-index model import edje.pth --vision ViT-B-16-SigLIP2-384:webli --out model
       edje-index model import downloaded-repository --out model
       edje-index model import hf://shahafw/edje-vl-image-retrieval-reranker --out model
+      edje-index model import model --photos some-photos --out model-with-offset
 
     Options:
         --vision: Vision tower: NAME, NAME:TAG, NAME:WEIGHTS, hf-hub:ORG/REPO,
@@ -240,8 +247,22 @@ def import_checkpoint(
             model that SOURCE names]
         --text-tokenizer: Directory of the text tower's tokenizer.  [default: download
             the tokenizer]
+        --photos: Directory or another source of photos, at least 32.
     """
     from edje_index.bundles.import_models import import_checkpoint as write_bundle
 
-    info = write_bundle(source, vision, out, say=note, **options)
+    if photos is None:
+        info = write_bundle(source, vision, out, say=note, **options)
+    else:
+        from pipelines.jobs.bundle_offset import import_with_offset
+
+        info = run_job(
+            import_with_offset,
+            source,
+            vision,
+            out,
+            photos=photos,
+            say=note,
+            **options,
+        )
     report(info)

@@ -70,7 +70,7 @@ def choose_offset(
         # all of them have the same block, with more or fewer precisions
         offset = read_offset(index.root, next(iter(blocks.values())))
     if offset is None:
-        offset = _sampled_offset(index, source)
+        offset = sampled_offset(index, source)
     if offset is None:
         return None, None
     stored = index.spec.offset
@@ -79,7 +79,7 @@ def choose_offset(
     return offset, offset_block(offset, (*before, *added))
 
 
-def _sampled_offset(index: CommittedIndex, source: str) -> Offset | None:
+def sampled_offset(index: CommittedIndex, source: str) -> Offset | None:
     """Return the mean of evenly spaced blocks of `source`, see `estimate_offset`."""
     with TokenStore(index, source) as store:
         rows = store.row_ids()
@@ -100,7 +100,7 @@ def offset_from_tokens(index: CommittedIndex) -> Iterator[tuple[str, Offset]]:
             if name not in with_offset:
                 # the tokens may be damaged too
                 with contextlib.suppress(CorruptIndexError):
-                    offset = _sampled_offset(replace(index, manifest=manifest), name)
+                    offset = sampled_offset(replace(index, manifest=manifest), name)
                     if offset is not None:
                         yield name, offset
 
