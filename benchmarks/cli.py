@@ -212,14 +212,6 @@ def build_command(photos: Path, model: Path, images: int, device: str) -> None:
 @option("--model", _EXISTING)
 @option("--index", _EXISTING)
 @score_option
-@option(
-    "--batch-size",
-    POSITIVE,
-    key="batch_sizes",
-    multiple=True,
-    default=(1, 32, 128),
-)
-@option("--threads", POSITIVE, multiple=True)
 @option("--pool", POSITIVE, default=100)
 @option("--device", default="auto", metavar="NAME")
 @dtype_option
@@ -232,15 +224,11 @@ def rerank_command(**options: Any) -> None:
     Examples:
       edje-index bench rerank --model model/ --index photos.edje
       edje-index bench rerank --index photos.edje --score logit
-      edje-index bench rerank --threads 8 --batch-size 64
 
     Options:
         --model: Directory of the model bundle.  [default: random weights with the sizes
             of MiniLM-L12]
         --index: Index on which each stage of a query is measured too.
-        --batch-size: Number of pairs per forward pass; repeatable.
-        --threads: Number of CPU threads; repeatable.  [default: 1 and the number of
-            CPUs]
         --pool: Number of candidates per query.
         --device: Device that runs the model: auto, cpu, cuda or cuda:N.
     """

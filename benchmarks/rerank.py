@@ -7,7 +7,7 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -27,6 +27,8 @@ CAPTION = "a brown dog runs over wet sand towards a red ball near the sea"
 """13 common words: 16 tokens with [CLS] and both [SEP], 80 with the 64 tokens of an
 image.
 """
+# pairs per forward pass
+_BATCHES = (1, 32, 64, 128)
 _BLOCK_SHAPE = (64, 384)
 # of MiniLM-L12-H384
 _SIZES = {
@@ -50,15 +52,13 @@ def bench_rerank(
     index: Path | None,
     *,
     score: str,
-    batch_sizes: Sequence[int],
-    threads: Sequence[int],
     pool: int,
     device: str,
     dtype: str,
     repeats: int = 5,
 ) -> Report:
-    """Return pairs per second of the joint encoder, and milliseconds of each query
-    stage.
+    """Return pairs per second of the joint encoder, with one thread and with one per
+    CPU, and milliseconds of each query stage.
 
     The arguments are options of `edje-index bench rerank`.
     """
@@ -79,9 +79,7 @@ def bench_rerank(
     joint.compute_dtype = torch_dtype
     scorer = joint.scorer()
     rates = dict[str, list[float]]()
-    for count, batch in itertools.product(
-        threads or sorted({1, usable_cpus()}), batch_sizes
-    ):
+    for count, batch in itertools.product(sorted({1, usable_cpus()}), _BATCHES):
         blocks = torch.randn(batch, *block_shape).to(torch.bfloat16)
         seconds = []
         with threads_kept():

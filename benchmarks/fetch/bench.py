@@ -352,8 +352,10 @@ def run_fio(source: StoredRecords, workload: Workload, seed: int) -> Run:
     sector = sector_bytes(source.root)
     size = -(-source.record_bytes // sector) * sector
     order = ["--rw=randread", "--file_service_type=random"]
+    total = workload.blocks * size
     if workload.is_contiguous:
         size = min(SEQUENTIAL_BYTES, files[-1].stat().st_size // sector * sector)
+        total = max(size, workload.blocks * source.record_bytes)
         order = ["--rw=read", "--file_service_type=sequential"]
     command = [
         "fio",
@@ -363,7 +365,7 @@ def run_fio(source: StoredRecords, workload: Workload, seed: int) -> Run:
         f"--bs={size}",
         f"--iodepth={min(DEPTH, workload.pool)}",
         *order,
-        f"--io_size={max(size, workload.blocks * source.record_bytes)}",
+        f"--io_size={total}",
         f"--randseed={seed + 1}",
         "--output-format=json",
     ]
@@ -375,11 +377,14 @@ def run_fio(source: StoredRecords, workload: Workload, seed: int) -> Run:
     # notes may precede the report
     (job,) = json.loads(done.stdout[done.stdout.index("{") :])["jobs"]
     read = job["read"]
+    blocks = read["total_ios"]
+    if workload.is_contiguous:
+        blocks = read["io_bytes"] / source.record_bytes
     folder = source.array_path.relative_to(source.root.parent)
     return {
         "discarded": None,
         "command": f"(cd {shlex.quote(str(folder))} && {shlex.join(command)})",
-        "blocks": read["io_bytes"] / source.record_bytes,
+        "blocks": blocks,
         "seconds": max(1, read["runtime"]) / 1e3,
         "cpu_seconds": (
             (job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1e3

@@ -39,6 +39,8 @@ that a change of the disk's speed affects all of them.
 - Cold: the pages of the files were evicted, and at most 1 % of them were in the page
   cache right before the run. All other cold runs are discarded and listed above. Warm:
   at least 99 % of the pages were in the page cache, and all blocks were fetched before.
+- The device: the program fio reads as many records at random positions, each in whole
+  sectors, or as many bytes in contiguous reads of 1 MiB.
 - GB/s: stored bytes of the requested blocks, median and range. edje-index checks and
   decodes them to bfloat16 in this time. The others return stored bytes unchecked. The
   program fio discards the data.
@@ -127,8 +129,8 @@ def report_lines(report: Report, picture: str | None = None) -> Iterator[str]:
 
 def verdict(rows: list[Report]) -> Iterator[str]:
     """Yield sentences that say what the disk delivers, and which library is faster."""
-    feeds = []
-    for precision, title in _large(rows).items():
+    large = _large(rows)
+    for precision, title in large.items():
         of_table = _select(rows, precision=precision, title=title, cache="cold")
         for device in _select(of_table, subject=FIO):
             p50, _, p99 = device["latency_ms"]
@@ -138,12 +140,14 @@ def verdict(rows: list[Report]) -> Iterator[str]:
                 f" reads/s, p50 {p50:.2f} ms, p99 {p99:.2f} ms), and edje-index reads"
                 f" at {device['ratio']:.2f} of this rate."
             )
-        for reader in _select(of_table, subject=READER):
-            feeds.append(f"{reader['blocks_per_s']:,.0f} pairs/s at {precision}")
-    yield (
-        "A GPU that scores N pairs/s needs N blocks/s. From a cold page cache, this"
-        f" disk feeds {', '.join(feeds)}."
-    )
+    yield "A GPU that scores N pairs/s needs N blocks/s from a cold page cache."
+    feeds = dict[str, list[str]]()
+    for row in _select(rows, subject=READER, cache="cold"):
+        if row["title"] in large.values() or row["workload"]["pool"] == QUERY:
+            text = f"{row['blocks_per_s']:,.0f} pairs/s at {row['precision']}"
+            feeds.setdefault(row["title"], []).append(text)
+    for title, rates in feeds.items():
+        yield f"{title}: this disk feeds {', '.join(rates)}."
     faster = dict[str, list[str]]()
     for row in rows:
         if _is_faster(row):
@@ -290,18 +294,19 @@ def _is_faster(row: Report) -> bool:
 
 
 def _device_cells(row: Report) -> list[str]:
-    size = row["record_bytes"]
-    order = "random"
+    # whole sectors
+    size = round(row["record_bytes"] * row["read_per_requested"])
+    reads = row["blocks_per_s"]
     if row["workload"]["is_contiguous"]:
+        reads *= size / SEQUENTIAL_BYTES
         size = SEQUENTIAL_BYTES
-        order = "sequential"
     p50, _, p99 = row["latency_ms"]
     return [
-        f"{row['precision']}, {order}",
+        f"{row['precision']}, {row['title']}",
         f"{size:,}",
         str(min(DEPTH, row["workload"]["pool"])),
         f"{row['gb_per_s'][0]:.2f}",
-        f"{row['gb_per_s'][0] * 1e9 / size:,.0f}",
+        f"{reads:,.0f}",
         f"{p50:.3f}",
         f"{p99:.3f}",
     ]

@@ -265,7 +265,7 @@ def _prior_art(study: Study, variant: Variant) -> Values:
         *recalls,
         2 * tokens * width / 1000,
         scored["parameters"] / 1e6,
-        _BATCH / next(iter(scored["median"].values())) * 1e3,
+        _BATCH / scored["median"][f"batch {_BATCH}, {usable_cpus()} threads"] * 1e3,
         vision,
     ]
 
@@ -361,8 +361,8 @@ def _query_times(study: Study, variant: Variant) -> Values:
 
 
 def _rerank(study: Study, bundle: Path, *options: object) -> Report:
-    command = f"bench rerank --batch-size {_BATCH} --threads {usable_cpus()} --model"
-    return study.command("rerank", *command.split(), bundle, *options)[1]
+    command = ("bench", "rerank", "--model", bundle)
+    return study.command("rerank", *command, *options)[1]
 
 
 def _vision_milliseconds(study: Study, bundle: Path) -> float | None:

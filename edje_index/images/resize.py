@@ -270,13 +270,16 @@ def _add(
         start += _FOUR * length
 
 
-@kernel(
+_RESIZER = (
     input_array(types.uint8),
     input_array(types.uint64),
     input_array(types.int32),
     types.uint64,
     output_array(types.uint8),
 )
+
+
+@kernel(*_RESIZER)
 def _resize_rows(
     source: U8, starts: NDArray[np.uint64], weights: I32, width: Index, result: U8
 ) -> None:
@@ -309,13 +312,7 @@ def _resize_rows(
                 ]
 
 
-@kernel(
-    input_array(types.uint8),
-    input_array(types.uint64),
-    input_array(types.int32),
-    types.uint64,
-    output_array(types.uint8),
-)
+@kernel(*_RESIZER)
 def _resize_columns(
     source: U8, starts: NDArray[np.uint64], weights: I32, width: Index, result: U8
 ) -> None:
