@@ -142,7 +142,7 @@ def read_journal(root: str | Path) -> Journal | None:
         raise problem from error
 
 
-def is_unfinished(root: str | Path) -> Journal | None:
+def unfinished_journal(root: str | Path) -> Journal | None:
     """Return the journal of the index at `root` if its change was stopped before
     the commit; None otherwise.
     """
@@ -250,13 +250,14 @@ class Change:
             if earlier is not None:
                 self._remove_files()
             self._journal.write(layout)
-        has_written = True
+        may_have_data = True
         try:
             yield
             if self._is_committed():
                 remove_build(layout)
-            # else only an abandoned change has data files that nobody can use
-            has_written = self._is_abandoned
+            # a change that ends here without a commit has written no data files, unless
+            # it was abandoned
+            may_have_data = self._is_abandoned
         except (OSError, EdjeError) as error:
             if not self._is_committed():
                 raise
@@ -271,7 +272,7 @@ class Change:
                 if not self._is_committed():
                     if _has_work(layout, self._journal) and not self._is_abandoned:
                         shutil.rmtree(layout.staging, ignore_errors=True)
-                    elif has_written:
+                    elif may_have_data:
                         self._remove_files()
                     else:
                         remove_build(layout)
@@ -324,13 +325,13 @@ class IndexChange(Change):
         return replace(manifest, snapshot=snapshot, created_by=created_by())
 
     def commit(self, manifest: Manifest) -> list[int]:
-        """Commit `manifest`, whose files are all on disk. Return the length of each
-        file that no kept snapshot named any more, and that was removed.
+        """Commit `manifest`, whose tables and other files are all on disk. Return the
+        length of each file that no kept snapshot named any more, and that was removed.
 
-        Everything that a commit writes is written here, in this order: the present
-        `index.json` is copied to `snapshots/` if `manifest` is a new snapshot, arrays
-        grow, `index.json` is replaced, arrays shrink, and files go. A crash between
-        two steps leaves the index of before or after.
+        The steps, in this order: the present `index.json` is copied to `snapshots/` if
+        `manifest` is a new snapshot, arrays grow, the record of verified files goes if
+        a precision is new, `index.json` is replaced, arrays shrink, and files go. A
+        crash between two steps leaves the index of before or after.
         """
         layout = self.layout
         current = self.index.manifest
@@ -345,7 +346,7 @@ class IndexChange(Change):
             # a reader that sees the new manifest needs the new shapes
             write_array_shapes(layout, after)
         if added:
-            # it says nothing about their files
+            # it records nothing about the files of the new precisions
             layout.verified.unlink(missing_ok=True)
         manifest.write(layout)
         # a reader of the old manifest has found its rows until now
@@ -355,13 +356,13 @@ class IndexChange(Change):
             return []
         # with a damaged manifest of a snapshot, nobody knows what it names
         with contextlib.suppress(CorruptIndexError):
-            # without a new snapshot, readers may still need the earlier shard tables
+            # shard tables of before stay until no snapshot that names them is kept
             return remove_what_is_not_kept(layout, tables=drops)
         return []
 
     def _remove_data(self) -> None:
         layout = self.layout
-        has_shards = layout.staging.exists() or layout.receipt(0).parent.exists()
+        has_shards = layout.staging.exists() or layout.receipts.exists()
         remove_what_is_not_kept(layout, tables=False, shards=has_shards)
         write_array_shapes(layout, self.index.spec)
 
@@ -382,7 +383,7 @@ class NewIndex(Change):
 
     def _remove_data(self) -> None:
         layout = self.layout
-        for path in (*layout.data_folders(), layout.snapshot(0).parent):
+        for path in (*layout.data_folders(), layout.snapshots):
             _remove(path)
         fsync_path(layout.root)
 
@@ -416,7 +417,7 @@ def begin_change(
     """
     if dry_run:
         change = IndexChange(open_index(root), kind, request, is_dry=True)
-        with change._running(is_unfinished(root)):
+        with change._running(unfinished_journal(root)):
             yield change
         return
     layout = _local_layout(root)
@@ -428,7 +429,7 @@ def begin_change(
         for entry in _entries(folder):
             check_inside(layout.root, folder / entry)
     with locked(layout.root):
-        earlier = _unfinished(layout)
+        earlier = _recover(layout)
         change = IndexChange(CommittedIndex.open(layout.root), kind, request)
         with change._running(earlier):
             yield change
@@ -457,11 +458,11 @@ def begin_new_index(
     check_free(layout)
     if dry_run:
         change = NewIndex(layout, kind, request, is_dry=True)
-        with change._running(is_unfinished(root)):
+        with change._running(unfinished_journal(root)):
             yield change
         return
     with locked(layout.root):
-        earlier = _unfinished(layout)
+        earlier = _recover(layout)
         if layout.manifest.exists():
             raise UsageError(
                 f"{layout.root} exists already; choose another directory",
@@ -491,7 +492,7 @@ def collect_garbage(
     Manifest.load(layout.root)
     with locked(layout.root):
         try:
-            earlier = _unfinished(layout)
+            earlier = _recover(layout)
         except CorruptIndexError:
             notify("discarding an unfinished change whose journal is damaged")
             # its plan is unknown, so all of its files go
@@ -524,7 +525,7 @@ def _local_layout(root: str | Path) -> Layout:
 
 def _has_work(layout: Layout, journal: Journal) -> bool:
     """Return True if a later run of the change can use what it has stored."""
-    return journal.plan is not None or bool(_entries(layout.receipt(0).parent))
+    return journal.plan is not None or bool(_entries(layout.receipts))
 
 
 def _discard(change: Change, earlier: Journal, notify: Notify) -> None:
@@ -544,12 +545,12 @@ def finish_committed(root: str | Path) -> None:
     if layout.build.is_dir():
         # a read-only index, or another process works on it
         with contextlib.suppress(OSError, EdjeError), locked(root):
-            _unfinished(layout)
+            _recover(layout)
 
 
-def _unfinished(layout: Layout) -> Journal | None:
-    """Return the journal of a change that was stopped before its commit. Finish a
-    change that was killed after it.
+def _recover(layout: Layout) -> Journal | None:
+    """Finish a change that was killed after its commit. Return the journal of a change
+    that was stopped before it.
     """
     # all changes have a journal, but `verify` has none
     patterns = (*_TEMPORARY, _VERIFIED) if layout.journal.exists() else (_VERIFIED,)
@@ -568,7 +569,7 @@ def _unfinished(layout: Layout) -> Journal | None:
 
 
 def _finished(layout: Layout) -> str:
-    shards = sum(1 for _ in layout.receipt(0).parent.glob("*.json"))
+    shards = sum(1 for _ in layout.receipts.glob("*.json"))
     return f"{shards:,} finished shard{'' if shards == 1 else 's'}"
 
 
@@ -639,7 +640,7 @@ def begin_index(root: str | Path, spec: IndexSpec) -> None:
         layout.rows,
         layout.ann,
         layout.staging,
-        layout.receipt(0).parent,
+        layout.receipts,
     ]
     for name in spec.precisions:
         folders += [layout.token_array(name), layout.checksums(name, 0).parent]

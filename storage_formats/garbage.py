@@ -55,7 +55,7 @@ def remove_what_is_not_kept(
             what it names.
     """
     index = CommittedIndex.open(layout.root)
-    folder = layout.snapshot(0).parent
+    folder = layout.snapshots
     numbers = earlier_snapshots(layout, index.manifest)
     kept = {*map(layout.snapshot, numbers)}
     oldest = index.manifest.snapshot.oldest or 0

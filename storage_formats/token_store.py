@@ -152,7 +152,7 @@ class TokenStore:
                     f"the index at {index.location} was replaced by another index; open"
                     " the index again"
                 )
-            self._view = self._view_of(index, self._view)
+            self._view = self._view_of(index)
             return index.manifest.snapshot.number
 
     def row_ids(self) -> NDArray[np.int64]:
@@ -404,9 +404,9 @@ class TokenStore:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _view_of(self, index: CommittedIndex, previous: _View | None = None) -> _View:
-        """Return the view of `index`. It shares the open files of a local index
-        with the `previous` view.
+    def _view_of(self, index: CommittedIndex) -> _View:
+        """Return the view of `index`. It opens its own files, because a later snapshot
+        may have others of the same names.
         """
         spec = index.manifest.spec
         if as_text(self.precision, "precision") not in spec.precisions:
@@ -421,7 +421,7 @@ class TokenStore:
         checksums = BlockChecksums(tokens)
         reads: LocalReads | ObjectReads
         if (folder := index.remote) is None:
-            reads = previous.reads if previous else LocalReads(tokens, self._engine)
+            reads = LocalReads(tokens, self._engine)
         else:
             if self._engine not in ("auto", OBJECT_STORE):
                 raise UsageError(
@@ -503,6 +503,6 @@ class _View:
             batch = Batch(*np.divmod(ids[firsts], spec.shard_size), firsts)
             self.reads.read(Destination(batch, out, self.codec, self.checksums, query))
         if not is_first.all():
-            copy_blocks(
-                out, firsts[np.cumsum(is_first) - 1][~is_first], order[~is_first]
-            )
+            # for each entry of `order`, the first one with the same row id
+            originals = firsts[np.cumsum(is_first) - 1]
+            copy_blocks(out, originals[~is_first], order[~is_first])

@@ -173,7 +173,7 @@ def _version(index: CommittedIndex) -> tuple[bytes, list[str]]:
             index.remote.list_sizes("snapshots")
         )
     layout = index.layout
-    names = sorted(path.name for path in layout.snapshot(0).parent.glob("*.json"))
+    names = sorted(path.name for path in layout.snapshots.glob("*.json"))
     return read_index_file(index.root, layout.manifest), names
 
 
@@ -501,7 +501,7 @@ def _check_earlier_snapshots(index: CommittedIndex) -> Iterator[Problem]:
         )
         lost = next((number for number in expected if number not in numbers), None)
         # a copy holds its snapshot alone
-        if lost is not None and layout.snapshot(0).parent.exists():
+        if lost is not None and layout.snapshots.exists():
             yield Problem(
                 layout.relative(layout.snapshot(lost)),
                 "missing-file",

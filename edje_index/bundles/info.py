@@ -354,9 +354,9 @@ def matching_bundle(
     """Check that a bundle built `index`, and return the content of its ``bundle.json``.
 
     Args:
-        model: directory of the bundle. None means the path recorded in the index. A
-            relative path is refused, because it could lead to a bundle from another
-            author. `build` records absolute paths.
+        model: directory of the bundle. None means the path recorded in the index, which
+            must be absolute: a relative one could lead to a bundle from another author.
+            `build` records absolute paths.
 
     Raises:
         ModelError: the bundle did not build the index, or no bundle did.

@@ -137,7 +137,7 @@ def check_cost(image: Any, data: bytes, max_pixels: int) -> None:
             raise TooExpensiveError(
                 f"tile size {width} x {height} is over the limit of {max_pixels} pixels"
             )
-    # the registry of decoders written in Python
+    # `Image.DECODERS` lists the decoders that are written in Python
     if any(tile[0] in Image.DECODERS for tile in image.tile):
         if pixels > MAX_PYTHON_PIXELS:
             raise TooExpensiveError(

@@ -1,7 +1,8 @@
 """The kinds of files that pack inputs: archives and Parquet files.
 
-`ARCHIVES` and `PARQUET` are the only list of them. A new kind of archive is a class
-like `ZipArchive` and an entry of `ARCHIVES`.
+`ARCHIVES` and `PARQUET` are the list of them. A new kind of archive is a class like
+`ZipArchive` and an entry of `ARCHIVES`. `pipelines.sources.packed` knows the kinds of
+which a listing reads only headers.
 """
 
 from __future__ import annotations
@@ -44,7 +45,6 @@ times its compressed size.
 _ZIP_METHODS = frozenset({zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED})
 _ENCRYPTED = 0x1
 _UTF8 = 0x800
-_ZIP_STEP = 1 << 20
 # bytes of a column that are read at once; without it, whole columns of a row group are
 _PARQUET_BUFFER = 1 << 20
 _DAMAGE = (
@@ -77,8 +77,8 @@ class Archive(Protocol):
         size: int,
         max_bytes: int,
     ) -> bytes:
-        """Return the content of a member, given its offset and its size, or 0 if the
-        size is unknown.
+        """Return the first `size` bytes of the member at `offset`, or all if `size` is
+        0.
 
         Raises:
             ImageError: the file is damaged or has changed, or the content is larger
@@ -140,9 +140,10 @@ class ZipArchive:
             )
         if (problem := _zip_problem(info)) is not None:
             raise ImageError(problem, "found while planning")
-        check_bytes(max(size, info.file_size), max_bytes)
+        size = size or info.file_size
+        check_bytes(size, max_bytes)
         with _named_damage("the member of the zip"), self._archive.open(info) as member:
-            return b"".join(iter(lambda: member.read(_ZIP_STEP), b""))
+            return member.read(size)
 
     def close(self) -> None:
         self._archive.close()

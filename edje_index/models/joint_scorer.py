@@ -176,7 +176,7 @@ class JointScorer:
 
         Args:
             word_ids: input rows of b captions or of one, without image tokens, int64
-                [b, t] on the device.
+                [b, t] on the device. The last row has no padding.
             tokens: image tokens of the pairs [b, m, d].
             lengths: number of tokens of each caption, int64 [b] on the device; None if
                 no row has padding.
@@ -197,7 +197,7 @@ class JointScorer:
         image = tokens.to(self.device).float()
         rows = functional.embedding(word_ids, self.word_vectors)
         rows = rows.expand(len(image), -1, -1)
-        # the longest row ends with the second [SEP]
+        # the last row is the longest, so it ends with the second [SEP]
         separator = rows[-1:, -1:].expand(len(image), -1, -1)
         words = torch.cat([rows[:, :-1], image, separator], dim=1)
         place = torch.arange(words.shape[1], device=self.device)

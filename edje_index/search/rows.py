@@ -215,7 +215,7 @@ class IndexRows:
                 if (shard, name) in self._columns:
                     self._columns.move_to_end((shard, name))
         missing = [shard for shard, columns in held.items() if None in columns]
-        read = iter_stored_rows(self._index, names, missing) if missing else iter(())
+        read = iter_stored_rows(self._index, names, missing)
         for shard in shards:
             if None in held[shard]:
                 held[shard] = [column.combine_chunks() for column in next(read).columns]

@@ -552,6 +552,7 @@ class TokenIndex:
                 NaN. None computes all logits.
         """
         scorer = self.model.scorer
+        # without pairs, all parts are empty
         values = dict.fromkeys(score.parts, np.empty(0, np.float32))
         values[EMBEDDING] = similarities
         if images is not None and captions:

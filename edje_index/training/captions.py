@@ -232,7 +232,7 @@ def prepare_captions(
                 info = read_bundle_info(path)
                 verify_files(info)
                 towers[name] = load_text_tower(info, device)
-                # as in the published code, also for the mining model
+                # as in the published code, also for the tower of the mining model
                 towers[name].canonical = canonical
         tokenizer = load_joint_tokenizer(bundle / JOINT_FOLDER, canonical=canonical)
 

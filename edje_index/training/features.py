@@ -30,7 +30,7 @@ from storage_formats.errors import CorruptIndexError, EdjeError
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.token_store import TokenStore
 
-# images per forward pass of the tower, as in a build
+# images per forward pass of the tower
 TOWER_BATCH = 32
 Loaded = tuple[Tensor, Bools]
 _UNREADABLE = "unreadable-*.jsonl"

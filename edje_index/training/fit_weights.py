@@ -40,7 +40,7 @@ class DevPools:
     Attributes:
         parts: value of each part of the final score, float32 [q, p] by name.
         right: which candidates are relevant to each query, bool [q, p].
-        images: number of the image of each query, int64 [q]. Cross-validation keeps
+        images: row id of the image of each query, int64 [q]. Cross-validation keeps
             queries of one image together.
     """
 

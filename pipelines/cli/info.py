@@ -175,9 +175,9 @@ def _describe_begun(root: Path) -> Json | None:
     there is no unfinished index.
     """
     from pipelines.jobs.plan import Plan
-    from storage_formats.change import is_unfinished
+    from storage_formats.change import unfinished_journal
 
-    if Layout(root).manifest.exists() or (journal := is_unfinished(root)) is None:
+    if Layout(root).manifest.exists() or (journal := unfinished_journal(root)) is None:
         return None
     unfinished = _unfinished(root)
     value: Json = {
@@ -200,12 +200,12 @@ def _unfinished(root: Path) -> Json | None:
     """Return the kind and the number of finished shards of an unfinished change;
     None if there is none.
     """
-    from storage_formats.change import is_unfinished
+    from storage_formats.change import unfinished_journal
 
-    journal = is_unfinished(root)
+    journal = unfinished_journal(root)
     if journal is None:
         return None
-    receipts = Layout(root).receipt(0).parent.glob("*.json")
+    receipts = Layout(root).receipts.glob("*.json")
     return {"kind": journal.kind, "finished_shards": len(list(receipts))}
 
 
@@ -343,19 +343,17 @@ def failed_rows(index: IndexLocation) -> Iterator[Json]:
     """Yield the row id, reason, URI and detail of each failed row, also of an
     unfinished build.
     """
-    from storage_formats.change import is_unfinished
+    from storage_formats.change import unfinished_journal
     from storage_formats.format.remote import open_index
     from storage_formats.format.rows import FAILED, iter_rows, read_shard_rows
     from storage_formats.remote.urls import is_url
 
     layout = Layout(Path(index))
     columns = ["row_id", "reason", "uri", "detail", "status"]
-    if is_url(index) or layout.manifest.exists() or is_unfinished(index) is None:
+    if is_url(index) or layout.manifest.exists() or unfinished_journal(index) is None:
         tables = iter_rows(open_index(index), columns)
     else:
-        shards = sorted(
-            int(path.stem) for path in layout.receipt(0).parent.glob("*.json")
-        )
+        shards = sorted(int(path.stem) for path in layout.receipts.glob("*.json"))
         tables = (read_shard_rows(layout, shard, columns) for shard in shards)
     for table in tables:
         for row in table.to_pylist():

@@ -436,8 +436,8 @@ def edited(
 ) -> Manifest:
     """Return the manifest of `index` after `edit`. It is not written.
 
-    The files that only this manifest names are written: shard tables, tombstones and
-    the row map. Their names are those of their contents.
+    The files that only this manifest names are written: tombstones, edits and the row
+    map, then shard tables and filter tables. Their names are those of their contents.
 
     Args:
         receipts: receipts of the shards that the change wrote.
@@ -463,6 +463,7 @@ def edited(
         )
         tombstones = kept_rows.with_rows(list(edit.deleted))
         snapshot = with_tombstones(layout, snapshot, tombstones)
+    # the edits of this change become one more file, or else one file has all edits
     kept = before.edits
     earlier = read_edits(layout.root, spec, ())
     if left_out or edit.restored:
@@ -583,7 +584,7 @@ def run_shards(
     except (UsageError, EngineUnavailableError, FailedInputsError):
         raise
     except (EdjeError, OSError) as error:
-        # a second run may succeed
+        # also the `JobStopped` above: the counts are added; a second run may succeed
         of_shard = (
             f"shard {error.task.shard}: " if isinstance(error, TaskFailedError) else ""
         )

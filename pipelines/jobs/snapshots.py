@@ -16,7 +16,7 @@ from pipelines.jobs.changing import Edit, apply, begin, notifier, rows_passing
 from pipelines.metadata import Ignored, python_values, source_values
 from pipelines.progress.events import OnEvent, StatusMessage, ignore, never
 from storage_formats.atomic import Json
-from storage_formats.change import Removal, collect_garbage, is_unfinished
+from storage_formats.change import Removal, collect_garbage, unfinished_journal
 from storage_formats.errors import UsageError
 from storage_formats.format.edits import EDIT_SCHEMA, input_hash
 from storage_formats.format.manifest import CommittedIndex, Manifest, kept_snapshots
@@ -114,7 +114,7 @@ def delete_rows(
             parameter="rows",
         )
     if erase and not dry_run:
-        journal = is_unfinished(index)
+        journal = unfinished_journal(index)
         # of an interrupted erasure
         if journal is not None and journal.kind == "compact":
             compact_index(index, only_shards_with_deleted=True, on_event=on_event)

@@ -180,8 +180,8 @@ def absolute_path(spec: str) -> bytes:
 
 
 def absolute_spec(spec: str) -> str:
-    """Return a source as the index records it, so that it means the same in every
-    working directory and names the same file.
+    """Return a source as the index records it: an absolute path or a URL. `-` stays
+    as it is.
     """
     return spec if spec == STANDARD_INPUT else os.fsdecode(absolute_path(spec))
 
@@ -302,7 +302,7 @@ def listed_input(value: Any, directory: bytes) -> InputRef | None:
         return file_input(directory + b"/" + value) if is_below else None
     path = os.path.join(directory, value)
     ref = file_input(path)
-    # lists have names in NFC, disks that macOS wrote in NFD
+    # a list often has its names in NFC, and a disk written by macOS has them in NFD
     if ref.problem == "missing" and not path.isascii():
         for form in ("NFC", "NFD"):
             other = os.fsencode(unicodedata.normalize(form, os.fsdecode(path)))

@@ -259,6 +259,8 @@ class Layout:
     lock = _Below("build/lock")
     input_lists = _Below("build/inputs")
     staging = _Below("build/staging")
+    receipts = _Below("build/receipts")
+    snapshots = _Below("snapshots")
 
     def ann_part(self, crc32c: int) -> Path:
         return self.ann / f"index-{crc32c:08x}.faiss"

@@ -559,7 +559,7 @@ def earlier_snapshots(layout: Layout, current: Manifest) -> list[int]:
     """
     numbers = [
         int(path.stem)
-        for path in layout.snapshot(0).parent.glob("*.json")
+        for path in layout.snapshots.glob("*.json")
         if path.stem.isdecimal()
     ]
     return sorted(

@@ -316,7 +316,9 @@ def iter_stored_rows(
         shards: numbers of the shards to read. None reads all shards.
     """
     names = None if columns is None else list(columns)
-    files = list(_rows_files(index, shards or index.spec.shard_numbers()).items())
+    if shards is None:
+        shards = index.spec.shard_numbers()
+    files = list(_rows_files(index, shards).items())
     edits = edits_of(index, names)
     for at, (shard, committed) in enumerate(files):
         if at % _FILES_AT_ONCE == 0:

@@ -108,7 +108,7 @@ class Destination:
             step = stop - start if self.query is None else _SCORED_RECORDS
             for first in range(start, stop, step):
                 last = min(first + step, stop)
-                actual = records.check(first, last)
+                actual = records.copy_and_check(first, last)
                 if actual.tobytes() != expected[first:last].tobytes():
                     damaged = actual != expected[first:last]
                     raise self.checksums.damaged(batch[first:last][damaged])
@@ -155,15 +155,15 @@ def copy_blocks(out: NDArray[Any], originals: Ints, duplicates: Ints) -> None:
     size = out[0].nbytes
     addresses = out.ctypes.data + np.stack([originals, duplicates]) * size
     records = _Records(addresses[0], size, addresses[1], held=out)
-    run_chunks(records.check, len(originals), size, None)
+    run_chunks(records.copy_and_check, len(originals), size, None)
 
 
 class _Records:
     """Records of `size` bytes at the addresses `sources` [k].
 
     Args:
-        targets: [k], addresses to which `check` copies the records; None copies
-            nothing.
+        targets: [k], addresses to which `copy_and_check` copies the records; None to
+            copy nothing.
         held: object that owns the memory.
     """
 
@@ -188,7 +188,7 @@ class _Records:
         self.checksums = np.empty(len(sources), dtype=np.uint32)
         self._held = held
 
-    def check(self, start: int, stop: int) -> Checksums:
+    def copy_and_check(self, start: int, stop: int) -> Checksums:
         """Copy the records [start, stop) on the calling thread, and return their
         CRC-32C, uint32 [stop - start].
         """
@@ -209,7 +209,7 @@ def checksums_at(sources: Ints, size: int) -> Checksums:
     uint32 [k].
     """
     records = _Records(sources, size)
-    run_chunks(records.check, len(sources), size, None)
+    run_chunks(records.copy_and_check, len(sources), size, None)
     return records.checksums
 
 

@@ -147,13 +147,16 @@ class _Reader:
         files = self._files.acquire_for(batch, size)
         sector = self._files.sector
         first, count = batch.runs(size, gap=_GAP_BYTES // size)
-        is_direct = records is not None and not (size | records.ctypes.data) % sector
-        if is_direct:
-            direct_first, direct_count = batch.runs(size, contiguous_output=True)
-            is_direct = len(direct_first) < _FEWER_REQUESTS * len(first)
-        if records is not None and is_direct:
-            first = direct_first
-            count = direct_count
+        if records is not None and (size % sector or records.ctypes.data % sector):
+            records = None
+        if records is not None:
+            direct = batch.runs(size, contiguous_output=True)
+            if len(direct[0]) < _FEWER_REQUESTS * len(first):
+                first, count = direct
+            else:
+                records = None
+        # read into the output itself, or else into a buffer
+        if records is not None:
             offsets = batch.positions[first] * size
             lengths = count * size
             needed = lengths

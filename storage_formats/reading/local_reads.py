@@ -118,7 +118,7 @@ class LocalReads:
                     # a file system without memory maps
                     self._read_portable(destination)
                     return
-                # from the first to the last map, though nothing reads between them
+                # one view spans all maps; the gaps between them are never read
                 start = min(addresses)
                 stop = max(
                     address + file.size
@@ -187,10 +187,12 @@ class LocalReads:
         states: list[int] = []
         for first in range(0, len(shards), _MAPPED_SHARDS):
             held = self._files.acquire(shards[first : first + _MAPPED_SHARDS])
-            for file in held.values():
-                if now >= file.trusted_until:
-                    file.ask(now)
-                states.append(bool(file.is_cached))
-            self._files.release(held)
+            try:
+                for file in held.values():
+                    if now >= file.trusted_until:
+                        file.ask(now)
+                    states.append(bool(file.is_cached))
+            finally:
+                self._files.release(held)
         is_cached: NDArray[np.bool_] = batch.per_record(states) == 1
         return is_cached

@@ -158,8 +158,8 @@ def read_remote_range(url: str, size: int, offset: int, version: FileVersion) ->
 
 
 def remote_version(url: str) -> FileVersion:
-    """Return the length of a file, and what identifies its contents. Raises as
-    `read_remote`.
+    """Return the length of a file, and what identifies its contents. Raises the errors
+    of `read_remote`, and OSError (EOPNOTSUPP) if a web server reads no byte ranges.
     """
     if scheme_of(url) in STORE_SCHEMES:
         with _object(url) as (bucket, key):

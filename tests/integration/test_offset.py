@@ -35,7 +35,8 @@ from storage_formats import (
 from storage_formats.format.layout import Layout
 from storage_formats.format.manifest import Manifest
 from tests.command_line import run_here
-from tests.conftest import same_bits
+from tests.conftest import REPO, same_bits
+from tests.edje_index.bundles.test_published_layouts import towers
 from tests.integration.builds import contents, make_photos
 from tests.pipelines.conftest import stop_after_one_shard
 
@@ -147,7 +148,7 @@ def test_a_kept_snapshot_keeps_its_bytes(root):
     quantize_index(root, ["nvfp4"])
     before = TokenStore.open(root, "nvfp4").fetch(range(50))
     delete_rows(root, rows=[0])
-    quantize_index(root, drop=["nvfp4"])
+    quantize_index(root, [], drop=["nvfp4"])
     quantize_index(root, ["nvfp4"])
     assert verify_index(root) == []
     roll_back(root, 0)
@@ -243,3 +244,63 @@ def test_a_bundle_gives_its_offset_to_new_indexes(tmp_path):
     path.write_bytes(path.read_bytes()[:-1] + b"\x7f")
     with pytest.raises(ModelError, match=r"offset\.safetensors has changed"):
         ModelBundle.load(tmp_path / "model")
+
+
+def test_refresh_reads_a_precision_that_was_dropped_and_made_again(root):
+    quantize_index(root, ["nvfp4"])
+    exact = TokenStore.open(root, "bf16").fetch(range(50))
+    store = TokenStore.open(root, "nvfp4")
+    store.fetch(range(50))
+    quantize_index(root, [], drop=["nvfp4"])
+    delete_rows(root, rows=range(0, 50, 3))
+    remove_snapshots(root, 1)
+    # the mean of fewer rows
+    quantize_index(root, ["nvfp4"])
+    before = store.offset
+    store.refresh()
+    assert not np.array_equal(store.offset, before)
+    entry = codec("nvfp4", SHAPE, store.offset)
+    kept = [row for row in range(50) if row % 3]
+    assert same_bits(store.fetch(kept), entry.decode(entry.encode(exact[kept])))
+
+
+def mean_of_photos(root, photos, model):
+    """The mean of the tokens of `photos`, in float64 from bfloat16."""
+    run_here("build", photos, "--model", model, "--out", root, "--engine", "inline")
+    store = TokenStore.open(root)
+    blocks = store.fetch(store.row_ids())
+    return blocks[~store.holes(blocks)].astype(np.float64).mean(axis=0)
+
+
+def test_model_import_computes_the_offset_of_photos(tmp_path):
+    make_photos(tmp_path / "photos", 45)
+    plain = create_untrained_bundle(tmp_path / "plain", sizes=TINY)
+    photos = ["--photos", tmp_path / "photos", "--out"]
+    run_here("model", "import", tmp_path / "plain", *photos, tmp_path / "new" / "model")
+    info = ModelBundle.load(tmp_path / "new" / "model").info
+    mean = mean_of_photos(tmp_path / "a", tmp_path / "photos", tmp_path / "plain")
+    np.testing.assert_array_equal(read_bundle_offset(info), mean.astype(np.float32))
+    assert info.encoder_fingerprint == plain.encoder_fingerprint
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["model"]
+    published = REPO / "tests" / "golden" / "compressed_small" / "checkpoint.pth"
+    towers(tmp_path)
+    vision = ["--vision", tmp_path / "siglip"]
+    model = tmp_path / "imported"
+    run_here("model", "import", published, *vision, *photos, model)
+    mean = mean_of_photos(tmp_path / "b", tmp_path / "photos", model)
+    found = read_bundle_offset(ModelBundle.load(model).info)
+    np.testing.assert_array_equal(found, mean.astype(np.float32))
+
+
+def test_model_import_refuses_photos_without_an_offset(tmp_path, capsys):
+    make_photos(tmp_path / "photos", 10)
+    create_untrained_bundle(tmp_path / "plain", sizes=TINY)
+    for source, out, code, message in (
+        ("photos", "model", 2, "gives no offset: it has fewer than 32 images"),
+        ("nothing", "model", 2, "nothing"),
+        ("photos", "plain", 1, "exists already"),
+    ):
+        options = ["--photos", tmp_path / source, "--out", tmp_path / out]
+        run_here("model", "import", tmp_path / "plain", *options, expect=code)
+        assert message in capsys.readouterr().err
+    assert {path.name for path in tmp_path.iterdir()} == {"photos", "plain"}

@@ -51,6 +51,18 @@ def test_images_that_cannot_be_read_are_named_with_what_to_do(
     assert message.endswith(f"correct {wrong}, and run the command again")
 
 
+def test_sources_are_archives_and_a_list_of_other_images(job, tmp_path):
+    def item(path):
+        return CaptionedImage(path, path, ("a photo",), None, path)
+
+    job.folder.mkdir(parents=True)
+    packed = [item("/a/X.TAR!0.jpg"), item("/a/y.tar!z/1.jpg"), item("/a/X.TAR!2.jpg")]
+    assert job.sources("list.jsonl", packed) == ("/a/X.TAR", "/a/y.tar")
+    *archives, listed = job.sources("list.jsonl", [*packed, item("/a/b.jpg")])
+    assert archives == ["/a/X.TAR", "/a/y.tar"]
+    assert Path(listed).read_text() == '{"path": "/a/b.jpg"}\n'
+
+
 def index(root: Path, rows: int, **damage: frozenset[int]) -> CommittedIndex:
     """An index of the rows /photos/0.jpg, /photos/1.jpg, ..."""
     write_random_index(root, IndexSpec(rows, 4, (2, 8), embed_dim=4), **damage)

@@ -22,8 +22,8 @@ from storage_formats.change import (
     UnfinishedChangeError,
     begin_change,
     collect_garbage,
-    is_unfinished,
     read_journal,
+    unfinished_journal,
 )
 from storage_formats.format.layout import Layout
 from storage_formats.lock import locked
@@ -71,7 +71,7 @@ def test_a_change_with_work_is_resumed_refused_or_discarded_in_words(index, caps
     root, _ = index
     with begin_change(root, "quantize", {"to": ["fp8"]}) as begun:
         begun.store_plan({"shards": 3})
-    assert is_unfinished(root).kind == "quantize"
+    assert unfinished_journal(root).kind == "quantize"
     advice = r"'quantize' of .* has not finished .*or discard it$"
     for kind, request in (("quantize", {"to": ["int8"]}), ("delete", {})):
         with (
@@ -130,7 +130,7 @@ def test_trouble_after_the_commit_is_told_and_the_next_change_ends_it(
             delete_nothing()
     assert Manifest.load(root).snapshot.number == 1
     assert verify_index(root) == []
-    assert is_unfinished(root) is None
+    assert unfinished_journal(root) is None
     assert delete_rows(root, [1]).snapshot == 2
     assert not Layout(root).build.exists()
 

@@ -19,6 +19,7 @@ from edje_index.captions.matching import NAME_COLUMNS, match_items
 from edje_index.captions.reading import CaptionedImage
 from edje_index.images.decode import ImageError
 from edje_index.images.frames import LOAD, DecodeSettings, decode_input
+from edje_index.inputs.containers import split_uri
 from edje_index.inputs.input_lists import write_input_table
 from edje_index.inputs.refs import InputRef, display_path, read_bytes
 from edje_index.models.adapter import STRIDED, AdapterConfig, build_adapter
@@ -117,8 +118,9 @@ class TrainJob:
         images outside archives, if any.
         """
         paths = list(dict.fromkeys(item.path for item in items))
-        archives = {path.partition("!")[0]: None for path in paths if ".tar!" in path}
-        lines = _path_lines(path for path in paths if ".tar!" not in path)
+        parts = {path: split_uri(path) for path in paths}
+        archives = {part[0]: None for part in parts.values() if part is not None}
+        lines = _path_lines(path for path, part in parts.items() if part is None)
         if not lines:
             return tuple(archives)
         list_file = self.folder / name
