@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from storage_formats.codecs import Codec, Records
-from storage_formats.codecs.base import Scorer
+from storage_formats.codecs.base import Bits, Moves, Scorer, Span
 from storage_formats.format.checksum import crc32c
 from storage_formats.reading.batch import Batch, Ints, Part
 from storage_formats.reading.checksums import BlockChecksums, Checksums
@@ -70,6 +70,10 @@ class Destination:
             return self.out.view(np.uint8).reshape(-1, self.codec.record_bytes)
         return None
 
+    @functools.cached_property
+    def _bits(self) -> Bits:
+        return self.out.view(np.uint16).reshape(-1)
+
     # May read files, so it is called after the first records have arrived.
     @functools.cached_property
     def _expected(self) -> Checksums:
@@ -102,6 +106,7 @@ class Destination:
             targets = self.records.ctypes.data + batch.out_indices * size
             block_bytes = size
         records = _Records(sources, size, targets)
+        moves = (offsets, batch.out_indices)
 
         # A thread that works on after an interruption keeps the memory alive.
         def work(start: int, stop: int) -> None:
@@ -112,18 +117,21 @@ class Destination:
                 if actual.tobytes() != expected[first:last].tobytes():
                     damaged = actual != expected[first:last]
                     raise self.checksums.damaged(batch[first:last][damaged])
-                self._decode(memory, offsets[first:last], batch.out_indices[first:last])
+                if self.records is None:
+                    self._decode(memory, moves, (first, last))
 
         run_chunks(work, len(offsets), block_bytes, threads)
 
-    def _decode(self, memory: Bytes, offsets: Ints, blocks: Ints) -> None:
-        """Decode or score the records at `offsets` of `memory`."""
-        if self.records is not None:
-            return
+    def _decode(self, memory: Bytes, moves: Moves, span: Span) -> None:
+        """Decode or score the records [start, stop) of `moves`, which are in `memory`.
+
+        Args:
+            span: (start, stop).
+        """
         if self.query is None:
-            bits = self.out.view(np.uint16).reshape(-1)
-            self.codec.decode_at(memory, (offsets, blocks), bits, (0, len(blocks)))
+            self.codec.decode_at(memory, moves, self._bits, span)
             return
+        offsets, blocks = (each[slice(*span)] for each in moves)
         scores = np.empty(len(blocks), np.float32)
         if self._scorer is not None:
             self._scorer(memory, offsets, scores)
