@@ -71,12 +71,7 @@ class Archive(Protocol):
         """
         ...
 
-    def read(
-        self,
-        offset: int,
-        size: int,
-        max_bytes: int,
-    ) -> bytes:
+    def read(self, offset: int, size: int, max_bytes: int) -> bytes:
         """Return the first `size` bytes of the member at `offset`, or all if `size` is
         0.
 
@@ -126,12 +121,7 @@ class ZipArchive:
                     _zip_problem(info),
                 )
 
-    def read(
-        self,
-        offset: int,
-        size: int,
-        max_bytes: int,
-    ) -> bytes:
+    def read(self, offset: int, size: int, max_bytes: int) -> bytes:
         info = self._info_at.get(offset)
         if info is None:
             raise ImageError(
@@ -187,11 +177,7 @@ class ParquetImages:
         ImageError: the file is damaged, or has no such column.
     """
 
-    def __init__(
-        self,
-        file: RangedFile,
-        column: str,
-    ) -> None:
+    def __init__(self, file: RangedFile, column: str) -> None:
         self._file = file
         with _named_damage("the Parquet file"):
             self._parquet = open_parquet(file, buffer_size=_PARQUET_BUFFER)
@@ -210,12 +196,7 @@ class ParquetImages:
         *self._group_starts, self._rows = itertools.accumulate(sizes, initial=0)
         self._window = StreamWindow(self._group_starts, self._images)
 
-    def read(
-        self,
-        offset: int,
-        size: int,
-        max_bytes: int,
-    ) -> bytes:
+    def read(self, offset: int, size: int, max_bytes: int) -> bytes:
         if not 0 <= offset < self._rows:
             raise ImageError("changed-since-plan", f"the file has no row {offset}")
         items = self._window.read(offset, offset + 1)

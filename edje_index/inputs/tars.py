@@ -166,12 +166,7 @@ class TarArchive:
             zeros = len(marker) - len(marker.lstrip(b"\0"))
             end += zeros // tarfile.BLOCKSIZE * tarfile.BLOCKSIZE
 
-    def read(
-        self,
-        offset: int,
-        size: int,
-        max_bytes: int,
-    ) -> bytes:
+    def read(self, offset: int, size: int, max_bytes: int) -> bytes:
         """Return the data of a member, or fewer bytes if the archive ends earlier."""
         check_bytes(size, max_bytes)
         return self.pread(size, offset)
