@@ -187,7 +187,7 @@ def measure(*command: str) -> Report:
         while process.poll() is None:
             pss = 0
             for child in here.children(recursive=True):
-                # it has ended
+                # psutil raises an error if the child has ended meanwhile
                 with contextlib.suppress(psutil.Error):
                     times = child.cpu_times()
                     cpu_of_process[child.pid] = max(

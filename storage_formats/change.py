@@ -633,7 +633,7 @@ def begin_index(root: str | Path, spec: IndexSpec) -> None:
     """
     layout = Layout(Path(root))
     make_directories(layout.root)
-    # the caller may have made it
+    # `make_directories` flushes only what it makes; the caller may have made the root
     fsync_parent(layout.root)
     folders = [
         layout.embeddings,

@@ -47,8 +47,8 @@ def remove_what_is_not_kept(
     Args:
         tables: whether shard tables are removed too. Readers that opened the index
             before may still read them.
-        shards: whether files of shards are removed even if no unnamed shard table
-            shows that there are some. To look for them takes long.
+        shards: True always looks for files of shards that no snapshot names, which
+            takes long. False looks for them only if there is an unnamed shard table.
 
     Raises:
         CorruptIndexError: the manifest of a kept snapshot is damaged, so nobody knows

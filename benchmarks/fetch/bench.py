@@ -341,11 +341,11 @@ def command_line(index: str, task: Task) -> str:
 
 
 def run_fio(source: StoredRecords, workload: Workload, seed: int) -> Run:
-    """Read as many bytes as `workload` from the files of the index with the program
+    """Read as many records as `workload` from the files of the index with the program
     fio, without the page cache.
 
-    A random read is one record, rounded up to whole sectors. A contiguous read has 1
-    MiB. As many reads are in flight as a call has blocks, at most 64.
+    A random read takes the whole sectors of one record. Contiguous records are read
+    with 1 MiB per read. As many reads are in flight as a call has blocks, at most 64.
     """
     files = source.files()
     files = files[:: -(-len(files) // _FIO_FILES)]

@@ -219,8 +219,9 @@ def read_bundle_info(path: str | Path) -> BundleInfo:
     """Read the file ``bundle.json`` in the directory ``path``.
 
     Raises:
-        ModelError: the directory is not a bundle, the format version is not supported,
-            the directory contains code, or ``bundle.json`` is damaged or was edited.
+        ModelError: the directory is not a bundle, its path is not UTF-8, the format
+            version is not supported, the directory contains code, or ``bundle.json`` is
+            damaged or was edited.
 
     Examples:
         >>> from edje_index import read_bundle_info

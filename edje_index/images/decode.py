@@ -235,12 +235,14 @@ def _load(image: ImageFile.ImageFile) -> None:
 
 
 def _decode_jpeg(image: ImageFile.ImageFile, data: bytes) -> Image.Image | None:
-    """Decode an opened JPEG file without the interpreter lock, which Pillow holds: the
-    threads of a process decode at once. The pixels are those of Pillow.
+    """Decode an opened JPEG file without the interpreter lock, which Pillow holds, so
+    that the threads of a process decode at the same time. The pixels are those of
+    Pillow.
 
     Returns:
-        The RGB image; None for other formats, CMYK, and files with any damage, which
-        Pillow names, or decodes in part.
+        The RGB image. None if Pillow must decode the file: another format, CMYK, any
+        damage, of which Pillow knows the name or decodes the rest, or a Pillow
+        before 13.
     """
     import pyarrow as pa
     import simplejpeg

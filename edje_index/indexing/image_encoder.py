@@ -89,7 +89,7 @@ class ImageEncoder:
         # While a thread waits for the GPU, the next one launches its batch. If both
         # launched at once, both would also wait at once, and the GPU after them.
         self._launching = threading.Lock()
-        # batches of a GPU all have the same shape
+        # batches of a GPU all have the same shape, so one recorded graph serves them
         self._graphs = CudaGraphs(self._run, self.device)
 
     @classmethod

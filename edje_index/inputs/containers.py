@@ -72,13 +72,16 @@ class Archive(Protocol):
         ...
 
     def read(self, offset: int, size: int, max_bytes: int) -> bytes:
-        """Return the first `size` bytes of the member at `offset`, or all if `size` is
-        0.
+        """Return the content of a member, given its offset and its size.
 
         Raises:
             ImageError: the file is damaged or has changed, or the content is larger
                 than `max_bytes`.
         """
+        ...
+
+    def head(self, offset: int, size: int) -> bytes:
+        """Return the first bytes of a member, at most `size`. Raises as `read`."""
         ...
 
     def close(self) -> None:
@@ -122,6 +125,17 @@ class ZipArchive:
                 )
 
     def read(self, offset: int, size: int, max_bytes: int) -> bytes:
+        info = self._member(offset)
+        check_bytes(max(size, info.file_size), max_bytes)
+        return self.head(offset, info.file_size)
+
+    def head(self, offset: int, size: int) -> bytes:
+        info = self._member(offset)
+        with _named_damage("the member of the zip"), self._archive.open(info) as member:
+            # of an empty member, too, the checksum is compared
+            return member.read(size or 1)
+
+    def _member(self, offset: int) -> zipfile.ZipInfo:
         info = self._info_at.get(offset)
         if info is None:
             raise ImageError(
@@ -130,10 +144,7 @@ class ZipArchive:
             )
         if (problem := _zip_problem(info)) is not None:
             raise ImageError(problem, "found while planning")
-        size = size or info.file_size
-        check_bytes(size, max_bytes)
-        with _named_damage("the member of the zip"), self._archive.open(info) as member:
-            return member.read(size)
+        return info
 
     def close(self) -> None:
         self._archive.close()

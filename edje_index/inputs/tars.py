@@ -171,6 +171,9 @@ class TarArchive:
         check_bytes(size, max_bytes)
         return self.pread(size, offset)
 
+    def head(self, offset: int, size: int) -> bytes:
+        return self.pread(size, offset)
+
     def pread(
         self,
         size: int,

@@ -121,6 +121,9 @@ class IndexRows:
 
         columns, passes = parse_where(as_text(where, "where"), self.schema)
         spec = self._index.manifest.spec
+        # without the lock, which another filter may hold for a long time
+        if (known := self._results.get(where)) is not None:
+            return known
         with self._filtering:
             if where not in self._results:
                 mask = np.zeros(spec.rows, dtype=np.bool_)
@@ -135,7 +138,6 @@ class IndexRows:
                 self._results[where] = mask
                 while len(self._results) > _CACHED_FILTERS:
                     self._results.popitem(last=False)
-            self._results.move_to_end(where)
             return self._results[where]
 
     def _parts(self, names: Sequence[str]) -> Iterator[pa.Table]:

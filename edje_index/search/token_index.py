@@ -737,16 +737,19 @@ class TokenIndex:
         texts = _texts([text for text, _ in given], "pairs")
         images = [image for _, image in given]
         _, final = self._final_score(score)
-        if not given:
-            return []
-        if len(given) > _PAIRS_AT_ONCE:
-            parts = given[:_PAIRS_AT_ONCE], given[_PAIRS_AT_ONCE:]
-            return [
-                value for part in parts for value in self.score_pairs(part, score=score)
-            ]
+        scores: list[float] = []
+        for start in range(0, len(given), _PAIRS_AT_ONCE):
+            part = slice(start, start + _PAIRS_AT_ONCE)
+            scores += self._scores_of_pairs(final, texts[part], images[part])
+        return scores
+
+    def _scores_of_pairs(
+        self, final: FinalScore, texts: list[str], images: list[Any]
+    ) -> list[float]:
+        """Return the final score of each text and image, see `score_pairs`."""
         spec = self.manifest.spec
-        tokens = np.empty((len(given), *spec.block_shape), BF16)
-        embeddings = np.empty((len(given), spec.embed_dim), np.float32)
+        tokens = np.empty((len(texts), *spec.block_shape), BF16)
+        embeddings = np.empty((len(texts), spec.embed_dim), np.float32)
         is_row = np.array(
             [isinstance(image, int | str | np.integer) for image in images]
         )

@@ -61,7 +61,7 @@ _ALIGNMENT_WARMUP = 0.1
 # batches that are made ahead
 _AHEAD = 2
 _MAX_DECODE_THREADS = 16
-# whose patches a new adapter starts from
+# number of images whose patch features the queries of a new adapter start from
 _SAMPLE_IMAGES = 300
 
 

@@ -226,9 +226,9 @@ def import_checkpoint(
     towers and the tokenizer that its configuration or its model card names. Only
     weights, JSON and text are read.
 
-    With --photos, SOURCE may also be a bundle. The new bundle then has the mean of the
-    photos' tokens as its offset, which lowers the error of indexes that are built with
-    quantized tokens at once. Some hundred photos are enough; all are encoded.
+    With --photos, SOURCE is a bundle. Its copy has the mean of the photos' tokens as
+    its offset, which lowers the error of indexes that are built with quantized tokens
+    at once. Some hundred photos are enough; all are encoded.
 
     \b
     Examples:
@@ -252,17 +252,13 @@ def import_checkpoint(
     from edje_index.bundles.import_models import import_checkpoint as write_bundle
 
     if photos is None:
-        info = write_bundle(source, vision, out, say=note, **options)
-    else:
-        from pipelines.jobs.bundle_offset import import_with_offset
-
-        info = run_job(
-            import_with_offset,
-            source,
-            vision,
-            out,
-            photos=photos,
-            say=note,
-            **options,
+        report(write_bundle(source, vision, out, say=note, **options))
+        return
+    if any((vision, *options.values())):
+        raise click.UsageError(
+            "--photos takes a bundle and no other option than --out: import the"
+            " checkpoint first, and then give its bundle"
         )
-    report(info)
+    from pipelines.jobs.bundle_offset import add_offset
+
+    report(run_job(add_offset, source, photos, out))

@@ -47,6 +47,7 @@ _REMEDIES = {
     ),
     "ann": "; build it with 'edje-index ann build'",
     "discard": "; 'edje-index gc INDEX' does this, and keeps the committed rows",
+    "snapshots": " with 'edje-index gc INDEX --keep 1'",
     "verify": "; run 'edje-index verify' to list all damage",
     "show": (
         "; to search a folder of photos, run 'edje-index show FOLDER', or build an"

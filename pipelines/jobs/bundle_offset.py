@@ -7,61 +7,56 @@ from __future__ import annotations
 import tempfile
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from edje_index.bundles.bundle import ModelBundle
-from edje_index.bundles.import_models import check_new, import_checkpoint
-from edje_index.bundles.info import INFO_FILE, BundleInfo
-from edje_index.bundles.repositories import Say
+from edje_index.bundles.import_models import check_new
+from edje_index.bundles.info import BundleInfo
 from pipelines.jobs.build import build_index
-from pipelines.progress.events import OnEvent, ShouldStop
+from pipelines.progress.events import JobStopped, OnEvent, ShouldStop
 from storage_formats.errors import UsageError
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.remote.urls import IndexLocation
 from storage_formats.writing.conversion import sampled_offset
 
 
-def import_with_offset(
-    source: IndexLocation,
-    vision: str | None,
+def add_offset(
+    bundle: IndexLocation,
+    photos: IndexLocation,
     out: Path,
     *,
-    photos: IndexLocation,
     on_event: OnEvent,
     should_stop: ShouldStop,
-    say: Say,
-    **options: Any,
 ) -> BundleInfo:
-    """Make a bundle from `source`, as `import_checkpoint` does, or from another bundle.
-    The new bundle has the mean of the tokens of `photos` as its offset block.
+    """Copy a model bundle to the new directory `out`, with another offset block: the
+    mean of the tokens of `photos`, or of evenly spaced ones of more than 2,047.
 
     Args:
         photos: source of images, as for `build_index`. All images are encoded.
 
     Raises:
-        UsageError: the images are too few, or an offset would not pay.
+        UsageError: fewer than 32 images can be read, or an offset would not pay.
     """
     check_new(out)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as folder:
-        model = Path(source)
-        if vision is not None or not (model / INFO_FILE).is_file():
-            model = Path(folder, "model")
-            import_checkpoint(source, vision, model, say=say, **options)
+    with tempfile.TemporaryDirectory() as folder:
         sample = Path(folder, "sample.edje")
-        build_index(
-            photos,
-            sample,
-            model,
-            engine="inline",
-            on_event=on_event,
-            should_stop=should_stop,
-        )
-        offset = sampled_offset(CommittedIndex.open(sample), "bf16")
-        if offset is None:
-            raise UsageError(
-                f"{photos} gives no offset: it has fewer than 32 images, or the mean of"
-                " their tokens has less than 6 % of the energy; give other photos",
-                parameter="photos",
+        try:
+            build_index(
+                photos,
+                sample,
+                bundle,
+                engine="inline",
+                max_failed=1.0,
+                on_event=on_event,
+                should_stop=should_stop,
             )
-        return replace(ModelBundle.load(model), offset=offset).save(out)
+        except JobStopped as error:
+            reason = str(error).partition("; ")[0]
+            raise JobStopped(f"{reason}; nothing was written") from error
+        offset = sampled_offset(CommittedIndex.open(sample), "bf16")
+    if offset is None:
+        raise UsageError(
+            f"{photos} gives no offset: fewer than 32 images can be read, or the mean"
+            " of their tokens has less than 6 % of the energy; give other photos",
+            parameter="photos",
+        )
+    return replace(ModelBundle.load(str(bundle)), offset=offset).save(out)

@@ -135,8 +135,9 @@ class ShardWork:
 class Edit:
     """A change of an index as a value. `apply` carries it out.
 
-    `work` writes the shards that only `spec` has. The rows of shards that `spec` lacks
-    are in the index no longer. Everything that is not named stays as it is.
+    `work` writes the shards that only `spec` has, or new precisions of all shards. The
+    rows of shards that `spec` lacks are in the index no longer. Everything that is not
+    named stays as it is.
 
     Attributes:
         spec: shape of the index after the change.
@@ -208,7 +209,7 @@ class Edit:
                 from pipelines.jobs.ann import rebuilt_ann
 
                 ann = rebuilt_ann(change.index, self.ann, on_event)
-            elif not is_new and self.spec == before.spec:
+            elif not is_new and (self.spec, self.settings) == (before.spec, None):
                 return before
             manifest = edited(change.index, self, receipts, ann)
         else:
@@ -463,7 +464,7 @@ def edited(
         )
         tombstones = kept_rows.with_rows(list(edit.deleted))
         snapshot = with_tombstones(layout, snapshot, tombstones)
-    # the edits of this change become one more file, or else one file has all edits
+    # a file with the lines of this change, or with all lines if some of them go
     kept = before.edits
     earlier = read_edits(layout.root, spec, ())
     if left_out or edit.restored:

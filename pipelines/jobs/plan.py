@@ -51,7 +51,7 @@ shard, the images of the other are decoded, and its blocks are written.
 _CPU_BATCH = 8
 # the processor takes as long to start the kernels of a small batch
 _CUDA_BATCH = 128
-# of an index with more rows per shard than the least
+# shards are larger than SHARD_SIZE only if there are still this many
 _LEAST_SHARDS = 1000
 _MAX_SHARD_SIZE = 16384
 # a small ViT gains little from more threads; more workers use the CPUs better

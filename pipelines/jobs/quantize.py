@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from storage_formats.format.layout import (
     OffsetBlock,
     padded_shard_bytes,
 )
-from storage_formats.format.manifest import CommittedIndex, Manifest
+from storage_formats.format.manifest import CommittedIndex, Manifest, kept_snapshots
 from storage_formats.format.receipts import read_receipts
 from storage_formats.writing.conversion import (
     ConversionTask,
@@ -164,6 +164,8 @@ def conversion(
                 " convert anyway",
                 parameter="source",
             )
+    chain = (*manifest.encoded_from.get(read, ()), read)
+    _refuse_other_files(index, missing, chain)
     offset, block = choose_offset(index, read, missing)
     target = with_precisions(spec, after, block)
     work = ShardWork(
@@ -199,13 +201,29 @@ def conversion(
     )
     what = f"converting {counted(len(left), 'shard')} to {', '.join(missing)}"
     check_free_disk(index.root, {"tokens": need}, what, parameter="to")
-    chain = (*manifest.encoded_from.get(read, ()), read)
     return Edit(
         target,
         work=work,
         offset=None if block is None else offset,
         encoded_from=dict.fromkeys(missing, chain),
     )
+
+
+def _refuse_other_files(
+    index: CommittedIndex, names: Iterable[str], chain: tuple[str, ...]
+) -> None:
+    """Raise UsageError if a kept snapshot has files of one of `names` that were not
+    converted by `chain`: the new files would take their places.
+    """
+    for snapshot in kept_snapshots(index):
+        for name in {*names} & {*snapshot.spec.precisions}:
+            if snapshot.encoded_from.get(name, ()) != chain:
+                raise UsageError(
+                    f"snapshot {snapshot.snapshot.number} of {index.root} has other"
+                    f" tokens in '{name}', whose files a conversion from '{chain[-1]}'"
+                    " would replace; roll back to it, or remove the earlier snapshots",
+                    remedy="snapshots",
+                )
 
 
 def with_precisions(

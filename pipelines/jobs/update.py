@@ -8,7 +8,7 @@ import os
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -518,7 +518,7 @@ def _new_rows(
     change: IndexChange,
     plan: Plan | None,
     work: ShardWork | None,
-    groups: Iterable[SourceGroup] | None,
+    groups: tuple[SourceGroup, ...] | None,
     deleted: Sequence[int] = (),
 ) -> Edit:
     """Return the edit that adds the rows of `plan`, which `work` encodes, and deletes
@@ -532,11 +532,14 @@ def _new_rows(
         details = {"first_row": plan.first_row, "rows": plan.rows}
     if len(deleted):
         details["deleted"] = len(deleted)
+    settings = None
+    if plan is not None or groups != recorded_sources(manifest):
+        settings = with_sources(manifest, groups)
     return Edit(
         manifest.spec if plan is None else plan.spec,
         details,
         work,
         deleted,
         columns=None if plan is None else plan.columns,
-        settings=with_sources(manifest, groups),
+        settings=settings,
     )

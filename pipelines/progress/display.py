@@ -109,7 +109,7 @@ class Display:
         if is_new:
             for old in self.bar.task_ids:
                 self.bar.remove_task(old)
-            # the speed is measured from the first event of an activity
+            # what was done before the first event, as in a resumed job, is no speed
             self.bar.add_task(event.activity, completed=event.done, line="")
         (task,) = self.bar.tasks
         self.bar.update(task.id, total=event.total, completed=event.done)

@@ -28,7 +28,6 @@ from edje_index.inputs.containers import (
     image_leaf,
     members_with_sidecars,
 )
-from edje_index.inputs.names import MAX_SIDECAR_BYTES
 from edje_index.inputs.ranges import RangedFile, open_ranged
 from edje_index.inputs.refs import InputRef, display_path
 from edje_index.inputs.tars import Member
@@ -145,7 +144,7 @@ class ArchiveSource(Source):
         def read_start() -> bytes:
             size = min(HEAD_BYTES, member.size)
             with contextlib.suppress(ImageError):
-                return archive.read(member.offset, size, MAX_SIDECAR_BYTES)[:HEAD_BYTES]
+                return archive.head(member.offset, size)
             return b""
 
         return ignored_as(name, read_start, clips=self.clips)

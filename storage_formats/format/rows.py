@@ -275,7 +275,7 @@ def cast_columns(
                 ]
                 column = pa.chunked_array([pa.array(values, field.type)])
         arrays.append(column)
-    # fails if a non-nullable column has nulls or another type
+    # fails if a non-nullable column has nulls, or if values cannot be converted
     return pa.Table.from_arrays(arrays, names=schema.names).cast(schema)
 
 

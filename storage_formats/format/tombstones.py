@@ -188,7 +188,7 @@ def rows_in_use(row_ids: Ints, spec: IndexSpec) -> Bools:
         [segment.first_row for segment in spec.used_segments], dtype=np.int64
     )
     stops = np.array([segment.stop for segment in spec.used_segments], dtype=np.int64)
-    # no row id before the first segment is in use
+    # the stop of the last segment that starts at or before a row id; 0 if none does
     stops_before = np.concatenate([[0], stops])
     used: Bools = row_ids < stops_before[np.searchsorted(starts, row_ids, side="right")]
     return used

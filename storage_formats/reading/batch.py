@@ -79,7 +79,8 @@ class Batch:
     def ranges(
         self, record_bytes: int, *, gap: int = 0, longest_bytes: int = RUN_BYTES
     ) -> tuple[list[tuple[int, int, int, int]], Ints]:
-        """Return what to read into a buffer, for the arguments of `runs`.
+        """Lay the runs out one after the other in a buffer. The arguments are those of
+        `runs`.
 
         Returns:
             (shard, position, start, stop) of each run: the records from `position` on

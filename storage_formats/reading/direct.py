@@ -29,9 +29,9 @@ _BYTES_IN_FLIGHT = 16 << 20
 _BUFFERED_IN_FLIGHT = 8 << 20
 # reading into a buffer is faster if it saves this factor of requests
 _FEWER_REQUESTS = 4
-# few, so that little is left to do when the last requests of a batch are complete
+# Records are checked and decoded in parts, once so many requests are complete: few, so
+# that little is left to do after the last ones, or a fourth of those in flight.
 _PART_REQUESTS = 32
-# with many requests in flight, a part is a fourth of these requests
 _PART_SHARE = 4
 _NO_RESULT = np.iinfo(np.int64).min
 

@@ -58,8 +58,8 @@ def choose_offset(
     from the blocks of `source`, and its entry after the change.
 
     An index has one offset block: that of a kept snapshot, or else the mean of evenly
-    spaced rows that are not deleted. A precision of a kept snapshot is written as it
-    was there, because both have the same files.
+    spaced rows that are not deleted. A precision of a kept snapshot keeps or lacks the
+    offset as it did there, because both have the same files.
     """
     kept = [manifest.spec for manifest in kept_snapshots(index)]
     blocks = {spec.offset: spec for spec in kept if spec.offset is not None}
@@ -67,7 +67,7 @@ def choose_offset(
     plain = {name for spec in kept for name in spec.precisions} - with_offset
     offset = None
     if blocks:
-        # all of them have the same block, with more or fewer precisions
+        # all snapshots have the same offset block; only their precisions differ
         offset = read_offset(index.root, next(iter(blocks.values())))
     if offset is None:
         offset = sampled_offset(index, source)

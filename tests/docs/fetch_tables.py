@@ -26,7 +26,7 @@ def parts(report: str) -> dict[str, str]:
     return {
         "precisions": tables["Cold random blocks"].rstrip(),
         "bf16": tables["All of bf16"].rstrip(),
-        "disk": "\n".join(line for line in bullets if ": the disk reads " in line),
+        "disk": "\n".join(line for line in bullets if ": the disk delivers " in line),
         "faster": "\n".join(line for line in bullets if line.startswith("- Faster")),
     }
 

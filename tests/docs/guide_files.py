@@ -38,6 +38,9 @@ def write_guide_files(folder: Path, bundle: Path) -> None:
     ]:
         Image.fromarray(rng.integers(0, 255, (8, 8, 3), dtype=np.uint8)).save(path)
     paths[9].write_bytes(b"no image")
+    (folder / "some-photos").mkdir()
+    for path in paths[10:50]:
+        shutil.copy(path, folder / "some-photos")
     for name in ("canoe.jpg", "new.jpg"):
         shutil.copy(paths[5], folder / name)
     write_texts(folder, paths[10:50])

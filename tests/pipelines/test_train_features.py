@@ -4,6 +4,7 @@ augmented views.
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -56,11 +57,15 @@ def test_sources_are_archives_and_a_list_of_other_images(job, tmp_path):
         return CaptionedImage(path, path, ("a photo",), None, path)
 
     job.folder.mkdir(parents=True)
-    packed = [item("/a/X.TAR!0.jpg"), item("/a/y.tar!z/1.jpg"), item("/a/X.TAR!2.jpg")]
-    assert job.sources("list.jsonl", packed) == ("/a/X.TAR", "/a/y.tar")
-    *archives, listed = job.sources("list.jsonl", [*packed, item("/a/b.jpg")])
-    assert archives == ["/a/X.TAR", "/a/y.tar"]
-    assert Path(listed).read_text() == '{"path": "/a/b.jpg"}\n'
+    packed = [item("/a/X.TAR!0.jpg"), item("/a/y.zip!z/1.jpg"), item("/a/X.TAR!2.jpg")]
+    packed.append(item("/a/z.parquet!image/3"))
+    names = ("/a/X.TAR", "/a/y.zip", "/a/z.parquet")
+    assert job.sources("list.jsonl", packed) == names
+    file = tmp_path / "x.zip!1.jpg"
+    file.touch()
+    *archives, listed = job.sources("list.jsonl", [*packed, item(str(file))])
+    assert archives == [*names]
+    assert json.loads(Path(listed).read_text()) == {"path": str(file)}
 
 
 def index(root: Path, rows: int, **damage: frozenset[int]) -> CommittedIndex:

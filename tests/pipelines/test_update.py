@@ -276,6 +276,26 @@ def test_sources_of_appends_are_recorded(built, photos, tmp_path):
         update(built)
 
 
+def test_new_sources_are_recorded_if_no_row_changes(built, photos, tmp_path):
+    other = tmp_path / "other" / "x.jpg"
+    other.parent.mkdir()
+    shutil.copy(photos / "01.jpg", other)
+    manifest = Layout(built).manifest
+    before = manifest.read_bytes()
+    update(built)
+    assert manifest.read_bytes() == before
+    assert append_index(built, (str(other.parent),), engine="inline").rows == 0
+    assert len(history(built)) == 1
+    assert manifest.read_bytes() != before
+    before = manifest.read_bytes()
+    assert append_index(built, (str(other.parent),), engine="inline").rows == 0
+    assert manifest.read_bytes() == before
+    (photos / "01.jpg").unlink()
+    (photos / "03.jpg").unlink(missing_ok=True)
+    update(built)
+    assert contents(built)[str(other)][0] == "indexed"
+
+
 def stop_in_mid_update(root: Path, calls: int) -> None:
     """Stop an update when it asks for the `calls`-th time."""
     answers = iter(range(1000))

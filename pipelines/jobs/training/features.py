@@ -118,7 +118,10 @@ class TrainJob:
         images outside archives, if any.
         """
         paths = list(dict.fromkeys(item.path for item in items))
-        parts = {path: split_uri(path) for path in paths}
+        # the name of a file or a directory may look like that of a member
+        parts = {
+            path: None if os.path.isfile(path) else split_uri(path) for path in paths
+        }
         archives = {part[0]: None for part in parts.values() if part is not None}
         lines = _path_lines(path for path, part in parts.items() if part is None)
         if not lines:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import shutil
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -95,6 +96,14 @@ def test_a_filtered_search_is_exact(index, tmp_path, factory):
             np.testing.assert_allclose(
                 similarities, read_embeddings(opened, rows) @ query, atol=1e-5
             )
+
+
+def test_a_known_filter_does_not_wait_for_another(index):
+    rows_table = IndexRows(CommittedIndex.open(index))
+    known = rows_table.passing("size < 500")
+    with rows_table._filtering, ThreadPoolExecutor(1) as pool:
+        again = pool.submit(rows_table.passing, "size < 500")
+        assert again.result(timeout=60) is known
 
 
 def test_a_filter_ends_at_its_time_limit(index):

@@ -20,7 +20,7 @@ from edje_index.bundles.info import read_bundle_info
 from edje_index.errors import ModelError
 from edje_index.models.joint_scorer import JointScorer
 from edje_index.scoring.weights import PART_NAMES
-from edje_index.search import search_model
+from edje_index.search import search_model, token_index
 from storage_formats import Manifest, RowIdError, TokenStore, UsageError
 from storage_formats.format.layout import Layout
 from storage_formats.format.manifest import CommittedIndex
@@ -387,6 +387,13 @@ def test_pairs_are_rated_and_ranked_as_by_a_cross_encoder(index, built):
         (hit.row_id,) * 2 for hit in best[:2]
     ]
     assert model.rank("a dog", []) == []
+
+
+def test_many_pairs_are_scored_in_parts(index, monkeypatch):
+    pairs = [(text, row) for text in TEXTS[:3] for row in (0, 3, 7)]
+    whole = index.score_pairs(pairs)
+    monkeypatch.setattr(token_index, "_PAIRS_AT_ONCE", 2)
+    np.testing.assert_allclose(index.score_pairs(pairs), whole, atol=1e-5)
 
 
 def test_texts_for_a_row_and_for_its_image(index, built):
