@@ -557,6 +557,8 @@ def _recover(layout: Layout) -> Journal | None:
     for path in (path for pattern in patterns for path in layout.root.glob(pattern)):
         # a killed process left it while it wrote a manifest or metadata
         path.unlink()
+        # for good, before the journal goes, without which nobody looks for it
+        fsync_parent(path)
     journal = read_journal(layout.root)
     if journal is None or journal.base == _digest(layout):
         return journal

@@ -298,7 +298,7 @@ def nearest(
     scores = [np.empty((len(queries), 0), np.float32)]
     rows = [np.empty((len(queries), 0), np.int64)]
     for part in parts:
-        wanted = min(k if exact else k * candidates, int(part.ntotal))
+        wanted = min(k + 1 if exact else k * candidates, int(part.ntotal))
         if not wanted:
             continue
         inner = module.downcast_index(part.index) if hasattr(part, "id_map") else part
@@ -309,6 +309,15 @@ def nearest(
             parameters = module.SearchParameters(sel=selector)
         with _threads_for(queries):
             part_scores, part_rows = part.search(queries, wanted, params=parameters)
+            # which of the rows that tie for the last place are found must not depend
+            # on k, so that pages of hits have each row once
+            while (
+                exact
+                and k < wanted < part.ntotal
+                and (part_scores[:, -1] == part_scores[:, k - 1]).any()
+            ):
+                wanted = min(2 * wanted, int(part.ntotal))
+                part_scores, part_rows = part.search(queries, wanted, params=parameters)
         scores.append(part_scores)
         rows.append(part_rows)
     neighbours = []
@@ -321,7 +330,7 @@ def nearest(
         similarities = its_scores[filled]
         if not exact:
             similarities = embeddings[row_ids] @ query
-        order = np.argsort(-similarities, kind="stable")[:k]
+        order = np.lexsort((row_ids, -similarities))[:k]
         neighbours.append((row_ids[order], similarities[order]))
     return neighbours
 

@@ -92,14 +92,16 @@ class IndexRows:
             check_names(columns, self.schema.names)
             names = list(dict.fromkeys(columns))
         shards = sorted({row // size for row in row_ids.tolist()})
-        self._read_groups(shards, ["uri", *names])
-        tables = dict(zip(shards, self._tables(shards, ["uri", *names]), strict=True))
+        read = list(dict.fromkeys(["uri", *names]))
+        self._read_groups(shards, read)
+        tables = dict(zip(shards, self._tables(shards, read), strict=True))
         described = []
         for row in row_ids.tolist():
-            uri, *values = (
-                column[row % size].as_py() for column in tables[row // size]
-            )
-            described.append((uri, dict(zip(names, values, strict=True))))
+            columns_of_row = zip(read, tables[row // size], strict=True)
+            values = {
+                name: column[row % size].as_py() for name, column in columns_of_row
+            }
+            described.append((values["uri"], {name: values[name] for name in names}))
         return described
 
     @name_missing_extra("search")

@@ -148,6 +148,8 @@ def search(
         "--precision": precision is not None and image is not None,
         "--where": where is not None and texts is not None,
         "--html": html is not None and text is None,
+        "--columns": columns is not None and texts is not None,
+        "--pool": pool is not None and image is not None and texts is None,
     }
     given = {"--texts": texts, "--image": image, "--queries": queries}
     for flag in filter(useless.get, useless):
@@ -192,7 +194,11 @@ def search(
     if min_relevance:
         empty = f"no hit has a relevance of {min_relevance:g}: lower --min-relevance"
     if image is not None and choices:
-        found = opened.search_texts(image, choices, k, pool, score=score)
+        found = [
+            hit
+            for hit in opened.search_texts(image, choices, k, pool, score=score)
+            if hit.relevance >= min_relevance
+        ]
         if wants_json():
             print_json({"query": str(image), "hits": [asdict(hit) for hit in found]})
             return

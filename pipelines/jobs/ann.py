@@ -28,7 +28,12 @@ from storage_formats.extras import name_missing_extra
 from storage_formats.format.checksum import crc32c_stream
 from storage_formats.format.index_files import open_index_file
 from storage_formats.format.layout import IndexSpec
-from storage_formats.format.manifest import Ann, CommittedIndex, Manifest
+from storage_formats.format.manifest import (
+    Ann,
+    CommittedIndex,
+    Manifest,
+    kept_snapshots,
+)
 
 _DEFAULT = AnnRequest()
 
@@ -129,7 +134,9 @@ def changed_ann(
         return changed.ann
     final = replace(before, ann=extend_ann(index.layout, spec, changed.ann))
     # a file without the rows may be part of a new file
-    named = {*before.ann_files, *final.ann_files}
+    named = {
+        file for each in (*kept_snapshots(index), final) for file in each.ann_files
+    }
     for file in set(changed.ann_files) - named:
         (index.root / file.path).unlink()
     return final.ann

@@ -51,7 +51,7 @@ from storage_formats.change import (
     now,
 )
 from storage_formats.errors import EdjeError, UsageError
-from storage_formats.format.edits import EDIT_SCHEMA, read_edits
+from storage_formats.format.edits import EDIT_SCHEMA, Edits, read_edits
 from storage_formats.format.layout import IndexSpec
 from storage_formats.format.manifest import (
     Ann,
@@ -292,6 +292,12 @@ class NewContents:
             change={**self.details, "created": now()} if self.details else None,
             deleted=self.deleted,
         )
+        if len(self.origins) > 1:
+            # an update must not add what was deleted
+            removed = {line for each in self.origins for line in each.edits.removed}
+            lines = [{"column": line} for line in sorted(removed)]
+            edits = Edits(spec.shard_size, pa.Table.from_pylist(lines, EDIT_SCHEMA))
+            manifest = replace(manifest, edits=edits.write(layout, spec))
         change.commit(manifest)
         return manifest
 

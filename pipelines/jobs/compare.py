@@ -12,7 +12,7 @@ import pickle
 import sqlite3
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -45,7 +45,13 @@ from storage_formats.atomic import Json
 from storage_formats.errors import EdjeError, UsageError
 from storage_formats.format.edits import input_hash
 from storage_formats.format.manifest import CommittedIndex
-from storage_formats.format.rows import DUPLICATE, FAILED, iter_rows, read_index_rows
+from storage_formats.format.rows import (
+    DUPLICATE,
+    FAILED,
+    INDEXED,
+    iter_rows,
+    read_index_rows,
+)
 from storage_formats.format.source_columns import (
     SourceColumn,
     Value,
@@ -288,7 +294,8 @@ def compare_sources(
         if row is not None:
             mark(row, _KEPT if row.duplicate_of is None else _REPEATED)
             given = stored_values.add(ref).metadata or {}
-            if row.metadata != _hash(_typed(given, columns)):
+            is_unread = any(ref.uri in source.unread for source in sources)
+            if not is_unread and row.metadata != _hash(_typed(given, columns)):
                 metadata[row.row_id] = given
         if row is None or row.duplicate_of is not None:
             database.execute(
@@ -412,7 +419,7 @@ def compare_sources(
         )
     return SourceChanges(
         refs,
-        rows_digest(refs),
+        _digest_of(refs),
         inputs,
         repeated,
         listing.ignored,
@@ -423,6 +430,16 @@ def compare_sources(
         vanished=len(vanished),
         deleted=row_ids(f"state IN ({_FREE}, {_REPLACED})"),
     )
+
+
+def _digest_of(refs: Iterable[InputRef]) -> str:
+    """Return a hash of the new rows of `refs`, with their metadata: a stopped update is
+    not resumed with other captions.
+    """
+    digest = hashlib.sha256(rows_digest(refs).encode())
+    for ref in refs:
+        digest.update(_hash(ref.metadata or {}))
+    return digest.hexdigest()
 
 
 def _hash(values: Mapping[str, Any]) -> bytes:
@@ -500,22 +517,38 @@ def _refuse_hidden_rows(
 def find_failed(index: CommittedIndex) -> SourceChanges:
     """Look up the failed inputs of `index` by name. Nothing is written."""
     names = [column.name for column in index.manifest.columns]
-    tables = iter_rows(index, ["row_id", "uri", "uri_raw", "status", "reason", *names])
-    failed = [
-        row for table in tables for row in table.to_pylist() if row["status"] == FAILED
+    tables = iter_rows(
+        index,
+        ["row_id", "uri", "uri_raw", "status", "reason", "duplicate_of", *names],
+    )
+    failed = []
+    reason_of: dict[int, str] = {}
+    for row in (row for table in tables for row in table.to_pylist()):
+        if row["status"] == FAILED:
+            reason_of[row["row_id"]] = row["reason"]
+            failed.append(row)
+        # a duplicate may be sound although its original cannot be read; originals
+        # come first
+        elif row["duplicate_of"] in reason_of:
+            failed.append({**row, "reason": reason_of[row["duplicate_of"]]})
+    inputs = refs_of_rows(failed, names, clips=holds_clips(index.manifest))
+    removed = index.edits.removed
+    refs = [
+        ref
+        for ref in hashed(inputs)
+        if input_hash(ref.uri, ref.uri_raw, ref.content_hash) not in removed
     ]
-    refs = list(hashed(refs_of_rows(failed, names, clips=holds_clips(index.manifest))))
     hashes = {ref.content_hash for ref in refs if ref.content_hash is not None}
-    # by a row that has not failed
+    # by a row with tokens
     held: set[str] = set()
     for table in iter_rows(index, ["content_hash", "status"]):
-        sound = table.filter(pc.field("status") != FAILED)
+        sound = table.filter(pc.field("status") == INDEXED)
         held |= hashes.intersection(sound["content_hash"].to_pylist())
     # Equal inputs stay separate, so that each of them is listed if they fail again.
     remaining = [ref for ref in refs if ref.content_hash not in held]
     return SourceChanges(
         remaining,
-        rows_digest(remaining),
+        _digest_of(remaining),
         len(refs),
         len(refs) - len(remaining),
         {},

@@ -436,6 +436,7 @@ def copy_index(
             "kind": "copy",
             "index": str(opened.location),
             "tables": [table.to_json() for table in manifest.shard_tables],
+            "edits": [file.to_json() for file in manifest.edits],
             "rows": hashlib.sha256(row_ids.tobytes()).hexdigest(),
         }
         root = local_path(out)

@@ -217,7 +217,9 @@ def _refuse_other_files(
     """
     for snapshot in kept_snapshots(index):
         for name in {*names} & {*snapshot.spec.precisions}:
-            if snapshot.encoded_from.get(name, ()) != chain:
+            # shards of one precision may have other origins than the first ones; all of
+            # them hold what bf16 tokens of the model convert to
+            if chain != ("bf16",) or snapshot.encoded_from.get(name, ()) != chain:
                 raise UsageError(
                     f"snapshot {snapshot.snapshot.number} of {index.root} has other"
                     f" tokens in '{name}', whose files a conversion from '{chain[-1]}'"

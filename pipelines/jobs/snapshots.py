@@ -17,10 +17,11 @@ from pipelines.metadata import Ignored, python_values, source_values
 from pipelines.progress.events import OnEvent, StatusMessage, ignore, never
 from storage_formats.atomic import Json
 from storage_formats.change import Removal, collect_garbage, unfinished_journal
-from storage_formats.errors import UsageError
+from storage_formats.errors import RowIdError, UsageError
 from storage_formats.format.edits import EDIT_SCHEMA, input_hash
 from storage_formats.format.manifest import CommittedIndex, Manifest, kept_snapshots
 from storage_formats.format.remote import open_index
+from storage_formats.format.row_map import translate_row_ids
 from storage_formats.format.rows import ROW_SCHEMA, iter_rows, read_index_rows
 from storage_formats.format.source_columns import (
     MAX_COLUMNS,
@@ -157,7 +158,19 @@ def deletion(
     requested = np.union1d(given, rows_passing(index, where))
     # the first run of an interrupted erasure may have removed rows
     if with_duplicates:
-        requested = requested[rows_in_use(requested, spec)]
+        is_used = rows_in_use(requested, spec)
+        for old, new in zip(
+            requested[~is_used],
+            translate_row_ids(index, requested[~is_used]),
+            strict=True,
+        ):
+            if new >= 0:
+                raise RowIdError(
+                    f"row {old} was copied by a compaction and is row {new} now; delete"
+                    " that row",
+                    parameter="rows",
+                )
+        requested = requested[is_used]
     check_rows_in_use(requested, spec)
     if with_duplicates and index.manifest.counts.duplicates:
         for table in iter_rows(index, ["row_id", "duplicate_of"]):
@@ -346,7 +359,9 @@ def set_columns(
                 "nothing is set; select at least one row, and give at least one value",
                 parameter="rows",
             )
-        ids = np.union1d(ids, rows_passing(opened, where))
+        if len(np.unique(ids)) < len(ids):
+            raise UsageError("a row is given twice; give it once", parameter="rows")
+        ids = np.append(ids, np.setdiff1d(rows_passing(opened, where), ids))
         values = _checked(ids.tolist(), columns)
         lines, after = edited_values(opened, values, opened.manifest.columns)
         types = {column.name: column.type for column in opened.manifest.columns}

@@ -39,6 +39,7 @@ from pipelines.service.guard import CODES, Limits, Metrics
 from storage_formats.atomic import Json
 from storage_formats.errors import RowIdError, UsageError
 from storage_formats.format.rows import read_index_rows, type_name
+from storage_formats.format.source_columns import MAX_COLUMNS
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -109,7 +110,7 @@ class SearchRequest(_Search):
     """Filter such as width > 800 and licence = 'cc0'; only rows that pass are searched.
     /info lists the columns.
     """
-    columns: list[Name] | None = Field(None, max_length=64)
+    columns: list[Name] | None = Field(None, max_length=MAX_COLUMNS + 16)
     """Columns of the rows that each hit brings; the default is the captions."""
     skip: int = Field(0, ge=0, le=10_000, strict=True)
     """Number of the best hits to leave out."""

@@ -21,6 +21,7 @@ from edje_index.images.transient import (
     is_transient,
     transient_error,
 )
+from edje_index.inputs.containers import split_uri
 from edje_index.inputs.names import has_input_suffix
 from edje_index.inputs.refs import InputRef, display_path
 from pipelines.metadata import Ignored
@@ -106,6 +107,8 @@ class Source(ABC):
             source. Keys are suffixes (".txt") or reasons ("(hidden)").
         inputs: number of inputs in the latest pass.
         patterns: which inputs are used; the others are ignored.
+        unread: uris of the inputs with a metadata file that could not be read in the
+            latest pass.
     """
 
     spec: str
@@ -114,6 +117,7 @@ class Source(ABC):
     clips: bool = field(default=False, kw_only=True)
     inputs: int = field(init=False, default=0)
     patterns: Patterns = field(init=False, default_factory=Patterns)
+    unread: set[str] = field(init=False, default_factory=set)
 
     def __post_init__(self) -> None:
         self.path = absolute_path(self.spec)
@@ -125,6 +129,7 @@ class Source(ABC):
         """
         self.ignored.clear()
         self.inputs = 0
+        self.unread.clear()
         for ref in self._iter_inputs():
             if self.patterns.select(self._path_in_source(ref.uri)):
                 self.inputs += 1
@@ -140,7 +145,9 @@ class Source(ABC):
         for start in (source, os.path.dirname(source)):
             if uri.startswith((f"{start}/", f"{start}!")):
                 uri = uri[len(start) :]
-        return uri.lstrip("/!").replace("!", "/")
+                break
+        parts = split_uri(uri)
+        return uri.lstrip("/!") if parts is None else "/".join(parts).lstrip("/")
 
     @abstractmethod
     def _iter_inputs(self) -> Iterator[InputRef]:

@@ -18,7 +18,7 @@ from edje_index.inputs.names import (
     join_sidecars,
 )
 from edje_index.inputs.refs import InputRef, display_path
-from pipelines.metadata import sidecar_values, source_values
+from pipelines.metadata import UNREADABLE, sidecar_values, source_values
 from pipelines.sources.base import (
     Source,
     file_input,
@@ -82,7 +82,7 @@ class FolderSource(Source):
     """
 
     def _iter_inputs(self) -> Iterator[InputRef]:
-        self._visited: set[_FileId] = set()
+        self._visited: dict[_FileId, bytes] = {}
         # files already used through a link, by directory
         self._linked: dict[_FileId, set[bytes]] = {}
         self._packed_seen: set[_FileId] = set()
@@ -151,7 +151,7 @@ class FolderSource(Source):
                     directory.links.add(entry.name)
                 else:
                     self.ignored.count("(not a file)")
-        self._visited.add(identity)
+        self._visited[identity] = path
         is_index = (
             b"index.json" in directory.files
             and {b"manifest", b"rows", b"tokens"} <= directory.directories
@@ -195,9 +195,13 @@ class FolderSource(Source):
             else map(read, files)
         )
         for name, ref in zip(files, refs, strict=True):
-            if ref is not None and self._is_repeated(directory, name, ref):
+            if ref is None:
+                continue
+            if not self._is_selected(ref.path):
+                self.ignored.count("(excluded)")
+            elif self._is_repeated(directory, name, ref):
                 self.ignored.count("(link seen)")
-            elif ref is not None:
+            else:
                 yield ref
         sources: list[Source] = []
         for path in (os.path.join(directory.path, name) for name in packed):
@@ -239,7 +243,10 @@ class FolderSource(Source):
             suffix: _read_sidecar(os.path.join(directory.path, sidecar))
             for suffix, sidecar in sidecars.get(name, {}).items()
         }
+        damaged = self.ignored.get(UNREADABLE, 0)
         metadata = sidecar_values(contents, self.ignored) if contents else None
+        if None in contents.values() or self.ignored.get(UNREADABLE, 0) > damaged:
+            self.unread.add(display_path(path))
         listed = self._listed.pop(path, None)
         if listed is not None:
             columns = source_values(listed, self.ignored) or {}
@@ -256,7 +263,9 @@ class FolderSource(Source):
         """
         try:
             table = ListSource(os.fsdecode(os.path.join(directory.path, name)), _NAME)
-        except UsageError:
+        except UsageError as error:
+            if isinstance(error.__cause__, OSError):
+                raise
             return False
         for values in table.values():
             # a JSON escape can be no Unicode
@@ -266,6 +275,9 @@ class FolderSource(Source):
         for key, count in table.ignored.items():
             self.ignored.count(key, count)
         return True
+
+    def _is_selected(self, path: bytes) -> bool:
+        return self.patterns.select(self._path_in_source(display_path(path)))
 
     def _is_repeated(
         self,
@@ -287,6 +299,7 @@ class FolderSource(Source):
             home = _file_id(target_directory)
             if (
                 home in self._visited
+                and self._is_selected(os.path.join(self._visited[home], target))
                 and ignored_as(target, lambda: read_head(ref.path), clips=self.clips)
                 is None
             ):

@@ -54,6 +54,8 @@ _FILES_AT_ONCE = 8
 # rows of metadata in a batch
 _ROWS = 256
 _ROWS_WITH_IMAGES = 8
+# values of a column among which an image is looked for
+_ROWS_TO_TRY = 100
 _PREFERRED = ("image", "img", "jpg", "jpeg", "png", "webp", "image_bytes", "bytes")
 
 
@@ -301,15 +303,20 @@ def _holds_images(parquet: Any, name: str) -> bool:
         kind := features_of(parquet.schema_arrow).get(name, {}).get("_type")
     ) is not None:
         return bool(kind == "Image")
+    others = 0
     for batch in iter_batches(parquet, 1, [leaf]):
         value = batch.column(0)[0].as_py()
         data = value["bytes"] if isinstance(value, dict) else value
-        if data is not None:
-            return bool(
-                image_format(data[:HEAD_BYTES]) or undecoded_format(data[:HEAD_BYTES])
-            )
+        # a damaged image, such as the error page of a server, may come first
+        if data:
+            head = data[:HEAD_BYTES]
+            if image_format(head) or undecoded_format(head):
+                return True
+            others += 1
+            if others == _ROWS_TO_TRY:
+                return False
     # images in files that the struct names
-    return leaf != name
+    return leaf != name and not others
 
 
 def scan_ahead(sources: Sequence[Source]) -> Iterator[InputRef]:

@@ -261,34 +261,39 @@ class IndexWriter:
             OSError: the index cannot be written.
         """
         self._check_open()
-        try:
-            root = self._layout.root
-            rows = len(self)
-            if not rows:
-                raise UsageError(
-                    f"no row was appended to {root}; append at least one row before you"
-                    " finish the index"
-                )
-            if self._held:
-                self._commit_shard()
-            spec = replace(self._spec, rows=rows)
-            begin_index(root, spec)
-            fingerprint = hashlib.sha256(self._encoder.encode()).hexdigest()
-            model = {"encoder": self._encoder, "fingerprint": fingerprint}
-            ann: Ann = {"kind": "none"} if build_ann is None else build_ann(root, spec)
-            manifest = new_manifest(
-                self._layout,
-                spec,
-                self._receipts,
-                self._columns.columns(),
-                model=model,
-                settings={},
-                plan=self._plan,
-                ann=ann,
+        # it says if an error came after the commit
+        with self._held_change:
+            try:
+                return self._committed(build_ann)
+            finally:
+                self._release()
+
+    def _committed(self, build_ann: BuildAnn | None) -> Manifest:
+        root = self._layout.root
+        rows = len(self)
+        if not rows:
+            raise UsageError(
+                f"no row was appended to {root}; append at least one row before you"
+                " finish the index"
             )
-            self._change.commit(manifest)
-        finally:
-            self.abort()
+        if self._held:
+            self._commit_shard()
+        spec = replace(self._spec, rows=rows)
+        begin_index(root, spec)
+        fingerprint = hashlib.sha256(self._encoder.encode()).hexdigest()
+        model = {"encoder": self._encoder, "fingerprint": fingerprint}
+        ann: Ann = {"kind": "none"} if build_ann is None else build_ann(root, spec)
+        manifest = new_manifest(
+            self._layout,
+            spec,
+            self._receipts,
+            self._columns.columns(),
+            model=model,
+            settings={},
+            plan=self._plan,
+            ann=ann,
+        )
+        self._change.commit(manifest)
         return manifest
 
     def abort(self) -> None:
@@ -296,14 +301,17 @@ class IndexWriter:
         is closed.
         """
         if self._open:
-            self._open = False
-            self._blocks = self._blocks[:0]
-            self._embeddings = self._embeddings[:0]
-            self._rows.clear()
-            self._values.clear()
-            # a committed change stays
-            self._change.abandon()
+            self._release()
             self._held_change.close()
+
+    def _release(self) -> None:
+        self._open = False
+        self._blocks = self._blocks[:0]
+        self._embeddings = self._embeddings[:0]
+        self._rows.clear()
+        self._values.clear()
+        # a committed change stays
+        self._change.abandon()
 
     def __enter__(self) -> Self:
         return self

@@ -30,6 +30,7 @@ from storage_formats.format.edits import EDIT_SCHEMA, Edits
 from storage_formats.format.layout import Layout
 from storage_formats.format.manifest import CommittedIndex
 from tests.conftest import write_random_index
+from tests.pipelines.conftest import stop_after_one_shard
 
 SPEC = IndexSpec(
     rows=37, shard_size=8, block_shape=(2, 8), embed_dim=4, precisions=("bf16",)
@@ -273,3 +274,27 @@ def test_fifty_edits_of_a_large_index_take_less_than_a_second_each(tmp_path):
     )
     roll_back(root, 0)
     assert Manifest.load(root).columns == ()
+
+
+def test_values_belong_to_rows_in_the_given_order(index):
+    set_columns(index, [20, 3], {"c": ["for 20", "for 3"]})
+    assert column(index, "c") == {3: "for 3", 20: "for 20"}
+    set_columns(index, [20, 3], {"c": ["both"]}, where="row_id = 7")
+    assert column(index, "c") == {3: "both", 7: "both", 20: "both"}
+    with pytest.raises(UsageError, match="a row is given twice"):
+        set_columns(index, [3, 3], {"c": ["a", "b"]})
+
+
+def test_a_part_is_not_resumed_after_an_edit(index, tmp_path):
+    stop_after_one_shard(copy_index, index, tmp_path / "part", where="row_id < 30")
+    set_columns(index, [0, 20], {"c": ["new"]})
+    copy_index(index, tmp_path / "part", where="row_id < 30")
+    assert list(column(tmp_path / "part", "c").values()) == ["new", "new"]
+
+
+def test_an_erasure_names_the_new_id_of_a_copied_row(index):
+    delete_rows(index, rows=[4], erase=True)
+    with pytest.raises(RowIdError, match=r"row 6 was copied .* and is row 45 now"):
+        delete_rows(index, rows=[6], erase=True)
+    delete_rows(index, rows=[45], erase=True)
+    assert verify_index(index) == []

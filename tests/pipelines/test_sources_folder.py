@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from edje_index.inputs.refs import read_bytes
 from pipelines.sources import open_source
+from pipelines.sources.base import Patterns
 from pipelines.sources.folder import FolderSource
 
 JPEG = b"\xff\xd8\xff\xe0" + bytes(40)
@@ -222,3 +223,34 @@ def test_a_folder_too_deep_to_open_is_an_input_with_a_problem(
     assert len(names) == 2
     assert names[0] == "a.jpg"
     assert list(problems.values()) == ["unreadable"]
+
+
+def test_an_excluded_album_of_links_leaves_the_photos(tmp_path: Path) -> None:
+    for name in ("all/0.jpg", "all/1.jpg", "all/2.jpg"):
+        put(tmp_path / name, JPEG + name.encode())
+    for album, number in (("abest", 2), ("zbest", 1)):
+        (tmp_path / album).mkdir()
+        (tmp_path / album / "x.jpg").symlink_to(f"../all/{number}.jpg")
+    source = open_source(str(tmp_path))
+    source.patterns = Patterns(exclude=["/abest/"])
+    names = [os.path.relpath(ref.uri, tmp_path) for ref in source.iter_inputs()]
+    assert names == ["all/0.jpg", "all/1.jpg", "all/2.jpg"]
+    source.patterns = Patterns(include=["/zbest/"])
+    names = [os.path.relpath(ref.uri, tmp_path) for ref in source.iter_inputs()]
+    assert names == ["zbest/x.jpg"]
+
+
+def test_patterns_see_the_path_below_the_source(tmp_path: Path) -> None:
+    root = tmp_path / "data" / "set"
+    inner = str(root).lstrip("/")
+    for name in ("Party!.jpg", "b.jpg", f"{inner}/c.jpg"):
+        put(root / name)
+    source = open_source(str(root))
+    for pattern, found in (
+        ("Party!.jpg", ["Party!.jpg"]),
+        ("/*.jpg", ["Party!.jpg", "b.jpg"]),
+        (f"/{inner}/", [f"{inner}/c.jpg"]),
+    ):
+        source.patterns = Patterns(include=[pattern])
+        names = [os.path.relpath(ref.uri, root) for ref in source.iter_inputs()]
+        assert names == found

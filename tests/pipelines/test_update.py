@@ -17,11 +17,13 @@ from typing import Any
 import pytest
 
 from edje_index.images.transient import TransientInputError
+from edje_index.inputs.names import MAX_SIDECAR_BYTES
 from pipelines import (
     BuildResult,
     append_index,
     compact_index,
     delete_rows,
+    merge_indexes,
     set_columns,
     update_index,
 )
@@ -36,7 +38,7 @@ from storage_formats import (
     verify_index,
 )
 from storage_formats.format.layout import Layout
-from tests.pipelines.conftest import run_build, write_photo
+from tests.pipelines.conftest import run_build, stop_after_one_shard, write_photo
 
 
 def update(root: Path, *sources: Path, **options: Any) -> BuildResult:
@@ -491,3 +493,64 @@ def test_a_file_that_was_gone_for_a_while_comes_back(built, photos):
     assert update(built).vanished == 1
     (photos / "00.away").rename(photos / "00.jpg")
     assert (update(built).new, update(built).stay_deleted) == (1, 0)
+
+
+def test_what_was_deleted_before_a_merge_stays_deleted(config, photos, tmp_path):
+    run_build(config(), lambda event: None)
+    write_photo(tmp_path / "more" / "0.jpg", 90)
+    other = tmp_path / "other"
+    run_build(config(sources=[str(tmp_path / "more")], out=other), lambda event: None)
+    root = config().out
+    delete_rows(root, rows=[row_ids(root)["02.jpg"]])
+    merge_indexes([root, other], tmp_path / "merged")
+    result = update(tmp_path / "merged", photos, tmp_path / "more")
+    assert (result.stay_deleted, result.new) == (1, 0)
+
+
+def test_a_stopped_update_is_not_resumed_with_other_captions(photos, config):
+    path = photos / "list.csv"
+    names = [f"{number:02}.jpg" for number in (0, 1, 2, 4, 5, 6, 8, 9)]
+
+    def write(caption, count):
+        rows = [f"{name},{caption}\n" for name in names[:count]]
+        path.write_text("path,caption\n" + "".join(rows))
+
+    write("old", 2)
+    root = Path(config(sources=[str(path)]).out)
+    run_build(config(sources=[str(path)], shard_size=2), lambda event: None)
+    write("first", 8)
+    stop_after_one_shard(update_index, root, engine="inline")
+    write("second", 8)
+    update(root)
+    assert {*captions(root).values()} == {"second"}
+    assert verify_index(root) == []
+
+
+def test_duplicates_of_a_failed_input_are_tried_again(config, photos):
+    write_photo(photos / "00.jpg", 70)
+    content = (photos / "00.jpg").read_bytes()
+    (photos / "05.jpg").write_bytes(content)
+    (photos / "00.jpg").write_bytes(content[:-200])
+    (photos / "05.jpg").write_bytes(content[:-200])
+    run_build(config(dedupe=True), lambda event: None)
+    root = config().out
+    assert contents(root)[str(photos / "05.jpg")][0] == "duplicate"
+    for name in ("00.jpg", "05.jpg"):
+        (photos / name).write_bytes(content)
+    assert retry(root).new == 2
+    assert contents(root)[str(photos / "00.jpg")][0] == "indexed"
+    assert contents(root)[str(photos / "05.jpg")][0] == "indexed"
+
+
+def test_metadata_that_cannot_be_read_is_not_taken_for_empty(config, photos):
+    (photos / "00.txt").write_text("a dog")
+    (photos / "01.json").write_text('{"licence": "cc0"}')
+    run_build(config(), lambda event: None)
+    root = config().out
+    # too large
+    (photos / "00.txt").write_bytes(bytes(MAX_SIDECAR_BYTES + 1))
+    (photos / "01.json").write_text('{"licence": "cc')
+    assert update(root).edited == 0
+    rows = read_rows(root, columns=["captions", "licence"]).to_pylist()
+    assert rows[0]["captions"] == ["a dog"]
+    assert rows[1]["licence"] == "cc0"

@@ -55,7 +55,9 @@ export async function showThumbnail(image, row, side) {
 
 export const nameOf = (hit) => hit.uri.split("!").pop().split("/").pop() || hit.uri;
 export const WEAK = 0.5; // relevance
-export const captionsOf = (hit) => [hit.columns.captions ?? []].flat();
+// as `caption_column` of the index
+export const captionColumn = ({ columns }) => ["captions", "caption", "text"].find((name) => columns[name] != null);
+export const captionsOf = (hit) => [hit.columns[captionColumn(hit)] ?? []].flat();
 
 export function captionOf(hit) {
   const [first, ...others] = captionsOf(hit);

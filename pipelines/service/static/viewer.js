@@ -1,5 +1,5 @@
 // One photo, large: with its caption, its columns, and what to do with it.
-import { addressOf, byId, captionsOf, hasKey, nameOf } from "/api.js";
+import { addressOf, byId, captionColumn, captionsOf, hasKey, nameOf } from "/api.js";
 
 const SIDE = 1600; // pixels
 
@@ -18,7 +18,7 @@ export function open(hit, at) {
   const captions = captionsOf(hit);
   byId("caption").textContent = captions[0] ?? nameOf(hit);
   byId("captions").replaceChildren(...captions.slice(1).map((text) => element("li", text)));
-  const { captions: _, width, height, ...columns } = hit.columns;
+  const { [captionColumn(hit)]: _, width, height, ...columns } = hit.columns;
   const values = {
     file: location_(hit.uri),
     size: width && height ? `${width} x ${height} pixels` : null,

@@ -4,6 +4,7 @@ deleted row.
 
 from __future__ import annotations
 
+import itertools
 import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -147,3 +148,22 @@ def test_hits_pass_the_filter(photos):
             UsageError, match=r"there is no column licence .*; the columns are row_id"
         ):
             search("a dog", where="licence = 'cc0'")
+
+
+def test_rows_that_tie_are_found_whatever_their_number(tmp_path):
+    """More rows tie than FAISS keeps: pages of results have each row once."""
+    vectors = np.ones((600, WIDTH), np.float32)
+    vectors[::7] = np.random.default_rng(1).standard_normal((86, WIDTH))
+    with IndexWriter.create(
+        tmp_path / "i", block_shape=(1, 8), embed_dim=WIDTH, shard_size=64
+    ) as writer:
+        writer.append(np.ones((600, 1, 8), np.float32), vectors)
+    add_ann(tmp_path / "i", AnnRequest("Flat"))
+    ann = AnnIndex(CommittedIndex.open(tmp_path / "i"))
+    query = np.ones((1, WIDTH), np.float32)
+    found = [
+        ann.nearest_to_each(query, k, None)[0][0].tolist() for k in (10, 100, 300, 600)
+    ]
+    for fewer, more in itertools.pairwise(found):
+        assert fewer == more[: len(fewer)]
+    assert sorted(found[-1]) == list(range(600))
