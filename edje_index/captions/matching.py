@@ -19,7 +19,7 @@ from edje_index.inputs.refs import display_path
 from storage_formats.arrays import Bools, Ints
 from storage_formats.errors import UsageError
 from storage_formats.format.manifest import CommittedIndex
-from storage_formats.format.rows import DUPLICATE, FAILED, INDEXED, read_all_rows
+from storage_formats.format.rows import DUPLICATE, INDEXED, read_all_rows
 from storage_formats.format.source_columns import caption_column
 
 NOT_IN_INDEX = "not-in-index"
@@ -115,8 +115,8 @@ def match_items(
 ) -> MatchedRows:
     """Find the rows of `items` by the names of the images.
 
-    A duplicate gets the row of its original. If two rows share a name, the first that
-    has not failed wins.
+    A duplicate gets the row of its original. If two rows share a name, the first
+    indexed one wins.
     If a name is not in the index, symbolic links in the folders of the name are
     resolved, and the resolved name is looked up, in the Unicode form NFC.
 
@@ -125,9 +125,9 @@ def match_items(
             `storage_formats.format.rows.read_all_rows`.
         allow_none: True to return without an error even if no image is in the index.
     """
-    is_failed = pc.equal(table["status"], FAILED)
+    is_indexed = pc.equal(table["status"], INDEXED)
     table = pa.concat_tables(
-        [table.filter(pc.invert(is_failed)), table.filter(is_failed)]
+        [table.filter(is_indexed), table.filter(pc.invert(is_indexed))]
     )
     keys = _keys(table)
     names = [os.fsencode(item.path) for item in items]

@@ -314,7 +314,10 @@ def nearest(
             while (
                 exact
                 and k < wanted < part.ntotal
-                and (part_scores[:, -1] == part_scores[:, k - 1]).any()
+                and (
+                    (part_scores[:, -1] == part_scores[:, k - 1])
+                    & (part_rows[:, -1] >= 0)
+                ).any()
             ):
                 wanted = min(2 * wanted, int(part.ntotal))
                 part_scores, part_rows = part.search(queries, wanted, params=parameters)

@@ -18,7 +18,6 @@ from storage_formats.errors import UsageError
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.rows import (
     DUPLICATE,
-    FAILED,
     INDEXED,
     iter_rows,
     read_index_rows,
@@ -75,8 +74,8 @@ def read_queries(path: Path) -> list[str]:
 def requested_rows(index: CommittedIndex, rows: Sequence[int | str]) -> Ints:
     """Return the row id of each entry of `rows`, int64 [k].
 
-    A row id is returned unchanged. A uri gives the first row with this uri that has not
-    failed; if this row is a duplicate, its original.
+    A row id is returned unchanged. A uri gives the first indexed row with this uri, or
+    else the first one; if this row is a duplicate, its original.
 
     Raises:
         RowIdError: a row id is out of range, unused or deleted.
@@ -94,7 +93,7 @@ def requested_rows(index: CommittedIndex, rows: Sequence[int | str]) -> Ints:
         )
     uris = dict.fromkeys(as_text(row, "rows") for row in rows if isinstance(row, str))
     row_of_uri: dict[str, int] = {}
-    failed: dict[str, int] = {}
+    others: dict[str, int] = {}
     wanted = pa.array(uris, pa.string())
     for table in (
         iter_rows(index, ["row_id", "uri", "status", "duplicate_of"]) if uris else ()
@@ -103,11 +102,11 @@ def requested_rows(index: CommittedIndex, rows: Sequence[int | str]) -> Ints:
             row_id = (
                 row["duplicate_of"] if row["status"] == DUPLICATE else row["row_id"]
             )
-            found = failed if row["status"] == FAILED else row_of_uri
+            found = row_of_uri if row["status"] == INDEXED else others
             found.setdefault(row["uri"], row_id)
         if len(row_of_uri) == len(uris):
             break
-    row_of_uri = failed | row_of_uri
+    row_of_uri = others | row_of_uri
     unknown = [uri for uri in uris if uri not in row_of_uri]
     if unknown:
         more = f" (and {len(unknown) - _SHOWN} more)" if len(unknown) > _SHOWN else ""

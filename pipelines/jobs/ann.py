@@ -24,6 +24,7 @@ from pipelines.progress.events import (
     progress_callback,
     stop_at_events,
 )
+from storage_formats.errors import CorruptIndexError
 from storage_formats.extras import name_missing_extra
 from storage_formats.format.checksum import crc32c_stream
 from storage_formats.format.index_files import open_index_file
@@ -134,11 +135,13 @@ def changed_ann(
         return changed.ann
     final = replace(before, ann=extend_ann(index.layout, spec, changed.ann))
     # a file without the rows may be part of a new file
-    named = {
-        file for each in (*kept_snapshots(index), final) for file in each.ann_files
-    }
-    for file in set(changed.ann_files) - named:
-        (index.root / file.path).unlink()
+    unnamed = set(changed.ann_files) - {*before.ann_files, *final.ann_files}
+    # with a damaged manifest of a snapshot, nobody knows what it names
+    with contextlib.suppress(CorruptIndexError):
+        for snapshot in kept_snapshots(index) if unnamed else ():
+            unnamed -= {*snapshot.ann_files}
+        for file in unnamed:
+            (index.root / file.path).unlink()
     return final.ann
 
 

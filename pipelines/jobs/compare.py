@@ -533,10 +533,13 @@ def find_failed(index: CommittedIndex) -> SourceChanges:
             failed.append({**row, "reason": reason_of[row["duplicate_of"]]})
     inputs = refs_of_rows(failed, names, clips=holds_clips(index.manifest))
     removed = index.edits.removed
+    own = {row["uri"] for row in failed}
+    # an archive that failed has members which the user deleted
     refs = [
         ref
         for ref in hashed(inputs)
-        if input_hash(ref.uri, ref.uri_raw, ref.content_hash) not in removed
+        if ref.uri in own
+        or input_hash(ref.uri, ref.uri_raw, ref.content_hash) not in removed
     ]
     hashes = {ref.content_hash for ref in refs if ref.content_hash is not None}
     # by a row with tokens
@@ -544,7 +547,8 @@ def find_failed(index: CommittedIndex) -> SourceChanges:
     for table in iter_rows(index, ["content_hash", "status"]):
         sound = table.filter(pc.field("status") == INDEXED)
         held |= hashes.intersection(sound["content_hash"].to_pylist())
-    # Equal inputs stay separate, so that each of them is listed if they fail again.
+    # Equal inputs stay separate, so that each of them is listed if they fail again. If
+    # they are read, each has its own tokens then.
     remaining = [ref for ref in refs if ref.content_hash not in held]
     return SourceChanges(
         remaining,

@@ -221,9 +221,10 @@ def _refuse_other_files(
             # them hold what bf16 tokens of the model convert to
             if chain != ("bf16",) or snapshot.encoded_from.get(name, ()) != chain:
                 raise UsageError(
-                    f"snapshot {snapshot.snapshot.number} of {index.root} has other"
-                    f" tokens in '{name}', whose files a conversion from '{chain[-1]}'"
-                    " would replace; roll back to it, or remove the earlier snapshots",
+                    f"snapshot {snapshot.snapshot.number} of {index.root} may have"
+                    f" other tokens in '{name}', whose files a conversion from"
+                    f" '{chain[-1]}' would replace; roll back to it, or remove the"
+                    " earlier snapshots",
                     remedy="snapshots",
                 )
 

@@ -159,11 +159,8 @@ def deletion(
     # the first run of an interrupted erasure may have removed rows
     if with_duplicates:
         is_used = rows_in_use(requested, spec)
-        for old, new in zip(
-            requested[~is_used],
-            translate_row_ids(index, requested[~is_used]),
-            strict=True,
-        ):
+        for old in requested[~is_used]:
+            (new,) = translate_row_ids(index, [old])
             if new >= 0:
                 raise RowIdError(
                     f"row {old} was copied by a compaction and is row {new} now; delete"
@@ -359,8 +356,14 @@ def set_columns(
                 "nothing is set; select at least one row, and give at least one value",
                 parameter="rows",
             )
-        if len(np.unique(ids)) < len(ids):
-            raise UsageError("a row is given twice; give it once", parameter="rows")
+        counts = {len(values) for values in columns.values()}
+        if counts <= {1}:
+            ids = np.unique(ids)
+        elif where is not None or len(np.unique(ids)) < len(ids):
+            raise UsageError(
+                "the values of each row need the row once, and no filter",
+                parameter="rows",
+            )
         ids = np.append(ids, np.setdiff1d(rows_passing(opened, where), ids))
         values = _checked(ids.tolist(), columns)
         lines, after = edited_values(opened, values, opened.manifest.columns)

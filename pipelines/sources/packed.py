@@ -270,8 +270,9 @@ def find_image_column(
     there is none.
 
     A column holds images if Hugging Face Datasets recorded the type Image for it.
-    Without a recorded type, a binary column holds images if its first value begins like
-    an image file. The same is true of a struct column with a binary field `bytes`.
+    Without a recorded type, a binary column holds images if one of its first 100 values
+    begins like an image file. The same is true of a struct column with a binary field
+    `bytes`.
 
     Unless `column` is None, it is the only column to consider. If several columns hold
     images, the column with a usual name is returned.

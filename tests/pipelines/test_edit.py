@@ -281,8 +281,10 @@ def test_values_belong_to_rows_in_the_given_order(index):
     assert column(index, "c") == {3: "for 3", 20: "for 20"}
     set_columns(index, [20, 3], {"c": ["both"]}, where="row_id = 7")
     assert column(index, "c") == {3: "both", 7: "both", 20: "both"}
-    with pytest.raises(UsageError, match="a row is given twice"):
-        set_columns(index, [3, 3], {"c": ["a", "b"]})
+    for arguments in ({"row_ids": [3, 3]}, {"row_ids": [3], "where": "row_id = 7"}):
+        with pytest.raises(UsageError, match="need the row once, and no filter"):
+            set_columns(index, **arguments, columns={"c": ["a", "b"]})
+    assert set_columns(index, [3, 3], {"c": ["one"]}).rows == 1
 
 
 def test_a_part_is_not_resumed_after_an_edit(index, tmp_path):
