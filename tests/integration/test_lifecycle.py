@@ -130,7 +130,7 @@ class Model:
 
     def merged(self, photos: list[int]) -> State:
         """The state of a new index of this one and of an index of `photos`, in
-        which rows are numbered from 0.
+        which rows are numbered from 0. What was deleted stays so.
         """
         offset = -(-(self.now.rows - self.now.first) // SHARD) * SHARD
         rows = {row - self.now.first: photo for row, photo in self.now.photos.items()}
@@ -147,7 +147,6 @@ class Model:
             rows=offset + len(photos),
             first=0,
             deleted=deleted,
-            removed=frozenset(),
         )
 
     def commit(self, state: State) -> None:
@@ -350,7 +349,7 @@ class Trial:
         """
         rows = self.rng.sample(
             list(self.model.now.photos),
-            min(len(self.model.now.photos) - 2, self.rng.randint(1, 4)),
+            max(0, min(len(self.model.now.photos) - 2, self.rng.randint(1, 4))),
         )
         left = {
             row: photo
