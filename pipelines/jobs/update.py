@@ -8,7 +8,7 @@ import os
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -146,7 +146,7 @@ def append_index(
             duplicates = plan.duplicates
             check_extension_memory(change.index.manifest, plan.rows)
         groups = recorded_sources(change.index.manifest)
-        if groups is not None:
+        if groups is not None and (plan is not None or not _cover(groups, group)):
             groups = tuple(dict.fromkeys((*groups, group)))
         work = None
         if plan is not None:
@@ -442,6 +442,12 @@ def _source_group(
 ) -> SourceGroup:
     """Return sources as the index records them: as absolute paths."""
     return SourceGroup(tuple(map(absolute_spec, source_names(sources))), column)
+
+
+def _cover(groups: Iterable[SourceGroup], group: SourceGroup) -> bool:
+    """Return True if each source of `group` is, or is below, one of `groups`."""
+    known = tuple(f"{source}/" for each in groups for source in each.sources)
+    return all(f"{source}/".startswith(known) for source in group.sources)
 
 
 def _settings_and_bundle(
