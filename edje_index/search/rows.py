@@ -93,15 +93,14 @@ class IndexRows:
             names = list(dict.fromkeys(columns))
         shards = sorted({row // size for row in row_ids.tolist()})
         read = list(dict.fromkeys(["uri", *names]))
+        places = {name: read.index(name) for name in names}
         self._read_groups(shards, read)
         tables = dict(zip(shards, self._tables(shards, read), strict=True))
         described = []
         for row in row_ids.tolist():
-            columns_of_row = zip(read, tables[row // size], strict=True)
-            values = {
-                name: column[row % size].as_py() for name, column in columns_of_row
-            }
-            described.append((values["uri"], {name: values[name] for name in names}))
+            values = [column[row % size].as_py() for column in tables[row // size]]
+            columns_of_row = {name: values[place] for name, place in places.items()}
+            described.append((values[0], columns_of_row))
         return described
 
     @name_missing_extra("search")
