@@ -241,8 +241,7 @@ def _decode_jpeg(image: ImageFile.ImageFile, data: bytes) -> Image.Image | None:
 
     Returns:
         The RGB image. None if Pillow must decode the file: another format, CMYK, any
-        damage, of which Pillow knows the name or decodes the rest, or a Pillow
-        before 13.
+        damage (Pillow names it, or decodes a part), or a Pillow before 13.
     """
     import pyarrow as pa
     import simplejpeg

@@ -294,8 +294,9 @@ def compare_sources(
         if row is not None:
             mark(row, _KEPT if row.duplicate_of is None else _REPEATED)
             given = stored_values.add(ref).metadata or {}
-            is_unread = any(ref.uri in source.unread for source in sources)
-            if not is_unread and row.metadata != _hash(_typed(given, columns)):
+            if row.metadata != _hash(_typed(given, columns)) and not any(
+                ref.uri in source.unread for source in sources
+            ):
                 metadata[row.row_id] = given
         if row is None or row.duplicate_of is not None:
             database.execute(

@@ -159,8 +159,10 @@ def deletion(
     # the first run of an interrupted erasure may have removed rows
     if with_duplicates:
         is_used = rows_in_use(requested, spec)
-        for old in requested[~is_used]:
-            (new,) = translate_row_ids(index, [old])
+        unused = requested[~is_used]
+        # without such ids, no row map is read
+        new_ids = translate_row_ids(index, unused) if len(unused) else unused
+        for old, new in zip(unused, new_ids, strict=True):
             if new >= 0:
                 raise RowIdError(
                     f"row {old} was copied by a compaction and is row {new} now; delete"

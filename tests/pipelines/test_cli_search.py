@@ -41,6 +41,9 @@ def test_queries_of_a_file_give_one_object_each(run, root, tmp_path):
     (tmp_path / name).write_text("\n" + "\n\n".join(lines) + "\n")
     plain.write_text("\n" + "\n\n".join(QUERIES) + "\n")
     assert read_queries(plain) == read_queries(tmp_path / name) == QUERIES
+    other = tmp_path / "queries.NDJSON"
+    other.write_bytes((tmp_path / name).read_bytes())
+    assert read_queries(other) == QUERIES
     together = hits_of(run, "search", root, "--queries", tmp_path / name, "-k", 3)
     assert [answer["query"] for answer in together] == QUERIES
     for answer in together:

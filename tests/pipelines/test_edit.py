@@ -300,3 +300,11 @@ def test_an_erasure_names_the_new_id_of_a_copied_row(index):
         delete_rows(index, rows=[6], erase=True)
     delete_rows(index, rows=[45], erase=True)
     assert verify_index(index) == []
+
+
+def test_a_second_erasure_leaves_the_first_row_map_readable(tmp_path):
+    root = tmp_path / "small"
+    write_random_index(root, replace(SPEC, rows=8, shard_size=4))
+    delete_rows(root, rows=[5], erase=True)
+    delete_rows(root, rows=[8, 9, 10], erase=True)
+    assert verify_index(root) == []

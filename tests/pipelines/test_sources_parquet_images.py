@@ -207,3 +207,10 @@ def test_damaged_files_never_raise(
         return
     for value in found:
         assert isinstance(value, bytes) or value in REASONS
+
+
+@pytest.mark.parametrize("first", [b"<html>", b""])
+def test_a_damaged_first_image_hides_no_others(tmp_path: Path, first: bytes) -> None:
+    photos = [first, b"\xff\xd8\xff one", b"\xff\xd8\xff two"]
+    write(tmp_path / "a.parquet", {"image": pa.array(photos)})
+    assert len(list(open_source(str(tmp_path)).iter_inputs())) == 3

@@ -555,3 +555,21 @@ def test_metadata_that_cannot_be_read_is_not_taken_for_empty(config, photos):
     rows = read_rows(root, columns=["captions", "licence"]).to_pylist()
     assert rows[0]["captions"] == ["a dog"]
     assert rows[1]["licence"] == "cc0"
+
+
+def test_a_partial_compaction_keeps_the_search_index_of_earlier_snapshots(
+    config, tmp_path
+):
+    # full shards, so that only the edited one is copied
+    for part in range(3):
+        for number in range(4):
+            write_photo(tmp_path / f"{part}" / f"{number}.jpg", 80 + 4 * part + number)
+    run_build(config(sources=[str(tmp_path / "0")]), lambda event: None)
+    root = config().out
+    for part in (1, 2):
+        append_index(root, [str(tmp_path / f"{part}")], engine="inline")
+    set_columns(root, [9], {"title": ["x"]})
+    compact_index(root)
+    assert verify_index(root) == []
+    roll_back(root, 1)
+    assert len(contents(root)) == 8

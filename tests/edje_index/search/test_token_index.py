@@ -21,6 +21,7 @@ from edje_index.errors import ModelError
 from edje_index.models.joint_scorer import JointScorer
 from edje_index.scoring.weights import PART_NAMES
 from edje_index.search import search_model, token_index
+from pipelines import append_index, build_index
 from storage_formats import Manifest, RowIdError, TokenStore, UsageError
 from storage_formats.format.layout import Layout
 from storage_formats.format.manifest import CommittedIndex
@@ -468,3 +469,19 @@ def test_hits_bring_the_uri_as_a_column(index):
     (hit,) = opened.search("a dog", k=1)
     assert list(hit.columns) == ["width", "uri"]
     assert hit.columns["uri"] == hit.uri
+
+
+def test_a_uri_names_the_photo_that_was_repaired(index, built, tmp_path):
+    photos = tmp_path / "photos"
+    photos.mkdir()
+    for number in range(3):
+        shutil.copy(photo(built[0], number), photos / f"{number}.png")
+    content = (photos / "1.png").read_bytes()
+    (photos / "1.png").write_bytes(b"no photo")
+    model = index.model.info.path
+    root = tmp_path / "i"
+    build_index(photos, root, model, engine="inline", shard_size=4, max_failed=1)
+    (photos / "1.png").write_bytes(content)
+    assert append_index(root, photos, engine="inline").indexed == 1
+    (hit,) = TokenIndex.open(root).rerank("a dog", [str(photos / "1.png")])
+    assert hit.row_id == 4
