@@ -57,17 +57,15 @@ _SHAPE = (64, 384)
 _STORED = ("bf16", "fp8", "nvfp4")
 _WORDS = 16000
 _EXTENSIONS = {".jpg", ".jpeg", ".png"}
-# the vision towers of the EDJE paper, images to build from, and builds at once
+# the vision towers of the EDJE paper, and images to build from
 _TOWERS = {
     "ViT-L/16 at 384": (
         UntrainedSizes(384, 16, 1024, 24, adapter_hidden=8192, language_layers=12),
-        4096,
-        (1,),
+        8192,
     ),
     "ViT-B/16 at 224": (
         UntrainedSizes(224, 16, 768, 12, adapter_hidden=8192),
         24576,
-        (1, 4),
     ),
 }
 _BATCH = 128
@@ -80,6 +78,7 @@ _SECONDS = {
     "search": 60,
     "prepare": 20,
     "encode": 120,
+    "ray": 90,
     "train": 30,
     "step": 90,
 }
@@ -312,14 +311,10 @@ class GpuCheck:
         model = self._scratch / "model"
         create_untrained_bundle(model, sizes=TINY)
         photos = self._links(self._scratch / "few", len(self._photos))
-        found = []
-        for name in ("first", "second"):
-            out = self._scratch / f"{name}.edje"
-            given = ["--model", model, "--engine", "inline", "--device", self.device]
-            run_command("build", photos, "--out", out, "--quiet", *given)
-            opened = TokenStore.open(out)
-            found.append(opened.fetch(range(len(opened))).view(np.uint16))
-        is_right = np.array_equal(found[0], found[1])
+        given = ("--engine", "inline", "--device", self.device)
+        first_build = self._build("first", photos, model, *given)
+        second_build = self._build("second", photos, model, *given)
+        is_right = np.array_equal(first_build, second_build)
         yield Line(
             "search", "two builds", "equal" if is_right else "differ", is_right=is_right
         )
@@ -371,7 +366,7 @@ class GpuCheck:
 
     def encode(self) -> Iterator[Line]:
         """Vision towers: a bare loop, the encoder, and a build from photos."""
-        for name, (sizes, count, builds_at_once) in _TOWERS.items():
+        for name, (sizes, count) in _TOWERS.items():
             given = TINY if self._tiny else sizes
             model = self._bundle(name)
             encoder = ImageEncoder.open(model, device=str(self.device))
@@ -394,10 +389,31 @@ class GpuCheck:
             photos = self._links(
                 self._scratch / f"links-{model.name}", 32 if self._tiny else count
             )
-            for builds in (1,) if self._tiny else builds_at_once:
-                rate = self._build_rate(photos, model, batch, builds)
-                what = f"{name}, builds at once: {builds}; the limit is the bare loop"
-                yield Line("encode", what, rate, "images", rate / bare)
+            # a GPU encodes two shards at once
+            given_device = ("--engine", "inline", "--device", self.device)
+            rate = self._build_rate(photos, model, 2, *given_device)
+            what = f"{name}, a build; the limit is the bare loop"
+            yield Line("encode", what, rate, "images", rate / bare)
+
+    def ray(self) -> Iterator[Line]:
+        """Builds by workers of Ray that share a GPU."""
+        device = ("--device", self.device.type)
+        model = self._bundle("ViT-B/16 at 224")
+        few = self._links(self._scratch / "shared", len(self._photos))
+        inline = self._build("inline", few, model, "--engine", "inline", *device)
+        same = np.array_equal(inline, self._build("ray", few, model, *device))
+        result = "equal" if same else "differ"
+        yield Line("ray", "builds inline and by Ray", result, is_right=same)
+        for name, (_, count) in _TOWERS.items():
+            model = self._bundle(name)
+            photos = self._links(
+                self._scratch / f"ray-{model.name}", 64 if self._tiny else count
+            )
+            for workers in (1,) if self._tiny else (2, 4, 8):
+                given = ("--workers", workers, *device)
+                rate = self._build_rate(photos, model, workers, *given)
+                what = f"{name}, workers of Ray: {workers}"
+                yield Line("ray", what, rate, "images")
 
     def _bundle(self, tower: str) -> Path:
         model = self._scratch / tower.replace("/", "-").replace(" ", "-")
@@ -422,36 +438,31 @@ class GpuCheck:
             rates.append(self._rate(batch, work))
         return max(rates)
 
-    def _build_rate(self, photos: Path, model: Path, batch: int, builds: int) -> float:
-        """Images per second of several builds at once, each in a process of its own,
-        from their first shards on until the first of them ends.
+    def _build(
+        self, name: str, photos: Path, model: Path, *given: object
+    ) -> NDArray[np.uint16]:
+        """Return the blocks of an index of `photos` in files called `name`."""
+        out = self._scratch / f"{name}.edje"
+        log = ("--log", self._scratch / f"{name}.jsonl")
+        options = ("--out", out, "--model", model, "--quiet", *given)
+        run_command(*log, "build", photos, *options)
+        opened = TokenStore.open(out)
+        return opened.fetch(range(min(len(opened), 1024))).view(np.uint16)
+
+    def _build_rate(
+        self, photos: Path, model: Path, at_once: int, *given: object
+    ) -> float:
+        """Images per second of a build that encodes some shards at once, from the end
+        of the first of them on.
         """
-        shard = 8 if self._tiny else 512
-        folders = [
-            self._scratch / f"{model.name}-{builds}-{at}" for at in range(builds)
-        ]
-        commands = [
-            partial(
-                run_command,
-                *("--log", folder / "log.jsonl", "build", photos, "--quiet"),
-                *("--out", folder / "out.edje", "--model", model),
-                *("--engine", "inline", "--device", self.device),
-                *("--batch-size", batch, "--shard-size", shard),
-            )
-            for folder in folders
-        ]
-        for folder in folders:
-            folder.mkdir()
-        with ThreadPoolExecutor(builds) as pool:
-            list(pool.map(lambda command: command(), commands))
-        ends = [_shard_ends(folder / "log.jsonl") for folder in folders]
-        # a GPU encodes two shards at once, so the first two end together
-        first = max(times[1] for times in ends)
-        last = min(times[-1] for times in ends)
-        within = sum(first < time <= last for times in ends for time in times)
-        if not within:
-            raise EdjeError("the builds did not run at the same time: give more photos")
-        return shard * within / (last - first)
+        shard = 8 if self._tiny else 256
+        batch = 8 if self._tiny else _BATCH
+        name = f"{model.name}-{len(list(self._scratch.glob('*.edje')))}"
+        sizes = ("--batch-size", batch, "--shard-size", shard)
+        self._build(name, photos, model, *sizes, *given)
+        ends = _shard_ends(self._scratch / f"{name}.jsonl")
+        first = ends[at_once - 1]
+        return shard * (len(ends) - at_once) / (ends[-1] - first)
 
     def train(self) -> Iterator[Line]:
         """Losses of the first steps on both devices, and in chunks."""

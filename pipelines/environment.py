@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import platform
 import re
@@ -104,6 +105,7 @@ def free_disk(path: Path) -> int:
     return shutil.disk_usage(existing).free
 
 
+@functools.cache
 def cuda_devices() -> int:
     """Return the number of CUDA devices that torch can use."""
     # A separate process counts the devices, so that this process does not import torch.

@@ -125,7 +125,7 @@ def build(dry_run: bool, **options: Any) -> None:
 
     Options:
         --model: Directory of the model bundle, or a model of 'model get', such as edje.
-        --workers: Number of worker processes. Two of them share a GPU.  [default: twice
+        --workers: Number of worker processes, which share the GPUs.  [default: twice
             the number of GPUs, or number of CPUs divided by --threads, but only as many
             as the memory has room for]
         --threads: Number of CPU threads per worker.  [default: number of CPUs, at most

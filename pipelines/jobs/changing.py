@@ -51,7 +51,7 @@ from storage_formats.change import (
     now,
 )
 from storage_formats.errors import EdjeError, UsageError
-from storage_formats.format.edits import EDIT_SCHEMA, Edits, read_edits
+from storage_formats.format.edits import EDIT_SCHEMA, read_edits
 from storage_formats.format.layout import IndexSpec
 from storage_formats.format.manifest import (
     Ann,
@@ -232,6 +232,7 @@ class NewContents:
         offset: offset block, if `spec` has one; None for that of the first origin.
         details: members of `change` in `index.json`; empty for a build.
         deleted: rows that are deleted in the new index.
+        edits: lines of its edits, see `Edits`.
     """
 
     spec: IndexSpec
@@ -244,6 +245,7 @@ class NewContents:
     offset: Offset | None = None
     details: Json = field(default_factory=dict)
     deleted: Tombstones | None = None
+    edits: pa.Table = field(default_factory=EDIT_SCHEMA.empty_table)
 
     def begin(self, change: NewIndex) -> None:
         """Create the directories, and write the offset block."""
@@ -292,12 +294,8 @@ class NewContents:
             change={**self.details, "created": now()} if self.details else None,
             deleted=self.deleted,
         )
-        if len(self.origins) > 1:
-            # an update must not add what was deleted
-            removed = {line for each in self.origins for line in each.edits.removed}
-            lines = [{"column": line} for line in sorted(removed)]
-            edits = Edits(spec.shard_size, pa.Table.from_pylist(lines, EDIT_SCHEMA))
-            manifest = replace(manifest, edits=edits.write(layout, spec))
+        edits = read_edits(layout.root, spec, ()).changed(self.edits)
+        manifest = replace(manifest, edits=edits.write(layout, spec))
         change.commit(manifest)
         return manifest
 
@@ -473,14 +471,18 @@ def edited(
     # a file with the lines of this change, or with all lines if some of them go
     kept = before.edits
     earlier = read_edits(layout.root, spec, ())
+    lines = edit.edits
     if left_out or edit.restored:
         kept = ()
         earlier = index.edits
-    changed = earlier.changed(edit.edits, edit.restored, left_out)
+    first_row = next_first_row(before, spec.shard_size)
+    if edit.moved is not None:
+        new_ids = functools.partial(edit.moved.new_ids, first_row)
+        lines = pa.concat_tables([lines, earlier.moved(new_ids)])
+    changed = earlier.changed(lines, edit.restored, left_out)
     edits = changed.write(layout, spec, kept)
     row_maps = before.row_maps
     if edit.moved is not None:
-        first_row = next_first_row(before, spec.shard_size)
         parts = ((ids, first_row + ranks) for ids, ranks in edit.moved.by_shard())
         row_map = write_row_map(layout, parts)
         is_partial = len(left_out) < before.spec.used_shards

@@ -255,9 +255,8 @@ def compare_sources(
     for statement in _SCHEMA.split(";"):
         database.execute(statement)
     columns = {column.name: column for column in index.manifest.columns}
-    # as the sources gave the values
-    unedited = replace(index, manifest=replace(index.manifest, edits=()))
-    rows = _load_rows(database, unedited, tuple(columns))
+    as_given = replace(index, is_as_given=True)
+    rows = _load_rows(database, as_given, tuple(columns))
 
     def mark(row: _Row, state: int) -> None:
         values = (state, row.row_id)
@@ -426,7 +425,7 @@ def compare_sources(
         listing.ignored,
         unchanged=unchanged,
         stay_deleted=stay_deleted,
-        values=_new_values(index, unedited, changed_values),
+        values=_new_values(as_given, changed_values),
         changed=changed,
         vanished=len(vanished),
         deleted=row_ids(f"state IN ({_FREE}, {_REPLACED})"),
@@ -460,31 +459,24 @@ def _typed(
 
 
 def _new_values(
-    index: CommittedIndex,
-    unedited: CommittedIndex,
+    as_given: CommittedIndex,
     metadata: Mapping[int, Mapping[str, Value]],
 ) -> dict[int, dict[str, Value | None]]:
-    """Return the values that the sources changed. A value that was edited stays, if the
+    """Return the values that the sources changed. A value that a user set stays, if the
     sources still have the value that it replaced.
 
     Args:
         metadata: values of the sources, by the id of a row that is kept.
     """
-    columns = {column.name: column for column in unedited.manifest.columns}
-    row_ids = sorted(metadata)
-    before, now = (
-        read_index_rows(each, row_ids, ["row_id", *columns]).to_pylist()
-        for each in (unedited, index)
-    )
+    columns = {column.name: column for column in as_given.manifest.columns}
+    rows = read_index_rows(as_given, sorted(metadata), ["row_id", *columns]).to_pylist()
     values: dict[int, dict[str, Value | None]] = {}
-    for rows in zip(before, now, strict=True):
-        row_id = rows[0]["row_id"]
-        given = metadata[row_id]
+    for row in rows:
+        given = metadata[row["row_id"]]
         for name in {*given, *columns}:
             value = given.get(name)
-            column = columns.get(name)
-            if not any(is_value(row.get(name), value, column) for row in rows):
-                values.setdefault(row_id, {})[name] = value
+            if not is_value(row.get(name), value, columns.get(name)):
+                values.setdefault(row["row_id"], {})[name] = value
     return values
 
 

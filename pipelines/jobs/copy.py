@@ -5,6 +5,7 @@ token is decoded.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import itertools
 import time
@@ -16,6 +17,7 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
 from pipelines.jobs.changing import (
@@ -656,6 +658,7 @@ def merging(
     origins: dict[int, tuple[ShardCopier, int]] = {}
     inputs = list[Json]()
     deleted = Tombstones.none(size)
+    edits = list[pa.Table]()
     # contents of the indexed rows of earlier indexes
     known: NDArray[np.bytes_] = np.empty(0, _HASH)
     on_event(StatusMessage("looking for duplicates"))
@@ -681,6 +684,7 @@ def merging(
             contents.append(hashes[table["status"].to_numpy() == INDEXED])
         known = np.unique(np.concatenate(contents))
         rows = np.concatenate(repeated)
+        edits.append(each.edits.moved(functools.partial(np.add, offset)))
         gone = np.concatenate([each.deleted.row_ids(), rows])
         deleted = deleted.with_rows(gone + offset)
         inputs.append(
@@ -735,6 +739,7 @@ def merging(
         origins=indexes,
         details={"kind": "merge", "inputs": inputs},
         deleted=deleted,
+        edits=pa.concat_tables(edits),
     )
 
 

@@ -21,6 +21,7 @@ from pipelines.engines.base import (
     open_engine,
     worker_machine,
 )
+from pipelines.environment import cuda_devices
 from pipelines.jobs.changing import (
     PROCESSORS_MEMBER,
     FailedInputsError,
@@ -152,17 +153,18 @@ def encoding(
     workers = execution.workers
     device = settings.device
     cpus = settings.threads
-    gpus = 0.0
+    per_gpu = SHARDS_PER_GPU
     if settings.is_cuda:
         # a worker decodes with its share of the CPUs of its machine
         cpus = 1
-        gpus = 1 / SHARDS_PER_GPU
         if engine == "inline":
             engine = "threads"
             workers = SHARDS_PER_GPU
         elif engine == "ray":
             # the only one that the worker sees
             device = "cuda"
+            if execution.address is None and workers is not None:
+                per_gpu = max(per_gpu, math.ceil(workers / cuda_devices()))
     return ShardWork(
         "indexing",
         plan.shards,
@@ -183,12 +185,13 @@ def encoding(
             device,
             settings.threads,
             settings.dtype,
+            per_gpu,
         ),
         engine=open_engine(
             engine,
             workers,
             cpus=cpus,
-            gpus=gpus,
+            gpus=1 / per_gpu if settings.is_cuda else 0.0,
             address=execution.address,
             lock=layout.lock.absolute(),
         ),
@@ -282,17 +285,19 @@ def open_worker(
     device: str,
     threads: int,
     dtype: str,
+    per_gpu: int = SHARDS_PER_GPU,
 ) -> Worker:
     """Load the encoder and return a worker that encodes one shard per call.
 
-    `SHARDS_PER_GPU` threads may call the worker at once.
+    `SHARDS_PER_GPU` threads may call the worker at once. On a GPU, `per_gpu` shards are
+    encoded at once by this worker and others, which share the CPUs.
     """
     from edje_index.indexing.image_encoder import ImageEncoder
     from edje_index.indexing.shard_encoding import encode_shard
 
     encoder = ImageEncoder.open(bundle, device=device, threads=threads, dtype=dtype)
     if encoder.device.type == "cuda":
-        share = usable_cpus() // (SHARDS_PER_GPU * machine_gpus())
+        share = usable_cpus() // (per_gpu * machine_gpus())
         threads = min(max(1, share), _MAX_DECODE_THREADS)
     entrance = threading.Lock()
     places = threading.Semaphore(SHARDS_PER_GPU)

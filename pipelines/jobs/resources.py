@@ -125,12 +125,6 @@ def choose_workers(
                 " use the device cpu",
                 parameter="device",
             )
-        if engine == "ray" and (workers or 0) > most:
-            raise UsageError(
-                f"{workers} workers are too many: the GPUs of this machine have room"
-                f" for {most}",
-                parameter="workers",
-            )
     if engine == "inline":
         workers = 1
     elif workers is None:

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from pipelines.jobs.changing import Edit, apply, begin, notifier, rows_passing
 from pipelines.metadata import Ignored, python_values, source_values
@@ -18,7 +19,7 @@ from pipelines.progress.events import OnEvent, StatusMessage, ignore, never
 from storage_formats.atomic import Json
 from storage_formats.change import Removal, collect_garbage, unfinished_journal
 from storage_formats.errors import RowIdError, UsageError
-from storage_formats.format.edits import EDIT_SCHEMA, input_hash
+from storage_formats.format.edits import EDIT_SCHEMA, GIVEN, input_hash
 from storage_formats.format.manifest import CommittedIndex, Manifest, kept_snapshots
 from storage_formats.format.remote import open_index
 from storage_formats.format.row_map import translate_row_ids
@@ -377,12 +378,13 @@ def set_columns(
                     " new value does not fit; give values of this type",
                     parameter="columns",
                 )
-        rows = len(lines["row_id"].unique())
-        names = sorted({*lines["column"].to_pylist()})
+        of_values = lines.filter(pc.invert(pc.starts_with(lines["column"], GIVEN)))
+        rows = len(of_values["row_id"].unique())
+        names = sorted({*of_values["column"].to_pylist()})
         details = {"rows": rows, "columns": names}
         edit = Edit(opened.spec, details, columns=after, edits=lines)
         manifest = apply(change, edit, on_event, never).manifest
-    return EditResult(rows, len(lines), tuple(names), manifest.snapshot.number)
+    return EditResult(rows, len(of_values), tuple(names), manifest.snapshot.number)
 
 
 def _checked(row_ids: list[int], columns: Mapping[str, Sequence[Any]]) -> NewValues:
@@ -422,12 +424,15 @@ def edited_values(
     index: CommittedIndex,
     values: NewValues,
     columns: Sequence[SourceColumn],
+    *,
+    is_given: bool = False,
 ) -> tuple[pa.Table, tuple[SourceColumn, ...]]:
     """Return the lines of the edits that set `values`, without those that the index
     has already, and the source columns after the change.
 
     Args:
         columns: the source columns before.
+        is_given: whether sources give the values, not a user.
 
     Raises:
         UsageError: there would be too many columns.
@@ -438,15 +443,21 @@ def edited_values(
     row_ids = sorted(values)
     # also those of rows whose columns are new
     rows = read_index_rows(index, row_ids, ["row_id", *stored]).to_pylist()
+    by_users = index.edits.user_values(row_ids)
     counted = CountedColumns(columns)
     lines: list[Json] = []
     for row in rows:
         for name, value in values[row["row_id"]].items():
             before = row.get(name)
-            if is_value(before, value, known.get(name)):
+            is_same = is_value(before, value, known.get(name))
+            is_by_user = (row["row_id"], name) in by_users
+            if is_given and is_by_user:
+                lines.append(_line(row["row_id"], GIVEN + name, value))
+            elif not (is_given or is_by_user or is_same):
+                lines.append(_line(row["row_id"], GIVEN + name, before))
+            if is_same:
                 continue
-            text = None if value is None else metadata_text({"": value})[4:-1]
-            lines.append({"row_id": row["row_id"], "column": name, "value": text})
+            lines.append(_line(row["row_id"], name, value))
             counted.values[name] -= before is not None
             if value is not None:
                 counted.count(name, value)
@@ -457,6 +468,11 @@ def edited_values(
             parameter="columns",
         )
     return pa.Table.from_pylist(lines, EDIT_SCHEMA), after
+
+
+def _line(row_id: int, column: str, value: Value | None) -> Json:
+    text = None if value is None else metadata_text({"": value})[4:-1]
+    return {"row_id": row_id, "column": column, "value": text}
 
 
 def is_value(

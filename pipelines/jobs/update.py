@@ -253,7 +253,9 @@ def update_index(
         groups = recorded_sources(manifest) if group is None else (group,)
         edit = _new_rows(change, plan, work, groups, changes.deleted)
         columns = manifest.columns if plan is None else plan.columns
-        lines, columns = edited_values(change.index, changes.values, columns)
+        lines, columns = edited_values(
+            change.index, changes.values, columns, is_given=True
+        )
         edit = replace(
             edit,
             edits=lines,

@@ -168,15 +168,13 @@ class FolderSource(Source):
         """Yield the inputs among the files of a directory, and then those in its
         archives and Parquet files.
         """
+        listed = sorted({*directory.files, *directory.links})
         tables = {
-            name
-            for name in directory.files
-            if name in _TABLES and self._join(directory, name)
+            name for name in listed if name in _TABLES and self._join(directory, name)
         }
-        links = [name for name in directory.links if has_input_suffix(name, self.clips)]
-        sidecars = join_sidecars(sorted([*directory.files, *links]), self.clips)
+        sidecars = join_sidecars(listed, self.clips)
         used = {name for each in sidecars.values() for name in each.values()} | tables
-        names = sorted({*directory.files, *directory.links} - used)
+        names = [name for name in listed if name not in used]
         reads_packed = not holds_inputs(names, self.clips)
         files: list[bytes] = []
         packed: list[bytes] = []

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,6 +31,9 @@ EDIT_SCHEMA = pa.schema(
         pa.field("value", pa.string()),
     ]
 )
+GIVEN = "\0"
+"""Begins the column of a line that has what the sources gave last."""
+
 # bytes of a file with few lines
 _OVERHEAD = 1000
 _LAST = pc.ScalarAggregateOptions(skip_nulls=False)
@@ -43,9 +46,11 @@ class Edits:
     Attributes:
         shard_size: rows per shard of the index.
         lines: table with the columns of `EDIT_SCHEMA`. A line with a row id sets the
-            value of a column, given as JSON; null removes the value. They are sorted by
-            row id. The lines without a row id follow: `column` is the hash of the name
-            and the content of an input that was deleted.
+            value of a column, given as JSON; null removes the value. If a user set the
+            value, a line of the column `GIVEN` + name has the last value of the
+            sources. They are sorted by row id. The lines without a row id follow:
+            `column` is the hash of the name and the content of an input that was
+            deleted.
     """
 
     shard_size: int
@@ -58,8 +63,38 @@ class Edits:
 
     @property
     def shards(self) -> list[int]:
-        """Numbers of the shards with edited rows, ascending."""
-        return [*map(int, np.unique(self._row_ids // self.shard_size))]
+        """Numbers of the shards with values that are not in `rows/`, ascending."""
+        values = self.lines.filter(pc.invert(self._is_given))["row_id"].drop_null()
+        return [*map(int, np.unique(values.to_numpy() // self.shard_size))]
+
+    @property
+    def _is_given(self) -> pa.ChunkedArray:
+        return pc.starts_with(self.lines["column"], GIVEN)
+
+    def user_values(self, row_ids: Sequence[int]) -> set[tuple[int, str]]:
+        """Return the (row id, column) of the values of `row_ids` that users set."""
+        of_rows = pc.is_in(self.lines["row_id"], pa.array(row_ids, pa.int64()))
+        lines = self.lines.filter(pc.and_(of_rows, self._is_given)).to_pylist()
+        return {(line["row_id"], line["column"].removeprefix(GIVEN)) for line in lines}
+
+    def of_sources(self) -> Edits:
+        """Return these edits as if users had set no value."""
+        lines = self.lines.filter(self._is_given)
+        names = pc.utf8_slice_codeunits(lines["column"], len(GIVEN))
+        return self.changed(lines.set_column(1, EDIT_SCHEMA.field(1), names))
+
+    def moved(self, new_ids: Callable[[Ints], Ints]) -> pa.Table:
+        """Return the lines that stay if rows with these edits are written: the values
+        of the sources that users replaced, and deleted inputs.
+
+        Args:
+            new_ids: returns the new ids of k rows; -1 leaves a row out.
+        """
+        lines = self.lines.filter(self._is_given)
+        row_ids = new_ids(lines["row_id"].to_numpy())
+        lines = lines.set_column(0, EDIT_SCHEMA.field(0), pa.array(row_ids))
+        others = self.lines.slice(len(self._row_ids))
+        return pa.concat_tables([lines.filter(pa.array(row_ids >= 0)), others])
 
     def of_rows(self, first: int, count: int) -> dict[str, dict[int, str | None]]:
         """Return the new values of the `count` rows from row id `first` on as JSON, by

@@ -450,11 +450,14 @@ class CommittedIndex:
             local directory that caches the files of the snapshot, apart from tokens;
             see `fetch`.
         remote: the objects of the index; None for an index on a file system.
+        is_as_given: whether columns have the last values of the sources, as if users
+            had set none.
     """
 
     root: Path
     manifest: Manifest
     remote: ObjectFolder | None = None
+    is_as_given: bool = False
 
     @property
     def location(self) -> IndexLocation:
@@ -481,7 +484,8 @@ class CommittedIndex:
     def edits(self) -> Edits:
         """The edits of the snapshot, read at the first access."""
         self.fetch(self.manifest.edits)
-        return read_edits(self.root, self.spec, self.manifest.edits)
+        edits = read_edits(self.root, self.spec, self.manifest.edits)
+        return edits.of_sources() if self.is_as_given else edits
 
     @classmethod
     def open(cls, root: str | Path, snapshot: int | None = None) -> CommittedIndex:

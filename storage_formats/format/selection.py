@@ -101,6 +101,13 @@ class Selection:
             )
         return ranks
 
+    def new_ids(self, first_row: int, row_ids: Ints) -> Ints:
+        """Return the ids of `row_ids`, int64 [k], if the selected rows are numbered
+        from `first_row` on; -1 if a row is not selected.
+        """
+        ranks = self.ranks_of(row_ids)
+        return np.where(ranks < 0, -1, first_row + ranks)
+
     def _of_shard(self, shard: int) -> Ints:
         row_ids = np.array(self.spec.shard_rows(shard), dtype=np.int64)
         return row_ids[~self.left_out.contain(row_ids)]

@@ -8,6 +8,7 @@ import dataclasses
 import json
 import os
 import shutil
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -18,8 +19,8 @@ from edje_index.bundles.random_bundle import TINY, create_untrained_bundle
 from edje_index.inputs.input_lists import read_shard_inputs
 from pipelines import environment
 from pipelines.engines import ray_engine
+from pipelines.jobs import encode, resources
 from pipelines.jobs import plan as planning
-from pipelines.jobs import resources
 from pipelines.jobs.plan import (
     BuildSettings,
     Plan,
@@ -241,9 +242,8 @@ def test_workers_fill_the_machine_and_its_memory_unless_told(
     assert workers(memory=3 * need - 1) == 2
     assert workers(dataclasses.replace(settings, threads=4)) == 2
     on_gpus = dataclasses.replace(settings, device="cuda")
-    assert workers(on_gpus, workers=6) == 6, "two per GPU"
-    with pytest.raises(UsageError, match=r"7 workers are too many: .* room for 6"):
-        workers(on_gpus, workers=7)
+    assert workers(on_gpus) == 6, "two per GPU"
+    assert workers(on_gpus, workers=7) == 7
     monkeypatch.setattr(resources, "cuda_devices", lambda: 1)
     assert workers(on_gpus) == 2
     named = settings_of_request(config(device="cuda:1", batch_size=None))
@@ -259,6 +259,27 @@ def test_workers_fill_the_machine_and_its_memory_unless_told(
             match=r"of memory, but only .* are allowed; allow more, or use fewer",
         ):
             workers(**refused)
+
+
+@pytest.mark.parametrize(
+    ("workers", "share"), [(None, 1 / 2), (1, 1 / 2), (6, 1 / 2), (7, 1 / 3)]
+)
+def test_workers_share_the_gpus_evenly(config, monkeypatch, workers, share):
+    request = config()
+    stored = plan(request)
+    on_gpus = dataclasses.replace(stored.settings, device="cuda")
+    monkeypatch.setattr(encode, "cuda_devices", lambda: 3)
+    shares = []
+    monkeypatch.setattr(
+        encode, "open_engine", lambda *_, gpus, **__: shares.append(gpus)
+    )
+    encode.encoding(
+        SimpleNamespace(layout=Layout(request.out)),
+        dataclasses.replace(stored, settings=on_gpus),
+        Execution("ray", workers),
+        print,
+    )
+    assert shares == [share]
 
 
 def test_the_memory_limit_chooses_the_nearest_neighbour_index(monkeypatch):

@@ -130,6 +130,25 @@ def scan(*specs: Path) -> tuple[list[InputRef], dict[str, int]]:
     return list(listing), listing.ignored
 
 
+def test_captions_behind_links_as_in_the_cache_of_the_hub(tmp_path):
+    blobs = tmp_path / "blobs"
+    folder = tmp_path / "snapshots/main"
+    folder.mkdir(parents=True)
+    for number in range(2):
+        write_photo(blobs / f"{number}.jpg", number)
+        (folder / f"{number}.jpg").symlink_to(f"../../blobs/{number}.jpg")
+    (blobs / "12ab").write_text("a dog")
+    (blobs / "34cd").write_text("file_name,text\n1.jpg,a cat\n")
+    (folder / "0.txt").symlink_to("../../blobs/12ab")
+    (folder / "metadata.csv").symlink_to("../../blobs/34cd")
+    refs, ignored = scan(folder)
+    assert [ref.metadata for ref in refs] == [
+        {"captions": ["a dog"]},
+        {"text": "a cat"},
+    ]
+    assert ignored == {}
+
+
 def test_files_beside_images_as_img2dataset_writes_them(tmp_path):
     for number in range(3):
         write_photo(tmp_path / "00000" / f"{number}.jpg", number)

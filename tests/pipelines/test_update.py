@@ -451,6 +451,60 @@ def test_changed_columns_of_a_list_are_replaced_without_encoding(photos, config)
     assert captions(root)["02.jpg"] is None
 
 
+@pytest.mark.parametrize("rewrite", ["nothing", "compact", "erase", "merge"])
+def test_edited_values_stay_until_the_source_changes_them(
+    photos, config, tmp_path, rewrite
+):
+    path = photos / "list.csv"
+
+    def write(*values: str) -> None:
+        lines = (f"0{number}.jpg,{value}\n" for number, value in enumerate(values))
+        path.write_text("path,caption\n" + "".join(lines))
+
+    write("a", "b", "c", "d", "e")
+    root = Path(config(sources=[str(path)]).out)
+    run_build(config(sources=[str(path)]), lambda event: None)
+    ids = row_ids(root)
+    set_columns(
+        root, [ids[f"0{number}.jpg"] for number in (0, 1, 2)], {"caption": ["mine"]}
+    )
+    write("a", "b", "C", "D", "e")
+    assert update(root).edited == 2
+    expected = {
+        "00.jpg": "mine",
+        "01.jpg": "mine",
+        "02.jpg": "C",
+        "03.jpg": "D",
+        "04.jpg": "e",
+    }
+    assert captions(root) == expected
+    if rewrite == "erase":
+        delete_rows(root, rows=[ids["04.jpg"]], erase=True)
+        del expected["04.jpg"]
+    elif rewrite == "compact":
+        compact_index(root)
+    elif rewrite == "merge":
+        other = tmp_path / "other"
+        other.mkdir()
+        write_photo(other / "90.jpg", 90)
+        request = config(sources=[str(other)], out=str(tmp_path / "other.edje"))
+        run_build(request, lambda event: None)
+        merge_indexes([request.out, root], tmp_path / "merged.edje")
+        root = tmp_path / "merged.edje"
+        expected["90.jpg"] = None
+    assert captions(root) == expected
+    assert update(root).edited == 0
+    # back to what the photos were built with, and what a user had replaced
+    write("a", "B", "c", "d", "e")
+    assert update(root).edited == 3
+    expected |= {"01.jpg": "B", "02.jpg": "c", "03.jpg": "d"}
+    assert captions(root) == expected
+    write("a", "b", "c", "d", "e")
+    assert update(root).edited == 1
+    assert captions(root) == expected | {"01.jpg": "b"}
+    assert verify_index(root) == []
+
+
 def test_a_list_may_change_the_type_of_a_column(photos, config):
     path = photos / "list.csv"
     path.write_text("path,stars\n00.jpg,1\n01.jpg,2\n")
