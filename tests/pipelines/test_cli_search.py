@@ -160,6 +160,12 @@ def test_texts_are_ranked_for_a_photo(run, root, tmp_path):
     )
     _, out, _ = run(*command)
     assert {line.split(maxsplit=1)[1] for line in out.splitlines()[1:]} == set(texts)
+    (all_texts,) = hits_of(run, *command, "-k", len(texts))
+    least = all_texts["hits"][1]["relevance"]
+    (strong,) = hits_of(run, *command, "-k", len(texts), "--min-relevance", least)
+    assert strong["hits"] == [
+        hit for hit in all_texts["hits"] if hit["relevance"] >= least
+    ]
 
 
 def test_options_of_a_text_search(run, root):

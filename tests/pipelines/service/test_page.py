@@ -325,6 +325,26 @@ def test_a_changed_photo_of_a_query_is_named_by_its_row(browser, tiny_bundle, tm
         page.close()
 
 
+@pytest.mark.parametrize("name", ["caption", "text"])
+def test_a_photo_with_many_columns_shows_its_caption(
+    browser, tiny_bundle, tmp_path, name
+):
+    write_photo(tmp_path / "photos" / "0.jpg", 0)
+    values = {f"column{number}": number for number in range(70)}
+    (tmp_path / "photos" / "0.json").write_text(json.dumps({name: "a lake", **values}))
+    build_index(tmp_path / "photos", tmp_path / "i.edje", tiny_bundle, engine="inline")
+    with serve(tmp_path, tmp_path / "i.edje") as service:
+        page = browser.new_page()
+        watched = Watched(page, service.url)
+        page.goto(f"{service.url}/?q=a+dog")
+        watched.wait()
+        sync_api.expect(page.locator("#photos")).to_contain_text("a lake")
+        page.goto(f"{service.url}/?row=0")
+        watched.wait()
+        assert watched.problems == []
+        page.close()
+
+
 def test_a_link_can_inject_nothing(watched):
     script = "<script>alert(1)</script>"
     page = watched.page
