@@ -20,7 +20,7 @@ from storage_formats.arrays import Bools, Ints
 from storage_formats.errors import UsageError
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.rows import DUPLICATE, INDEXED, read_all_rows
-from storage_formats.format.source_columns import caption_column
+from storage_formats.format.source_columns import caption_columns, captions_of
 
 NOT_IN_INDEX = "not-in-index"
 DELETED = "deleted"
@@ -83,18 +83,16 @@ def stored_captions(
         UsageError: the index holds no captions, or none of `split`.
     """
     columns = index.manifest.columns
-    captioned = caption_column(columns)
+    captioned = caption_columns(columns)
     splits = [SPLIT_KEY] if SPLIT_KEY in {column.name for column in columns} else []
     table = read_all_rows(index, ("uri", "status", *captioned, *splits))
     items = []
     for row in table.to_pylist():
-        captions = row[captioned[0]] if captioned else None
+        captions = captions_of({name: row[name] for name in captioned})
         if not captions or row["status"] != INDEXED:
             continue
         if split is not None and row.get(SPLIT_KEY) != split:
             continue
-        if isinstance(captions, str):
-            captions = [captions]
         uri = row["uri"]
         items.append(CaptionedImage(uri, uri, tuple(captions), row.get(SPLIT_KEY), uri))
     if not items:

@@ -31,7 +31,7 @@ from storage_formats.arrays import Bools, Floats
 from storage_formats.codecs.formats import CODECS
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.rows import INDEXED, iter_rows
-from storage_formats.format.source_columns import caption_column
+from storage_formats.format.source_columns import caption_columns, captions_of
 from storage_formats.format.tombstones import live_rows
 
 _BATCH_ROWS = 128
@@ -336,13 +336,12 @@ def _queries(
     """
     if path is not None:
         return list(dict.fromkeys(read_queries(path))), [], str(path)
-    (name,) = caption_column(index.manifest.columns) or [""]
+    names = caption_columns(index.manifest.columns)
     captions: list[tuple[str, int]] = []
-    for table in iter_rows(index, ["row_id", "status", name]) if name else ():
+    for table in iter_rows(index, ["row_id", "status", *names]) if names else ():
         for row in table.to_pylist():
-            texts = row[name]
-            text = texts[0] if isinstance(texts, list) and texts else texts
-            if row["status"] == INDEXED and isinstance(text, str) and text.strip():
+            text = "".join(captions_of(row)[:1])
+            if row["status"] == INDEXED and text.strip():
                 captions.append((text, row["row_id"]))
         if len(captions) >= _QUERIES:
             break
@@ -351,7 +350,7 @@ def _queries(
     step = max(1, len(captions) // _QUERIES)
     chosen = captions[::step][:_QUERIES]
     texts, rows = zip(*chosen, strict=True)
-    return list(texts), list(rows), f"captions of the index, column {name}"
+    return list(texts), list(rows), f"captions of the index, column {names[0]}"
 
 
 def _ranking_index(

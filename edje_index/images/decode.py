@@ -128,6 +128,8 @@ _BAND_PIXELS = 1 << 20
 _TIFF_BITS = 258
 _TIFF_PHOTOMETRIC = 262
 _TIFF_SIGN = 339
+_TIFF_COMPRESSION = 259
+_TIFF_PLANES = 284
 
 
 class ImageError(Exception):
@@ -221,6 +223,11 @@ def decode_rgb(data: bytes, max_pixels: int = DEFAULT_MAX_PIXELS) -> Image.Image
 
 def _load(image: ImageFile.ImageFile) -> None:
     """Decode the pixels with Pillow."""
+    tags: Any = getattr(image, "tag_v2", {})
+    is_raw = tags.get(_TIFF_COMPRESSION) == 1 and tags.get(_TIFF_PLANES) == 2
+    if is_raw and max(tags.get(_TIFF_BITS, [0])) > 8:
+        # Pillow would take each byte for a sample
+        raise ImageError("unsupported-image", "TIFF: planes of more than 8 bits")
     try:
         image.load()
     except Exception as error:
@@ -379,8 +386,9 @@ def to_rgb(image: Image.Image) -> Image.Image:
         image = image.convert("LA")
     if image.mode != "RGBA":
         image = image.convert("RGBA")
-    # opaque
-    if image.getchannel("A").getextrema() == (255, 255):
+    # opaque; of the screenshots of Windows, the bytes of all pixels are 0
+    opaque = [(255, 255)] + [(0, 0)] * (image.format == "BMP")
+    if image.getchannel("A").getextrema() in opaque:
         return image.convert("RGB")
     white = Image.new("RGB", image.size, "white")
     white.paste(image, mask=image)

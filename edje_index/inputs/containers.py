@@ -17,7 +17,7 @@ import struct
 import threading
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -298,67 +298,74 @@ def members_with_sidecars(
         ImageError: the archive is damaged after the last yielded member.
     """
     members: list[Member] = []
-    contents: dict[bytes, bytes | None] = {}
+    # the sample of each member; in joined archives, others can have the same names
+    samples: dict[Member, dict[bytes, Member]] = {}
+    contents: dict[Member, bytes | None] = {}
     damage = None
     try:
-        # those beside their images, so that a stream is not read a second time
         for sample in _samples(archive):
-            members += sample
-            _read_sidecars(archive, sample, _joined(sample, clips), contents)
+            members += sample.values()
+            samples |= dict.fromkeys(sample.values(), sample)
+            joined = join_sidecars([*sample], clips)
+            # now, so that a stream is not read a second time
+            names = {name for each in joined.values() for name in each.values()}
+            _read_sidecars(archive, [sample[name] for name in names], contents)
     except ImageError as error:
         damage = error
-    joined = _joined(members, clips)
-    used = _read_sidecars(archive, members, joined, contents)
+    first = {member.name: member for member in reversed(members)}
+    joined = join_sidecars([member.name for member in members], clips)
+    sidecars = {
+        member: {
+            suffix: samples[member].get(name, first[name])
+            for suffix, name in joined.get(member.name, {}).items()
+        }
+        for member in members
+    }
+    used = {member for each in sidecars.values() for member in each.values()}
+    _read_sidecars(archive, used, contents)
     for member in members:
         if member not in used:
-            sidecars = joined.get(member.name, {})
-            yield member, {key: contents[name] for key, name in sidecars.items()}
+            found = sidecars[member].items()
+            yield member, {suffix: contents[sidecar] for suffix, sidecar in found}
     if damage is not None:
         raise damage
 
 
-def _samples(archive: Archive) -> Iterator[list[Member]]:
+def _samples(archive: Archive) -> Iterator[dict[bytes, Member]]:
     """Yield the neighbours whose paths agree up to the first dot of the file name, as
-    in WebDataset. If the archive is damaged, first yield the members before the damage.
+    in WebDataset, by name. If the archive is damaged, first yield the members before
+    the damage.
     """
-    sample: list[Member] = []
+    sample: dict[bytes, Member] = {}
+    key = None
     try:
         for member in archive.members():
-            if sample and sample_of(member.name) != sample_of(sample[0].name):
+            if member.name in sample or sample_of(member.name) != key:
                 yield sample
-                sample = []
-            sample.append(member)
+                sample = {}
+                key = sample_of(member.name)
+            sample[member.name] = member
     except ImageError:
         yield sample
         raise
     yield sample
 
 
-def _joined(members: list[Member], clips: bool) -> dict[bytes, dict[str, bytes]]:
-    return join_sidecars([member.name for member in members], clips)
-
-
 def _read_sidecars(
     archive: Archive,
-    members: list[Member],
-    joined: dict[bytes, dict[str, bytes]],
-    contents: dict[bytes, bytes | None],
-) -> set[Member]:
-    """Add the content of each metadata file in `joined` to `contents`, by name. Return
-    these members; of members with the same name, the first.
-    """
-    names = {name for sidecars in joined.values() for name in sidecars.values()}
-    first = {each.name: each for each in reversed(members) if each.name in names}
-    for member in sorted(first.values(), key=lambda each: each.offset):
-        if member.name in contents:
+    members: Iterable[Member],
+    contents: dict[Member, bytes | None],
+) -> None:
+    """Add the contents of `members` to `contents`; None if one cannot be used."""
+    for member in sorted(members, key=lambda each: each.offset):
+        if member in contents:
             continue
-        contents[member.name] = None
+        contents[member] = None
         if member.problem is None:
             with contextlib.suppress(ImageError):
-                contents[member.name] = archive.read(
+                contents[member] = archive.read(
                     member.offset, member.size, MAX_SIDECAR_BYTES
                 )
-    return set(first.values())
 
 
 @dataclass(frozen=True, slots=True)

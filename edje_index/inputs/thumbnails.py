@@ -25,7 +25,7 @@ from edje_index.inputs.containers import (
     split_uri,
 )
 from edje_index.inputs.ranges import open_ranged
-from edje_index.inputs.refs import InputRef, read_bytes
+from edje_index.inputs.refs import InputRef, display_path, read_bytes
 from storage_formats.atomic import Json
 from storage_formats.extras import MissingExtraError
 from storage_formats.format.manifest import CommittedIndex
@@ -200,7 +200,7 @@ def _locate(row: Json) -> InputRef:
     offsets, damage = _member_offsets(
         path, str(kind), status.st_mtime_ns, status.st_size
     )
-    offset = offsets.get((member.encode("utf-8", "surrogateescape"), size))
+    offset = offsets.get((member, size))
     if offset is None:
         raise damage or ImageError("missing", "the archive has no such member")
     return InputRef(uri, path, Container(str(kind), status.st_size), offset, size)
@@ -212,13 +212,13 @@ def _member_offsets(
     kind: str,
     _modified: int,
     _size: int,
-) -> tuple[dict[tuple[bytes, int], int], ImageError | None]:
+) -> tuple[dict[tuple[str, int], int], ImageError | None]:
     """Return the offset of each member by (name, size), and the damage after the last
     member that can be read.
 
     If several members have the same name and size, the first wins.
     """
-    offsets: dict[tuple[bytes, int], int] = {}
+    offsets: dict[tuple[str, int], int] = {}
     with open_ranged(path, only_headers=True) as file:
         archive = ARCHIVES[kind][0](file)
         if archive.is_compressed:
@@ -228,7 +228,8 @@ def _member_offsets(
             raise ImageError("too-expensive", detail)
         try:
             for member in itertools.islice(archive.members(), _MAX_MEMBERS):
-                offsets.setdefault((member.name, member.size), member.offset)
+                name = display_path(member.name)
+                offsets.setdefault((name, member.size), member.offset)
         except ImageError as error:
             return offsets, error
     return offsets, None

@@ -21,7 +21,7 @@ from storage_formats.extras import name_missing_extra
 from storage_formats.format.filter_tables import filter_schema, iter_filter_table
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.rows import check_names, iter_stored_rows, row_schema
-from storage_formats.format.source_columns import caption_column
+from storage_formats.format.source_columns import caption_columns
 
 # of columns
 _CACHED_BYTES = 256 << 20
@@ -55,7 +55,7 @@ class IndexRows:
     ) -> None:
         self._index = index
         if columns is None:
-            columns = caption_column(index.manifest.columns)
+            columns = caption_columns(index.manifest.columns)
         check_names(columns, self.schema.names)
         self._described = list(dict.fromkeys(columns))
         self._columns: OrderedDict[tuple[int, str], pa.Array] = OrderedDict()

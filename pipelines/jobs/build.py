@@ -60,7 +60,7 @@ from storage_formats.extras import name_missing_extra
 from storage_formats.format.layout import IndexSpec, Layout
 from storage_formats.format.manifest import CommittedIndex, Counts, Manifest
 from storage_formats.format.offset import offset_block
-from storage_formats.format.source_columns import caption_column
+from storage_formats.format.source_columns import caption_columns
 from storage_formats.remote.urls import IndexLocation, local_path
 from storage_formats.verify import check_files
 from storage_formats.writing.publish import total_counts
@@ -388,11 +388,13 @@ def build_index(
             )
             check_ann_memory(spec, memory)
             check_disk(out, spec, memory)
+            names = " and ".join(caption_columns(plan.columns))
             captions = (
-                "no captions: the sources have no column captions, caption or text"
+                "no captions: the sources have no texts in a column captions, caption"
+                " or text"
             )
-            for name in caption_column(plan.columns):
-                captions = f"captions are in the column {name}"
+            if names:
+                captions = f"captions are in the column {names}"
             on_event(StatusMessage(captions))
             change.store_plan(plan.to_json())
         if dry_run:

@@ -406,7 +406,15 @@ def compare_sources(
     ]
     _refuse_hidden_rows(
         index,
-        {**dict.fromkeys(empty, "it lists no images"), **hidden},
+        {
+            **dict.fromkeys(empty, "it lists no images"),
+            **{
+                path: "it is not read, because images lie beside it"
+                for source in sources
+                for path in source.hidden
+            },
+            **hidden,
+        },
         vanished + cut_off,
     )
     lost += len(vanished)

@@ -66,7 +66,13 @@ from storage_formats.format.content_hashes import known_contents
 from storage_formats.format.layout import Segment
 from storage_formats.format.manifest import CommittedIndex, Counts
 from storage_formats.format.receipts import ShardReceipt
-from storage_formats.format.rows import INDEXED, iter_rows, read_rows, read_shard_rows
+from storage_formats.format.rows import (
+    FAILED,
+    INDEXED,
+    iter_rows,
+    read_rows,
+    read_shard_rows,
+)
 from storage_formats.remote.urls import IndexLocation, local_path
 from storage_formats.writing.publish import total_counts
 
@@ -131,10 +137,16 @@ def append_index(
                 ref.content_hash for ref in listed if ref.content_hash is not None
             }
             known = known_contents(change.index, hashes)
+            # that had failed before
+            unread = {ref.uri for ref in listed if ref.content_hash is None}
+            for table in iter_rows(change.index, ["uri", "status"]) if unread else ():
+                failed = table.filter(pc.field("status") == FAILED)
+                known |= unread.intersection(failed["uri"].to_pylist())
             refs = [
                 ref
                 for ref in listed
-                if ref.duplicate_of is None and ref.content_hash not in known
+                if ref.duplicate_of is None
+                and (ref.content_hash or ref.uri) not in known
             ]
             duplicates = len(listed) - len(refs)
             changes = SourceChanges(

@@ -109,6 +109,7 @@ class Source(ABC):
         patterns: which inputs are used; the others are ignored.
         unread: uris of the inputs with a metadata file that could not be read in the
             latest pass.
+        hidden: archives that the latest pass ignored, because images lie beside them.
     """
 
     spec: str
@@ -118,6 +119,7 @@ class Source(ABC):
     inputs: int = field(init=False, default=0)
     patterns: Patterns = field(init=False, default_factory=Patterns)
     unread: set[str] = field(init=False, default_factory=set)
+    hidden: set[str] = field(init=False, default_factory=set)
 
     def __post_init__(self) -> None:
         self.path = absolute_path(self.spec)
@@ -130,6 +132,7 @@ class Source(ABC):
         self.ignored.clear()
         self.inputs = 0
         self.unread.clear()
+        self.hidden.clear()
         for ref in self._iter_inputs():
             if self.patterns.select(self._path_in_source(ref.uri)):
                 self.inputs += 1

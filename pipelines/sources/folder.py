@@ -6,6 +6,7 @@ import contextlib
 import functools
 import os
 import stat
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +19,12 @@ from edje_index.inputs.names import (
     join_sidecars,
 )
 from edje_index.inputs.refs import InputRef, display_path
-from pipelines.metadata import UNREADABLE, sidecar_values, source_values
+from pipelines.metadata import (
+    CAPTIONS,
+    UNREADABLE,
+    sidecar_values,
+    source_values,
+)
 from pipelines.sources.base import (
     Source,
     file_input,
@@ -31,6 +37,7 @@ from pipelines.sources.lists import ListSource
 from pipelines.sources.packed import is_packed_name, packed_source, scan_ahead
 from storage_formats.errors import UsageError
 from storage_formats.format.layout import Layout
+from storage_formats.format.source_columns import CAPTION_COLUMNS, captions_of
 from storage_formats.remote.files import list_remote_folder, read_remote
 from storage_formats.remote.urls import is_url
 from storage_formats.threads import ordered_map
@@ -62,6 +69,7 @@ class _Directory:
     files: dict[bytes, int | None] = field(default_factory=dict)
     links: set[bytes] = field(default_factory=set)
     directories: set[bytes] = field(default_factory=set)
+    linked_directories: set[bytes] = field(default_factory=set)
 
 
 @dataclass
@@ -69,10 +77,11 @@ class FolderSource(Source):
     """The images in a directory and its subdirectories.
 
     In each directory, the files come first and the subdirectories follow, both sorted
-    by the bytes of their names. Symbolic links are followed. If several paths lead to
-    one file, only the first path is used. Hidden files and directories are ignored. The
-    files NAME.json and NAME.txt contain the metadata of the image NAME.jpg, and
-    metadata.jsonl or metadata.csv that of the images in its column file_name.
+    by the bytes of their names. Symbolic links are followed; those to directories come
+    last of all. If several paths lead to one file, only the first path is used. Hidden
+    files and directories are ignored. The files NAME.json and NAME.txt contain the
+    metadata of the image NAME.jpg, and metadata.jsonl or metadata.csv that of the
+    images in its column file_name.
 
     Archives and Parquet files are read if their directory contains no image files, as
     in the output of img2dataset. Otherwise they are ignored and counted.
@@ -89,8 +98,9 @@ class FolderSource(Source):
         # columns of tables in the directories, by path of the photo
         self._listed: dict[bytes, dict[Any, Any]] = {}
         pending = [self.path.rstrip(b"/") if is_url(self.path) else self.path]
-        while pending:
-            path = pending.pop()
+        links = deque[bytes]()
+        while pending or links:
+            path = pending.pop() if pending else links.popleft()
             try:
                 directory = self._list(path)
             except OSError as error:
@@ -100,6 +110,10 @@ class FolderSource(Source):
             pending += [
                 os.path.join(path, name)
                 for name in sorted(directory.directories, reverse=True)
+            ]
+            links += [
+                os.path.join(path, name)
+                for name in sorted(directory.linked_directories)
             ]
         if self._listed:
             self.ignored.count("(metadata without a file)", len(self._listed))
@@ -143,8 +157,10 @@ class FolderSource(Source):
                     self.ignored.count("(hidden)")
                 elif is_directory and is_litter(entry.name):
                     self.ignored.count(_LITTER)
-                elif is_directory or (mode and stat.S_ISDIR(mode)):
+                elif is_directory:
                     directory.directories.add(entry.name)
+                elif mode and stat.S_ISDIR(mode):
+                    directory.linked_directories.add(entry.name)
                 elif mode is None and not has_input_suffix(entry.name, self.clips):
                     self.ignored.count("(broken link)")
                 elif mode is None or stat.S_ISREG(mode):
@@ -154,7 +170,8 @@ class FolderSource(Source):
         self._visited[identity] = path
         is_index = (
             b"index.json" in directory.files
-            and {b"manifest", b"rows", b"tokens"} <= directory.directories
+            and {b"manifest", b"rows", b"tokens"}
+            <= directory.directories | directory.linked_directories
         )
         if is_index or (
             b"build" in directory.directories
@@ -185,6 +202,8 @@ class FolderSource(Source):
                 and not name.startswith(b".")
             )
             (packed if is_packed else files).append(name)
+            if not reads_packed and is_packed_name(os.fsdecode(name)):
+                self.hidden.add(display_path(os.path.join(directory.path, name)))
         read = functools.partial(self._file, directory, sidecars)
         is_server = is_url(directory.path)
         refs = (
@@ -269,7 +288,13 @@ class FolderSource(Source):
             # a JSON escape can be no Unicode
             with contextlib.suppress(UnicodeEncodeError):
                 listed = os.fsencode(str(values.pop(_NAME, "")))
-                self._listed.setdefault(os.path.join(directory.path, listed), values)
+                path = os.path.join(directory.path, listed)
+                first = self._listed.setdefault(path, values)
+                # one line per caption
+                if texts := captions_of(values) if first is not values else []:
+                    texts = [*dict.fromkeys((*captions_of(first), *texts))]
+                    column = next(filter(first.get, CAPTION_COLUMNS), CAPTIONS)
+                    first[column] = texts
         for key, count in table.ignored.items():
             self.ignored.count(key, count)
         return True

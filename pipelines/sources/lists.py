@@ -24,6 +24,7 @@ from edje_index.inputs.refs import MAX_INPUT_BYTES, InputRef, display_path
 from pipelines.metadata import (
     BAD_NAME,
     CAPTIONS,
+    UNREADABLE,
     metadata_columns,
     parquet_rows,
     source_values,
@@ -164,7 +165,11 @@ class ListSource(Source):
 
     def values(self) -> Iterator[dict[Any, Any]]:
         """Yield the values of each entry by column, with that of the path column."""
-        return (values for _, values in self._entries() if values)
+        for _, values in self._entries():
+            if values:
+                yield values
+            else:
+                self.ignored.count(UNREADABLE)
 
     def _entries(self) -> Iterator[_Entry]:
         """Yield the entries. Empty fields of CSV are left out. If two columns share
@@ -237,11 +242,15 @@ class ListSource(Source):
         if self._suffix != ".parquet":
             lines = read_json_lines(self._file, decode_errors="surrogateescape")
             problem = ""
+            names: dict[str, Any] = {}
             for number, value, error in itertools.islice(lines, _LINES_WITH_COLUMNS):
                 if value and isinstance(value, dict):
-                    return list(value)
+                    names |= value
+                    continue
                 found = error or "the line is not a JSON object"
                 problem = problem or f"line {number} cannot be used: {found}"
+            if names:
+                return list(names)
             raise ValueError(problem or "the file has no lines")
         with open_parquet(os.fsdecode(self._file)) as file:
             schema = file.schema_arrow

@@ -51,10 +51,13 @@ def translate_row_ids(index: CommittedIndex, row_ids: RowIds) -> Ints:
     """Return the current row id of each of `row_ids`, int64 [k]. See
     `storage_formats.TokenStore.translate`.
     """
-    ids = check_row_ids(row_ids, index.spec.rows)
+    spec = index.spec
+    # rows that are gone may have been the last ones
+    shards = max(spec.shards, index.manifest.snapshot.next_shard)
+    ids = check_row_ids(row_ids, shards * spec.shard_size)
     for row_map in index.manifest.row_maps:
         ids = _translate(index, row_map, ids)
-    return np.where(rows_in_use(ids, index.spec), ids, -1)
+    return np.where(rows_in_use(ids, spec), ids, -1)
 
 
 def check_row_map(index: CommittedIndex, row_map: RowMap) -> None:

@@ -118,10 +118,18 @@ def check_columns(columns: Collection[SourceColumn]) -> None:
         )
 
 
-def caption_column(columns: Iterable[SourceColumn]) -> list[str]:
-    """Return the name of the column with the captions, or an empty list."""
+def caption_columns(columns: Iterable[SourceColumn]) -> list[str]:
+    """Return the names of the columns with captions. See `captions_of`."""
     texts = {each.name for each in columns if each.type in (STRING, STRINGS)}
-    return [name for name in CAPTION_COLUMNS if name in texts][:1]
+    return [name for name in CAPTION_COLUMNS if name in texts]
+
+
+def captions_of(row: Mapping[str, Any]) -> list[str]:
+    """Return the captions of a row, which has the columns `caption_columns`: those of
+    the first one with a value.
+    """
+    value: Any = next((row[name] for name in CAPTION_COLUMNS if row.get(name)), [])
+    return value if isinstance(value, list) else [value]
 
 
 def merge_columns(*tables: Iterable[SourceColumn]) -> tuple[SourceColumn, ...]:

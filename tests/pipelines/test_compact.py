@@ -186,6 +186,17 @@ def test_an_index_without_rows_is_refused(index):
         compact_index(root)
 
 
+def test_a_row_that_was_renumbered_and_erased_has_no_id(index):
+    root, _ = index
+    delete_rows(root, rows=[3], erase=True)
+    moved = int(TokenStore.open(root).translate([4])[0])
+    delete_rows(root, rows=[moved], erase=True)
+    # the index has fewer rows than the old id
+    assert TokenStore.open(root).translate([3, 4, moved]).tolist() == [-1, -1, -1]
+    with pytest.raises(RowIdError):
+        TokenStore.open(root).translate([10**6])
+
+
 @pytest.mark.parametrize("harm", ["flipped", "not a map"])
 def test_a_damaged_row_map_is_one_clear_error(index, harm):
     root, _ = index

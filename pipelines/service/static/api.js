@@ -55,7 +55,7 @@ export async function showThumbnail(image, row, side) {
 
 export const nameOf = (hit) => hit.uri.split("!").pop().split("/").pop() || hit.uri;
 export const WEAK = 0.5; // relevance
-// as `caption_column` of the index
+// as `captions_of` a row
 export const captionColumn = ({ columns }) => ["captions", "caption", "text"].find((name) => columns[name] != null);
 export const captionsOf = (hit) => [hit.columns[captionColumn(hit)] ?? []].flat();
 
