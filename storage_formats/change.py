@@ -135,7 +135,7 @@ def read_journal(root: str | Path) -> Journal | None:
         ValueError,
         RecursionError,
     ) as error:
-        advice, remedy = _how_to_discard(layout)
+        advice, remedy = how_to_discard(layout)
         what = f"{layout.journal}, which names the unfinished change"
         problem = cannot_read(what, error, advice)
         problem.remedy = remedy
@@ -238,7 +238,7 @@ class Change:
             return
         if earlier is not None and _has_work(layout, earlier):
             if not self.is_same(earlier):
-                advice, remedy = _how_to_discard(layout)
+                advice, remedy = how_to_discard(layout)
                 raise UnfinishedChangeError(
                     f"'{earlier.kind}' of {layout.root} has not finished"
                     f" ({_finished(layout)}); run the same '{earlier.kind}' again to"
@@ -575,7 +575,7 @@ def _finished(layout: Layout) -> str:
     return f"{shards:,} finished shard{'' if shards == 1 else 's'}"
 
 
-def _how_to_discard(layout: Layout) -> tuple[str, str | None]:
+def how_to_discard(layout: Layout) -> tuple[str, str | None]:
     """Return what to do to discard a change, and the remedy of the error."""
     if layout.manifest.exists():
         return "discard it", "discard"

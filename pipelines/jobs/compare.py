@@ -4,7 +4,6 @@ seems lost is never taken for empty.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
 import os
@@ -286,6 +285,8 @@ def compare_sources(
     for ref in hashed(listing):
         row = find(ref, any_content=False)
         named = (ref.uri, ref.uri_raw, ref.content_hash)
+        if ref.problem in _HIDES_OTHERS:
+            hidden[display_path(ref.path)] = str(ref.problem)
         if row is None and input_hash(*named) in removed:
             stay_deleted += 1
             inputs += 1
@@ -302,8 +303,6 @@ def compare_sources(
                 "INSERT INTO pending VALUES(?, ?, ?, ?, FALSE)",
                 [inputs, pickle.dumps(ref), ref.problem, row and row.row_id],
             )
-        if ref.problem in _HIDES_OTHERS:
-            hidden[display_path(ref.path)] = str(ref.problem)
         inputs += 1
 
     def pending(condition: str) -> Iterator[tuple[int, InputRef, _Row | None]]:
@@ -459,11 +458,12 @@ def _typed(
     values: Mapping[str, Value], columns: Mapping[str, SourceColumn]
 ) -> dict[str, Value]:
     """Return values of a source as the index stores them, if their type fits."""
-    typed = dict(values)
-    for name in values.keys() & columns.keys():
-        with contextlib.suppress(ValueError, TypeError):
-            typed[name] = as_type(values[name], columns[name].type)
-    return typed
+    return {
+        name: as_type(value, columns[name].type)
+        if name in columns and columns[name].fits(value)
+        else value
+        for name, value in values.items()
+    }
 
 
 def _new_values(

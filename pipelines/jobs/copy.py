@@ -50,6 +50,7 @@ from pipelines.progress.events import (
     stop_at_events,
 )
 from pipelines.progress.wording import counted, human_bytes
+from storage_formats.arguments import as_list
 from storage_formats.arrays import Ints
 from storage_formats.atomic import Json
 from storage_formats.change import begin_index, begin_new_index
@@ -609,7 +610,8 @@ def merge_indexes(
         6
     """
     started = time.monotonic()
-    opened = [CommittedIndex.open(local_path(each)) for each in indexes]
+    paths = as_list(indexes, "indexes", "paths")
+    opened = [CommittedIndex.open(local_path(each)) for each in paths]
     _refuse_different(opened)
     root = local_path(out)
     states = [

@@ -37,7 +37,7 @@ from pipelines.jobs.plan import (
 from pipelines.jobs.resources import Execution
 from pipelines.progress.events import OnEvent, ShouldStop, StatusMessage
 from pipelines.progress.wording import by_reason, counted
-from storage_formats.change import Change, IndexChange
+from storage_formats.change import Change, IndexChange, how_to_discard
 from storage_formats.format.layout import Layout
 from storage_formats.format.receipts import ShardReceipt
 from storage_formats.format.rows import FAILED, read_shard_rows
@@ -231,7 +231,7 @@ def earlier_plan(
             text = (
                 f"{source} has changed since this command began; the command goes on"
                 " with the inputs that it listed then. Update the index when it is"
-                f" finished, or delete {change.layout.build.parent} to begin anew"
+                f" finished, or {how_to_discard(change.layout)[0]} to begin anew"
             )
             on_event(StatusMessage(text, is_warning=True))
     check_inputs(change.layout.root, plan, receipts)

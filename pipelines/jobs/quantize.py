@@ -12,6 +12,7 @@ from pipelines.jobs.changing import Edit, ShardWork, apply, begin
 from pipelines.jobs.resources import check_free_disk
 from pipelines.progress.events import OnEvent, ShouldStop, ignore, never
 from pipelines.progress.wording import counted
+from storage_formats.arguments import as_list
 from storage_formats.codecs import codec, precisions
 from storage_formats.errors import UsageError
 from storage_formats.extras import name_missing_extra
@@ -104,6 +105,8 @@ def quantize_index(
         (('bf16', 'fp8', 'nvfp4'), 36)
     """
     started = time.monotonic()
+    to = as_list(to, "to", "precisions")
+    drop = as_list(drop, "drop", "precisions")
     request = {"to": sorted(to), "drop": sorted(drop), "source": source}
     with begin(index, "quantize", request) as change:
         before = change.index.spec.precisions

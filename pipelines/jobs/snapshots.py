@@ -16,6 +16,7 @@ import pyarrow.compute as pc
 from pipelines.jobs.changing import Edit, apply, begin, notifier, rows_passing
 from pipelines.metadata import Ignored, python_values, source_values
 from pipelines.progress.events import OnEvent, StatusMessage, ignore, never
+from storage_formats.arguments import as_list
 from storage_formats.atomic import Json
 from storage_formats.change import Removal, collect_garbage, unfinished_journal
 from storage_formats.errors import RowIdError, UsageError
@@ -351,6 +352,7 @@ def set_columns(
     """
     if isinstance(columns, pa.Table):
         columns = columns.to_pydict()
+    columns = {name: as_list(each, name, "values") for name, each in columns.items()}
     with begin(index, "edit") as change:
         opened = change.index
         ids = check_row_ids(row_ids, opened.spec.rows)
@@ -485,7 +487,4 @@ def is_value(
     """
     if stored is None or value is None or column is None:
         return stored is value
-    try:
-        return bool(stored == as_type(value, column.type))
-    except (ValueError, TypeError):
-        return False
+    return column.fits(value) and bool(stored == as_type(value, column.type))

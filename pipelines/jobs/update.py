@@ -24,6 +24,7 @@ from pipelines.jobs.build import BuildResult, result_of, source_names
 from pipelines.jobs.changing import (
     Applied,
     Edit,
+    FailedInputsError,
     ShardWork,
     apply,
     begin,
@@ -55,6 +56,7 @@ from pipelines.progress.events import (
     ignore,
     never,
 )
+from pipelines.progress.wording import counted
 from pipelines.sources import Listing, hash_and_mark_duplicates
 from pipelines.sources.base import absolute_spec
 from storage_formats.arguments import as_list, as_path, as_text
@@ -260,6 +262,9 @@ def update_index(
             execution = choose_workers(settings, info, execution)
             plan = _plan_rows(change, changes, settings, info)
             work = encoding(change, plan, execution, on_event, needs_one=False)
+            if not retry_failed:
+                rows = manifest.counts.inputs - manifest.snapshot.deleted_rows
+                work = _with_lost(work, len(changes.deleted), max_vanished * rows)
         elif change.plan is not None:
             change.start_again()
         groups = recorded_sources(manifest) if group is None else (group,)
@@ -462,6 +467,26 @@ def _cover(groups: Iterable[SourceGroup], group: SourceGroup) -> bool:
     """Return True if each source of `group` is, or is below, one of `groups`."""
     known = tuple(f"{source}/" for each in groups for source in each.sources)
     return all(f"{source}/".startswith(known) for source in group.sources)
+
+
+def _with_lost(work: ShardWork, deleted: int, most: float) -> ShardWork:
+    """Return `work`, with an error at its end if inputs failed and the new rows are too
+    few for the `deleted` ones: a server may answer every request with one page.
+    """
+
+    def check(receipts: Sequence[ShardReceipt]) -> None:
+        work.check(receipts)
+        lost = deleted - sum(each.indexed for each in receipts)
+        failed = any(each.failed for each in receipts)
+        if len(receipts) == len(work.shards) and failed and lost > most + 1e-6:
+            raise FailedInputsError(
+                f"{counted(lost, 'row')} would be deleted, and inputs of the sources"
+                " cannot be decoded any more; check the sources, or raise the share of"
+                " rows that may vanish. The index is unchanged",
+                parameter="max_vanished",
+            )
+
+    return replace(work, check=check)
 
 
 def _settings_and_bundle(

@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from storage_formats.arguments import as_list
 from storage_formats.atomic import naming
 from storage_formats.errors import UsageError, cannot_read
 from storage_formats.format.committed_files import CommittedFiles
@@ -283,7 +284,8 @@ def check_names(columns: Iterable[str], names: Sequence[str]) -> None:
     """Raise UsageError if one of `columns` is not in `names`, the column names of a
     rows table.
     """
-    if unknown := sorted(set(columns) - set(names)):
+    columns = as_list(columns, "columns", "names")
+    if unknown := sorted({*map(str, columns)} - {*names}):
         raise UsageError(
             f"the rows have no column {unknown[0]}; choose from: {', '.join(names)}",
             parameter="columns",

@@ -77,6 +77,11 @@ class SourceColumn:
         exact = (name for accepted, name in _TYPES_OF_KINDS if kinds <= accepted)
         return STRINGS if "texts" in kinds else next(exact, STRING)
 
+    def fits(self, value: Value) -> bool:
+        """Return True if the column keeps its type with `value`."""
+        kinds = (*self.kinds, kind_of(value))
+        return SourceColumn(self.name, kinds, self.values).type == self.type
+
     def to_json(self) -> dict[str, Any]:
         """Return the entry of the column in `index.json`, as a JSON object."""
         return {

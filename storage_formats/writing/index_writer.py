@@ -22,7 +22,15 @@ from typing import Any, Self, TypeAlias
 import numpy as np
 import pyarrow as pa
 
-from storage_formats.arguments import refuse_pickle, repr_of, shown
+from storage_formats.arguments import (
+    as_count,
+    as_list,
+    as_path,
+    as_text,
+    refuse_pickle,
+    repr_of,
+    shown,
+)
 from storage_formats.arrays import Array, Floats, as_array
 from storage_formats.atomic import Json
 from storage_formats.change import (
@@ -141,16 +149,20 @@ class IndexWriter:
             UsageError: `path` is not empty, or an argument is not valid.
             OSError: the directory cannot be written.
         """
-        m, d = block_shape
-        spec = IndexSpec(
-            shard_size, shard_size, (m, d), embed_dim, tuple(dict.fromkeys(precisions))
-        )
+        shape = as_list(block_shape, "block_shape", "two integers")
+        if len(shape) != 2:
+            raise UsageError(f"block_shape must be (m, d), got {shown(shape)}")
+        m, d = (as_count(each, "block_shape") for each in shape)
+        rows = as_count(shard_size, "shard_size")
+        names = as_list(precisions, "precisions", "names")
+        width = as_count(embed_dim, "embed_dim")
+        spec = IndexSpec(rows, rows, (m, d), width, tuple(dict.fromkeys(names)))
         if not spec.precisions:
             raise UsageError("precisions is empty; name at least one precision")
         for name in spec.precisions:
             codec(name, spec.block_shape)
-        root = Path(path)
-        writer = cls(root, spec, encoder)
+        root = as_path(path, "path")
+        writer = cls(root, spec, as_text(encoder, "encoder"))
         # so that it never resumes an earlier one
         request = {"writer": uuid.uuid4().hex}
         change = begin_new_index(root, "import-arrays", request)
@@ -409,15 +421,17 @@ def _as_unit_vectors(embeddings: Array, first: int) -> Floats:
 def _given_columns(rows: Rows | None, count: int) -> Json:
     if rows is None:
         return {}
-    if isinstance(rows, str):
-        raise UsageError(
-            "rows must be a list of URIs, a table or a mapping of columns, got the"
-            f" string {rows!r}"
-        )
     if isinstance(rows, pa.Table | pa.RecordBatch):
         columns: Json = {name: rows[name] for name in rows.schema.names}
+    elif isinstance(rows, Mapping):
+        columns = {
+            as_text(name, "rows"): values
+            if hasattr(values, "to_pylist")
+            else as_list(values, f"rows[{name!r}]", "values")
+            for name, values in rows.items()
+        }
     else:
-        columns = dict(rows) if isinstance(rows, Mapping) else {"uri": list(rows)}
+        columns = {"uri": as_list(rows, "rows", "URIs, a table or a mapping")}
     for name in columns.keys() - {*ROW_COLUMNS}:
         if not is_allowed(name) or stored_name(name, ROW_SCHEMA.names) != name:
             raise UsageError(

@@ -156,6 +156,9 @@ def test_an_erasure_removes_edited_values(index):
         ([0], {"c": [float("nan")]}, "number not finite"),
         ([0], {"c\n": ["x"]}, "column name not allowed"),
         ([0], {"c": ["x" * 20_000]}, "more than 16,384 bytes"),
+        ([0], {"stars": [5.5]}, "stars has the type int64"),
+        ([0], {"title": "Sea"}, "title must be a sequence"),
+        ([0], {"stars": 5}, "stars must be a sequence"),
         ([0], {"stars": ["five"]}, "stars has the type int64"),
     ],
 )

@@ -5,19 +5,23 @@ from __future__ import annotations
 import datetime
 import decimal
 import json
+import tarfile
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from edje_index import TokenIndex
+from edje_index.captions.matching import stored_captions
 from edje_index.inputs.refs import InputRef
 from pipelines.jobs.plan import CollectedColumns
 from pipelines.progress.events import ignore, never
 from pipelines.sources import Listing, open_sources
 from storage_formats import Manifest, read_rows, verify_index
+from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.source_columns import MAX_COLUMNS
-from tests.pipelines.conftest import write_photo
+from tests.pipelines.conftest import run_build, write_photo
 
 FIXED = [
     "--engine",
@@ -128,6 +132,50 @@ def scan(*specs: Path) -> tuple[list[InputRef], dict[str, int]]:
     sources = open_sources(map(str, specs))
     listing = Listing(sources, ignore, never)
     return list(listing), listing.ignored
+
+
+def test_joined_archives_have_a_caption_for_each_photo_of_a_name(tmp_path):
+    data = b""
+    for number, caption in enumerate(("zero", "two")):
+        folder = tmp_path / caption
+        write_photo(folder / "000.jpg", number)
+        (folder / "000.txt").write_text(caption)
+        with tarfile.open(tmp_path / f"{caption}.tar", "w") as archive:
+            archive.add(folder / "000.jpg", "000.jpg")
+            archive.add(folder / "000.txt", "000.txt")
+        data += (tmp_path / f"{caption}.tar").read_bytes()
+    (tmp_path / "joined.tar").write_bytes(data)
+    refs, ignored = scan(tmp_path / "joined.tar")
+    assert [ref.metadata for ref in refs] == [
+        {"captions": ["zero"]},
+        {"captions": ["two"]},
+    ]
+    assert ignored == {}
+
+
+def test_a_line_per_caption_and_lines_that_cannot_be_read(tmp_path):
+    for number in range(2):
+        write_photo(tmp_path / f"{number}.jpg", number)
+    (tmp_path / "metadata.jsonl").write_text(
+        '{"file_name": "0.jpg", "text": "one"}\n{"file_name": "0.jpg", "text": "two"}\n'
+        '{"file_name": "1.jpg", "text": "three"\n'
+    )
+    refs, ignored = scan(tmp_path)
+    assert [ref.metadata for ref in refs] == [{"text": ["one", "two"]}, None]
+    assert ignored == {"(unreadable metadata)": 1}
+
+
+def test_each_row_has_the_captions_of_its_source(tmp_path, config):
+    for name, number in (("a", 0), ("b", 1)):
+        write_photo(tmp_path / name / f"{name}.jpg", number)
+    (tmp_path / "a/metadata.csv").write_text("file_name,caption\na.jpg,red boat\n")
+    (tmp_path / "b/b.txt").write_text("blue dog")
+    request = config(sources=[str(tmp_path / "a"), str(tmp_path / "b")])
+    run_build(request, ignore)
+    hits = TokenIndex.open(request.out).search("x", k=2)
+    assert {hit.described() for hit in hits} == {"red boat", "blue dog"}
+    items = stored_captions(CommittedIndex.open(request.out))
+    assert [item.captions for item in items] == [("red boat",), ("blue dog",)]
 
 
 def test_captions_behind_links_as_in_the_cache_of_the_hub(tmp_path):

@@ -214,3 +214,11 @@ def test_caption_files(tmp_path: Path) -> None:
     ):
         with pytest.raises(UsageError, match=r"captions\.json"):
             captions_in(unusable)
+
+
+def test_the_first_line_may_lack_the_path(tmp_path: Path) -> None:
+    path = tmp_path / "list.jsonl"
+    path.write_text('{"caption": "no photo"}\n{"path": "0.jpg", "caption": "one"}\n')
+    (tmp_path / "0.jpg").write_bytes(b"0")
+    assert [ref.problem for ref in scan(path)] == ["bad-list-line", None]
+    assert [ref.problem for ref in scan(path, "path")] == ["bad-list-line", None]

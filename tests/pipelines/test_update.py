@@ -163,6 +163,88 @@ def test_too_many_vanished_rows_are_refused(built, photos, run):
     assert update(built, max_vanished=0.45, model=Path("no-such-model")).vanished == 4
 
 
+@pytest.mark.parametrize("pages", ["the same", "different"])
+def test_pages_in_place_of_photos_delete_no_rows(built, photos, pages):
+    """As a server sends them for which somebody must log in."""
+    before = contents(built)
+    for number, path in enumerate(sorted(photos.rglob("*.jpg"))):
+        page = f"<html>please log in {number * (pages == 'different')}</html>"
+        path.write_text(page)
+    with pytest.raises(EdjeError, match="would be deleted, and inputs of the sources"):
+        update(built)
+    assert contents(built) == before
+    assert verify_index(built) == []
+
+
+def test_an_image_beside_an_archive_deletes_no_rows(config, tmp_path, photos):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    with tarfile.open(folder / "a.tar", "w") as archive:
+        for path in sorted(photos.rglob("*.jpg"))[:3]:
+            archive.add(path, path.name)
+    (tmp_path / "folder/more").mkdir()
+    for number in range(5):
+        write_photo(tmp_path / "folder/more" / f"{number}.jpg", 40 + number)
+    root = Path(config(sources=[str(folder)]).out)
+    run_build(config(sources=[str(folder)]), lambda event: None)
+    before = contents(root)
+    write_photo(folder / "cover.jpg", 90)
+    with pytest.raises(EdjeError, match=r"a\.tar .*images lie beside it"):
+        update(root)
+    assert contents(root) == before
+
+
+def test_an_append_does_not_add_a_failed_input_again(photos, config):
+    path = photos / "list.csv"
+    path.write_text("path\n00.jpg\nmissing.jpg\n")
+    root = Path(config(sources=[str(path)]).out)
+    run_build(config(sources=[str(path)]), lambda event: None)
+    path.write_text("path\n00.jpg\nmissing.jpg\n01.jpg\n")
+    result = append_index(root, [str(path)], engine="inline")
+    assert (result.indexed, result.failed) == (1, 0)
+    write_photo(photos / "missing.jpg", 95)
+    assert retry(root).new == 1
+    uris = read_rows(root, columns=["uri"])["uri"].to_pylist()
+    assert len(uris) == len(set(uris)) == 3
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ([1, 2], [1.5, 2]),
+        ([False, True, False], ["n/a", True, False]),
+        ([False, True], ["yes", "maybe"]),
+        ([True, True], [0.5, 2]),
+        ([7, 8], [7.9, "eight"]),
+        ([2**53, 1.5], [2**53 + 1, 1.5]),
+    ],
+)
+def test_a_value_of_another_type_is_a_change(photos, config, before, after):
+    path = photos / "list.jsonl"
+
+    def write(values: list[Any]) -> None:
+        lines = (
+            json.dumps({"path": f"{number:02}.jpg", "value": value})
+            for number, value in enumerate(values)
+        )
+        path.write_text("\n".join(lines))
+
+    def stored(root: Path) -> list[Any]:
+        return read_rows(root, columns=["value"])["value"].to_pylist()
+
+    write(before)
+    request = config(sources=[str(path)])
+    run_build(request, lambda event: None)
+    write(after)
+    assert update(request.out).edited > 0
+    found = stored(Path(request.out))
+    assert all(
+        value in (expected, str(expected).lower())
+        for value, expected in zip(found, after, strict=True)
+    )
+    assert update(request.out).edited == 0
+
+
 def test_an_empty_source_is_refused(built, photos, tmp_path):
     write_photo(tmp_path / "more/a.jpg", 50)
     append_index(built, (str(tmp_path / "more"),), engine="inline")

@@ -117,7 +117,7 @@ def test_columns_of_rows(tmp_path, rows):
     ("rows", "message"),
     [
         (["a"], "2 blocks need 2 rows, but column uri of rows has 1"),
-        ("ab", "got the string 'ab'"),
+        ("ab", "got 'ab'"),
         ({"status": ["failed"] * 2}, "cannot have a column status"),
         (
             {"width": ["wide", "narrow"]},
@@ -376,3 +376,37 @@ print(peaks[-1] - peaks[10])
     )
     # KiB
     assert int(done.stdout) < 20 * 1024
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"encoder": None}, "encoder must be a string"),
+        ({"encoder": "\ud800"}, "lone surrogate"),
+        ({"block_shape": (4,)}, r"block_shape must be \(m, d\)"),
+        ({"block_shape": (4.0, 16)}, "block_shape must be an integer"),
+        ({"block_shape": None}, "block_shape must be a sequence"),
+        ({"embed_dim": 8.5}, "embed_dim must be an integer"),
+        ({"shard_size": True}, "shard_size must be an integer"),
+        ({"precisions": "bf16"}, "precisions must be a sequence"),
+    ],
+)
+def test_wrong_arguments_are_refused_at_once(tmp_path, changed, message):
+    with pytest.raises(UsageError, match=message):
+        IndexWriter.create(tmp_path / "index", **{**SHAPE, **changed})
+    assert not (tmp_path / "index").exists()
+
+
+def test_numbers_of_numpy_are_integers(tmp_path):
+    given = {
+        "block_shape": np.array([4, 16]),
+        "embed_dim": np.int32(8),
+        "shard_size": np.int64(5),
+    }
+    with IndexWriter.create(tmp_path / "index", **given) as writer:
+        writer.append(*arrays(7))
+        with pytest.raises(UsageError, match="rows must be a string"):
+            writer.append(*arrays(1), rows={3: ["x"]})
+        with pytest.raises(UsageError, match=r"rows\['captions'\] must be a sequence"):
+            writer.append(*arrays(1), rows={"captions": "a"})
+    assert verify_index(tmp_path / "index") == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import struct
 import zlib
 
 import numpy as np
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, PngImagePlugin
 
-from edje_index.images.decode import ImageError
+from edje_index.images.decode import ImageError, decode_rgb
 from tests.edje_index.image_cases import (
     encoded,
     gradient,
@@ -258,3 +259,45 @@ def test_a_damaged_jpeg_has_the_result_of_pillow(at, value, length):
             pixels(damaged)
         return
     np.testing.assert_array_equal(pixels(damaged), expected)
+
+
+def test_a_screenshot_of_windows_whose_alpha_is_zero_is_opaque() -> None:
+    """A bitmap with a mask for alpha, version 5."""
+    masks = struct.pack("<IIII", 0xFF0000, 0xFF00, 0xFF, 0xFF000000)
+    header = struct.pack("<IiiHHIIiiII", 124, 1, -1, 1, 32, 3, 0, 0, 0, 0, 0) + masks
+    header += bytes(124 - len(header))
+    pixel = bytes([30, 20, 10, 0])
+    start = 14 + len(header)
+    data = b"BM" + struct.pack("<IHHI", start + 4, 0, 0, start) + header + pixel
+    assert decode_rgb(data).getpixel((0, 0)) == (10, 20, 30)
+
+
+def test_planes_of_16_bits_are_refused() -> None:
+    planes = struct.pack("<HHH", 256, 512, 1024)
+    entries = [
+        (256, 4, [1]),
+        (257, 4, [1]),
+        (258, 3, [16, 16, 16]),
+        (259, 3, [1]),
+        (262, 3, [2]),
+        (273, 4, [8, 10, 12]),
+        (277, 3, [3]),
+        (278, 4, [1]),
+        (279, 4, [2, 2, 2]),
+        (284, 3, [2]),
+    ]
+    start = 8 + len(planes)
+    after = start + 2 + 12 * len(entries) + 4
+    directory = struct.pack("<H", len(entries))
+    values = b""
+    for tag, kind, numbers in entries:
+        packed = struct.pack("<" + "HI"[kind == 4] * len(numbers), *numbers)
+        if len(packed) > 4:
+            place = struct.pack("<I", after + len(values))
+            values += packed
+        else:
+            place = packed.ljust(4, b"\0")
+        directory += struct.pack("<HHI", tag, kind, len(numbers)) + place
+    data = b"II*\0" + struct.pack("<I", start) + planes + directory + bytes(4) + values
+    with pytest.raises(ImageError, match=r"unsupported-image: .*more than 8 bits"):
+        decode_rgb(data)
