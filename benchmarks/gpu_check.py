@@ -268,7 +268,7 @@ class GpuCheck:
                 for kind, captions in (("one caption", [CAPTION]), ("mixed", mixed)):
                     some = captions[:32]
                     expected = reference.score(some, blocks[:32])
-                    # the first calls start each kernel, the next ones a record
+                    # the first calls run kernel by kernel, later ones a recorded graph
                     for _ in range(3):
                         found = scorer.score(some, there[:32])
                     worst = float((found - expected).abs().max())
@@ -452,8 +452,8 @@ class GpuCheck:
     def _build_rate(
         self, photos: Path, model: Path, at_once: int, *given: object
     ) -> float:
-        """Images per second of a build that encodes some shards at once, from the end
-        of the first of them on.
+        """Images per second of a build that encodes `at_once` shards at once, from the
+        end of the first `at_once` shards to the end of the last.
         """
         shard = 8 if self._tiny else 256
         batch = 8 if self._tiny else _BATCH
@@ -570,7 +570,9 @@ def _rgb(path: Path) -> Any:
 
 
 def _pair_flops(layers: int, caption: str) -> float:
-    """Operations of one pair: of the last layer, one query, and all keys and values."""
+    """Operations of one pair. The last layer computes keys and values of all tokens,
+    but only one query.
+    """
     # each word of the caption is one token; [CLS] and both [SEP]
     tokens = len(caption.split()) + 3 + _SHAPE[0]
     width = _SHAPE[1]

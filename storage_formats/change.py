@@ -255,8 +255,8 @@ class Change:
             yield
             if self._is_committed():
                 remove_build(layout)
-            # a change that ends here without a commit has written no data files, unless
-            # it was abandoned
+            # without a commit, the job had nothing to do and has written no data files,
+            # unless it was abandoned
             may_have_data = self._is_abandoned
         except (OSError, EdjeError) as error:
             if not self._is_committed():
@@ -352,6 +352,7 @@ class IndexChange(Change):
         # a reader of the old manifest has found its rows until now
         write_array_shapes(layout, after)
         drops = (manifest.snapshot.oldest or 0) > (current.snapshot.oldest or 0)
+        # a new snapshot keeps the files of the one before it
         if is_new and not drops:
             return []
         # with a damaged manifest of a snapshot, nobody knows what it names

@@ -225,11 +225,12 @@ def ann_without_rows(index: CommittedIndex, row_ids: Sequence[int]) -> Ann:
 
 
 def _trained(kind: AnnKind, embeddings: IndexedEmbeddings, rows: int) -> FaissIndex:
-    """Return an empty FAISS index of `kind` for `rows` embeddings, with trained
-    centroids.
+    """Return an empty FAISS index of `kind` with centroids trained for `rows`
+    embeddings. It is flat, without centroids, if `kind` has no lists or the training
+    sample is too small.
 
-    The training sample is every n-th row of the whole index. n is even, so odd rows are
-    never used for training. They serve as queries to measure recall and drift.
+    The sample is the `embeddings` whose row id is a multiple of n. n is even, so odd
+    rows are never used for training. They serve as queries to measure recall and drift.
     """
     import faiss
 

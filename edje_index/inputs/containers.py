@@ -1,8 +1,8 @@
 """The kinds of files that pack inputs: archives and Parquet files.
 
 `ARCHIVES` and `PARQUET` are the list of them. A new kind of archive is a class like
-`ZipArchive` and an entry of `ARCHIVES`. `pipelines.sources.packed` knows the kinds of
-which a listing reads only headers.
+`ZipArchive` and an entry of `ARCHIVES`. If its listing reads only headers, name its
+suffix in `pipelines.sources.packed`, too.
 """
 
 from __future__ import annotations

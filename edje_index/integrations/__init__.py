@@ -1,1 +1,3 @@
-"""Classes of other libraries over an index. Each module needs the extra of its name."""
+"""Retrievers and re-rankers for LangChain and LlamaIndex that search an index. The
+module of each library needs the extra of its name, `langchain` or `llama-index`.
+"""

@@ -48,12 +48,13 @@ def train_on_ray(
     If a worker or its node is lost, all workers start again from the last checkpoint.
 
     Args:
-        on_record: called with new records of the log.
+        on_record: called with the newest record of the log, if there are new ones.
 
     Raises:
         JobStopped: `should_stop()` returned True; the last checkpoint contains all
-            finished steps. Also raised if the local Ray died or the cluster lost nodes;
-            the last checkpoint is then kept.
+            finished steps. Also raised if the local Ray died, or if the cluster had no
+            room for all workers for `NODE_WAIT_SECONDS`; the last checkpoint is then
+            kept.
         UsageError: the cluster cannot run the requested number of workers at the same
             time.
         EdjeError: Ray or the training run failed; the message gives the reason.

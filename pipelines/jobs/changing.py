@@ -51,7 +51,7 @@ from storage_formats.change import (
     now,
 )
 from storage_formats.errors import EdjeError, UsageError
-from storage_formats.format.edits import EDIT_SCHEMA, read_edits
+from storage_formats.format.edits import EDIT_SCHEMA, Edits
 from storage_formats.format.layout import IndexSpec
 from storage_formats.format.manifest import (
     Ann,
@@ -146,15 +146,17 @@ class Edit:
         moved: rows that `work` copies to the last segment of `spec`, from shards that
             `spec` lacks; a row map is then written. None moves no row.
         encoded_from: for new precisions, the precisions that they were converted from.
-        columns: source columns after the change, without `moved` rows; None keeps them.
+        columns: source columns after the change; None keeps them. Their numbers of
+            values leave out `moved` rows, which are counted at the commit.
         edits: lines to add to the edits of the index, see `Edits`.
         restored: hashes of deleted inputs that need not stay deleted.
         settings: settings after the change; None keeps them.
-        offset: offset block, if `spec` gets one or keeps it for new precisions.
+        offset: offset block to write, if `spec` gets its first one, or if new
+            precisions use the one it has.
         ann: nearest-neighbour index to build in place of the present one.
         earlier: manifest of an earlier snapshot, whose contents come back.
-        failed_before: reasons of the inputs that `work` tries again. If the same number
-            fails for the same reasons, nothing is committed.
+        failed_before: number of inputs that `work` tries again, by the reason for which
+            they failed. If as many fail for each, nothing is committed.
     """
 
     spec: IndexSpec
@@ -294,7 +296,7 @@ class NewContents:
             change={**self.details, "created": now()} if self.details else None,
             deleted=self.deleted,
         )
-        edits = read_edits(layout.root, spec, ()).changed(self.edits)
+        edits = Edits(spec.shard_size).changed(self.edits)
         manifest = replace(manifest, edits=edits.write(layout, spec))
         change.commit(manifest)
         return manifest
@@ -468,9 +470,10 @@ def edited(
         )
         tombstones = kept_rows.with_rows(list(edit.deleted))
         snapshot = with_tombstones(layout, snapshot, tombstones)
-    # a file with the lines of this change, or with all lines if some of them go
+    # The lines of this change go to one more file. If lines go, one file with all that
+    # is left replaces every file.
     kept = before.edits
-    earlier = read_edits(layout.root, spec, ())
+    earlier = Edits(spec.shard_size)
     lines = edit.edits
     if left_out or edit.restored:
         kept = ()

@@ -106,9 +106,15 @@ class SourceChanges:
     values: NewValues = field(default_factory=dict)
 
 
-# what the update does with a row: nothing yet, keep it, keep it as the original of a
-# row on a server that cannot be read, replace it, or keep it if its original stays
-_FREE, _KEPT, _KEPT_ORIGINAL, _REPLACED, _REPEATED = range(5)
+# What the update does with a row:
+# nothing yet
+_FREE = 0
+_KEPT = 1
+# kept as the original of a row on a server that cannot be read
+_KEPT_ORIGINAL = 2
+_REPLACED = 3
+# kept if its original stays
+_REPEATED = 4
 _SCHEMA = """CREATE TABLE rows(
     row_id INTEGER PRIMARY KEY, name BLOB, hash BLOB, failed_for TEXT,
     duplicate_of INTEGER, metadata BLOB, state INTEGER
@@ -119,8 +125,8 @@ CREATE TABLE pending(
 );
 CREATE TABLE new(hash BLOB PRIMARY KEY) WITHOUT ROWID;
 """
-# A row that failed for one of the two reasons may work now, although its content is the
-# same.
+# A row that failed for changed-since-plan or original-deleted may work now, although
+# its content is the same.
 _FIND = """SELECT row_id, hash, failed_for, duplicate_of, metadata FROM rows
 WHERE name = :name AND state = 0 AND (:any_content OR CASE
     WHEN hash IS NULL OR :hash IS NULL THEN failed_for = :problem
@@ -132,8 +138,8 @@ END) ORDER BY row_id LIMIT 1
 
 class _Row(NamedTuple):
     """One row of an index. `hash` has 32 bytes. `failed_for` and `duplicate_of` are
-    None unless the row is of that status. `metadata` is a hash of the values of its
-    source columns, apart from edits.
+    None unless the row is of that status. `metadata` is a hash of the values that the
+    sources gave last.
     """
 
     row_id: int
@@ -365,15 +371,16 @@ def compare_sources(
                     " is unchanged"
                 )
         content = _digest(ref.content_hash)
-        is_held = database.execute(
+        held = database.execute(
             "SELECT 1 FROM rows WHERE hash = ?"
             f" AND state IN ({_KEPT}, {_KEPT_ORIGINAL})",
             [content],
         ).fetchone()
-        if content is not None and is_held is None:
+        is_held = held is not None
+        if content is not None and not is_held:
             added = database.execute("INSERT OR IGNORE INTO new VALUES(?)", [content])
-            is_held = added.rowcount == 0 or None
-        if is_held is not None:
+            is_held = added.rowcount == 0
+        if is_held:
             repeated += 1
             continue
         if row is not None:
@@ -470,8 +477,7 @@ def _new_values(
     as_given: CommittedIndex,
     metadata: Mapping[int, Mapping[str, Value]],
 ) -> dict[int, dict[str, Value | None]]:
-    """Return the values that the sources changed. A value that a user set stays, if the
-    sources still have the value that it replaced.
+    """Return the values in which the sources differ from what they gave last.
 
     Args:
         metadata: values of the sources, by the id of a row that is kept.
@@ -535,7 +541,7 @@ def find_failed(index: CommittedIndex) -> SourceChanges:
     inputs = refs_of_rows(failed, names, clips=holds_clips(index.manifest))
     removed = index.edits.removed
     own = {row["uri"] for row in failed}
-    # an archive that failed has members which the user deleted
+    # an archive that failed may list members that the user deleted
     refs = [
         ref
         for ref in hashed(inputs)

@@ -214,8 +214,8 @@ def earlier_plan(
     """Return the stored plan of an earlier run of `change`, which this run resumes with
     the bundle `info`; None if there is none.
 
-    A plan from which no input was indexed is forgotten if its inputs failed, or if this
-    run wants another one.
+    A plan is forgotten if its finished shards have no indexed input, or if it has no
+    finished shard and this run wants another one.
     """
     if change.plan is None:
         return None

@@ -366,7 +366,7 @@ def set_columns(
             ids = np.unique(ids)
         elif where is not None or len(np.unique(ids)) < len(ids):
             raise UsageError(
-                "the values of each row need the row once, and no filter",
+                "with one value per row, name each row once and give no filter",
                 parameter="rows",
             )
         ids = np.append(ids, np.setdiff1d(rows_passing(opened, where), ids))
@@ -455,7 +455,8 @@ def edited_values(
             is_by_user = (row["row_id"], name) in by_users
             if is_given and is_by_user:
                 lines.append(_line(row["row_id"], GIVEN + name, value))
-            elif not (is_given or is_by_user or is_same):
+            # the first time that a user replaces what the sources gave
+            if not is_given and not is_by_user and not is_same:
                 lines.append(_line(row["row_id"], GIVEN + name, before))
             if is_same:
                 continue
@@ -473,6 +474,7 @@ def edited_values(
 
 
 def _line(row_id: int, column: str, value: Value | None) -> Json:
+    # without the braces and the name
     text = None if value is None else metadata_text({"": value})[4:-1]
     return {"row_id": row_id, "column": column, "value": text}
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -32,7 +32,9 @@ EDIT_SCHEMA = pa.schema(
     ]
 )
 GIVEN = "\0"
-"""Begins the column of a line that has what the sources gave last."""
+"""Prefix of the column in a line with what the sources gave last, before a user set
+another value.
+"""
 
 # bytes of a file with few lines
 _OVERHEAD = 1000
@@ -54,7 +56,7 @@ class Edits:
     """
 
     shard_size: int
-    lines: pa.Table
+    lines: pa.Table = field(default_factory=EDIT_SCHEMA.empty_table)
 
     @functools.cached_property
     def _row_ids(self) -> Ints:
@@ -84,8 +86,8 @@ class Edits:
         return self.changed(lines.set_column(1, EDIT_SCHEMA.field(1), names))
 
     def moved(self, new_ids: Callable[[Ints], Ints]) -> pa.Table:
-        """Return the lines that stay if rows with these edits are written: the values
-        of the sources that users replaced, and deleted inputs.
+        """Return the lines that are needed after rows were copied with their edited
+        values: what the sources gave last, and deleted inputs.
 
         Args:
             new_ids: returns the new ids of k rows; -1 leaves a row out.
@@ -170,7 +172,7 @@ def read_edits(root: Path, spec: IndexSpec, entries: Iterable[FileEntry]) -> Edi
     Raises:
         CorruptIndexError: a file is missing or damaged.
     """
-    edits = Edits(spec.shard_size, EDIT_SCHEMA.empty_table())
+    edits = Edits(spec.shard_size)
     for entry in entries:
         with committed_content(root, entry, "file of edits") as data:
             lines = read_table(data, EDIT_SCHEMA.names).cast(EDIT_SCHEMA)
@@ -186,8 +188,8 @@ def read_edits(root: Path, spec: IndexSpec, entries: Iterable[FileEntry]) -> Edi
 
 
 def input_hash(uri: str, uri_raw: bytes | None, content_hash: str | None) -> str:
-    """Return the hash of the name and the content of an input that the edits of an
-    index have for a deleted row.
+    """Return the hash of the name and the content of an input, by which edits remember
+    a deleted row.
     """
     content = (content_hash or "").encode()
     text = b"\0".join((uri.encode(), uri_raw or b"", content))

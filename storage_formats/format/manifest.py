@@ -541,7 +541,7 @@ def kept_snapshots(index: CommittedIndex) -> list[Manifest]:
         if SNAPSHOT_FILE.fullmatch(key)
     ):
         try:
-            # a copy has removed the snapshot
+            # a process that copies an index here may have removed the snapshot
             with contextlib.suppress(FileNotFoundError):
                 data = index.remote.read(key, MAX_MANIFEST_BYTES).data
                 manifests.append(Manifest.parse(data, index.remote.url_of(key)))

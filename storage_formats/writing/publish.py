@@ -111,8 +111,7 @@ def write_tables(
     if before is not None:
         manifest = before.manifest
         old = manifest.spec
-        # an index of an earlier version has no filter tables; None: its segments stay
-        # without one
+        # segments of an index of an earlier version have no filter table, and get none
         filters = dict.fromkeys(old.used_segments)
         filters.update(zip(old.used_segments, manifest.filter_tables, strict=False))
         if spec.precisions == old.precisions:

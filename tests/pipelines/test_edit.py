@@ -287,7 +287,7 @@ def test_values_belong_to_rows_in_the_given_order(index):
     set_columns(index, [20, 3], {"c": ["both"]}, where="row_id = 7")
     assert column(index, "c") == {3: "both", 7: "both", 20: "both"}
     for arguments in ({"row_ids": [3, 3]}, {"row_ids": [3], "where": "row_id = 7"}):
-        with pytest.raises(UsageError, match="need the row once, and no filter"):
+        with pytest.raises(UsageError, match="name each row once and give no filter"):
             set_columns(index, **arguments, columns={"c": ["a", "b"]})
     assert set_columns(index, [3, 3], {"c": ["one"]}).rows == 1
 

@@ -131,6 +131,16 @@ def test_loops_end(tmp_path: Path) -> None:
     )
 
 
+def test_a_link_to_a_directory_takes_no_name_and_hides_nothing(tmp_path: Path) -> None:
+    put(tmp_path / "z/p.jpg")
+    (tmp_path / "a").symlink_to("z")
+    assert scan(tmp_path)[:2] == (["z/p.jpg"], {"(folder seen)": 1})
+    source = open_source(str(tmp_path))
+    source.patterns = Patterns(exclude=["/a/"])
+    names = [os.path.relpath(ref.uri, tmp_path) for ref in source.iter_inputs()]
+    assert names == ["z/p.jpg"]
+
+
 def test_a_link_to_an_ignored_file_is_an_input(tmp_path: Path) -> None:
     put(tmp_path / "a/blob.dat")
     put(tmp_path / "a/.hidden.jpg")

@@ -306,6 +306,24 @@ def test_members_of_a_truncated_archive_have_not_vanished(
         update(config().out, max_vanished=1)
 
 
+def test_a_lost_archive_whose_failed_row_was_deleted_has_not_vanished(
+    config, photos, tmp_path
+):
+    path = tmp_path / "photos.tar"
+    with tarfile.open(path, "w") as archive:
+        for photo in sorted(photos.glob("0[0-6].jpg")):
+            archive.add(photo, photo.name)
+    with tarfile.open(path) as archive:
+        end = archive.getmembers()[-1].offset_data + 10
+    os.truncate(path, end)
+    run_build(replace(config(), sources=(str(path),)), lambda event: None)
+    failed = row_ids(config().out)["photos.tar"]
+    delete_rows(config().out, rows=[failed])
+    os.truncate(path, 100)
+    with pytest.raises(EdjeError, match=r"cannot compare .*photos.tar with the index"):
+        update(config().out, max_vanished=1)
+
+
 def test_a_file_that_cannot_be_read_has_not_vanished(built, photos):
     (photos / "05.jpg").unlink()
     # a loop

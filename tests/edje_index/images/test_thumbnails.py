@@ -91,6 +91,14 @@ def test_a_member_of_an_archive_is_found(tmp_path):
         None,
         "missing: the archive has no such member",
     )
+    options = {"encoding": "latin-1", "format": tarfile.GNU_FORMAT}
+    with tarfile.open(tmp_path / "old.tar", "w", **options) as archive:
+        info = tarfile.TarInfo("caf\xe9.jpg")
+        info.size = len(members["a/blue.jpg"])
+        archive.addfile(info, io.BytesIO(members["a/blue.jpg"]))
+    uri_of_old = f"{tmp_path}/old.tar!caf%E9.jpg"
+    old = only(tmp_path / "old", entry(0, uri_of_old, members["a/blue.jpg"]))
+    assert colour_of(old.jpeg) == (0, 0, 200)
     os.truncate(tmp_path / "photos.tar", 1000)
     cut = only(tmp_path / "cut", entry(0, uri, members["a/green.jpg"]))
     assert (cut.jpeg, cut.problem.partition(":")[0]) == (None, "truncated-archive")
