@@ -227,9 +227,10 @@ def search(
         page = search_page(
             opened,
             query_texts[0],
-            results[0].at_least(min_relevance),
+            results[0],
             k,
             score,
+            min_relevance,
             is_filtered=where is not None,
         )
         write_bytes_atomic(html, page.encode(errors="backslashreplace"))

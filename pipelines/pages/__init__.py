@@ -46,6 +46,7 @@ def search_page(
     hits: Hits,
     k: int,
     score: str,
+    min_relevance: float,
     *,
     is_filtered: bool,
 ) -> str:
@@ -57,10 +58,13 @@ def search_page(
         hits: every candidate of the search, best first.
         k: number of hits to show before and after re-ranking, at most `MAX_SHOWN`.
         score: the final score.
+        min_relevance: relevance of the hits to show; all candidates have a rank.
         is_filtered: whether only some rows were searched.
     """
     shown = min(k, MAX_SHOWN)
-    ranked = rank_hits(hits)
+    ranked = [
+        each for each in rank_hits(hits) if (each.hit.relevance or 0.0) >= min_relevance
+    ]
     by_score = ranked[:shown]
     by_embedding = sorted(ranked, key=lambda hit: hit.embedding_rank)[:shown]
     first_weak = None
@@ -178,6 +182,7 @@ def _environment() -> Environment:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     from edje_index import __version__
+    from edje_index.inputs.containers import split_uri
     from pipelines.progress.wording import printable
 
     environment = Environment(
@@ -188,5 +193,6 @@ def _environment() -> Environment:
         lstrip_blocks=True,
     )
     environment.filters["printable"] = lambda value: printable(str(value))
+    environment.filters["split_uri"] = split_uri
     environment.globals["version"] = __version__
     return environment

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from dataclasses import replace
 
@@ -92,6 +93,16 @@ def test_weak_matches_are_marked_or_left_out(run, tmp_path):
     run(*command, "--html", tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text()
     assert page.count("Weak matches from here") == 1
+    run(*command, "--min-relevance", 0.5, "--html", tmp_path / "strong.html")
+    strong_page = (tmp_path / "strong.html").read_text()
+    for said in (
+        "Re-ranking moved .* to the top|.* is first before",
+        "[0-9]+ candidates re-ranked",
+        *(f"row {row}, by embedding [0-9]+ " for row in rows[:3]),
+    ):
+        found = re.search(said, page)
+        assert found.group() in strong_page, said
+    assert f"row {rows[3]}," not in strong_page
     before = page.partition("Weak matches from here")[0]
     assert before.count(f"row {rows[2]},") == 1
     assert f"row {rows[3]}," not in before
