@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from storage_formats.arguments import as_count, as_list, refuse_pickle, repr_of
+from storage_formats.arguments import as_count, as_list, as_text, refuse_pickle, repr_of
 from storage_formats.arrays import Floats
 from storage_formats.atomic import Json
 from storage_formats.errors import EdjeError, UsageError
@@ -62,6 +62,9 @@ class Client:
         api_key: API key to send; None to send no key.
         timeout: seconds without a response after which a request fails.
 
+    Raises:
+        UsageError: `url` is not a URL, or `api_key` cannot be sent in a header.
+
     Examples:
         >>> from edje_index import Client
         >>> with Client("http://127.0.0.1:8000") as client:
@@ -75,8 +78,24 @@ class Client:
     ) -> None:
         import httpx
 
-        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self._http = httpx.Client(base_url=url, headers=headers, timeout=timeout)
+        key = as_text(api_key or "", "api_key").strip()
+        if not key.isascii() or not key.isprintable():
+            raise UsageError(
+                "api_key has characters that no header can have; give a key of the"
+                " service",
+                parameter="api_key",
+            )
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        try:
+            self._http = httpx.Client(
+                base_url=as_text(url, "url"), headers=headers, timeout=timeout
+            )
+        except httpx.InvalidURL as error:
+            raise UsageError(
+                f"{url!r} is not a URL: {error}; give the address of a service, such"
+                " as http://127.0.0.1:8000",
+                parameter="url",
+            ) from error
         self.url = url.rstrip("/")
 
     __repr__ = repr_of("url")

@@ -12,6 +12,7 @@ from typing import Any
 
 from mcp.server.mcpserver import Image, MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
+from mcp.server.mcpserver.tools import Tool
 
 from edje_index import __version__
 from edje_index.inputs.thumbnails import read_thumbnails
@@ -51,9 +52,6 @@ def mcp_server(index: TokenIndex) -> MCPServer[Any]:
     """Return a server whose tools search `index`. After a change of the index, they
     search its current snapshot.
     """
-    server: MCPServer[Any] = MCPServer(
-        "edje-index", instructions=_INSTRUCTIONS, version=__version__
-    )
     # One search uses all processors, so that searches side by side gain nothing.
     turn = threading.Lock()
 
@@ -64,7 +62,6 @@ def mcp_server(index: TokenIndex) -> MCPServer[Any]:
             index = index.at_current_snapshot()
             yield index
 
-    @server.tool()
     def search_by_text(
         query: str,
         k: int = 10,
@@ -81,7 +78,6 @@ def mcp_server(index: TokenIndex) -> MCPServer[Any]:
             hits = current.search(query, k=min(k, _MAX_HITS), where=where)
             return [_described(hit) for hit in hits]
 
-    @server.tool()
     def search_by_image(
         row_id: int,
         k: int = 10,
@@ -92,7 +88,6 @@ def mcp_server(index: TokenIndex) -> MCPServer[Any]:
             hits = current.search_image(row_id, k=min(k, _MAX_HITS), where=where)
             return [_described(hit) for hit in hits]
 
-    @server.tool()
     def describe_row(row_id: int) -> Json:
         """Return all that the index knows of a row: path, size, captions and others."""
         with opened() as current:
@@ -103,7 +98,6 @@ def mcp_server(index: TokenIndex) -> MCPServer[Any]:
                 if value is not None and not isinstance(value, bytes)
             }
 
-    @server.tool()
     def show_thumbnail(row_id: int, side: int = 256) -> Image:
         """Return the photo of a row as a JPEG whose longer side has `side` pixels."""
         with opened() as current:
@@ -113,4 +107,16 @@ def mcp_server(index: TokenIndex) -> MCPServer[Any]:
                 raise ToolError(f"row {row_id} has no photo: {thumbnail.problem}")
             return Image(data=thumbnail.jpeg, format="jpeg")
 
-    return server
+    tools = [
+        Tool.from_function(function)
+        for function in (search_by_text, search_by_image, describe_row, show_thumbnail)
+    ]
+    for tool in tools:
+        # an unknown argument could change the answer
+        model = tool.fn_metadata.arg_model
+        model.model_config["extra"] = "forbid"
+        model.model_rebuild(force=True)
+        tool.parameters["additionalProperties"] = False
+    return MCPServer(
+        "edje-index", instructions=_INSTRUCTIONS, version=__version__, tools=tools
+    )

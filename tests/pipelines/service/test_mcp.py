@@ -68,6 +68,7 @@ def test_an_assistant_gets_the_message_of_a_refusal(index):
         ("search_by_text", {"query": " "}),
         ("search_by_text", {"query": "a dog", "where": "colour = 'red'"}),
         ("search_by_text", {"query": "a dog", "k": 0}),
+        ("search_by_text", {"query": "a dog", "limit": 3}),
         ("describe_row", {"row_id": ROWS}),
         ("show_thumbnail", {"row_id": HOLE}),
     )
@@ -76,6 +77,16 @@ def test_an_assistant_gets_the_message_of_a_refusal(index):
         assert result.is_error, (name, given)
         assert len(text) > 20, text
         assert "Traceback" not in text
+        assert ("limit\n" in text) == ("limit" in given), "an unknown argument"
+
+
+def test_an_assistant_knows_that_there_are_no_other_arguments(index):
+    async def schemas() -> list[Any]:
+        async with connect(index) as client:
+            return [tool.input_schema for tool in (await client.list_tools()).tools]
+
+    closed = [schema["additionalProperties"] for schema in asyncio.run(schemas())]
+    assert closed == [False] * 4
 
 
 def test_an_assistant_sees_the_current_snapshot(index, tmp_path):
