@@ -194,7 +194,7 @@ def explain_index(
         )
     if not len(indexed):
         raise UsageError(
-            f"the index {root} has no tokens, because all inputs failed; choose another"
+            f"the index {root} has no tokens, because no row is indexed; choose another"
             " index"
         )
     sampled = np.sort(np.random.default_rng(0).permutation(indexed)[:_SAMPLE])

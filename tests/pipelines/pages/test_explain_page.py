@@ -8,6 +8,7 @@ import base64
 import io
 import json
 import math
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -19,10 +20,11 @@ from scipy.spatial.distance import cdist
 from edje_index import TokenIndex
 from edje_index.bundles.bundle import ModelBundle
 from edje_index.bundles.random_bundle import TINY, create_untrained_bundle
-from edje_index.evaluation.explain import is_whole_word, match_query
+from edje_index.evaluation.explain import explain_index, is_whole_word, match_query
 from edje_index.models.clip_model import eval_transform
-from pipelines import build_index, quantize_index
+from pipelines import build_index, delete_rows, quantize_index
 from pipelines.pages import _mask, _match_maps
+from storage_formats import UsageError
 from storage_formats.format.rows import read_rows
 from storage_formats.token_store import TokenStore
 from tests.pipelines.conftest import write_photo
@@ -278,3 +280,7 @@ def test_what_cannot_be_explained_is_refused(case, run, tmp_path):
         assert code != 0
         assert words in err
         assert not (tmp_path / "page.html").exists()
+    shutil.copytree(case / "photos.edje", tmp_path / "photos.edje")
+    delete_rows(tmp_path / "photos.edje", range(8))
+    with pytest.raises(UsageError, match="no tokens, because no row is indexed"):
+        explain_index(tmp_path / "photos.edje")
