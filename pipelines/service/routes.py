@@ -205,8 +205,6 @@ class EmbedRequest(_Request):
 
 
 _MAX_DIGITS = 15
-# in the browser; the photo of a row does not change
-_CACHED = {"Cache-Control": "private, max-age=3600"}
 # of a photo, sent at once
 _PIECE_BYTES = 1 << 16
 # one pass of the vision tower takes about as long as this many pairs of the joint
@@ -499,8 +497,6 @@ async def search(state: State, body: SearchRequest) -> Json:
         hits, timing = await state.batcher.submit(
             (body.query, k), search_texts, cost=cost, kind=kind
         )
-    if body.min_relevance:
-        hits = hits.at_least(body.min_relevance)
     del hits[: body.skip]
     if body.columns is not None:
         row_ids = np.array([hit.row_id for hit in hits], dtype=np.int64)
@@ -509,17 +505,17 @@ async def search(state: State, body: SearchRequest) -> Json:
             replace(hit, columns=columns)
             for hit, (_, columns) in zip(hits, described, strict=True)
         ]
+    # the ranks are those among all candidates
     best = [
-        {**vars(hit), "rank": rank, "embedding_rank": None}
-        for rank, hit in enumerate(hits, 1)
+        {**vars(hit), "rank": rank, "embedding_rank": embedding_rank}
+        for hit, rank, embedding_rank in rank_hits(hits)
+        if (hit.relevance or 0.0) >= body.min_relevance
     ]
     by_embedding = None
-    if body.query is not None and body.embedding_order and is_reranked and hits:
-        best = [
-            {**vars(hit), "rank": rank, "embedding_rank": other}
-            for hit, rank, other in rank_hits(hits)
-        ]
+    if body.query is not None and body.embedding_order and is_reranked and best:
         by_embedding = sorted(best, key=lambda hit: hit["embedding_rank"])[: body.k]
+    else:
+        best = [{**hit, "embedding_rank": None} for hit in best]
     return {
         "precision": index.precision,
         "hits": best[: body.k],
@@ -730,6 +726,28 @@ async def embed(state: State, body: EmbedRequest) -> list[list[float]]:
     return embeddings
 
 
+async def _photo_row(
+    state: ServiceState,
+    request: Request,
+    row_id: int,
+) -> tuple[Json | None, dict[str, str]]:
+    """Return a row and the headers of its photo. Without a row, the client has the
+    photo.
+    """
+    try:
+        rows = await state.in_thread(
+            read_index_rows, state.index.committed, [row_id], PHOTO_COLUMNS
+        )
+    except RowIdError as error:
+        raise HTTPException(404, str(error)) from error
+    (row,) = rows.to_pylist()
+    # another index may be served at this address later
+    etag = f'"{row["content_hash"]}"'
+    headers = {"Cache-Control": "private, no-cache", "ETag": etag}
+    is_kept = etag in request.headers.get("If-None-Match", "")
+    return None if is_kept else row, headers
+
+
 @router.get(
     "/thumbnails/{row_id}",
     response_class=Response,
@@ -737,21 +755,22 @@ async def embed(state: State, body: EmbedRequest) -> list[list[float]]:
 )
 async def thumbnail(
     state: State,
+    request: Request,
     row_id: PathRowId,
     side: int = Query(256, ge=16, le=2048),
 ) -> Response:
     """Return a JPEG of the image of a row with at most `side` pixels, or status 404
     if there is no image.
     """
-    try:
-        (found,) = await state.in_thread(
-            read_thumbnails, state.index.committed, [row_id], side
-        )
-    except RowIdError as error:
-        raise HTTPException(404, str(error)) from error
+    row, headers = await _photo_row(state, request, row_id)
+    if row is None:
+        return Response(status_code=304, headers=headers)
+    (found,) = await state.in_thread(
+        read_thumbnails, state.index.committed, [row_id], side
+    )
     if found.jpeg is None:
         raise HTTPException(404, f"row {row_id} has no thumbnail: {found.problem}")
-    return Response(found.jpeg, media_type="image/jpeg", headers=_CACHED)
+    return Response(found.jpeg, media_type="image/jpeg", headers=headers)
 
 
 @router.get(
@@ -759,17 +778,17 @@ async def thumbnail(
     response_class=Response,
     responses={200: {"content": {"application/octet-stream": {}}}},
 )
-async def photo(state: State, row_id: PathRowId) -> Response:
+async def photo(state: State, request: Request, row_id: PathRowId) -> Response:
     """Return the file of the image of a row as it was indexed, or status 404 if
     there is none.
     """
+    row, headers = await _photo_row(state, request, row_id)
+    if row is None:
+        return Response(status_code=304, headers=headers)
 
     async def content() -> AsyncIterator[bytes]:
         async with state.photos:
-            rows = await state.in_thread(
-                read_index_rows, state.index.committed, [row_id], PHOTO_COLUMNS
-            )
-            data = await state.in_thread(read_photo, rows.to_pylist()[0])
+            data = await state.in_thread(read_photo, row)
             yield b""
             for start in range(0, len(data), _PIECE_BYTES):
                 yield data[start : start + _PIECE_BYTES]
@@ -783,5 +802,5 @@ async def photo(state: State, row_id: PathRowId) -> Response:
             404, f"row {row_id} cannot be sent: {describe_photo_error(error)}"
         ) from error
     return StreamingResponse(
-        pieces, media_type="application/octet-stream", headers=_CACHED
+        pieces, media_type="application/octet-stream", headers=headers
     )

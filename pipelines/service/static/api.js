@@ -6,7 +6,7 @@ const key = () => sessionStorage.getItem("edje-key");
 export const hasKey = () => key() !== null;
 
 export function useKey(value) {
-  sessionStorage.setItem("edje-key", value);
+  sessionStorage.setItem("edje-key", value.replace(/[^ -~]/g, "?")); // a header holds no other letters, and no key has them
 }
 
 // Throws an Error with the message and the status of the service.
@@ -53,11 +53,14 @@ export async function showThumbnail(image, row, side) {
   }
 }
 
-export const nameOf = (hit) => hit.uri.split("!").pop().split("/").pop() || hit.uri;
+// of a file, or of what `split_uri` finds in an archive
+const CONTAINER = /^[^]*?\.(tar|tar\.gz|tgz|tar\.bz2|tbz2|tar\.xz|txz|tar\.zst|tzst|zip|parquet)!/i;
+export const nameOf = (hit) => hit.uri.replace(CONTAINER, "").split("/").pop() || hit.uri;
 export const WEAK = 0.5; // relevance
-// as `captions_of` a row
-export const captionColumn = ({ columns }) => ["captions", "caption", "text"].find((name) => columns[name] != null);
-export const captionsOf = (hit) => [hit.columns[captionColumn(hit)] ?? []].flat();
+// as `captions_of` a row, without blank captions
+const filled = (value) => [value ?? []].flat().filter((text) => `${text}`.trim());
+export const captionColumn = ({ columns }) => ["captions", "caption", "text"].find((name) => filled(columns[name]).length);
+export const captionsOf = (hit) => filled(hit.columns[captionColumn(hit)]);
 
 export function captionOf(hit) {
   const [first, ...others] = captionsOf(hit);

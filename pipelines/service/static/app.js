@@ -38,10 +38,14 @@ function report(error) {
   byId("key").focus();
 }
 
+async function readIndex(signal) {
+  index = (await (await ask("/info", { signal })).json()).indexes[0];
+}
+
 async function start() {
   byId("query").value = new URLSearchParams(location.search).get("q") ?? "";
   try {
-    index = (await (await ask("/info")).json()).indexes[0];
+    await readIndex();
   } catch (error) {
     report(error);
     return;
@@ -116,19 +120,20 @@ function body() {
   return { ...value, query, embedding_order: true };
 }
 
-// Computes the ranking once; `more` shows it step by step.
-async function search() {
-  const wanted = body();
-  if (JSON.stringify(wanted) === JSON.stringify(asked)) return;
+// Computes the ranking once; `more` shows it step by step. The index may have changed since the last search `isAnew`.
+async function search(isAnew = false) {
+  if (!isAnew && JSON.stringify(body()) === JSON.stringify(asked)) return;
   running?.abort();
   running = new AbortController();
-  asked = wanted;
   byId("copy").hidden = image !== null;
   const mine = running;
   say("Searching ...");
   document.body.classList.add("busy");
-  const started = performance.now();
   try {
+    if (isAnew) await readIndex(mine.signal);
+    const wanted = body();
+    asked = wanted;
+    const started = performance.now();
     const result = await post("/search", wanted, mine.signal);
     show(result.hits, result.by_embedding !== null ? result.hits.length : 0);
     isLast = result.hits.length < wanted.k;
@@ -303,7 +308,7 @@ function readAsIs(file) {
 function submit() {
   if (!index) return;
   writeAddress();
-  search();
+  search(true);
 }
 
 function toggle(id, isOpen) {

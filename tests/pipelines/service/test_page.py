@@ -18,7 +18,8 @@ from urllib.parse import urlencode
 import httpx
 import pytest
 
-from pipelines import build_index
+from edje_index.inputs.containers import ARCHIVE_SUFFIXES, PARQUET_SUFFIX
+from pipelines import append_index, build_index
 from tests.command_line import command
 from tests.pipelines.conftest import write_photo
 from tests.pipelines.service.conftest import ROWS
@@ -345,6 +346,64 @@ def test_a_photo_with_many_columns_shows_its_caption(
         page.close()
 
 
+def test_a_photo_without_a_caption_shows_its_name(browser, tiny_bundle, tmp_path):
+    for row, columns in enumerate(
+        (
+            {"captions": [], "caption": "", "text": "a lake"},
+            {"captions": [" "], "caption": "a hill"},
+            {"caption": " "},
+            {"captions": ["", "a dog"]},
+        )
+    ):
+        write_photo(tmp_path / "photos" / f"wow!{row}.jpg", row)
+        (tmp_path / "photos" / f"wow!{row}.json").write_text(json.dumps(columns))
+    build_index(tmp_path / "photos", tmp_path / "i.edje", tiny_bundle, engine="inline")
+    with serve(tmp_path, tmp_path / "i.edje") as service:
+        page = browser.new_page()
+        watched = Watched(page, service.url)
+        page.goto(service.url)
+        watched.wait()
+        texts = page.locator("#photos span").all_inner_texts()
+        assert sorted(texts) == ["a dog", "a hill", "a lake", "wow!2.jpg"]
+        page.goto(f"{service.url}/?photo=2")
+        sync_api.expect(page.locator("#caption")).to_have_text("wow!2.jpg")
+        uris = [
+            f"/x/a{suffix}!b/wow!.jpg" for suffix in (*ARCHIVE_SUFFIXES, PARQUET_SUFFIX)
+        ]
+        names = page.evaluate(
+            "async uris => { const { nameOf } = await import('/api.js');"
+            " return uris.map(uri => nameOf({ uri })); }",
+            uris,
+        )
+        assert set(names) == {"wow!.jpg"}
+        assert watched.problems == []
+        page.close()
+
+
+def test_a_search_is_sent_again_and_sees_what_was_added(browser, tiny_bundle, tmp_path):
+    write_photo(tmp_path / "photos" / "0.jpg", 0)
+    build_index(tmp_path / "photos", tmp_path / "i.edje", tiny_bundle, engine="inline")
+    with serve(tmp_path, tmp_path / "i.edje") as service:
+        page = browser.new_page()
+        watched = Watched(page, service.url)
+        page.goto(service.url)
+        watched.wait()
+        write_photo(tmp_path / "more" / "1.jpg", 1)
+        (tmp_path / "more" / "1.json").write_text('{"caption": "a new hill"}')
+        append_index(tmp_path / "i.edje", tmp_path / "more", engine="inline")
+        info = f"{service.url}/info"
+        while httpx.get(info).json()["indexes"][0]["indexed"] < 2:
+            # the service reads the manifest every two seconds
+            pass
+        sync_api.expect(page.locator("#status")).to_contain_text("1 photo ")
+        with page.expect_response("**/search"):
+            page.press("#query", "Enter")
+        sync_api.expect(page.locator("#status")).to_contain_text("2 photos ")
+        sync_api.expect(page.locator("#photos")).to_contain_text("a new hill")
+        assert watched.problems == []
+        page.close()
+
+
 def test_a_link_can_inject_nothing(watched):
     script = "<script>alert(1)</script>"
     page = watched.page
@@ -409,6 +468,7 @@ def test_the_key_is_asked_first_and_the_query_kept(browser, index, tmp_path):
         page.goto(f"{service.url}/?q=a+dog&photo=3")
         for key, problem in (
             ("wrong", ""),
+            ("a\u2013dash", "This key is not accepted."),
             ("a-key-of-enough-letters", "This key is not accepted."),
         ):
             sync_api.expect(page.locator("#key")).to_be_focused()

@@ -166,6 +166,22 @@ def test_search_returns_both_orders(http, library):
         hit.row_id for hit in library.search("a dog", 4, 9)
     ]
     assert [hit["rank"] for hit in answer["hits"]] == [1, 2, 3, 4]
+    few = http.post(
+        "/search",
+        json={
+            "query": "a dog",
+            "k": 9,
+            "pool": 9,
+            "embedding_order": True,
+            "min_relevance": answer["hits"][1]["relevance"],
+        },
+    ).json()
+    ranks = [
+        [(hit["row_id"], hit["rank"], hit["embedding_rank"]) for hit in hits]
+        for hits in (answer["hits"][:2], few["hits"], few["by_embedding"])
+    ]
+    assert ranks[1] == ranks[0], "hits that are left out have ranks"
+    assert ranks[2] == sorted(ranks[0], key=lambda hit: hit[2])
     assert answer["weights"] == {"logit": 1.0}
     stages = answer["timing"]["stages_ms"]
     assert list(stages) == [
@@ -305,9 +321,27 @@ def test_thumbnails_are_those_of_the_rows(client, index, http):
         "3/../../etc/passwd",
         "9" * 400,
     ):
-        answer = http.get(f"/thumbnails/{row}")
-        assert answer.status_code in (404, 422)
-        assert set(answer.json()) == {"error"}
+        for path in ("thumbnails", "photos"):
+            answer = http.get(f"/{path}/{row}")
+            assert answer.status_code in ({404} if row == "99" else {404, 422})
+            assert set(answer.json()) == {"error"}
+
+
+@pytest.mark.parametrize("path", ["thumbnails", "photos"])
+def test_a_browser_keeps_a_photo_and_asks_whether_it_is_the_same(http, path):
+    """Another index at the same address has other photos."""
+    first = http.get(f"/{path}/3")
+    assert first.headers["cache-control"] == "private, no-cache"
+    tag = first.headers["etag"]
+    for sent in (tag, f"W/{tag}", f'"x", {tag}'):
+        same = http.get(f"/{path}/3", headers={"If-None-Match": sent})
+        assert (same.status_code, same.content) == (304, b"")
+        assert (same.headers["etag"], same.headers["cache-control"]) == (
+            tag,
+            "private, no-cache",
+        )
+    other = http.get(f"/{path}/4", headers={"If-None-Match": tag})
+    assert (other.status_code, other.headers["etag"] == tag) == (200, False)
 
 
 def test_info_describes_the_index_and_the_limits(client, library):
@@ -572,6 +606,18 @@ def test_the_client_reports_what_the_service_says(client):
     ):
         nobody.info()
     assert unreachable.value.status is None
+
+
+def test_the_client_refuses_addresses_and_keys_that_cannot_be_sent(service):
+    for url in ("http://[::1", "http://host:port", None, b"http://host"):
+        with pytest.raises(UsageError, match=r"URL|url must be a string"):
+            Client(url)
+    for key in ("secret\u2013key", "secret\nkey", b"secret"):
+        with pytest.raises(UsageError, match="api_key") as refused:
+            Client(service.url, key)
+        assert isinstance(key, bytes) or "secret" not in str(refused.value)
+    with Client(service.url, "a-key-from-a-file\n") as client:
+        assert client.info()["indexes"]
 
 
 GETS = ["/healthz", "/info", "/metrics", "/thumbnails/0", "/photos/0", "/"]
