@@ -23,7 +23,13 @@ from urllib.parse import quote, urlsplit
 from storage_formats.atomic import Json
 from storage_formats.errors import EdjeError, UsageError
 from storage_formats.extras import name_missing_extra
-from storage_formats.remote.urls import HUB_CREDENTIALS, HUB_SCHEME, hub_address
+from storage_formats.remote.urls import (
+    HUB_CREDENTIALS,
+    HUB_SCHEME,
+    hub_address,
+    scheme_of,
+    without_credentials,
+)
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -460,14 +466,16 @@ class ObjectFolder:
 def _reason(error: Exception) -> str:
     """Return the first line of an error of obstore, at most 300 characters."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return (lines[0] if lines else type(error).__name__).partition(": <?xml")[0][:300]
+    line = lines[0] if lines else type(error).__name__
+    return without_credentials(line.partition(": <?xml")[0])[:300]
 
 
 def _open_store(url: str) -> ObjectStore:
     with name_missing_extra("remote"):
         import obstore.store
         from obstore.exceptions import BaseError
-    scheme, host, *_ = urlsplit(url)
+    scheme = scheme_of(url) or ""
+    host = url.partition("://")[2].partition("/")[0]
     if not host:
         raise UsageError(
             f"the URL {url} names no bucket; give a URL such as s3://bucket/photos.edje"

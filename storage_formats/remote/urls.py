@@ -59,7 +59,8 @@ def local_path(location: IndexLocation, *, advice: str = "") -> Path:
     """
     if _looks_like_url(location):
         raise UsageError(
-            f"{location} is a URL, but a path on this machine is needed{advice}"
+            f"{without_credentials(str(location))} is a URL, but a path on this machine"
+            f" is needed{advice}"
         )
     return as_path(location, "location")
 
@@ -74,8 +75,9 @@ def index_location(location: IndexLocation) -> IndexLocation:
         return location
     if _looks_like_url(location):
         raise UsageError(
-            f"an index cannot be at {location}; give a directory, or a URL that begins"
-            " with " + ", ".join(f"{scheme}://" for scheme in INDEX_SCHEMES)
+            f"an index cannot be at {without_credentials(str(location))}; give a"
+            " directory, or a URL that begins with "
+            + ", ".join(f"{scheme}://" for scheme in INDEX_SCHEMES)
         )
     return as_path(location, "location")
 
@@ -95,7 +97,7 @@ def hub_address(url: str) -> tuple[str, str, str, str, dict[str, str]]:
     revision, path, headers).
 
     The headers have the token of `HF_TOKEN`, or that of `hf auth login`. Raises
-    ValueError without a repository.
+    ValueError without a repository, or if the token is not valid.
     """
     parts = url.partition("://")[2].strip("/").split("/")
     length = 3 if parts[0] in _HUB_KINDS else 2
@@ -104,7 +106,7 @@ def hub_address(url: str) -> tuple[str, str, str, str, dict[str, str]]:
             f"{url} names no repository; give a URL such as hf://datasets/OWNER/NAME"
         )
     repository, _, revision = "/".join(parts[:length]).partition("@")
-    token = os.environ.get("HF_TOKEN", "")
+    token = os.environ.get("HF_TOKEN", "").strip()
     if not token:
         cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
         with contextlib.suppress(OSError):
@@ -114,6 +116,12 @@ def hub_address(url: str) -> tuple[str, str, str, str, dict[str, str]]:
                 .read_text()
                 .strip()
             )
+    # the library of the request would show the token
+    if not (token.isascii() and token.isprintable()):
+        raise ValueError(
+            "the token of the Hub has line breaks or characters that are not ASCII; set"
+            " HF_TOKEN again"
+        )
     endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     return endpoint, repository, revision or "main", "/".join(parts[length:]), headers

@@ -56,6 +56,12 @@ def test_every_command_explains_itself_with_examples(run, path):
             ["build", "photos", "--out", "s3://b/n"],
             "s3://b/n is a URL, but a path on this machine is needed",
         ),
+        (
+            ["build", "photos", "--out", "https://u:word@host/n"],
+            "https://...@host/n is a URL, but a path on this machine is needed",
+        ),
+        (["info", "ftp://u:word@host/n"], "cannot be at ftp://...@host/n; give a dir"),
+        (["info", "http://[::1/n"], "cannot use the URL http://[::1/n: invalid IPv6"),
         (["info", "nowhere"], "no index at nowhere"),
         (["verify", "nowhere"], "no index at nowhere"),
         (["search", "nowhere", "text"], "no index at nowhere"),

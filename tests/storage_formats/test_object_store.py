@@ -159,6 +159,15 @@ def test_a_store_that_never_responds_gives_an_error_that_names_the_object(
     assert len(store.fetch([1])) == 1
 
 
+def test_an_error_shows_no_password_of_the_endpoint(monkeypatch):
+    monkeypatch.setattr(objects, "_RETRIES", 0)
+    monkeypatch.setattr(objects, "_FIRST_WAIT", 0.01)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://user:word@127.0.0.1:1")
+    with pytest.raises(ObjectStoreError, match=r"a request for .* failed") as caught:
+        ObjectFolder.open("s3://bucket").info("x")
+    assert "word" not in str(caught.value)
+
+
 def test_neighbouring_records_take_one_request(stored, proxy):
     with TokenStore.open(URL) as store:
         # gaps of a few hundred bytes
