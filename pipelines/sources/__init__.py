@@ -323,8 +323,8 @@ def open_source(
         raise SourceError(
             f"{spec} is neither a directory nor a regular file; give {ACCEPTED}"
         )
-    suffix = os.path.splitext(file_name(spec))[1].lower()
     try:
+        suffix = os.path.splitext(file_name(spec))[1].lower()
         head = b"" if is_url(spec) else read_head(os.fsencode(spec))
         if suffix == PARQUET_SUFFIX:
             with open_parquet_images(os.fsencode(spec)) as (_, parquet):

@@ -38,8 +38,12 @@ from pipelines.sources.packed import is_packed_name, packed_source, scan_ahead
 from storage_formats.errors import UsageError
 from storage_formats.format.layout import Layout
 from storage_formats.format.source_columns import CAPTION_COLUMNS, captions_of
-from storage_formats.remote.files import list_remote_folder, read_remote
-from storage_formats.remote.urls import is_url
+from storage_formats.remote.files import (
+    UnreachableError,
+    list_remote_folder,
+    read_remote,
+)
+from storage_formats.remote.urls import is_url, scheme_of
 from storage_formats.threads import ordered_map
 
 _FILES_AT_ONCE = 16
@@ -127,11 +131,18 @@ class FolderSource(Source):
                     f"the server of {self.spec} does not list directories; give the"
                     " URLs of files"
                 )
+            # Azure lists empty directories
+            if not any(contents) and scheme_of(self.spec) != "az":
+                raise UnreachableError(
+                    "the server lists no files there", os.fsdecode(path)
+                )
             directory.files = {
                 os.fsencode(name): size for name, size in contents[0].items()
             }
             for name in map(os.fsencode, contents[1]):
-                if name.startswith(b"."):
+                if not name:
+                    self.ignored.count("(no name)")
+                elif name.startswith(b"."):
                     self.ignored.count("(hidden)")
                 elif is_litter(name):
                     self.ignored.count(_LITTER)

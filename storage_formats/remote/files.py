@@ -15,9 +15,10 @@ import importlib.metadata
 import json
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple
-from urllib.parse import quote
+from urllib.parse import quote, urljoin, urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 from storage_formats.extras import name_missing_extra
 from storage_formats.remote.objects import (
@@ -63,7 +64,7 @@ _MAX_REDIRECTS = 5
 _CHUNK = 1 << 20
 _TEMPORARY = frozenset({408, 425, 429, 500, 502, 503, 504})
 _GONE = frozenset({404, 410})
-_TOTAL = re.compile(r"bytes (?:\d+-\d+|\*)/(\d+)")
+_CONTENT_RANGE = re.compile(r"bytes (\d{1,19})-\d+/(?:(\d{1,19})|\*)")
 
 
 class FileVersion(NamedTuple):
@@ -179,14 +180,22 @@ def remote_version(url: str) -> FileVersion:
 
 def _web_range(url: str, offset: int, size: int) -> tuple[FileVersion, bytes]:
     """Request a range of a file. The length of the version is -1 if the server does
-    not tell it.
+    not tell it. Raises OSError (EPROTO) if the server sends another range.
     """
     address, headers = _web_address(url)
     answered, data = _request(
         address, {**headers, "Range": f"bytes={offset}-{offset + size - 1}"}, size
     )
-    total = _TOTAL.fullmatch(answered.get("Content-Range", ""))
-    length = int(total[1]) if total else -1
+    length = -1
+    if sent := _CONTENT_RANGE.fullmatch(answered.get("Content-Range", "")):
+        if int(sent[1]) != offset:
+            raise OSError(
+                errno.EPROTO,
+                f"the server sent the bytes from {sent[1]} on in place of those from"
+                f" {offset} on; download the file",
+                url,
+            )
+        length = int(sent[2] or -1)
     return (
         FileVersion(length, answered.get("ETag"), answered.get("Last-Modified")),
         data,
@@ -212,24 +221,38 @@ def list_remote_folder(url: str) -> tuple[dict[str, int], list[str]] | None:
     server, repository, revision, path, headers = hub_address(url)
     kind = "models/" if hub_kind(url) == "models" else ""
     tree = f"{server}/api/{kind}{repository}/tree"
-    page: str | None = f"{tree}/{quote(revision, safe='')}/{quote(path)}".rstrip("/")
-    while page is not None:
+    page = f"{tree}/{quote(revision, safe='')}/{quote(path)}".rstrip("/")
+    pages: set[str] = set()
+    # the token goes to no other server
+    while page not in pages and urlsplit(page)[:2] == urlsplit(server)[:2]:
+        pages.add(page)
         answered, body = _request(page, headers, _MAX_PAGE_BYTES)
         try:
-            entries = json.loads(body)
-        except (ValueError, RecursionError) as error:
+            for entry in json.loads(body):
+                name = str(entry["path"]).rpartition("/")[2]
+                if entry["type"] == "directory":
+                    directories.append(name)
+                else:
+                    files[name] = int(entry["size"])
+            following = _NEXT.search(answered.get("Link", ""))
+            if following is None:
+                return files, directories
+            page = urljoin(page, following[1])
+        except (
+            KeyError,
+            OverflowError,
+            RecursionError,
+            TypeError,
+            ValueError,
+        ) as error:
             raise OSError(
-                errno.EPROTO, f"the answer of {page} is not JSON: {error}"
+                errno.EPROTO, f"the answer of {page} is no list of files: {error!r}"
             ) from error
-        for entry in entries:
-            name = str(entry["path"]).rpartition("/")[2]
-            if entry["type"] == "directory":
-                directories.append(name)
-            else:
-                files[name] = int(entry["size"])
-        following = _NEXT.search(answered.get("Link", ""))
-        page = following[1] if following else None
-    return files, directories
+    raise OSError(
+        errno.EPROTO,
+        f"the list of files continues at {page}, which is another server or was read"
+        " before; check HF_ENDPOINT",
+    )
 
 
 def _web_address(url: str) -> tuple[str, dict[str, str]]:
@@ -277,7 +300,7 @@ def _request(
             was requested (EOPNOTSUPP).
     """
     with name_missing_extra("remote"):
-        import urllib3.exceptions
+        import urllib3
 
     sent = {
         "User-Agent": f"edje-index/{importlib.metadata.version('edje-index')}",
@@ -288,7 +311,13 @@ def _request(
     for attempt in range(_ATTEMPTS):
         pause: float = min(_LONGEST_PAUSE, _FIRST_PAUSE * 2**attempt)
         try:
-            response = _pool().request("GET", url, headers=sent, preload_content=False)
+            address = urllib3.util.parse_url(url)
+            proxy = getproxies().get(str(address.scheme))
+            if proxy_bypass(str(address.netloc)):
+                proxy = None
+            response = _pool(proxy).request(
+                "GET", url, headers=sent, preload_content=False
+            )
             try:
                 if response.status < http.HTTPStatus.MULTIPLE_CHOICES:
                     if (
@@ -336,8 +365,10 @@ def _body(
     declared = response.headers.get("Content-Length", "")
     length = int(declared) if declared.isdecimal() else 0
     body = bytearray()
-    chunks = response.stream(_CHUNK, decode_content=False)
-    while length <= max_bytes and (chunk := next(chunks, b"")):
+    # what has arrived, so that a slow server cannot delay the check of the deadline
+    while length <= max_bytes and (
+        chunk := response.read1(_CHUNK, decode_content=False)
+    ):
         body += chunk
         length = max(length, len(body))
         if time.monotonic() > deadline:
@@ -352,11 +383,21 @@ def _body(
 
 
 @functools.cache
-def _pool() -> urllib3.PoolManager:
-    """Return the connection pool of this process."""
+def _pool(proxy: str | None) -> urllib3.PoolManager:
+    """Return the connection pool of this process, through the proxy at the URL `proxy`
+    unless it is None.
+    """
     import urllib3
 
-    return urllib3.PoolManager(
+    manager: Callable[..., urllib3.PoolManager] = urllib3.PoolManager
+    if proxy is not None:
+        credentials = urllib3.util.parse_url(proxy).auth
+        manager = functools.partial(
+            urllib3.ProxyManager,
+            proxy,
+            proxy_headers=urllib3.make_headers(proxy_basic_auth=credentials),
+        )
+    return manager(
         num_pools=_HOSTS,
         maxsize=CONNECTIONS_PER_HOST,
         block=True,
@@ -368,5 +409,7 @@ def _pool() -> urllib3.PoolManager:
             status=0,
             other=0,
             redirect=_MAX_REDIRECTS,
+            # `_request` does
+            respect_retry_after_header=False,
         ),
     )

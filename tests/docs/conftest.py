@@ -77,5 +77,5 @@ def servers(home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         data = (home / "data/train-00000.parquet").read_bytes()
         hub.add("datasets/owner/name", {"data/train-00000.parquet": data})
         yield
-        remote._pool().clear()
+        remote._pool(None).clear()
     remote._bucket.cache_clear()

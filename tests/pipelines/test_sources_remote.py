@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qs, quote, urlsplit
 
 import numpy as np
 import pytest
@@ -25,6 +26,7 @@ from pipelines.progress.events import StatusMessage
 from pipelines.sources import iter_all, open_source, open_sources
 from storage_formats import TokenStore, UsageError, read_rows
 from storage_formats.remote import files as remote
+from tests.object_store import use_endpoint
 from tests.pipelines.conftest import run_build
 from tests.pipelines.test_build_packed import _pack
 from tests.web_server import WebServer, web_server
@@ -186,6 +188,16 @@ def test_lists_on_a_server(server: WebServer, suffix: str) -> None:
     assert [ref.problem for ref in refs[2:]] == ["bad-list-line"] * 3
 
 
+def test_names_in_a_list_on_a_server_are_no_addresses(server: WebServer) -> None:
+    names = ["shot #1.jpg", "100%25.jpg", "a?b=c.jpg", "é.jpg"]
+    server.files["/dir/list.txt"] = "\n".join(names).encode()
+    for name in names:
+        server.files[f"/dir/{quote(name)}"] = name.encode()
+    refs = scan(f"{server.url}/dir/list.txt")
+    assert [ref.uri for ref in refs] == [f"{server.url}/dir/{name}" for name in names]
+    assert [read_bytes(ref).decode() for ref in refs] == names
+
+
 def test_patterns_of_urls(server: WebServer) -> None:
     for number in range(3):
         server.files[f"/{number}.jpg"] = b"photo"
@@ -197,13 +209,15 @@ def test_patterns_of_urls(server: WebServer) -> None:
     ]
     with pytest.raises(UsageError, match="web servers do not list directories"):
         open_source(f"{server.url}/photos")
+    with pytest.raises(UsageError, match=r"cannot read .*: Invalid IPv6 URL"):
+        open_source("http://[::1/a.jpg")
 
 
 def test_a_folder_on_the_hub(
     server: WebServer, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_ENDPOINT", server.url)
-    monkeypatch.setenv("HF_TOKEN", "secret")
+    monkeypatch.setenv("HF_TOKEN", "secret\n")
     (tmp_path / "packed").mkdir()
     _pack(photos, tmp_path / "packed")
     data = (tmp_path / "packed/c.parquet").read_bytes()
@@ -215,7 +229,7 @@ def test_a_folder_on_the_hub(
     def page(number: int) -> Callable[[dict[str, str]], Any]:
         def answer(headers: dict[str, str]) -> Any:
             sent.append(headers)
-            following = {} if number else {"Link": f'<{server.url}/page2>; rel="next"'}
+            following = {} if number else {"Link": '</page2>; rel="next"'}
             entry = {"type": "file", "path": f"data/{names[number]}", "size": len(data)}
             return 200, following, json.dumps([entry]).encode()
 
@@ -236,6 +250,93 @@ def test_a_folder_on_the_hub(
     assert {headers["Authorization"] for headers in sent} == {"Bearer secret"}
     with pytest.raises(UsageError, match="names no repository"):
         open_source("hf://owner")
+    monkeypatch.setenv("HF_TOKEN", "sec\nret")
+    with pytest.raises(UsageError, match="the token of the Hub has line") as caught:
+        open_source("hf://datasets/owner/set@v1/data")
+    assert "ret" not in str(caught.value).replace("are not", "")
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_the_list_of_a_folder_never_continues_elsewhere_or_for_ever(
+    server: WebServer, monkeypatch: pytest.MonkeyPatch, host: str
+) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", server.url)
+    path = "/api/datasets/owner/set/tree/main/data"
+    link = f'<{server.url.replace("127.0.0.1", host)}{path}>; rel="next"'
+    server.responses[path] = lambda headers: (200, {"Link": link}, b"[]")
+    with pytest.raises(
+        UsageError, match=f"the list of files continues at http://{host}"
+    ):
+        open_source("hf://datasets/owner/set/data")
+    assert len(server.requests) == 1
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "<html>",
+        '{"error": "sign in"}',
+        "5",
+        '["a"]',
+        '[{"path": "a"}]',
+        '[{"path": "a", "type": "file", "size": null}]',
+        '[{"path": "a", "type": "file", "size": 1e999}]',
+    ],
+)
+def test_an_answer_of_the_hub_that_lists_no_files(
+    server: WebServer, monkeypatch: pytest.MonkeyPatch, answer: str
+) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", server.url)
+    server.files["/api/datasets/owner/set/tree/main/data"] = answer.encode()
+    with pytest.raises(UsageError, match=r"/data is no list of files: .*; check"):
+        open_source("hf://datasets/owner/set/data")
+
+
+def _listing(keys: list[str], prefix: str) -> str:
+    """The answer of an S3 server to a request for a folder."""
+    below = [key.removeprefix(prefix) for key in keys if key.startswith(prefix)]
+    folders = {f"{prefix}{name.partition('/')[0]}/" for name in below if "/" in name}
+    return (
+        "<ListBucketResult><IsTruncated>false</IsTruncated>"
+        + "".join(
+            f"<Contents><Key>{prefix}{name}</Key><Size>0</Size><ETag>e</ETag>"
+            "<LastModified>2024-01-01T00:00:00.000Z</LastModified></Contents>"
+            for name in below
+            if "/" not in name
+        )
+        + "".join(
+            f"<CommonPrefixes><Prefix>{folder}</Prefix></CommonPrefixes>"
+            for folder in sorted(folders)
+        )
+        + "</ListBucketResult>"
+    )
+
+
+def test_folders_of_a_bucket_without_a_name_or_without_a_list(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    keys = ["/x.jpg", "b.jpg", "empty/", "sub/c.jpg"]
+    pages = {"sub/": _listing(keys, "sub/")}
+    with web_server() as server:
+
+        def answer(method: str, path: str, *_: object) -> Any:
+            prefix = parse_qs(urlsplit(path).query).get("prefix", [""])[0]
+            page = pages.get(prefix) or _listing(keys, prefix)
+            return 200, {"Content-Type": "application/xml"}, page.encode()
+
+        server.service = answer
+        use_endpoint(monkeypatch, server.url)
+        remote._bucket.cache_clear()
+        source = open_source("s3://photos")
+        assert [ref.uri for ref in source.iter_inputs()] == [
+            "s3://photos/b.jpg",
+            "s3://photos/sub/c.jpg",
+        ]
+        assert source.ignored["(no name)"] == 1
+        pages["sub/"] = "<html>Please accept the terms</html>"
+        with pytest.raises(TransientInputError, match="/sub: the server lists"):
+            list(source.iter_inputs())
+    remote._bucket.cache_clear()
 
 
 def test_a_build_from_addresses(

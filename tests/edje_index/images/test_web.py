@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
@@ -19,7 +21,7 @@ from storage_formats.remote.files import (
     read_remote_range,
     remote_version,
 )
-from tests.web_server import WebServer, web_server
+from tests.web_server import Handler, WebServer, serving, web_server
 
 DATA = bytes(range(256)) * 40
 
@@ -175,6 +177,74 @@ def test_a_server_that_stalls(
     with pytest.raises(ImageError, match=r"unreachable: .*[Tt]imed out"):
         read_bytes(ref(server, "/a.jpg"))
     remote._pool.cache_clear()
+
+
+class Dripping(Handler):
+    """Sends one byte every 50 ms, for 5 seconds."""
+
+    def do_GET(self) -> None:
+        self.respond(200, [("Content-Length", "100")], b"")
+        for _ in range(100):
+            self.wfile.write(b"x")
+            time.sleep(0.05)
+
+
+def test_a_server_that_sends_a_byte_now_and_then_is_stopped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(remote, "MAX_SECONDS", 0.3)
+    started = time.monotonic()
+    with (
+        serving(Dripping) as url,
+        pytest.raises(UnreachableError, match="did not arrive within"),
+    ):
+        read_remote(f"{url}/a.jpg", 1 << 20)
+    assert time.monotonic() - started < 3
+
+
+def test_the_pause_that_a_server_asks_for_is_made(
+    server: WebServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "_LONGEST_PAUSE", 10)
+    started = time.monotonic()
+
+    def answer(headers: dict[str, str]) -> Any:
+        if time.monotonic() - started < 1:
+            return 429, {"Retry-After": "1"}, b""
+        return 200, {}, DATA
+
+    server.responses["/a.jpg"] = answer
+    assert read_remote(f"{server.url}/a.jpg", 1 << 20) == DATA
+    assert len(server.requests) == 2
+
+
+def test_another_range_than_was_requested_is_refused(server: WebServer) -> None:
+    headers = {"Content-Range": "bytes 0-1/9"}
+    server.responses["/a.tar"] = lambda request: (206, headers, b"xy")
+    version = remote.FileVersion(9)
+    for total in ("9", "*"):
+        headers["Content-Range"] = f"bytes 0-1/{total}"
+        assert read_remote_range(f"{server.url}/a.tar", 2, 0, version) == b"xy"
+        with pytest.raises(OSError, match="the bytes from 0 on in place of those from"):
+            read_remote_range(f"{server.url}/a.tar", 2, 4, version)
+
+
+def test_requests_go_through_the_proxy_of_the_environment(
+    server: WebServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+
+    def answer(headers: dict[str, str]) -> Any:
+        seen.append(headers["proxy-authorization"])
+        return 200, {}, DATA
+
+    server.responses["http://photos.invalid/a.jpg"] = answer
+    server.files["/b.jpg"] = b"direct"
+    monkeypatch.setenv("http_proxy", server.url.replace("//", "//user:word@"))
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    assert read_remote("http://photos.invalid/a.jpg", 1 << 20) == DATA
+    assert seen == ["Basic dXNlcjp3b3Jk"]
+    assert read_remote(f"{server.url}/b.jpg", 1 << 20) == b"direct"
 
 
 def test_connections_per_host_are_limited(server: WebServer) -> None:
