@@ -309,13 +309,10 @@ def listed_input(value: Any, directory: bytes) -> InputRef | None:
         return None
     if is_url(directory):
         is_below = not value.startswith(b"/") and b".." not in value.split(b"/")
-        if not is_below:
-            return None
-        uri = display_path(directory + b"/" + value)
         # object stores and the Hub take names as they are
-        if scheme_of(uri) in WEB_SCHEMES:
-            value = os.fsencode(urllib.parse.quote(value))
-        return file_input(directory + b"/" + value, uri)
+        if scheme_of(os.fsdecode(directory)) in WEB_SCHEMES:
+            value = value.replace(b"#", b"%23")
+        return file_input(directory + b"/" + value) if is_below else None
     path = os.path.join(directory, value)
     ref = file_input(path)
     # a list often has its names in NFC, and a disk written by macOS has them in NFD
