@@ -331,20 +331,83 @@ def _json_file(path: Path) -> Iterator[_Located]:
         )
 
 
+def comma_rows(
+    file: Iterable[str], name: str
+) -> Iterator[tuple[int, list[str] | None]]:
+    """Yield (number of the last line, fields) for each row of a table with commas.
+    The fields are None if one of them is too long.
+
+    Raises:
+        UsageError: quoted text has no end. `name` is the file in the message.
+    """
+    at_end = False
+
+    def lines() -> Iterator[str]:
+        nonlocal at_end
+        yield from file
+        at_end = True
+
+    rows = csv.reader(lines())
+    while True:
+        first = rows.line_num + 1
+        try:
+            row: list[str] | None = next(rows)
+        except StopIteration:
+            return
+        except csv.Error:
+            row = None
+        if at_end or (row is None and rows.line_num > first):
+            raise UsageError(
+                f"the quoted text that begins in line {first} of {name} has no end or"
+                " is too long; correct the quotation marks of this line"
+            )
+        if row != []:
+            yield rows.line_num, row
+
+
 def _text_table(path: Path) -> Iterator[_Located]:
+    names: list[str] = []
+    number = 0
     with open(path, encoding="utf-8-sig", newline="") as file:
-        rows = csv.DictReader(file)
+        rows = comma_rows(file, str(path))
         # quotation marks have no special meaning in most tables with tabs
         if path.suffix.lower() == ".tsv":
-            rows = csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE)
+            rows = enumerate(
+                csv.reader(file, delimiter="\t", quoting=csv.QUOTE_NONE), 1
+            )
         try:
-            for row in rows:
-                yield f"line {rows.line_num}", row
+            for number, row in rows:
+                if row is None:
+                    raise csv.Error("a field is too long")
+                if not names:
+                    names = row
+                    _check_columns(names, path)
+                elif any(row[len(names) :]):
+                    raise UsageError(
+                        f"{path}, line {number}: the line has {len(row)} fields, but"
+                        f" the header has {len(names)}; put quotation marks around"
+                        " texts with commas, or write JSON Lines"
+                    )
+                elif row:
+                    yield f"line {number}", dict(zip(names, row, strict=False))
         except (csv.Error, UnicodeDecodeError) as error:
             raise UsageError(
-                f"{path} is damaged after line {rows.line_num}: {error}; write this"
+                f"{path} is damaged after line {number}: {error}; write this"
                 " file again, in UTF-8"
             ) from error
+
+
+def _check_columns(names: Sequence[str], path: Path) -> None:
+    """Raise a UsageError if a table has no column of images or of captions, or two
+    columns of one name.
+    """
+    for keys in (IMAGE_KEYS, CAPTION_COLUMNS):
+        counts = [names.count(key) for key in keys]
+        if not any(counts) or max(counts) > 1:
+            raise UsageError(
+                f"{path} needs one column named {keys[0]}, but has the columns"
+                f" {', '.join(map(repr, names))}; rename the columns"
+            )
 
 
 def _parquet(path: Path) -> Iterator[_Located]:
@@ -352,7 +415,9 @@ def _parquet(path: Path) -> Iterator[_Located]:
     try:
         with open_parquet(path) as file:
             record_keys = (*IMAGE_KEYS, *CAPTION_COLUMNS, ID_KEY, SPLIT_KEY)
-            columns = [name for name in record_keys if name in file.schema_arrow.names]
+            names = file.schema_arrow.names
+            _check_columns(names, path)
+            columns = [name for name in record_keys if name in names]
             for batch in iter_batches(file, _PARQUET_BATCH, columns):
                 for value in batch.to_pylist():
                     number += 1
@@ -445,8 +510,20 @@ def _record(value: Any) -> CaptionRecord:
         is_possible = False
     if not is_possible:
         raise _RecordError(f"the value {name!r} of '{key}' cannot be a file name")
+    # as pandas and other tools write a list in a text column
+    if isinstance(texts, str) and texts == value.get("captions") and texts[:1] == "[":
+        try:
+            texts = json.loads(texts)
+        except (ValueError, RecursionError):
+            raise _RecordError(
+                "'captions' begins with [ but is not a JSON list; write a list in JSON,"
+                " or one line per caption in a column 'caption'"
+            ) from None
     if isinstance(texts, str):
         texts = [texts]
+    single = value.get("caption")
+    if single and isinstance(texts, list) and single not in texts:
+        texts = [*texts, single]
     if texts is None:
         texts = [None]
     if not isinstance(texts, list):

@@ -11,14 +11,20 @@ import itertools
 import os
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import pyarrow as pa
 
-from edje_index.captions.reading import ID_KEY, SPLIT_KEY, CaptionRecord, read_records
+from edje_index.captions.reading import (
+    ID_KEY,
+    SPLIT_KEY,
+    CaptionRecord,
+    comma_rows,
+    read_records,
+)
 from edje_index.inputs.json_lines import read_json_lines
 from edje_index.inputs.refs import MAX_INPUT_BYTES, InputRef, display_path
 from pipelines.metadata import (
@@ -289,7 +295,7 @@ class ListSource(Source):
             self._file, encoding="utf-8-sig", errors="surrogateescape", newline=""
         ) as file:
             if _DELIMITERS[self._suffix] == ",":
-                yield from _comma_rows(file, self.spec)
+                yield from comma_rows(file, self.spec)
                 return
             for number, line in enumerate(file, 1):
                 try:
@@ -305,29 +311,3 @@ class ListSource(Source):
                     )
                 if row != []:
                     yield number, row
-
-
-def _comma_rows(file: Iterable[str], name: str) -> Iterator[_Row]:
-    at_end = False
-
-    def lines() -> Iterator[str]:
-        nonlocal at_end
-        yield from file
-        at_end = True
-
-    rows = csv.reader(lines())
-    while True:
-        first = rows.line_num + 1
-        try:
-            row: list[str] | None = next(rows)
-        except StopIteration:
-            return
-        except csv.Error:
-            row = None
-        if at_end or (row is None and rows.line_num > first):
-            raise SourceError(
-                f"the quoted text that begins in line {first} of {name} has no end or"
-                " is too long; correct the quotation marks of this line"
-            )
-        if row != []:
-            yield rows.line_num, row

@@ -310,3 +310,48 @@ def test_tables_of_text_have_the_columns_of_the_lists_that_build_reads(
     file.write_bytes(b"path,caption\n\xff,one\n".replace(b",", delimiter.encode()))
     with pytest.raises(UsageError, match="is damaged after line"):
         read_captions(file)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("c.csv", "image,caption\n1.jpg,a dog, running\n", "line 2: the line has 3"),
+        ("c.tsv", "image\tcaption\n\n1.jpg\tx\ty\n", "line 3: the line has 3 fields"),
+        ("c.csv", 'image,caption\n1.jpg,"a dog\n2.jpg,x\n', "begins in line 2 of"),
+        ("c.csv", "image,caption,caption\n1.jpg,x,y\n", "needs one column named capt"),
+        ("c.csv", "image;caption\n1.jpg;x\n", "has the columns 'image;caption'"),
+        ("c.csv", "Image,Caption\n1.jpg,x\n", "has the columns 'Image', 'Caption'"),
+        ("c.csv", "image, caption\n1.jpg,x\n", "has the columns 'image', ' caption'"),
+        ("c.csv", "image,captions\n1.jpg,\"['x']\"\n", "line 2: .* not a JSON list"),
+    ],
+)
+def test_tables_that_would_lose_captions_are_refused(tmp_path, name, content, words):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(UsageError, match=words):
+        read_captions(tmp_path / name)
+
+
+def test_columns_of_a_parquet_file_are_named(tmp_path):
+    pq.write_table(
+        pa.table({"Image": ["1.jpg"], "caption": ["x"]}), tmp_path / "c.parquet"
+    )
+    with pytest.raises(UsageError, match="has the columns 'Image', 'caption'"):
+        read_captions(tmp_path / "c.parquet")
+
+
+def test_a_table_may_have_columns_without_a_name_and_lists_in_json(tmp_path):
+    file = tmp_path / "c.csv"
+    file.write_text('image,captions,,\n1.jpg,"[""x"", ""y""]",,\n2.jpg,z,,,\n')
+    assert [each.captions for each in read_captions(file)] == [("x", "y"), ("z",)]
+
+
+def test_a_caption_beside_captions_counts(tmp_path):
+    file = lines(
+        tmp_path / "c.jsonl",
+        {"image": "1.jpg", "captions": ["x", "y"], "caption": "z"},
+        {"image": "2.jpg", "captions": ["x", "y"], "caption": "x"},
+    )
+    assert [each.captions for each in read_captions(file)] == [
+        ("x", "y", "z"),
+        ("x", "y"),
+    ]
