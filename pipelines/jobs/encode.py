@@ -13,6 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import pyarrow.compute as pc
+
 from edje_index.progress import ShardProgress
 from pipelines.engines.base import (
     Worker,
@@ -113,6 +115,8 @@ def encoding(
         failed.update(receipts[-1].failed)
         number = sum(failed[reason] for reason in failed.keys() - UNDECODED)
         is_last = len(receipts) == len(plan.shards)
+        if is_last and number and plan.duplicates:
+            number += _failed_duplicates(layout, receipts)
         if number > allowed:
             done = sum(each.rows for each in receipts)
             so_far = "" if is_last else " so far"
@@ -262,6 +266,19 @@ def _undecoded(
                 row["detail"] for row in rows.to_pylist() if row["reason"] in UNDECODED
             )
     return formats
+
+
+def _failed_duplicates(layout: Layout, receipts: Sequence[ShardReceipt]) -> int:
+    """Return the number of duplicates of failed inputs, which come first."""
+    failed: set[int] = set()
+    duplicates = 0
+    for shard in sorted(receipt.shard for receipt in receipts):
+        columns = ["row_id", "status", "reason", "duplicate_of"]
+        rows = read_shard_rows(layout, shard, columns)
+        lost = (pc.field("status") == FAILED) & ~pc.field("reason").isin(UNDECODED)
+        failed.update(rows.filter(lost)["row_id"].to_pylist())
+        duplicates += sum(row in failed for row in rows["duplicate_of"].to_pylist())
+    return duplicates
 
 
 def _first_failures(layout: Layout, receipts: Sequence[ShardReceipt]) -> str:

@@ -176,6 +176,13 @@ def test_pages_in_place_of_photos_delete_no_rows(built, photos, pages):
     assert verify_index(built) == []
 
 
+def test_duplicates_of_failed_inputs_have_failed(config, photos):
+    for number in range(60, 70):
+        (photos / f"{number}.jpg").write_text("<html>please log in</html>")
+    with pytest.raises(EdjeError, match="11 of 20 inputs failed"):
+        run_build(config(dedupe=True, max_failed=0.1), lambda event: None)
+
+
 def test_an_image_beside_an_archive_deletes_no_rows(config, tmp_path, photos):
     folder = tmp_path / "folder"
     folder.mkdir()
