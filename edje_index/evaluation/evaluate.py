@@ -33,6 +33,7 @@ from edje_index.scoring.weights import (
     parse_score,
 )
 from edje_index.search.search_model import SearchModel
+from storage_formats.arguments import as_count, as_list, as_path
 from storage_formats.arrays import Floats, Ints
 from storage_formats.atomic import Json
 from storage_formats.errors import UsageError
@@ -213,9 +214,15 @@ def evaluate(
     """
     began = time.monotonic()
     cutoffs = _FULL_CUTOFFS if full else _CUTOFFS
-    pools = tuple(sorted(set(pools or (_FULL_POOLS if full else _POOLS))))
-    if pools[0] < 1:
-        raise UsageError(f"every pool size must be at least 1, got {pools[0]}")
+    sizes = as_list(pools, "pools", "integers") or (_FULL_POOLS if full else _POOLS)
+    pools = tuple(sorted({as_count(size, "pools") for size in sizes}))
+    precisions = as_list(precisions, "precisions", "strings")
+    as_count(resamples, "resamples", 0)
+    as_count(seed, "seed", 0)
+    if queries is not None:
+        as_count(queries, "queries")
+    if captions is not None:
+        as_path(captions, "captions")
     # raises an error for an invalid score before anything is read
     parse_score(score, ScoreWeights())
     opened = CommittedIndex.open(index)

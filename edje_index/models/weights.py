@@ -7,7 +7,10 @@ limit, a configuration of a few bytes could allocate any amount of memory.
 
 from __future__ import annotations
 
+import errno
+import os
 import pickle
+import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -71,10 +74,16 @@ def distinct_tensors(module: nn.Module) -> State:
 def save_tensors(state: State, path: Path) -> None:
     """Write tensors to the safetensors file ``path``."""
     check_finite(state, path.name)
-    save_file(
-        {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()},
-        path,
-    )
+    tensors = {
+        name: tensor.detach().cpu().contiguous() for name, tensor in state.items()
+    }
+    try:
+        save_file(tensors, path)
+    except SafetensorError as error:
+        # of an OSError, only the text is left
+        number = re.search(r"os error (\d+)", str(error))
+        code = int(number[1]) if number else errno.EIO
+        raise OSError(code, os.strerror(code), str(path)) from error
 
 
 def check_finite(state: Mapping[str, Tensor], source: str) -> None:
@@ -119,8 +128,15 @@ def assign_weights(module: nn.Module, state: Mapping[str, Tensor], source: str) 
     of a file stay mapped, and a large model is not in memory twice.
     """
     tied = tied_names(module)
+    dtypes = {name: tensor.dtype for name, tensor in module.state_dict().items()}
+    for name, tensor in state.items():
+        dtype = dtypes.get(name, tensor.dtype)
+        if dtype.is_floating_point and not tensor.is_floating_point():
+            raise ModelError(
+                f"the tensor {name} of {source} has the data type {tensor.dtype}; give"
+                " weights of a floating-point type"
+            )
     if not tied:
-        dtypes = {name: tensor.dtype for name, tensor in module.state_dict().items()}
         state = {
             name: tensor.to(dtypes.get(name, tensor.dtype))
             for name, tensor in state.items()

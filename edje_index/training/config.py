@@ -25,6 +25,7 @@ from pydantic import (
     model_validator,
 )
 
+from storage_formats.arguments import shown
 from storage_formats.errors import UsageError
 
 AdapterKind: TypeAlias = Literal[
@@ -180,7 +181,7 @@ class LoopConfig(Settings):
     """Number of epochs. Set either steps or epochs."""
     batch_size: AtLeastTwo = 64
     """Pairs per optimiser step, summed over all workers."""
-    seed: NonNegativeInt = 0
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seed of all random numbers."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Data type of matrix products. auto is bfloat16 on CUDA and float32 on a CPU."""
@@ -436,6 +437,11 @@ def merge_settings(preset: str, *sources: Mapping[str, Mapping[str, Any]]) -> Va
     merged: Values = {"inputs": {}, "run": {}}
     for source in (PRESETS[preset], *sources):
         for group, values in source.items():
+            if not isinstance(values, Mapping):
+                raise UsageError(
+                    f"{group} must be a mapping of settings, got {shown(values)}",
+                    parameter=group,
+                )
             merged.setdefault(group, {}).update(values)
         for length, other in (("steps", "epochs"), ("epochs", "steps")):
             if length in source.get("loop", {}) and other not in source["loop"]:

@@ -54,7 +54,9 @@ ALIGNMENT = "alignment"
 JOINT = "joint"
 BETAS = (0.9, 0.999)
 MAX_BAD_STEPS = 10
-"""Number of steps without a finite gradient in a row after which training fails."""
+"""Number of steps without a finite gradient in a row after which training fails. At the
+end of a phase, more than 1 % of its steps are enough.
+"""
 Record = dict[str, Any]
 # warm-up steps as a fraction of the alignment steps
 _ALIGNMENT_WARMUP = 0.1
@@ -415,7 +417,9 @@ def _run_phase(
             sums.update({**losses, "gradient": norm})
             skipped = (skipped[0] + 1, skipped[1] + 1) if is_bad else (skipped[0], 0)
             done = step + 1
-            if skipped[1] >= MAX_BAD_STEPS:
+            # the end of a short phase
+            has_diverged = done == steps and skipped[1] > steps // 100
+            if has_diverged or skipped[1] >= MAX_BAD_STEPS:
                 raise ModelError(
                     f"{skipped[1]} steps in a row had no finite gradient, up to step"
                     f" {done} of the {name} phase; train again in a new run folder with"

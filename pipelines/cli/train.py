@@ -183,6 +183,8 @@ def describe_result(result: TrainResult) -> list[str]:
         lines.append(f"{total} left out: {by_reason(images)}")
     if blank:
         lines.append(f"{counted(blank, 'blank caption')} left out")
+    if skipped := result.last.get("skipped"):
+        lines.append(f"{counted(skipped, 'step')} skipped without a finite gradient")
     if result.truncated:
         lines.append(
             f"{counted(result.truncated, 'truncated image')} used, but decoded only in"

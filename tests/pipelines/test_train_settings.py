@@ -237,3 +237,11 @@ def test_a_training_ends_with_a_comparison_with_its_start(low, high, words):
     line = describe_result(result)[-1]
     assert line.startswith(words)
     assert f"[{100 * low:+.1f}, {100 * high:+.1f}]" in line
+
+
+def test_skipped_steps_are_shown_and_a_seed_has_a_limit():
+    counts = {"images": 6, "captions": 6, "left_out": {}, "steps": 9, "seconds": 1.0}
+    result = TrainResult("b", "f", "r", last={"skipped": 2}, **counts)
+    assert "2 steps skipped without a finite gradient" in describe_result(result)
+    with pytest.raises(UsageError, match=r"loop\.seed is"):
+        validated(TrainSettings, {"loop": {"seed": 2**70}})

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from pipelines.progress.events import OnEvent, ShouldStop, ignore, never
+from storage_formats.arguments import as_list
 from storage_formats.atomic import Json
 from storage_formats.extras import name_missing_extra
 
@@ -116,7 +117,11 @@ def train(
     from edje_index.training.config import TrainSettings, merge_settings, validated
     from pipelines.jobs.training.job import run_training
 
-    files = [captions] if isinstance(captions, str | Path) else list(captions)
+    files = (
+        [captions]
+        if isinstance(captions, str | Path)
+        else as_list(captions, "captions", "paths")
+    )
     values = merge_settings(
         preset, settings, {"inputs": {"captions": files}, "run": {"out": out}}
     )

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
+from edje_index.evaluation.evaluate import evaluate
 from edje_index.evaluation.recall import (
     ClusterBootstrap,
     embedding_pools,
@@ -18,6 +19,7 @@ from edje_index.evaluation.recall import (
     ranks_after_reranking,
     ranks_by_similarity,
 )
+from storage_formats.errors import UsageError
 
 # so few values that ties are everywhere
 FEW = st.integers(-2, 2)
@@ -127,3 +129,22 @@ def test_intervals_are_those_of_scipy_on_the_same_draws():
             (interval.low, interval.high)
         )
     assert ClusterBootstrap(CLUSTERS, 0).estimates(HITS)[0].low is None
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"queries": -5},
+        {"queries": 0},
+        {"pools": 5},
+        {"pools": ("5",)},
+        {"pools": (1.5,)},
+        {"precisions": "bf16"},
+        {"resamples": -1},
+        {"seed": -1},
+        {"captions": ["a.jsonl"]},
+    ],
+)
+def test_an_invalid_argument_is_named(wrong):
+    with pytest.raises(UsageError, match=f"^{next(iter(wrong))} must be"):
+        evaluate("none.edje", **wrong)

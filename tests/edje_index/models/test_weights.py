@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import errno
+import resource
 from pathlib import Path
 
 import pytest
 import torch
 
 from edje_index.errors import ModelError
-from edje_index.models.weights import assign_weights, read_weights, save_weights
+from edje_index.models.weights import (
+    assign_weights,
+    read_weights,
+    save_tensors,
+    save_weights,
+)
 
 
 class Tied(torch.nn.Module):
@@ -62,3 +69,21 @@ def test_shared_tensors_stay_shared() -> None:
     assign_weights(loaded, state, "the file")
     assert loaded.second.weight is loaded.first.weight
     assert torch.equal(loaded.second.weight, state["first.weight"])
+
+
+def test_integers_are_no_weights() -> None:
+    module = torch.nn.Linear(2, 2)
+    state = {name: part.int() for name, part in module.state_dict().items()}
+    with pytest.raises(ModelError, match=r"weight of x has the data type torch\.int32"):
+        assign_weights(module, state, "x")
+
+
+def test_an_error_of_the_disk_keeps_its_number(tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        with pytest.raises(OSError, match="File too large") as raised:
+            save_tensors({"a": torch.zeros(1000)}, tmp_path / "a.safetensors")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert raised.value.errno == errno.EFBIG

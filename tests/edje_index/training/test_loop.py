@@ -336,3 +336,9 @@ def test_steps_follow_from_epochs(case):
     assert total_steps(case.config(loop__steps=None, loop__epochs=2.5).loop, 100) == 30
     with pytest.raises(UsageError, match="do not fill a batch"):
         total_steps(case.config().loop, 7)
+
+
+def test_a_last_step_without_a_finite_gradient_ends_the_training(case, tmp_path):
+    task = case.task(tmp_path, loop__steps=2, objective__mlm_weight=1e38)
+    with pytest.raises(ModelError, match="2 steps in a row had no finite gradient"):
+        run_worker(task, WorkerGroup(), never)
