@@ -379,6 +379,8 @@ def _text_table(path: Path) -> Iterator[_Located]:
             for number, row in rows:
                 if row is None:
                     raise csv.Error("a field is too long")
+                if not row:
+                    continue
                 if not names:
                     names = row
                     _check_columns(names, path)
@@ -386,9 +388,10 @@ def _text_table(path: Path) -> Iterator[_Located]:
                     raise UsageError(
                         f"{path}, line {number}: the line has {len(row)} fields, but"
                         f" the header has {len(names)}; put quotation marks around"
-                        " texts with commas, or write JSON Lines"
+                        " texts with commas, remove tabs from texts, or write JSON"
+                        " Lines"
                     )
-                elif row:
+                else:
                     yield f"line {number}", dict(zip(names, row, strict=False))
         except (csv.Error, UnicodeDecodeError) as error:
             raise UsageError(
@@ -402,10 +405,10 @@ def _check_columns(names: Sequence[str], path: Path) -> None:
     columns of one name.
     """
     for keys in (IMAGE_KEYS, CAPTION_COLUMNS):
-        counts = [names.count(key) for key in keys]
-        if not any(counts) or max(counts) > 1:
+        used = next(filter(names.__contains__, keys), keys[0])
+        if names.count(used) != 1:
             raise UsageError(
-                f"{path} needs one column named {keys[0]}, but has the columns"
+                f"{path} needs one column named {used}, but has the columns"
                 f" {', '.join(map(repr, names))}; rename the columns"
             )
 
@@ -511,18 +514,23 @@ def _record(value: Any) -> CaptionRecord:
     if not is_possible:
         raise _RecordError(f"the value {name!r} of '{key}' cannot be a file name")
     # as pandas and other tools write a list in a text column
-    if isinstance(texts, str) and texts == value.get("captions") and texts[:1] == "[":
+    if (
+        isinstance(texts, str)
+        and texts.startswith("[")
+        and texts.endswith("]")
+        and texts == value.get("captions")
+    ):
         try:
             texts = json.loads(texts)
         except (ValueError, RecursionError):
             raise _RecordError(
-                "'captions' begins with [ but is not a JSON list; write a list in JSON,"
+                "'captions' is in brackets but is no JSON list; write a list in JSON,"
                 " or one line per caption in a column 'caption'"
             ) from None
     if isinstance(texts, str):
         texts = [texts]
     single = value.get("caption")
-    if single and isinstance(texts, list) and single not in texts:
+    if isinstance(single, str) and isinstance(texts, list) and single not in texts:
         texts = [*texts, single]
     if texts is None:
         texts = [None]

@@ -225,7 +225,8 @@ def _load(image: ImageFile.ImageFile) -> None:
     """Decode the pixels with Pillow."""
     tags: Any = getattr(image, "tag_v2", {})
     is_raw = tags.get(_TIFF_COMPRESSION) == 1 and tags.get(_TIFF_PLANES) == 2
-    if is_raw and max(tags.get(_TIFF_BITS, [0])) > 8:
+    bits = tags.get(_TIFF_BITS, ())
+    if is_raw and len(bits) > 1 and max(bits) > 8:
         # Pillow would take each byte for a sample
         raise ImageError("unsupported-image", "TIFF: planes of more than 8 bits")
     try:

@@ -84,6 +84,8 @@ class SourceChanges:
             input has the same content.
         ignored: number of entries in the sources that are not inputs, by suffix or
             reason.
+        replaced: number of the rows to delete that have tokens, apart from those whose
+            input now has the content of a kept row.
         changed: positions in `refs` of the inputs that have a row with other content.
         deleted: ids of the rows to delete, ascending: vanished rows, and old rows of
             changed inputs.
@@ -98,6 +100,7 @@ class SourceChanges:
     duplicates: int
     ignored: dict[str, int]
     unchanged: int = 0
+    replaced: int = 0
     changed: Sequence[int] = ()
     vanished: int = 0
     deleted: Sequence[int] = ()
@@ -125,6 +128,7 @@ CREATE TABLE pending(
 );
 CREATE TABLE new(hash BLOB PRIMARY KEY) WITHOUT ROWID;
 """
+_HAS_TOKENS = "failed_for IS NULL AND duplicate_of IS NULL"
 # A row that failed for changed-since-plan or original-deleted may work now, although
 # its content is the same.
 _FIND = """SELECT row_id, hash, failed_for, duplicate_of, metadata FROM rows
@@ -147,6 +151,10 @@ class _Row(NamedTuple):
     failed_for: str | None
     duplicate_of: int | None
     metadata: bytes
+
+    @property
+    def has_tokens(self) -> bool:
+        return self.failed_for is None and self.duplicate_of is None
 
 
 @dataclass(frozen=True)
@@ -355,7 +363,7 @@ def compare_sources(
     database.execute(f"UPDATE rows SET state = {_REPLACED} WHERE state = {_REPEATED}")
     changed = array("q")
     cut_off = array("q")
-    count = repeated = lost = 0
+    count = repeated = held_tokens = lost = 0
     for position, ref, row in pending("TRUE"):
         row = row or find(ref, any_content=True)
         if row is not None:
@@ -377,6 +385,7 @@ def compare_sources(
             [content],
         ).fetchone()
         is_held = held is not None
+        held_tokens += is_held and row is not None and row.has_tokens
         if content is not None and not is_held:
             added = database.execute("INSERT OR IGNORE INTO new VALUES(?)", [content])
             is_held = added.rowcount == 0
@@ -398,6 +407,7 @@ def compare_sources(
         return array("q", (row_id for (row_id,) in found))
 
     vanished = row_ids(f"state = {_FREE}")
+    gone = f"state IN ({_FREE}, {_REPLACED})"
     kept = f"state = {_KEPT}"
     ((unchanged,),) = database.execute(f"SELECT COUNT(*) FROM rows WHERE {kept}")
     changed_values = {
@@ -410,14 +420,16 @@ def compare_sources(
         for source in sources
         if not source.inputs and max_vanished < 1
     ]
+    own = {display_path(source.path) for source in sources}
     _refuse_hidden_rows(
         index,
         {
             **dict.fromkeys(empty, "it lists no images"),
             **{
-                path: "it is not read, because images lie beside it"
+                path: "it is not read, because images lie beside it: move them"
                 for source in sources
-                for path in source.hidden
+                for path in source.hidden - own
+                if max_vanished < 1
             },
             **hidden,
         },
@@ -438,11 +450,12 @@ def compare_sources(
         repeated,
         listing.ignored,
         unchanged=unchanged,
+        replaced=len(row_ids(f"{gone} AND {_HAS_TOKENS}")) - held_tokens,
         stay_deleted=stay_deleted,
         values=_new_values(as_given, changed_values),
         changed=changed,
         vanished=len(vanished),
-        deleted=row_ids(f"state IN ({_FREE}, {_REPLACED})"),
+        deleted=row_ids(gone),
     )
 
 

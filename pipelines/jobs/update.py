@@ -264,7 +264,7 @@ def update_index(
             work = encoding(change, plan, execution, on_event, needs_one=False)
             if not retry_failed:
                 rows = manifest.counts.inputs - manifest.snapshot.deleted_rows
-                work = _with_lost(work, len(changes.deleted), max_vanished * rows)
+                work = _with_lost(work, change, changes.replaced, max_vanished * rows)
         elif change.plan is not None:
             change.start_again()
         groups = recorded_sources(manifest) if group is None else (group,)
@@ -469,16 +469,19 @@ def _cover(groups: Iterable[SourceGroup], group: SourceGroup) -> bool:
     return all(f"{source}/".startswith(known) for source in group.sources)
 
 
-def _with_lost(work: ShardWork, deleted: int, most: float) -> ShardWork:
+def _with_lost(
+    work: ShardWork, change: IndexChange, replaced: int, most: float
+) -> ShardWork:
     """Return `work`, with an error at its end if inputs failed and the new rows are too
-    few for the `deleted` ones: a server may answer every request with one page.
+    few for the `replaced` ones: a server may answer every request with one page.
     """
 
     def check(receipts: Sequence[ShardReceipt]) -> None:
         work.check(receipts)
-        lost = deleted - sum(each.indexed for each in receipts)
+        lost = replaced - sum(each.indexed for each in receipts)
         failed = any(each.failed for each in receipts)
         if len(receipts) == len(work.shards) and failed and lost > most + 1e-6:
+            change.abandon()
             raise FailedInputsError(
                 f"{counted(lost, 'row')} would be deleted, and inputs of the sources"
                 " cannot be decoded any more; check the sources, or raise the share of"

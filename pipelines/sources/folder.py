@@ -99,8 +99,9 @@ class FolderSource(Source):
         # files already used through a link, by directory
         self._linked: dict[_FileId, set[bytes]] = {}
         self._packed_seen: set[_FileId] = set()
-        # columns of tables in the directories, by path of the photo
-        self._listed: dict[bytes, dict[Any, Any]] = {}
+        # columns of tables in the directories, and captions of further lines, by path
+        # of the photo
+        self._listed: dict[bytes, tuple[dict[Any, Any], dict[str, None]]] = {}
         pending = [self.path.rstrip(b"/") if is_url(self.path) else self.path]
         links = deque[bytes]()
         while pending or links:
@@ -277,8 +278,14 @@ class FolderSource(Source):
             self.unread.add(display_path(path))
         listed = self._listed.pop(path, None)
         if listed is not None:
-            columns = source_values(listed, self.ignored) or {}
-            metadata = {**columns, **(metadata or {})}
+            values, captions = listed
+            first = captions_of(values)
+            more = [text for text in captions if text not in first]
+            if more and first == _texts(values):
+                column = next(filter(values.get, CAPTION_COLUMNS), CAPTIONS)
+                values[column] = first + more
+            columns = source_values(values, self.ignored) or {}
+            metadata = {**columns, **(metadata or {})} or None
         return file_input(path, size=size, metadata=metadata)
 
     def _join(
@@ -300,12 +307,10 @@ class FolderSource(Source):
             with contextlib.suppress(UnicodeEncodeError):
                 listed = os.fsencode(str(values.pop(_NAME, "")))
                 path = os.path.join(directory.path, listed)
-                first = self._listed.setdefault(path, values)
+                first, more = self._listed.setdefault(path, (values, {}))
                 # one line per caption
-                if texts := captions_of(values) if first is not values else []:
-                    texts = [*dict.fromkeys((*captions_of(first), *texts))]
-                    column = next(filter(first.get, CAPTION_COLUMNS), CAPTIONS)
-                    first[column] = texts
+                if first is not values:
+                    more.update(dict.fromkeys(_texts(values)))
         for key, count in table.ignored.items():
             self.ignored.count(key, count)
         return True
@@ -344,6 +349,10 @@ class FolderSource(Source):
         is_repeated = target in used
         used.add(target)
         return is_repeated
+
+
+def _texts(values: dict[Any, Any]) -> list[str]:
+    return [text for text in captions_of(values) if isinstance(text, str)]
 
 
 def _read_sidecar(path: bytes) -> bytes | None:

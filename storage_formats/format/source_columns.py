@@ -7,6 +7,7 @@ images, for example captions.
 from __future__ import annotations
 
 import datetime
+import functools
 import json
 import re
 from collections import Counter
@@ -73,14 +74,11 @@ class SourceColumn:
         """The type of the column, a name above. Conversion to this type loses no
         information.
         """
-        kinds = set(self.kinds)
-        exact = (name for accepted, name in _TYPES_OF_KINDS if kinds <= accepted)
-        return STRINGS if "texts" in kinds else next(exact, STRING)
+        return _type_of(frozenset(self.kinds))
 
     def fits(self, value: Value) -> bool:
         """Return True if the column keeps its type with `value`."""
-        kinds = (*self.kinds, kind_of(value))
-        return SourceColumn(self.name, kinds, self.values).type == self.type
+        return _type_of(frozenset((*self.kinds, kind_of(value)))) == self.type
 
     def to_json(self) -> dict[str, Any]:
         """Return the entry of the column in `index.json`, as a JSON object."""
@@ -111,6 +109,12 @@ class SourceColumn:
         if not is_known or not is_allowed(column.name) or column.values < 0:
             raise ValueError(f"{dict(value)} does not describe a source column")
         return column
+
+
+@functools.cache
+def _type_of(kinds: frozenset[str]) -> str:
+    exact = (name for accepted, name in _TYPES_OF_KINDS if kinds <= accepted)
+    return STRINGS if "texts" in kinds else next(exact, STRING)
 
 
 def check_columns(columns: Collection[SourceColumn]) -> None:

@@ -426,7 +426,7 @@ def _given_columns(rows: Rows | None, count: int) -> Json:
     elif isinstance(rows, Mapping):
         columns = {
             as_text(name, "rows"): values
-            if hasattr(values, "to_pylist")
+            if hasattr(values, "to_pylist") or hasattr(values, "__array__")
             else as_list(values, f"rows[{name!r}]", "values")
             for name, values in rows.items()
         }

@@ -163,6 +163,21 @@ def test_a_line_per_caption_and_lines_that_cannot_be_read(tmp_path):
     refs, ignored = scan(tmp_path)
     assert [ref.metadata for ref in refs] == [{"text": ["one", "two"]}, None]
     assert ignored == {"(unreadable metadata)": 1}
+    # repeated, not texts, and empty
+    (tmp_path / "metadata.jsonl").write_text(
+        '{"file_name": "0.jpg", "text": "one"}\n{"file_name": "0.jpg", "text": "one"}\n'
+        '{"file_name": "1.jpg", "caption": {"en": "x"}}\n'
+        '{"file_name": "1.jpg", "caption": {"de": "y"}}\n'
+    )
+    refs, _ = scan(tmp_path)
+    assert [ref.metadata for ref in refs] == [
+        {"text": "one"},
+        {"caption": '{"en": "x"}'},
+    ]
+    (tmp_path / "metadata.jsonl").unlink()
+    (tmp_path / "metadata.csv").write_text("file_name,text\n0.jpg,one\n1.jpg,\n")
+    refs, _ = scan(tmp_path)
+    assert [ref.metadata for ref in refs] == [{"text": "one"}, None]
 
 
 def test_each_row_has_the_captions_of_its_source(tmp_path, config):

@@ -176,6 +176,21 @@ def test_pages_in_place_of_photos_delete_no_rows(built, photos, pages):
     assert verify_index(built) == []
 
 
+def test_failed_rows_and_copies_of_kept_photos_are_no_lost_rows(config, photos):
+    broken = sorted(photos.rglob("*.jpg"))[3:]
+    for number, path in enumerate(broken):
+        path.write_bytes(b"broken %d" % number)
+    root = Path(config(max_failed=1.0).out)
+    run_build(config(max_failed=1.0), lambda event: None)
+    for number, path in enumerate(broken):
+        path.write_bytes(b"broken again %d" % number)
+    assert update(root, max_vanished=0.1).deleted == len(broken)
+    # one photo twice, beside a new broken one
+    shutil.copy(photos / "00.jpg", photos / "01.jpg")
+    (photos / "99.jpg").write_bytes(b"broken")
+    assert update(root, max_vanished=0.1).deleted == 1
+
+
 def test_duplicates_of_failed_inputs_have_failed(config, photos):
     for number in range(60, 70):
         (photos / f"{number}.jpg").write_text("<html>please log in</html>")
@@ -199,6 +214,8 @@ def test_an_image_beside_an_archive_deletes_no_rows(config, tmp_path, photos):
     with pytest.raises(EdjeError, match=r"a\.tar .*images lie beside it"):
         update(root)
     assert contents(root) == before
+    assert update(root, folder, folder / "a.tar").unchanged == 8
+    assert update(root, folder, max_vanished=1.0).deleted == 3
 
 
 def test_an_append_does_not_add_a_failed_input_again(photos, config):

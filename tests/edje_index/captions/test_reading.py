@@ -16,6 +16,7 @@ from edje_index.captions.reading import (
     check_image_directory,
     read_caption_file,
     read_captions,
+    read_records,
 )
 from storage_formats.errors import UsageError
 
@@ -322,7 +323,7 @@ def test_tables_of_text_have_the_columns_of_the_lists_that_build_reads(
         ("c.csv", "image;caption\n1.jpg;x\n", "has the columns 'image;caption'"),
         ("c.csv", "Image,Caption\n1.jpg,x\n", "has the columns 'Image', 'Caption'"),
         ("c.csv", "image, caption\n1.jpg,x\n", "has the columns 'image', ' caption'"),
-        ("c.csv", "image,captions\n1.jpg,\"['x']\"\n", "line 2: .* not a JSON list"),
+        ("c.csv", "image,captions\n1.jpg,\"['x']\"\n", "line 2: .* no JSON list"),
     ],
 )
 def test_tables_that_would_lose_captions_are_refused(tmp_path, name, content, words):
@@ -355,3 +356,20 @@ def test_a_caption_beside_captions_counts(tmp_path):
         ("x", "y", "z"),
         ("x", "y"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("record", "captions"),
+    [
+        ({"caption": ["x", "y"]}, ("x", "y")),
+        ({"captions": ["x"], "caption": "y"}, ("x", "y")),
+        ({"captions": ["x"], "caption": ["x"]}, ("x",)),
+        ({"captions": ["x"], "caption": 5}, ("x",)),
+        ({"captions": "[Photo] a dog"}, ("[Photo] a dog",)),
+        ({"captions": '["a dog", "a cat"]'}, ("a dog", "a cat")),
+    ],
+)
+def test_lists_texts_and_both(tmp_path, record, captions):
+    path = tmp_path / "captions.jsonl"
+    path.write_text(json.dumps({"image": "a.jpg", **record}))
+    assert [item.captions for item in read_records(path)] == [captions]
