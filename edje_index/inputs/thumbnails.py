@@ -101,26 +101,30 @@ def read_thumbnails(
         UsageError, IncompleteIndexError, CorruptIndexError: as for
             `storage_formats.format.rows.read_rows`.
     """
-    thumbnails = []
     opened = index if isinstance(index, CommittedIndex) else open_index(index)
-    for row_id, row in zip(
-        row_ids,
-        read_index_rows(opened, row_ids, PHOTO_COLUMNS).to_pylist(),
-        strict=True,
-    ):
-        jpeg = None
-        problem = ""
-        try:
-            data = read_photo(row)
-            out = io.BytesIO()
-            image = key_frame(data) if is_clip(data) else decode_partial(data)[0]
-            image.thumbnail((side, side))
-            image.save(out, "JPEG", quality=_JPEG_QUALITY)
-            jpeg = out.getvalue()
-        except PHOTO_ERRORS as error:
-            problem = describe_photo_error(error)
-        thumbnails.append(Thumbnail(row_id, row["uri"], jpeg, problem))
-    return thumbnails
+    rows = read_index_rows(opened, row_ids, PHOTO_COLUMNS).to_pylist()
+    return [
+        thumbnail_of(row_id, row, side)
+        for row_id, row in zip(row_ids, rows, strict=True)
+    ]
+
+
+def thumbnail_of(row_id: int, row: Json, side: int) -> Thumbnail:
+    """Return the thumbnail of a row with the columns `PHOTO_COLUMNS`. See
+    `read_thumbnails`.
+    """
+    jpeg = None
+    problem = ""
+    try:
+        data = read_photo(row)
+        out = io.BytesIO()
+        image = key_frame(data) if is_clip(data) else decode_partial(data)[0]
+        image.thumbnail((side, side))
+        image.save(out, "JPEG", quality=_JPEG_QUALITY)
+        jpeg = out.getvalue()
+    except PHOTO_ERRORS as error:
+        problem = describe_photo_error(error)
+    return Thumbnail(row_id, row["uri"], jpeg, problem)
 
 
 def read_photo(row: Json) -> bytes:

@@ -181,7 +181,7 @@ class LoopConfig(Settings):
     """Number of epochs. Set either steps or epochs."""
     batch_size: AtLeastTwo = 64
     """Pairs per optimiser step, summed over all workers."""
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    seed: Annotated[int, Field(ge=0, lt=2**64)] = 0
     """Seed of all random numbers."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Data type of matrix products. auto is bfloat16 on CUDA and float32 on a CPU."""

@@ -55,7 +55,7 @@ JOINT = "joint"
 BETAS = (0.9, 0.999)
 MAX_BAD_STEPS = 10
 """Number of steps without a finite gradient in a row after which training fails. At the
-end of a phase, more than 1 % of its steps are enough.
+end of a phase, two of them and more than 1 % of its steps are enough.
 """
 Record = dict[str, Any]
 # warm-up steps as a fraction of the alignment steps
@@ -418,7 +418,8 @@ def _run_phase(
             skipped = (skipped[0] + 1, skipped[1] + 1) if is_bad else (skipped[0], 0)
             done = step + 1
             # the end of a short phase
-            has_diverged = done == steps and skipped[1] > steps // 100
+            few = max(steps // 100, min(steps - 1, 1))
+            has_diverged = done == steps and skipped[1] > few
             if has_diverged or skipped[1] >= MAX_BAD_STEPS:
                 raise ModelError(
                     f"{skipped[1]} steps in a row had no finite gradient, up to step"

@@ -28,7 +28,7 @@ from edje_index.inputs.thumbnails import (
     PHOTO_ERRORS,
     describe_photo_error,
     read_photo,
-    read_thumbnails,
+    thumbnail_of,
 )
 from edje_index.scoring.final_score import relevance
 from edje_index.scoring.weights import EMBEDDING, IMAGE_TO_TEXT, TEXT_TO_IMAGE
@@ -765,9 +765,7 @@ async def thumbnail(
     row, headers = await _photo_row(state, request, row_id)
     if row is None:
         return Response(status_code=304, headers=headers)
-    (found,) = await state.in_thread(
-        read_thumbnails, state.index.committed, [row_id], side
-    )
+    found = await state.in_thread(thumbnail_of, row_id, row, side)
     if found.jpeg is None:
         raise HTTPException(404, f"row {row_id} has no thumbnail: {found.problem}")
     return Response(found.jpeg, media_type="image/jpeg", headers=headers)

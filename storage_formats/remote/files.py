@@ -17,9 +17,10 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple
-from urllib.parse import quote, urljoin, urlsplit
+from urllib.parse import quote, unquote, urljoin, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
+from storage_formats.errors import EdjeError
 from storage_formats.extras import name_missing_extra
 from storage_formats.remote.objects import (
     ObjectChangedError,
@@ -223,10 +224,11 @@ def list_remote_folder(url: str) -> tuple[dict[str, int], list[str]] | None:
     tree = f"{server}/api/{kind}{repository}/tree"
     page = f"{tree}/{quote(revision, safe='')}/{quote(path)}".rstrip("/")
     pages: set[str] = set()
-    # the token goes to no other server
-    while page not in pages and urlsplit(page)[:2] == urlsplit(server)[:2]:
+    while page not in pages:
         pages.add(page)
-        answered, body = _request(page, headers, _MAX_PAGE_BYTES)
+        # the token goes to no other server
+        is_hub = _origin(page) == _origin(server)
+        answered, body = _request(page, headers if is_hub else {}, _MAX_PAGE_BYTES)
         try:
             for entry in json.loads(body):
                 name = str(entry["path"]).rpartition("/")[2]
@@ -250,9 +252,15 @@ def list_remote_folder(url: str) -> tuple[dict[str, int], list[str]] | None:
             ) from error
     raise OSError(
         errno.EPROTO,
-        f"the list of files continues at {page}, which is another server or was read"
-        " before; check HF_ENDPOINT",
+        f"the list of files continues at {page}, which was read before; check"
+        " HF_ENDPOINT",
     )
+
+
+def _origin(url: str) -> tuple[str, str | None, int]:
+    parts = urlsplit(url)
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    return parts.scheme, parts.hostname, port
 
 
 def _web_address(url: str) -> tuple[str, dict[str, str]]:
@@ -315,9 +323,8 @@ def _request(
             proxy = getproxies().get(str(address.scheme))
             if proxy_bypass(str(address.netloc)):
                 proxy = None
-            response = _pool(proxy).request(
-                "GET", url, headers=sent, preload_content=False
-            )
+            pool = _pool(proxy)
+            response = pool.request("GET", url, headers=sent, preload_content=False)
             try:
                 if response.status < http.HTTPStatus.MULTIPLE_CHOICES:
                     if (
@@ -391,10 +398,16 @@ def _pool(proxy: str | None) -> urllib3.PoolManager:
 
     manager: Callable[..., urllib3.PoolManager] = urllib3.PoolManager
     if proxy is not None:
-        credentials = urllib3.util.parse_url(proxy).auth
+        address = urllib3.util.parse_url(proxy if "://" in proxy else f"http://{proxy}")
+        if address.scheme not in ("http", "https"):
+            raise EdjeError(
+                "the proxy in HTTP_PROXY or HTTPS_PROXY is no web proxy; give"
+                " http://HOST:PORT, or name the servers in NO_PROXY"
+            )
+        credentials = unquote(address.auth or "") or None
         manager = functools.partial(
             urllib3.ProxyManager,
-            proxy,
+            address._replace(auth=None).url,
             proxy_headers=urllib3.make_headers(proxy_basic_auth=credentials),
         )
     return manager(

@@ -12,6 +12,7 @@ import errno
 import functools
 import itertools
 import os
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -475,7 +476,7 @@ def _open_store(url: str) -> ObjectStore:
         import obstore.store
         from obstore.exceptions import BaseError
     scheme = scheme_of(url) or ""
-    host = url.partition("://")[2].partition("/")[0]
+    host = re.split("[/?#]", url.partition("://")[2], maxsplit=1)[0]
     if not host:
         raise UsageError(
             f"the URL {url} names no bucket; give a URL such as s3://bucket/photos.edje"

@@ -260,18 +260,25 @@ def test_a_folder_on_the_hub(
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
-def test_the_list_of_a_folder_never_continues_elsewhere_or_for_ever(
+def test_the_list_of_a_folder_gives_no_token_away_and_ends(
     server: WebServer, monkeypatch: pytest.MonkeyPatch, host: str
 ) -> None:
     monkeypatch.setenv("HF_ENDPOINT", server.url)
     path = "/api/datasets/owner/set/tree/main/data"
     link = f'<{server.url.replace("127.0.0.1", host)}{path}>; rel="next"'
-    server.responses[path] = lambda headers: (200, {"Link": link}, b"[]")
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    tokens = []
+
+    def answer(headers: Any) -> tuple[int, dict[str, str], bytes]:
+        tokens.append(headers.get("Authorization"))
+        return 200, {"Link": link}, b"[]"
+
+    server.responses[path] = answer
     with pytest.raises(
         UsageError, match=f"the list of files continues at http://{host}"
     ):
         open_source("hf://datasets/owner/set/data")
-    assert len(server.requests) == 1
+    assert tokens == ["Bearer secret", None][: 1 + (host == "localhost")]
 
 
 @pytest.mark.parametrize(

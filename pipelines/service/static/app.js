@@ -122,17 +122,18 @@ function body() {
 
 // Computes the ranking once; `more` shows it step by step. The index may have changed since the last search `isAnew`.
 async function search(isAnew = false) {
-  if (!isAnew && JSON.stringify(body()) === JSON.stringify(asked)) return;
+  const wanted = body();
+  if (!isAnew && JSON.stringify(wanted) === JSON.stringify(asked)) return;
   running?.abort();
   running = new AbortController();
+  asked = wanted;
   byId("copy").hidden = image !== null;
   const mine = running;
   say("Searching ...");
   document.body.classList.add("busy");
   try {
     if (isAnew) await readIndex(mine.signal);
-    const wanted = body();
-    asked = wanted;
+    wanted.columns = columns();
     const started = performance.now();
     const result = await post("/search", wanted, mine.signal);
     show(result.hits, result.by_embedding !== null ? result.hits.length : 0);
@@ -180,6 +181,7 @@ async function load() {
   const score = query.query === undefined ? {} : { score: "embedding" };
   const page = { ...query, ...score, k: PAGE, pool: PAGE, skip: hits.length };
   const found = (await post("/search", page, mine.signal)).hits;
+  if (mine !== running) return;
   const known = new Set(hits.map((hit) => hit.row_id));
   isLast = found.length < PAGE || hits.length + 2 * PAGE > MOST;
   hits.push(...found.filter((hit) => !known.has(hit.row_id)));
