@@ -169,7 +169,8 @@ def test_a_full_disk_and_lost_rights_are_no_errors(proxy, whole, tmp_path, monke
         raise OSError(errno.ENOSPC, "No space left on device")
 
     row_ids = np.arange(0, SPEC.rows, 7)
-    with TokenStore.open(URL) as store, monkeypatch.context() as patch:
+    # until the store, whose threads write, is closed
+    with monkeypatch.context() as patch, TokenStore.open(URL) as store:
         patch.setattr(os, "pwrite", full)
         for _ in range(2):
             assert same_bits(store.fetch(row_ids), whole["bf16"][row_ids])

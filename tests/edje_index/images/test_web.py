@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +14,7 @@ from edje_index.images.decode import ImageError
 from edje_index.images.transient import TransientInputError
 from edje_index.inputs.containers import Container
 from edje_index.inputs.refs import InputRef, read_bytes
+from storage_formats.errors import EdjeError
 from storage_formats.remote import files as remote
 from storage_formats.remote.files import (
     ChangedFileError,
@@ -229,8 +231,12 @@ def test_another_range_than_was_requested_is_refused(server: WebServer) -> None:
             read_remote_range(f"{server.url}/a.tar", 2, 4, version)
 
 
+@pytest.mark.parametrize(
+    ("before", "credentials"),
+    [("http://user:word@", b"user:word"), ("us%40er:p%3Aw@", b"us@er:p:w")],
+)
 def test_requests_go_through_the_proxy_of_the_environment(
-    server: WebServer, monkeypatch: pytest.MonkeyPatch
+    server: WebServer, monkeypatch: pytest.MonkeyPatch, before: str, credentials: bytes
 ) -> None:
     seen: list[str] = []
 
@@ -240,11 +246,14 @@ def test_requests_go_through_the_proxy_of_the_environment(
 
     server.responses["http://photos.invalid/a.jpg"] = answer
     server.files["/b.jpg"] = b"direct"
-    monkeypatch.setenv("http_proxy", server.url.replace("//", "//user:word@"))
+    monkeypatch.setenv("http_proxy", server.url.replace("http://", before))
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     assert read_remote("http://photos.invalid/a.jpg", 1 << 20) == DATA
-    assert seen == ["Basic dXNlcjp3b3Jk"]
+    assert seen == [f"Basic {base64.b64encode(credentials).decode()}"]
     assert read_remote(f"{server.url}/b.jpg", 1 << 20) == b"direct"
+    monkeypatch.setenv("http_proxy", "socks5://user:word@127.0.0.1:1")
+    with pytest.raises(EdjeError, match="is no web proxy"):
+        read_remote("http://photos.invalid/c.jpg", 1 << 20)
 
 
 def test_connections_per_host_are_limited(server: WebServer) -> None:
