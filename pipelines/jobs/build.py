@@ -388,7 +388,7 @@ def build_index(
             )
             check_ann_memory(spec, memory)
             check_disk(out, spec, memory)
-            names = " and ".join(caption_columns(plan.columns))
+            names = " and the column ".join(caption_columns(plan.columns))
             captions = (
                 "no captions: the sources have no texts in a column captions, caption"
                 " or text"

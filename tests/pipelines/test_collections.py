@@ -187,7 +187,7 @@ def test_the_table_of_an_image_folder_gives_columns(config, photos, kind):
     assert found["0.jpg"] == {"text": "a lake", "stars": 4, "captions": None}
     assert found["01.jpg"]["text"] is None
     texts = [text for event in events if (text := getattr(event, "text", ""))]
-    assert "captions are in the column captions" in texts
+    assert "captions are in the column captions and the column text" in texts
 
 
 @pytest.mark.parametrize("name", ["caption", "text", "words"])
