@@ -73,6 +73,8 @@ _POLL_SECONDS = 0.5
 _MAX_DELAY_SECONDS = 1.5
 # each takes about 0.4 ms of processor time
 _QUESTIONS_PER_SECOND = 200
+# A task is late after twice the time of the longest one, and at least so many seconds.
+_LATE_SECONDS = 10.0
 # A task fails if it has failed on so many nodes.
 _FAILED_NODES = 3
 _REFRESH_SECONDS = 2.0
@@ -230,11 +232,14 @@ class _Turn:
 
     Attributes:
         attempt: number of workers that have run the task, with the present one.
+        late_on: node that was told to leave the task to another one; None if there is
+            none.
         failed_on: nodes on which the task failed with an error.
     """
 
     task: Task
     attempt: int = 0
+    late_on: str | None = None
     failed_on: set[str] = dataclasses.field(default_factory=set)
 
 
@@ -244,6 +249,7 @@ class _Job:
 
     Attributes:
         node: id of the node of the actor; None until the actor has started.
+        began: time at which `turn` began.
         question: pending request for the progress of the task; None if there is none.
         stalled_seconds: seconds since `progress` last changed, not counting pauses of
             this process.
@@ -252,6 +258,7 @@ class _Job:
     actor: Any
     node: str | None = None
     turn: _Turn | None = None
+    began: float = dataclasses.field(default_factory=time.monotonic)
     question: Any = None
     progress: Any = None
     stalled_seconds: float = 0.0
@@ -265,6 +272,8 @@ class _Run:
         actor_class: Ray's class of the actors; `arguments` are those of an actor.
         waiting: tasks that no actor runs.
         jobs: what each actor does, by the reference of its answer.
+        idle: the last jobs of actors without a task, which may take over a late one.
+        longest: seconds of the longest finished task.
         failing_since: time since when actors die while they start; None if they do not.
     """
 
@@ -276,6 +285,8 @@ class _Run:
     on_event: OnEvent
     stall_seconds: float
     jobs: dict[Any, _Job] = dataclasses.field(default_factory=dict)
+    idle: list[_Job] = dataclasses.field(default_factory=list)
+    longest: float = 0.0
     failing_since: float | None = None
     stopping: bool = False
 
@@ -302,6 +313,11 @@ class _Run:
                     return
                 raise
             limit = min(workers or self.cluster.room, self.cluster.room)
+            while self.waiting and self.idle:
+                late_on = self.waiting[0].late_on
+                helper = min(self.idle, key=lambda job: job.node == late_on)
+                self.idle.remove(helper)
+                self._run_next(helper)
             self._start_actors(limit)
             if not self.jobs:
                 time.sleep(_POLL_SECONDS)
@@ -338,8 +354,14 @@ class _Run:
         try:
             if job.turn is None:
                 job.node = ray.get(answer)
-            else:
-                yield from ray.get(answer)
+            elif results := ray.get(answer):
+                self.longest = max(self.longest, time.monotonic() - job.began)
+                yield from results
+            elif not self.stopping:
+                # it was late, and has stopped
+                self.waiting.append(job.turn)
+                ray.kill(job.actor)
+                return
         except ray.exceptions.RayTaskError as error:
             self._after_error(job, error)
             ray.kill(job.actor)
@@ -348,13 +370,18 @@ class _Run:
             self._after_death(job, error)
             return
         self.failing_since = None
-        is_left_out = job.node in self.cluster.left_out
-        if self.waiting and len(self.jobs) < limit and not is_left_out:
-            turn = self.waiting.popleft()
-            turn.attempt += 1
-            self.jobs[job.actor.run.remote(turn.task)] = _Job(job.actor, job.node, turn)
-        else:
+        if len(self.jobs) >= limit or job.node in self.cluster.left_out:
             ray.kill(job.actor)
+        elif self.waiting:
+            self._run_next(job)
+        else:
+            self.idle.append(job)
+
+    def _run_next(self, job: _Job) -> None:
+        """Run the next task on the actor of `job`."""
+        turn = self.waiting.popleft()
+        turn.attempt += 1
+        self.jobs[job.actor.run.remote(turn.task)] = _Job(job.actor, job.node, turn)
 
     def _after_error(
         self,
@@ -418,9 +445,11 @@ class _Run:
 
     def _ask(self, seconds: float) -> None:
         """Ask the actors for progress, `seconds` after the last questions. Kill those
-        without progress for too long.
+        without progress for too long, and stop one that is late if an actor of another
+        node is idle.
         """
         ray = self.cluster.ray
+        late = time.monotonic() - max(_LATE_SECONDS, 2 * self.longest)
         questions = [job.question for job in self.jobs.values() if job.question]
         answered = set()
         if questions:
@@ -443,8 +472,17 @@ class _Run:
                         job.stalled_seconds = 0.0
                         self.on_progress(progress)
                 job.question = None
+            others = {helper.node for helper in self.idle} - {job.node}
+            if job.began < late and others and job.turn.late_on is None:
+                job.turn.late_on = job.node
+                message = (
+                    f"a task takes long{self.cluster.place(job.node)}; it runs again on"
+                    " another node"
+                )
+                self.on_event(StatusMessage(message, is_warning=True))
             if job.question is None:
-                job.question = job.actor.exchange.remote(self.stopping)
+                is_late = job.turn.late_on == job.node
+                job.question = job.actor.exchange.remote(self.stopping or is_late)
             if job.stalled_seconds > self.stall_seconds:
                 job.stalled_seconds = 0.0
                 message = (

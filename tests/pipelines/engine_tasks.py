@@ -91,6 +91,11 @@ class FileWorker:
             time.sleep(0.05)
         raise AssertionError("nobody asked for a stop")
 
+    def be_late(self, job, on_progress, should_stop):
+        if self.attempts(job) > 1:
+            return job.name * 10
+        return self.until_stopped(job, on_progress, should_stop)
+
     def wait_for_go(self, job, on_progress, should_stop):
         while not (self.folder / "go").exists():
             time.sleep(0.1)

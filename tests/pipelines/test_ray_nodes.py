@@ -181,6 +181,29 @@ def test_a_node_on_which_work_fails_is_left_out_by_name(nodes, tmp_path):
     ]
 
 
+def test_the_last_task_of_a_slow_node_runs_again_on_another(nodes, tmp_path):
+    nodes.add(2)
+    nodes.add(3)
+    jobs = [[1, "be_late"]] + [[name, "report_slowly"] for name in range(2, 7)]
+    items, err = end(start(nodes, tmp_path, jobs))
+    assert sorted(item for item in items if isinstance(item, int)) == RESULTS, err
+    (event,) = [item for item in items if not isinstance(item, int)]
+    assert event["text"].startswith("a task takes long on node 127.0.0.")
+    assert items[-2:] == [event, 10]
+    assert (tmp_path / "stopped-1").exists()
+    assert (tmp_path / "1").read_text().count("attempt") == 2
+
+
+def test_a_late_task_stays_if_no_other_node_is_idle(nodes, tmp_path):
+    nodes.add(2, cpus=2)
+    with start(nodes, tmp_path, [[7, "wait_for_go"], [2, "succeed"]]) as run:
+        wait_for_attempts(run, tmp_path, 1)
+        time.sleep(12)
+        (tmp_path / "go").touch()
+        items, err = end(run)
+    assert items == [20, 70], err
+
+
 def test_a_task_that_fails_on_every_node_ends_the_run_and_names_the_last(
     nodes, tmp_path
 ):
