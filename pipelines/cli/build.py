@@ -289,9 +289,9 @@ def update(
     delete' removed stay deleted until --restore. A program that has INDEX open must
     reopen it to see the changes.
 
-    With --retry-failed, the failed inputs that 'edje-index failures' lists are
-    looked up again, and no source is listed. If every input fails for the same reason
-    as before, INDEX does not change.
+    With --retry-failed, the failed inputs that 'edje-index failures' lists are tried
+    again, too. If nothing else has changed and every input fails again, INDEX does not
+    change.
 
     If a source cannot be read, or too many files are missing, the command stops without
     changing INDEX.
@@ -304,17 +304,13 @@ def update(
 
     Options:
         --dry-run: Show the changes without applying them.
-        --retry-failed: Only try to index the failed inputs again, by their names.
+        --retry-failed: Also try to index failed inputs again whose content is the same.
         --restore: Also index files again whose rows 'edje-index delete' removed.
         --max-vanished: Stop if the files of more than this share of the rows are
             missing.
     """
     from pipelines.jobs.update import update_index
 
-    if options["retry_failed"] and sources:
-        raise UsageError(
-            "--retry-failed looks up the failed inputs by their names; leave out SOURCE"
-        )
     resume = not options["dry_run"] and index
     result = run_job(update_index, index, sources, resume=resume, **options)
     done = f"{counted(result.deleted, 'row')} deleted; {result.seconds:.1f} s"

@@ -155,8 +155,7 @@ class Edit:
             precisions use the one it has.
         ann: nearest-neighbour index to build in place of the present one.
         earlier: manifest of an earlier snapshot, whose contents come back.
-        failed_before: number of inputs that `work` tries again, by the reason for which
-            they failed. If as many fail for each, nothing is committed.
+        needs_indexed: whether nothing is committed if `work` indexes no row.
     """
 
     spec: IndexSpec
@@ -172,7 +171,7 @@ class Edit:
     offset: Offset | None = None
     ann: AnnRequest | None = None
     earlier: Manifest | None = None
-    failed_before: Mapping[str, int] | None = None
+    needs_indexed: bool = False
 
     def begin(self, change: IndexChange) -> None:
         """Write the offset block."""
@@ -191,11 +190,9 @@ class Edit:
         A change that changes nothing is not committed.
         """
         before = change.index.manifest
-        if self.failed_before is not None:
-            counts = total_counts(receipts)
-            if not counts.indexed and counts.failed == self.failed_before:
-                change.abandon()
-                return before
+        if self.needs_indexed and not total_counts(receipts).indexed:
+            change.abandon()
+            return before
         moves_rows = self.spec.used_segments != before.spec.used_segments
         edits_rows = bool(len(self.edits) or self.restored)
         is_new = moves_rows or edits_rows or len(self.deleted) or self.earlier

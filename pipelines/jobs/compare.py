@@ -4,9 +4,7 @@ seems lost is never taken for empty.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
-import os
 import pickle
 import sqlite3
 from array import array
@@ -17,14 +15,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
-from edje_index.inputs.containers import split_uri
 from edje_index.inputs.refs import InputRef, display_path, rows_digest
 from pipelines.jobs.plan import (
     CollectedColumns,
     SourceGroup,
-    holds_clips,
     recorded_sources,
     settings_of,
 )
@@ -37,17 +32,13 @@ from pipelines.sources import (
     temporary_database,
     without_nested,
 )
-from pipelines.sources.base import STANDARD_INPUT, Source, file_input
-from pipelines.sources.folder import FolderSource
-from pipelines.sources.packed import is_packed_name, packed_source
-from storage_formats.atomic import Json
+from pipelines.sources.base import STANDARD_INPUT
 from storage_formats.errors import EdjeError, UsageError
 from storage_formats.format.edits import input_hash
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.rows import (
     DUPLICATE,
     FAILED,
-    INDEXED,
     iter_rows,
     read_index_rows,
 )
@@ -68,8 +59,9 @@ _COLUMNS = (
     "reason",
     "duplicate_of",
 )
-_DAMAGED = frozenset({"truncated-archive", "damaged-archive"})
-_HIDES_OTHERS = _DAMAGED | {"missing", "unreadable"}
+_HIDES_OTHERS = frozenset(
+    {"truncated-archive", "damaged-archive", "missing", "unreadable"}
+)
 """Problems of a directory or an archive after which its inputs cannot be listed."""
 
 
@@ -87,9 +79,10 @@ class SourceChanges:
         replaced: number of the rows to delete that have tokens, apart from those whose
             input now has the content of a kept row.
         changed: positions in `refs` of the inputs that have a row with other content.
+        retried: positions in `refs` of the failed inputs that are tried again, by the
+            id of their row.
         deleted: ids of the rows to delete, ascending: vanished rows, and old rows of
             changed inputs.
-        reasons: why the rows to delete had failed, if failed inputs are tried again.
         stay_deleted: number of inputs that get no row, because their row was deleted.
         values: new values of the columns of unchanged rows, by row id.
     """
@@ -102,9 +95,9 @@ class SourceChanges:
     unchanged: int = 0
     replaced: int = 0
     changed: Sequence[int] = ()
+    retried: Mapping[int, int] = field(default_factory=dict)
     vanished: int = 0
     deleted: Sequence[int] = ()
-    reasons: Sequence[str] = ()
     stay_deleted: int = 0
     values: NewValues = field(default_factory=dict)
 
@@ -116,7 +109,7 @@ _KEPT = 1
 # kept as the original of a row on a server that cannot be read
 _KEPT_ORIGINAL = 2
 _REPLACED = 3
-# kept if its original stays
+# a duplicate, kept if its original stays, or a failed row that is tried again
 _REPEATED = 4
 _SCHEMA = """CREATE TABLE rows(
     row_id INTEGER PRIMARY KEY, name BLOB, hash BLOB, failed_for TEXT,
@@ -218,6 +211,7 @@ def compare_sources(
     on_event: OnEvent,
     should_stop: ShouldStop,
     *,
+    retry_failed: bool = False,
     restore: bool = False,
 ) -> SourceChanges:
     """List the sources and compare every input with the rows of `index`. Nothing is
@@ -233,6 +227,8 @@ def compare_sources(
     Args:
         group: all sources of the index; None takes those that the index records.
         max_vanished: largest share of rows whose input may no longer exist, 0 to 1.
+        retry_failed: whether failed inputs that can be read get new rows, with the
+            values of columns that users set.
         restore: whether inputs whose rows were deleted get rows again.
 
     Raises:
@@ -305,14 +301,18 @@ def compare_sources(
             stay_deleted += 1
             inputs += 1
             continue
+        stays = row is not None and row.duplicate_of is None
+        if retry_failed and ref.problem is None:
+            # so that a failed row whose input can be read is replaced
+            stays = row is not None and row.has_tokens
         if row is not None:
-            mark(row, _KEPT if row.duplicate_of is None else _REPEATED)
+            mark(row, _KEPT if stays else _REPEATED)
             given = stored_values.add(ref).metadata or {}
             if row.metadata != _hash(_typed(given, columns)) and not any(
                 ref.uri in source.unread for source in sources
             ):
                 metadata[row.row_id] = given
-        if row is None or row.duplicate_of is not None:
+        if not stays:
             database.execute(
                 "INSERT INTO pending VALUES(?, ?, ?, ?, FALSE)",
                 [inputs, pickle.dumps(ref), ref.problem, row and row.row_id],
@@ -361,7 +361,18 @@ def compare_sources(
         f" (SELECT row_id FROM rows WHERE state = {_KEPT})"
     )
     database.execute(f"UPDATE rows SET state = {_REPLACED} WHERE state = {_REPEATED}")
+
+    def row_ids(condition: str) -> array[int]:
+        found = database.execute(
+            f"SELECT row_id FROM rows WHERE {condition} ORDER BY row_id"
+        )
+        return array("q", (row_id for (row_id,) in found))
+
+    user_values: NewValues = {}
+    if retry_failed:
+        user_values = _user_values(index, row_ids("failed_for IS NOT NULL"))
     changed = array("q")
+    retried: dict[int, int] = {}
     cut_off = array("q")
     count = repeated = held_tokens = lost = 0
     for position, ref, row in pending("TRUE"):
@@ -392,20 +403,19 @@ def compare_sources(
         if is_held:
             repeated += 1
             continue
-        if row is not None:
+        if row is not None and retry_failed and row.failed_for is not None:
+            retried[row.row_id] = count
+            values = {**(ref.metadata or {}), **user_values.get(row.row_id, {})}
+            given = {name: each for name, each in values.items() if each is not None}
+            ref = replace(ref, metadata=given or None)
+        elif row is not None:
             changed.append(count)
         database.execute(
-            "UPDATE pending SET is_new = TRUE WHERE position = ?", [position]
+            "UPDATE pending SET is_new = TRUE, ref = ? WHERE position = ?",
+            [pickle.dumps(ref), position],
         )
         count += 1
     refs = StoredRefs(database, count)
-
-    def row_ids(condition: str) -> array[int]:
-        found = database.execute(
-            f"SELECT row_id FROM rows WHERE {condition} ORDER BY row_id"
-        )
-        return array("q", (row_id for (row_id,) in found))
-
     vanished = row_ids(f"state = {_FREE}")
     gone = f"state IN ({_FREE}, {_REPLACED})"
     kept = f"state = {_KEPT}"
@@ -454,9 +464,24 @@ def compare_sources(
         stay_deleted=stay_deleted,
         values=_new_values(as_given, changed_values),
         changed=changed,
+        retried=retried,
         vanished=len(vanished),
         deleted=row_ids(gone),
     )
+
+
+def _user_values(index: CommittedIndex, row_ids: Sequence[int]) -> NewValues:
+    """Return the values of columns that users set in the rows `row_ids`, by row."""
+    by_users = index.edits.user_values(row_ids)
+    edited = sorted({row_id for row_id, _ in by_users})
+    names = [column.name for column in index.manifest.columns]
+    rows = read_index_rows(index, edited, ["row_id", *names]).to_pylist()
+    return {
+        row["row_id"]: {
+            name: row[name] for name in names if (row["row_id"], name) in by_users
+        }
+        for row in rows
+    }
 
 
 def _digest_of(refs: Iterable[InputRef]) -> str:
@@ -532,131 +557,3 @@ def _refuse_hidden_rows(
             f" index has {counted(rows, 'row')} from {container}; check that it is"
             " mounted and readable. The index is unchanged"
         )
-
-
-def find_failed(index: CommittedIndex) -> SourceChanges:
-    """Look up the failed inputs of `index` by name. Nothing is written."""
-    names = [column.name for column in index.manifest.columns]
-    tables = iter_rows(
-        index,
-        ["row_id", "uri", "uri_raw", "status", "reason", "duplicate_of", *names],
-    )
-    failed = []
-    reason_of: dict[int, str] = {}
-    for row in (row for table in tables for row in table.to_pylist()):
-        if row["status"] == FAILED:
-            reason_of[row["row_id"]] = row["reason"]
-            failed.append(row)
-        # a duplicate may be sound although its original cannot be read; originals
-        # come first
-        elif row["duplicate_of"] in reason_of:
-            failed.append({**row, "reason": reason_of[row["duplicate_of"]]})
-    inputs = refs_of_rows(failed, names, clips=holds_clips(index.manifest))
-    removed = index.edits.removed
-    own = {row["uri"] for row in failed}
-    # an archive that failed may list members that the user deleted
-    refs = [
-        ref
-        for ref in hashed(inputs)
-        if ref.uri in own
-        or input_hash(ref.uri, ref.uri_raw, ref.content_hash) not in removed
-    ]
-    hashes = {ref.content_hash for ref in refs if ref.content_hash is not None}
-    # by a row with tokens
-    held: set[str] = set()
-    for table in iter_rows(index, ["content_hash", "status"]):
-        sound = table.filter(pc.field("status") == INDEXED)
-        held |= hashes.intersection(sound["content_hash"].to_pylist())
-    # Equal inputs stay separate, so that each of them is listed if they fail again. If
-    # they are read, each has its own tokens then.
-    remaining = [ref for ref in refs if ref.content_hash not in held]
-    return SourceChanges(
-        remaining,
-        _digest_of(remaining),
-        len(refs),
-        len(refs) - len(remaining),
-        {},
-        deleted=[row["row_id"] for row in failed],
-        reasons=[row["reason"] for row in failed],
-    )
-
-
-def refs_of_rows(
-    rows: list[Json],
-    names: list[str],
-    *,
-    clips: bool,
-) -> Iterator[InputRef]:
-    """Yield the inputs under the names of `rows`, with the stored values of the
-    source columns `names`.
-    """
-    rows_of_archive: dict[tuple[bytes, str | None], list[Json]] = {}
-    for row in rows:
-        path = row["uri_raw"] or os.fsencode(row["uri"])
-        archive = _archive_of(path, row["uri"])
-        if archive is not None:
-            rows_of_archive.setdefault(archive, []).append(row)
-        elif os.path.isdir(path):
-            yield from FolderSource(os.fsdecode(path), clips=clips).iter_inputs()
-        elif row["reason"] == "bad-list-line" or (
-            row["reason"] == "not-a-local-path" and not is_url(path)
-        ):
-            yield InputRef(
-                row["uri"], path, problem=row["reason"], metadata=_metadata(row, names)
-            )
-        else:
-            yield dataclasses.replace(
-                file_input(path, row["uri"]), metadata=_metadata(row, names)
-            )
-    for (archive_path, column), members in rows_of_archive.items():
-        yield from _members(
-            packed_source(os.fsdecode(archive_path), column, clips=clips),
-            members,
-            names,
-        )
-
-
-def _archive_of(path: bytes, uri: str) -> tuple[bytes, str | None] | None:
-    """Return (path, column): the archive or Parquet file that contains an input, and
-    the column of a Parquet file.
-
-    Return None if the input is a file of its own.
-    """
-    if is_packed_name(os.fsdecode(path)):
-        return path, None
-    parts = split_uri(uri)
-    if parts is None or os.path.lexists(path):
-        return None
-    archive, member = parts
-    return os.fsencode(archive), (
-        member.rpartition("/")[0] if archive.lower().endswith(".parquet") else None
-    )
-
-
-def _members(
-    archive: Source,
-    rows: list[Json],
-    names: list[str],
-) -> Iterator[InputRef]:
-    """Yield the members of `archive` that are named in `rows`. If the archive was
-    damaged, yield all members.
-    """
-    rows_of_uri = {row["uri"]: row for row in rows}
-    was_damaged = any(
-        row["reason"] in _DAMAGED or split_uri(row["uri"]) is None for row in rows
-    )
-    for ref in archive.iter_inputs():
-        row = rows_of_uri.pop(ref.uri, None)
-        if row is not None:
-            yield dataclasses.replace(ref, metadata=_metadata(row, names))
-        elif was_damaged:
-            yield ref
-    for uri, row in rows_of_uri.items():
-        if split_uri(uri) is not None:
-            yield InputRef(
-                uri, archive.path, problem="missing", metadata=_metadata(row, names)
-            )
-
-
-def _metadata(row: Json, names: list[str]) -> Json | None:
-    return {name: row[name] for name in names if row[name] is not None} or None

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -347,12 +348,28 @@ class ShardEncoder:
         return self._blocks
 
     def _read_inputs(self) -> dict[int, InputRef]:
+        from edje_index.inputs.containers import split_uri
         from edje_index.inputs.refs import InputRef
-        from pipelines.jobs.compare import refs_of_rows
+        from pipelines.sources.base import file_input
+        from pipelines.sources.packed import packed_source
 
         (table,) = iter_stored_rows(self._index, _COLUMNS, [self._shard])
         rows = [row for row in table.to_pylist() if row["status"] == INDEXED]
-        refs = refs_of_rows(rows, [], clips=holds_clips(self._index.manifest))
+        clips = holds_clips(self._index.manifest)
+        refs = []
+        # the column of images, if it is a Parquet file, by path
+        archives: dict[bytes, str] = {}
+        for row in rows:
+            parts = split_uri(row["uri"])
+            if parts is None or os.path.lexists(row["uri"]):
+                path = row["uri_raw"] or os.fsencode(row["uri"])
+                refs.append(file_input(path, row["uri"]))
+            else:
+                archive, member = parts
+                path = row["uri_raw"] or os.fsencode(archive)
+                archives[path] = member.rpartition("/")[0]
+        for path, column in archives.items():
+            refs += packed_source(os.fsdecode(path), column, clips=clips).iter_inputs()
         located = {(ref.uri, ref.uri_raw): ref for ref in refs}
         inputs = {}
         first_row = self._index.spec.shard_rows(self._shard).start

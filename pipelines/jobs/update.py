@@ -30,7 +30,7 @@ from pipelines.jobs.changing import (
     begin,
     next_first_row,
 )
-from pipelines.jobs.compare import SourceChanges, compare_sources, find_failed
+from pipelines.jobs.compare import SourceChanges, compare_sources
 from pipelines.jobs.encode import earlier_plan, encoding
 from pipelines.jobs.plan import (
     BuildSettings,
@@ -65,6 +65,7 @@ from storage_formats.change import IndexChange
 from storage_formats.errors import UsageError
 from storage_formats.extras import name_missing_extra
 from storage_formats.format.content_hashes import known_contents
+from storage_formats.format.edits import EDIT_SCHEMA, GIVEN
 from storage_formats.format.layout import Segment
 from storage_formats.format.manifest import CommittedIndex, Counts
 from storage_formats.format.receipts import ShardReceipt
@@ -200,9 +201,9 @@ def update_index(
         index: directory of the index. Unchanged rows keep their ids.
         sources: all sources of the index, as in `build_index`. If empty, the sources
             recorded in the index are used.
-        retry_failed: True to only look up the failed inputs by their names again. The
-            sources are not listed. If every input fails again for the same reason, the
-            index does not change.
+        retry_failed: True to try failed inputs again, too. The values that
+            `set_columns` set in their rows stay. If nothing else has changed and every
+            input fails again, the index does not change.
         restore: True to index files again whose rows were deleted by `delete_rows`.
             Otherwise a file stays deleted until its name or its content changes.
         dry_run: return the changes without applying them.
@@ -240,31 +241,29 @@ def update_index(
             for each in recorded_sources(manifest) or ():
                 if {*each.sources} & {*group.sources}:
                     group = replace(group, column=each.column)
-        if retry_failed:
-            changes = find_failed(change.index)
-        else:
-            changes = compare_sources(
-                change.index,
-                group,
-                max_vanished,
-                on_event,
-                should_stop,
-                restore=restore,
-            )
+        changes = compare_sources(
+            change.index,
+            group,
+            max_vanished,
+            on_event,
+            should_stop,
+            retry_failed=retry_failed,
+            restore=restore,
+        )
         work = None
         if changes.refs and not dry_run:
             settings, info = _settings_and_bundle(
                 change.index, group or SourceGroup(()), model
             )
-            # What failed is recorded, even if nothing else is new.
-            limit = 1.0 if retry_failed else max_failed
-            execution = Execution(engine, workers, address, max_failed=limit)
+            if retry_failed and max_failed is None:
+                # most of them fail again
+                max_failed = 1.0
+            execution = Execution(engine, workers, address, max_failed=max_failed)
             execution = choose_workers(settings, info, execution)
             plan = _plan_rows(change, changes, settings, info)
             work = encoding(change, plan, execution, on_event, needs_one=False)
-            if not retry_failed:
-                rows = manifest.counts.inputs - manifest.snapshot.deleted_rows
-                work = _with_lost(work, change, changes.replaced, max_vanished * rows)
+            rows = manifest.counts.inputs - manifest.snapshot.deleted_rows
+            work = _with_lost(work, change, changes.replaced, max_vanished * rows)
         elif change.plan is not None:
             change.start_again()
         groups = recorded_sources(manifest) if group is None else (group,)
@@ -273,15 +272,32 @@ def update_index(
         lines, columns = edited_values(
             change.index, changes.values, columns, is_given=True
         )
+        if plan is not None and changes.retried:
+            # what the sources gave before users set the values of retried rows
+            given = [
+                {**line, "row_id": plan.first_row + changes.retried[line["row_id"]]}
+                for line in change.index.edits.lines.to_pylist()
+                if line["row_id"] in changes.retried
+                and line["column"].startswith(GIVEN)
+            ]
+            lines = pa.concat_tables([lines, pa.Table.from_pylist(given, EDIT_SCHEMA)])
         edit = replace(
             edit,
             edits=lines,
             columns=columns,
             restored=change.index.edits.removed if restore else (),
+            needs_indexed=groups == recorded_sources(manifest)
+            and not changes.values
+            and 0 < len(changes.retried) == len(changes.refs) == len(changes.deleted),
         )
-        if retry_failed and not changes.duplicates:
-            edit = replace(edit, failed_before=Counter(changes.reasons))
         applied = apply(change, edit, on_event, should_stop)
+        if plan is not None and applied.manifest is manifest:
+            # every failed input failed again
+            applied = Applied(manifest)
+            plan = None
+            changes = replace(
+                changes, deleted=(), unchanged=changes.unchanged + len(changes.refs)
+            )
         shards = len(applied.receipts)
         counts = total_counts(applied.receipts)
         if dry_run:
@@ -294,13 +310,6 @@ def update_index(
                 ref.problem is None and position in positions
                 for position, ref in enumerate(refs)
             )
-        elif retry_failed and applied.manifest is manifest:
-            # every failed input failed again for the same reason
-            applied = Applied(manifest)
-            plan = None
-            shards = 0
-            counts = Counts(0, 0, 0)
-            changes = replace(changes, deleted=(), unchanged=changes.inputs)
         elif plan is not None and changes.changed:
             row_ids = [plan.first_row + position for position in changes.changed]
             statuses = read_rows(change.layout.root, row_ids, ["status"])["status"]

@@ -318,8 +318,10 @@ class Trial:
         )
         self._run(after, *arguments)
 
-    def update(self, step: int) -> None:
-        """Make the index equal to a folder in which photos come and go."""
+    def update(self, step: int) -> bool:
+        """Make the index equal to a folder in which photos come and go. Return False
+        if it would have no image.
+        """
         living = self.folder / "living"
         shutil.rmtree(living, ignore_errors=True)
         photos = sorted({1, 2, *self.rng.sample(range(PHOTOS), self.rng.randint(1, 9))})
@@ -332,11 +334,12 @@ class Trial:
         after = self.model.updated(kept, photos)
         if after is not None and {*after.photos.values()} <= {BROKEN}:
             # the later changes need an image
-            return
+            return False
         write_photos(living, list(names))
         options = ("--max-vanished", 1, "--engine", "inline", "--quiet", "--json")
         arguments = ("update", self.root, living, *options)
         self._run(after, *arguments)
+        return True
 
     def delete(self, step: int) -> None:
         after, options = self._without_some_rows()
@@ -397,8 +400,9 @@ class Trial:
         run("rollback", self.root, before, expect=(2,))
 
     def retry_failed(self, step: int) -> None:
-        """The broken photo fails again for the same reason, so nothing changes."""
-        run("update", self.root, "--retry-failed", "--engine", "inline", "--quiet")
+        """After an update, the broken photo fails again, so nothing changes."""
+        if self.update(step):
+            run("update", self.root, "--retry-failed", "--engine", "inline", "--quiet")
 
     def compact(self, step: int) -> None:
         self._run(self.model.compacted(), "compact", self.root)

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipelines import update_index
+from pipelines import repair_index, update_index
 from pipelines.cli.info import failed_rows
 from storage_formats import TokenStore, read_rows, verify_index
 from tests.pipelines.conftest import run_build, write_photo
@@ -61,6 +61,17 @@ def test_packed_photos_give_the_tokens_of_files(
     assert run_build(request, lambda event: None).rows == 30
 
 
+def test_damaged_tokens_of_members_are_encoded_again(
+    tmp_path: Path, packed: Path, config: Callable[..., Any]
+) -> None:
+    request = replace(config(), sources=(str(packed),), out=tmp_path / "packed.edje")
+    run_build(request, lambda event: None)
+    for path in (request.out / "tokens/bf16").glob("c.*"):
+        path.unlink()
+    assert repair_index(request.out).left == ()
+    assert verify_index(request.out) == []
+
+
 def test_failed_members_are_retried(
     tmp_path: Path, photos: Path, packed: Path, config: Callable[..., Any]
 ) -> None:
@@ -75,5 +86,6 @@ def test_failed_members_are_retried(
     write_photo(photos / "07.jpg", 7)
     _pack(photos, packed)
     result = update_index(request.out, retry_failed=True, engine="inline")
-    assert (result.deleted, result.new) == (3, 3)
+    # the three members are equal
+    assert (result.deleted, result.new, result.duplicates) == (3, 1, 2)
     assert list(failed_rows(request.out)) == []

@@ -16,10 +16,13 @@ from typing import Any
 
 import pytest
 
+from edje_index.images.decode import ImageError
 from edje_index.images.transient import TransientInputError
+from edje_index.indexing import shard_encoding
 from edje_index.inputs.names import MAX_SIDECAR_BYTES
 from pipelines import (
     BuildResult,
+    add_images,
     append_index,
     compact_index,
     delete_rows,
@@ -27,6 +30,7 @@ from pipelines import (
     set_columns,
     update_index,
 )
+from pipelines.cli.info import failed_rows
 from pipelines.jobs.snapshots import history, roll_back
 from pipelines.progress.events import JobStopped
 from storage_formats import (
@@ -518,28 +522,132 @@ def retry(root: Path, **options: Any) -> BuildResult:
 def test_failed_inputs_are_tried_again(built, photos):
     before = {path: path.read_bytes() for path in built.rglob("*") if path.is_file()}
     result = retry(built)
-    assert (result.inputs, result.unchanged, result.rows, result.snapshot) == (
-        1,
-        1,
-        0,
-        0,
-    )
+    assert (
+        result.inputs,
+        result.unchanged,
+        result.deleted,
+        result.rows,
+        result.snapshot,
+    ) == (9, 9, 0, 0, 0)
     after = {path: path.read_bytes() for path in built.rglob("*") if path.is_file()}
-    assert after == before, "it failed again for the same reason"
+    assert after == before, "it failed again"
     write_photo(photos / "07.jpg", 77)
-    # a new photo is none of its business
+    (photos / "00.jpg").unlink()
     write_photo(photos / "30.jpg", 30)
     result = retry(built)
     assert (
         result.inputs,
+        result.unchanged,
         result.new,
+        result.vanished,
         result.deleted,
         result.rows,
         result.snapshot,
-    ) == (1, 1, 1, 1, 1)
+    ) == (9, 7, 2, 1, 2, 2, 1)
     assert contents(built)[str(photos / "07.jpg")][0] == "indexed"
+    assert update(built).unchanged == 9
+
+
+def test_inputs_that_fail_again_stay_listed(built, photos, run):
+    (photos / "08.jpg").write_bytes(b"broken")
+    assert update(built).failed == 1
+    failed = {"07.jpg", "08.jpg"}
+    assert {Path(row["uri"]).name for row in failed_rows(built)} == failed
+    write_photo(photos / "30.jpg", 30)
+    result = retry(built)
+    assert (result.new, result.failed, result.deleted) == (1, 2, 2)
+    assert {Path(row["uri"]).name for row in failed_rows(built)} == failed
+    (photos / "07.jpg").unlink()
+    write_photo(photos / "08.jpg", 88)
+    code, output, _ = run(
+        "update", built, photos, "--retry-failed", "--engine", "inline", "--json"
+    )
+    result = json.loads(output)
+    assert code == 0
+    assert (result["new"], result["vanished"], result["deleted"]) == (1, 1, 2)
+    assert list(failed_rows(built)) == []
     assert verify_index(built) == []
-    assert update(built).new == 1
+
+
+def test_inputs_that_work_now_are_tried_again_with_the_same_content(
+    built, photos, monkeypatch
+):
+    def refuse(*_: object, **__: object) -> None:
+        raise ImageError("unsupported-image", "by an earlier version")
+
+    content = (photos / "04.jpg").read_bytes()
+    (photos / "04.jpg").unlink()
+    assert update(built).vanished == 1
+    (photos / "04.jpg").write_bytes(content)
+    with monkeypatch.context() as patched:
+        patched.setattr(shard_encoding, "decode_input", refuse)
+        assert update(built).failed == 1
+    assert update(built).unchanged == 9
+    result = retry(built)
+    assert (result.unchanged, result.new, result.failed) == (7, 1, 1)
+    assert contents(built)[str(photos / "04.jpg")][0] == "indexed"
+
+
+def test_values_that_users_set_survive_a_retry(photos, config):
+    path = photos / "list.csv"
+
+    def write(caption: str) -> None:
+        path.write_text(f"path,caption\n00.jpg,a\n07.jpg,{caption}\n08.jpg,c\n")
+
+    write("b")
+    (photos / "08.jpg").write_bytes(b"broken")
+    root = Path(config(sources=[str(path)]).out)
+    run_build(config(sources=[str(path)]), lambda event: None)
+    ids = row_ids(root)
+    failed = [ids["07.jpg"], ids["08.jpg"]]
+    set_columns(root, failed, {"caption": ["mine", None], "title": ["x", "y"]})
+    compact_index(root)
+    for seed, name in ((77, "07.jpg"), (88, "08.jpg")):
+        write_photo(photos / name, seed)
+        # the other one fails again at first
+        assert retry(root).new == 1
+        assert captions(root) == {"00.jpg": "a", "07.jpg": "mine", "08.jpg": None}
+        assert verify_index(root) == []
+    titles = read_rows(root, columns=["title"])["title"].to_pylist()
+    assert sorted(map(str, titles)) == ["None", "x", "y"]
+    result = update(root)
+    assert (result.unchanged, result.edited) == (3, 0)
+    write("B")
+    assert update(root).edited == 1
+    assert captions(root)["07.jpg"] == "B"
+
+
+def test_a_retry_keeps_deleted_and_excluded_members_of_an_archive_out(
+    photos, config, tmp_path
+):
+    path = tmp_path / "photos.tar"
+    with tarfile.open(path, "w") as archive:
+        for photo in sorted(photos.glob("0[0-6].jpg")):
+            archive.add(photo, photo.name)
+    with tarfile.open(path) as archive:
+        end = archive.getmembers()[3].offset_data + 10
+    whole = path.read_bytes()
+    os.truncate(path, end)
+    request = config(sources=[str(path)], exclude=["01.jpg", "05.jpg"])
+    run_build(request, lambda event: None)
+    root = request.out
+    failed = [row["uri"] for row in failed_rows(root)]
+    assert failed == [str(path)]
+    delete_rows(root, where="uri like '%!02.jpg'")
+    assert retry(root).snapshot == 1
+    path.write_bytes(whole)
+    result = retry(root)
+    assert (result.stay_deleted, result.vanished) == (1, 1)
+    names = {uri.rpartition("!")[2] for uri in contents(root)}
+    assert names == {"00.jpg", "03.jpg", "04.jpg", "06.jpg"}
+
+
+def test_a_retry_of_unknown_sources_needs_their_names(built, photos):
+    add_images(built, [photos / "00.jpg"], ["mine"])
+    with pytest.raises(UsageError, match="name all sources"):
+        retry(built)
+    write_photo(photos / "07.jpg", 77)
+    assert update(built, photos, retry_failed=True).new == 1
 
 
 def captions(root: Path) -> dict[str, object]:
@@ -716,9 +824,11 @@ def test_duplicates_of_a_failed_input_are_tried_again(config, photos):
     assert contents(root)[str(photos / "05.jpg")][0] == "duplicate"
     for name in ("00.jpg", "05.jpg"):
         (photos / name).write_bytes(content)
-    assert retry(root).new == 2
+    result = retry(root)
+    # a duplicate has no row of its own
+    assert (result.new, result.duplicates, result.deleted) == (1, 1, 3)
     assert contents(root)[str(photos / "00.jpg")][0] == "indexed"
-    assert contents(root)[str(photos / "05.jpg")][0] == "indexed"
+    assert str(photos / "05.jpg") not in contents(root)
 
 
 def test_metadata_that_cannot_be_read_is_not_taken_for_empty(config, photos):
