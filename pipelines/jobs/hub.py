@@ -24,14 +24,12 @@ from edje_index.bundles.info import (
 )
 from edje_index.bundles.repositories import (
     Say,
-    Source,
     all_files,
     hub_errors,
     open_source,
     silent,
     text_files,
 )
-from edje_index.errors import NotABundleError
 from edje_index.models.clip_config import CONFIG_FILE
 from edje_index.models.filesystem import new_folder
 from pipelines.pages import render
@@ -204,7 +202,8 @@ def copy_model(
     should_stop: ShouldStop = never,
 ) -> BundleInfo:
     """Copy a model bundle to or from a repository of the Hugging Face Hub, as
-    `edje-index copy` does.
+    `edje-index copy` does. A published checkpoint becomes a bundle, as by
+    `edje-index model get`.
 
     All files are compared with the hashes in ``bundle.json``. Call the function again
     to resume a stopped copy. The other arguments are those of `build_index`.
@@ -257,31 +256,9 @@ def copy_model(
             f"a model is copied to or from hf://OWNER/NAME, but not from {model} to"
             f" {out}"
         )
-    source = open_source(
-        str(model), _bundle_files, lambda text: on_event(StatusMessage(text))
+    return get_model(
+        str(model), local_path(out), say=lambda text: on_event(StatusMessage(text))
     )
-    return _copy_bundle(source, local_path(out))
-
-
-def _bundle_files(names: list[str], label: str) -> list[str]:
-    if INFO_FILE not in names:
-        raise NotABundleError(
-            f"there is no bundle at {label}; the URL of an index has datasets/ before"
-            " OWNER"
-        )
-    return [name for name in names if name not in (_CARD, ".gitattributes")]
-
-
-def _copy_bundle(source: Source, out: Path) -> BundleInfo:
-    """Copy a bundle from the cache of the Hub to the new directory `out`."""
-    with new_folder(out) as staging:
-        for name in source.names:
-            file = staging / name
-            file.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(source.folder / name, file)
-        # refuses code and names that lead out of the directory
-        verify_files(read_bundle_info(staging))
-    return read_bundle_info(out)
 
 
 def get_model(
@@ -333,7 +310,14 @@ def get_model(
         )
     source = open_source(url, _model_files, say)
     if INFO_FILE in source.names:
-        return _copy_bundle(source, out)
+        with new_folder(out) as staging:
+            for file_name in source.names:
+                file = staging / file_name
+                file.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(source.folder / file_name, file)
+            # refuses code and names that lead out of the directory
+            verify_files(read_bundle_info(staging))
+        return read_bundle_info(out)
     if CONFIG_FILE in source.names or source.config().get("model_type") == "siglip":
         return bundle_of_towers(source, out, say=say)
     return import_checkpoint(source, None, out, say=say)
@@ -394,5 +378,6 @@ def describe_models() -> Iterator[dict[str, Any]]:
 
 
 def _model_files(names: list[str], label: str) -> list[str]:
-    choose = _bundle_files if INFO_FILE in names else all_files
-    return choose(names, label)
+    if INFO_FILE in names:
+        return [name for name in names if name not in (_CARD, ".gitattributes")]
+    return all_files(names, label)
