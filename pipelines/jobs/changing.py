@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -42,7 +42,6 @@ from pipelines.progress.wording import counted
 from storage_formats.arrays import Ints
 from storage_formats.atomic import Json
 from storage_formats.change import (
-    Change,
     IndexChange,
     NewIndex,
     begin_change,
@@ -316,25 +315,6 @@ class Applied:
     speed: float = 0.0
 
 
-_Change = TypeVar("_Change", bound=Change, contravariant=True)
-
-
-class _Value(Protocol[_Change]):
-    """An `Edit` or `NewContents`."""
-
-    @property
-    def work(self) -> ShardWork | None: ...
-
-    def begin(self, change: _Change) -> None: ...
-
-    def commit(
-        self,
-        change: _Change,
-        receipts: Sequence[ShardReceipt],
-        on_event: OnEvent,
-    ) -> Manifest: ...
-
-
 @contextlib.contextmanager
 def begin(
     root: IndexLocation,
@@ -384,12 +364,15 @@ def resumable(root: IndexLocation) -> Iterator[None]:
 
 
 def apply(
-    change: _Change,
-    value: _Value[_Change],
+    change: Any,
+    value: Edit | NewContents,
     on_event: OnEvent,
     should_stop: ShouldStop,
 ) -> Applied:
     """Carry out a change: run the tasks that no earlier run has finished, and commit.
+
+    Args:
+        change: an `IndexChange` for an `Edit`, a `NewIndex` for `NewContents`.
 
     Raises:
         JobStopped: `should_stop()` returned True, or a shard failed. Finished shards
