@@ -41,9 +41,7 @@ def import_arrays(
     rows: Path | None = None,
     *,
     precisions: Sequence[str] = ("bf16",),
-    shard_size: int = SHARD_SIZE,
     encoder: str = "unknown",
-    ann: bool = True,
     on_event: OnEvent = ignore,
     should_stop: ShouldStop = never,
 ) -> Manifest:
@@ -59,7 +57,6 @@ def import_arrays(
             other columns of numbers, texts, truth values, times or lists of texts
             become source columns. If None, the uri of each row is its row id.
         encoder: name and version of the model that computed the arrays.
-        ann: True to build the nearest-neighbour index.
 
     Returns:
         The manifest of the index.
@@ -68,8 +65,7 @@ def import_arrays(
         UsageError: an input file is invalid, the files have different numbers of rows,
             `out` is in use, or the disk is too small.
     """
-    if ann:
-        check_faiss()
+    check_faiss()
     blocks = open_npy(tokens, 3)
     vectors = open_npy(embeddings, 2)
     if len(blocks) != len(vectors):
@@ -79,7 +75,7 @@ def import_arrays(
         )
     _, m, d = blocks.shape
     spec = IndexSpec(
-        len(blocks), shard_size, (m, d), vectors.shape[1], tuple(precisions)
+        len(blocks), SHARD_SIZE, (m, d), vectors.shape[1], tuple(precisions)
     )
     parts = _row_parts(rows, spec.rows)
     check_ann_memory(spec, None)
@@ -100,9 +96,8 @@ def import_arrays(
             part = slice(len(writer), len(writer) + count)
             writer.append(blocks[part], vectors[part], table)
             on_event(Progress("importing", len(writer), spec.rows))
-        if ann:
-            on_event(StatusMessage("building the nearest-neighbour index"))
-        return writer.finish(build_ann if ann else None)
+        on_event(StatusMessage("building the nearest-neighbour index"))
+        return writer.finish(build_ann)
 
 
 def open_npy(path: Path, dimensions: int) -> Array:

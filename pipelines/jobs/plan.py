@@ -31,6 +31,7 @@ from storage_formats.format.source_columns import (
     CountedColumns,
     SourceColumn,
     Value,
+    metadata_text,
 )
 from storage_formats.threads import has_bfloat16, usable_cpus
 
@@ -469,8 +470,6 @@ class CollectedColumns(CountedColumns):
         Values are left out if the metadata is too long or if there are too many
         columns. `ignored` counts these values.
         """
-        from storage_formats.format.source_columns import metadata_text
-
         if not ref.metadata:
             return ref
         kept: dict[str, Value] = {}

@@ -240,15 +240,9 @@ def history(index: IndexLocation) -> list[SnapshotEntry]:
 def roll_back(
     index: IndexLocation,
     snapshot: int,
-    *,
-    trust: bool = False,
 ) -> SnapshotEntry:
     """Commit a new snapshot with the contents of the earlier snapshot `snapshot`, whose
     files are checked first.
-
-    Args:
-        trust: True to check the lengths of the files only, which takes seconds where
-            checksums take hours.
 
     Raises:
         UsageError: there is no index at `index`, or `snapshot` does not exist or is the
@@ -265,7 +259,7 @@ def roll_back(
                 parameter="snapshot",
             )
         earlier = CommittedIndex.open(change.layout.root, snapshot)
-        check_files(earlier, only_lengths=trust)
+        check_files(earlier, only_lengths=False)
         manifest = earlier.manifest
         edit = Edit(manifest.spec, {"to": snapshot}, earlier=manifest)
         return SnapshotEntry.of(apply(change, edit, ignore, never).manifest)

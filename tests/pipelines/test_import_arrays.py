@@ -133,11 +133,6 @@ def test_token_types(run, files, tmp_path, dtype):
     )
 
 
-def test_the_nearest_neighbour_index_can_be_left_out(files, tmp_path):
-    importing.import_arrays(*files[:2], tmp_path / "out", ann=False)
-    assert not (tmp_path / "out" / "ann" / "index.faiss").exists()
-
-
 def refused(run, tmp_path, *files):
     """The message of an import that exits with code 2 and leaves nothing."""
     code, _, message = run("import-arrays", *files, "--out", tmp_path / "out")
@@ -193,11 +188,11 @@ def test_rows_that_are_refused(run, files, tmp_path):
 def test_a_stopped_import_leaves_nothing(files, tmp_path, monkeypatch):
     out = tmp_path / "out"
     monkeypatch.setattr(importing, "_CHUNK_ROWS", 32)
+    monkeypatch.setattr(importing, "SHARD_SIZE", 32)
     with pytest.raises(JobStopped, match="the import stopped before"):
         importing.import_arrays(
             *files[:2],
             out,
-            shard_size=32,
             should_stop=lambda: Layout(out).receipt(2).exists(),
         )
     assert not out.exists()

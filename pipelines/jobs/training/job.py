@@ -78,7 +78,7 @@ _LOSSES = ("loss", "itm", "mlm", "recovery", "distillation", "accuracy")
 
 
 def run_training(
-    settings: TrainSettings, on_event: OnEvent, should_stop: ShouldStop = lambda: False
+    settings: TrainSettings, on_event: OnEvent, should_stop: ShouldStop
 ) -> TrainResult:
     """Train a model bundle, or resume an interrupted training run with the same
     settings.
