@@ -16,7 +16,6 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.staticfiles import StaticFiles
-from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from edje_index import __version__
@@ -103,70 +102,29 @@ async def follow_changes(state: ServiceState) -> None:
         before = problem
 
 
-class HeaderDeadlines:
-    """Closes connections whose headers do not arrive in time.
+class Connection(H11Protocol):
+    """A connection that is closed if the headers of a request do not arrive in time."""
 
-    A connection and the application know each other by the address of the client.
+    _deadline: asyncio.TimerHandle
 
-    Args:
-        app: the application.
-    """
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._start_deadline()
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-        self._awaited: dict[Any, asyncio.TimerHandle] = {}
-        self._answered: set[Any] = set()
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        # the headers have arrived; `Guard` limits the time for the body
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._deadline.cancel()
+        elif self._deadline.cancelled():
+            self._start_deadline()
 
-    async def __call__(
-        self,
-        scope: Scope,
-        receive: Receive,
-        send: Send,
-    ) -> None:
-        """Answer a request, whose headers have arrived."""
-        client = scope.get("client")
-        self._stop_waiting(client)
-        self._answered.add(client)
-        try:
-            await self._app(scope, receive, send)
-        finally:
-            self._answered.discard(client)
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._deadline.cancel()
+        super().connection_lost(exc)
 
-    def connection_class(self) -> type[asyncio.Protocol]:
-        """Return uvicorn's class of connections, with a deadline for headers."""
-        deadlines = self
-
-        class Connection(H11Protocol):
-            def connection_made(self, transport: Any) -> None:
-                super().connection_made(transport)
-                self._own_transport = transport
-                deadlines._wait(transport)
-
-            def data_received(self, data: bytes) -> None:
-                deadlines._wait(self._own_transport)
-                super().data_received(data)
-
-            def connection_lost(self, exc: Exception | None) -> None:
-                deadlines._stop_waiting(_address(self._own_transport))
-                super().connection_lost(exc)
-
-        return Connection
-
-    def _wait(self, transport: Any) -> None:
-        client = _address(transport)
-        if client not in self._awaited and client not in self._answered:
-            self._awaited[client] = asyncio.get_running_loop().call_later(
-                _PATIENCE_SECONDS, transport.abort
-            )
-
-    def _stop_waiting(self, client: Any) -> None:
-        if timer := self._awaited.pop(client, None):
-            timer.cancel()
-
-
-def _address(transport: asyncio.BaseTransport) -> Any:
-    """Return host and port of a client, as in the scope of its requests."""
-    return transport.get_extra_info("peername")[:2]
+    def _start_deadline(self) -> None:
+        self._deadline = self.loop.call_later(_PATIENCE_SECONDS, self.transport.abort)
 
 
 def run_service(
@@ -236,10 +194,9 @@ def run_service(
         api_keys,
         metrics,
     )
-    deadlines = HeaderDeadlines(guarded)
     config = uvicorn.Config(
-        deadlines,
-        http=deadlines.connection_class(),
+        guarded,
+        http=Connection,
         loop="asyncio",
         lifespan="on",
         ws="none",
