@@ -40,7 +40,6 @@ from pipelines.collector import paused_collector
 from storage_formats.errors import UsageError
 
 if TYPE_CHECKING:
-    from edje_index.evaluation.explain import QueryMatch
     from edje_index.search.hits import Hits
 
 
@@ -346,8 +345,9 @@ def explain(
     page = explain_page(explanation)
     write_bytes_atomic(out, page.encode(errors="backslashreplace"))
     note(f"page: {out}")
-    # of the attention, only the reason why it is missing
     if wants_json():
+        # the arrays are on the page only
+        of_match = ("query", "relevance", "score", "parts")
         explained = [
             {
                 "row_id": row.row_id,
@@ -355,17 +355,13 @@ def explain(
                 "words": asdict(row.words),
                 "token_words": row.token_words,
                 "attention": row.no_attention,
-                "match": None if row.match is None else _without_arrays(row.match),
+                "match": row.match
+                and {name: getattr(row.match, name) for name in of_match},
             }
             for row in explanation.rows
         ]
-        value = {
-            **asdict(replace(explanation, rows=())),
-            "root": str(explanation.root),
-            "rows": explained,
-        }
-        against = options["against"]
-        print_json({**value, "against": against and str(against), "page": str(out)})
+        value = asdict(replace(explanation, rows=()))
+        print_json({**value, "rows": explained, "page": out})
         return
     for row in explanation.rows:
         if row.match is not None:
@@ -379,16 +375,6 @@ def explain(
     whole = [(word, count) for word, count in words.words if is_whole_word(word)]
     frequent = ", ".join(f"{word} {count:,}" for word, count in whole[:_FREQUENT])
     print_line(f"{explanation.sample:,} images, {words.tokens:,} tokens: {frequent}")
-
-
-def _without_arrays(match: QueryMatch) -> dict[str, Any]:
-    """Return a match as JSON values. Of the arrays, only the nearest similarity of each
-    word is kept.
-    """
-    value = {**vars(match)}
-    nearest = value.pop("similarities").max(axis=1, initial=-1.0).tolist()
-    del value["drops"]
-    return {**value, "words": dict(zip(match.words, nearest, strict=True))}
 
 
 @command("eval")
