@@ -12,12 +12,12 @@ from typing import Any
 import click
 
 from pipelines.cli.bundles import report
-from pipelines.cli.lazy_group import LazyGroup
 from pipelines.cli.options import (
     FILE,
     LOCAL_INDEX,
     PATH,
     POSITIVE,
+    Command,
     command,
     index_argument,
     json_option,
@@ -559,16 +559,12 @@ def verify(
     return 1 if problems else 0
 
 
-@click.group(
-    "ann",
-    cls=LazyGroup,
-    sections={"Commands": {"build": "pipelines.cli.changes:build_ann"}},
-)
+@click.group()
 def ann() -> None:
     """Build the nearest-neighbour index."""
 
 
-@command("build")
+@ann.command("build", cls=Command)
 @index_argument
 @option(
     "--ann",

@@ -9,8 +9,6 @@ from typing import Any
 
 import click
 
-from storage_formats.errors import EdjeError
-
 Sections = Mapping[str, Mapping[str, str]]
 """Maps each heading to its commands, and each command name to the place of its
 definition, "module:attribute".
@@ -79,22 +77,3 @@ class LazyGroup(click.Group):
                 rows.append((name.ljust(column), command.get_short_help_str(width)))
             with formatter.section(heading):
                 formatter.write_dl(rows)
-
-    def invoke(self, ctx: click.Context) -> Any:
-        """Run the command. Prefix the message of an error about a parameter with
-        the option or argument.
-        """
-        try:
-            return super().invoke(ctx)
-        except EdjeError as error:
-            command = self.get_command(ctx, ctx.invoked_subcommand or "")
-            parameters = [*self.params]
-            if command is not None:
-                parameters += command.params
-            for parameter in parameters:
-                if parameter.name == error.parameter:
-                    name = max(parameter.opts, key=len)
-                    if isinstance(parameter, click.Argument):
-                        name = parameter.metavar or parameter.name.upper()
-                    error.args = (f"{name}: {error}",)
-            raise

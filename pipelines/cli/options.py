@@ -13,7 +13,7 @@ import click
 
 from edje_index.scoring.weights import BUNDLE_SCORE, LOGIT, PART_NAMES
 from pipelines.progress.wording import parse_bytes
-from storage_formats.errors import UsageError
+from storage_formats.errors import EdjeError, UsageError
 from storage_formats.remote.urls import index_location, local_path
 
 
@@ -87,6 +87,22 @@ class Command(click.Command):
             if isinstance(parameter, click.Option) and parameter.help is None:
                 text = described[parameter.opts[0]]
                 parameter.help = re.sub(r"\n +", " ", text)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command. Prefix the message of an error about a parameter with
+        the option or argument.
+        """
+        try:
+            return super().invoke(ctx)
+        except EdjeError as error:
+            # the program has options, too
+            for parameter in (*self.params, *ctx.find_root().command.params):
+                if parameter.name == error.parameter:
+                    name = max(parameter.opts, key=len)
+                    if isinstance(parameter, click.Argument):
+                        name = parameter.metavar or parameter.name.upper()
+                    error.args = (f"{name}: {error}",)
+            raise
 
 
 # an option and its help, which can have several lines
