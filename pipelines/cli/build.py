@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -38,7 +37,6 @@ if TYPE_CHECKING:
     from pipelines.jobs.build import BuildResult
 
 
-_Command = TypeVar("_Command", bound=Callable[..., Any])
 _FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
 _NO_MODEL = (
     "no model: name a model with --model: 'edje' (the trained model of the EDJE paper's"
@@ -200,20 +198,6 @@ def build(dry_run: bool, **options: Any) -> None:
         )
 
 
-def _new_rows_options(decorated: _Command) -> _Command:
-    """Add the options that `append` and `update` share."""
-    options = (
-        max_failed_option,
-        model_option,
-        engine_option,
-        quiet_option,
-        json_option,
-    )
-    for each in reversed(options):
-        decorated = each(decorated)
-    return decorated
-
-
 def _note_failures(result: BuildResult, index: IndexLocation) -> None:
     if result.failed:
         reasons = by_reason(result.failed_by_reason)
@@ -227,7 +211,11 @@ def _note_failures(result: BuildResult, index: IndexLocation) -> None:
 @index_argument
 @click.argument("sources", nargs=-1, required=True, metavar="SOURCE...")
 @column_option
-@_new_rows_options
+@max_failed_option
+@model_option
+@engine_option
+@quiet_option
+@json_option
 def append(
     index: IndexLocation,
     sources: tuple[str, ...],
@@ -271,7 +259,11 @@ def append(
     metavar="SHARE",
     default=0.5,
 )
-@_new_rows_options
+@max_failed_option
+@model_option
+@engine_option
+@quiet_option
+@json_option
 def update(
     index: IndexLocation,
     sources: tuple[str, ...],
