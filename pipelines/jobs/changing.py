@@ -68,9 +68,8 @@ from storage_formats.format.rows import (
     failures_by_reason,
     iter_stored_rows,
 )
-from storage_formats.format.selection import Selection
 from storage_formats.format.source_columns import SourceColumn
-from storage_formats.format.tombstones import Tombstones
+from storage_formats.format.tombstones import Tombstones, renumbered
 from storage_formats.remote.urls import IndexLocation
 from storage_formats.writing.copying import count_values, with_values
 from storage_formats.writing.publish import (
@@ -142,8 +141,9 @@ class Edit:
         spec: shape of the index after the change.
         details: members of `change` in `index.json`, if rows change.
         deleted: ids of the rows to delete. None of them is deleted yet.
-        moved: rows that `work` copies to the last segment of `spec`, from shards that
-            `spec` lacks; a row map is then written. None moves no row.
+        moved: ascending ids of the rows that `work` copies to the last segment of
+            `spec`, from shards that `spec` lacks; a row map is then written. None moves
+            no row.
         encoded_from: for new precisions, the precisions that they were converted from.
         columns: source columns after the change; None keeps them. Their numbers of
             values leave out `moved` rows, which are counted at the commit.
@@ -161,7 +161,7 @@ class Edit:
     details: Json = field(default_factory=dict)
     work: ShardWork | None = None
     deleted: Sequence[int] = ()
-    moved: Selection | None = None
+    moved: Ints | None = None
     encoded_from: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     columns: tuple[SourceColumn, ...] | None = None
     edits: pa.Table = field(default_factory=EDIT_SCHEMA.empty_table)
@@ -460,14 +460,14 @@ def edited(
         earlier = index.edits
     first_row = next_first_row(before, spec.shard_size)
     if edit.moved is not None:
-        new_ids = functools.partial(edit.moved.new_ids, first_row)
+        new_ids = functools.partial(renumbered, edit.moved, first_row)
         lines = pa.concat_tables([lines, earlier.moved(new_ids)])
     changed = earlier.changed(lines, edit.restored, left_out)
     edits = changed.write(layout, spec, kept)
     row_maps = before.row_maps
     if edit.moved is not None:
-        parts = ((ids, first_row + ranks) for ids, ranks in edit.moved.by_shard())
-        row_map = write_row_map(layout, parts)
+        new_rows = np.arange(first_row, first_row + len(edit.moved))
+        row_map = write_row_map(layout, edit.moved, new_rows)
         is_partial = len(left_out) < before.spec.used_shards
         row_maps = (*row_maps, RowMap(row_map, first_row, is_partial=is_partial))
     origins = {**before.encoded_from, **edit.encoded_from}

@@ -61,7 +61,6 @@ from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.receipts import ShardReceipt
 from storage_formats.format.remote import ROOT, open_index, read_root
 from storage_formats.format.rows import INDEXED, iter_rows, iter_stored_rows
-from storage_formats.format.selection import Selection
 from storage_formats.format.shard_table import FileEntry
 from storage_formats.format.source_columns import MAX_COLUMNS, merge_columns
 from storage_formats.format.tombstones import (
@@ -69,6 +68,7 @@ from storage_formats.format.tombstones import (
     check_row_ids,
     check_rows_in_use,
     live_rows,
+    renumbered,
 )
 from storage_formats.remote.objects import ObjectFolder
 from storage_formats.remote.urls import (
@@ -246,7 +246,7 @@ def rewriting(
     """
     manifest = index.manifest
     spec = manifest.spec
-    selection = Selection.of(index, shards=shards)
+    moved = live_rows(index, shards)
     segments = list[Segment]()
     # those that stay, cut so that they do not contain `shards`
     for segment in spec.used_segments:
@@ -257,8 +257,8 @@ def rewriting(
                 stop = min(segment.stop, (int(run[-1]) + 1) * spec.shard_size)
                 segments.append(Segment(start, stop - start))
     first_row = next_first_row(manifest, shard_size)
-    if len(selection):
-        segments.append(Segment(first_row, len(selection)))
+    if len(moved):
+        segments.append(Segment(first_row, len(moved)))
     if not segments:
         raise UsageError(
             f"cannot compact {index.root}: all its rows are deleted; delete the"
@@ -279,28 +279,28 @@ def rewriting(
         target,
         details={
             "first_row": first_row,
-            "rows": len(selection),
+            "rows": len(moved),
             "removed": len(index.deleted),
         },
         work=(
-            copying(index, selection, index.layout, target, identity)
-            if len(selection)
+            copying(index, moved, index.layout, target, identity)
+            if len(moved)
             else None
         ),
-        moved=selection,
+        moved=moved,
         settings=None if groups is None else with_sources(manifest, groups),
     )
 
 
 def copying(
     source: CommittedIndex,
-    selection: Selection,
+    row_ids: Ints,
     target: Layout,
     spec: IndexSpec,
     identity: Json,
 ) -> ShardWork:
-    """Return the work that copies selected rows to the last segment of an index with
-    the shape `spec`, in this process.
+    """Return the work that copies the rows `row_ids`, ascending, to the last segment of
+    an index with the shape `spec`, in this process.
 
     Raises:
         UsageError: the disk is too small.
@@ -310,10 +310,7 @@ def copying(
     check_free_disk(target.root, need, f"a copy of {counted(segment.rows, 'row')}")
     copier = RowCopier(source, target, spec)
     first = segment.first_row
-
-    def renumber(row_ids: Ints) -> Ints:
-        ranks = selection.ranks_of(row_ids)
-        return np.where(ranks < 0, -1, first + ranks)
+    renumber = partial(renumbered, row_ids, first)
 
     def copy(
         task: CopyTask,
@@ -321,8 +318,8 @@ def copying(
         should_stop: ShouldStop,
     ) -> ShardReceipt:
         rows = spec.shard_rows(task.shard)
-        row_ids = selection.row_ids(range(rows.start - first, rows.stop - first))
-        return copier.copy(task.shard, row_ids, renumber, task.plan, should_stop)
+        of_shard = row_ids[rows.start - first : rows.stop - first]
+        return copier.copy(task.shard, of_shard, renumber, task.plan, should_stop)
 
     return ShardWork(
         "copying",
@@ -425,28 +422,26 @@ def copy_index(
         opened.deleted.refuse(requested)
         live = live_rows(opened)
         passing = rows_passing(opened, where)
-        chosen = np.isin(live, np.concatenate([requested, passing]))
-        if not chosen.any():
+        chosen = live[np.isin(live, np.concatenate([requested, passing]))]
+        if not len(chosen):
             raise UsageError(
                 "no row is selected; choose other rows or another filter",
                 parameter="where",
             )
-        selection = Selection.of(opened, opened.deleted.with_rows(live[~chosen]))
-        count = len(selection)
+        count = len(chosen)
         spec = replaced(spec, rows=count, segments=())
-        row_ids = live[chosen].astype("<i8")
         identity = {
             "kind": "copy",
             "index": str(opened.location),
             "tables": [table.to_json() for table in manifest.shard_tables],
             "edits": [file.to_json() for file in manifest.edits],
-            "rows": hashlib.sha256(row_ids.tobytes()).hexdigest(),
+            "rows": hashlib.sha256(chosen.astype("<i8").tobytes()).hexdigest(),
         }
         root = local_path(out)
         with begin_new(root, "copy", identity, on_event) as new:
             part = NewContents(
                 spec,
-                copying(opened, selection, new.layout, spec, identity),
+                copying(opened, chosen, new.layout, spec, identity),
                 manifest.model,
                 with_sources(manifest, None),
                 manifest.columns,

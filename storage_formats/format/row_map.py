@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable
 
 import numpy as np
 import pyarrow as pa
@@ -31,19 +30,13 @@ ROW_MAP_SCHEMA = pa.schema(
 _GROUP_LINES = 65_536
 
 
-def write_row_map(layout: Layout, parts: Iterable[tuple[Ints, Ints]]) -> FileEntry:
-    """Write a row map and return the file entry.
-
-    Args:
-        parts: pairs (old row ids, new row ids), int64 [k] each. The row ids ascend
-            within a part and from part to part.
+def write_row_map(layout: Layout, old: Ints, new: Ints) -> FileEntry:
+    """Write the row map from the row ids `old` to the row ids `new`, int64 [k] each,
+    ascending, and return the file entry.
     """
+    table = pa.table([old, new], schema=ROW_MAP_SCHEMA)
     sink = pa.BufferOutputStream()
-    with pq.ParquetWriter(sink, ROW_MAP_SCHEMA, compression="zstd") as writer:
-        for old, new in parts:
-            writer.write_table(
-                pa.table([old, new], schema=ROW_MAP_SCHEMA), row_group_size=_GROUP_LINES
-            )
+    pq.write_table(table, sink, row_group_size=_GROUP_LINES, compression="zstd")
     return write_named_file(layout, ROW_MAP_FILE, sink.getvalue().to_pybytes())
 
 

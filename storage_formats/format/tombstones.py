@@ -234,9 +234,9 @@ def read_tombstones(root: Path, spec: IndexSpec, snapshot: Snapshot) -> Tombston
     return tombstones
 
 
-def live_rows(index: CommittedIndex) -> Ints:
-    """Return the row ids of all rows that are not deleted, int64 [n], ascending.
-    Some of the rows may be holes.
+def live_rows(index: CommittedIndex, shards: Sequence[int] | None = None) -> Ints:
+    """Return the row ids of all rows that are not deleted, int64 [n], ascending; with
+    `shards`, of those in these shards. Some of the rows may be holes.
     """
     spec = index.spec
     parts = [
@@ -244,7 +244,19 @@ def live_rows(index: CommittedIndex) -> Ints:
         for segment in spec.used_segments
     ]
     row_ids = np.concatenate(parts)
+    if shards is not None:
+        row_ids = row_ids[np.isin(row_ids // spec.shard_size, shards)]
     return row_ids[~index.deleted.contain(row_ids)]
+
+
+def renumbered(kept: Ints, first_row: int, row_ids: Ints) -> Ints:
+    """Return the new id of each of `row_ids`, int64 [k], if the rows `kept`, ascending,
+    are numbered from `first_row` on; -1 if a row is not kept.
+    """
+    positions = np.searchsorted(kept, row_ids)
+    is_kept = positions < len(kept)
+    is_kept[is_kept] = kept[positions[is_kept]] == row_ids[is_kept]
+    return np.where(is_kept, first_row + positions, -1)
 
 
 def _bitmap_bytes(shard_size: int) -> int:
