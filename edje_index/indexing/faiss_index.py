@@ -118,7 +118,7 @@ class AnnIndex:
         self._parts = [open_part(root, manifest.spec, file) for file in files]
         self.live: NDArray[np.uint8] | None = None
         if len(index.deleted):
-            row_ids = index.deleted.row_ids()
+            row_ids = index.deleted.row_ids
             self.live = np.full(-(-manifest.spec.rows // 8), 0xFF, dtype=np.uint8)
             # clear the bits of deleted rows
             np.bitwise_and.at(

@@ -135,7 +135,7 @@ class IndexRows:
                             " again later"
                         )
                     mask[table["row_id"].to_numpy()] = passes(table)
-                mask[self._index.deleted.row_ids()] = False
+                mask[self._index.deleted.row_ids] = False
                 self._results[where] = mask
                 while len(self._results) > _CACHED_FILTERS:
                     self._results.popitem(last=False)

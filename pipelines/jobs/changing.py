@@ -444,12 +444,9 @@ def edited(
     snapshot = before.snapshot
     if left_out or len(edit.deleted):
         deleted = index.deleted
-        stay = ~np.isin(deleted.shards, left_out)
-        kept_rows = Tombstones(
-            spec.shard_size, deleted.shards[stay], deleted.bits[stay]
-        )
-        tombstones = kept_rows.with_rows(list(edit.deleted))
-        snapshot = with_tombstones(layout, snapshot, tombstones)
+        goes = np.isin(deleted.row_ids // spec.shard_size, left_out)
+        tombstones = Tombstones(deleted.row_ids[~goes]).with_rows(list(edit.deleted))
+        snapshot = with_tombstones(layout, spec, snapshot, tombstones)
     # The lines of this change go to one more file. If lines go, one file with all that
     # is left replaces every file.
     kept = before.edits

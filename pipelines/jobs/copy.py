@@ -217,7 +217,8 @@ def compaction(index: CommittedIndex, only_shards_with_deleted: bool) -> Edit:
     spec = index.spec
     shards = list(spec.shard_numbers())
     if only_shards_with_deleted:
-        shards = _with_duplicates(index, index.deleted.shards.tolist())
+        row_shards = np.unique(index.deleted.row_ids // spec.shard_size)
+        shards = _with_duplicates(index, row_shards.tolist())
     elif not len(index.deleted):
         small = {
             shard: rows
@@ -654,7 +655,7 @@ def merging(
     # (copier, shard to copy) by shard of the new index
     origins: dict[int, tuple[ShardCopier, int]] = {}
     inputs = list[Json]()
-    deleted = Tombstones.none(size)
+    deleted = Tombstones()
     edits = list[pa.Table]()
     # contents of the indexed rows of earlier indexes
     known: NDArray[np.bytes_] = np.empty(0, _HASH)
@@ -682,7 +683,7 @@ def merging(
         known = np.unique(np.concatenate(contents))
         rows = np.concatenate(repeated)
         edits.append(each.edits.moved(functools.partial(np.add, offset)))
-        gone = np.concatenate([each.deleted.row_ids(), rows])
+        gone = np.concatenate([each.deleted.row_ids, rows])
         deleted = deleted.with_rows(gone + offset)
         inputs.append(
             {

@@ -5,7 +5,7 @@ snapshot (SPEC.md section 12).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -30,77 +30,41 @@ RowIds: TypeAlias = Sequence[int] | NDArray[np.integer]
 
 @dataclass(frozen=True)
 class Tombstones:
-    """The set of deleted rows. It uses memory only for shards with deleted rows.
+    """The set of deleted rows.
 
     Attributes:
-        shards: int64 [n], numbers of the shards with deleted rows, ascending.
-        bits: uint8 [n, ceil(shard_size / 8)], one bitmap per shard in `shards`. Bit i %
-            8 of byte i // 8 is 1 if the row at position i of the shard is deleted.
+        row_ids: row ids of the deleted rows, int64 [n], ascending.
     """
 
-    shard_size: int
-    shards: Ints
-    bits: NDArray[np.uint8]
-
-    @classmethod
-    def none(cls, shard_size: int) -> Tombstones:
-        """Return the tombstones of an index without deleted rows."""
-        return cls(
-            shard_size,
-            np.empty(0, np.int64),
-            np.empty((0, _bitmap_bytes(shard_size)), np.uint8),
-        )
+    row_ids: Ints = field(default_factory=lambda: np.empty(0, np.int64))
 
     def __len__(self) -> int:
         """Return the number of deleted rows."""
-        return int(np.bitwise_count(self.bits).sum())
+        return len(self.row_ids)
 
-    def contain(self, row_ids: Ints | list[int]) -> Bools:
+    def contain(self, row_ids: Ints) -> Bools:
         """Return which of `row_ids` [k] are deleted, bool [k]."""
-        shards, positions = np.divmod(
-            np.asarray(row_ids, dtype=np.int64), self.shard_size
-        )
-        if not len(self.shards):
-            return np.zeros(len(shards), dtype=np.bool_)
-        lines = np.minimum(np.searchsorted(self.shards, shards), len(self.shards) - 1)
-        is_set = (
-            self.bits[lines, positions // 8] >> (positions % 8).astype(np.uint8)
-        ) & 1
-        return np.asarray((self.shards[lines] == shards) & (is_set == 1))
+        return renumbered(self.row_ids, 0, row_ids) >= 0
 
     def refuse(self, row_ids: Ints) -> None:
         """Raise DeletedRowError if one of `row_ids` is deleted."""
-        if len(self.shards) and (deleted := self.contain(row_ids)).any():
+        if len(self) and (deleted := self.contain(row_ids)).any():
             raise DeletedRowError(tuple(dict.fromkeys(row_ids[deleted].tolist())))
-
-    def row_ids(self) -> Ints:
-        """Return the row ids of the deleted rows, int64 [n], ascending."""
-        positions = np.unpackbits(self.bits, axis=1, bitorder="little")
-        lines, offsets = np.nonzero(positions)
-        return np.asarray(
-            self.shards[lines] * self.shard_size + offsets, dtype=np.int64
-        )
 
     def with_rows(self, row_ids: Ints | list[int]) -> Tombstones:
         """Return new tombstones that contain the rows of this object and `row_ids`."""
-        added = np.asarray(row_ids, dtype=np.int64)
-        shards = np.union1d(self.shards, added // self.shard_size)
-        bits = np.zeros((len(shards), self.bits.shape[1]), dtype=np.uint8)
-        bits[np.searchsorted(shards, self.shards)] = self.bits
-        lines = np.searchsorted(shards, added // self.shard_size)
-        positions = added % self.shard_size
-        np.bitwise_or.at(
-            bits,
-            (lines, positions // 8),
-            np.left_shift(1, positions % 8).astype(np.uint8),
-        )
-        return Tombstones(self.shard_size, shards, bits)
+        return Tombstones(np.union1d(self.row_ids, np.asarray(row_ids, np.int64)))
 
-    def to_bytes(self) -> bytes:
-        """Return the contents of the tombstones file: all shard numbers, then all
-        bitmaps.
+    def to_bytes(self, shard_size: int) -> bytes:
+        """Return the contents of the tombstones file: the numbers of the shards with
+        deleted rows, then one bitmap per shard.
         """
-        return self.shards.astype("<i8").tobytes() + self.bits.tobytes()
+        row_shards, positions = np.divmod(self.row_ids, shard_size)
+        shards, lines = np.unique(row_shards, return_inverse=True)
+        is_deleted = np.zeros((len(shards), shard_size), np.bool_)
+        is_deleted[lines, positions] = True
+        bits = np.packbits(is_deleted, axis=1, bitorder="little")
+        return shards.astype("<i8").tobytes() + bits.tobytes()
 
     @classmethod
     def from_bytes(cls, data: bytes, spec: IndexSpec) -> Tombstones:
@@ -109,7 +73,7 @@ class Tombstones:
         Raises:
             ValueError: `data` does not match an index of shape `spec`.
         """
-        width = _bitmap_bytes(spec.shard_size)
+        width = -(-spec.shard_size // 8)
         count, rest = divmod(len(data), 8 + width)
         if rest:
             raise ValueError(
@@ -117,9 +81,7 @@ class Tombstones:
                 f" multiple of {8 + width}"
             )
         shards = np.frombuffer(data, dtype="<i8", count=count).astype(np.int64)
-        bits = np.frombuffer(data, dtype=np.uint8, offset=8 * count).reshape(
-            count, width
-        )
+        bits = np.frombuffer(data, dtype=np.uint8, offset=8 * count)
         if count and (
             shards[0] < 0
             or shards[-1] >= spec.shards
@@ -129,10 +91,17 @@ class Tombstones:
                 "the shard numbers in the file of deleted rows are not ascending, or"
                 f" not in 0..{spec.shards - 1}"
             )
-        tombstones = cls(spec.shard_size, shards, bits)
-        if not rows_in_use(tombstones.row_ids(), spec).all():
+        is_deleted = np.unpackbits(
+            bits.reshape(count, width),
+            axis=1,
+            count=spec.shard_size,
+            bitorder="little",
+        )
+        lines, positions = np.nonzero(is_deleted)
+        row_ids = shards[lines] * spec.shard_size + positions
+        if not rows_in_use(row_ids, spec).all():
             raise ValueError("the file of deleted rows contains rows outside the index")
-        return tombstones
+        return cls(row_ids)
 
 
 def check_row_ids(row_ids: RowIds, rows: int) -> Ints:
@@ -223,7 +192,7 @@ def read_tombstones(root: Path, spec: IndexSpec, snapshot: Snapshot) -> Tombston
     """Read the tombstones of a snapshot of the index at `root`."""
     entry = snapshot.deleted
     if entry is None:
-        return Tombstones.none(spec.shard_size)
+        return Tombstones()
     with committed_content(root, entry, "file of deleted rows") as data:
         tombstones = Tombstones.from_bytes(data, spec)
         if len(tombstones) != snapshot.deleted_rows:
@@ -257,7 +226,3 @@ def renumbered(kept: Ints, first_row: int, row_ids: Ints) -> Ints:
     is_kept = positions < len(kept)
     is_kept[is_kept] = kept[positions[is_kept]] == row_ids[is_kept]
     return np.where(is_kept, first_row + positions, -1)
-
-
-def _bitmap_bytes(shard_size: int) -> int:
-    return -(-shard_size // 8)

@@ -75,7 +75,7 @@ def new_manifest(
     if change is not None:
         snapshot = Snapshot(change=change, next_shard=spec.shards)
     if deleted is not None:
-        snapshot = with_tombstones(layout, snapshot, deleted)
+        snapshot = with_tombstones(layout, spec, snapshot, deleted)
     return Manifest(
         spec=spec,
         counts=total_counts(receipts),
@@ -149,12 +149,13 @@ def write_tables(
 
 
 def with_tombstones(
-    layout: Layout, snapshot: Snapshot, tombstones: Tombstones
+    layout: Layout, spec: IndexSpec, snapshot: Snapshot, tombstones: Tombstones
 ) -> Snapshot:
     """Write the tombstones file, and return `snapshot` with these deleted rows."""
     entry = None
     if len(tombstones):
-        entry = write_named_file(layout, TOMBSTONES_FILE, tombstones.to_bytes())
+        data = tombstones.to_bytes(spec.shard_size)
+        entry = write_named_file(layout, TOMBSTONES_FILE, data)
     return replace(snapshot, deleted=entry, deleted_rows=len(tombstones))
 
 
