@@ -106,12 +106,12 @@ def check_shard(
     edits: Edits,
     shard: int,
     files: Mapping[str, FileEntry],
-) -> tuple[list[Problem], Counts, dict[str, int]]:
+) -> tuple[list[Problem], Counts]:
     """Check all files of a shard. `files` are its entries in the shard table, by
     relative path.
 
-    Return the problems, the numbers of inputs, and the number of values of each source
-    column. If the rows table cannot be read, all numbers are 0.
+    Return the problems and the numbers of inputs. If the rows table cannot be read, all
+    numbers are 0.
     """
     spec = manifest.spec
     rows = spec.shard_rows(shard)
@@ -134,7 +134,6 @@ def check_shard(
         )
 
     counts = Counts(0, 0, 0)
-    values = dict[str, int]()
     indexed = None
     where = layout.relative(layout.rows_file(shard))
     if where not in {problem.path for problem in problems}:
@@ -155,10 +154,6 @@ def check_shard(
             )
             problems.append(Problem(where, "rows", message))
         else:
-            values = {
-                column.name: len(table) - table[column.name].null_count
-                for column in manifest.columns
-            }
             statuses = table["status"].to_pylist()
             failed = failures_by_reason(table)
             counts = Counts(
@@ -173,7 +168,7 @@ def check_shard(
         )
     if indexed is not None:
         problems += _check_embeddings(layout, spec, shard, indexed)
-    return problems, counts, values
+    return problems, counts
 
 
 def _check_tokens(

@@ -17,9 +17,16 @@ from hypothesis import settings
 
 from storage_formats.change import begin_index, remove_build, write_array_shapes
 from storage_formats.format.layout import IndexSpec, Layout
+from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.receipts import ShardReceipt
-from storage_formats.format.rows import DUPLICATE, RowEntry, rows_table
+from storage_formats.format.rows import (
+    DUPLICATE,
+    RowEntry,
+    iter_stored_rows,
+    rows_table,
+)
 from storage_formats.format.source_columns import SourceColumn
+from storage_formats.verify import verify_index
 from storage_formats.writing.publish import new_manifest
 from storage_formats.writing.shard_writer import ShardWriter
 from tests.object_store import FaultyProxy, s3_server, use_endpoint
@@ -233,3 +240,18 @@ def proxy(server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyProxy]
     with FaultyProxy(server).running() as running:
         use_endpoint(monkeypatch, running.url)
         yield running
+
+
+def problems_and_counts(root: Path) -> list[object]:
+    """Return the problems of an index, and the names of the source columns with another
+    number of values than `index.json` lists.
+    """
+    index = CommittedIndex.open(root)
+    columns = index.manifest.columns
+    names = [column.name for column in columns]
+    counts = dict.fromkeys(names, 0)
+    for table in iter_stored_rows(index, names):
+        for name in names:
+            counts[name] += len(table) - table[name].null_count
+    miscounted = [each.name for each in columns if each.values != counts[each.name]]
+    return [*verify_index(root), *miscounted]

@@ -24,7 +24,7 @@ from storage_formats.format.checksum import json_checksum
 from storage_formats.format.layout import Layout
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.reading.embeddings import read_embeddings
-from tests.conftest import same_bits, write_random_index
+from tests.conftest import problems_and_counts, same_bits, write_random_index
 
 SPEC = IndexSpec(
     rows=37, shard_size=8, block_shape=(2, 8), embed_dim=4, precisions=("bf16", "fp8")
@@ -44,7 +44,7 @@ def check_rows(root: Path, blocks: np.ndarray, kept: list[int]) -> None:
     """The index holds the rows `kept` of the original index, whose blocks are
     `blocks`, and translates their ids.
     """
-    assert verify_index(root) == []
+    assert problems_and_counts(root) == []
     for precision in SPEC.precisions:
         with TokenStore.open(root, precision) as store:
             new = store.translate(range(SPEC.rows))
@@ -109,7 +109,7 @@ def test_the_other_rows_are_copied(index):
     with TokenStore.open(root, snapshot=0) as store:
         assert same_bits(store.fetch([1, 8]), blocks[[1, 8]])
     remove_snapshots(root, 1)
-    assert verify_index(root) == []
+    assert problems_and_counts(root) == []
     assert sorted(path.name for path in (root / "rows").iterdir()) == [
         f"{shard:08d}.parquet" for shard in range(5, 10)
     ]
@@ -130,7 +130,7 @@ def test_maps_of_several_compactions_follow_one_another(index):
     assert (
         TokenStore.open(root).translate(range(SPEC.rows)) >= 0
     ).sum() == SPEC.rows - 6
-    assert verify_index(root) == []
+    assert problems_and_counts(root) == []
 
 
 def test_a_duplicate_without_its_original_is_a_failed_row(index):
@@ -152,7 +152,7 @@ def test_a_duplicate_without_its_original_is_a_failed_row(index):
         "failed",
         None,
     )
-    assert verify_index(root) == []
+    assert problems_and_counts(root) == []
 
 
 def flip(path: Path, offset: int) -> None:
@@ -176,7 +176,7 @@ def test_damage_is_never_copied(index, file):
     assert (root / "index.json").read_bytes() == manifest
     flip(root / file, 100)
     assert compact_index(root).rows == 36
-    assert verify_index(root) == []
+    assert problems_and_counts(root) == []
 
 
 def test_an_index_without_rows_is_refused(index):

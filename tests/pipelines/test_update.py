@@ -42,6 +42,7 @@ from storage_formats import (
     verify_index,
 )
 from storage_formats.format.layout import Layout
+from tests.conftest import problems_and_counts
 from tests.pipelines.conftest import run_build, stop_after_one_shard, write_photo
 
 
@@ -63,7 +64,7 @@ def contents(root: Path) -> dict[str, tuple[str, str | None, str | None, bytes]]
     """Status, reason, content hash and block of each row that is not deleted, by
     uri.
     """
-    assert verify_index(root) == []
+    assert problems_and_counts(root) == []
     rows = read_rows(
         root, columns=["row_id", "uri", "status", "reason", "content_hash"]
     ).to_pylist()
@@ -177,7 +178,7 @@ def test_pages_in_place_of_photos_delete_no_rows(built, photos, pages):
     with pytest.raises(EdjeError, match="would be deleted, and inputs of the sources"):
         update(built)
     assert contents(built) == before
-    assert verify_index(built) == []
+    assert problems_and_counts(built) == []
 
 
 def test_failed_rows_and_copies_of_kept_photos_are_no_lost_rows(config, photos):
@@ -441,7 +442,7 @@ def test_a_stopped_update_resumes(built, photos, config):
     stop_in_mid_update(built, 22)
     receipts = sorted((built / "build/receipts").glob("*"))
     assert 0 < len(receipts) < 3
-    assert verify_index(built) == []
+    assert problems_and_counts(built) == []
     made = receipts[0].stat().st_mtime_ns
     with pytest.raises(EdjeError, match=r"'update' of .* has not finished"):
         append_index(built, (str(photos),), engine="inline")
@@ -545,6 +546,7 @@ def test_failed_inputs_are_tried_again(built, photos):
         result.snapshot,
     ) == (9, 7, 2, 1, 2, 2, 1)
     assert contents(built)[str(photos / "07.jpg")][0] == "indexed"
+    assert problems_and_counts(built) == []
     assert update(built).unchanged == 9
 
 
@@ -566,7 +568,7 @@ def test_inputs_that_fail_again_stay_listed(built, photos, run):
     assert code == 0
     assert (result["new"], result["vanished"], result["deleted"]) == (1, 1, 2)
     assert list(failed_rows(built)) == []
-    assert verify_index(built) == []
+    assert problems_and_counts(built) == []
 
 
 def test_inputs_that_work_now_are_tried_again_with_the_same_content(
@@ -607,7 +609,7 @@ def test_values_that_users_set_survive_a_retry(photos, config):
         # the other one fails again at first
         assert retry(root).new == 1
         assert captions(root) == {"00.jpg": "a", "07.jpg": "mine", "08.jpg": None}
-        assert verify_index(root) == []
+        assert problems_and_counts(root) == []
     titles = read_rows(root, columns=["title"])["title"].to_pylist()
     assert sorted(map(str, titles)) == ["None", "x", "y"]
     result = update(root)
@@ -678,7 +680,7 @@ def test_changed_columns_of_a_list_are_replaced_without_encoding(photos, config)
     assert [row["place"] for row in rows] == ["here", None, None]
     assert rows[0]["title"] == "mine"
     assert row_ids(root) == ids
-    assert verify_index(root) == []
+    assert problems_and_counts(root) == []
     roll_back(root, 1)
     assert captions(root)["02.jpg"] is None
 
@@ -734,7 +736,7 @@ def test_edited_values_stay_until_the_source_changes_them(
     write("a", "b", "c", "d", "e")
     assert update(root).edited == 1
     assert captions(root) == expected | {"01.jpg": "b"}
-    assert verify_index(root) == []
+    assert problems_and_counts(root) == []
 
 
 def test_a_list_may_change_the_type_of_a_column(photos, config):
@@ -747,7 +749,7 @@ def test_a_list_may_change_the_type_of_a_column(photos, config):
     assert (result.unchanged, result.edited, result.new) == (2, 1, 1)
     stars = read_rows(root, columns=["stars"])["stars"].to_pylist()
     assert stars == ["one", "2", "x"]
-    assert verify_index(root) == []
+    assert problems_and_counts(root) == []
     assert update(root).edited == 0
 
 
@@ -772,7 +774,7 @@ def test_what_was_deleted_stays_deleted_until_it_changes(built, photos, run, era
     # a later deletion counts again
     delete_rows(built, rows=[row_ids(built)["02.jpg"]])
     assert update(built).stay_deleted == 1
-    assert verify_index(built) == []
+    assert problems_and_counts(built) == []
 
 
 def test_a_file_that_was_gone_for_a_while_comes_back(built, photos):
@@ -810,7 +812,7 @@ def test_a_stopped_update_is_not_resumed_with_other_captions(photos, config):
     write("second", 8)
     update(root)
     assert {*captions(root).values()} == {"second"}
-    assert verify_index(root) == []
+    assert problems_and_counts(root) == []
 
 
 def test_duplicates_of_a_failed_input_are_tried_again(config, photos):
@@ -858,6 +860,6 @@ def test_a_partial_compaction_keeps_the_search_index_of_earlier_snapshots(
         append_index(root, [str(tmp_path / f"{part}")], engine="inline")
     set_columns(root, [9], {"title": ["x"]})
     compact_index(root)
-    assert verify_index(root) == []
+    assert problems_and_counts(root) == []
     roll_back(root, 1)
     assert len(contents(root)) == 8
