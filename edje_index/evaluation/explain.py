@@ -27,7 +27,6 @@ from torch.nn import functional
 
 from edje_index.captions.matching import NAME_COLUMNS, match_items
 from edje_index.captions.reading import read_captions
-from edje_index.errors import ModelError
 from edje_index.evaluation.alignment import Alignment, alignment_scores
 from edje_index.images.clips import is_clip
 from edje_index.images.decode import DEFAULT_MAX_PIXELS, decode_partial
@@ -179,8 +178,8 @@ def explain_index(
 
     Raises:
         UsageError: a row has no tokens, or no caption matches an image of the index.
-        ModelError: the bundle is missing, did not build the index, or has word
-            embeddings of another width than the tokens.
+        ModelError: the bundle is missing, did not build the index, or makes patch
+            features instead of tokens.
     """
     row_ids = as_indices(row_ids, "row_ids").tolist()
     opened = _open(root, model, precision)
@@ -280,19 +279,13 @@ def explain_index(
 def _open(
     root: Path, model: Path | None = None, precision: str | None = None
 ) -> TokenIndex:
-    """Open an index, and check that the word embeddings of the joint encoder can be
-    compared with the tokens.
+    """Open an index, and check that it stores tokens which the joint encoder reads, not
+    features for training.
     """
     opened = TokenIndex.open(
         root, model, precision=precision, device="cpu", dtype="float32"
     )
-    width = opened.model.joint.width
-    if opened.store.block_shape[1] != width:
-        raise ModelError(
-            f"{root} stores tokens of width {opened.store.block_shape[1]}, but the word"
-            f" embeddings of the joint encoder have width {width}; choose an index that"
-            " a trained bundle built"
-        )
+    opened.model.check_reranks()
     return opened
 
 

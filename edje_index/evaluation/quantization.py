@@ -368,12 +368,6 @@ def _ranking_index(
             "the index stores features to train on, which the joint encoder cannot"
             " score"
         )
-    width = index.manifest.spec.block_shape[1]
-    if opened.model.joint.width != width:
-        return None, (
-            f"the joint encoder reads tokens of width {opened.model.joint.width}, but"
-            f" the index stores {width}"
-        )
     return opened, None
 
 
