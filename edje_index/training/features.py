@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import threading
-from abc import ABC, abstractmethod
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -38,58 +37,18 @@ _AREA = (0.35, 1.0)
 _ASPECT = (3 / 4, 4 / 3)
 
 
-@dataclass(eq=False)
-class Features(ABC):
-    """Patch features of the images of an index.
-
-    The thread that makes batches calls `load`, which uses the CPU. The training step
-    calls `finish`, which uses the device.
-    """
-
-    index: CommittedIndex
-
-    @abstractmethod
-    def load(self, rows: Ints) -> Loaded:
-        """Read the k `rows` on the CPU.
-
-        Returns:
-            The input of `finish` [k, ...], and which images could be read, bool [k]. An
-            image that cannot be read has the values of a blank image.
-        """
-
-    def finish(self, values: Tensor) -> Tensor:
-        """Return the features, bfloat16 [k, n, d], for the values that `load`
-        returned.
-        """
-        return values
-
-    def fetch(self, rows: Ints) -> Loaded:
-        """Return the features of the k `rows`, bfloat16 [k, n, d] on the CPU, and which
-        of the rows can be read.
-
-        An image that cannot be read has the features of a blank image.
-        """
-        return self.load(rows)
-
-    def unreadable(self) -> int:
-        """Return the number of images that the workers of the training run could
-        not read so far.
-        """
-        return 0
-
-
-@dataclass(eq=False)
-class StoredFeatures(Features):
+class StoredFeatures:
     """Features that an index stores as blocks. They are read in the precision of
     the highest fidelity.
     """
 
-    def __post_init__(self) -> None:
-        self._store = TokenStore(self.index)
+    def __init__(self, index: CommittedIndex) -> None:
+        self.index = index
+        self._store = TokenStore(index)
 
     def load(self, rows: Ints) -> Loaded:
-        """Read the features of the k `rows`. Raises CorruptIndexError if a row is a
-        hole.
+        """Read the features of the k `rows`, bfloat16 [k, n, d]. All rows are readable.
+        Raises CorruptIndexError if a row is a hole.
         """
         blocks = self._store.fetch(rows)
         holes = self._store.holes(blocks)
@@ -100,9 +59,19 @@ class StoredFeatures(Features):
             )
         return as_tensor(blocks), np.ones(len(rows), dtype=bool)
 
+    fetch = load
+
+    def finish(self, values: Tensor) -> Tensor:
+        """Return the features, which `load` has read already."""
+        return values
+
+    def unreadable(self) -> int:
+        """Return 0, because all rows of the index have features."""
+        return 0
+
 
 @dataclass(eq=False)
-class OnlineFeatures(Features):
+class OnlineFeatures:
     """Features that the frozen vision tower computes from the images, with the same
     code as an index build.
 
@@ -117,6 +86,7 @@ class OnlineFeatures(Features):
             r % views of photo r // views.
     """
 
+    index: CommittedIndex
     inputs: InputTable
     encoder: ImageEncoder
     run_dir: Path
@@ -128,11 +98,14 @@ class OnlineFeatures(Features):
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def unreadable(self) -> int:
+        """Return the number of images that the workers of the training run could not
+        read so far.
+        """
         return sum(unreadable_by_reason(self.run_dir).values())
 
     def load(self, rows: Ints) -> Loaded:
-        """Read and decode the images of the k `rows`, uint8 [k, 3, h, w]. An image
-        that cannot be read is blank.
+        """Read and decode the images of the k `rows`, uint8 [k, 3, h, w], and return
+        which images could be read, bool [k]. An image that cannot be read is blank.
         """
         images, views = np.divmod(rows, max(1, self.views))
         # the threads write to the tensor, and are never in inference mode
@@ -185,7 +158,8 @@ class OnlineFeatures(Features):
         )
 
     def fetch(self, rows: Ints) -> Loaded:
-        """Compute the features of the k `rows`. Only a few images are in memory at
+        """Compute the features of the k `rows`, bfloat16 [k, n, d] on the CPU, and
+        return which images could be read, bool [k]. Only a few images are in memory at
         once.
         """
         features = []
@@ -198,6 +172,14 @@ class OnlineFeatures(Features):
         if len(rows) >= TOWER_BATCH and not is_readable.any():
             raise nothing_readable()
         return torch.cat(features), is_readable
+
+
+Features = StoredFeatures | OnlineFeatures
+"""Patch features of the images of an index.
+
+The thread that makes batches calls `load`, which uses the CPU. The training step calls
+`finish`, which uses the device. `fetch` does both.
+"""
 
 
 def unreadable_by_reason(run_dir: Path) -> dict[str, int]:
