@@ -353,20 +353,17 @@ class Scorer:
         """`late_interaction` of captions and images."""
         words = self.joint.word_vectors
         content = content_token_mask(self.joint.tokenizer)
-        distinct = list(dict.fromkeys(captions))
-        ids = dict(
-            zip(distinct, self.joint.tokenizer.caption_ids(distinct), strict=True)
-        )
+        ids = self.joint.tokenizer.caption_ids(captions)
         size = max(_LATE_BATCH, self.joint.batch)
         values = []
         for start in range(0, len(captions), size):
             batch = slice(start, start + size)
-            texts = captions[batch]
-            if len(set(texts)) == 1:
-                texts = texts[:1]
+            its_ids = ids[batch]
+            if len(set(captions[batch])) == 1:
+                its_ids = its_ids[:1]
             values.append(
                 late_interaction(
-                    [ids[text] for text in texts],
+                    its_ids,
                     images.tokens[batch].to(words.device),
                     words,
                     content,

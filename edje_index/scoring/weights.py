@@ -82,12 +82,10 @@ class ScoreWeights:
         """Make weights from a mapping by part name. Parts that are not in it have
         the weight 0, including the logit.
         """
-        return cls(
-            logit=float(weights.get(LOGIT, 0.0)),
-            late=float(weights.get(LATE, 0.0)),
-            pooled=float(weights.get(POOLED, 0.0)),
-            embedding=float(weights.get(EMBEDDING, 0.0)),
-        )
+        by_part: dict[str, Any] = {
+            part: float(weights.get(part, 0.0)) for part in PART_NAMES
+        }
+        return cls(**by_part)
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Self:
