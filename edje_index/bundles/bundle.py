@@ -121,7 +121,7 @@ class ModelBundle:
         """The frozen vision tower."""
         from edje_index.models.vision_tower import vision_tower
 
-        return vision_tower(self.clip.visual)  # type: ignore[arg-type]
+        return vision_tower(self.clip.visual, self.clip_config.embed_dim)
 
     @cached_property
     def text(self) -> TextTower:
@@ -358,7 +358,7 @@ def load_visual(info: BundleInfo) -> tuple[VisionTower, ClipConfig]:
     visual = load_module(
         info.path / VISION_WEIGHTS, lambda: build_visual(config), prefix="visual."
     )
-    return vision_tower(visual), config
+    return vision_tower(visual, config.embed_dim), config
 
 
 def load_adapter(info: BundleInfo) -> Adapter:

@@ -509,7 +509,7 @@ def import_checkpoint(
         named_by = "given"
     language = _language(read, tokenizer_dir, say)
     clip, config, folder = load_towers(vision, read, say)
-    tower = vision_tower(clip.visual)  # type: ignore[arg-type]
+    tower = vision_tower(clip.visual, config.embed_dim)
     published = _published_model(read, language, tower.num_heads, tower.layer_norm_eps)
     adapter = published.adapter
     sizes = re.search(r"patch(\d{1,3})-(\d{1,4})$", recorded)
@@ -589,7 +589,7 @@ def bundle_of_towers(
     clip, config, folder = load_towers(vision, say=say)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        tower = vision_tower(clip.visual)  # type: ignore[arg-type]
+        tower = vision_tower(clip.visual, config.embed_dim)
         joint = untrained_joint_encoder(
             tower.embed_dim, words=8, width=8, intermediate=8, positions=80
         )

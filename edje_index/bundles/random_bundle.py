@@ -135,7 +135,7 @@ def create_untrained_bundle(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         clip = build_clip(clip_config)
-        vision = vision_tower(clip.visual)  # type: ignore[arg-type]
+        vision = vision_tower(clip.visual, sizes.embed_dim)
         adapter = AdapterConfig(
             kind=sizes.adapter_kind,
             num_tokens=(

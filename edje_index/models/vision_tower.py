@@ -65,9 +65,10 @@ class VisionTower(nn.Module, ABC):
     layer_norm_eps: float
     image_size: tuple[int, int]
 
-    def __init__(self, visual: Any) -> None:
+    def __init__(self, visual: Any, embed_dim: int) -> None:
         super().__init__()
         self.visual = visual.requires_grad_(False)
+        self.embed_dim = embed_dim
         self.image_size = (int(visual.image_size[0]), int(visual.image_size[1]))
         self.eval()
 
@@ -91,8 +92,8 @@ class VisionTower(nn.Module, ABC):
 class TimmTower(VisionTower):
     """A vision transformer from timm: SigLIP, SigLIP2, EVA, DINOv2."""
 
-    def __init__(self, visual: Any) -> None:
-        super().__init__(visual)
+    def __init__(self, visual: Any, embed_dim: int) -> None:
+        super().__init__(visual, embed_dim)
         trunk = visual.trunk
         if not hasattr(trunk, "blocks") or not hasattr(trunk, "num_prefix_tokens"):
             raise ModelError(
@@ -104,15 +105,6 @@ class TimmTower(VisionTower):
         self.num_patches = int(trunk.patch_embed.num_patches)
         self.num_heads = int(trunk.blocks[-1].attn.num_heads)
         self.layer_norm_eps = float(getattr(trunk.norm, "eps", 1e-6))
-        head = visual.head
-        if getattr(head, "proj", None) is not None:
-            self.embed_dim = int(head.proj.out_features)
-        elif getattr(head, "mlp", None) is not None:
-            self.embed_dim = int(head.mlp.fc2.out_features)
-        else:
-            self.embed_dim = int(
-                getattr(trunk.head, "out_features", trunk.num_features)
-            )
 
     def encode(self, pixels: Tensor) -> tuple[Tensor, Tensor]:
         hidden = self.visual.trunk.forward_features(pixels)
@@ -157,8 +149,8 @@ class TimmTower(VisionTower):
 class ClipTower(VisionTower):
     """A vision transformer from open_clip: CLIP, OpenAI, DFN and MetaCLIP weights."""
 
-    def __init__(self, visual: Any) -> None:
-        super().__init__(visual)
+    def __init__(self, visual: Any, embed_dim: int) -> None:
+        super().__init__(visual, embed_dim)
         blocks = visual.transformer.resblocks
         if len(blocks) < 2:
             raise ModelError(
@@ -169,7 +161,6 @@ class ClipTower(VisionTower):
         self.num_patches = int(visual.grid_size[0] * visual.grid_size[1])
         self.num_heads = int(blocks[-1].attn.num_heads)
         self.layer_norm_eps = float(visual.ln_post.eps)
-        self.embed_dim = int(visual.output_dim)
         self._penultimate = len(blocks) - 2
 
     def encode(self, pixels: Tensor) -> tuple[Tensor, Tensor]:
@@ -211,14 +202,14 @@ class ClipTower(VisionTower):
         )
 
 
-def vision_tower(visual: nn.Module) -> VisionTower:
+def vision_tower(visual: Any, embed_dim: int) -> VisionTower:
     """Make a `VisionTower` from the image tower of an open_clip model,
-    ``model.visual``.
+    ``model.visual``. `embed_dim` is the width of its embeddings.
     """
     if isinstance(visual, TimmModel):
-        return TimmTower(visual)
+        return TimmTower(visual, embed_dim)
     if isinstance(visual, VisionTransformer):
-        return ClipTower(visual)
+        return ClipTower(visual, embed_dim)
     raise ModelError(
         f"the vision tower {type(visual).__name__} has no patch features: choose a"
         " vision transformer (ViT)"

@@ -92,7 +92,7 @@ def make_start(
         else:
             clip, clip_config = load_clip(vision or "")
             tokenizer = text_tokenizer(clip_config, local_folder(vision or ""))
-        tower = vision_tower(clip.visual)  # type: ignore[arg-type]
+        tower = vision_tower(clip.visual, clip_config.embed_dim)
         initial = None if init is None else ModelBundle.load(init)
         if initial is not None:
             joint = initial.joint

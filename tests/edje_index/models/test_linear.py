@@ -44,7 +44,7 @@ def test_linear_layers_equal_torchs_own(
 def test_a_tower_gives_the_same_with_other_linear_layers(
     config: ClipConfig, dtype: torch.dtype, tolerance: float
 ) -> None:
-    tower = vision_tower(random_clip(config).visual)
+    tower = vision_tower(random_clip(config).visual, config.embed_dim)
     pixels = random_pixels(config)
     expected = tower.encode(pixels)
     replace_linear_layers(tower, dtype)

@@ -37,7 +37,7 @@ class Case:
 def case(request: pytest.FixtureRequest) -> Case:
     config = CONFIGS[request.param]
     model = random_clip(config)
-    return Case(config, model, vision_tower(model.visual))
+    return Case(config, model, vision_tower(model.visual, config.embed_dim))
 
 
 def with_models(*names: str) -> pytest.MarkDecorator:
@@ -134,9 +134,9 @@ def _last_layer_attention(
 def test_towers_without_patch_tokens_are_refused() -> None:
     resnet = clip_config(layers=[1, 1, 1, 1], width=16, patch_size=None)
     with pytest.raises(ModelError, match="no patch features"):
-        vision_tower(random_clip(resnet).visual)
+        vision_tower(random_clip(resnet).visual, 24)
     convolutional = timm_config("resnet18", 64, pool="avg", embed_dim=512)
     with pytest.raises(ModelError, match="no patch features"):
-        vision_tower(random_clip(convolutional).visual)
+        vision_tower(random_clip(convolutional).visual, 24)
     with pytest.raises(ModelError, match="need at least 2"):
-        vision_tower(random_clip(clip_config(layers=1)).visual)
+        vision_tower(random_clip(clip_config(layers=1)).visual, 24)
