@@ -18,9 +18,7 @@ from edje_index.indexing.faiss_index import (
     CANDIDATES_PER_NEIGHBOUR,
     PIECE_BYTES,
     FaissIndex,
-    Neighbours,
     Vectors,
-    best_of,
     count_lists,
     nearest,
     open_part,
@@ -345,12 +343,13 @@ def _measure(
             candidates=levels[0],
         )
         shares = []
-        for row_id, (rows, similarities), (_, exact) in zip(
+        for row_id, (rows, similarities), exact in zip(
             row_ids, results, neighbours, strict=True
         ):
-            least = exact.min(initial=np.inf) - _ROUNDING
+            least = exact[-1] - _ROUNDING
             count = np.count_nonzero(similarities[rows != row_id] >= least)
-            shares.append(min(1.0, count / max(1, len(exact))))
+            # the row itself is no neighbour
+            shares.append(min(1.0, count / max(1, len(exact) - 1)))
         recall = float(np.mean(shares))
         if recall >= target or (probes >= lists and len(levels) == 1):
             break
@@ -377,33 +376,38 @@ def _measure(
 
 def recall_queries(
     embeddings: IndexedEmbeddings, on_progress: OnProgress | None = None
-) -> tuple[NDArray[np.int64], Vectors, list[Neighbours]]:
-    """Draw rows as queries from all shards, and find the 100 nearest other rows of each
-    query by exact search.
+) -> tuple[NDArray[np.int64], Vectors, list[Vectors]]:
+    """Draw rows as queries from all shards, and find the similarities of the 101
+    nearest rows of each query by exact search. One of them is the query itself.
 
-    Return the row ids and the embeddings of the queries, and the neighbours of each
-    query.
+    Return the row ids and the embeddings of the queries, and the similarities of each
+    query, highest first.
     """
+    import faiss
+
+    module: Any = faiss
     row_ids, queries = held_out(embeddings, _RECALL_QUERIES)
-    best: list[Neighbours] = [
-        (np.empty(0, np.int64), np.empty(0, np.float32)) for _ in row_ids
-    ]
+    count = _RECALL_NEIGHBOURS + 1
+    best = module.ResultHeap(len(row_ids), count, keep_max=True)
     for done, (rows, vectors) in enumerate(embeddings, 1):
         if on_progress:
             on_progress("measuring the recall", done, len(embeddings.shards))
-        scores = queries @ vectors.T
-        for query, row_id in enumerate(row_ids):
-            others = rows != row_id
-            if (
-                len(best[query][1]) < _RECALL_NEIGHBOURS
-                or scores[query].max() > best[query][1][-1]
-            ):
-                best[query] = best_of(
-                    best[query],
-                    (rows[others], scores[query, others]),
-                    _RECALL_NEIGHBOURS,
+        if len(rows) and len(row_ids):
+            best.add_result(
+                *module.knn(
+                    queries,
+                    vectors,
+                    min(len(rows), count),
+                    metric=module.METRIC_INNER_PRODUCT,
                 )
-    return row_ids, queries, best
+            )
+    best.finalize()
+    # fewer rows than 101 leave the number -1
+    neighbours = [
+        similarities[positions >= 0]
+        for similarities, positions in zip(best.D, best.I, strict=True)
+    ]
+    return row_ids, queries, neighbours
 
 
 def held_out(

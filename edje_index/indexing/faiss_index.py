@@ -336,11 +336,3 @@ def nearest(
         order = np.lexsort((row_ids, -similarities))[:k]
         neighbours.append((row_ids[order], similarities[order]))
     return neighbours
-
-
-def best_of(kept: Neighbours, further: Neighbours, k: int) -> Neighbours:
-    """Merge two results of one query, and return the `k` nearest rows, best first."""
-    rows = np.concatenate([kept[0], further[0]])
-    similarities = np.concatenate([kept[1], further[1]])
-    order = np.argsort(-similarities, kind="stable")[:k]
-    return rows[order], similarities[order]
