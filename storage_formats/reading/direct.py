@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from storage_formats.errors import cannot_read
 from storage_formats.reading.batch import PIECE_RECORDS, Batch, Ints
 from storage_formats.reading.destination import Destination
 from storage_formats.reading.files import ShardFile, ShardFiles
@@ -48,6 +47,9 @@ def read_direct(
     Args:
         buffers: pool of buffers for records that cannot be read directly into the
             destination.
+
+    Raises:
+        OSError: a request failed, or read too few bytes.
     """
     pending = unsettled()
     settle(pending)
@@ -66,8 +68,7 @@ class _Flight:
 
     Attributes:
         start: index in the whole batch of the first record of the piece.
-        first, count: [r], index in the piece of the first record of each request, and
-        number of its records.
+        count: [r], number of records of each request.
         offsets: [r], byte offset in the file of each request.
         needed: [r], number of bytes that each request must read, up to the end of its
             last record.
@@ -83,7 +84,6 @@ class _Flight:
     batch: Batch
     start: int
     files: dict[int, ShardFile]
-    first: Ints
     count: Ints
     offsets: Ints
     needed: Ints
@@ -177,7 +177,6 @@ class _Reader:
             batch,
             piece.start,
             files,
-            first,
             count,
             offsets,
             needed,
@@ -235,26 +234,8 @@ class _Reader:
         is_ready = (flight.results != _NO_RESULT) & ~flight.processed
         if not is_ready.any():
             return
-        for request in np.flatnonzero(
-            is_ready & (flight.results < flight.needed)
-        ).tolist():
-            # Read the records of the failed request again, with blocking reads through
-            # the page cache.
-            first = int(flight.first[request])
-            last = first + int(flight.count[request]) - 1
-            file = flight.files[int(flight.batch.shards[first])]
-            start = int(flight.batch.positions[first])
-            stop = int(flight.batch.positions[last]) + 1
-            shift = int(flight.memory_offsets[request]) - int(flight.offsets[request])
-            target = flight.memory[
-                shift + start * self._size : shift + stop * self._size
-            ].data
-            try:
-                with open(file.path, "rb", buffering=0) as opened:
-                    plain_file = ShardFile(opened.fileno(), file.size, file.path)
-                    plain_file.read_fully(start * self._size, target)
-            except OSError as error:
-                raise cannot_read(file.path, error) from error
+        if (is_ready & (flight.results < flight.needed)).any():
+            raise OSError("a request with direct I/O failed, or read too few bytes")
         indices = np.flatnonzero(np.repeat(is_ready, flight.count))
         # While reads are in flight the device is the bottleneck: more threads would
         # only cost processor time.

@@ -97,7 +97,12 @@ class LocalReads:
         for engine, batch in self.split(destination.batch):
             part = replace(destination, batch=batch)
             if engine == "direct":
-                read_direct(part, self._direct_files, self._queues, self._buffers)
+                try:
+                    read_direct(part, self._direct_files, self._queues, self._buffers)
+                except OSError:
+                    # The file system fails such requests, or the file is damaged;
+                    # `portable` then says how.
+                    self._read_portable(part)
             elif engine == "mapped":
                 self._read_mapped(part)
             else:
