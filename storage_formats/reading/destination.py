@@ -187,12 +187,15 @@ class _Records:
         self._size = size
         self._targets = self._sources
         self._copies = NO_COPY
+        self._loop = _loop(total)
         if targets is not None:
-            is_aligned = size % _LINE_BYTES == 0 and not (targets % _LINE_BYTES).any()
+            is_aligned = not (targets % _LINE_BYTES).any()
             bypasses = total >= _NONTEMPORAL_FROM and is_aligned
             self._copies = COPY_NONTEMPORAL if bypasses else COPY
             self._targets = targets
-        self._loop = _loop(total)
+            # the compiled loop copies whole lines
+            if size % _LINE_BYTES:
+                self._loop = _plain_loop
         self.checksums = np.empty(len(sources), dtype=np.uint32)
         self._held = held
 

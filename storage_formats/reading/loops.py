@@ -99,18 +99,6 @@ def _line_copier(nontemporal: bool) -> Any:
 
 
 @intrinsic
-def _copy_byte(_: Any, target: Any, source: Any) -> Any:
-    def generate(context: Any, builder: Any, _: Any, arguments: Any) -> Any:
-        target, source = (
-            builder.inttoptr(address, _BYTE.as_pointer()) for address in arguments
-        )
-        builder.store(builder.load(source), target)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), generate
-
-
-@intrinsic
 def _fence(_: Any) -> Any:
     """Make the earlier non-temporal stores of this thread visible before the later
     stores of this thread.
@@ -195,9 +183,9 @@ def check_records(
     """Write the CRC-32C of the `size` bytes at each address sources[i] to checksums[i],
     for i in [start, stop).
 
-    Also copy the bytes to targets[i], unless `copies` is `NO_COPY`. `COPY_NONTEMPORAL`
-    bypasses the processor's cache, and needs a `size` and targets that are multiples of
-    64.
+    Also copy the bytes to targets[i], unless `copies` is `NO_COPY`. Copies need a
+    `size` that is a multiple of 64. `COPY_NONTEMPORAL` bypasses the processor's cache,
+    and needs targets that are multiples of 64, too.
     """
     whole = size - size % 64
     for first in range(start, stop, 3):
@@ -227,11 +215,6 @@ def check_records(
                     (p + offset, q + offset, r + offset),
                     (a + offset, b + offset, c + offset),
                 )
-        if copies == COPY:
-            for offset in range(whole, size):
-                _copy_byte(p + offset, a + offset)
-                _copy_byte(q + offset, b + offset)
-                _copy_byte(r + offset, c + offset)
         checksums[i] = _crc_rest(x, a + whole, a + size)
         checksums[j] = _crc_rest(y, b + whole, b + size)
         checksums[k] = _crc_rest(z, c + whole, c + size)

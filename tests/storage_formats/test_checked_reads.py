@@ -115,7 +115,9 @@ def test_memory_is_copied_and_checked(compiled, size, count):
     data = np.random.default_rng(0).integers(0, 256, (count, size), dtype=np.uint8)
     sources = data.ctypes.data + np.arange(count) * size
     expected = crc32c_rows(data)
-    for copies in range(3 if size % 64 == 0 else 2):
+    # the compiled loop copies whole lines of 64 bytes
+    copies_too = not compiled or size % 64 == 0
+    for copies in range(3 if copies_too else 1):
         actual = np.zeros(count, dtype=np.uint32)
         target = memory.aligned_bytes((count + 1) * size).reshape(count + 1, size)
         targets = target.ctypes.data + np.arange(count) * size
