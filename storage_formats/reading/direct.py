@@ -49,7 +49,7 @@ def read_direct(
             destination.
 
     Raises:
-        OSError: a request failed, or read too few bytes.
+        OSError: a request was refused, failed, or read too few bytes.
     """
     pending = unsettled()
     settle(pending)

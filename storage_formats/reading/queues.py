@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import errno
 import functools
 import os
 import platform
@@ -98,7 +97,6 @@ class Queue:
         self._completions = np.zeros(entries, dtype=_COMPLETION)
         self.entries = entries
         self.in_flight = 0
-        self._refused: list[tuple[int, int]] = []
 
     def put(
         self, fds: Ints, offsets: Ints, addresses: Ints, lengths: Ints, tags: Ints
@@ -109,6 +107,9 @@ class Queue:
         Read i transfers `lengths[i]` bytes from byte `offsets[i]` of file descriptor
         `fds[i]` to the memory at `addresses[i]`. This memory must remain allocated
         until `wait` returns `tags[i]`.
+
+        Raises:
+            OSError: the kernel refuses a request. Close the queue.
         """
         # the kernel copies them
         requests = np.zeros(len(fds), dtype=_REQUEST)
@@ -120,17 +121,12 @@ class Queue:
         pointers = requests.ctypes.data + np.arange(len(fds)) * _REQUEST.itemsize
         done = 0
         while done < len(fds):
-            try:
-                done += system_call(
-                    self._submit,
-                    self._context,
-                    len(fds) - done,
-                    int(pointers[done:].ctypes.data),
-                )
-            except OSError as error:
-                # the error of the first request that is not submitted yet
-                self._refused.append((int(tags[done]), -(error.errno or errno.EIO)))
-                done += 1
+            done += system_call(
+                self._submit,
+                self._context,
+                len(fds) - done,
+                int(pointers[done:].ctypes.data),
+            )
         self.in_flight += len(fds)
 
     def wait(self, minimum: int) -> tuple[Ints, Ints]:
@@ -139,10 +135,7 @@ class Queue:
 
         A result is the number of bytes read or a negative errno.
         """
-        refused = np.array(self._refused, dtype=np.int64).reshape(-1, 2)
-        self._refused = []
-        self.in_flight -= len(refused)
-        minimum = min(minimum - len(refused), self.in_flight, self.entries)
+        minimum = min(minimum, self.in_flight)
         count = 0
         while count < minimum:
             free = self._completions[count:]
@@ -158,11 +151,7 @@ class Queue:
                 )
         self.in_flight -= count
         done = self._completions[:count]
-        tags = done["tag"].astype(np.int64)
-        results = done["result"].astype(np.int64)
-        return np.concatenate([refused[:, 0], tags]), np.concatenate(
-            [refused[:, 1], results]
-        )
+        return done["tag"].astype(np.int64), done["result"].astype(np.int64)
 
     def close(self) -> None:
         """Wait until all requests of the queue are complete, and free the queue.

@@ -7,6 +7,7 @@ import ctypes
 import errno
 import gc
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -326,6 +327,29 @@ def test_requests_that_the_kernel_fails_are_read_again(
                 TokenStore.open(built[0], precision, "direct").fetch(ids),
                 whole[precision][ids],
             )
+
+
+@needs_queues
+def test_requests_that_the_kernel_refuses_are_read_again(built, monkeypatch):
+    real = queues.system_call
+    refused = []
+
+    def refusing(number, *arguments):
+        if number != queues._CALLS[platform.machine()][2]:
+            return real(number, *arguments)
+        context, count, pointers = arguments
+        if count < 3:
+            refused.append(count)
+            raise OSError(errno.EAGAIN, "no more requests")
+        # the kernel starts the first one only
+        return real(number, context, 1, pointers)
+
+    monkeypatch.setattr(queues, "system_call", refusing)
+    ids = range(0, SPEC.rows, 2)
+    monkeypatch.setattr(direct, "_GAP_BYTES", 0)
+    with TokenStore.open(built[0], "bf16", "direct") as store:
+        assert same_bits(store.fetch(ids), built[1][ids])
+    assert refused
 
 
 @linux
