@@ -227,7 +227,7 @@ def list_remote_folder(url: str) -> tuple[dict[str, int], list[str]] | None:
     while page not in pages:
         pages.add(page)
         # the token goes to no other server
-        is_hub = _origin(page) == _origin(server)
+        is_hub = urlsplit(page)[:2] == urlsplit(server)[:2]
         answered, body = _request(page, headers if is_hub else {}, _MAX_PAGE_BYTES)
         try:
             for entry in json.loads(body):
@@ -255,12 +255,6 @@ def list_remote_folder(url: str) -> tuple[dict[str, int], list[str]] | None:
         f"the list of files continues at {page}, which was read before; check"
         " HF_ENDPOINT",
     )
-
-
-def _origin(url: str) -> tuple[str, str | None, int]:
-    parts = urlsplit(url)
-    port = parts.port or (443 if parts.scheme == "https" else 80)
-    return parts.scheme, parts.hostname, port
 
 
 def _web_address(url: str) -> tuple[str, dict[str, str]]:
