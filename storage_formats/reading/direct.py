@@ -16,7 +16,7 @@ from storage_formats.reading.batch import PIECE_RECORDS, Batch, Ints
 from storage_formats.reading.destination import Destination
 from storage_formats.reading.files import ShardFile, ShardFiles
 from storage_formats.reading.memory import BufferPool, Bytes
-from storage_formats.reading.queues import QueuePool
+from storage_formats.reading.queues import QueuePool, RequestError
 from storage_formats.threads import settle, unsettled
 
 # reading a gap of this length costs the device less than another request
@@ -49,7 +49,7 @@ def read_direct(
             destination.
 
     Raises:
-        OSError: a request was refused, failed, or read too few bytes.
+        RequestError: a request was refused, failed, or read too few bytes.
     """
     pending = unsettled()
     settle(pending)
@@ -235,7 +235,7 @@ class _Reader:
         if not is_ready.any():
             return
         if (is_ready & (flight.results < flight.needed)).any():
-            raise OSError("a request with direct I/O failed, or read too few bytes")
+            raise RequestError
         indices = np.flatnonzero(np.repeat(is_ready, flight.count))
         # While reads are in flight the device is the bottleneck: more threads would
         # only cost processor time.

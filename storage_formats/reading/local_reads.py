@@ -31,7 +31,7 @@ from storage_formats.reading.files import (
     open_files,
 )
 from storage_formats.reading.memory import BufferPool, memory_at
-from storage_formats.reading.queues import QueuePool, can_queue
+from storage_formats.reading.queues import QueuePool, RequestError, can_queue
 from storage_formats.threads import settle, unsettled
 
 # files that are mapped at the same time
@@ -99,7 +99,7 @@ class LocalReads:
             if engine == "direct":
                 try:
                     read_direct(part, self._direct_files, self._queues, self._buffers)
-                except OSError:
+                except RequestError:
                     # The file system fails such requests, or the file is damaged;
                     # `portable` then says how.
                     self._read_portable(part)

@@ -67,6 +67,12 @@ def system_call(number: int, *arguments: int) -> int:
     return int(result)
 
 
+class RequestError(Exception):
+    """The kernel has refused a request, or failed it. No OSError, because a signal
+    handler can raise TimeoutError at any point.
+    """
+
+
 class Queue:
     """A queue of reads. The files must be open for direct I/O, else the kernel reads
     while it starts a request.
@@ -109,7 +115,7 @@ class Queue:
         until `wait` returns `tags[i]`.
 
         Raises:
-            OSError: the kernel refuses a request. Close the queue.
+            RequestError: the kernel refuses a request. Close the queue.
         """
         # the kernel copies them
         requests = np.zeros(len(fds), dtype=_REQUEST)
@@ -121,12 +127,15 @@ class Queue:
         pointers = requests.ctypes.data + np.arange(len(fds)) * _REQUEST.itemsize
         done = 0
         while done < len(fds):
-            done += system_call(
-                self._submit,
-                self._context,
-                len(fds) - done,
-                int(pointers[done:].ctypes.data),
-            )
+            try:
+                done += system_call(
+                    self._submit,
+                    self._context,
+                    len(fds) - done,
+                    int(pointers[done:].ctypes.data),
+                )
+            except OSError as error:
+                raise RequestError from error
         self.in_flight += len(fds)
 
     def wait(self, minimum: int) -> tuple[Ints, Ints]:
