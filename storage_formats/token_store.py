@@ -32,7 +32,7 @@ from storage_formats.format.tombstones import (
 from storage_formats.reading.batch import Batch
 from storage_formats.reading.block_cache import BlockCache, cache_bytes, cache_files
 from storage_formats.reading.checksums import BlockChecksums
-from storage_formats.reading.destination import Destination, copy_blocks
+from storage_formats.reading.destination import Destination
 from storage_formats.reading.files import TokenFiles
 from storage_formats.reading.local_reads import LocalReads
 from storage_formats.reading.memory import BufferPool, aligned_blocks, aligned_bytes
@@ -505,4 +505,7 @@ class _View:
         if not is_first.all():
             # for each entry of `order`, the first one with the same row id
             originals = firsts[np.cumsum(is_first) - 1]
-            copy_blocks(out, originals[~is_first], order[~is_first])
+            sources = originals[~is_first].tolist()
+            targets = order[~is_first].tolist()
+            for source, target in zip(sources, targets, strict=True):
+                out[target] = out[source]

@@ -158,21 +158,12 @@ class Destination:
         _buffers.give_back(buffer)
 
 
-def copy_blocks(out: NDArray[Any], originals: Ints, duplicates: Ints) -> None:
-    """Write the blocks `out[originals]` to `out[duplicates]`. `out` is contiguous."""
-    size = out[0].nbytes
-    addresses = out.ctypes.data + np.stack([originals, duplicates]) * size
-    records = _Records(addresses[0], size, addresses[1], held=out)
-    run_chunks(records.copy_and_check, len(originals), size, None)
-
-
 class _Records:
     """Records of `size` bytes at the addresses `sources` [k].
 
     Args:
         targets: [k], addresses to which `copy_and_check` copies the records; None to
             copy nothing.
-        held: object that owns the memory.
     """
 
     def __init__(
@@ -180,7 +171,6 @@ class _Records:
         sources: Ints,
         size: int,
         targets: Ints | None = None,
-        held: object = None,
     ) -> None:
         total = len(sources) * size
         self._sources = np.ascontiguousarray(sources)
@@ -197,7 +187,6 @@ class _Records:
             if size % _LINE_BYTES:
                 self._loop = _plain_loop
         self.checksums = np.empty(len(sources), dtype=np.uint32)
-        self._held = held
 
     def copy_and_check(self, start: int, stop: int) -> Checksums:
         """Copy the records [start, stop) on the calling thread, and return their
