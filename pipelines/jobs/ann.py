@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from edje_index.indexing.ann_kind import AnnKind
@@ -23,11 +24,17 @@ from pipelines.progress.events import (
     progress_callback,
     stop_at_events,
 )
+from storage_formats.errors import CorruptIndexError
 from storage_formats.extras import name_missing_extra
 from storage_formats.format.checksum import crc32c_stream
 from storage_formats.format.index_files import open_index_file
 from storage_formats.format.layout import IndexSpec
-from storage_formats.format.manifest import Ann, CommittedIndex, Manifest
+from storage_formats.format.manifest import (
+    Ann,
+    CommittedIndex,
+    Manifest,
+    kept_snapshots,
+)
 
 _DEFAULT = AnnRequest()
 
@@ -120,13 +127,22 @@ def changed_ann(
         return build_copied_ann(
             index.root, spec, [before], on_event, replace_file=False
         )
-    ann = before.ann
+    changed = before
     if left_out:
         rows = [row for shard in sorted(left_out) for row in old.shard_rows(shard)]
-        ann = ann_without_rows(index, rows)
+        changed = replace(before, ann=ann_without_rows(index, rows))
     if not spec.shards_not_in(old):
-        return ann
-    return extend_ann(index.layout, spec, ann)
+        return changed.ann
+    final = replace(before, ann=extend_ann(index.layout, spec, changed.ann))
+    # a file without the rows may be part of a new file
+    unnamed = set(changed.ann_files) - {*before.ann_files, *final.ann_files}
+    # with a damaged manifest of a snapshot, nobody knows what it names
+    with contextlib.suppress(CorruptIndexError):
+        for snapshot in kept_snapshots(index) if unnamed else ():
+            unnamed -= {*snapshot.ann_files}
+        for file in unnamed:
+            (index.root / file.path).unlink()
+    return final.ann
 
 
 def build_copied_ann(
