@@ -13,11 +13,10 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from storage_formats.arrays import Ints
 from storage_formats.format.layout import EDITS_FILE, IndexSpec, Layout
-from storage_formats.format.parquet import read_table
+from storage_formats.format.parquet import read_table, table_bytes
 from storage_formats.format.shard_table import (
     FileEntry,
     committed_content,
@@ -159,9 +158,7 @@ class Edits:
         if earlier and earlier[-1].bytes <= _OVERHEAD + 2 * self.lines.nbytes:
             joined = read_edits(layout.root, spec, earlier[-1:]).changed(self.lines)
             return joined.write(layout, spec, earlier[:-1])
-        sink = pa.BufferOutputStream()
-        pq.write_table(self.lines, sink, compression="zstd")
-        data = sink.getvalue().to_pybytes()
+        data = table_bytes(self.lines)
         return (*earlier, write_named_file(layout, EDITS_FILE, data))
 
 

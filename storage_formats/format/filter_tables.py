@@ -34,6 +34,8 @@ from storage_formats.format.source_columns import SourceColumn
 # two builds of the same plan have different times
 _LEFT_OUT = ("uri_raw", "content_hash", *TIMING_COLUMNS)
 _GROUP_ROWS = 1 << 16
+# what readers always accept, without the last shard
+_GROUP_BYTES = 16 << 20
 
 
 def filter_schema(source_columns: Sequence[SourceColumn]) -> pa.Schema:
@@ -74,7 +76,9 @@ def write_filter_table(
                     layout, shard, schema.names, rows_files[shard], source_columns
                 )
             )
-            if sum(map(len, waiting)) >= _GROUP_ROWS or shard == shards[-1]:
+            rows = sum(map(len, waiting))
+            size = sum(table.nbytes for table in waiting)
+            if rows >= _GROUP_ROWS or size >= _GROUP_BYTES or shard == shards[-1]:
                 group = pa.concat_tables(waiting)
                 writer.write_table(group, len(group))
                 waiting.clear()

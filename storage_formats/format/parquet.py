@@ -1,4 +1,5 @@
-"""Reading of Parquet files in the calling thread only.
+"""Reading of Parquet files in the calling thread only, and writing of files that are
+read back.
 
 Threads of pyarrow can continue after a read and then abort the interpreter at exit.
 """
@@ -8,17 +9,42 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from io import RawIOBase
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+# a table may always have so many values, and take so much memory
+_SMALL_VALUES = 1 << 20
+_SMALL_BYTES = 64 << 20
 _MAX_ROWS_PER_BYTE = 8
 _MAX_EXPANSION = 1000
 _MAX_TEXT_EXPANSION = 100
-_MIN_TEXT_BYTES = 64 << 20
+# in memory
+_MIN_VALUE_BYTES = 4
+
+
+def table_bytes(table: pa.Table) -> bytes:
+    """Return the contents of a Parquet file that `read_table` reads. It is compressed
+    with zstd, unless it would be so small that it looks damaged.
+    """
+    data = _encoded(table, compression="zstd")
+    # smaller tables always have few enough values
+    if table.nbytes > _MIN_VALUE_BYTES * _SMALL_VALUES:
+        try:
+            read_table(data)
+        except ValueError:
+            return _encoded(table, compression="none", use_dictionary=False)
+    return data
+
+
+def _encoded(table: pa.Table, **options: Any) -> bytes:
+    sink = pa.BufferOutputStream()
+    pq.write_table(table, sink, **options)
+    data: bytes = sink.getvalue().to_pybytes()
+    return data
 
 
 def open_parquet(
@@ -206,7 +232,7 @@ def _check_texts(table: pa.Table, length: int) -> None:
         pc.binary_length(chunk.dictionary).take(chunk.indices) for chunk in chunks
     ]
     total = sum(pc.sum(each).as_py() or 0 for each in lengths)
-    if total > max(_MIN_TEXT_BYTES, _MAX_TEXT_EXPANSION * length):
+    if total > max(_SMALL_BYTES, _MAX_TEXT_EXPANSION * length):
         raise ValueError(
             f"the Parquet file is damaged: the texts would take {total} bytes in"
             f" memory, but the file has only {length} bytes"
@@ -225,10 +251,9 @@ def _check_size(metadata: pq.FileMetaData, length: int) -> None:
     decoded = sum(column.total_uncompressed_size for column in columns)
     rows = max(metadata.num_rows, sum(group.num_rows for group in groups))
     values = max((column.num_values for column in columns), default=0)
-    if (
-        max(rows, values) > _MAX_ROWS_PER_BYTE * length
-        or decoded > _MAX_EXPANSION * length
-    ):
+    if max(rows, values) > max(
+        _SMALL_VALUES, _MAX_ROWS_PER_BYTE * length
+    ) or decoded > max(_SMALL_BYTES, _MAX_EXPANSION * length):
         raise ValueError(
             f"the Parquet file is damaged: it declares {rows} rows with {decoded} bytes"
             f" of values, but a file of {length} bytes cannot contain that many"

@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from storage_formats.arguments import as_list
 from storage_formats.atomic import naming
@@ -22,7 +21,7 @@ from storage_formats.format.edits import Edits
 from storage_formats.format.index_files import read_index_file
 from storage_formats.format.layout import ROWS_FILE, Layout
 from storage_formats.format.manifest import CommittedIndex
-from storage_formats.format.parquet import read_table
+from storage_formats.format.parquet import read_table, table_bytes
 from storage_formats.format.remote import open_index
 from storage_formats.format.shard_table import FileEntry, check_content
 from storage_formats.format.source_columns import (
@@ -163,10 +162,9 @@ def with_source_values(
 
 
 def write_rows(path: Path, table: pa.Table) -> None:
-    """Write the rows of one shard as a Parquet file, compressed with zstd."""
-    # PyArrow opens only paths in UTF-8
-    with naming(path), open(path, "wb") as file:
-        pq.write_table(table, file, compression="zstd")
+    """Write the rows of one shard as a Parquet file."""
+    with naming(path):
+        path.write_bytes(table_bytes(table))
 
 
 def read_shard_rows(
