@@ -255,9 +255,10 @@ class Change:
             yield
             if self._is_committed():
                 remove_build(layout)
-            # without a commit, the job had nothing to do and has written no data files,
-            # unless it was abandoned
-            may_have_data = self._is_abandoned
+            else:
+                # the job had nothing to do and has written no data files, unless it was
+                # abandoned
+                may_have_data = self._is_abandoned
         except (OSError, EdjeError) as error:
             if not self._is_committed():
                 raise
@@ -349,7 +350,7 @@ class IndexChange(Change):
             # it records nothing about the files of the new precisions
             layout.verified.unlink(missing_ok=True)
         manifest.write(layout)
-        # a reader of the old manifest has found its rows until now
+        # Arrays shrink only now: a reader of the old manifest may look for its rows.
         write_array_shapes(layout, after)
         drops = (manifest.snapshot.oldest or 0) > (current.snapshot.oldest or 0)
         # a new snapshot keeps the files of the one before it
@@ -357,7 +358,7 @@ class IndexChange(Change):
             return []
         # with a damaged manifest of a snapshot, nobody knows what it names
         with contextlib.suppress(CorruptIndexError):
-            # shard tables of before stay until no snapshot that names them is kept
+            # a reader that opened the index before may still need its shard tables
             return remove_what_is_not_kept(layout, tables=drops)
         return []
 

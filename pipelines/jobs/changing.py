@@ -208,6 +208,7 @@ class Edit:
 
                 ann = rebuilt_ann(change.index, self.ann, on_event)
             elif not is_new and (self.spec, self.settings) == (before.spec, None):
+                # nothing changes
                 return before
             manifest = edited(change.index, self, receipts, ann)
         else:
@@ -567,13 +568,13 @@ def run_shards(
             for receipt in finished if missing else ():
                 on_event(finish(receipt, receipt.seconds))
                 work.check(receipts)
-        # what follows may take long
+        # What follows may take long. The handler below adds counts to the message.
         if len(receipts) < len(shards) or should_stop():
             raise JobStopped("stopped")
     except (UsageError, EngineUnavailableError, FailedInputsError):
         raise
     except (EdjeError, OSError) as error:
-        # also the `JobStopped` above: the counts are added; a second run may succeed
+        # a second run may succeed
         of_shard = (
             f"shard {error.task.shard}: " if isinstance(error, TaskFailedError) else ""
         )

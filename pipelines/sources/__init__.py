@@ -343,6 +343,7 @@ def open_source(
         is_image = has_input_suffix(os.fsencode(file_name(spec)), clips) or is_input(
             head, clips
         )
+        # a URL with a query or a fragment names one file
         if is_image or (is_url(spec) and file_name(spec) != spec):
             return ImageFileSource(spec)
         if is_url(spec):

@@ -44,6 +44,7 @@ class Tombstones:
 
     def contain(self, row_ids: Ints) -> Bools:
         """Return which of `row_ids` [k] are deleted, bool [k]."""
+        # positions among the deleted rows, -1 for all others
         return renumbered(self.row_ids, 0, row_ids) >= 0
 
     def refuse(self, row_ids: Ints) -> None:
