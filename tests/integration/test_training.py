@@ -218,6 +218,15 @@ def test_other_settings_in_the_same_folder_are_named(case):
         assert words in error
 
 
+def test_a_run_that_has_made_nothing_takes_other_settings(case):
+    arguments = [*training(case, case / "late"), "--steps", "6"]
+    error = run_here(*arguments, "--set", "architecture.language_layers=99", expect=1)[
+        "error"
+    ]
+    assert "99" in error
+    assert run_here(*arguments)["steps"] == 6
+
+
 @pytest.mark.parametrize("name", ["build/journal.json", "result.json"])
 def test_a_damaged_file_of_the_run_folder_is_named(case, name):
     path = case / "calm.run" / name

@@ -370,7 +370,8 @@ def _file_digest(path: Path) -> str:
 
 def begin_run(folder: Path, record: Json) -> str:
     """Write `record` to the journal of the run folder, or compare it with the record in
-    the journal. Return the fingerprint of `record`.
+    the journal. Return the fingerprint of `record`. A run folder with nothing but a
+    journal takes the new record.
 
     The journal is that of the changes of an index. Its base is None, because a run
     changes no index.
@@ -383,14 +384,14 @@ def begin_run(folder: Path, record: Json) -> str:
             f"cannot read {layout.journal}: {error.__cause__}; restore the file, or set"
             " run.dir to another folder"
         ) from error
-    if journal is None:
-        # holds the lock
-        others = {entry.name for entry in folder.iterdir()} - {layout.build.name}
-        if others:
-            raise UsageError(
-                f"{folder} is not a run folder of this version of edje-index: it"
-                f" contains {min(others)}; set run.dir to another folder"
-            )
+    # holds the lock
+    others = {entry.name for entry in folder.iterdir()} - {layout.build.name}
+    if journal is None and others:
+        raise UsageError(
+            f"{folder} is not a run folder of this version of edje-index: it"
+            f" contains {min(others)}; set run.dir to another folder"
+        )
+    if journal is None or (journal.kind == "train" and not others):
         Journal("train", record, base=None).write(layout)
         stored = record
     else:
