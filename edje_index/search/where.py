@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import datetime
 import functools
+import re
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -68,8 +69,6 @@ INTEGER: /[+-]?\d+/
 """
 _COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
     "=": pc.equal,
-    "!=": pc.not_equal,
-    "<>": pc.not_equal,
     "<": pc.less,
     "<=": pc.less_equal,
     ">": pc.greater,
@@ -102,7 +101,9 @@ def parse_where(
     Returns:
         The sorted names of the columns that the expression reads, and a function that
         takes a table of k rows with these columns and returns which rows pass, bool
-        [k]. As in SQL, a row does not pass if the result is null.
+        [k]. As in SQL, a row does not pass if the result is null. A condition on a list
+        of texts holds if it holds for one text, and a negated one (`!=`, `not in`, `not
+        like`) if no text matches.
 
     Raises:
         UsageError: the expression is too long or malformed, names an unknown column, or
@@ -188,6 +189,9 @@ def _scalar(column: pa.Field, constant: _Constant) -> pa.Scalar:
         if _kind(constant) != (_TEXT if kind in (_TEXTS, _TIME) else kind):
             raise ValueError("another kind")
         if kind == _TIME:
+            # Python would cut it to microseconds
+            if re.search(r"[.,]\d{6}0*[1-9]", str(constant)):
+                raise ValueError("finer than a microsecond")
             moment = datetime.datetime.fromisoformat(str(constant))
             moment = moment if moment.tzinfo else moment.replace(tzinfo=datetime.UTC)
             return pa.scalar(moment.astimezone(datetime.UTC), column.type)
@@ -199,7 +203,10 @@ def _scalar(column: pa.Field, constant: _Constant) -> pa.Scalar:
         return pa.scalar(constant)
     except (ValueError, OverflowError) as error:
         wanted = {
-            _TIME: "a date and time in quotes, such as '2026-01-31T12:00'",
+            _TIME: (
+                "a date and time in quotes, in microseconds at the finest, such as"
+                " '2026-01-31T12:00'"
+            ),
             _NUMBER: (
                 "a whole number"
                 if pa.types.is_integer(column.type)
@@ -270,9 +277,12 @@ class _Conditions(Transformer_NonRecursive):  # type: ignore[type-arg]
     def false(self) -> bool:
         return False
 
-    def comparison(self, left: _Operand, token: Token, right: _Operand) -> Condition:
+    def comparison(self, left: _Operand, operator: str, right: _Operand) -> Condition:
+        if operator in ("!=", "<>"):
+            # no text of a list is equal
+            equal = self.comparison(left, "=", right)
+            return lambda table: pc.invert(equal(table))
         self._count()
-        operator = str(token)
         if not isinstance(left, pa.Field):
             if not isinstance(right, pa.Field):
                 raise _error(

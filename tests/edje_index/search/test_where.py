@@ -138,8 +138,11 @@ CONDITIONS = st.one_of(
             TIMES.map(lambda when: quoted(when.isoformat())),
         )
     ),
-    st.tuples(OPERATORS, TEXTS).map(
+    st.tuples(st.sampled_from(["=", "<", "<=", ">", ">="]), TEXTS).map(
         lambda parts: (f"captions {' '.join(parts)}", of_any(" ".join(parts)))
+    ),
+    st.tuples(st.sampled_from(["!=", "<>"]), TEXTS).map(
+        lambda parts: (f"captions {' '.join(parts)}", f"NOT {of_any(f'= {parts[1]}')}")
     ),
     TEXTS.map(lambda text: (f"captions like {text}", of_any(f"like {text}"))),
     TEXT_LISTS.map(
@@ -216,6 +219,37 @@ def test_precedence_and_words_that_begin_with_a_keyword(text, passes):
     schema = pa.schema([(name, pa.bool_()) for name in names])
     table = pa.table([[True], [False], [True], [True], [False]], schema=schema)
     assert parse_where(text, schema)[1](table).tolist() == [passes]
+
+
+@pytest.mark.parametrize(
+    ("positive", "negated"),
+    [
+        ("captions = 'a'", "captions != 'a'"),
+        ("'a' = captions", "'a' <> captions"),
+        ("captions in ('a', 'c')", "captions not in ('a', 'c')"),
+        ("captions like 'a%'", "captions not like 'a%'"),
+    ],
+)
+def test_a_negated_condition_on_a_list_holds_if_no_text_matches(positive, negated):
+    lists = [["a", "b"], ["b", None], [], None]
+    table = pa.table({"captions": pa.array(lists, pa.list_(pa.string()))})
+    for condition, expected in (
+        (positive, [True, False, False, False]),
+        (negated, [False, True, True, False]),
+    ):
+        assert parse_where(condition, SCHEMA)[1](table).tolist() == expected
+
+
+def test_times_finer_than_a_microsecond_match_no_shorter_time():
+    table = pa.table({"taken": pa.array([1_700_000_000_123_456], TIME)})
+    text = "2023-11-14T22:13:20.123456"
+    for zeros in ("", "000"):
+        assert parse_where(f"taken = '{text}{zeros}'", SCHEMA)[1](table).tolist() == [
+            True
+        ]
+    for digits in ("7", "001"):
+        with pytest.raises(UsageError, match="in microseconds at the finest"):
+            parse_where(f"taken = '{text}{digits}'", SCHEMA)
 
 
 @pytest.mark.parametrize(
