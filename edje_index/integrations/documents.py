@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from edje_index.scoring.final_score import relevance
+from edje_index.scoring.weights import TEXT_TO_IMAGE
 from edje_index.search.cross_encoder import CrossEncoder
 from edje_index.search.token_index import TokenIndex
 from storage_formats.errors import UsageError
-
-METADATA = ("row_id", "uri", "score", "relevance")
-"""Fields of a hit that become metadata, beside its columns."""
 
 
 def rerank_metadata(
@@ -19,9 +18,9 @@ def rerank_metadata(
     metadata: Sequence[Mapping[str, Any]],
     key: str,
     top_n: int | None,
-) -> list[tuple[int, float]]:
-    """Return (position in `metadata`, relevance) of the `top_n` images that match
-    `query` best, best first.
+) -> list[tuple[int, dict[str, float]]]:
+    """Return (position in `metadata`, `score` and `relevance` by name) of the `top_n`
+    images that match `query` best, best first.
 
     The images are the rows whose row ids or uris the mappings have under `key`.
 
@@ -36,5 +35,17 @@ def rerank_metadata(
                 " name the key that holds it",
                 parameter="key",
             )
-    ranked = CrossEncoder(index).rank(query, rows, top_n)
-    return [(each["corpus_id"], float(each["score"])) for each in ranked]
+    weights = index.model.weights(TEXT_TO_IMAGE, index.score)
+    ranked = CrossEncoder(index).rank(
+        query, rows, top_n, activation_fn=lambda scores: scores
+    )
+    return [
+        (
+            each["corpus_id"],
+            {
+                "score": float(each["score"]),
+                "relevance": float(relevance(each["score"], weights)),
+            },
+        )
+        for each in ranked
+    ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
-from edje_index.integrations.documents import METADATA, rerank_metadata
+from edje_index.integrations.documents import rerank_metadata
 from edje_index.search.client import Client
 from edje_index.search.token_index import TokenIndex
 from storage_formats.extras import name_missing_extra
@@ -20,8 +20,8 @@ class EdjeRetriever(BaseRetriever):
     """Finds images for a text. Returns them as documents, best first.
 
     The text of a document is the captions of the image, or its uri if it has none. The
-    metadata has the keys `row_id`, `uri`, `score` and `relevance`, and the columns of
-    the hit.
+    metadata has the keys `row_id`, `uri`, `score` and `relevance`, and the columns,
+    see `Hit.metadata`.
 
     Attributes:
         index: an open index, or a client of the service.
@@ -48,13 +48,10 @@ class EdjeRetriever(BaseRetriever):
         hits = self.index.search(query, k, pool, where=self.where)
         documents = []
         for hit in hits:
-            metadata = {
-                **hit.columns,
-                **{name: getattr(hit, name) for name in METADATA},
-            }
             documents.append(
                 Document(
-                    hit.described(every_caption=True) or hit.uri, metadata=metadata
+                    hit.described(every_caption=True) or hit.uri,
+                    metadata=hit.metadata(),
                 )
             )
         return documents
@@ -63,7 +60,8 @@ class EdjeRetriever(BaseRetriever):
 class EdjeReranker(BaseDocumentCompressor):
     """Re-ranks the documents of any retriever by the images that their metadata names.
 
-    The key `relevance` of the metadata gets a number between 0 and 1.
+    The keys `score` and `relevance` of the metadata get the final score and a number
+    between 0 and 1.
 
     Attributes:
         index: an open index with the images.
@@ -93,7 +91,7 @@ class EdjeReranker(BaseDocumentCompressor):
         )
         return [
             documents[at].model_copy(
-                update={"metadata": {**documents[at].metadata, "relevance": relevance}}
+                update={"metadata": {**documents[at].metadata, **ratings}}
             )
-            for at, relevance in ranked
+            for at, ratings in ranked
         ]

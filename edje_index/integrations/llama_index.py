@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from edje_index.integrations.documents import METADATA, rerank_metadata
+from edje_index.integrations.documents import rerank_metadata
 from edje_index.search.client import Client
 from edje_index.search.token_index import TokenIndex
 from storage_formats.errors import UsageError
@@ -22,7 +22,7 @@ class EdjeRetriever(BaseRetriever):
     node is its relevance.
 
     The text of a node is the captions of the image. The metadata has the keys `row_id`,
-    `uri`, `score` and `relevance`, and the columns of the hit.
+    `uri`, `score` and `relevance`, and the columns, see `Hit.metadata`.
 
     Args:
         index: an open index, or a client of the service.
@@ -55,14 +55,10 @@ class EdjeRetriever(BaseRetriever):
             place = {
                 "image_path" if scheme_of(hit.uri) is None else "image_url": hit.uri
             }
-            metadata = {
-                **hit.columns,
-                **{name: getattr(hit, name) for name in METADATA},
-            }
             node = ImageNode(
                 id_=str(hit.row_id),
                 text=hit.described(every_caption=True),
-                metadata=metadata,
+                metadata=hit.metadata(),
                 **place,
             )
             nodes.append(NodeWithScore(node=node, score=hit.relevance))
@@ -71,7 +67,8 @@ class EdjeRetriever(BaseRetriever):
 
 class EdjeReranker(BaseNodePostprocessor):
     """Re-ranks the nodes of any retriever by the images that their metadata names.
-    Scores become relevances.
+    Scores become relevances. The keys `score` and `relevance` of the metadata get the
+    final score and the relevance.
 
     Attributes:
         index: an open index with the images.
@@ -94,7 +91,10 @@ class EdjeReranker(BaseNodePostprocessor):
         ranked = rerank_metadata(
             self.index, query_bundle.query_str, metadata, self.key, self.top_n
         )
-        return [
-            NodeWithScore(node=nodes[at].node, score=relevance)
-            for at, relevance in ranked
-        ]
+        answer = []
+        for at, ratings in ranked:
+            node = nodes[at].node.model_copy(
+                update={"metadata": {**metadata[at], **ratings}}
+            )
+            answer.append(NodeWithScore(node=node, score=ratings["relevance"]))
+        return answer

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from edje_index.scoring.weights import PART_NAMES
 from storage_formats.errors import EdjeError, UsageError
-from storage_formats.format.source_columns import CAPTION_COLUMNS
+from storage_formats.format.source_columns import CAPTION_COLUMNS, stored_name
 from storage_formats.remote.urls import IndexLocation
 
 if TYPE_CHECKING:
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 _SHOWN = 50
 _SIDE = 160
 _TEMPLATE = Path(__file__).with_name("hits.html")
+_NUMBERS = ("score", "embedding_score", "relevance", "joint_score")
+_NAMES_OF_HIT = (*_NUMBERS, *(f"part_{part}" for part in PART_NAMES))
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,24 @@ class Hit:
     joint_score: float | None = None
     parts: Mapping[str, float] = field(default_factory=dict)
     columns: Mapping[str, Any] = field(default_factory=dict)
+
+    def metadata(self) -> dict[str, Any]:
+        """Return `row_id`, `uri`, `relevance`, `score` and the columns, by name.
+
+        A column with the name of a number of the hit, or ``part_NAME`` for a part of
+        the score, has the prefix "source_".
+        """
+        columns = {
+            stored_name(name, _NAMES_OF_HIT): value
+            for name, value in self.columns.items()
+        }
+        return {
+            "row_id": self.row_id,
+            "uri": self.uri,
+            "relevance": self.relevance,
+            "score": self.score,
+            **columns,
+        }
 
     def described(self, *, every_caption: bool = False) -> str:
         """Return the columns as one line of text. Columns without a value are left
@@ -151,21 +172,28 @@ class Hits(list[Hit]):
     def to_arrow(self) -> pa.Table:
         """Return a pyarrow table with one row per hit.
 
-        The columns are those of `Hit`, with the parts of the score as ``part_NAME``.
+        The first columns are `row_id`, `uri` and the numbers of `Hit`, also without
+        hits. The parts of the score follow as ``part_NAME``, and then the columns of
+        the hits, with the names of `Hit.metadata`.
         """
         import pyarrow as pa
 
-        rows = []
+        schema = pa.schema(
+            [
+                ("row_id", pa.int64()),
+                ("uri", pa.string()),
+                *((name, pa.float64()) for name in _NUMBERS),
+            ]
+        )
+        rows: list[dict[str, Any]] = []
         for hit in self:
-            values = {
-                name: value
-                for name, value in vars(hit).items()
-                if name not in ("parts", "columns")
-            }
-            values |= {f"part_{part}": value for part, value in hit.parts.items()}
-            # a column does not replace a value of the hit
-            rows.append({**values, **hit.columns, **values})
-        return pa.Table.from_pylist(rows)
+            parts = {f"part_{part}": value for part, value in hit.parts.items()}
+            numbers = {name: getattr(hit, name) for name in _NUMBERS}
+            rows.append({**parts, **numbers, **hit.metadata()})
+        others = pa.Table.from_pylist(rows).schema
+        return pa.Table.from_pylist(
+            rows, pa.unify_schemas([schema, others], promote_options="permissive")
+        )
 
     def to_pandas(self) -> Any:
         """Return a pandas data frame with the columns of `to_arrow`.

@@ -16,7 +16,6 @@ from mcp.server.mcpserver.tools import Tool
 
 from edje_index import __version__
 from edje_index.inputs.thumbnails import read_thumbnails
-from edje_index.search.hits import Hit
 from edje_index.search.token_index import TokenIndex
 from storage_formats.atomic import Json
 from storage_formats.errors import EdjeError
@@ -36,16 +35,6 @@ def _refused() -> Iterator[None]:
         yield
     except (EdjeError, OSError, MemoryError) as error:
         raise ToolError(str(error) or type(error).__name__) from error
-
-
-def _described(hit: Hit) -> Json:
-    return {
-        "row_id": hit.row_id,
-        "uri": hit.uri,
-        "relevance": hit.relevance,
-        "score": hit.score,
-        **hit.columns,
-    }
 
 
 def mcp_server(index: TokenIndex) -> MCPServer[Any]:
@@ -76,7 +65,7 @@ def mcp_server(index: TokenIndex) -> MCPServer[Any]:
         """
         with opened() as current:
             hits = current.search(query, k=min(k, _MAX_HITS), where=where)
-            return [_described(hit) for hit in hits]
+            return [hit.metadata() for hit in hits]
 
     def search_by_image(
         row_id: int,
@@ -86,7 +75,7 @@ def mcp_server(index: TokenIndex) -> MCPServer[Any]:
         """Return the k other photos that resemble the photo of a row, best first."""
         with opened() as current:
             hits = current.search_image(row_id, k=min(k, _MAX_HITS), where=where)
-            return [_described(hit) for hit in hits]
+            return [hit.metadata() for hit in hits]
 
     def describe_row(row_id: int) -> Json:
         """Return all that the index knows of a row: path, size, captions and others."""

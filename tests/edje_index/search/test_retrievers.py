@@ -55,6 +55,9 @@ def test_a_compression_retriever_of_langchain(index, key):
     assert [each.metadata["relevance"] for each in answer] == pytest.approx(
         [hit.relevance for hit in hits]
     )
+    assert [each.metadata["score"] for each in answer] == pytest.approx(
+        [hit.score for hit in hits]
+    )
     with pytest.raises(
         UsageError, match="document 0 has no row id or uri in its metadata"
     ):
@@ -72,6 +75,13 @@ def test_a_query_engine_of_llama_index(index):
     answer = RetrieverQueryEngine(retriever, synthesizer, [reranker]).query("a dog")
     assert [each.node.metadata["row_id"] for each in answer.source_nodes] == [
         hit.row_id for hit in hits[:2]
+    ]
+    again = reranker.postprocess_nodes(retriever.retrieve("a canoe"), query_str="a dog")
+    assert [
+        (each.node.metadata["score"], each.node.metadata["relevance"]) for each in again
+    ] == [
+        pytest.approx((hit.score, hit.relevance))
+        for hit in index.rerank("a dog", [int(each.node.node_id) for each in again])
     ]
     # of the prompt, which the model without weights repeats
     assert "row_id:" in answer.response

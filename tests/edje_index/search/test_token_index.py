@@ -450,12 +450,22 @@ def test_hits_as_a_table_and_as_text(index):
     assert hits.to_pandas()["part_logit"].tolist() == [
         hit.parts["logit"] for hit in hits
     ]
-    described = Hits(
-        [replace(hits[0], columns={"captions": ["a"], "uri": "x"}), hits[1]], hits.root
-    ).to_arrow()
-    assert described.column_names[-1] == "captions"
-    assert described.to_pylist()[0]["uri"] == hits[0].uri
-    assert Hits([], hits.root).to_arrow().num_rows == 0
+    columns = {"captions": ["a"], "score": "of a user", "part_logit": 7}
+    hit = replace(hits[0], columns=columns)
+    described = Hits([hit], hits.root).to_arrow()
+    assert described.column_names[-3:] == [
+        "captions",
+        "source_score",
+        "source_part_logit",
+    ]
+    (row,) = described.to_pylist()
+    assert (row["score"], row["part_logit"]) == (hit.score, hit.parts["logit"])
+    assert (row["source_score"], row["source_part_logit"]) == ("of a user", 7)
+    assert list(hit.metadata())[3:] == ["score", *described.column_names[-3:]]
+    empty = Hits([], hits.root).to_arrow()
+    assert (empty.num_rows, empty.schema) == (0, table.select(range(6)).schema)
+    late = Hits([Hit(0, "a.jpg", 1.0, 0.5)], hits.root).to_arrow()
+    assert late.schema == empty.schema
     assert repr(hits).splitlines()[1].split() == [
         "1",
         f"{hits[0].relevance:.3f}",
