@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -91,7 +92,15 @@ class Command(click.Command):
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command. Prefix the message of an error about a parameter with
         the option or argument.
+
+        Raises:
+            click.BadParameter: a parameter is not a number (nan).
         """
+        for parameter in self.params:
+            # the ranges of click accept nan
+            value = ctx.params.get(parameter.name)
+            if isinstance(value, float) and math.isnan(value):
+                raise click.BadParameter("nan is not a number", ctx, parameter)
         try:
             return super().invoke(ctx)
         except EdjeError as error:

@@ -450,8 +450,14 @@ def evaluate(
         --report: Directory for report.md and report.json.
     """
     from edje_index.evaluation.evaluate import evaluate as measure
-    from edje_index.evaluation.report import evaluation_report, write_report
+    from edje_index.evaluation.report import (
+        check_report_folder,
+        evaluation_report,
+        write_report,
+    )
 
+    if report is not None:
+        check_report_folder(report)
     stopped = "stopped before the evaluation was done"
     result = run_steps(measure, index, captions, stopped=stopped, **settings)
     if not result.system.trained:

@@ -317,7 +317,10 @@ def test_a_sample_of_queries_without_reranking(run, world, tmp_path):
 
 def test_senseless_requests_are_refused(run, world, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "report").touch()
     for options, words in (
+        # before the evaluation, whose result would be printed
+        (["--report", "report"], "cannot write the report"),
         (["--images", tmp_path], "none of the 10 captioned images"),
         (["--split", "test"], "no captions of the split 'test'"),
         (["--precision", "fp3"], "unknown precision"),
