@@ -18,7 +18,16 @@ from anyio import CapacityLimiter, to_thread
 from fastapi import APIRouter, Depends, Path, Query, Request, Response
 from fastapi.responses import PlainTextResponse, StreamingResponse
 from prometheus_client import generate_latest
-from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    StrictInt,
+    StrictStr,
+    Tag,
+    model_validator,
+)
 from starlette.exceptions import HTTPException
 
 from edje_index import __version__
@@ -176,11 +185,17 @@ class CohereRerankRequest(_Request):
     """Row ids, uris of rows, or images."""
     model: str | None = None
     top_n: int | None = Field(None, ge=1)
-    return_documents: bool = False
+    return_documents: bool | None = None
     max_chunks_per_doc: int | None = None
     max_tokens_per_doc: int | None = None
     truncation: bool | None = None
     user: str | None = None
+
+
+def _dialect(body: Any) -> str:
+    """Return the format of a re-ranking request, which its members show."""
+    has_documents = isinstance(body, dict) and "documents" in body
+    return "cohere" if has_documents else "tei"
 
 
 class ImageInput(_Request):
@@ -569,7 +584,12 @@ async def search_texts(state: State, body: TextSearchRequest) -> Json:
 @router.post("/v1/rerank")
 @router.post("/v2/rerank")
 async def rerank(
-    state: State, body: TeiRerankRequest | CohereRerankRequest
+    state: State,
+    body: Annotated[
+        Annotated[TeiRerankRequest, Tag("tei")]
+        | Annotated[CohereRerankRequest, Tag("cohere")],
+        Discriminator(_dialect),
+    ],
 ) -> list[Json] | Json:
     """Score documents for a query, best first.
 

@@ -35,7 +35,7 @@ function route(path, method, operation, schemas) {
   const parameters = (operation.parameters ?? []).map((each) => describe(each.name, each.schema, each.required, each.description, schemas));
   if (parameters.length) section.append(table("Parameters", parameters));
   const body = operation.requestBody?.content["application/json"].schema;
-  for (const { $ref } of body ? (body.anyOf ?? [body]) : []) {
+  for (const { $ref } of body ? (body.oneOf ?? [body]) : []) {
     const schema = schemas[$ref.split("/").pop()];
     const members = Object.entries(schema.properties).map(([name, member]) =>
       describe(name, member, schema.required?.includes(name), member.description, schemas),

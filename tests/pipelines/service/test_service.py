@@ -239,6 +239,8 @@ def test_the_dialects_of_tei_and_cohere(http, library):
         "top_n": 2,
         "return_documents": True,
     }
+    without = http.post("/rerank", json={**body, "return_documents": None}).json()
+    assert not any("document" in result for result in without["results"])
     for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
         results = http.post(path, json=body).json()["results"]
         scores = [(result["index"], result["relevance_score"]) for result in results]
@@ -437,6 +439,13 @@ HEADER = {
             "over the limit of 1000",
         ),
         ("/rerank", {"query": "a"}, 422, "Field required"),
+        # only the errors of the format of the request
+        (
+            "/rerank",
+            {"documents": [0]},
+            422,
+            "cohere.query: Field required",
+        ),
         (
             "/rerank",
             {"query": "a", "texts": ["https://x/y.jpg"]},
@@ -493,6 +502,7 @@ def test_invalid_requests_have_one_shape(http, index, path, body, status, messag
         "message",
     ), answer.text
     assert message in error["message"]
+    assert error["message"].count("Field required") <= 1
     assert str(index.parent) not in answer.text, "a path of the server"
 
 
