@@ -11,6 +11,7 @@ import bisect
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from PIL import Image
 
 from edje_index.images.decode import DEFAULT_MAX_PIXELS, ImageError, check_size
@@ -75,10 +76,15 @@ _STILL_BRANDS = (
 _DECODERS = (*sorted(CODECS), "libdav1d", "libvpx", "libvpx-vp9")
 # decoders round the sides of frames up before they check them
 _PADDING_PIXELS = 1 << 20
+# by the signs of the display matrix of ISO/IEC 14496-12
 _TURNS = {
-    90: Image.Transpose.ROTATE_90,
-    180: Image.Transpose.ROTATE_180,
-    270: Image.Transpose.ROTATE_270,
+    (-1, 0, 0, 1): Image.Transpose.FLIP_LEFT_RIGHT,
+    (-1, 0, 0, -1): Image.Transpose.ROTATE_180,
+    (1, 0, 0, -1): Image.Transpose.FLIP_TOP_BOTTOM,
+    (0, 1, 1, 0): Image.Transpose.TRANSPOSE,
+    (0, -1, 1, 0): Image.Transpose.ROTATE_90,
+    (0, -1, -1, 0): Image.Transpose.TRANSVERSE,
+    (0, 1, -1, 0): Image.Transpose.ROTATE_270,
 }
 
 
@@ -185,7 +191,7 @@ def decode_frames(
                 # a stream can change its size
                 check_size((frame.width, frame.height), max_pixels)
                 image = Image.fromarray(frame.to_ndarray(format="rgb24", threads=1))
-                turn = _TURNS.get(frame.rotation % 360)
+                turn = _turn(frame)
                 yield image if turn is None else image.transpose(turn)
     except (ImageError, MemoryError, GeneratorExit):
         raise
@@ -247,9 +253,9 @@ def _choose(
         """
         nonlocal pixels_left
         key = key_before(time)
-        container.seek(
-            seek_to[keys[key]] if key >= 0 else first, stream=stream, backward=True
-        )
+        # a clip need not begin with a key frame
+        start = seek_to[keys[key]] if key >= 0 else min(keys, default=first)
+        container.seek(start, stream=stream, backward=True)
         for frame in container.decode(stream):
             pixels_left -= frame.width * frame.height
             if pixels_left < 0:
@@ -273,6 +279,15 @@ def _choose(
         if current is None:
             raise ImageError("corrupt", "no frame can be decoded")
         yield current
+
+
+def _turn(frame: VideoFrame) -> Image.Transpose | None:
+    """Return what makes a frame upright."""
+    matrix: Any = frame.side_data.get("DISPLAYMATRIX")
+    if matrix is None:
+        return None
+    signs = np.sign(np.frombuffer(matrix, np.int32)[[0, 1, 3, 4]])
+    return _TURNS.get(tuple(signs.tolist()))
 
 
 def _time_of(frame: VideoFrame) -> Any:

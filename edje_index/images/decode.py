@@ -176,7 +176,10 @@ def undecoded_format(head: bytes) -> str | None:
     """
     if head[4:8] == b"ftyp":
         brand = head[8:12].decode("latin-1")
-        return f"ISO media of brand {brand!r} (for HEIC, install the package pi-heif)"
+        return (
+            f"ISO media of brand {brand!r} (HEIC needs the package pi-heif, and a video"
+            " a build with frames)"
+        )
     return next((name for magic, name in _NOT_DECODED if head.startswith(magic)), None)
 
 

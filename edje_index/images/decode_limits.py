@@ -69,9 +69,9 @@ _TIFF_TILE_SIZE = (322, 323)
 _MAX_BOXES = 1_000_000
 # the old audio codecs of QuickTime pack up to 6 samples into a byte
 _MAX_SAMPLES_PER_BYTE = 8
-# FFmpeg reads these tables at any depth. So they are found by their names, wherever
-# they are.
-_TABLE = re.compile(rb"stsz|stz2|stsc|trun|cmov.{4}dcomzlib", re.DOTALL)
+# FFmpeg reads these tables at any depth. So they are found by their names and versions,
+# wherever they are. Words of a title have no version.
+_TABLE = re.compile(rb"(?:stsz|stz2|stsc|trun)(?=[\0\1])|cmov.{4}dcomzlib", re.DOTALL)
 
 
 class TooExpensiveError(Exception):

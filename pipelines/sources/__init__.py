@@ -102,8 +102,7 @@ def open_sources(
 
     Args:
         specs: paths or brace patterns; `ACCEPTED` lists the kinds of sources.
-        column: name of the path column in lists of paths; None selects the first column
-            with a name in `PATH_COLUMNS`.
+        column: see `open_source`.
         patterns: which inputs the sources yield; None for all.
 
     Raises:
@@ -296,8 +295,8 @@ def open_source(
 
     Args:
         column: name of the path column, if the file is a list of paths, or of the
-            column of images; None selects the first column with a name in
-            `PATH_COLUMNS`.
+            column of images in Parquet files; None selects the first column with a name
+            in `PATH_COLUMNS`.
 
     Raises:
         UsageError: the path does not exist, cannot be read, or is not a source.
@@ -318,7 +317,7 @@ def open_source(
                 f"cannot list the directory {spec}: permission denied; change its"
                 " permissions"
             )
-        return FolderSource(spec, clips=clips)
+        return FolderSource(spec, clips=clips, column=column)
     elif os.path.exists(spec) and not os.path.isfile(spec):
         raise SourceError(
             f"{spec} is neither a directory nor a regular file; give {ACCEPTED}"
@@ -356,7 +355,7 @@ def open_source(
                 )
             if not any(listing):
                 raise SourceError(f"{spec} does not exist; check the URL")
-            return FolderSource(spec, clips=clips)
+            return FolderSource(spec, clips=clips, column=column)
     except (OSError, ValueError, EOFError, pa.ArrowException) as error:
         if isinstance(error, FileNotFoundError) and not is_url(spec):
             raise SourceError(f"{spec} does not exist; check the path") from error

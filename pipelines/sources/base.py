@@ -24,7 +24,7 @@ from edje_index.images.transient import (
 from edje_index.inputs.containers import split_uri
 from edje_index.inputs.names import has_input_suffix
 from edje_index.inputs.refs import InputRef, display_path
-from pipelines.metadata import Ignored
+from pipelines.metadata import UNREADABLE, Ignored, sidecar_values
 from storage_formats.errors import UsageError
 from storage_formats.extras import name_missing_extra
 from storage_formats.format.source_columns import Value
@@ -107,8 +107,7 @@ class Source(ABC):
             source. Keys are suffixes (".txt") or reasons ("(hidden)").
         inputs: number of inputs in the latest pass.
         patterns: which inputs are used; the others are ignored.
-        unread: uris of the inputs with a metadata file that could not be read in the
-            latest pass.
+        unread: uris of the inputs with metadata that could not be read.
         hidden: archives that the latest pass ignored, because images lie beside them.
     """
 
@@ -131,7 +130,6 @@ class Source(ABC):
         """
         self.ignored.clear()
         self.inputs = 0
-        self.unread.clear()
         self.hidden.clear()
         for ref in self._iter_inputs():
             if self.patterns.select(self._path_in_source(ref.uri)):
@@ -139,6 +137,20 @@ class Source(ABC):
                 yield ref
             else:
                 self.ignored.count("(excluded)")
+
+    def sidecar_values(
+        self, uri: str, contents: Mapping[str, bytes | None]
+    ) -> dict[str, Any] | None:
+        """Return the values in the sidecars of an input, see
+        `metadata.sidecar_values`. Remember the input if one cannot be read.
+        """
+        if not contents:
+            return None
+        damaged = self.ignored.get(UNREADABLE, 0)
+        values = sidecar_values(contents, self.ignored)
+        if self.ignored.get(UNREADABLE, 0) > damaged:
+            self.unread.add(uri)
+        return values
 
     def _path_in_source(self, uri: str) -> str:
         """Return the path that patterns see: below the directory or archive, or below

@@ -22,7 +22,6 @@ from edje_index.inputs.refs import InputRef, display_path
 from pipelines.metadata import (
     CAPTIONS,
     UNREADABLE,
-    sidecar_values,
     source_values,
 )
 from pipelines.sources.base import (
@@ -92,7 +91,12 @@ class FolderSource(Source):
 
     Directories of indexes are ignored, because the output of a build may lie in its
     source.
+
+    Attributes:
+        column: name of the column of images in Parquet files; None looks for it.
     """
+
+    column: str | None = None
 
     def _iter_inputs(self) -> Iterator[InputRef]:
         self._visited: dict[_FileId, bytes] = {}
@@ -102,6 +106,8 @@ class FolderSource(Source):
         # columns of tables in the directories, and captions of further lines, by path
         # of the photo
         self._listed: dict[bytes, tuple[dict[Any, Any], dict[str, None]]] = {}
+        # directories of damaged tables
+        self._damaged: list[bytes] = []
         pending = [self.path.rstrip(b"/") if is_url(self.path) else self.path]
         links = deque[bytes]()
         while pending or links:
@@ -244,7 +250,9 @@ class FolderSource(Source):
                 continue
             if identity is not None:
                 self._packed_seen.add(identity)
-            sources.append(packed_source(os.fsdecode(path), clips=self.clips))
+            source = packed_source(os.fsdecode(path), self.column, clips=self.clips)
+            source.unread = self.unread
+            sources.append(source)
         yield from scan_ahead(sources)
         for source in sources:
             for key, count in source.ignored.items():
@@ -272,11 +280,11 @@ class FolderSource(Source):
             suffix: _read_sidecar(os.path.join(directory.path, sidecar))
             for suffix, sidecar in sidecars.get(name, {}).items()
         }
-        damaged = self.ignored.get(UNREADABLE, 0)
-        metadata = sidecar_values(contents, self.ignored) if contents else None
-        if None in contents.values() or self.ignored.get(UNREADABLE, 0) > damaged:
-            self.unread.add(display_path(path))
+        uri = display_path(path)
+        metadata = self.sidecar_values(uri, contents)
         listed = self._listed.pop(path, None)
+        if listed is None and path.startswith(tuple(self._damaged)):
+            self.unread.add(uri)
         if listed is not None:
             values, captions = listed
             first = captions_of(values)
@@ -301,16 +309,25 @@ class FolderSource(Source):
         except UsageError as error:
             if isinstance(error.__cause__, OSError):
                 raise
-            return False
+            if error.__cause__ is None:
+                return False
+            # it may have been such a table
+            self.ignored.count(UNREADABLE)
+            self._damaged.append(os.path.join(directory.path, b""))
+            return True
         for values in table.values():
             # a JSON escape can be no Unicode
             with contextlib.suppress(UnicodeEncodeError):
                 listed = os.fsencode(str(values.pop(_NAME, "")))
+                # as in an imagefolder, whose tables may come from Windows
+                listed = os.path.normpath(listed.replace(b"\\", b"/"))
                 path = os.path.join(directory.path, listed)
                 first, more = self._listed.setdefault(path, (values, {}))
                 # one line per caption
                 if first is not values:
                     more.update(dict.fromkeys(_texts(values)))
+        if UNREADABLE in table.ignored:
+            self._damaged.append(os.path.join(directory.path, b""))
         for key, count in table.ignored.items():
             self.ignored.count(key, count)
         return True

@@ -244,7 +244,9 @@ class ListSource(Source):
 
     def _columns(self) -> list[str]:
         if self._suffix in _DELIMITERS:
-            return next((row for _, row in self._csv_rows()), None) or []
+            for _, row in self._csv_rows():
+                return row or []
+            raise ValueError("the file has no lines")
         if self._suffix != ".parquet":
             lines = read_json_lines(self._file, decode_errors="surrogateescape")
             problem = ""

@@ -35,7 +35,6 @@ from pipelines.metadata import (
     features_of,
     metadata_columns,
     parquet_rows,
-    sidecar_values,
     source_values,
 )
 from pipelines.sources.base import (
@@ -110,17 +109,15 @@ class ArchiveSource(Source):
                     if key is not None:
                         self.ignored.count(key, 1 + len(contents))
                         continue
-                    metadata = None
-                    if contents:
-                        metadata = sidecar_values(contents, self.ignored)
+                    uri = f"{display_path(self.path)}!{display_path(member.name)}"
                     yield InputRef(
-                        f"{display_path(self.path)}!{display_path(member.name)}",
+                        uri,
                         self.path,
                         None if member.problem else container,
                         member.offset,
                         member.size,
                         problem=member.problem,
-                        metadata=metadata,
+                        metadata=self.sidecar_values(uri, contents),
                     )
         except (ImageError, OSError, ValueError, EOFError) as error:
             yield lost_file(self, error)
@@ -131,9 +128,9 @@ class ArchiveSource(Source):
         member: Member,
     ) -> str | None:
         """Return the key under which a member is ignored; None if it is an input."""
-        parts = [
-            part for part in member.name.split(b"/") if part not in (b"", b".", b"..")
-        ]
+        # some zips of Windows have backslashes
+        name = member.name.replace(b"\\", b"/")
+        parts = [part for part in name.split(b"/") if part not in (b"", b".", b"..")]
         if not parts:
             return "(not a file)"
         # macOS puts the attributes of files into a directory of its own

@@ -99,6 +99,10 @@ def test_the_column_can_be_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no column middle"):
         open_source(str(path), "middle")
     assert len(open_sources([str(path)], "left")) == 1
+    (folder,) = open_sources([str(tmp_path)], "right")
+    assert [ref.uri.rpartition("!")[2] for ref in folder.iter_inputs()] == [
+        f"right/{row}" for row in range(len(PHOTOS))
+    ]
 
 
 def test_sounds_are_no_images_and_labels_have_names(tmp_path: Path) -> None:

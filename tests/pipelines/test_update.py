@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import tarfile
+import zipfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -845,6 +846,57 @@ def test_metadata_that_cannot_be_read_is_not_taken_for_empty(config, photos):
     rows = read_rows(root, columns=["captions", "licence"]).to_pylist()
     assert rows[0]["captions"] == ["a dog"]
     assert rows[1]["licence"] == "cc0"
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [b'{"file_name": "00.jpg", "text": "zero"}\n{"file_name": "01.j', b"", bytes(64)],
+)
+def test_a_damaged_table_of_captions_is_not_taken_for_empty(config, photos, damaged):
+    lines = [
+        {"file_name": "00.jpg", "text": "0"},
+        # as Windows writes it
+        {"file_name": ".\\01.jpg", "text": "1"},
+    ]
+    table = photos / "metadata.jsonl"
+    table.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run_build(config(), lambda event: None)
+    root = config().out
+    table.write_bytes(damaged)
+    assert update(root).edited == (b"zero" in damaged)
+    rows = read_rows(root, columns=["text"]).to_pylist()
+    assert [row["text"] for row in rows[:2]] == [
+        "zero" if damaged[:1] == b"{" else "0",
+        "1",
+    ]
+    # a table that is gone has no captions
+    table.unlink()
+    assert update(root).edited == 2
+
+
+def test_a_damaged_sidecar_in_an_archive_is_not_taken_for_empty(
+    config, photos, tmp_path
+):
+    path = tmp_path / "folder" / "photos.zip"
+    path.parent.mkdir()
+
+    def write(caption: bytes) -> None:
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.write(photos / "00.jpg", "00.jpg")
+            archive.writestr("00.txt", caption)
+
+    for source in (path, path.parent):
+        write(b"a dog")
+        request = config(
+            sources=[str(source)], out=str(tmp_path / f"{source.name}.edje")
+        )
+        run_build(request, lambda event: None)
+        write(b"\xff\xfe\0")
+        assert update(request.out).edited == 0
+        (row,) = read_rows(request.out, columns=["captions"]).to_pylist()
+        assert row["captions"] == ["a dog"]
+        write(b"a cat")
+        assert update(request.out).edited == 1
 
 
 def test_a_partial_compaction_keeps_the_search_index_of_earlier_snapshots(

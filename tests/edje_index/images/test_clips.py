@@ -90,18 +90,69 @@ def test_few_frames_are_decoded_between_key_frames(
         decoded(data, 12)
 
 
-def test_clips_of_phones_are_turned_upright() -> None:
+@pytest.mark.parametrize(
+    "matrix",
+    [
+        (1, 0, 0, 1),
+        (-1, 0, 0, 1),
+        (-1, 0, 0, -1),
+        (1, 0, 0, -1),
+        (0, 1, 1, 0),
+        (0, -1, 1, 0),
+        (0, -1, -1, 0),
+        (0, 1, -1, 0),
+    ],
+)
+def test_clips_of_phones_are_turned_upright(matrix: tuple[int, ...]) -> None:
+    a, b, c, d = matrix
     data = clip(panned(4), KINDS["mp4"])
-    # The matrix of the track header (ISO/IEC 14496-12, 8.3.2) rotates by 90 degrees
-    # clockwise.
-    upright = struct.pack(">9i", 1 << 16, 0, 0, 0, 1 << 16, 0, 0, 0, 1 << 30)
-    turned = struct.pack(">9i", 0, 1 << 16, 0, -(1 << 16), 0, 0, 64 << 16, 0, 1 << 30)
-    track = data.index(b"tkhd")
-    at = data.index(upright, track)
-    data = data[:at] + turned + data[at + len(turned) :]
-    np.testing.assert_array_equal(
-        decoded(data, 1)[0], np.rot90(all_frames(data)[2], -1)
+    expected = all_frames(data)[2]
+    # The matrix of the track header (ISO/IEC 14496-12, 8.3.2) moves the pixel (x, y) to
+    # (ax + cy, bx + dy).
+    y, x = np.indices(expected.shape[:2])
+    right = a * x + c * y
+    down = b * x + d * y
+    right -= right.min()
+    down -= down.min()
+    turned = np.empty((down.max() + 1, right.max() + 1, 3), np.uint8)
+    turned[down, right] = expected
+    one = 1 << 16
+    stored = struct.pack(">9i", one, 0, 0, 0, one, 0, 0, 0, 1 << 30)
+    at = data.index(stored, data.index(b"tkhd"))
+    changed = struct.pack(
+        ">9i", a * one, b * one, 0, c * one, d * one, 0, 0, 0, 1 << 30
     )
+    data = data[:at] + changed + data[at + len(changed) :]
+    np.testing.assert_array_equal(decoded(data, 1)[0], turned)
+
+
+def test_words_of_a_title_are_no_tables() -> None:
+    data = clip(panned(4), KINDS["mp4"])
+    with av.open(io.BytesIO(data)) as container:
+        packets = list(container.demux(video=0))
+        buffer = io.BytesIO()
+        with av.open(buffer, "w", format="mp4") as output:
+            output.metadata["title"] = "trunk of an elephant, truncated"
+            stream = output.add_stream_from_template(container.streams.video[0])
+            for packet in packets:
+                if packet.size:
+                    packet.stream = stream
+                    output.mux(packet)
+    assert b"trunk" in buffer.getvalue()
+    assert len(decoded(buffer.getvalue(), 2)) == 2
+
+
+def test_a_clip_that_does_not_begin_with_a_key_frame() -> None:
+    data = clip(panned(20), KINDS["mp4"])
+    with av.open(io.BytesIO(data)) as container:
+        packets = [each for each in container.demux(video=0) if each.size]
+        buffer = io.BytesIO()
+        with av.open(buffer, "w", format="mp4") as output:
+            stream = output.add_stream_from_template(container.streams.video[0])
+            for packet in packets[2:]:
+                packet.stream = stream
+                output.mux(packet)
+    assert len(decoded(buffer.getvalue(), 4)) == 4
 
 
 @settings(max_examples=40)
