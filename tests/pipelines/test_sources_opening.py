@@ -88,7 +88,7 @@ def test_overlaps_are_refused_with_both_names(photos: Path) -> None:
 
 def test_a_column_needs_a_list(photos: Path) -> None:
     assert "is given, but no source is a table with columns" in refused(
-        photos / "photos", column="path"
+        photos / "a.tar", column="path"
     )
 
 
