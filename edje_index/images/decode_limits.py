@@ -69,9 +69,12 @@ _TIFF_TILE_SIZE = (322, 323)
 _MAX_BOXES = 1_000_000
 # the old audio codecs of QuickTime pack up to 6 samples into a byte
 _MAX_SAMPLES_PER_BYTE = 8
-# FFmpeg reads these tables at any depth. So they are found by their names and versions,
-# wherever they are. Words of a title have no version.
-_TABLE = re.compile(rb"(?:stsz|stz2|stsc|trun)(?=[\0\1])|cmov.{4}dcomzlib", re.DOTALL)
+# FFmpeg reads these tables at any depth, of any version. So they are found by their
+# names, wherever they are except in texts.
+_TABLE = re.compile(rb"stsz|stz2|stsc|trun|cmov.{4}dcomzlib", re.DOTALL)
+# on the way to the texts, in which FFmpeg reads no boxes
+_CONTAINERS = (b"moov", b"udta", b"ilst")
+_TEXTS = (b"\xa9", b"desc", b"ldes", b"uuid")
 
 
 class TooExpensiveError(Exception):
@@ -225,23 +228,34 @@ def check_samples(data: bytes) -> None:
 
 
 def _index_boxes(data: bytes) -> Iterator[tuple[int, int]]:
-    """Yield (start, end) of the boxes on the top level of an ISO media file, except
-    those that hold the samples.
+    """Yield (start, end) of the parts of an ISO media file that do not hold samples
+    or texts.
     """
-    offset = 0
+    pending = [(0, len(data))]
     # ISO/IEC 14496-12, 4.2
     for _ in range(_MAX_BOXES):
+        if not pending:
+            return
+        offset, end = pending.pop()
         size = int.from_bytes(data[offset : offset + 4], "big")
         kind = data[offset + 4 : offset + 8]
+        inner = offset + 8
         if size == 1:
-            size = int.from_bytes(data[offset + 8 : offset + 16], "big")
+            size = int.from_bytes(data[inner : inner + 8], "big")
+            inner += 8
+        is_text = 8 <= size <= end - offset and kind.startswith(_TEXTS)
         # 0: the last box, up to the end of the file; other sizes: FFmpeg may read the
         # bytes as boxes
         if size < 8:
-            size = len(data) - offset
-        if kind != b"mdat":
-            yield offset, min(offset + size, len(data))
-        offset += size
-        if offset >= len(data):
-            return
+            size = end - offset
+        following = min(offset + size, end)
+        if following < end:
+            pending.append((following, end))
+        # after the version
+        if kind == b"meta" and data[inner + 8 : inner + 12] == b"hdlr":
+            pending.append((inner + 4, following))
+        elif kind in _CONTAINERS:
+            pending.append((inner, following))
+        elif kind != b"mdat" and not is_text:
+            yield offset, following
     raise TooExpensiveError(f"the video has more than {_MAX_BOXES} boxes")

@@ -133,6 +133,7 @@ def test_words_of_a_title_are_no_tables() -> None:
         buffer = io.BytesIO()
         with av.open(buffer, "w", format="mp4") as output:
             output.metadata["title"] = "trunk of an elephant, truncated"
+            output.metadata["description"] = output.metadata["title"]
             stream = output.add_stream_from_template(container.streams.video[0])
             for packet in packets:
                 if packet.size:
@@ -214,6 +215,8 @@ def table(name: bytes, *numbers: int) -> bytes:
         table(b"stsc", 1 << 30),
         100 * table(b"stsc", 0),
         table(b"trun", 100_000_000),
+        # of a version that FFmpeg reads as any other
+        box(b"trun", struct.pack(">2I", 2 << 24, 100_000_000)),
         box(b"cmov", box(b"dcom", b"zlib"), box(b"cmvd", bytes(4))),
     ],
 )
@@ -232,6 +235,26 @@ def test_declared_samples_are_counted_before_a_clip_is_opened(
         == "too-expensive"
     )
     assert not opened
+
+
+@pytest.mark.parametrize(
+    "texts",
+    [
+        box(b"\xa9nam", b"trunk of an elephant") + table(b"trun", 100_000_000),
+        # a size that FFmpeg does not believe
+        struct.pack(">I4s", 1 << 20, b"\xa9nam") + table(b"trun", 100_000_000),
+        struct.pack(">I4s", 4, b"\xa9nam") + table(b"trun", 100_000_000),
+        box(
+            b"meta",
+            bytes(4),
+            box(b"hdlr", bytes(25)),
+            box(b"ilst", table(b"trun", 100_000_000)),
+        ),
+    ],
+)
+def test_tables_beside_texts_are_counted(texts: bytes) -> None:
+    data = box(b"ftyp", b"isom", bytes(4)) + box(b"moov", box(b"udta", texts))
+    assert reason(data + box(b"mdat", bytes(8))) == "too-expensive"
 
 
 def test_an_image_is_a_clip_of_one_frame() -> None:
