@@ -291,6 +291,7 @@ def compare_sources(
     removed = frozenset[str]() if restore else index.edits.removed
     stay_deleted = 0
     metadata: dict[int, Mapping[str, Value]] = {}
+    unread: list[str] = []
     stored_values = CollectedColumns(index.spec.shard_size, columns.values())
     for ref in hashed(listing):
         row = find(ref, any_content=False)
@@ -308,10 +309,11 @@ def compare_sources(
         if row is not None:
             mark(row, _KEPT if stays else _REPEATED)
             given = stored_values.add(ref).metadata or {}
-            if row.metadata != _hash(_typed(given, columns)) and not any(
-                ref.uri in source.unread for source in sources
-            ):
-                metadata[row.row_id] = given
+            if row.metadata != _hash(_typed(given, columns)):
+                if any(ref.uri in source.unread for source in sources):
+                    unread.append(ref.uri)
+                else:
+                    metadata[row.row_id] = given
         if not stays:
             database.execute(
                 "INSERT INTO pending VALUES(?, ?, ?, ?, FALSE)",
@@ -346,6 +348,13 @@ def compare_sources(
         f"UPDATE rows SET state = {_KEPT_ORIGINAL} WHERE state = {_FREE} AND row_id IN"
         f" (SELECT duplicate_of FROM rows WHERE state = {_KEPT})"
     )
+    if unread:
+        text = (
+            f"the columns of {counted(len(unread), 'input')} stay, because their"
+            f" metadata cannot be read in full, first that of {unread[0]}; correct the"
+            " caption files and tables"
+        )
+        on_event(StatusMessage(text, is_warning=True))
     if unreachable:
         text = (
             f"{counted(unreachable, 'input')} on servers cannot be read now; the rows"

@@ -24,7 +24,7 @@ from edje_index.images.transient import (
 from edje_index.inputs.containers import split_uri
 from edje_index.inputs.names import has_input_suffix
 from edje_index.inputs.refs import InputRef, display_path
-from pipelines.metadata import UNREADABLE, Ignored, sidecar_values
+from pipelines.metadata import UNREADABLE, Ignored, sidecar_values, source_values
 from storage_formats.errors import UsageError
 from storage_formats.extras import name_missing_extra
 from storage_formats.format.source_columns import Value
@@ -138,19 +138,24 @@ class Source(ABC):
             else:
                 self.ignored.count("(excluded)")
 
-    def sidecar_values(
-        self, uri: str, contents: Mapping[str, bytes | None]
-    ) -> dict[str, Any] | None:
-        """Return the values in the sidecars of an input, see
-        `metadata.sidecar_values`. Remember the input if one cannot be read.
+    def _metadata(
+        self,
+        uri: str,
+        contents: Mapping[str, bytes | None],
+        values: Mapping[Any, Any],
+    ) -> dict[str, Value] | None:
+        """Return the metadata of an input: the values in its sidecars, see
+        `sidecar_values`, and other values by name. Remember the input if a value
+        cannot be read.
         """
-        if not contents:
-            return None
         damaged = self.ignored.get(UNREADABLE, 0)
-        values = sidecar_values(contents, self.ignored)
+        metadata = {
+            **(source_values(values, self.ignored) or {}),
+            **(sidecar_values(contents, self.ignored) or {}),
+        }
         if self.ignored.get(UNREADABLE, 0) > damaged:
             self.unread.add(uri)
-        return values
+        return metadata or None
 
     def _path_in_source(self, uri: str) -> str:
         """Return the path that patterns see: below the directory or archive, or below

@@ -22,7 +22,6 @@ from edje_index.inputs.refs import InputRef, display_path
 from pipelines.metadata import (
     CAPTIONS,
     UNREADABLE,
-    source_values,
 )
 from pipelines.sources.base import (
     Source,
@@ -281,19 +280,15 @@ class FolderSource(Source):
             for suffix, sidecar in sidecars.get(name, {}).items()
         }
         uri = display_path(path)
-        metadata = self.sidecar_values(uri, contents)
-        listed = self._listed.pop(path, None)
-        if listed is None and path.startswith(tuple(self._damaged)):
+        values, captions = self._listed.pop(path, ({}, {}))
+        if not values and path.startswith(tuple(self._damaged)):
             self.unread.add(uri)
-        if listed is not None:
-            values, captions = listed
-            first = captions_of(values)
-            more = [text for text in captions if text not in first]
-            if more and first == _texts(values):
-                column = next(filter(values.get, CAPTION_COLUMNS), CAPTIONS)
-                values[column] = first + more
-            columns = source_values(values, self.ignored) or {}
-            metadata = {**columns, **(metadata or {})} or None
+        first = captions_of(values)
+        more = [text for text in captions if text not in first]
+        if more and first == _texts(values):
+            column = next(filter(values.get, CAPTION_COLUMNS), CAPTIONS)
+            values[column] = first + more
+        metadata = self._metadata(uri, contents, values)
         return file_input(path, size=size, metadata=metadata)
 
     def _join(

@@ -33,7 +33,6 @@ from pipelines.metadata import (
     UNREADABLE,
     metadata_columns,
     parquet_rows,
-    source_values,
 )
 from pipelines.sources.base import (
     STANDARD_INPUT,
@@ -166,7 +165,7 @@ class ListSource(Source):
                     self.path,
                     problem="bad-list-line",
                 )
-            metadata = source_values(values, self.ignored) if values else None
+            metadata = self._metadata(ref.uri, {}, values)
             yield dataclasses.replace(ref, metadata=metadata)
 
     def values(self) -> Iterator[dict[Any, Any]]:
@@ -227,6 +226,7 @@ class ListSource(Source):
             names = next(rows)[1] or []
             if repeated := len(names) - len(set(names)):
                 self.ignored.count(BAD_NAME, repeated)
+            row: list[str] | None = names
             for number, row in rows:
                 values: dict[Any, Any] = {}
                 for name, text in zip(names, row or [], strict=False):
@@ -235,6 +235,9 @@ class ListSource(Source):
                 if len(row or []) > len(names):
                     self.ignored.count(MORE_FIELDS)
                 yield number, values
+            # the end of the file is lost
+            if len(row or names) < len(names):
+                self.ignored.count(UNREADABLE)
         else:
             # File names need not be UTF-8.
             for number, value, _ in read_json_lines(
@@ -245,8 +248,11 @@ class ListSource(Source):
     def _columns(self) -> list[str]:
         if self._suffix in _DELIMITERS:
             for _, row in self._csv_rows():
-                return row or []
-            raise ValueError("the file has no lines")
+                # zeros or UTF-16, or the page of a server
+                if row and "\0" not in row[0] and not row[0].startswith("<"):
+                    return row
+                break
+            raise ValueError("the first line does not name columns")
         if self._suffix != ".parquet":
             lines = read_json_lines(self._file, decode_errors="surrogateescape")
             problem = ""

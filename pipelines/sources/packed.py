@@ -35,7 +35,6 @@ from pipelines.metadata import (
     features_of,
     metadata_columns,
     parquet_rows,
-    source_values,
 )
 from pipelines.sources.base import (
     Source,
@@ -117,7 +116,7 @@ class ArchiveSource(Source):
                         member.offset,
                         member.size,
                         problem=member.problem,
-                        metadata=self.sidecar_values(uri, contents),
+                        metadata=self._metadata(uri, contents, {}),
                     )
         except (ImageError, OSError, ValueError, EOFError) as error:
             yield lost_file(self, error)
@@ -191,7 +190,7 @@ class ParquetImagesSource(Source):
                         self.ignored.count(NO_IMAGE)
                         continue
                     yield dataclasses.replace(
-                        ref, metadata=source_values(metadata, self.ignored)
+                        ref, metadata=self._metadata(ref.uri, {}, metadata)
                     )
         except (OSError, ValueError, EOFError, pa.ArrowException) as error:
             yield lost_file(self, error)

@@ -874,6 +874,49 @@ def test_a_damaged_table_of_captions_is_not_taken_for_empty(config, photos, dama
     assert update(root).edited == 2
 
 
+CSV = "file_name,text,n\n00.jpg,bl\N{LATIN SMALL LETTER E WITH ACUTE},1\n"
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        b"",
+        bytes(64),
+        b"<!DOCTYPE html>\n<html>, x\n",
+        CSV.encode() + b"01",
+        CSV.encode("utf-16"),
+        CSV.encode("latin-1") + b"01",
+    ],
+)
+def test_a_damaged_csv_of_captions_is_not_taken_for_empty(config, photos, damaged):
+    table = photos / "metadata.csv"
+    table.write_text(CSV + "01.jpg,one,2\n", "utf-8")
+    run_build(config(), lambda event: None)
+    root = config().out
+    before = read_rows(root, columns=["text", "n"])
+    table.write_bytes(damaged)
+    events: list[Any] = []
+    assert update(root, on_event=events.append).edited == 0
+    assert read_rows(root, columns=["text", "n"]).equals(before)
+    (warning,) = [event.text for event in events if getattr(event, "is_warning", False)]
+    assert "stay, because their metadata cannot be read in full" in warning
+    # a table of another kind has no rows of photos
+    table.write_text("number,label\n1,cat\n")
+    assert update(root).edited == 2
+
+
+def test_texts_of_a_list_that_cannot_be_read_are_not_taken_for_empty(
+    config, photos, tmp_path
+):
+    listed = tmp_path / "list.csv"
+    text = f"path,text\n{photos}/00.jpg,bl\N{LATIN SMALL LETTER E WITH ACUTE}\n"
+    listed.write_text(text, "utf-8")
+    run_build(config(sources=[str(listed)]), lambda event: None)
+    # as a spreadsheet writes it
+    listed.write_text(text, "latin-1")
+    assert update(config().out).edited == 0
+
+
 def test_a_damaged_sidecar_in_an_archive_is_not_taken_for_empty(
     config, photos, tmp_path
 ):
