@@ -16,7 +16,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 
 from storage_formats.atomic import Json
@@ -92,18 +91,6 @@ def source_values(
     return result or None
 
 
-def python_values(values: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Return `values` with Python objects in place of the numbers, dates and arrays of
-    NumPy and PyTorch.
-    """
-    plain = {}
-    for name, value in values.items():
-        if isinstance(value, np.datetime64):
-            value = value.astype("M8[us]")
-        plain[name] = value.tolist() if hasattr(value, "tolist") else value
-    return plain
-
-
 def sidecar_values(
     contents: Mapping[str, bytes | None], ignored: Ignored
 ) -> dict[str, Value] | None:
@@ -135,7 +122,7 @@ def sidecar_values(
 
 def metadata_columns(
     schema: Any,
-    input_column: str,
+    input_column: str | None,
     ignored: Ignored,
 ) -> list[str]:
     """Return the names of the columns with metadata: all columns except `input_column`

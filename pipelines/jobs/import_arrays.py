@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,12 @@ import pyarrow as pa
 
 from edje_index.indexing.faiss_build import build_ann, check_faiss
 from pipelines.jobs.resources import check_ann_memory, check_disk
+from pipelines.metadata import (
+    Ignored,
+    metadata_columns,
+    parquet_rows,
+    source_values,
+)
 from pipelines.progress.events import (
     JobStopped,
     OnEvent,
@@ -20,14 +27,14 @@ from pipelines.progress.events import (
     ignore,
     never,
 )
+from pipelines.progress.wording import by_reason
 from storage_formats.arrays import Array
 from storage_formats.atomic import naming
 from storage_formats.codecs import BF16
 from storage_formats.errors import UsageError
-from storage_formats.format.column_types import NUMBER, TEXT, column_kind
 from storage_formats.format.layout import SHARD_SIZE, IndexSpec
 from storage_formats.format.manifest import Manifest
-from storage_formats.format.parquet import iter_batches, open_parquet
+from storage_formats.format.parquet import open_parquet
 from storage_formats.format.rows import ROW_SCHEMA
 from storage_formats.writing.index_writer import ROW_COLUMNS, IndexWriter, Rows
 
@@ -54,8 +61,8 @@ def import_arrays(
             per row, d the width of a token.
         embeddings: .npy file of floating-point numbers of shape [rows, embed_dim].
         rows: Parquet file with the column `uri` and any of the other `ROW_COLUMNS`;
-            other columns of numbers, texts, truth values, times or lists of texts
-            become source columns. If None, the uri of each row is its row id.
+            other columns become source columns, as those of a Parquet file of images
+            do. If None, the uri of each row is its row id.
         encoder: name and version of the model that computed the arrays.
 
     Returns:
@@ -77,7 +84,8 @@ def import_arrays(
     spec = IndexSpec(
         len(blocks), SHARD_SIZE, (m, d), vectors.shape[1], tuple(precisions)
     )
-    parts = _row_parts(rows, spec.rows)
+    ignored = Ignored()
+    parts = _row_parts(rows, spec.rows, ignored)
     check_ann_memory(spec, None)
     check_disk(out, spec)
     with IndexWriter.create(
@@ -96,6 +104,9 @@ def import_arrays(
             part = slice(len(writer), len(writer) + count)
             writer.append(blocks[part], vectors[part], table)
             on_event(Progress("importing", len(writer), spec.rows))
+        if ignored:
+            text = f"values of {rows} that are not stored: {by_reason(ignored)}"
+            on_event(StatusMessage(text, is_warning=True))
         on_event(StatusMessage("building the nearest-neighbour index"))
         return writer.finish(build_ann)
 
@@ -128,12 +139,18 @@ def open_npy(path: Path, dimensions: int) -> Array:
             f"the array in {path} must have {dimensions} dimensions, but its shape is"
             f" {list(array.shape)}; reshape the array"
         )
+    if not array.size:
+        raise UsageError(
+            f"the array in {path} is empty: its shape is {list(array.shape)}"
+        )
     return array.view(BF16) if array.dtype in (np.uint16, np.dtype("V2")) else array
 
 
-def _row_parts(path: Path | None, rows: int) -> Iterator[tuple[int, Rows | None]]:
+def _row_parts(
+    path: Path | None, rows: int, ignored: Ignored
+) -> Iterator[tuple[int, Rows | None]]:
     """Yield consecutive parts of the index as (number of rows, rows of the Parquet
-    file or None).
+    file or None). `ignored` counts what cannot be stored.
     """
     if path is None:
         return (
@@ -148,30 +165,43 @@ def _row_parts(path: Path | None, rows: int) -> Iterator[tuple[int, Rows | None]
         raise UsageError(
             f"cannot read {path} as a Parquet file: {error}; write this file again"
         ) from error
-    columns = [
-        field.name
-        for field in file.schema_arrow
-        if field.name in ROW_COLUMNS
-        or (field.name not in ROW_SCHEMA.names and _is_source_type(field.type))
-    ]
-    if "uri" not in columns:
+    names = file.schema_arrow.names
+    own = [name for name in names if name in ROW_COLUMNS]
+    if repeated := {name for name in own if own.count(name) > 1}:
         raise UsageError(
-            f"{path} has no column 'uri', only {', '.join(file.schema_arrow.names)};"
-            " rename the column of URIs to uri"
+            f"{path} has several columns {min(repeated)}; leave one of them"
+        )
+    others = [
+        name
+        for name in metadata_columns(file.schema_arrow, None, ignored)
+        if name not in ROW_SCHEMA.names
+    ]
+    if "uri" not in own:
+        raise UsageError(
+            f"{path} has no column 'uri', only {', '.join(names)}; rename the column of"
+            " URIs to uri"
         )
     if file.metadata.num_rows != rows:
         raise UsageError(
             f"{path} has {file.metadata.num_rows} rows, but the arrays have {rows}"
             " rows; write one row per image"
         )
-    batches = iter_batches(file, _CHUNK_ROWS, columns)
-    return ((len(batch), batch) for batch in batches)
+    return _table_parts(file, own, others, ignored)
 
 
-def _is_source_type(arrow_type: pa.DataType) -> bool:
-    """Return True if a source column can hold the values."""
-    types = pa.types
-    if types.is_list(arrow_type) or types.is_large_list(arrow_type):
-        return column_kind(arrow_type.value_type) == TEXT
-    is_moment = types.is_timestamp(arrow_type) or types.is_boolean(arrow_type)
-    return is_moment or column_kind(arrow_type) in (NUMBER, TEXT)
+def _table_parts(
+    file: Any, own: list[str], others: list[str], ignored: Ignored
+) -> Iterator[tuple[int, Rows | None]]:
+    rows = parquet_rows(file, [*own, *others], _CHUNK_ROWS)
+    while part := list(itertools.islice(rows, _CHUNK_ROWS)):
+        values = [
+            source_values(dict(zip(others, row[len(own) :], strict=True)), ignored)
+            or {}
+            for row in part
+        ]
+        columns: dict[str, list[Any]] = {
+            name: [row[position] for row in part] for position, name in enumerate(own)
+        }
+        for name in dict.fromkeys(itertools.chain(*values)):
+            columns[name] = [row.get(name) for row in values]
+        yield len(part), columns

@@ -183,8 +183,8 @@ def conversion(
             "targets": sorted(missing),
             "tables": [table.to_json() for table in manifest.shard_tables],
         },
-        make_task=lambda shard, plan: ConversionTask(
-            str(index.root), shard, target, read, missing, plan
+        make_task=lambda shard, fingerprint: ConversionTask(
+            str(index.root), shard, target, read, missing, fingerprint
         ),
         make_worker=lambda: convert_shard,
         engine=open_engine(

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipelines.jobs.changing import Edit, apply, begin, notifier, rows_passing
-from pipelines.metadata import Ignored, python_values, source_values
+from pipelines.metadata import Ignored, source_values
 from pipelines.progress.events import OnEvent, StatusMessage, ignore, never
 from storage_formats.arguments import as_list
 from storage_formats.atomic import Json
@@ -33,6 +33,7 @@ from storage_formats.format.source_columns import (
     Value,
     as_type,
     metadata_text,
+    python_value,
 )
 from storage_formats.format.tombstones import (
     RowIds,
@@ -401,10 +402,10 @@ def _checked(row_ids: list[int], columns: Mapping[str, Sequence[Any]]) -> NewVal
     ignored = Ignored()
     for number, row_id in enumerate(row_ids):
         row = {
-            name: values[number if len(values) > 1 else 0]
+            name: python_value(values[number if len(values) > 1 else 0])
             for name, values in columns.items()
         }
-        stored = source_values(python_values(row), ignored) or {}
+        stored = source_values(row, ignored) or {}
         if ignored or len(metadata_text(stored).encode()) > MAX_ROW_BYTES:
             problem = next(iter(ignored), f"more than {MAX_ROW_BYTES:,} bytes")
             raise UsageError(

@@ -49,7 +49,7 @@ from pipelines.jobs.resources import (
     choose_workers,
 )
 from pipelines.jobs.snapshots import edited_values
-from pipelines.metadata import Ignored, python_values, source_values
+from pipelines.metadata import Ignored, source_values
 from pipelines.progress.events import (
     OnEvent,
     ShouldStop,
@@ -76,6 +76,7 @@ from storage_formats.format.rows import (
     read_rows,
     read_shard_rows,
 )
+from storage_formats.format.source_columns import python_value
 from storage_formats.remote.urls import IndexLocation, local_path
 from storage_formats.writing.publish import total_counts
 
@@ -424,13 +425,9 @@ def add_images(
                 raise UsageError(
                     f"the image of {uri} cannot be read: {error}", parameter="images"
                 ) from error
-            refs.append(
-                InputRef(
-                    uri,
-                    os.fsencode(path),
-                    metadata=source_values(python_values(row), ignored),
-                )
-            )
+            given = {name: python_value(value) for name, value in row.items()}
+            metadata = source_values(given, ignored)
+            refs.append(InputRef(uri, os.fsencode(path), metadata=metadata))
         settings, info = _settings_and_bundle(change.index, SourceGroup(()), model)
         execution = choose_workers(settings, info, Execution("inline", max_failed=1.0))
         changes = SourceChanges(refs, rows_digest(refs), len(refs), 0, ignored)

@@ -171,7 +171,9 @@ class Source(ABC):
 
     @abstractmethod
     def _iter_inputs(self) -> Iterator[InputRef]:
-        """Do the same as `iter_inputs`, and count ignored entries in `ignored`."""
+        """Yield every input, before the patterns are applied. Count entries that are no
+        inputs in `ignored`.
+        """
 
 
 @dataclass

@@ -30,6 +30,7 @@ class ShardReceipt:
     """The counts and files of a committed shard.
 
     Attributes:
+        plan: fingerprint of the work that wrote the shard.
         seconds: time spent in each stage (read, decode, wait, encode, write), summed
             over threads.
         truncated: number of indexed rows whose images are truncated. The column
@@ -73,18 +74,18 @@ class ShardReceipt:
 
 
 def read_receipts(
-    layout: Layout, shards: Iterable[int], plan: str
+    layout: Layout, shards: Iterable[int], fingerprint: str
 ) -> dict[int, ShardReceipt]:
     """Return the valid receipts of `shards`, keyed by shard number. See
     `read_receipt`.
     """
-    receipts = ((shard, read_receipt(layout, shard, plan)) for shard in shards)
+    receipts = ((shard, read_receipt(layout, shard, fingerprint)) for shard in shards)
     return {shard: receipt for shard, receipt in receipts if receipt is not None}
 
 
-def read_receipt(layout: Layout, shard: int, plan: str) -> ShardReceipt | None:
+def read_receipt(layout: Layout, shard: int, fingerprint: str) -> ShardReceipt | None:
     """Read the receipt of a shard. Return None if there is no valid receipt for the
-    plan with fingerprint `plan`.
+    work with this fingerprint.
 
     A receipt is also invalid if a file in the receipt is missing or has a wrong length.
     """
@@ -94,7 +95,7 @@ def read_receipt(layout: Layout, shard: int, plan: str) -> ShardReceipt | None:
         )
     except (OSError, KeyError, TypeError, ValueError, RecursionError):
         return None
-    if receipt.plan != plan or receipt.shard != shard:
+    if receipt.plan != fingerprint or receipt.shard != shard:
         return None
     try:
         lengths_match = all(

@@ -15,6 +15,8 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+import numpy as np
+
 Value: TypeAlias = bool | int | float | str | datetime.datetime | list[str]
 """A value of a source column. A `datetime` has a time zone."""
 
@@ -175,6 +177,18 @@ class CountedColumns:
             SourceColumn(name, tuple(sorted(kinds)), self.values[name])
             for name, kinds in sorted(self.kinds.items())
         )
+
+
+def python_value(value: Any) -> Any:
+    """Return a Python object in place of a number, time or array of NumPy or PyTorch. A
+    missing time (NaT) is None.
+    """
+    if isinstance(value, np.datetime64):
+        value = value.astype("M8[us]")
+    value = value.tolist() if hasattr(value, "tolist") else value
+    # that of pandas is a time that differs from itself
+    is_missing = isinstance(value, datetime.datetime) and value != value
+    return None if is_missing else value
 
 
 def is_allowed(name: str) -> bool:

@@ -113,7 +113,7 @@ class Destination:
             step = stop - start if self.query is None else _SCORED_RECORDS
             for first in range(start, stop, step):
                 last = min(first + step, stop)
-                actual = records.copy_and_check(first, last)
+                actual = records.copy_and_sum(first, last)
                 if actual.tobytes() != expected[first:last].tobytes():
                     damaged = actual != expected[first:last]
                     raise self.checksums.damaged(batch[first:last][damaged])
@@ -162,7 +162,7 @@ class _Records:
     """Records of `size` bytes at the addresses `sources` [k].
 
     Args:
-        targets: [k], addresses to which `copy_and_check` copies the records; None to
+        targets: [k], addresses to which `copy_and_sum` copies the records; None to
             copy nothing.
     """
 
@@ -188,7 +188,7 @@ class _Records:
                 self._loop = _plain_loop
         self.checksums = np.empty(len(sources), dtype=np.uint32)
 
-    def copy_and_check(self, start: int, stop: int) -> Checksums:
+    def copy_and_sum(self, start: int, stop: int) -> Checksums:
         """Copy the records [start, stop) on the calling thread, and return their
         CRC-32C, uint32 [stop - start].
         """
@@ -209,7 +209,7 @@ def checksums_at(sources: Ints, size: int) -> Checksums:
     uint32 [k].
     """
     records = _Records(sources, size)
-    run_chunks(records.copy_and_check, len(sources), size, None)
+    run_chunks(records.copy_and_sum, len(sources), size, None)
     return records.checksums
 
 
@@ -225,7 +225,7 @@ def _plain_loop(
     start: int,
     stop: int,
 ) -> None:
-    """Do the work of `reading.loops.check_records` without Numba."""
+    """Do the work of `reading.loops.copy_records` without Numba."""
     global _plainly_checked_bytes
     # creating an array of NumPy would take as long as the checksum
     record_type: Any = ctypes.c_char * size
@@ -243,11 +243,11 @@ def _compiled_loop() -> Callable[..., None]:
         from storage_formats.reading import loops
     except ImportError:
         return _plain_loop
-    return loops.check_records if loops.has_crc_instruction() else _plain_loop
+    return loops.copy_records if loops.has_crc_instruction() else _plain_loop
 
 
 def _loop(total: int) -> Callable[..., None]:
-    """Return `reading.loops.check_records` if Numba is imported, or if `total`
+    """Return `reading.loops.copy_records` if Numba is imported, or if `total`
     bytes make its import worthwhile.
     """
     # Importing Numba takes half a second.

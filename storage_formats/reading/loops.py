@@ -171,7 +171,7 @@ _CHECKSUM_ARRAY = types.Array(types.uint32, 1, "C")
     types.int64,
     types.int64,
 )
-def check_records(
+def copy_records(
     sources: Addresses,
     targets: Addresses,
     size: int,

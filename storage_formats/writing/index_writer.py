@@ -55,6 +55,7 @@ from storage_formats.format.source_columns import (
     CountedColumns,
     Value,
     is_allowed,
+    python_value,
     stored_name,
 )
 from storage_formats.writing.publish import new_manifest
@@ -455,7 +456,7 @@ def _source_values(name: str, values: Any) -> list[Value | None]:
     items = values.to_pylist() if hasattr(values, "to_pylist") else list(values)
     result: list[Value | None] = []
     for item in items:
-        value = item.tolist() if hasattr(item, "tolist") else item
+        value = python_value(item)
         if isinstance(value, datetime.datetime) and value.tzinfo is None:
             value = value.replace(tzinfo=datetime.UTC)
         if not _is_source_value(value):

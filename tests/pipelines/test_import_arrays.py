@@ -4,6 +4,8 @@ commands take.
 
 from __future__ import annotations
 
+import datetime
+import decimal
 import json
 
 import ml_dtypes
@@ -151,6 +153,8 @@ def test_arrays_that_are_refused(run, files, tmp_path):
     assert f"has {ROWS - 1} rows" in refused(run, tmp_path, bad, embeddings)
     np.save(bad, np.load(tokens)[0])
     assert "must have 3 dimensions" in refused(run, tmp_path, bad, embeddings)
+    np.save(bad, np.load(tokens)[:0])
+    assert "is empty: its shape is [0, 4, 16]" in refused(run, tmp_path, bad, bad)
     values = np.load(tokens)
     values[ROWS - 1, 0, 0] = np.nan
     np.save(bad, values)
@@ -181,8 +185,45 @@ def test_rows_that_are_refused(run, files, tmp_path):
     assert f"has 1 rows, but the arrays have {ROWS}" in refused(
         run, tmp_path, *files[:2], bad
     )
+    table = pa.table([["a"] * ROWS, ["b"] * ROWS], names=["uri", "uri"])
+    pq.write_table(table, bad)
+    assert "has several columns uri" in refused(run, tmp_path, *files[:2], bad)
     bad.write_bytes(b"no table")
     assert "as a Parquet file" in refused(run, tmp_path, *files[:2], bad)
+
+
+def test_other_columns_are_kept_as_those_of_a_source(run, files, tmp_path):
+    day = datetime.date(2026, 5, 1)
+    columns = {
+        "fixed": pa.array([["a", "b"]], pa.list_(pa.string(), 2)),
+        "day": pa.array([day]),
+        "price": pa.array([decimal.Decimal("1.50")]),
+        "numbers": pa.array([[1, 2]]),
+        "score": pa.array([1.5]),
+        "data": pa.array([b"x"]),
+    }
+    first = pa.array([0] * ROWS)
+    table = pa.table({name: each.take(first) for name, each in columns.items()})
+    scores = [1.5] * (ROWS - 1) + [float("nan")]
+    table = table.set_column(4, "score", pa.array(scores))
+    table = table.append_column("uri", pa.array(map(str, range(ROWS))))
+    pq.write_table(table, tmp_path / "rows.parquet")
+    out = tmp_path / "out"
+    code, _, message = run(
+        "import-arrays", *files[:2], tmp_path / "rows.parquet", "--out", out
+    )
+    assert code == 0
+    assert "(binary column) 1, (number not finite) 1" in message
+    rows = read_rows(out, [0, ROWS - 1]).to_pylist()
+    assert {name: rows[0].get(name) for name in columns} == {
+        "fixed": ["a", "b"],
+        "day": datetime.datetime(2026, 5, 1, tzinfo=datetime.UTC),
+        "price": "1.50",
+        "numbers": "[1, 2]",
+        "score": 1.5,
+        "data": None,
+    }
+    assert rows[1]["score"] is None
 
 
 def test_a_stopped_import_leaves_nothing(files, tmp_path, monkeypatch):

@@ -109,9 +109,7 @@ def test_lost_checksums_are_an_error_of_checked_reads(index, whole, harm):
 def test_memory_is_copied_and_checked(compiled, size, count):
     if compiled and not loops.has_crc_instruction():
         pytest.skip("no CRC-32C instruction here")
-    check_records = (
-        destination._compiled_loop() if compiled else destination._plain_loop
-    )
+    copy_records = destination._compiled_loop() if compiled else destination._plain_loop
     data = np.random.default_rng(0).integers(0, 256, (count, size), dtype=np.uint8)
     sources = data.ctypes.data + np.arange(count) * size
     expected = crc32c_rows(data)
@@ -121,7 +119,7 @@ def test_memory_is_copied_and_checked(compiled, size, count):
         actual = np.zeros(count, dtype=np.uint32)
         target = memory.aligned_bytes((count + 1) * size).reshape(count + 1, size)
         targets = target.ctypes.data + np.arange(count) * size
-        check_records(sources, targets, size, actual, copies, 0, count)
+        copy_records(sources, targets, size, actual, copies, 0, count)
         assert (actual == expected).all()
         assert (target[:count] == (data if copies else 0)).all()
         assert not target[count].any()

@@ -4,6 +4,7 @@ leaves.
 
 from __future__ import annotations
 
+import datetime
 import os
 import signal
 import subprocess
@@ -12,6 +13,7 @@ import time
 
 import ml_dtypes
 import numpy as np
+import pandas
 import pyarrow as pa
 import pytest
 
@@ -308,6 +310,7 @@ def test_a_failed_write_is_tried_again(tmp_path, monkeypatch):
 ENDLESS = """
 import sys
 import numpy as np
+import pandas
 from storage_formats import IndexWriter
 
 blocks = np.ones((7, 4, 16), dtype=np.float32)
@@ -355,6 +358,7 @@ def test_memory_is_bounded_by_a_shard(tmp_path):
     script = """
 import resource, sys
 import numpy as np
+import pandas
 from storage_formats import IndexWriter
 from storage_formats.format.manifest import CommittedIndex
 
@@ -395,6 +399,22 @@ def test_wrong_arguments_are_refused_at_once(tmp_path, changed, message):
     with pytest.raises(UsageError, match=message):
         IndexWriter.create(tmp_path / "index", **{**SHAPE, **changed})
     assert not (tmp_path / "index").exists()
+
+
+def test_times_of_numpy_and_pandas(tmp_path):
+    given = {
+        "uri": ["a", "b"],
+        "numpy": np.array(["2026-05-01", "NaT"], "M8[ns]"),
+        "pandas": pandas.to_datetime(pandas.Series(["2026-05-01", None])),
+    }
+    with IndexWriter.create(tmp_path / "index", **SHAPE) as writer:
+        writer.append(*arrays(2), given)
+    rows = read_rows(tmp_path / "index").to_pylist()
+    first = datetime.datetime(2026, 5, 1, tzinfo=datetime.UTC)
+    assert [(row["numpy"], row["pandas"]) for row in rows] == [
+        (first, first),
+        (None, None),
+    ]
 
 
 def test_numbers_of_numpy_are_integers(tmp_path):

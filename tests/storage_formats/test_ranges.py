@@ -10,13 +10,15 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+import pandas
 import pytest
 import torch
 
 from edje_index import LateInteractionSearch, add_ann, quantize_index
-from pipelines.metadata import Ignored, python_values, source_values
+from pipelines.metadata import Ignored, source_values
 from storage_formats import EdjeError, IndexWriter, TokenStore, UsageError, precisions
 from storage_formats.codecs import codec
+from storage_formats.format.source_columns import python_value
 
 SHAPE = (4, 32)
 NUMBERS = np.random.default_rng(0).standard_normal((6, *SHAPE)).astype(np.float32)
@@ -137,10 +139,11 @@ def test_a_query_that_is_not_finite_is_refused(
             datetime.datetime(2024, 5, 1, 10, tzinfo=datetime.UTC),
         ),
         (np.datetime64("NaT", "s"), None),
+        (pandas.NaT, None),
     ],
     ids=repr,
 )
 def test_a_value_of_numpy_keeps_its_type(given: Any, stored: Any) -> None:
-    values = source_values(python_values({"column": given}), Ignored())
+    values = source_values({"column": python_value(given)}, Ignored())
     assert (values or {}).get("column") == stored
     assert type((values or {}).get("column")) is type(stored)
