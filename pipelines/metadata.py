@@ -138,17 +138,18 @@ def metadata_columns(
             continue
         if copies[field.name] > 1:
             ignored.count(BAD_NAME)
-        elif _holds_binary(field.type):
+        elif holds_binary(field.type):
             ignored.count(BINARY)
         else:
             names.append(field.name)
     return names
 
 
-def _holds_binary(arrow_type: Any) -> bool:
+def holds_binary(arrow_type: Any) -> bool:
+    """Return True if the values of a type are or contain binary values."""
     fields = [arrow_type.field(index) for index in range(arrow_type.num_fields)]
     return column_kind(arrow_type) == BYTES or any(
-        _holds_binary(field.type) for field in fields
+        holds_binary(field.type) for field in fields
     )
 
 

@@ -96,6 +96,7 @@ _LONGER_MAGIC = {
 _NOT_DECODED = (
     (b"\xff\x0a", "JPEG XL (convert the photos to PNG with djxl)"),
     (b"\x00\x00\x00\x0cJXL ", "JPEG XL (convert the photos to PNG with djxl)"),
+    (b"\x1a\x45\xdf\xa3", "Matroska or WebM (a video needs a build with frames)"),
     (b"8BPS", "Photoshop (export the photos as JPEG or PNG)"),
 )
 # bytes; Pillow refuses images with more than 1 MiB of text or colour profile

@@ -57,6 +57,7 @@ from pipelines.sources.packed import (
     ParquetImagesSource,
     find_image_column,
     is_packed_name,
+    list_column,
     open_parquet_images,
     packed_source,
     scan_ahead,
@@ -328,6 +329,12 @@ def open_source(
         if suffix == PARQUET_SUFFIX:
             with open_parquet_images(os.fsencode(spec)) as (_, parquet):
                 images = find_image_column(parquet, spec, column)
+                lists = list_column(parquet.schema_arrow)
+            if images is None and lists and column in (None, lists):
+                raise SourceError(
+                    f"the column {lists} of {spec} holds lists of images, which are not"
+                    " read; write one image per row, or name the column of paths"
+                )
             return (
                 ListSource(spec, column)
                 if images is None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import stat
@@ -28,6 +27,7 @@ from pipelines.sources.base import (
     file_input,
     holds_inputs,
     ignored_as,
+    listed_input,
     problem_of,
     read_head,
 )
@@ -311,13 +311,11 @@ class FolderSource(Source):
             self._damaged.append(os.path.join(directory.path, b""))
             return True
         for values in table.values():
-            # a JSON escape can be no Unicode
-            with contextlib.suppress(UnicodeEncodeError):
-                listed = os.fsencode(str(values.pop(_NAME, "")))
-                # as in an imagefolder, whose tables may come from Windows
-                listed = os.path.normpath(listed.replace(b"\\", b"/"))
-                path = os.path.join(directory.path, listed)
-                first, more = self._listed.setdefault(path, (values, {}))
+            # as in an imagefolder, whose tables may come from Windows
+            listed = str(values.pop(_NAME, "")).replace("\\", "/")
+            photo = listed_input(os.path.normpath(listed), directory.path)
+            if photo is not None:
+                first, more = self._listed.setdefault(photo.path, (values, {}))
                 # one line per caption
                 if first is not values:
                     more.update(dict.fromkeys(_texts(values)))

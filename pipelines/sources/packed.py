@@ -33,6 +33,7 @@ from edje_index.inputs.refs import InputRef, display_path
 from edje_index.inputs.tars import Member
 from pipelines.metadata import (
     features_of,
+    holds_binary,
     metadata_columns,
     parquet_rows,
 )
@@ -158,8 +159,8 @@ class ParquetImagesSource(Source):
     Parquet file. Rows without either are ignored, and counted.
 
     Attributes:
-        column: name of the column; None looks for it when the file is listed. A file
-            without images is then ignored.
+        column: name of the column. If the file has no such column, it is looked for
+            when the file is listed. A file without images is then ignored.
     """
 
     column: str | None = None
@@ -167,12 +168,17 @@ class ParquetImagesSource(Source):
     def _iter_inputs(self) -> Iterator[InputRef]:
         try:
             with open_parquet_images(self.path) as (file, parquet):
-                column = self.column or find_image_column(parquet, self.spec, None)
+                column = self.column
+                if column not in parquet.schema_arrow.names:
+                    column = find_image_column(parquet, self.spec, None)
                 leaf = (
                     None if column is None else image_leaf(parquet.schema_arrow, column)
                 )
                 if column is None or leaf is None:
-                    self.ignored.count(PARQUET_SUFFIX)
+                    key = PARQUET_SUFFIX
+                    if list_column(parquet.schema_arrow):
+                        key = "(lists of images)"
+                    self.ignored.count(key)
                     return
                 container = Container(PARQUET, file.length, column)
                 for row, (has_bytes, path, metadata) in enumerate(
@@ -290,6 +296,20 @@ def find_image_column(
             parameter="column",
         )
     return next(iter([*preferred, *with_images]), None)
+
+
+def list_column(schema: Any) -> str | None:
+    """Return the first column whose values contain binary values, but cannot be images:
+    lists of images, for example. None if there is none.
+    """
+    return next(
+        (
+            str(field.name)
+            for field in schema
+            if holds_binary(field.type) and not image_leaf(schema, field.name)
+        ),
+        None,
+    )
 
 
 def _holds_images(parquet: Any, name: str) -> bool:

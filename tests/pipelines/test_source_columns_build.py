@@ -6,6 +6,7 @@ import datetime
 import decimal
 import json
 import tarfile
+import unicodedata
 from pathlib import Path
 
 import pyarrow as pa
@@ -178,6 +179,27 @@ def test_a_line_per_caption_and_lines_that_cannot_be_read(tmp_path):
     (tmp_path / "metadata.csv").write_text("file_name,text\n0.jpg,one\n1.jpg,\n")
     refs, _ = scan(tmp_path)
     assert [ref.metadata for ref in refs] == [{"text": "one"}, None]
+
+
+def test_names_in_a_table_may_be_written_in_other_ways(tmp_path):
+    # as a disk written by macOS has it
+    composed = "caf\N{LATIN SMALL LETTER E WITH ACUTE}.jpg"
+    decomposed = unicodedata.normalize("NFD", composed)
+    listed = {
+        "0.jpg": "./sub/0.jpg",
+        "1.jpg": "sub//1.jpg",
+        "2.jpg": "sub\\2.jpg",
+        decomposed: f"sub/{composed}",
+    }
+    for number, name in enumerate(listed):
+        write_photo(tmp_path / "sub" / name, number)
+    records = [{"file_name": name, "text": name} for name in listed.values()]
+    write_lines(tmp_path / "metadata.jsonl", records)
+    refs, ignored = scan(tmp_path)
+    assert [ref.metadata for ref in refs] == [
+        {"text": text} for text in listed.values()
+    ]
+    assert ignored == {}
 
 
 def test_each_row_has_the_captions_of_its_source(tmp_path, config):
