@@ -328,7 +328,7 @@ def test_the_code_is_small_and_has_air():
                 bool(line.strip()) and not is_comment and (number not in docstrings)
             )
         packed += sum(is_packed(node) for node in ast.walk(parsed(path)))
-    assert tokens <= 294_700
+    assert tokens <= 294_800
     assert tokens / code_lines <= 7.2
     assert 1000 * packed / code_lines <= 2.5
 

@@ -146,6 +146,8 @@ def bench_fetch(
     spec = manifest.spec
     for name in precisions:
         TokenStore.open(index, name).close()
+    if manifest.counts.inputs == manifest.snapshot.deleted_rows:
+        raise UsageError(f"{index} has no blocks to fetch; build a larger index")
     index = index.resolve()
     default = (finest(spec.precisions),) if quick else spec.precisions
     compared = precisions or default

@@ -11,7 +11,8 @@ import sys
 import pytest
 
 from benchmarks.fetch.bench import FIO
-from tests.conftest import REPO
+from tests.conftest import REPO, write_random_index
+from tests.storage_formats.reading_cases import ODD
 
 
 @pytest.mark.slow
@@ -70,6 +71,16 @@ def test_the_test_of_the_paper_needs_as_many_rows(run, index):
     code, _, err = run("bench", "fetch", index, "--paper")
     assert code == 2
     assert "needs 100,000 rows, and the index has 300" in err
+
+
+def test_an_index_without_rows_is_refused(run, tmp_path):
+    root = tmp_path / "index"
+    write_random_index(root, ODD)
+    code, _, _ = run("delete", root, "--where", "row_id >= 0")
+    assert code == 0
+    code, _, err = run("bench", "fetch", root, "--quick")
+    assert (code, "has no blocks to fetch" in err) == (2, True)
+    assert list(tmp_path.iterdir()) == [root]
 
 
 @pytest.mark.slow
