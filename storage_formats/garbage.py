@@ -1,5 +1,5 @@
-"""Which files of an index no kept snapshot names, and their removal (SPEC.md section
-12).
+"""Finds and removes the files of an index that are not named by any kept snapshot
+(SPEC.md section 12).
 """
 
 from __future__ import annotations

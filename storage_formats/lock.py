@@ -39,7 +39,7 @@ def locked(root: str | Path) -> Iterator[None]:
             if _is_lock_file(layout, fd) and [*layout.build.iterdir()] == [layout.lock]:
                 layout.lock.unlink()
         os.close(fd)
-        # not empty: the change has stored something
+        # rmdir fails if the change has stored something
         with contextlib.suppress(OSError):
             layout.build.rmdir()
             if was_missing:

@@ -469,7 +469,7 @@ def _check_earlier_snapshots(index: CommittedIndex) -> Iterator[Problem]:
             lines = read_shard_table(index.root, table)
             earlier |= {entry for _, entry in lines}
     except (CorruptIndexError, UsageError) as error:
-        # the format version of a snapshot, for example
+        # UsageError, for example, if the format version of a snapshot is not supported
         yield Problem(
             "snapshots", "snapshot", f"contains a snapshot that cannot be read: {error}"
         )

@@ -513,7 +513,8 @@ def import_checkpoint(
     published = _published_model(read, language, tower.num_heads, tower.layer_norm_eps)
     adapter = published.adapter
     sizes = re.search(r"patch(\d{1,3})-(\d{1,4})$", recorded)
-    # the repository itself may have other sizes than its name
+    # Only towers that the caller gave: the repository that the checkpoint names may
+    # have other sizes than its name says.
     if (
         is_given
         and sizes

@@ -65,7 +65,8 @@ class TokenDataset(Dataset[torch.Tensor]):
         of one tensor.
         """
         if self._owner != os.getpid():
-            # a fork has the files and the threads of its parent
+            # This process is a fork: the store has the open files of the parent, and
+            # threads that do not run here. Open it again.
             self.__setstate__(pickle.loads(pickle.dumps(self._store)))
         return list(self._store.fetch(self.row_ids[items], as_torch=True))
 

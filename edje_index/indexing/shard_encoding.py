@@ -142,9 +142,10 @@ def begin_attempt(
 ) -> Iterator[Attempt]:
     """Create the file of an attempt, yield the attempt to the `with` block, and
     remove the file after the block.
+
+    The file stays if the process dies, or if an exception ends the attempt and the file
+    records earlier deaths.
     """
-    # The file stays if the process dies, or if an exception ends the attempt and
-    # earlier deaths are recorded.
     path = layout.attempt(shard)
     attempt = Attempt(path, machine, careful=True)
     try:

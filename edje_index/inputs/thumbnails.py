@@ -90,8 +90,8 @@ def read_thumbnails(
     row_ids: Sequence[int],
     side: int = DEFAULT_SIDE,
 ) -> list[Thumbnail]:
-    """Return one thumbnail per row id, in the order of `row_ids`. A photo that cannot
-    be read raises no error.
+    """Return one thumbnail per row id, in the order of `row_ids`. That of a photo that
+    cannot be read has a `problem` and no image.
 
     Args:
         row_ids: rows of the index; duplicates are allowed.

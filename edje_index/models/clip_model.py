@@ -159,8 +159,8 @@ def load_clip(vision: str) -> tuple[nn.Module, ClipConfig]:
     preprocess: Json | None = None
     folder = local_folder(vision)
     if folder is not None:
-        # Not by open_clip, which requests the configuration of the text tower from the
-        # hub.
+        # open_clip does not load it, because it would request the configuration of the
+        # text tower from the hub.
         config = read_clip_config(folder, folder.name)
         clip = load_module(
             folder / WEIGHTS_FILE, lambda: build_clip(config, folder / HF_TEXT_FOLDER)

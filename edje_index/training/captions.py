@@ -120,8 +120,9 @@ class TrainingData:
         return len(self.rows)
 
     def caption(self, number: int) -> list[int]:
-        """Return the at most 62 token ids of caption `number`. See
-        `JointTokenizer.truncated` for a row with images.
+        """Return the token ids of caption `number`, at most 62.
+
+        A row with several images has room for fewer: see `JointTokenizer.truncated`.
         """
         part: list[int] = self.tokens[
             self.token_starts[number] : self.token_starts[number + 1]

@@ -323,8 +323,8 @@ class TrainConfig(Settings):
         return self
 
     def _problems(self) -> dict[str, bool]:
-        """Return whether each contradiction between settings exists, by the line
-        that describes it.
+        """Return all possible contradictions between settings, each as the line that
+        describes it, with True if the settings have it.
         """
         loop = self.loop
         return {

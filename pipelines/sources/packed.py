@@ -337,7 +337,9 @@ def _holds_images(parquet: Any, name: str) -> bool:
 
 
 def scan_ahead(sources: Sequence[Source]) -> Iterator[InputRef]:
-    """Yield the inputs of packed sources in order. Threads list a few of them ahead."""
+    """Yield the inputs of packed sources in order. Threads list those of the next
+    sources in advance.
+    """
     if len(sources) == 1:
         yield from sources[0].iter_inputs()
         return

@@ -382,8 +382,8 @@ class NVFP4Codec(GroupScaledCodec):
     """
 
     name = "nvfp4"
-    # the smallest and the largest scale, times the largest code
-    token_range = (6 * 2.0**-12, 6 * 448 / 8)
+    # largest code x scale / 8, for the smallest scale, 2 ** -9, and the largest, 448
+    token_range = (6 * 2.0**-9 / 8, 6 * 448 / 8)
     logical_dtype = "nvfp4_e2m1"
     width_multiple = 16
     element = E2M1

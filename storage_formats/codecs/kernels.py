@@ -970,7 +970,7 @@ def decode_sign_sums(
                 codes_at = record + token * size
                 word = _read_word(records, record + (values >> THREE) + TWO * token)
                 is_nan = np.uint16(word & MAGNITUDE_BITS) > INFINITY_BITS
-                # of the values 1 and -1
+                # the values that + and - decode to
                 plus = _bf16(NAN_BITS if is_nan else word)
                 scales = (plus, plus if is_nan else -plus)
                 target = np.uint64(blocks[move]) * (values >> ONE) + at

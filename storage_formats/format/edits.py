@@ -48,10 +48,10 @@ class Edits:
         shard_size: rows per shard of the index.
         lines: table with the columns of `EDIT_SCHEMA`. A line with a row id sets the
             value of a column, given as JSON; null removes the value. If a user set the
-            value, a line of the column `GIVEN` + name has the last value of the
-            sources. They are sorted by row id. The lines without a row id follow:
-            `column` is the hash of the name and the content of an input that was
-            deleted.
+            value, a second line, whose column is `GIVEN` + name, has the value that the
+            sources gave last. These lines come first, sorted by row id. Each line
+            without a row id stands for a deleted input: its `column` is one hash of the
+            name and the content of the input.
     """
 
     shard_size: int

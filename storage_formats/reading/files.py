@@ -362,6 +362,6 @@ def sector_bytes(path: str | Path) -> int:
     statx = getattr(ctypes.CDLL(None), "statx", None)
     if statx is None or statx(_AT_FDCWD, os.fsencode(path), 0, _STATX_DIOALIGN, status):
         return PAGE_BYTES
-    # of memory, of offsets; 0 if unknown
+    # alignments of memory and of offsets; 0 if unknown
     alignments: tuple[int, int] = struct.unpack_from("=II", status, 0x98)
     return max(alignments) if min(alignments) else PAGE_BYTES

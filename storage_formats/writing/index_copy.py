@@ -102,7 +102,7 @@ def copy_to_directory(index: CommittedIndex, entry: FileEntry, root: Path) -> bo
     if path.is_file() and path.stat().st_size == entry.bytes:
         return False
     make_directories(path.parent)
-    # removed with build/ if the process is killed
+    # if the process is killed, this file stays until build/ is removed
     temporary = Layout(root).staging / uuid.uuid4().hex
     try:
         if index.remote is None:
