@@ -89,7 +89,8 @@ class Line(NamedTuple):
 
     Attributes:
         value: a rate per second, or a difference, or words.
-        of_limit: share of a limit of the device, or of a bare loop.
+        of_limit: `value` divided by the rate that the device or a bare loop reaches;
+            None if there is no such rate.
         is_right: False if results on the device are not those of the CPU.
     """
 

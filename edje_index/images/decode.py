@@ -386,7 +386,7 @@ def to_rgb(image: Image.Image) -> Image.Image:
     # 16-bit colour, decoded to its high bytes
     if isinstance(key, tuple) and max(key) > 255:
         image.info["transparency"] = tuple(value >> 8 for value in key)
-    # Pillow converts premultiplied grey to grey with alpha only
+    # Pillow can convert premultiplied grey (La) to LA, but not to RGBA
     if image.mode == "La":
         image = image.convert("LA")
     if image.mode != "RGBA":

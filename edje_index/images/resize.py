@@ -50,7 +50,8 @@ _WEIGHT_BITS = np.int32(22)
 _HALF = np.int32(1 << 21)
 _BLACK = np.int32(0)
 _WHITE = np.int32(255)
-# The horizontal pass handles this number of rows at once, one row in each SIMD lane.
+# The horizontal pass handles this number of rows at once. Each byte of a pixel has a
+# SIMD lane.
 _ROWS = np.uint64(16)
 _LANES = _ROWS * _PIXEL
 # at most 4 MB, which stays in the processor's cache

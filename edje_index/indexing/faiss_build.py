@@ -274,7 +274,7 @@ def _fill(
             if on_progress:
                 on_progress("adding embeddings", done, len(embeddings.shards))
 
-    # finds the inverted list of a vector
+    # the quantizer finds the inverted list of a vector; a GPU does that faster
     own = index.quantizer if count_lists(index) else None
     copy = None if own is None else _on_gpu(own)
     if copy is not None:

@@ -328,7 +328,8 @@ class StreamWindow:
             if self._is_broken or first < self._first or is_far_ahead:
                 self._restart(part)
             while self._end < stop and not self._is_ended:
-                # until the item has arrived: an iterator ends at its first exception
+                # After an exception, a generator has no more items. The next item says
+                # that there was none.
                 self._is_broken = True
                 try:
                     width, data = next(self._items, (0, None))

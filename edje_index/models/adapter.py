@@ -167,11 +167,10 @@ class LocalAdapter(Adapter):
 
 
 class ReducedAdapter(Adapter):
-    """A ``strided``, ``clustered`` or ``pruned`` adapter: a reduction to m patches,
-    then a ``local`` adapter.
+    """A ``strided``, ``clustered``, ``pruned`` or ``patches`` adapter.
 
-    If ``hidden_dim`` is 0, there is only the reduction. A ``patches`` adapter has
-    neither.
+    The first three reduce the patches to m and then apply a ``local`` adapter, which is
+    missing if ``hidden_dim`` is 0. ``patches`` returns the patches as they are.
     """
 
     def __init__(self, config: AdapterConfig) -> None:

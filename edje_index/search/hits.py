@@ -66,8 +66,8 @@ class Hit:
     def metadata(self) -> dict[str, Any]:
         """Return `row_id`, `uri`, `relevance`, `score` and the columns, by name.
 
-        A column with the name of a number of the hit, or ``part_NAME`` for a part of
-        the score, has the prefix "source_".
+        A column gets the prefix "source_" if it has the name of an attribute of the hit
+        (such as `score`), or ``part_NAME`` with the name of a part of the score.
         """
         columns = {
             stored_name(name, _NAMES_OF_HIT): value

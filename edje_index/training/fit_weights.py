@@ -24,7 +24,8 @@ from storage_formats.arrays import Bools, Ints
 
 Scores = NDArray[np.floating[Any]]
 
-# penalty on the squared factors of columns with standard deviation 1
+# penalty on the squares of the fitted factors, after each column is scaled to standard
+# deviation 1
 _REGULARISATION = 0.01
 # of a column during the fit: a factor of 0 would leave the column out of the sum
 _LEAST_FACTOR = 1e-9

@@ -181,7 +181,8 @@ class EdjeWorker:
         return str(ray.get_runtime_context().get_node_id())
 
     def run(self, task: Task) -> list[Any]:
-        """Run `task` and return the result, or nothing if the task was stopped.
+        """Run `task`. Return a list with its result, which is empty if the task was
+        stopped.
 
         Raises:
             TaskFailedError: the task failed.

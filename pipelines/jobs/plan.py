@@ -207,8 +207,8 @@ def settings_of(root: Path, manifest: Manifest) -> BuildSettings:
 def default_shard_size(rows: int, row_bytes: int) -> int:
     """Return the number of rows per shard for a new index of `rows` rows.
 
-    A worker that dies encodes its shard again, which is at most a thousandth of the
-    rows. More rows per shard make fewer files.
+    If a worker dies, its shard is encoded again. So shards have more than `SHARD_SIZE`
+    rows, which makes fewer files, only if there are at least 1,000 shards.
 
     Args:
         row_bytes: largest length of the metadata of a row.

@@ -169,7 +169,9 @@ class ListSource(Source):
             yield dataclasses.replace(ref, metadata=metadata)
 
     def values(self) -> Iterator[dict[Any, Any]]:
-        """Yield the values of each entry by column, with that of the path column."""
+        """Yield the values of each entry by column, the path among them. Entries that
+        cannot be read are left out and counted.
+        """
         for _, values in self._entries():
             if values:
                 yield values

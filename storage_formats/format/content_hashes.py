@@ -23,7 +23,7 @@ from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.rows import iter_stored_rows, read_index_rows
 from storage_formats.format.tombstones import rows_in_use
 
-# of one file: 32 MiB
+# most rows in one file of hashes: 16 bytes each, 32 MiB
 _MOST_ROWS = 1 << 21
 
 
