@@ -35,7 +35,6 @@ from storage_formats.errors import UsageError
 from storage_formats.format.layout import SHARD_SIZE, IndexSpec
 from storage_formats.format.manifest import Manifest
 from storage_formats.format.parquet import open_parquet
-from storage_formats.format.rows import ROW_SCHEMA
 from storage_formats.writing.index_writer import ROW_COLUMNS, IndexWriter, Rows
 
 _CHUNK_ROWS = 1024
@@ -62,7 +61,7 @@ def import_arrays(
         embeddings: .npy file of floating-point numbers of shape [rows, embed_dim].
         rows: Parquet file with the column `uri` and any of the other `ROW_COLUMNS`;
             other columns become source columns, as those of a Parquet file of images
-            do. If None, the uri of each row is its row id.
+            do, `status` as `source_status`. If None, the uri of each row is its row id.
         encoder: name and version of the model that computed the arrays.
 
     Returns:
@@ -171,11 +170,11 @@ def _row_parts(
         raise UsageError(
             f"{path} has several columns {min(repeated)}; leave one of them"
         )
-    others = [
-        name
-        for name in metadata_columns(file.schema_arrow, None, ignored)
-        if name not in ROW_SCHEMA.names
-    ]
+    others = metadata_columns(
+        pa.schema(field for field in file.schema_arrow if field.name not in own),
+        None,
+        ignored,
+    )
     if "uri" not in own:
         raise UsageError(
             f"{path} has no column 'uri', only {', '.join(names)}; rename the column of"

@@ -29,6 +29,8 @@ STRINGS = "list<string>"
 
 CAPTION_COLUMNS = ("captions", "caption", "text")
 """Names of the column with the captions of a photo; the first in an index counts."""
+RENAMED_PREFIX = "source_"
+"""Start of the stored name of a column whose own name is taken, see `stored_name`."""
 MAX_COLUMNS = 256
 MAX_NAME_BYTES = 128
 MAX_SHARD_BYTES = 48 << 20
@@ -45,7 +47,6 @@ _TYPES_OF_KINDS = (
 )
 _EXACT_IN_FLOAT64 = 1 << 53
 _RESERVED_PREFIX = "edje_"
-_RENAMED_PREFIX = "source_"
 _INTEGER = re.compile(r"0|-?[1-9]\d{0,17}")
 _FRACTION = re.compile(r"-?(0|[1-9]\d*)(\.\d+([eE][+-]?\d{1,2})?|[eE][+-]?\d{1,2})")
 _UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")
@@ -208,10 +209,10 @@ def stored_name(name: str, standard_names: Iterable[str]) -> str:
     reserves.
     """
     unprefixed = name
-    while unprefixed.startswith(_RENAMED_PREFIX):
-        unprefixed = unprefixed.removeprefix(_RENAMED_PREFIX)
+    while unprefixed.startswith(RENAMED_PREFIX):
+        unprefixed = unprefixed.removeprefix(RENAMED_PREFIX)
     is_taken = unprefixed in standard_names or unprefixed.startswith(_RESERVED_PREFIX)
-    return f"{_RENAMED_PREFIX}{name}" if is_taken else name
+    return f"{RENAMED_PREFIX}{name}" if is_taken else name
 
 
 def kind_of(value: Value) -> str:

@@ -52,6 +52,7 @@ from storage_formats.format.rows import (
 from storage_formats.format.source_columns import (
     MAX_COLUMNS,
     MAX_ROW_BYTES,
+    RENAMED_PREFIX,
     CountedColumns,
     Value,
     is_allowed,
@@ -434,7 +435,8 @@ def _given_columns(rows: Rows | None, count: int) -> Json:
     else:
         columns = {"uri": as_list(rows, "rows", "URIs, a table or a mapping")}
     for name in columns.keys() - {*ROW_COLUMNS}:
-        if not is_allowed(name) or stored_name(name, ROW_SCHEMA.names) != name:
+        is_free = stored_name(name, ROW_SCHEMA.names) == name
+        if not is_allowed(name) or not (is_free or name.startswith(RENAMED_PREFIX)):
             raise UsageError(
                 f"rows cannot have a column {name}, which the index writes itself;"
                 " rename this column"

@@ -201,6 +201,10 @@ def test_other_columns_are_kept_as_those_of_a_source(run, files, tmp_path):
         "numbers": pa.array([[1, 2]]),
         "score": pa.array([1.5]),
         "data": pa.array([b"x"]),
+        # names that the rows table uses or reserves
+        "status": pa.array(["draft"]),
+        "edje_note": pa.array(["x"]),
+        "uri_raw": pa.array([b"x"]),
     }
     first = pa.array([0] * ROWS)
     table = pa.table({name: each.take(first) for name, each in columns.items()})
@@ -215,13 +219,19 @@ def test_other_columns_are_kept_as_those_of_a_source(run, files, tmp_path):
     assert code == 0
     assert "(binary column) 1, (number not finite) 1" in message
     rows = read_rows(out, [0, ROWS - 1]).to_pylist()
-    assert {name: rows[0].get(name) for name in columns} == {
+    names = [*columns, "source_status", "source_edje_note"]
+    assert {name: rows[0].get(name) for name in names} == {
         "fixed": ["a", "b"],
         "day": datetime.datetime(2026, 5, 1, tzinfo=datetime.UTC),
         "price": "1.50",
         "numbers": "[1, 2]",
         "score": 1.5,
         "data": None,
+        "status": "indexed",
+        "edje_note": None,
+        "uri_raw": b"x",
+        "source_status": "draft",
+        "source_edje_note": "x",
     }
     assert rows[1]["score"] is None
 
