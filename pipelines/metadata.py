@@ -21,7 +21,12 @@ import pyarrow as pa
 from storage_formats.atomic import Json
 from storage_formats.format.column_types import BYTES, TEXT, column_kind
 from storage_formats.format.parquet import iter_batches
-from storage_formats.format.source_columns import Value, is_allowed, stored_name
+from storage_formats.format.source_columns import (
+    Value,
+    is_allowed,
+    python_value,
+    stored_name,
+)
 
 CAPTIONS = "captions"
 """Name of the column with the lines of a `.txt` file beside an image."""
@@ -69,15 +74,16 @@ def source_values(
     a JSON object, becomes text.
 
     `ignored` counts names that a column cannot have, and values that are left out:
-    numbers that are not finite, and texts that are not Unicode.
+    numbers that are not finite, texts that are not Unicode, and times that are not in
+    the years 1 to 9999 in UTC.
     """
     from storage_formats.format.rows import ROW_SCHEMA
 
     result: dict[str, Value] = {}
     for name, value in values.items():
         try:
-            checked = _checked(value, ignored)
-        except RecursionError:
+            checked = _checked(python_value(value), ignored)
+        except (RecursionError, OverflowError):
             ignored.count(UNREADABLE)
             continue
         if checked is None:
@@ -246,11 +252,7 @@ def _typed(value: Any) -> Value:
     if isinstance(value, int):
         return value if value in _INT64 else str(value)
     if isinstance(value, datetime.datetime):
-        return (
-            value.astimezone(datetime.UTC)
-            if value.tzinfo
-            else value.replace(tzinfo=datetime.UTC)
-        )
+        return value
     if isinstance(value, datetime.date):
         return datetime.datetime(
             value.year, value.month, value.day, tzinfo=datetime.UTC

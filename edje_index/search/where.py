@@ -24,6 +24,7 @@ from lark.visitors import Transformer_NonRecursive, v_args
 from storage_formats.arrays import Bools
 from storage_formats.errors import UsageError
 from storage_formats.format.rows import type_name
+from storage_formats.format.source_columns import python_value
 
 MAX_CHARACTERS = 4096
 MAX_PARTS = 100
@@ -193,8 +194,7 @@ def _scalar(column: pa.Field, constant: _Constant) -> pa.Scalar:
             if re.search(r"[.,]\d{6}0*[1-9]", str(constant)):
                 raise ValueError("finer than a microsecond")
             moment = datetime.datetime.fromisoformat(str(constant))
-            moment = moment if moment.tzinfo else moment.replace(tzinfo=datetime.UTC)
-            return pa.scalar(moment.astimezone(datetime.UTC), column.type)
+            return pa.scalar(python_value(moment), column.type)
         # the cast refuses a number that it would round
         if kind == _NUMBER:
             return pa.scalar(constant).cast(

@@ -402,7 +402,7 @@ def _checked(row_ids: list[int], columns: Mapping[str, Sequence[Any]]) -> NewVal
     ignored = Ignored()
     for number, row_id in enumerate(row_ids):
         row = {
-            name: python_value(values[number if len(values) > 1 else 0])
+            name: values[number if len(values) > 1 else 0]
             for name, values in columns.items()
         }
         stored = source_values(row, ignored) or {}
@@ -412,7 +412,7 @@ def _checked(row_ids: list[int], columns: Mapping[str, Sequence[Any]]) -> NewVal
                 f"the values of row {row_id} cannot be stored: {problem.strip('()')}",
                 parameter="columns",
             )
-        nulls = (name for name, value in row.items() if value is None)
+        nulls = (name for name, value in row.items() if python_value(value) is None)
         rows[row_id] = {**dict.fromkeys(nulls), **stored}
     return rows
 

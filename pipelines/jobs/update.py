@@ -76,7 +76,6 @@ from storage_formats.format.rows import (
     read_rows,
     read_shard_rows,
 )
-from storage_formats.format.source_columns import python_value
 from storage_formats.remote.urls import IndexLocation, local_path
 from storage_formats.writing.publish import total_counts
 
@@ -425,8 +424,7 @@ def add_images(
                 raise UsageError(
                     f"the image of {uri} cannot be read: {error}", parameter="images"
                 ) from error
-            given = {name: python_value(value) for name, value in row.items()}
-            metadata = source_values(given, ignored)
+            metadata = source_values(row, ignored)
             refs.append(InputRef(uri, os.fsencode(path), metadata=metadata))
         settings, info = _settings_and_bundle(change.index, SourceGroup(()), model)
         execution = choose_workers(settings, info, Execution("inline", max_failed=1.0))

@@ -181,15 +181,28 @@ class CountedColumns:
 
 
 def python_value(value: Any) -> Any:
-    """Return a Python object in place of a number, time or array of NumPy or PyTorch. A
-    missing time (NaT) is None.
+    """Return a Python object in place of a number, time or array of NumPy or PyTorch,
+    and of a scalar of Arrow. A time is in UTC, a missing time (NaT) is None.
+
+    Raises:
+        OverflowError: in UTC, a time is not in the years 1 to 9999.
     """
+    if hasattr(value, "as_py"):
+        value = value.as_py()
     if isinstance(value, np.datetime64):
-        value = value.astype("M8[us]")
+        value = value.astype("M8[us]").tolist()
+        # NumPy's way to return a time that Python cannot represent
+        if isinstance(value, int):
+            raise OverflowError("time out of range")
     value = value.tolist() if hasattr(value, "tolist") else value
-    # that of pandas is a time that differs from itself
-    is_missing = isinstance(value, datetime.datetime) and value != value
-    return None if is_missing else value
+    if not isinstance(value, datetime.datetime):
+        return value
+    # the missing time of pandas
+    if value != value:
+        return None
+    if value.tzinfo is None:
+        return value.replace(tzinfo=datetime.UTC)
+    return value.astimezone(datetime.UTC)
 
 
 def is_allowed(name: str) -> bool:

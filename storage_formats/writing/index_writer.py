@@ -455,19 +455,18 @@ def _given_columns(rows: Rows | None, count: int) -> Json:
 
 def _source_values(name: str, values: Any) -> list[Value | None]:
     """Return the values of a source column. Raise UsageError if it cannot have them."""
-    items = values.to_pylist() if hasattr(values, "to_pylist") else list(values)
     result: list[Value | None] = []
-    for item in items:
-        value = python_value(item)
-        if isinstance(value, datetime.datetime) and value.tzinfo is None:
-            value = value.replace(tzinfo=datetime.UTC)
-        if not _is_source_value(value):
-            raise UsageError(
-                f"column {name} of rows cannot store {shown(value)}; give truth values,"
-                " finite numbers of 64 bits, texts, times or lists of texts, of at most"
-                f" {MAX_ROW_BYTES:,} bytes"
-            )
-        result.append(value)
+    for item in values:
+        with contextlib.suppress(OverflowError):
+            value = python_value(item)
+            if _is_source_value(value):
+                result.append(value)
+                continue
+        raise UsageError(
+            f"column {name} of rows cannot store {shown(item)}; give truth values,"
+            " finite numbers of 64 bits, texts, times or lists of texts, of at most"
+            f" {MAX_ROW_BYTES:,} bytes"
+        )
     return result
 
 

@@ -113,6 +113,11 @@ def test_a_new_column_is_read_filtered_and_undone(index, values, type_, where):
     assert problems_and_counts(index) == []
 
 
+def test_values_of_arrow_keep_their_type(index):
+    set_columns(index, [3, 20], {"c": pa.array([1, None])})
+    assert column(index, "c") == {3: 1}
+
+
 def test_later_edits_replace_and_remove_values(index):
     set_columns(index, [0, 1, 2], {"title": ["a", "b", "c"], "stars": [1]})
     set_columns(index, [1, 2], pa.table({"title": ["B", None]}))
@@ -175,6 +180,7 @@ def test_an_erasure_removes_edited_values(index):
         ([], {"c": ["x"]}, "select at least one row"),
         ([0], {}, "give at least one value"),
         ([0], {"c": [float("nan")]}, "number not finite"),
+        ([0], {"c": [np.datetime64("10000-01-01")]}, "row 0 cannot be stored"),
         ([0], {"c\n": ["x"]}, "column name not allowed"),
         ([0], {"c": ["x" * 20_000]}, "more than 16,384 bytes"),
         ([0], {"stars": [5.5]}, "stars has the type int64"),

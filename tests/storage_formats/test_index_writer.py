@@ -310,7 +310,6 @@ def test_a_failed_write_is_tried_again(tmp_path, monkeypatch):
 ENDLESS = """
 import sys
 import numpy as np
-import pandas
 from storage_formats import IndexWriter
 
 blocks = np.ones((7, 4, 16), dtype=np.float32)
@@ -358,7 +357,6 @@ def test_memory_is_bounded_by_a_shard(tmp_path):
     script = """
 import resource, sys
 import numpy as np
-import pandas
 from storage_formats import IndexWriter
 from storage_formats.format.manifest import CommittedIndex
 
@@ -414,6 +412,43 @@ def test_times_of_numpy_and_pandas(tmp_path):
     assert [(row["numpy"], row["pandas"]) for row in rows] == [
         (first, first),
         (None, None),
+    ]
+
+
+@pytest.mark.parametrize(
+    "moment",
+    [
+        datetime.datetime(
+            9999, 12, 31, 23, tzinfo=datetime.timezone(-datetime.timedelta(hours=5))
+        ),
+        datetime.datetime(
+            1, 1, 1, tzinfo=datetime.timezone(datetime.timedelta(hours=5))
+        ),
+        np.datetime64("10000-01-01"),
+        pa.scalar(253402300800, pa.timestamp("s")),
+    ],
+    ids=repr,
+)
+def test_times_outside_the_years_of_python_are_refused(tmp_path, moment):
+    with (
+        pytest.raises(UsageError, match="column taken of rows cannot store"),
+        IndexWriter.create(tmp_path / "index", **SHAPE) as writer,
+    ):
+        writer.append(*arrays(1), {"uri": ["a"], "taken": [moment]})
+
+
+def test_values_of_arrow_are_stored(tmp_path):
+    given = {
+        "uri": ["a", "b"],
+        "number": pa.array([7, None]),
+        "texts": pa.chunked_array([[["x", "y"]], [None]]),
+    }
+    with IndexWriter.create(tmp_path / "index", **SHAPE) as writer:
+        writer.append(*arrays(2), given)
+    rows = read_rows(tmp_path / "index", columns=["number", "texts"]).to_pylist()
+    assert rows == [
+        {"number": 7, "texts": ["x", "y"]},
+        {"number": None, "texts": None},
     ]
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pandas
+import pyarrow as pa
 import pytest
 import torch
 
@@ -18,7 +19,6 @@ from edje_index import LateInteractionSearch, add_ann, quantize_index
 from pipelines.metadata import Ignored, source_values
 from storage_formats import EdjeError, IndexWriter, TokenStore, UsageError, precisions
 from storage_formats.codecs import codec
-from storage_formats.format.source_columns import python_value
 
 SHAPE = (4, 32)
 NUMBERS = np.random.default_rng(0).standard_normal((6, *SHAPE)).astype(np.float32)
@@ -140,10 +140,13 @@ def test_a_query_that_is_not_finite_is_refused(
         ),
         (np.datetime64("NaT", "s"), None),
         (pandas.NaT, None),
+        (pa.scalar(7), 7),
+        (pa.scalar(["a", "b"]), ["a", "b"]),
+        (pa.scalar(None, pa.int64()), None),
     ],
     ids=repr,
 )
 def test_a_value_of_numpy_keeps_its_type(given: Any, stored: Any) -> None:
-    values = source_values({"column": python_value(given)}, Ignored())
+    values = source_values({"column": given}, Ignored())
     assert (values or {}).get("column") == stored
     assert type((values or {}).get("column")) is type(stored)
