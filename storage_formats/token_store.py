@@ -357,7 +357,8 @@ class TokenStore:
         the next batches.
 
         If reading a batch fails, the error is raised when the iteration reaches that
-        batch.
+        batch. After a fork, only the parent can continue the iteration: the thread does
+        not exist in the child, which begins another one.
 
         Args:
             batches: row ids of each batch, see `fetch`.
