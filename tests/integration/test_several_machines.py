@@ -46,6 +46,9 @@ def build(folder: Path, out: Path) -> list[str | Path]:
         "--threads",
         "1",
         "--dedupe",
+        # an eighth of the photos is broken
+        "--max-failed",
+        "0.2",
     ]
     return [
         "build",
