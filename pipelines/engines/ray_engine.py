@@ -233,8 +233,7 @@ class _Turn:
 
     Attributes:
         attempt: number of workers that have run the task, with the present one.
-        late_on: node that was told to leave the task to another one; None if there is
-            none.
+        late_on: node that left the task to another one; None if there is none.
         failed_on: nodes on which the task failed with an error.
     """
 
@@ -251,6 +250,7 @@ class _Job:
     Attributes:
         node: id of the node of the actor; None until the actor has started.
         began: time at which `turn` began.
+        is_late: whether another node takes over the task.
         question: pending request for the progress of the task; None if there is none.
         stalled_seconds: seconds since `progress` last changed, not counting pauses of
             this process.
@@ -260,6 +260,7 @@ class _Job:
     node: str | None = None
     turn: _Turn | None = None
     began: float = dataclasses.field(default_factory=time.monotonic)
+    is_late: bool = False
     question: Any = None
     progress: Any = None
     stalled_seconds: float = 0.0
@@ -476,14 +477,15 @@ class _Run:
             others = {helper.node for helper in self.idle} - {job.node}
             if job.began < late and others and job.turn.late_on is None:
                 job.turn.late_on = job.node
+                job.is_late = True
                 message = (
                     f"a task takes long{self.cluster.place(job.node)}; it runs again on"
                     " another node"
                 )
                 self.on_event(StatusMessage(message, is_warning=True))
             if job.question is None:
-                is_late = job.turn.late_on == job.node
-                job.question = job.actor.exchange.remote(self.stopping or is_late)
+                stop = self.stopping or job.is_late
+                job.question = job.actor.exchange.remote(stop)
             if job.stalled_seconds > self.stall_seconds:
                 job.stalled_seconds = 0.0
                 message = (

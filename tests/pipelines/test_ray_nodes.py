@@ -194,6 +194,25 @@ def test_the_last_task_of_a_slow_node_runs_again_on_another(nodes, tmp_path):
     assert (tmp_path / "1").read_text().count("attempt") == 2
 
 
+def test_a_late_task_ends_where_it_began_if_the_other_node_is_lost(nodes, tmp_path):
+    nodes.add(2)
+    with start(nodes, tmp_path, [[7, "be_late_twice"], [2, "succeed"]]) as run:
+        wait_for_attempts(run, tmp_path, 1)
+        nodes.add(3)
+        # the second task ran there, and its worker is idle
+        deadline = time.monotonic() + RUN_SECONDS
+        while not (tmp_path / "stopping-1").exists():
+            assert run.poll() is None, run.communicate()
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        nodes.kill(3)
+        (tmp_path / "go").touch()
+        items, err = end(run)
+    assert [item for item in items if isinstance(item, int)] == [20, 70], err
+    assert not (tmp_path / "stopping-2").exists()
+    assert (tmp_path / "7").read_text().count("attempt") == 2
+
+
 def test_a_late_task_stays_if_no_other_node_is_idle(nodes, tmp_path):
     nodes.add(2, cpus=2)
     with start(nodes, tmp_path, [[7, "wait_for_go"], [2, "succeed"]]) as run:
@@ -201,7 +220,9 @@ def test_a_late_task_stays_if_no_other_node_is_idle(nodes, tmp_path):
         time.sleep(12)
         (tmp_path / "go").touch()
         items, err = end(run)
-    assert items == [20, 70], err
+    # Ray may notice only now that a node of another test is gone
+    assert [item for item in items if isinstance(item, int)] == [20, 70], err
+    assert "takes long" not in str(items)
 
 
 def test_a_task_that_fails_on_every_node_ends_the_run_and_names_the_last(
