@@ -1,9 +1,9 @@
-"""The EDJE feature index: models, indexing, search, evaluation, and fetching of token
-blocks.
+"""The public Python interface: models, indexing, search, evaluation, and fetching of
+token blocks.
 
-The names in `__all__` are the public interface, with the jobs of `pipelines` and the
-errors of `storage_formats`. Importing this package imports no heavy libraries. The
-first use of a name imports what the name needs.
+`__all__` lists the public names. They include the jobs of `pipelines`, such as
+`build_index`, and the errors of `storage_formats`. A name is imported from its module
+when it is first used, so importing this package loads no heavy library such as torch.
 """
 
 from __future__ import annotations
@@ -60,6 +60,8 @@ if TYPE_CHECKING:
     from storage_formats.verify import verify_index as verify_index
     from storage_formats.writing.index_writer import IndexWriter as IndexWriter
 
+# The public names of `edje_index` and `storage_formats` by module. If a module has
+# several names, spaces separate them.
 _NAMES = {
     "edje_index.bundles.bundle": "ModelBundle",
     "edje_index.bundles.info": "BundleInfo read_bundle_info",
@@ -121,8 +123,11 @@ def __getattr__(name: str) -> Any:
     is_job = _MODULES[name] in JOBS
     with name_missing_extra("build" if is_job else ""):
         if is_job:
+            # Another installed package can also be called `pipelines`. Then Python
+            # would not find the modules of this project.
             share_package("pipelines")
         return getattr(importlib.import_module(_MODULES[name]), name)
 
 
+# `dir(edje_index)` also lists names that are not imported yet.
 __dir__ = __all__.copy

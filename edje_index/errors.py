@@ -19,15 +19,18 @@ class ModelError(EdjeError):
 
 
 class NotABundleError(ModelError):
-    """There is no model bundle at the given path. Exit code 2."""
+    """There is no model bundle at the given path. The command line then exits with
+    code 2.
+    """
 
     exit_code = 2
     remedy = "bundle"
 
 
 class BundleNotFoundError(ModelError):
-    """The model bundle of an index was not found: the path in the index is
-    relative, or does not exist.
+    """The model bundle that built an index was not found. The path that the index
+    records does not exist, or is relative. A relative path is not followed, because it
+    could lead to a bundle from another author.
     """
 
     remedy = "model"

@@ -1,4 +1,6 @@
-"""Progress of long work: the type of callbacks, and the progress of one shard."""
+"""Defines how long operations report their progress: the type of a progress callback,
+and the progress of one shard.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +18,11 @@ class ShardProgress:
     """Progress of one shard.
 
     Attributes:
+        shard: number of the shard.
         done: number of finished rows, including failed rows.
-        stage_seconds: seconds in each stage. A worker is in one of the stages "wait",
-            "encode" and "write" at a time.
+        failed: number of failed rows.
+        stage_seconds: seconds that the worker has spent in each of the stages "wait",
+            "encode" and "write", by name. The stages of one worker do not overlap.
     """
 
     shard: int

@@ -30,7 +30,7 @@ class ServiceError(EdjeError):
     Attributes:
         status: HTTP status of the response; None if the service cannot be reached.
         retry_after: seconds to wait before sending the request again; None if the
-            response has no such value.
+            response does not say how long to wait.
 
     Examples:
         >>> from edje_index import ServiceError
@@ -51,11 +51,12 @@ class ServiceError(EdjeError):
 
 
 class Client:
-    """Sends searches and re-ranking requests to the service over HTTP.
+    """Sends searches and re-ranking requests over HTTP to a service that
+    `edje-index serve` has started.
 
-    Several threads may share a client. At the end of a `with` block, the client is
-    closed. A method raises `ServiceError` if the service refuses its request or cannot
-    be reached, and `UsageError` if an argument cannot be sent.
+    Several threads may share a client. The end of a `with` block closes the client. A
+    method raises `ServiceError` if the service refuses the request or cannot be
+    reached, and `UsageError` if an argument cannot be written as JSON.
 
     Args:
         url: address of the service.
@@ -63,12 +64,14 @@ class Client:
         timeout: seconds without a response after which a request fails.
 
     Raises:
-        UsageError: `url` is not a URL, or `api_key` cannot be sent in a header.
+        UsageError: `url` is not a URL, or `api_key` has characters other than printable
+            ASCII, which an HTTP header cannot contain.
 
     Examples:
         >>> from edje_index import Client
         >>> with Client("http://127.0.0.1:8000") as client:
-        ...     client.url  # client.search("a red canoe", k=5) asks the service
+        ...     # client.search("a red canoe", k=5) returns hits if the service runs
+        ...     client.url
         'http://127.0.0.1:8000'
     """
 
@@ -112,8 +115,8 @@ class Client:
         self._http.close()
 
     def info(self) -> Json:
-        """Return a description of the service: its index, precisions, scores and
-        request limits.
+        """Return a description of the service as a JSON object: its index, precisions,
+        scores and request limits.
         """
         return dict(self._json("GET", "/info"))
 
@@ -140,8 +143,8 @@ class Client:
             where: as in `TokenIndex.search`.
             precision: precision of the tokens to re-rank with; None selects the default
                 of the service.
-            columns: columns of the rows that every hit brings; None selects the
-                captions, if there are any.
+            columns: names of the columns of the rows table whose values are in
+                `Hit.columns`; None selects the columns with captions, if there are any.
         """
         from edje_index.search.hits import Hit
 
@@ -172,9 +175,10 @@ class Client:
             image: row id, or the bytes of an image file.
             texts: texts to choose from.
             k: number of hits.
-            pool: number of texts to re-rank, at least `k`.
-            precision: precision of the tokens of the row; None selects the default of
-                the service.
+            pool: number of texts to re-rank, at least `k`; None as in
+                `TokenIndex.search_texts`.
+            precision: precision in which the tokens of the row are read; None selects
+                the default of the service.
         """
         from edje_index.search.hits import TextHit
 
@@ -236,7 +240,8 @@ class Client:
         import httpx
 
         try:
-            # `operator.index` accepts NumPy integers.
+            # `json` calls `default` for values that it cannot write.
+            # `operator.index` converts NumPy integers to Python integers.
             text = (
                 ""
                 if body is None
@@ -265,7 +270,7 @@ class Client:
         try:
             message = str(answer.json()["error"]["message"])
         except (ValueError, KeyError, TypeError):
-            # the answer of another server, such as a proxy
+            # Another server than the service answered, for example a proxy.
             message = f"HTTP status {answer.status_code}: {answer.text[:200]}"
         raise ServiceError(
             message,
@@ -275,8 +280,8 @@ class Client:
 
 
 def _sent(value: Any, name: str = "") -> Json:
-    """Return a JSON object with the bytes of an image, or with another value as the
-    member `name`.
+    """Return the JSON object that sends `value`. The bytes of an image become the
+    member `image`, in base64. Any other value becomes the member `name`.
     """
     if isinstance(value, bytes):
         return {"image": base64.b64encode(value).decode()}

@@ -1,4 +1,4 @@
-"""The joint encoder behind the interface of a cross-encoder of
+"""Offers the final score through the interface of `CrossEncoder` in the library
 sentence-transformers.
 """
 
@@ -21,11 +21,12 @@ from storage_formats.atomic import Json
 class CrossEncoder:
     """Rates pairs of a text and an image with the final score of an index.
 
-    The methods `predict` and `rank` have the arguments and results of
-    `sentence_transformers.CrossEncoder`.
+    The methods `predict` and `rank` take the same arguments and return the same types
+    as the methods of `sentence_transformers.CrossEncoder`.
 
     Attributes:
-        index: the index. Its rows and its model are used.
+        index: an open index. Its model computes the scores, and its row ids and uris
+            can name images.
 
     Examples:
         >>> from pathlib import Path
@@ -53,12 +54,14 @@ class CrossEncoder:
 
         Args:
             inputs: (text, image) pairs, as for `TokenIndex.score_pairs`, or one pair.
-            activation_fn: function of a tensor of final scores whose result replaces
-                the relevances; `nn.Identity()` gives the scores.
-            convert_to_numpy: False returns a list of numbers as tensors.
-            convert_to_tensor: True returns one tensor.
-            ignored: other arguments of sentence-transformers, for example `batch_size`;
-                the index chooses its batches.
+            activation_fn: function that takes the final scores as a tensor, float64
+                [n]. Its result is returned in place of the relevances. `nn.Identity()`
+                returns the final scores. None returns the relevances.
+            convert_to_numpy: True returns a NumPy array, False a list of n tensors with
+                one number each. Ignored if `convert_to_tensor` is True.
+            convert_to_tensor: True returns one tensor [n].
+            ignored: other arguments of sentence-transformers, for example `batch_size`.
+                They have no effect, because the index chooses the batches.
         """
         import torch
 
@@ -88,14 +91,14 @@ class CrossEncoder:
         activation_fn: Callable[..., Any] | None = None,
         **ignored: Any,
     ) -> list[Json]:
-        """Return one dictionary per document, best first, with the keys `corpus_id`
-        (position) and `score`.
+        """Return one dictionary per document, best first. The key `corpus_id` has the
+        position of the document in `documents`, and the key `score` its relevance.
 
         Args:
             query: the text.
             documents: images, as for `TokenIndex.score_pairs`.
             top_k: number of documents to return; None returns all.
-            return_documents: True to add the document with the key `text`.
+            return_documents: True adds the document itself under the key `text`.
             activation_fn: as in `predict`.
             ignored: as in `predict`.
         """

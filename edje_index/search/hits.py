@@ -1,4 +1,4 @@
-"""The hits of searches."""
+"""Defines the results of a search: its hits, and the durations of its stages."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ from storage_formats.remote.urls import IndexLocation
 if TYPE_CHECKING:
     import pyarrow as pa
 
-# images in a notebook; the notebook file contains each image
+# Largest number of hits that are shown. The file of a notebook contains the image of
+# each shown hit.
 _SHOWN = 50
+# longer side of a shown image, in pixels
 _SIDE = 160
 _TEMPLATE = Path(__file__).with_name("hits.html")
 _NUMBERS = ("score", "embedding_score", "relevance", "joint_score")
@@ -32,11 +34,11 @@ class Hit:
     Attributes:
         row_id: row id of the image.
         uri: path or URI of the image.
-        score: final score, by which hits are sorted. Without re-ranking, the score is
-            `embedding_score`. In a late-interaction search, the score is the MaxSim of
-            the query and the tokens.
+        score: final score, by which hits are sorted. For the score "embedding", and in
+            a search for similar images, it equals `embedding_score`. In a
+            late-interaction search, it is the MaxSim of the query and the tokens.
         embedding_score: cosine similarity of the embeddings of the query and the image;
-            NaN if there is no embedding.
+            NaN in a late-interaction search that gets no embedding of the query.
         relevance: a number between 0 and 1 that never decreases with the score, see
             `edje_index.scoring.final_score.relevance`. None in a late-interaction
             search.
@@ -44,8 +46,8 @@ class Hit:
             similarity. None if the final score has none of these parts.
         parts: values of the parts of the final score, without weights. The keys are
             part names, see `edje_index.scoring.weights.PART_NAMES`.
-        columns: captions of the image, or values of the chosen columns of the rows
-            table, by column name.
+        columns: values from the rows table, by column name. The columns are those that
+            the caller chose, or by default those with captions.
 
     Examples:
         >>> from edje_index import TokenIndex
@@ -64,10 +66,11 @@ class Hit:
     columns: Mapping[str, Any] = field(default_factory=dict)
 
     def metadata(self) -> dict[str, Any]:
-        """Return `row_id`, `uri`, `relevance`, `score` and the columns, by name.
+        """Return `row_id`, `uri`, `relevance`, `score` and the values of the columns,
+        by name.
 
-        A column gets the prefix "source_" if it has the name of an attribute of the hit
-        (such as `score`), or ``part_NAME`` with the name of a part of the score.
+        A column gets the prefix "source_" if its name is that of a number in
+        `Hits.to_arrow`, for example `score` or `part_logit`.
         """
         columns = {
             stored_name(name, _NAMES_OF_HIT): value
@@ -82,9 +85,11 @@ class Hit:
         }
 
     def described(self, *, every_caption: bool = False) -> str:
-        """Return the columns as one line of text. Columns without a value are left
-        out. Of several captions, the line has the first and the number of the others,
-        such as "+4", unless `every_caption`.
+        """Return the values of the columns as one line of text. Columns without a value
+        are left out.
+
+        If the image has several captions, the line has only the first caption and the
+        number of the others, such as "+4". With `every_caption`, it has all captions.
         """
         values = {}
         for name, value in self.columns.items():
@@ -132,8 +137,8 @@ class TextHit:
 
 
 class Hits(list[Hit]):
-    """A list of the hits of one query, best first. `print` shows a table, and a
-    notebook shows it with images.
+    """A list of the hits of one query, best first. `print` shows a table of the first
+    50 hits, and a notebook shows a table of these hits with their images.
 
     Args:
         hits: the hits of the query, best first.
@@ -165,16 +170,19 @@ class Hits(list[Hit]):
         return Hits(self[:k], self.root, self.stages)
 
     def at_least(self, min_relevance: float) -> Hits:
-        """Return the hits with at least this relevance."""
+        """Return the hits whose relevance is at least `min_relevance`. A hit without a
+        relevance counts as having relevance 0.
+        """
         kept = [hit for hit in self if (hit.relevance or 0.0) >= min_relevance]
         return Hits(kept, self.root, self.stages)
 
     def to_arrow(self) -> pa.Table:
         """Return a pyarrow table with one row per hit.
 
-        The first columns are `row_id`, `uri` and the numbers of `Hit`, also without
-        hits. The parts of the score follow as ``part_NAME``, and then the columns of
-        the hits, with the names of `Hit.metadata`.
+        The first columns are `row_id`, `uri`, `score`, `embedding_score`, `relevance`
+        and `joint_score`. An empty list gives these columns, too. The columns
+        ``part_NAME`` follow, one for each part of the final score. The last columns are
+        those of the hits, under the names that `Hit.metadata` gives them.
         """
         import pyarrow as pa
 
@@ -233,7 +241,7 @@ class Hits(list[Hit]):
             thumbnails = read_thumbnails(self.root, [hit.row_id for hit in hits], _SIDE)
             images = {thumbnail.row_id: thumbnail.data_uri for thumbnail in thumbnails}
         except EdjeError as error:
-            # the index has been moved or removed since the search
+            # for example, because the index was moved or removed after the search
             problem = f"The images cannot be read: {error}"
         template = Template(_TEMPLATE.read_text(), autoescape=True)
         return str(
@@ -244,12 +252,19 @@ class Hits(list[Hit]):
 
 
 class Stages(dict[str, float]):
-    """Seconds of each stage of one search, by name, in the order of the search.
+    """Duration of each stage of a search in seconds, by name. A stage that did not run
+    has no entry.
 
-    The names are `text_tower`, `vision_tower`, `nearest`, `fetch` (reads and decodes
-    tokens), `joint_encoder`, `other_parts` (the rest of the final score), `hits` (sorts
-    the candidates and looks up their uris) and `total`. The first search of a
-    `TokenIndex` also reads the weights of the tower.
+    The names are:
+
+    - `text_tower`, `vision_tower`: embeds the query. The first search of a `TokenIndex`
+      also reads the weights of the tower in this stage.
+    - `nearest`: finds the candidates.
+    - `fetch`: reads and decodes tokens.
+    - `other_parts`: computes late interaction and pooled similarity.
+    - `joint_encoder`: computes the logits.
+    - `hits`: sorts the candidates, and looks up uris and columns.
+    - `total`: the time from the start of the search to the end of the last stage.
     """
 
     def __init__(self) -> None:
@@ -271,7 +286,7 @@ class Stages(dict[str, float]):
 
 class RankedHit(NamedTuple):
     """A hit, its rank by the final score, and its rank by embedding similarity. The
-    first rank is 1.
+    best rank is 1.
     """
 
     hit: Hit
@@ -280,8 +295,8 @@ class RankedHit(NamedTuple):
 
 
 def rank_hits(hits: Sequence[Hit]) -> list[RankedHit]:
-    """Return each hit with its two ranks. Hits of equal embedding similarity are ranked
-    by row id.
+    """Return each hit with its two ranks. If hits have the same embedding similarity,
+    their embedding ranks follow the row ids.
 
     Args:
         hits: all candidates of a search, best final score first.

@@ -1,12 +1,12 @@
-"""Late-interaction search without a model bundle. The caller encodes the query, for
-example with ColBERT or ColPali.
+"""Searches an index by late interaction, without a model bundle. The caller encodes the
+query, for example with ColBERT or ColPali.
 
 The score of a row is MaxSim (Khattab and Zaharia, 2020). For each query vector, take
-the largest dot product with a token of the row. MaxSim is the sum over the query
-vectors.
+the largest dot product with a token of the row. MaxSim is the sum of these products
+over the query vectors.
 
-Vectors are not normalised. For cosine similarities, normalise the query vectors and the
-tokens before storing them.
+The search does not normalise any vectors. To obtain cosine similarities, normalise the
+tokens before you store them, and the query vectors before you search.
 """
 
 from __future__ import annotations
@@ -30,12 +30,14 @@ from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.tombstones import check_row_ids
 from storage_formats.token_store import TokenStore
 
-# BLAS computes such small products in the calling thread; its idle threads would spin
+# Number of blocks in one matrix product. BLAS computes so small a product in the
+# calling thread. For a larger product it starts threads, which later keep cores busy
+# while they wait for work.
 _PRODUCT_ROWS = 4
 
 
 class LateInteractionSearch:
-    """Ranks the rows of an index by MaxSim with the vectors of a query.
+    """Ranks the rows of an index by their MaxSim with the vectors of a query.
 
     Examples:
         >>> import numpy as np
@@ -87,22 +89,24 @@ class LateInteractionSearch:
     ) -> Hits:
         """Return the `k` best rows for `query`, best first. Holes are left out.
 
-        Give either `embedding` or `row_ids`, which select the candidates.
+        Give either `embedding` or `row_ids`. The argument that is given selects the
+        candidates.
 
         Args:
             query: vectors of one query [q, d].
             k: number of hits.
             embedding: embedding of the query [embed_dim]. The `pool` rows with the
                 nearest embeddings are candidates.
-            pool: number of candidates with `embedding`; ignored with `row_ids`.
+            pool: number of candidates that `embedding` selects; ignored if `row_ids`
+                is given.
             row_ids: row ids of the candidates. Pass `index.store.row_ids()` to score
                 every row.
-            where: filter such as "width > 800", see `edje_index.search.where`. Rows
-                that do not pass are no candidates. None lets all rows pass.
+            where: filter such as "width > 800", see `edje_index.search.where`. Only
+                rows that pass the filter are candidates. None lets all rows pass.
 
         Raises:
-            UsageError: an argument has the wrong shape or value. Also raised if both or
-                neither of `embedding` and `row_ids` are given.
+            UsageError: an argument has the wrong shape or value, or `embedding` and
+                `row_ids` are both given or both missing.
             MissingExtraError: `embedding` is given, but FAISS is not installed.
         """
         k = as_count(k, "k")
@@ -139,8 +143,8 @@ class LateInteractionSearch:
     def scores(
         self, query: ArrayLike, row_ids: Sequence[int] | NDArray[np.integer]
     ) -> Floats:
-        """Return the MaxSim of `query` [q, d] and each of `row_ids` [k], float32
-        [k]. The score of a hole is NaN.
+        """Return the MaxSim of `query` [q, d] and the tokens of each of `row_ids` [k],
+        float32 [k]. The score of a hole is NaN.
         """
         return self.store.max_sim(np.asarray(query), row_ids)
 
@@ -160,7 +164,8 @@ class LateInteractionSearch:
                 "embedding must be a vector [embed_dim], got an array of shape"
                 f" {list(vector.shape)}"
             )
-        # as the stored embeddings
+        # Stored embeddings have length 1. The query is scaled to this length, so that
+        # dot products are cosine similarities. A zero vector stays unchanged.
         length = float(np.linalg.norm(vector)) or 1.0
         return self._ann.nearest(vector / np.float32(length), pool, passing)
 
@@ -168,8 +173,8 @@ class LateInteractionSearch:
 def max_sim(query: Floats, blocks: Blocks) -> Floats:
     """Return the MaxSim of `query` and each block, float32 [k].
 
-    For each query vector, MaxSim takes the largest dot product with a token of the
-    block. MaxSim is the sum over the query vectors.
+    For each query vector, take the largest dot product with a token of the block.
+    MaxSim is the sum of these products over the query vectors.
 
     Args:
         query: query vectors [q, d].
