@@ -1,4 +1,6 @@
-"""Reads what a search is given: files of queries, images, and rows by row id or uri."""
+"""Reads the inputs of a search: files of queries, images, and rows that are named by
+row id or uri.
+"""
 
 from __future__ import annotations
 
@@ -37,8 +39,9 @@ _SHOWN = 3
 def read_queries(path: Path) -> list[str]:
     """Return the queries in a file, in order.
 
-    The file has one query per line. In a ``.jsonl`` file, a line is a JSON string, or
-    an object with one of the members `query`, `text`, `caption` and `captions`. Blank
+    A text file has one query per line. In a ``.jsonl`` or ``.ndjson`` file, a line is a
+    JSON string, or an object with one of the members `query`, `text`, `caption` and
+    `captions`. A list of strings in place of a string gives several queries. Blank
     lines are skipped.
 
     Raises:
@@ -74,8 +77,9 @@ def read_queries(path: Path) -> list[str]:
 def requested_rows(index: CommittedIndex, rows: Sequence[int | str]) -> Ints:
     """Return the row id of each entry of `rows`, int64 [k].
 
-    A row id is returned unchanged. A uri gives the first indexed row with this uri, or
-    else the first one; if this row is a duplicate, its original.
+    A row id is returned unchanged. For a uri, the first indexed row with this uri is
+    returned. If no row with this uri is indexed, the first row with this uri is used:
+    if it is a duplicate, its original is returned.
 
     Raises:
         RowIdError: a row id is out of range, unused or deleted.
@@ -180,7 +184,8 @@ def encode_images(
                 try:
                     rgb = to_rgb(ImageOps.exif_transpose(image))
                 except (OSError, SyntaxError, ValueError) as error:
-                    # Pillow reads pixels of an opened file only now
+                    # Pillow reads the pixels of an opened image only when they are
+                    # needed, so a damaged file raises an error here.
                     raise ImageError(reason="corrupt", detail=str(error)) from error
             pixels.append(encoder.preprocess(rgb))
         except ImageError as error:

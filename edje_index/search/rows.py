@@ -23,10 +23,11 @@ from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.rows import check_names, iter_stored_rows, row_schema
 from storage_formats.format.source_columns import caption_columns
 
-# of columns
+# largest total size of the columns that stay in memory, in bytes
 _CACHED_BYTES = 256 << 20
+# largest number of filters whose results stay in memory
 _CACHED_FILTERS = 16
-# of a filter table, whose columns for hits stay in memory
+# A filter table of at most this size in bytes is also read for the columns of hits.
 _GROUPED_BYTES = 64 << 20
 
 
@@ -37,9 +38,9 @@ class FilterTimeoutError(EdjeError):
 class IndexRows:
     """The rows table of one snapshot. Thread-safe.
 
-    A column of a shard is read when it is first needed. Columns and recent results of
-    filters stay in memory up to a limit, because opening a Parquet file takes more time
-    than the rest of a search.
+    A column of a shard is read when it is first needed. Up to 256 MiB of columns and
+    the results of the last 16 filters stay in memory, because opening a Parquet file
+    takes more time than the rest of a search.
 
     Args:
         index: an open index.
@@ -77,10 +78,10 @@ class IndexRows:
     def described(
         self, row_ids: Ints, columns: Sequence[str] | None = None
     ) -> list[tuple[str, Json]]:
-        """Return the uri and the values of `columns` by name of each of `row_ids` [k],
-        which are in use.
+        """Return (uri, values of `columns` by name) for each of `row_ids` [k]. The row
+        ids must be in use.
 
-        None selects the columns that were given to the constructor.
+        If `columns` is None, the columns that were given to the constructor are used.
 
         Raises:
             UsageError: the rows table has no such column.
@@ -105,8 +106,8 @@ class IndexRows:
 
     @name_missing_extra("search")
     def passing(self, where: str, until: float = float("inf")) -> Bools:
-        """Return which rows pass a filter, bool [rows of the index]. Unused row ids and
-        deleted rows do not pass.
+        """Return which rows pass a filter, bool [n], for all n row ids of the index.
+        Unused row ids and deleted rows do not pass.
 
         Args:
             where: the filter expression.
@@ -122,7 +123,8 @@ class IndexRows:
 
         columns, passes = parse_where(as_text(where, "where"), self.schema)
         spec = self._index.manifest.spec
-        # without the lock, which another filter may hold for a long time
+        # A result in memory is returned without waiting for the lock. Another thread
+        # may hold the lock for a long time, to evaluate another filter.
         if (known := self._results.get(where)) is not None:
             return known
         with self._filtering:
@@ -142,7 +144,12 @@ class IndexRows:
             return self._results[where]
 
     def _parts(self, names: Sequence[str]) -> Iterator[pa.Table]:
-        """Yield the columns `row_id` and `names` of all rows, some rows at a time."""
+        """Yield tables with the columns `row_id` and `names`. Together, the tables
+        contain all rows.
+
+        A segment is read from its filter table, which is one file. If there is none, or
+        if it lacks a column, one file per shard is read.
+        """
         names = [name for name in names if name != "row_id"]
         manifest = self._index.manifest
         spec = manifest.spec
@@ -155,7 +162,8 @@ class IndexRows:
                     yield from iter_filter_table(self._index, segment, entry, names)
                     continue
             except CorruptIndexError:
-                # the files of rows/ have the same values
+                # The filter table is damaged. The files of rows/, which have the same
+                # values, are read in its place.
                 pass
             shards += spec.segment_shards(segment)
         for shard, columns in zip(shards, self._tables(shards, names), strict=True):
@@ -170,8 +178,11 @@ class IndexRows:
             yield table
 
     def _read_groups(self, shards: Sequence[int], names: Sequence[str]) -> None:
-        """Keep the columns `names` of the row groups of the filter tables that contain
-        `shards`. Then later searches, which have hits in other shards, open no file.
+        """Read the row groups of the filter tables that contain `shards`, and keep
+        their columns `names` in memory.
+
+        A row group contains many shards. A later search has hits in other shards, and
+        often finds these shards in memory.
         """
         manifest = self._index.manifest
         spec = manifest.spec
@@ -193,7 +204,8 @@ class IndexRows:
             ]
             if not first_rows or entry is None or entry.bytes > _GROUPED_BYTES:
                 continue
-            # the files of rows/ have the same values
+            # If the filter table is damaged, `_tables` reads the same values from the
+            # files of rows/.
             with contextlib.suppress(CorruptIndexError):
                 for table in iter_filter_table(
                     self._index, segment, entry, names, first_rows
@@ -208,7 +220,9 @@ class IndexRows:
     def _tables(
         self, shards: Sequence[int], names: Sequence[str]
     ) -> Iterator[list[pa.Array]]:
-        """Yield the columns `names` of each of `shards`, which are ascending."""
+        """Yield a list with the columns `names` for each of `shards`, which must
+        ascend. Columns that are in memory are not read again.
+        """
         with self._lock:
             held: dict[int, list[Any]] = {
                 shard: [self._columns.get((shard, name)) for name in names]
@@ -231,7 +245,9 @@ class IndexRows:
         names: Sequence[str],
         columns: Sequence[pa.Array],
     ) -> None:
-        """Keep columns of a shard until the memory is needed for others."""
+        """Keep the columns `names` of a shard in memory. If all kept columns exceed the
+        limit, the least recently used columns are removed.
+        """
         with self._lock:
             for name, column in zip(names, columns, strict=True):
                 if (shard, name) not in self._columns:

@@ -1,5 +1,5 @@
-"""Reads the parts of a model bundle that a search uses. Other parts are not read,
-so a search starts quickly.
+"""Reads the parts of a model bundle that a search uses. Other parts are not read, so
+that a search starts quickly.
 """
 
 from __future__ import annotations
@@ -24,22 +24,24 @@ from storage_formats.threads import has_bfloat16
 if TYPE_CHECKING:
     from edje_index.indexing.image_encoder import ImageEncoder
 
-# points
+# "auto" selects bfloat16 on a CPU only if recall changes by less than this, in
+# percentage points.
 _RECALL_CHANGE = 0.1
 
 
 class SearchModel:
-    """The parts of a model bundle that a search uses: text tower, joint encoder, and
-    other parts of the final score.
+    """The parts of a model bundle that a search uses: the text tower, the joint
+    encoder, and the other models of the final score. A query by image also uses the
+    vision tower and the adapter.
 
-    Weights are memory-mapped. Do not change files of the bundle while this object is in
-    use. To change the bundle, replace the whole directory.
+    Weights are memory-mapped, so the files of the bundle must not change while this
+    object is in use. To change the bundle, replace the whole directory.
 
     Attributes:
         info: description of the bundle.
         joint: joint encoder, which scores pairs of a text and an image.
-        scorer: the joint encoder and the other models that compute the parts of
-            the final score.
+        scorer: the joint encoder and the other models that compute parts of the final
+            score.
     """
 
     def __init__(
@@ -52,10 +54,11 @@ class SearchModel:
             device: device of the text tower and the joint encoder: "auto", "cpu",
                 "cuda" or "cuda:N".
             dtype: data type of the joint encoder's matrix products: "auto", "float32"
-                or "bfloat16". bfloat16 takes less time than float32 on processors with
-                bfloat16 instructions, and more time on others. "auto" is bfloat16 on
-                CUDA. On such processors, it is bfloat16 if the bundle says that recall
-                changes by less than 0.1 points.
+                or "bfloat16". "auto" selects bfloat16 on CUDA. On a CPU, bfloat16 takes
+                less time than float32 if the CPU has bfloat16 instructions, and more
+                time otherwise. There, "auto" selects bfloat16 if the CPU has these
+                instructions, and the bundle says that bfloat16 changes recall by less
+                than 0.1 percentage points.
 
         Raises:
             ModelError: a file of the bundle is missing or damaged, or `device` or
@@ -68,6 +71,7 @@ class SearchModel:
             keeps_recall = change is not None and abs(change) < _RECALL_CHANGE
             dtype = "bfloat16" if keeps_recall and has_bfloat16() else "float32"
         compute_dtype = resolve_dtype(dtype, self._device)
+        # `image_encoder` verifies the adapter when it reads the adapter.
         verify_files(info, [name for name in info.files if name != ADAPTER_WEIGHTS])
         self.scorer = load_scorer(info, compute_dtype, self._device)
         self.joint = self.scorer.joint
@@ -96,16 +100,20 @@ class SearchModel:
     def weights(
         self, direction: str, score: str | ScoreWeights = BUNDLE_SCORE
     ) -> ScoreWeights:
-        """Return the weights of the score `score` in `direction`. See
-        `ModelBundle.weights`.
+        """Return the weights of the final score that `score` describes in `direction`,
+        "t2i" or "i2t". For the values of `score`, see `parse_score`.
+
+        Raises:
+            UsageError: `score` is invalid.
+            ModelError: the bundle has no model for a part whose weight is not 0.
         """
         weights = parse_score(score, self.info.score.of(direction))
         check_parts(weights, self.scorer.part_names, "this model bundle")
         return weights
 
     def check_reranks(self) -> None:
-        """Raise ModelError if the bundle makes patch features, which the joint
-        encoder cannot score.
+        """Raise ModelError if the bundle produces patch features instead of tokens. The
+        joint encoder can only score tokens.
         """
         config = self.adapter_config
         if config.is_feature:

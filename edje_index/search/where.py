@@ -37,7 +37,8 @@ Condition: TypeAlias = Callable[[pa.Table], Any]
 is null.
 """
 
-# A subset of SQL. The LALR parser takes linear time and does not use recursion.
+# The grammar is a subset of SQL. An LALR parser reads it in linear time and without
+# recursion, so an expression from an untrusted user cannot exhaust the stack.
 _GRAMMAR = r"""
 ?start: disjunction
 ?disjunction: conjunction ("or"i conjunction)*
@@ -102,9 +103,10 @@ def parse_where(
     Returns:
         The sorted names of the columns that the expression reads, and a function that
         takes a table of k rows with these columns and returns which rows pass, bool
-        [k]. As in SQL, a row does not pass if the result is null. A condition on a list
-        of texts holds if it holds for one text, and a negated one (`!=`, `not in`, `not
-        like`) if no text matches.
+        [k]. As in SQL, a row does not pass if the result is null. A condition on a
+        column of lists of texts holds if it holds for at least one text of the list. A
+        negated condition (`!=`, `not in`, `not like`) holds if no text of the list
+        matches.
 
     Raises:
         UsageError: the expression is too long or malformed, names an unknown column, or
@@ -151,8 +153,8 @@ def _error(message: str) -> UsageError:
 
 
 def _kind(operand: _Operand) -> str:
-    """Return the kind of the values: "number", "text", "boolean", "timestamp" or
-    "list of texts".
+    """Return the kind of a constant or of the values of a column: "number", "text",
+    "boolean", "timestamp" or "list of texts".
     """
     if not isinstance(operand, pa.Field):
         return (
@@ -172,7 +174,7 @@ def _kind(operand: _Operand) -> str:
 
 
 def _named(operand: _Operand) -> str:
-    """Return how an error message names `operand`."""
+    """Return a description of `operand` for error messages."""
     if isinstance(operand, pa.Field):
         return f"the column {operand.name} ({type_name(operand.type)})"
     return (
@@ -182,20 +184,21 @@ def _named(operand: _Operand) -> str:
 
 
 def _scalar(column: pa.Field, constant: _Constant) -> pa.Scalar:
-    """Convert `constant` to a scalar that can be compared with the values of
-    `column`.
+    """Convert `constant` to a scalar that can be compared with the values of `column`.
+    Raise UsageError if they cannot be compared.
     """
     kind = _kind(column)
     try:
         if _kind(constant) != (_TEXT if kind in (_TEXTS, _TIME) else kind):
             raise ValueError("another kind")
         if kind == _TIME:
-            # Python would cut it to microseconds
+            # `fromisoformat` would drop the digits after the microseconds, and the
+            # comparison would be wrong.
             if re.search(r"[.,]\d{6}0*[1-9]", str(constant)):
                 raise ValueError("finer than a microsecond")
             moment = datetime.datetime.fromisoformat(str(constant))
             return pa.scalar(python_value(moment), column.type)
-        # the cast refuses a number that it would round
+        # `cast` raises an error for a number that it would have to round.
         if kind == _NUMBER:
             return pa.scalar(constant).cast(
                 pa.int64() if pa.types.is_integer(column.type) else pa.float64()
@@ -279,7 +282,8 @@ class _Conditions(Transformer_NonRecursive):  # type: ignore[type-arg]
 
     def comparison(self, left: _Operand, operator: str, right: _Operand) -> Condition:
         if operator in ("!=", "<>"):
-            # no text of a list is equal
+            # On a list of texts, != means that no text of the list is equal. This is
+            # the negation of =, not != for each text.
             equal = self.comparison(left, "=", right)
             return lambda table: pc.invert(equal(table))
         self._count()
@@ -305,6 +309,7 @@ class _Conditions(Transformer_NonRecursive):  # type: ignore[type-arg]
             raise _error(
                 f"{problem}; compare numbers with numbers, or texts with texts"
             )
+        # Two columns of numbers are compared in a type that holds the values of both.
         other = right.name
         wider = left.type
         if kind == _NUMBER:
@@ -393,9 +398,8 @@ class _Conditions(Transformer_NonRecursive):  # type: ignore[type-arg]
 
 
 def _any_text(condition: Callable[[Any], Any], values: Any) -> Any:
-    """Return for each value whether `condition` is true.
-
-    For a list, return whether `condition` is true for any text in it.
+    """Return `condition` of `values`. If the values are lists of texts, return for each
+    list whether `condition` is true for at least one text; null for a null list.
     """
     if not pa.types.is_list(values.type):
         return condition(values)
