@@ -84,10 +84,11 @@ class ScoredCandidates(NamedTuple):
     """The scores of the k candidates of one query.
 
     Attributes:
-        rows: row ids, int64 [k].
-        similarities: cosine similarities of the embeddings, float32 [k].
-        final: the final scores, float32 [k]. NaN for candidates that cannot be among
-            the first hits.
+        rows: row ids of the candidates, int64 [k].
+        similarities: cosine similarity of the embeddings of the query and each
+            candidate, float32 [k].
+        final: final score of each candidate, float32 [k]. NaN for a candidate whose
+            logit was not computed, because it cannot be among the best hits.
         joint: weighted sum of the parts logit, late interaction and pooled similarity,
             float32 [k]. None if the final score has none of these parts.
         parts: values of each part of the final score, without weights, by part name,
@@ -104,10 +105,13 @@ class ScoredCandidates(NamedTuple):
 class TokenIndex:
     """An open index and the model bundle that built it.
 
-    Searches raise `UsageError` or `RowIdError` for a wrong argument, for example an
-    empty text or an unknown row; `ModelError` if the bundle has no model for a part of
-    the score, or if the score needs adapter tokens but the index stores patch features;
-    and `CorruptIndexError` if a file of the index is damaged.
+    Searches raise these errors:
+
+    - `UsageError` or `RowIdError` for a wrong argument, for example an empty text or an
+      unknown row.
+    - `ModelError` if the bundle has no model for a part of the score, or if the score
+      needs adapter tokens but the index stores patch features.
+    - `CorruptIndexError` if a file of the index is damaged.
 
     Examples:
         >>> from edje_index import TokenIndex
@@ -165,12 +169,13 @@ class TokenIndex:
         """Return a copy of this object that re-ranks with tokens of `precision`. The
         copy shares the model.
 
-        The tokens of a precision are opened once. Several threads may call this method.
+        Later copies with the same precision share the opened tokens. Several threads
+        may call this method.
 
         Raises:
             UsageError: the index has no tokens of `precision`.
         """
-        # not copy.copy, which would pickle
+        # `copy.copy` would call `__reduce__`, which raises an error.
         other = object.__new__(type(self))
         vars(other).update(vars(self))
         if as_text(precision, "precision") not in self._stores:
@@ -206,8 +211,8 @@ class TokenIndex:
             score: final score to sort by: "bundle" (the weights of the bundle),
                 "logit", "embedding", "PART=WEIGHT,..." or `ScoreWeights`. See
                 `edje_index.scoring.weights.parse_score`.
-            columns: columns of the rows table that every hit brings; None selects the
-                captions, if there are any.
+            columns: names of the columns of the rows table whose values are in
+                `Hit.columns`; None selects the columns with captions, if there are any.
             device: device of the model: "auto", "cpu", "cuda" or "cuda:N".
             dtype: data type of the joint encoder's matrix products, see `SearchModel`.
 
@@ -244,7 +249,8 @@ class TokenIndex:
             >>> index.refresh(), 5 in [hit.row_id for hit in index.search("a dog")]
             (1, False)
         """
-        # else a slower call could put an older snapshot in place of a newer one
+        # Without the lock, a slower call could replace a newer snapshot with an older
+        # one.
         with self._refreshing:
             current = self.at_current_snapshot()
             if current is not self:
@@ -300,8 +306,8 @@ class TokenIndex:
 
     @property
     def default_pool(self) -> int:
-        """Number of candidates that a search re-ranks by default: that of the bundle,
-        if it names one, else 100.
+        """Number of candidates that a search re-ranks by default. The bundle may name
+        this number; otherwise it is 100.
         """
         return self.model.info.pool or _DEFAULT_POOL
 
@@ -348,15 +354,17 @@ class TokenIndex:
         One call with several texts is faster than one call per text, because the texts
         share batches. Sharing a batch changes a score by at most 1e-4 in float32.
 
-        The joint encoder scores only candidates that can be among the `k` best with a
-        logit in the range that the bundle names. It scores all candidates if the bundle
-        names no range, and if the score is the logit alone.
+        To save time, the joint encoder does not score every candidate. The bundle names
+        the range of its logits, and the joint encoder scores only candidates that can
+        be among the `k` best with a logit in this range. It scores all candidates if
+        the bundle names no range, or if the score is the logit alone.
 
         Args:
             text: one query, or a list or tuple of queries.
             k: number of hits per query.
-            pool: number of candidates to re-rank per query; at least `k`. None is
-                `default_pool`. The candidates are the rows with the nearest embeddings.
+            pool: number of candidates to re-rank per query; at least `k`. None selects
+                `default_pool`, or `k` if `k` is larger. The candidates are the rows
+                whose embeddings are nearest to that of the query.
             score: final score to sort by, see `open`; None selects the score that was
                 given to `open`. The score "embedding" keeps the order of the embeddings
                 and reads no tokens.
@@ -366,11 +374,12 @@ class TokenIndex:
             image: image or row id that the hits also resemble, as for `search_image`.
                 The query embedding is then the normalised sum of the embeddings of text
                 and image. The joint encoder still reads only the text.
-            min_relevance: leave out hits with a lower relevance.
+            min_relevance: smallest relevance of a hit, between 0 and 1. Hits with a
+                lower relevance are left out, so there may be fewer than `k`.
 
         Returns:
-            The hits of the query; for several queries, one list of hits per query.
-            `Hits.stages` contains the durations of the stages.
+            The hits of the query. If `text` is a list or tuple, one `Hits` per query.
+            `Hits.stages` contains the duration of each stage of the search.
 
         Examples:
             >>> from edje_index import TokenIndex
@@ -399,7 +408,7 @@ class TokenIndex:
         )
         block_bytes = math.prod(self.store.block_shape) * BF16.itemsize
         if self.model.joint.device.type != "cpu":
-            # the blocks are decoded there
+            # Blocks are decoded in the memory of the GPU, and need no buffer here.
             block_bytes = 0
         for start in range(0, len(texts), queries_at_once):
             part = slice(start, start + queries_at_once)
@@ -424,8 +433,8 @@ class TokenIndex:
     def _fetch(
         self, candidates: list[Candidates], buffer: Bytes, stages: Stages
     ) -> tuple[list[Candidates], Tensor]:
-        """Return the candidates and their tokens, see `_tokens`. Damaged candidates are
-        left out of both.
+        """Return the candidates and their tokens, see `_tokens`. A candidate whose
+        tokens are damaged is left out, and a warning names it.
         """
         try:
             with stages.timed("fetch"):
@@ -446,12 +455,13 @@ class TokenIndex:
         return self._fetch(kept, buffer, stages)
 
     def _tokens(self, rows: Ints, buffer: Bytes | None = None) -> Tensor:
-        """Read the tokens of `rows`, bfloat16 [k, m, d], to the device of the joint
-        encoder. On a CPU, they are read into `buffer`, if there is one.
+        """Return the tokens of `rows`, bfloat16 [k, m, d], on the device of the joint
+        encoder. On a CPU, the result uses the memory of `buffer`, if it is given.
         """
         device = self.model.joint.device
         if device.type != "cpu":
-            # stored records are decoded on the device; a fetcher is not thread-safe
+            # A `DeviceFetcher` reads records and decodes them on the device. It is not
+            # thread-safe, so one thread fetches at a time.
             with self._fetching:
                 if self.precision not in self._fetchers:
                     fetcher = DeviceFetcher(self.store, str(device))
@@ -466,7 +476,8 @@ class TokenIndex:
     def _images(self, candidates: Sequence[Candidates], tokens: Tensor) -> Images:
         """Return the images of all candidates, whose stored tokens are `tokens`."""
         if tokens.device.type != "cpu":
-            # computing again takes less time than copying from the cache
+            # The cache is in the memory of the CPU. On a GPU, computing the values
+            # again takes less time than copying them from the cache.
             return self.model.scorer.images(tokens)
         cache = self._image_caches.get(self.precision)
         if cache is None:
@@ -490,12 +501,12 @@ class TokenIndex:
         Args:
             queries: texts of the queries.
             candidates: row ids and similarities of the candidates of each query.
-            images: images of all candidates: first those of the first query, then those
-                of the next query. None if the score reads no tokens.
+            images: images of the candidates of all queries, in the order of the
+                queries. None if the score reads no tokens.
             weights: weights of the final score.
-            k: number of hits per query. Other candidates may get no final score. None
-                scores all candidates.
-            stages: measures the durations.
+            k: number of hits per query. A candidate that cannot be among the best `k`
+                may get the final score NaN. None scores all candidates.
+            stages: dictionary to which the durations of the stages are added.
         """
         score = FinalScore.of(weights)
         captions: list[str] = []
@@ -546,13 +557,13 @@ class TokenIndex:
             captions: the caption of each pair.
             similarities: cosine similarity of the embeddings of each pair, float32 [b].
             images: the image of each pair; None if the score reads no tokens.
-            stages: measures the durations.
-            pairs_of_query: the pairs of each query.
-            k: number of hits per query. A pair that cannot be among them has the logit
-                NaN. None computes all logits.
+            stages: dictionary to which the durations of the stages are added.
+            pairs_of_query: for each query, the range of its pairs. Used only with `k`.
+            k: number of hits per query. A pair that cannot be among the best `k` of its
+                query has the logit NaN. None computes all logits.
         """
         scorer = self.model.scorer
-        # without pairs, all parts are empty
+        # If there are no pairs, the parts keep these empty arrays.
         values = dict.fromkeys(score.parts, np.empty(0, np.float32))
         values[EMBEDDING] = similarities
         if images is not None and captions:
@@ -561,7 +572,8 @@ class TokenIndex:
                 with stages.timed("other_parts"):
                     values |= scorer.parts(others, captions, images)
             if LOGIT in score.parts:
-                # The logit comes last, because the other parts choose its pairs.
+                # The logit is computed last, because the values of the other parts
+                # decide which pairs need a logit.
                 with stages.timed("joint_encoder"):
                     values[LOGIT] = self._logits(
                         score, captions, images, values, pairs_of_query, k
@@ -577,7 +589,10 @@ class TokenIndex:
         pairs_of_query: Sequence[slice],
         k: int | None,
     ) -> Floats:
-        """Compute the logits of b pairs, float32 [b]; see `_parts`."""
+        """Return the logits of b pairs, float32 [b]; NaN for a pair that cannot be
+        among the best `k` of its query. `others` has the values of the other parts. For
+        the other arguments, see `_parts`.
+        """
         scorer = self.model.scorer
         logit_range = self.model.info.logit_range
         if k is None or logit_range is None or score.parts == (LOGIT,):
@@ -598,7 +613,10 @@ class TokenIndex:
     def _final_score(
         self, score: str | ScoreWeights | None, direction: str = TEXT_TO_IMAGE
     ) -> tuple[ScoreWeights, FinalScore]:
-        """Return the weights of the score to sort by, and the score."""
+        """Return the weights that `score` describes, and the final score with these
+        weights. None selects the score of this object. Raise ModelError if the bundle
+        cannot compute the final score.
+        """
         weights = self.model.weights(direction, self.score if score is None else score)
         final = FinalScore.of(weights)
         if reads_tokens(final.parts):
@@ -618,7 +636,7 @@ class TokenIndex:
         hits = []
         with stages.timed("hits"):
             for rows, similarities, final, joint, parts in scored:
-                # NaN comes last
+                # by descending score, with NaN last; equal scores by row id
                 order = np.lexsort((rows, -final))[:k]
                 relevances = relevance(final, weights)
                 hits.append(
@@ -653,7 +671,8 @@ class TokenIndex:
 
         Args:
             text: the query.
-            rows: row ids or uris of images. Looking up a uri scans the rows table.
+            rows: row ids or uris of images. To find a uri, the rows table is scanned,
+                which takes long for a large index.
             score: final score to sort by, see `open`; None selects the score that was
                 given to `open`.
 
@@ -720,8 +739,9 @@ class TokenIndex:
         """Return the final score of each (text, image) pair.
 
         Args:
-            pairs: the image is a row id or a uri of the index; or a `Path`, the bytes
-                of an image file or a PIL image, which need not be in the index.
+            pairs: pairs of a text and an image. The image is a row of the index, named
+                by row id or uri; or any image, given as `Path` of an image file, bytes
+                of an image file, or PIL image.
             score: final score to compute, see `open`; None selects the score that was
                 given to `open`.
         """
@@ -746,7 +766,9 @@ class TokenIndex:
     def _scores_of_pairs(
         self, final: FinalScore, texts: list[str], images: list[Any]
     ) -> list[float]:
-        """Return the final score of each text and image, see `score_pairs`."""
+        """Return the final score of `texts[i]` and `images[i]` for each i. For the
+        types of images, see `score_pairs`.
+        """
         spec = self.manifest.spec
         tokens = np.empty((len(texts), *spec.block_shape), BF16)
         embeddings = np.empty((len(texts), spec.embed_dim), np.float32)
@@ -808,6 +830,8 @@ class TokenIndex:
             else stages.timed("vision_tower")
         ):
             row_id, _, embedding = self._encoded(image)
+        # The row of the query is the nearest row, but not a hit. One more row is
+        # searched to replace this row.
         with stages.timed("nearest"):
             rows, values = self._ann.nearest(
                 embedding, k + 1 if row_id >= 0 else k, passing
@@ -826,8 +850,8 @@ class TokenIndex:
         """Return the row id of an image, its tokens [1, m, d], and its embedding
         [embed_dim].
 
-        The tokens of a row are None: they can be read by its row id. The row id of an
-        image file is -1.
+        If `image` is a row id, the tokens are None, because the caller can read them
+        from the index. Otherwise, the image is encoded, and the row id is -1.
         """
         if isinstance(image, int | np.integer):
             row = requested_rows(self.committed, [image])
@@ -853,8 +877,8 @@ class TokenIndex:
                 images are encoded.
             texts: texts to choose from.
             k: number of hits.
-            pool: number of texts to re-rank; at least `k`; None as for `search`. These
-                are the texts with the nearest embeddings.
+            pool: number of texts to re-rank; at least `k`; None as for `search`. The
+                texts whose embeddings are nearest to that of the image are re-ranked.
             score: final score to sort by, see `open`; None selects the score that was
                 given to `open`.
 
@@ -881,6 +905,7 @@ class TokenIndex:
         captions = [texts[position] for position in nearest]
         images = None
         if block is not None:
+            # every pair has the image at position 0
             same_image = torch.zeros(len(nearest), dtype=torch.int64)
             images = self.model.scorer.images(block).at(same_image)
         values = self._parts(
@@ -902,8 +927,9 @@ class TokenIndex:
 
 
 def _texts(texts: object, name: str = "query") -> list[str]:
-    """Return the texts in a sequence, an array or an iterator. Raise UsageError if
-    one is no text or blank.
+    """Return the texts of a sequence, array or iterator as a list. Raise UsageError if
+    an entry is blank or is not a string. `name` is the name of the argument in error
+    messages.
     """
     given = as_list(texts, name, "strings")
     checked = []
@@ -923,8 +949,9 @@ def _all_rows(candidates: Sequence[Candidates]) -> Ints:
 
 
 def _counts(k: object, pool: object, default: int) -> tuple[int, int]:
-    """Return `k` and `pool` as integers; the `default`, but at least `k`, if `pool` is
-    None. Raise UsageError if one is less than 1, or `pool` is less than `k`.
+    """Return `k` and `pool` as integers. If `pool` is None, the pool is `default`, or
+    `k` if `k` is larger. Raise UsageError if `k` or `pool` is less than 1, or if `pool`
+    is less than `k`.
     """
     hits = as_count(k, "k")
     candidates = max(hits, default) if pool is None else as_count(pool, "pool")
