@@ -1,8 +1,8 @@
 """Computes the final score, a weighted sum of parts. No other module computes this sum.
 
-The joint encoder is the most expensive part. A bundle contains the range of its logits,
-so a search scores only the candidates that can be among the first k with a logit in
-this range.
+The logit takes the most time of all parts. A bundle names the range of the logits, so a
+search can tell from the other parts which candidates can be among the first k with a
+logit in this range. The search computes the logits of these candidates only.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ Floats = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class FinalScore:
-    """A weighted sum of parts. In shapes, p is the number of candidates of one query.
+    """A weighted sum of parts. In array shapes, p is the number of candidates of a
+    query.
 
     Attributes:
         weights: weight of each part by name.
@@ -46,8 +47,13 @@ class FinalScore:
         )
 
     def sum(self, values: Mapping[str, Any]) -> Any:
-        """Return the weighted sum of the values of the parts by name, which are
-        arrays or tensors of the same shape.
+        """Return the weighted sum of the parts.
+
+        Args:
+            values: arrays or tensors of the same shape, by name of the part.
+
+        Raises:
+            ValueError: all weights are 0.
         """
         first, *others = self.parts or (None,)
         if first is None:
@@ -62,17 +68,21 @@ class FinalScore:
     def may_be_first(
         self, values: Mapping[str, Floats], k: int, logit_range: tuple[float, float]
     ) -> NDArray[np.bool_]:
-        """Return which candidates may have one of the `k` highest final scores, bool
-        [p]. These are at least `k`.
+        """Return which candidates can have one of the `k` highest final scores if all
+        logits are in `logit_range`, bool [p]. At least `k` candidates are True, or all
+        if there are fewer.
 
         Args:
-            values: the parts besides the logit by name, float32 [p] each.
+            values: values of the parts except the logit, by name, float32 [p] each.
             k: number of hits.
             logit_range: smallest and largest logit.
         """
         others = self.only(part for part in self.parts if part != LOGIT).sum(values)
         if len(others) <= k:
             return np.ones(len(others), dtype=np.bool_)
+        # The weighted logits of two candidates differ by at most `width`. A candidate
+        # that is more than `width` below the k-th best sum of the other parts cannot
+        # pass these k candidates.
         width = abs(self.weights[LOGIT]) * (logit_range[1] - logit_range[0])
         mask: NDArray[np.bool_] = others >= np.partition(others, -k)[-k] - width
         return mask
@@ -81,22 +91,27 @@ class FinalScore:
 def relevance(
     scores: NDArray[np.floating[Any]], weights: ScoreWeights
 ) -> NDArray[np.float64]:
-    """Return the relevance of each score, between 0 and 1. It never decreases with the
-    score.
+    """Return the relevance of each score, between 0 and 1. A higher score never has a
+    lower relevance.
 
-    With a calibration, the relevance says how strongly the score speaks for a match. It
-    is 0.5 where matching pairs of the dev pools are as frequent as other pairs. Half of
-    these other pairs are the best hits of captions that match no photo. The relevance
-    is no probability for other photos and texts.
+    With a calibration, the relevance is a logistic function of the score, which was
+    fitted to tell the matching pairs of the dev pools from the other pairs. Matching
+    pairs and other pairs had the same total weight in the fit, so at 0.5 both are
+    equally likely. Half of the weight of the other pairs was on the best other pair of
+    each pool, which is the first hit of a query without a match. For other photos and
+    texts, the relevance is not the probability of a match.
 
-    Without a calibration, it is (1 + cosine) / 2 for the embedding similarity alone,
-    and the logistic function of the score for other weights. If the score is the logit,
-    this is the probability of the joint encoder. `weights` are those of the `scores`,
-    which have any shape.
+    Without a calibration, the relevance is (1 + cosine) / 2 if the score is the
+    embedding similarity alone, and the logistic function of the score otherwise. If the
+    score is the logit alone, this is the match probability of the joint encoder.
+
+    Args:
+        scores: final scores, in an array of any shape.
+        weights: weights with which `scores` were computed.
     """
     values = np.asarray(scores, dtype=np.float64)
     if weights.calibration is None and FinalScore.of(weights).parts == (EMBEDDING,):
         return np.clip((1 + values / abs(weights.embedding)) / 2, 0, 1)
     slope, offset = weights.calibration or (1.0, 0.0)
-    # the logistic function without overflow
+    # This is the logistic function. In this form it cannot overflow.
     return np.asarray(0.5 * (1 + np.tanh((slope * values + offset) / 2)))

@@ -1,4 +1,6 @@
-"""A cache of what the parts of the score need of images, besides their tokens."""
+"""Caches the values of images that the final score needs in addition to the tokens:
+pooled vectors and token scales.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +12,20 @@ from numpy.typing import NDArray
 
 from edje_index.scoring.parts import Images, Scorer
 
-# at most 48 MB with the shipped model; unused slots take no memory
+# Number of slots. With the shipped model, they take at most 48 MB. The operating system
+# allocates the memory of a slot when the slot is first used.
 _SLOTS = 1 << 15
 
 
 class ImageCache:
     """Keeps the pooled vectors and token scales of images by row id. Thread-safe.
 
-    A row has one slot, so a look-up of 100 rows takes microseconds. Rows that share a
-    slot displace each other.
+    The slot of a row is its row id modulo the number of slots, so a look-up of 100 rows
+    takes microseconds. A slot has the values of one row. If two rows have the same
+    slot, the row that was stored last replaces the other.
 
     Args:
-        scorer: computes what is not in the cache.
+        scorer: computes the values of images that are not in the cache.
         num_tokens: number of tokens per image, m.
     """
 

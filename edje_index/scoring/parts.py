@@ -4,16 +4,17 @@ image.
 - ``logit``: the logit of the joint encoder, the score of the EDJE paper.
 - ``late``: late interaction, as in ColBERT (Khattab and Zaharia, 2020). For each
   content word of the caption, take the largest cosine similarity with a token of the
-  image. The part is the mean over the content words. All word vectors contain their
-  mean, which raises every cosine similarity; therefore it is first subtracted from
-  words and tokens. The part is meaningful only if the adapter was trained with an
-  alignment phase.
-- ``pooled``: the cosine similarity of one vector of the image, see `PooledSimilarity`,
-  and one vector of the caption.
-- ``embedding``: the cosine similarity of the embeddings of both towers.
+  image. The part is the mean of these similarities over the content words. The word
+  vectors have a large common component, which raises every cosine similarity.
+  Therefore the mean of all word vectors is first subtracted from words and tokens. The
+  part is meaningful only if the adapter was trained with an alignment phase.
+- ``pooled``: the cosine similarity of one vector for the image and one vector for the
+  caption, see `PooledSimilarity`.
+- ``embedding``: the cosine similarity of the embedding of the image (vision tower) and
+  the embedding of the caption (text tower).
 
-In shapes, b is the number of pairs, m the tokens per image, d the width of a token, e
-the width of an embedding, and k the width of a pooled vector.
+In array shapes, b is the number of pairs, m the number of tokens per image, d the width
+of a token, and k the width of a pooled vector.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ from edje_index.scoring.weights import (
 Array = np.ndarray[Any, np.dtype[Any]]
 Floats = NDArray[np.float32]
 
-# Common English function words, which name nothing that an image can show.
+# Common English function words. They name nothing that an image can show, so late
+# interaction ignores them.
 _STOP_WORD_TEXT = """ a an the this that these those some any each both all one its his
 her their them they he she it him who which what there here and or but if while as than
 then so not no nor is are was were be been being am has have had having do does did
@@ -52,9 +54,10 @@ doing can could will would may might shall should must of to from by with withou
 in on into onto over under up down out off through about against between during before
 after above below again very just also other another such own same s t """
 _STOP_WORDS = frozenset(_STOP_WORD_TEXT.split())
-# the tokens take 13 MB as float32
+# Number of pairs in a batch of late interaction. Their tokens take 13 MB as float32.
 _LATE_BATCH = 128
-# the sum of all parts then fits into a float32 with any weights, see `MAX_WEIGHT`
+# Largest absolute value of a part. With any weights up to `MAX_WEIGHT`, the sum of all
+# parts is then below the largest float32.
 _MAX_PART = 1e7
 
 
@@ -71,17 +74,18 @@ def late_interaction(
 
         mean over content words w of max over tokens t of cos(w - mean, t - mean)
 
-    It is 0 for a caption without content words.
+    The value is 0 for a caption without content words.
 
     Args:
-        captions: token ids of the caption of each pair, or of the one caption of all
-            pairs.
+        captions: token ids of the caption of each pair. If all pairs have the same
+            caption, it may be given once.
         tokens: image tokens of each pair [b, m, d].
-        words: word vectors of the vocabulary [v, d].
+        words: word vectors of the vocabulary of v token ids [v, d].
         content: which token ids are content words, bool [v]. See `content_token_mask`.
-        mean: mean of `words` [d]. If it is None, the mean is computed.
-        scales: `token_scales` of `tokens` and `mean` [b, m]. If it is None, the scales
-            are computed.
+        mean: vector that is subtracted from words and tokens [d]. None subtracts the
+            mean of `words`.
+        scales: result of `token_scales` for `tokens` and `mean` [b, m]. None computes
+            the scales.
     """
     content_ids = [
         torch.tensor([token_id for token_id in caption if content[token_id]]).long()
@@ -93,7 +97,7 @@ def late_interaction(
     mean = words.mean(dim=0) if mean is None else mean
     queries = functional.normalize(words[padded_ids.to(words.device)] - mean, dim=2)
     scales = token_scales(tokens, mean) if scales is None else scales
-    # The products with tokens minus mean, without a copy of the tokens minus mean.
+    # This equals queries @ (tokens - mean), but does not allocate tokens - mean.
     products = queries @ tokens.float().transpose(1, 2) - (queries @ mean)[:, :, None]
     best = (products * scales[:, None]).amax(dim=2)
     is_word = is_word.to(tokens.device)
@@ -101,16 +105,16 @@ def late_interaction(
 
 
 def token_scales(tokens: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
-    """Return 1 / the length of each token of `tokens` [b, m, d] minus `mean` [d],
-    float32 [b, m].
+    """Return 1 / ||t - mean|| for each token t of `tokens` [b, m, d], float32 [b, m].
+    The shape of `mean` is [d].
     """
     return 1 / (tokens.float() - mean).square().sum(dim=2).sqrt().clamp(min=1e-12)
 
 
 @lru_cache(maxsize=8)
 def content_token_mask(tokenizer: JointTokenizer) -> NDArray[np.bool_]:
-    """Return which token ids of `tokenizer` are content words, bool [v]. The array is
-    read-only and cached.
+    """Return which of the v token ids of `tokenizer` are content words, bool [v]. The
+    array is read-only and cached.
 
     Stop words, punctuation and special tokens are not content words.
     """
@@ -131,13 +135,14 @@ def content_token_mask(tokenizer: JointTokenizer) -> NDArray[np.bool_]:
 
 
 class PooledSimilarity(nn.Module):
-    """Linear maps from images and from captions to a common space. In a new object, all
-    maps are zero.
+    """Linear maps of images and of captions to a common space, in which the cosine
+    similarity of an image and a caption is computed. In a new object, all maps are
+    zero.
 
     The vector of an image is a linear map of the mean, standard deviation and maximum
     over its tokens. The vector of a caption is a linear map of its bag of words and its
-    mean hidden state in the language model. The tensors are buffers:
-    `edje_index.training.pooled_similarity` fits them without gradients.
+    mean hidden state in the language model. The tensors are buffers, not parameters,
+    because `edje_index.training.pooled_similarity` fits them without gradients.
 
     Args:
         width: width d of image tokens and hidden states.
@@ -165,7 +170,7 @@ class PooledSimilarity(nn.Module):
     def __init__(self, width: int, words: int, dim: int) -> None:
         super().__init__()
         shapes = {
-            # mean, standard deviation, maximum
+            # `token_statistics` returns 3 values per element of a token.
             "image": (3 * width, dim),
             "image_offset": (dim,),
             "sentence": (width, dim),
@@ -185,8 +190,10 @@ class PooledSimilarity(nn.Module):
         return {"words": self.words.shape[0], "dim": self.words.shape[1]}
 
     def images(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the pooled vectors of images, unit vectors [b, k], from image
-        tokens [b, m, d] of any float type.
+        """Return the pooled vectors of images, which are unit vectors [b, k].
+
+        Args:
+            tokens: image tokens [b, m, d] of any floating type.
         """
         return functional.normalize(
             token_statistics(tokens) @ self.image + self.image_offset, dim=1
@@ -195,8 +202,11 @@ class PooledSimilarity(nn.Module):
     def captions(
         self, captions: Sequence[Sequence[int]], sentences: torch.Tensor
     ) -> torch.Tensor:
-        """Return the pooled vectors of captions, unit vectors [b, k], from token
-        ids and mean hidden states [b, d].
+        """Return the pooled vectors of captions, which are unit vectors [b, k].
+
+        Args:
+            captions: token ids of each caption.
+            sentences: mean hidden state of each caption [b, d].
         """
         bags = word_bags(captions, self.word_numbers, self.word_weights)
         return functional.normalize(
@@ -210,7 +220,7 @@ def token_statistics(tokens: torch.Tensor) -> torch.Tensor:
     """
     tokens = tokens.float()
     mean = tokens.mean(dim=1)
-    # several times faster than torch.std on a CPU
+    # On a CPU, this is several times faster than `torch.std`.
     deviation = (tokens - mean[:, None]).square().mean(dim=1).sqrt()
     return torch.cat([mean, deviation, tokens.amax(dim=1)], dim=1)
 
@@ -218,8 +228,9 @@ def token_statistics(tokens: torch.Tensor) -> torch.Tensor:
 def word_bags(
     captions: Sequence[Sequence[int]], word_ids: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
-    """Return the weighted bag of words of each caption, float32 [b, w], of length 1, or
-    0 without any of the words.
+    """Return the weighted bag of words of each caption, float32 [b, w]. A bag has
+    length 1; it is 0 if the caption contains none of the w words. A word that occurs
+    several times counts once.
 
     Args:
         captions: token ids of each caption.
@@ -238,6 +249,7 @@ def word_bags(
     )
     rows = rows.to(word_ids.device)
     ids = ids.to(word_ids.device)
+    # `searchsorted` also returns a position for a token id that is not in `word_ids`.
     positions = torch.searchsorted(word_ids, ids).clamp(max=len(word_ids) - 1)
     counted = word_ids[positions] == ids
     bags[rows[counted], positions[counted]] = weights[positions[counted]]
@@ -246,13 +258,14 @@ def word_bags(
 
 @dataclass(frozen=True)
 class Images:
-    """b images as the parts of the score read them. `Scorer.images` makes them.
+    """The values of b images from which the parts of the final score are computed.
+    `Scorer.images` creates this object.
 
     Attributes:
         tokens: stored tokens of the images [b, m, d], of any floating type.
-        pooled: pooled vectors, unit vectors, float32 [b, k]. Without a pooled
-            similarity, k is 0.
-        token_scales: result of `token_scales`, float32 [b, m].
+        pooled: pooled vectors, which are unit vectors, float32 [b, k]. If the bundle
+            has no pooled similarity, k is 0.
+        token_scales: result of `token_scales` for `tokens`, float32 [b, m].
     """
 
     tokens: torch.Tensor
@@ -260,7 +273,9 @@ class Images:
     token_scales: torch.Tensor
 
     def at(self, positions: torch.Tensor) -> Images:
-        """Return the images at `positions`, int64 [n], which may repeat."""
+        """Return the images at `positions`, int64 [n]. A position may occur several
+        times.
+        """
         return Images(
             self.tokens[positions], self.pooled[positions], self.token_scales[positions]
         )
@@ -269,8 +284,8 @@ class Images:
 @dataclass(frozen=True)
 class Scorer:
     """Computes the parts of the final score that depend on the caption and on the
-    stored tokens together. The remaining part, the cosine similarity of the
-    embeddings, needs no model.
+    stored tokens together. The other part, the cosine similarity of the embeddings,
+    needs no model.
 
     Attributes:
         joint: the joint encoder. Its language model also reads the captions of the
@@ -283,20 +298,21 @@ class Scorer:
 
     @property
     def part_names(self) -> tuple[str, ...]:
-        """Names of the parts of a final score with these models."""
+        """Names of the parts that a final score can have with these models."""
         return tuple(
             name for name in PART_NAMES if name != POOLED or self.pooled is not None
         )
 
     @property
     def pooled_dim(self) -> int:
-        """Width of the pooled vectors, k; 0 without a pooled similarity."""
+        """Width k of the pooled vectors; 0 if the bundle has no pooled similarity."""
         return 0 if self.pooled is None else self.pooled.sizes["dim"]
 
     @torch.inference_mode()
     def images(self, tokens: torch.Tensor | Array) -> Images:
-        """Return images with the stored tokens `tokens` [b, m, d]. Everything besides
-        the tokens is on the device of the joint encoder.
+        """Return the `Images` with the stored tokens `tokens` [b, m, d]. The pooled
+        vectors and the token scales are on the device of the joint encoder; the tokens
+        stay on their device.
         """
         tokens = as_tensor(tokens)
         pooled = []
@@ -343,14 +359,16 @@ class Scorer:
         return values
 
     def _logits(self, captions: Sequence[str], images: Images) -> torch.Tensor:
-        """The logit of the joint encoder, which is the score of the EDJE paper."""
+        """Return the logits of the joint encoder. They are the score of the EDJE
+        paper.
+        """
         return self.joint.score(captions, images.tokens)
 
     @torch.inference_mode()
     def _late_interactions(
         self, captions: Sequence[str], images: Images
     ) -> torch.Tensor:
-        """`late_interaction` of captions and images."""
+        """Return the late interaction of each caption with its image."""
         words = self.joint.word_vectors
         content = content_token_mask(self.joint.tokenizer)
         ids = self.joint.tokenizer.caption_ids(captions)
@@ -359,6 +377,7 @@ class Scorer:
         for start in range(0, len(captions), size):
             batch = slice(start, start + size)
             its_ids = ids[batch]
+            # If all captions of the batch are equal, the caption is computed once.
             if len(set(captions[batch])) == 1:
                 its_ids = its_ids[:1]
             values.append(
@@ -377,16 +396,18 @@ class Scorer:
     def _pooled_similarities(
         self, captions: Sequence[str], images: Images
     ) -> torch.Tensor:
-        """The inner product of the pooled vectors of caption and image."""
+        """Return the inner product of the pooled vectors of each caption and its image.
+        The vectors have length 1, so this is their cosine similarity.
+        """
         caption_vectors = self.caption_vectors(captions)
         pooled = images.pooled.to(caption_vectors.device)
         return (pooled * caption_vectors).sum(dim=1)
 
     @torch.inference_mode()
     def caption_vectors(self, captions: Sequence[str]) -> torch.Tensor:
-        """Return the pooled vectors of `captions`, unit vectors, float32 [b, k], on the
-        device of the joint encoder. A caption that occurs several times is encoded
-        once.
+        """Return the pooled vectors of `captions`, which are unit vectors, float32
+        [b, k], on the device of the joint encoder. A caption that occurs several times
+        is encoded once.
         """
         if self.pooled is None:
             raise ModelError("this model bundle has no pooled similarity")

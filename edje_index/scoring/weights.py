@@ -49,11 +49,12 @@ class ScoreWeights:
         late: weight of the late interaction.
         pooled: weight of the pooled similarity.
         embedding: weight of the cosine similarity of the embeddings.
-        calibration: (slope, offset) of the logit of the relevance as a function of the
-            final score, with a slope above 0; None if it was not fitted. See
-            `final_score.relevance`.
+        calibration: (slope, offset) of the relevance, which is the logistic function of
+            slope * final score + offset; see `final_score.relevance`. The slope is
+            above 0. None if no calibration was fitted.
         shares: share of each part in the spread of the final score over the dev pools,
-            in the order of `PART_NAMES`; the sum is 1. None if it was not measured.
+            in the order of `PART_NAMES`: the standard deviation of the weighted part,
+            divided by the sum of these deviations. None if not measured.
     """
 
     logit: float = 1.0
@@ -79,8 +80,9 @@ class ScoreWeights:
 
     @classmethod
     def of_parts(cls, weights: Mapping[str, float]) -> Self:
-        """Make weights from a mapping by part name. Parts that are not in it have
-        the weight 0, including the logit.
+        """Return weights from a mapping of part names to weights. Parts that are not in
+        `weights` have the weight 0. This includes the logit, whose default is 1
+        elsewhere.
         """
         by_part: dict[str, Any] = {
             part: float(weights.get(part, 0.0)) for part in PART_NAMES
@@ -91,8 +93,9 @@ class ScoreWeights:
     def from_json(cls, value: Mapping[str, Any]) -> Self:
         """Return weights from `value`, a result of :meth:`to_json`.
 
-        Weights of earlier versions may name the hubness correction, which is ignored. A
-        calibration of scores with this correction is ignored, too.
+        Weights of earlier versions may contain a weight of a hubness correction, which
+        is not supported and ignored. Then the calibration and the shares are also
+        ignored, because they were fitted to scores with this correction.
 
         Raises:
             KeyError, TypeError, ValueError: a weight is missing or is not a finite
@@ -120,11 +123,11 @@ class ScoreWeights:
         return content
 
     def described(self) -> str:
-        """Return the final score as text.
+        """Return a description of the final score.
 
-        With shares, the text has the share of each part in the spread of the score, for
-        example ``60 % late interaction + 40 % embedding similarity``. Without, it is
-        the weighted sum, for example ``logit + 2.5 x embedding similarity``.
+        If there are shares, it names the share of each part in the spread of the score,
+        for example ``60 % late interaction + 40 % embedding similarity``. Otherwise it
+        is the weighted sum, for example ``logit + 2.5 x embedding similarity``.
         """
         if self.shares is not None:
             names = zip(PART_NAMES.values(), self.shares, strict=True)
@@ -161,8 +164,8 @@ class DirectionWeights:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Self:
-        """Return weights from `value`, a result of :meth:`to_json`. Errors are
-        those of `ScoreWeights.from_json`.
+        """Return weights from `value`, a result of :meth:`to_json`. Raises the same
+        errors as `ScoreWeights.from_json`.
         """
         return cls(
             *(ScoreWeights.from_json(value[direction]) for direction in DIRECTIONS)
@@ -179,9 +182,10 @@ def parse_score(
     """Return the weights that `score` describes.
 
     Args:
-        score: "bundle" for `bundle_weights`, or "PART=WEIGHT,..." with keys of
-            `PART_NAMES`. A "PART" without "=WEIGHT" has the weight 1, and parts that
-            are not listed have the weight 0. `ScoreWeights` are returned unchanged.
+        score: "bundle" selects `bundle_weights`. "PART=WEIGHT,..." lists parts and
+            their weights; a PART is a key of `PART_NAMES`. A "PART" without "=WEIGHT"
+            has the weight 1, and parts that are not listed have the weight 0.
+            `ScoreWeights` are returned unchanged.
         bundle_weights: weights of the model bundle.
 
     Raises:
@@ -221,8 +225,7 @@ def parse_score(
 
 
 def check_parts(weights: ScoreWeights, available: Collection[str], what: str) -> None:
-    """Raise ModelError if `weights` give a weight other than 0 to a part that is not in
-    `available`.
+    """Raise ModelError if a part has a weight other than 0, but is not in `available`.
 
     `what` is the subject of the error message, for example "the bundle".
     """
