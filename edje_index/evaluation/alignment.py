@@ -1,8 +1,8 @@
 """Measures how well the words of captions align with stored tokens.
 
-S is the "Image-Caption Token Alignment" of the EDJE paper. For each content word of the
-caption, take the highest cosine similarity with a stored token of the image. S is the
-mean of these similarities.
+The alignment score S is the "Image-Caption Token Alignment" of the EDJE paper. For each
+content word of the caption, take the highest cosine similarity with a stored token of
+the image. S is the mean of these similarities.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from storage_formats.errors import UsageError
 _BINS = 30
 
 # The English stop words of NLTK (Bird, Loper and Klein, "Natural Language Processing
-# with Python"), which the EDJE paper calls standard, without apostrophes.
+# with Python"). The EDJE paper calls these stop words standard. They have no
+# apostrophes here, because `content_words` removes punctuation first.
 _STOP_WORDS = """ i me my myself we our ours ourselves you youre youve youll youd your
 yours yourself yourselves he him his himself she shes her hers herself it its itself
 they them their theirs themselves what which who whom this that thatll these those am is
@@ -43,8 +44,14 @@ _STOP_WORD_SET = frozenset(_STOP_WORDS.split())
 
 @dataclass(frozen=True)
 class AlignmentScores:
-    """Statistics of the alignment scores of many pairs: number, mean, sample
-    standard deviation, and histogram.
+    """Statistics of the alignment scores of many pairs of an image and a caption.
+
+    Attributes:
+        pairs: number of pairs.
+        mean: mean of the scores.
+        deviation: sample standard deviation of the scores.
+        counts: number of scores in each bin of a histogram. The bins are between
+            neighbouring values of `Alignment.edges`.
     """
 
     pairs: int
@@ -59,7 +66,8 @@ class PairedTest:
 
     Attributes:
         difference: mean of (score with the second index - score with the first index).
-        p: p-value. It may underflow to 0.0.
+        t: t statistic.
+        p: p-value. A very small p-value becomes 0.0.
         effect_size: Cohen's d for paired samples: `difference` / standard deviation of
             the differences.
     """
@@ -76,6 +84,7 @@ class Alignment:
     compared.
 
     Attributes:
+        edges: edges of the bins of the histograms, ascending.
         first: scores of the explained index.
         second: scores of the other index; None without a comparison.
         test: t-test that compares `second` with `first`; None without a comparison.
@@ -91,12 +100,16 @@ class Alignment:
 
     @classmethod
     def of(cls, *scores: NDArray[np.float64]) -> Alignment:
-        """Summarise the scores of the same captions in one or two indexes. A score is
-        NaN without content words.
+        """Summarise the scores of the same captions in one or two indexes.
+
+        Args:
+            scores: for each index, the score of each caption, float64 [c]. The score of
+                a caption without content words is NaN.
 
         Raises:
-            UsageError: there are fewer than two scores, or all differences of two
-                indexes are equal, so that the t-test is undefined.
+            UsageError: fewer than two captions have a score, or the scores of the two
+                indexes differ by the same amount for every caption, so that the t-test
+                is undefined.
         """
         from scipy.stats import ttest_rel
 
@@ -167,7 +180,8 @@ def alignment_scores(
         block: stored tokens of the image [m, d].
     """
     # The late interaction of the final score subtracts the mean word vector, and has
-    # other stop words.
+    # other stop words. S does not: `mean` is 0, and all token ids that `content_words`
+    # leaves count as content words.
     ids = joint.tokenizer.caption_ids([content_words(caption) for caption in captions])
     words = joint.word_vectors
     tokens = as_tensor(block).to(words.device)

@@ -1,9 +1,11 @@
-"""Queries, their pools of candidates, and the parts of the final score of the pools.
+"""Selects the queries and candidates of an evaluation, and computes the parts of the
+final score for the pool of each query.
 
-- Split protocol: queries and candidates are the images and captions of one split.
-- Full-dataset protocol: queries as in the split protocol. The candidates are all images
-  in the index and the captions of all splits (LightningDOT, Sun et al., NAACL 2021, and
-  the appendix of the EDJE paper).
+- Split protocol: the queries and the candidates are the images and captions of one
+  split.
+- Full-dataset protocol: the queries are the same as in the split protocol. The
+  candidates are all images in the index and the captions of all splits (LightningDOT,
+  Sun et al., NAACL 2021, and the appendix of the EDJE paper).
 """
 
 from __future__ import annotations
@@ -29,10 +31,11 @@ from storage_formats.format.rows import INDEXED, read_all_rows
 from storage_formats.token_store import TokenStore
 from storage_formats.writing.conversion import choose_offset
 
-# 25 MB of 64 x 384 bfloat16 blocks
+# Number of pairs whose tokens are in memory at a time. For bfloat16 blocks of 64 x 384,
+# they take 25 MB.
 CHUNK_PAIRS = 512
-# a pair is one integer: caption position in the high bits, row id (below 2^40) in the
-# low bits
+# One integer represents a pair. The position of the caption is in the high bits, and
+# the row id, which is below 2^40, in the low bits.
 _KEY_SHIFT = 40
 
 
@@ -42,11 +45,13 @@ class EvaluationSet:
 
     Attributes:
         rows: row ids of the candidate images, ascending, int64 [r].
+        captions: the c candidate captions.
         caption_rows: row id of the image of each caption, int64 [c]; -1 if the image is
             not a candidate.
-        query_captions: indices in `captions` of the queries for text-to-image search,
-            int64.
-        query_rows: row ids of the queries for image-to-text search, int64.
+        query_captions: positions in `captions` of the queries for text-to-image search,
+            int64 [q].
+        query_rows: row ids of the images that are the queries for image-to-text search,
+            int64 [q]. The number of queries can differ between the directions.
     """
 
     rows: Ints
@@ -56,7 +61,9 @@ class EvaluationSet:
     query_rows: Ints
 
     def images_of_queries(self, direction: str) -> Ints:
-        """Return the row id of the image of each query in one direction, int64 [q]."""
+        """Return the row id of the image of each query in one direction, int64 [q]. The
+        image of a caption is the one that it describes; that of an image is itself.
+        """
         if direction == TEXT_TO_IMAGE:
             return self.caption_rows[self.query_captions]
         return self.query_rows
@@ -78,8 +85,9 @@ class EvaluationSet:
         return embedding_pools(queries, captions, relevant, self.caption_rows, size)
 
     def pairs(self, direction: str, pools: Pools) -> tuple[Ints, Ints]:
-        """Return the position of the caption and the row id of each candidate in
-        `pools`, int64 of shapes that broadcast to [q, p].
+        """Return the pair that each candidate in `pools` forms with its query, as the
+        position of the caption in `captions` and the row id of the image. The shapes of
+        the two int64 arrays broadcast to [q, p].
         """
         if direction == TEXT_TO_IMAGE:
             return self.query_captions[:, None], self.rows[pools.candidates]
@@ -88,7 +96,7 @@ class EvaluationSet:
     def subsampled(self, queries: int, seed: int) -> EvaluationSet:
         """Return a copy with at most `queries` random queries per direction.
 
-        A smaller sample is part of a larger sample with the same seed.
+        With the same seed, a larger sample contains every smaller sample.
         """
         rng = np.random.default_rng(seed)
         captions, rows = (
@@ -103,7 +111,8 @@ def split_set(captions_of: Sequence[Sequence[str]], rows: Ints) -> EvaluationSet
 
     Args:
         captions_of: captions of each of n images.
-        rows: row id of each image, int64 [n]. Equal row ids mean one image.
+        rows: row id of each image, int64 [n]. Images with equal row ids are one image,
+            which has all of their captions.
     """
     captions = tuple(caption for group in captions_of for caption in group)
     about = np.repeat(rows, list(map(len, captions_of)))
@@ -124,8 +133,8 @@ def full_set(
             `split` are left out.
         matched: row of each image in `others`.
     """
-    # The captions of `others` come first, so that ties with equal texts never raise the
-    # recall.
+    # Candidates with equal scores keep their order. The captions of `others` come
+    # before those of the queries, so an equal text in `others` cannot raise the recall.
     split_captions = set(zip(split.caption_rows.tolist(), split.captions, strict=True))
     added = [
         (caption, int(row))
@@ -147,20 +156,28 @@ def full_set(
 
 @dataclass(frozen=True)
 class TokenSource:
-    """Reads or converts the tokens of one precision."""
+    """Reads the tokens of one precision, or converts tokens to this precision.
+
+    Attributes:
+        store: the stored tokens that are read.
+        codec: codec of the precision. If `store` has another precision, its tokens are
+            converted in memory.
+    """
 
     store: TokenStore
     codec: Codec
 
     @property
     def simulated_from(self) -> str | None:
-        """Stored precision that is converted in memory; None if no conversion is
-        necessary.
+        """Stored precision whose tokens are converted in memory; None if the tokens
+        need no conversion.
         """
         return None if self.store.precision == self.codec.name else self.store.precision
 
     def fetch(self, rows: Ints) -> Blocks:
-        """Return the blocks of `rows` [k], of shape [k, m, d]."""
+        """Return the blocks of `rows` [k], bfloat16 [k, m, d]. A row id may occur
+        several times.
+        """
         distinct, which = np.unique(rows, return_inverse=True)
         blocks = self.store.fetch(distinct)
         if self.simulated_from is not None:
@@ -178,7 +195,8 @@ def token_sources(
 
     Args:
         names: precisions; empty for all precisions of the index.
-        source: a precision of the index; None for that of the highest fidelity.
+        source: a stored precision; None for the stored precision of the highest
+            fidelity.
 
     Raises:
         UsageError: a precision is unknown, or has a higher fidelity than `source`.
@@ -194,6 +212,7 @@ def token_sources(
                 f" the most accurate stored precision is {held.name}; choose a less"
                 " accurate precision"
             )
+    # the offset block that `quantize` would use for the missing precisions
     offset = block = None
     if missing:
         offset, block = choose_offset(index, held.name, missing)
@@ -223,18 +242,21 @@ def score_pairs(
         parts: names in `JOINT_PARTS`.
         pairs: for each array, the position in `captions` and the row id of each pair,
             int64 of shapes that broadcast.
-        fetch: returns the blocks of row ids [k], which may repeat, [k, m, d].
+        fetch: function that takes row ids [k], which may repeat, and returns their
+            blocks [k, m, d].
 
     Returns:
-        For each array, the values of each part by name, float32 of its shape.
+        For each array, the values of each part by name, float32 of the same shape.
     """
     keys = [(positions << _KEY_SHIFT) | rows for positions, rows in pairs]
     if not parts:
         return [{} for _ in keys]
     distinct = np.unique(np.concatenate([each.ravel() for each in keys]))
     lengths = np.array(list(map(len, scorer.joint.tokenizer.caption_ids(captions))))
-    # Longest captions first: a lack of memory shows at once, and the estimate of the
-    # remaining time is never too low. Captions of similar length share batches.
+    # Pairs are sorted by the length of the caption, so that captions of similar length
+    # share batches. The longest captions need the most memory and time. They come
+    # first, so that a lack of memory shows at once, and the estimate of the remaining
+    # time is not too low.
     order = np.argsort(-lengths[distinct >> _KEY_SHIFT], kind="stable")
     scores = {part: np.empty(len(distinct), dtype=np.float32) for part in parts}
     for start in range(0, len(order), CHUNK_PAIRS):

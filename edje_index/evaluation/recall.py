@@ -1,16 +1,16 @@
 """Finds the pools of many queries by an exact search over the embeddings, and computes
 ranks, recall and intervals.
 
-The rank of a query is the rank of the best relevant candidate, counted from 0. Equal
-scores keep the input order.
+The rank of a query is the position of its best relevant candidate among the sorted
+candidates, counted from 0. Candidates with equal scores keep the input order.
 
-Confidence intervals are those of the percentile bootstrap over clusters of queries. A
-cluster contains all queries of one image, because these queries are not independent
-(Efron and Tibshirani, "An Introduction to the Bootstrap", 1993, chapter 13). All
-statistics use the same resamples, so a difference between two statistics also has an
+Confidence intervals come from the percentile bootstrap over clusters of queries (Efron
+and Tibshirani, "An Introduction to the Bootstrap", 1993, chapter 13). A cluster
+contains all queries of one image, because these queries are not independent. All
+statistics use the same resamples, so the difference between two statistics also has an
 interval.
 
-Shape letters: q queries, c candidates, p candidates in a pool.
+Shape letters: q queries, c candidates, p candidates in a pool, e width of an embedding.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from storage_formats.arrays import Bools, Floats, Ints
 
-# similarities in memory at a time
+# number of similarities in memory at a time
 _CHUNK_NUMBERS = 1 << 24
 _CONFIDENCE = 0.95
 
@@ -81,8 +81,8 @@ def nearest(similarities: Floats, count: int) -> Ints:
     count = min(count, similarities.shape[1])
     kept = np.empty((len(similarities), count), dtype=np.int64)
     for row, values in enumerate(similarities):
-        # Take all candidates that tie for the last position. Their order decides then,
-        # not the partition.
+        # `reach` includes all candidates that tie for the last position. The stable
+        # sort then keeps those that come first in the input.
         last = np.partition(values, -count)[-count]
         reach = np.flatnonzero(values >= last)
         kept[row] = reach[np.argsort(-values[reach], kind="stable")[:count]]
@@ -99,8 +99,10 @@ def ranks_by_similarity(similarities: Floats, relevant: Bools) -> Ints:
     """
     positions = np.arange(similarities.shape[1])
     best = np.where(relevant, similarities, -np.inf)
+    # position and similarity of the most similar relevant candidate of each query
     at = best.argmax(axis=1)[:, None]
     score = np.take_along_axis(best, at, axis=1)
+    # An equally similar candidate comes before it if its position is lower.
     better = (similarities > score) | ((similarities == score) & (positions < at))
     ranks = better.sum(axis=1)
     capped: Ints = np.where(relevant.any(axis=1), ranks, similarities.shape[1]).astype(
@@ -115,8 +117,8 @@ def ranks_after_reranking(
     """Return the rank of each query after the first `pool` candidates are sorted by
     score, int64 [q].
 
-    The rank does not change for a query without a relevant candidate among the first
-    `pool` candidates.
+    If none of the first `pool` candidates of a query is relevant, its rank stays as in
+    `ranks`.
 
     Args:
         scores: final scores of the candidates, float32 [q, p]. The candidates are
@@ -142,8 +144,8 @@ def hits(ranks: Ints, cutoffs: Sequence[int]) -> Bools:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean with the bounds of the 95 % confidence interval. The bounds are None
-    without resamples.
+    """A mean with the bounds of its 95 % confidence interval. The bounds are None if
+    there were no bootstrap resamples.
     """
 
     value: float
@@ -152,7 +154,7 @@ class Estimate:
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """The bounds of the interval; twice the mean without resamples."""
+        """The bounds of the interval. Without resamples, both bounds are the mean."""
         if self.low is None or self.high is None:
             return self.value, self.value
         return self.low, self.high
@@ -190,12 +192,14 @@ class ClusterBootstrap:
         """Compute the mean of each column of `values` [q, s] in each resample,
         float64 [resamples, s].
         """
+        # For each cluster, `sums` has the sum of each column and the number of queries.
         labels, cluster_of_query = np.unique(self.clusters, return_inverse=True)
         count = len(labels)
         sums = np.zeros((count, values.shape[1] + 1))
         np.add.at(
             sums, cluster_of_query, np.column_stack([values, np.ones(len(values))])
         )
+        # A resample draws `count` clusters with replacement.
         rng = np.random.default_rng(self.seed)
         totals = np.array(
             [

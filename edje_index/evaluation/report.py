@@ -1,5 +1,5 @@
-"""Writes reports of evaluations and of precisions as JSON and Markdown, whose
-tables are aligned for a terminal.
+"""Writes reports of evaluations and of precisions as JSON and Markdown. The Markdown
+tables are aligned, so they are also readable in a terminal.
 """
 
 from __future__ import annotations
@@ -33,10 +33,11 @@ _NOTES = """
 
 
 def check_report_folder(folder: Path) -> None:
-    """Create the directory `folder` for a report if it is missing.
+    """Create the directory `folder` if it is missing, and check that a report can be
+    written to it.
 
     Raises:
-        UsageError: no report can be written there.
+        UsageError: no report can be written to `folder`.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -140,7 +141,9 @@ def _shown(estimate: Estimate, number: str = "{:.1f}") -> str:
 
 
 def quantization_report(report: QuantizationReport) -> str:
-    """Return the comparison of precisions as Markdown. The first line is the advice."""
+    """Return the comparison of precisions as Markdown. If there is an advice, it is the
+    first line.
+    """
     m, d = report.block_shape
     holes = f"; {report.holes:,} of them are holes" if report.holes else ""
     notes = [
@@ -193,12 +196,13 @@ def quantization_report(report: QuantizationReport) -> str:
 
 
 def quantization_figure(report: QuantizationReport) -> str:
-    """Return the loss of each precision against its bytes per image as an SVG image.
-    The loss is that of the whole score: points of R@1, or the percentage of first hits
-    that change.
+    """Return an SVG image that plots the loss of each precision against its bytes per
+    image. The loss is that of the ranking by the whole score: points of R@1, or the
+    percentage of first hits that change if the correct hits are not known.
     """
     losses = {report.reference: (report.reference_bytes_per_image, Estimate(0.0))}
     for cost in report.precisions:
+        # The first entry is the whole score. There is none without re-ranking.
         for change in list(cost.ranking.values())[:1]:
             losses[cost.name] = (cost.bytes_per_image, change.lost)
     points = [
@@ -211,8 +215,10 @@ def quantization_figure(report: QuantizationReport) -> str:
 
 def scatter_plot(title: str, points: Sequence[tuple[float, Estimate, str, str]]) -> str:
     """Return an SVG image with a labelled circle for each of `points`: (x, y, label,
-    colour). The scale of x is logarithmic, and a line shows the interval of y. Grid
-    lines are at 0 and at the ends of the scale of y.
+    colour).
+
+    The scale of x is logarithmic. A vertical line through a circle shows the confidence
+    interval of y. Horizontal grid lines are at 0 and at both ends of the scale of y.
     """
     across = [math.log(x) for x, *_ in points]
     heights = [each for _, y, *_ in points for each in y.bounds]
@@ -247,8 +253,8 @@ def scatter_plot(title: str, points: Sequence[tuple[float, Estimate, str, str]])
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Return the lines of a Markdown table. All columns but the first are aligned
-    to the right.
+    """Return the lines of a Markdown table. The first column is aligned to the left,
+    and all other columns to the right.
     """
     rows = list(rows)
     widths = [max(3, *map(len, column)) for column in zip(header, *rows, strict=True)]
