@@ -51,8 +51,15 @@ _REFERENCE = "bf16"
 
 @dataclass(frozen=True)
 class Inputs:
-    """How many images and captions an evaluation uses. ``missing`` counts unused
-    images by reason.
+    """Numbers of images and captions of an evaluation.
+
+    Attributes:
+        images: number of images with captions.
+        used: number of these images that are in the index, and so are evaluated.
+        missing: number of the other images, by the reason why they are not in the
+            index.
+        captions: number of captions of all images with captions.
+        captions_used: number of captions of the used images.
     """
 
     images: int
@@ -67,9 +74,17 @@ class System:
     """The index and the bundle that were evaluated.
 
     Attributes:
+        name: name of the index in reports.
+        index: path of the index, as the caller gave it.
+        bundle: path of the bundle.
+        fingerprint: fingerprint of the bundle.
+        trained: False if the weights of the bundle are random.
         block_shape: shape of a block, (m, d): number of tokens and width of a token.
         weights: weights of the final score by direction, see
             `scoring.weights.ScoreWeights`.
+        candidates: number of candidates by direction.
+        queries: number of queries by direction.
+        dtype: data type of the joint encoder's matrix products.
     """
 
     name: str
@@ -92,8 +107,11 @@ class Result:
     None.
 
     Attributes:
+        direction: "t2i" or "i2t".
+        recall: R@k by cutoff k.
         simulated_from: stored precision that was converted to `precision` in memory;
             None if `precision` is stored.
+        bytes_per_image: length of a record of `precision` in bytes.
         pool: number of candidates that were re-ranked.
         in_pool: percentage of queries with a relevant candidate in the pool.
         gain: R@k minus R@k of the embeddings alone, by cutoff k.
@@ -161,8 +179,8 @@ def evaluate(
     dtype: str = "float32",
     on_progress: OnProgress = lambda activity, done, total: None,
 ) -> Evaluation:
-    """Measure the recall of an index on captioned images, by embedding alone and after
-    re-ranking.
+    """Measure the recall of an index on captioned images, by the embeddings alone and
+    after re-ranking.
 
     Args:
         index: directory of the index.
@@ -170,9 +188,9 @@ def evaluate(
             captions that the index holds.
         model: directory of the bundle; None for the bundle that built the index.
         images: base directory of relative image paths.
-        split: split of the caption file to take queries from; None for the whole file.
+        split: split of the captions to take queries from; None for all captions.
         precisions: precisions to measure; empty for all precisions stored in the index.
-            Stored tokens are converted in memory to a precision that is not stored.
+            For a precision that is not stored, stored tokens are converted in memory.
         pools: pool sizes; empty for the default pool sizes.
         full: use the full-dataset protocol instead of the split protocol, see
             `edje_index.evaluation.pools`.
@@ -223,7 +241,7 @@ def evaluate(
         as_count(queries, "queries")
     if captions is not None:
         as_path(captions, "captions")
-    # raises an error for an invalid score before anything is read
+    # An invalid score raises an error here, before anything is read.
     parse_score(score, ScoreWeights())
     opened = CommittedIndex.open(index)
     if captions is None:
@@ -250,6 +268,7 @@ def evaluate(
     bundle = SearchModel(matching_bundle(opened, model), device=device, dtype=dtype)
     eval_set = split_set([item.captions for item in used_items], used_rows)
     if full:
+        # Without a split, `eval_set` already has all captions.
         others = all_items if split is not None else []
         eval_set = full_set(
             opened,
@@ -264,6 +283,7 @@ def evaluate(
     scores = {direction: FinalScore.of(each) for direction, each in weights.items()}
     if any(reads_tokens(final.parts) for final in scores.values()):
         bundle.check_reranks()
+    # For the embedding similarity alone, nothing is re-ranked and no tokens are read.
     if all(final.parts == (EMBEDDING,) for final in scores.values()):
         pools = ()
         sources = []
@@ -371,7 +391,9 @@ def _recall(
     ranks: Ints,
     reference: Ints | None = None,
 ) -> dict[int, Estimate]:
-    """Return R@k by k, or the difference to R@k of the ranks `reference`."""
+    """Return R@k of `ranks` in percent, by cutoff k. With `reference`, return R@k of
+    `ranks` minus R@k of `reference`.
+    """
     values = hits(ranks, cutoffs).astype(np.float64)
     if reference is not None:
         values -= hits(reference, cutoffs)

@@ -1,13 +1,15 @@
 """Explains the tokens of an index as in the EDJE paper: by nearest words, attention,
 and alignment with captions. Explains why a query found an image.
 
-- The nearest word of a token has the word embedding with the highest cosine similarity
-  to the token. The `<image>` placeholder is left out.
-- The attention of the m queries of a compressed adapter over the patches of an image is
-  not stored. The vision tower encodes the images again.
-- For a query, each content word points to tokens by late interaction. Leaving out one
-  token at a time shows which tokens the joint encoder needs. A token points to patches
-  by the attention of its query, or it is a patch.
+- The nearest word of a token is the entry of the vocabulary whose word embedding has
+  the highest cosine similarity to the token. The `<image>` placeholder is left out.
+- A compressed adapter computes each token by the attention of a learned query over the
+  patches of the image. The index does not store these attention weights, so the vision
+  tower encodes the image again.
+- For a search query, the late interaction shows which tokens match each content word.
+  Replacing one token at a time by the mean token shows which tokens the joint encoder
+  needs. The attention weights show which patches a token represents. A token of a local
+  adapter is one patch.
 """
 
 from __future__ import annotations
@@ -51,11 +53,13 @@ from storage_formats.errors import UsageError
 from storage_formats.format.rows import INDEXED, read_all_rows, read_rows
 from storage_formats.format.tombstones import as_indices
 
+# number of rows that are explained if the caller names neither rows nor a query
 _ROWS = 6
-# rows whose nearest words are counted
+# size of the random sample of rows whose nearest words are counted
 _SAMPLE = 1000
 _BATCH = 64
-# tokens compared at a time: 125 MB of similarities with 30,522 words
+# Number of tokens that are compared with the vocabulary at a time. The similarities
+# with 30,522 words take 125 MB.
 _CHUNK = 1024
 _UNUSED = re.compile(r"\[unused\d+\]")
 
@@ -66,8 +70,9 @@ class WordCounts:
 
     Attributes:
         words: (word, count) pairs, most frequent word first.
-        unused: number of tokens with a reserved entry of the vocabulary as nearest
-            word, such as ``[unused0]``.
+        tokens: number of tokens.
+        unused: number of tokens whose nearest word is a reserved entry of the
+            vocabulary, such as ``[unused0]``.
     """
 
     words: tuple[tuple[str, int], ...]
@@ -82,12 +87,15 @@ class ExplainedRow:
     Attributes:
         words: how often each whole word is the nearest whole word of a token.
         token_words: nearest whole word of each of the m tokens.
-        attention: attention weights of the m queries over the grid of patches, averaged
-            over the heads, float32 [m, rows, columns]. The weights of a query sum to 1.
-            None if they cannot be computed.
+        attention: weight of each patch in each of the m tokens, float32 [m, rows,
+            columns], where rows x columns is the grid of patches. The weights of a
+            token sum to 1. For a compressed adapter, they are attention weights,
+            averaged over the heads. A token of a local adapter has the weight 1 at one
+            patch. None if the weights cannot be computed.
         pixels: the image as the vision tower reads it, uint8 [height, width, 3]; None
-            without `attention`.
-        no_attention: reason why there is no `attention`; empty if there is.
+            if `attention` is None.
+        no_attention: reason why `attention` is None; otherwise empty.
+        match: why the query found this row; None if there is no query.
     """
 
     row_id: int
@@ -105,11 +113,13 @@ class QueryMatch:
     """Why a query found a row of m tokens.
 
     Attributes:
-        parts: value and weight of each part of the final score, by part name.
-        words: content words of the query, in pieces of the tokenizer.
-        similarities: cosine similarity of each word and each token, as in late
-            interaction, float32 [words, m].
-        drops: how much the logit drops without each token, float32 [m].
+        parts: (value, weight) of each part of the final score, by part name.
+        words: content words of the query, as the pieces into which the tokenizer splits
+            them.
+        similarities: cosine similarity of each of `words` and each token, after the
+            mean word vector is subtracted as in late interaction, float32 [words, m].
+        drops: how much the logit decreases if a token is replaced by the mean token of
+            the row, float32 [m].
     """
 
     query: str
@@ -126,7 +136,8 @@ class Explanation:
     """The result of `explain_index`.
 
     Attributes:
-        rows: nearest words of single rows.
+        rows: the explained rows.
+        sample: number of rows in the random sample.
         words: nearest words of all tokens in the random sample.
         alignment: alignment with captions; None if no captions were given.
         against: directory of the other index; None without a comparison.
@@ -158,21 +169,22 @@ def explain_index(
     """Find the nearest words of the tokens in an index, and measure the alignment of
     the tokens with captions.
 
-    For single rows, the attention of the queries over the image is computed too.
+    The nearest words are counted over a random sample of 1,000 rows. Single rows are
+    explained in detail, with the patches of the image that each token represents.
 
     Args:
-        row_ids: row ids of single rows to explain. If empty, the first 6 rows of the
-            random sample.
+        row_ids: row ids of single rows to explain. If it is empty, the first hit of
+            `query` is explained, or without a query, 6 rows of the random sample.
         precision: precision of the tokens; None for the stored precision of the highest
             fidelity.
-        query: a text; explain also why it finds the rows. Without `row_ids`, its first
-            hit is explained.
+        query: text of a query. For each explained row, the result also says why the
+            query finds it. None for no query.
         captions: caption file to measure the alignment with, see `read_captions`; None
             for no alignment.
         images: base directory of relative image paths in `captions`.
         split: split of the caption file; None for the whole file.
-        against: another index of the same images, whose alignment is compared; None for
-            no comparison.
+        against: another index of the same images. Its alignment is measured, too, and
+            compared with that of `root`. None for no comparison.
         on_progress: called with the progress. An exception raised by `on_progress`
             stops this function.
 
@@ -279,8 +291,8 @@ def explain_index(
 def _open(
     root: Path, model: Path | None = None, precision: str | None = None
 ) -> TokenIndex:
-    """Open an index, and check that it stores tokens which the joint encoder reads, not
-    features for training.
+    """Open an index. Raise ModelError if it stores patch features, which the joint
+    encoder cannot score.
     """
     opened = TokenIndex.open(
         root, model, precision=precision, device="cpu", dtype="float32"
@@ -302,14 +314,15 @@ class Vocabulary:
             for token_id in ids
         ]
         whole = torch.tensor([is_whole_word(word) for word in self.words])
-        # a vocabulary without whole words, as of characters
+        # If the vocabulary has no whole words, for example only characters, no entry is
+        # left out.
         self._left_out = ~whole if whole.any() else torch.zeros_like(whole)
 
     @torch.inference_mode()
     def nearest(self, blocks: Blocks | Tensor, *, whole_words: bool = False) -> Ints:
         """Return the token id of the nearest word of each token in `blocks` [k, m,
-        d], int64 [k, m]. With `whole_words`, other entries of the vocabulary are left
-        out, see `is_whole_word`.
+        d], int64 [k, m]. With `whole_words`, only whole words are compared, see
+        `is_whole_word`.
         """
         tokens = as_tensor(blocks)
         flat = functional.normalize(tokens.reshape(-1, tokens.shape[2]).float(), dim=1)
@@ -324,8 +337,8 @@ class Vocabulary:
         return ids
 
     def count(self, token_ids: Iterable[int]) -> WordCounts:
-        """Count the nearest words. `token_ids` contains the token id of the nearest
-        word of each token.
+        """Count the nearest words of tokens. `token_ids` has the token id of the
+        nearest word of each token, as `nearest` returns it.
         """
         counts = Counter(self.words[token_id] for token_id in token_ids)
         return WordCounts(
@@ -338,8 +351,8 @@ class Vocabulary:
 
 
 def is_whole_word(word: str) -> bool:
-    """Return True for a word of at least three letters. Parts of words, numbers,
-    single characters and special tokens are no whole words.
+    """Return True for a word of at least three letters. Parts of words, numbers, single
+    characters and special tokens are not whole words.
     """
     return len(word) > 2 and word.isalpha()
 
@@ -357,6 +370,7 @@ def match_query(index: TokenIndex, query: str, row_id: int) -> QueryMatch:
     words = functional.normalize(joint.word_vectors[ids] - mean, dim=1)
     tokens = functional.normalize(block[0].to(mean.device).float() - mean, dim=1)
     count = len(tokens)
+    # In block i of `occluded`, the mean of the tokens replaces token i.
     occluded = block.repeat(count, 1, 1)
     occluded[range(count), range(count)] = block[0].float().mean(dim=0).to(block.dtype)
     logits = joint.score([query] * (count + 1), torch.cat([block, occluded]))
@@ -390,11 +404,11 @@ def _attention(
     except PHOTO_ERRORS as error:
         return None, None, describe_photo_error(error)
     patches, _ = encoder.vision.encode(encoder.normalize(pixels[None]))
-    # a token of a local adapter is one patch
+    # Token i of a local adapter is patch i, so its weights are row i of the identity.
     weights = np.eye(patches.shape[1], dtype=np.float32)
     if isinstance(encoder.adapter, CompressionAdapter):
         weights = encoder.adapter.query_attention(patches)[0].float().cpu().numpy()
     height, width = encoder.vision.image_size
-    # patches are squares
+    # Patches are square, so the grid of patches has the aspect ratio of the image.
     rows = round(math.sqrt(weights.shape[1] * height / width))
     return weights.reshape(len(weights), rows, -1), np.asarray(resized), ""

@@ -1,6 +1,6 @@
 """Measures how much each precision of an index changes the tokens and the rankings, and
-which precision to keep. Each precision is compared with a reference precision. Nothing
-is written to the index.
+recommends a precision to keep. Each precision is compared with a reference precision.
+Nothing is written to the index.
 """
 
 from __future__ import annotations
@@ -38,10 +38,13 @@ _BATCH_ROWS = 128
 _ROWS = 2000
 _POOL = 20
 _QUERIES = 1000
-# what help recommends: of two formats of a size, the more accurate one
+# The precisions that are compared if only the reference is stored. If several
+# precisions have the same size, only the most accurate of them is in this list.
 RECOMMENDED = ("fp8", "nvfp4", "gauss2", "sign1")
-# points of R@1, or of first hits if no correct hits are known
+# The advice accepts a precision that loses at most this number of points of R@1.
 _ACCEPTED_LOSS = 1.0
+# If the correct hits are not known, the advice accepts a precision that changes at most
+# this percentage of the first hits.
 _ACCEPTED_CHANGE = 3.0
 WHOLE_SCORE = "whole score"
 
@@ -78,11 +81,11 @@ candidates of any query.
 
 @dataclass(frozen=True)
 class RankingChange:
-    """What another precision changes in the ranking by one score, with 95 % intervals
-    of the paired bootstrap over queries.
+    """How much another precision than the reference changes the ranking by one score.
+    The estimates have 95 % confidence intervals from a paired bootstrap over queries.
 
     Attributes:
-        first_kept: percentage of queries whose first hit stays.
+        first_kept: percentage of queries whose first hit stays the same.
         loss: R@1 of the reference minus R@1 of the precision, in points; None if the
             correct hits are not known.
     """
@@ -108,10 +111,11 @@ class PrecisionCost:
     Attributes:
         stored: True if the index stores the precision, False if the tokens were
             converted in memory for this report, as `quantize` would convert them.
-        relative_error: norm of the error of all tokens / norm of all tokens; None if
-            there are no tokens.
-        ranking: changes of the ranking by the whole score, and by its parts alone.
-            Empty if re-ranking was not measured.
+        relative_error: norm of the errors of all tokens, divided by the norm of all
+            tokens; None if there are no tokens.
+        ranking: changes of the ranking, by the score that ranks: the whole score, and
+            the late interaction and the logit alone if they are parts of it. Empty if
+            re-ranking was not measured.
     """
 
     name: str
@@ -136,10 +140,13 @@ class QuantizationReport:
         query_source: where the queries come from.
         queries: number of queries whose candidates were re-ranked; 0 if re-ranking was
             not measured.
-        recall: R@1 of the reference in percent, by score; empty if unknown.
+        pool: number of candidates per query.
+        trained: False if the weights of the bundle are random, or there is no bundle.
+        recall: R@1 of the reference in percent, by the score that ranks; empty if the
+            correct hits are not known.
         ranking_left_out: why re-ranking was not measured; None if it was measured.
-        advice: which precision to keep, as a sentence; None if nothing was measured
-            that decides.
+        advice: a sentence that names the precision to keep; None if re-ranking was not
+            measured, or the model is untrained.
     """
 
     index: str
@@ -174,11 +181,12 @@ def measure_precisions(
     `reference`.
 
     Args:
-        names: the precisions to measure; empty for those stored, or for `RECOMMENDED`
-            if no other precision is stored.
+        names: the precisions to measure; empty for all stored precisions, or for
+            `RECOMMENDED` if only the reference is stored.
         queries: file of queries, see `read_queries`; None for the captions that the
             index stores, or for `GENERIC_CAPTIONS` if it stores none.
         model: bundle to re-rank with; None for the bundle that built the index.
+        pool: number of candidates per query.
 
     Raises:
         UsageError: there is no index, a precision is unknown, the index does not store
@@ -228,8 +236,11 @@ def measure_precisions(
         nearest = AnnIndex(opened.committed).nearest_to_each(
             opened.model.text.encode(texts), pool
         )
-        # at least two candidates can be ranked
+        # Queries with fewer than two candidates are left out: nothing can be ranked.
         used = [at for at, (rows, _) in enumerate(nearest) if len(rows) >= 2]
+        # Queries with the same correct row are not independent, so they form a cluster.
+        # If the correct rows are not known, every query is a cluster, and `hits` is not
+        # used.
         clusters = [correct[at] if correct else at for at in used]
         hits = [nearest[at][0] == row for at, row in zip(used, clusters, strict=True)]
         if used:
@@ -296,8 +307,8 @@ def _scores(
     pools: Sequence[Neighbours],
     on_progress: OnProgress,
 ) -> dict[str, dict[str, list[Floats]]]:
-    """Return the scores of the candidates of each query, float32 [k] each, by kind of
-    score and by precision.
+    """Return the scores of the candidates of each query, float32 [k] each, in a
+    dictionary by score and then by precision.
     """
     rows, similarities = (np.concatenate(each) for each in zip(*pools, strict=True))
     sizes = [len(each) for each, _ in pools]
@@ -331,8 +342,9 @@ def _scores(
 def _queries(
     index: CommittedIndex, path: Path | None
 ) -> tuple[list[str], list[int], str]:
-    """Return the queries, the correct row of each query or nothing, and where they
-    come from.
+    """Return the queries, the row id of the correct image of each query, and a
+    description of their source. If the correct images are not known, the list of row
+    ids is empty.
     """
     if path is not None:
         return list(dict.fromkeys(read_queries(path))), [], str(path)
@@ -356,7 +368,7 @@ def _queries(
 def _ranking_index(
     index: CommittedIndex, model: Path | None
 ) -> tuple[TokenIndex | None, str | None]:
-    """Return the index to search, or why no model can re-rank."""
+    """Return (opened index, None), or (None, reason) if no model can re-rank."""
     if model is None and "bundle" not in index.manifest.model:
         return None, "the index was not built by a model"
     try:
@@ -391,7 +403,7 @@ def compare_rankings(
         hits: for each query, which candidates are correct, bool [k]; None if unknown.
         bootstrap: resamples of the queries.
     """
-    # Of equal scores, the first candidate counts.
+    # If several candidates have the highest score, `argmax` selects the first of them.
     pairs = zip(reference, other, strict=True)
     kept = np.array([np.argmax(left) == np.argmax(right) for left, right in pairs])
     columns = [kept.astype(np.float64)]
@@ -405,9 +417,13 @@ def compare_rankings(
 def advice(
     reference: str, reference_bytes: int, costs: Sequence[PrecisionCost]
 ) -> str | None:
-    """Return which precision to keep, as a sentence: the smallest one that loses at
-    most 1 point of R@1 by the upper bound of its interval. If the correct hits are not
-    known: that changes at most 3 % of the first hits.
+    """Return a sentence that names the precision to keep, or None if re-ranking was not
+    measured.
+
+    This is the smallest precision that loses at most 1 point of R@1, or, if the correct
+    hits are not known, that changes at most 3 % of the first hits. The upper bound of
+    the confidence interval counts. The sentence also names the next smaller precision,
+    which loses more.
     """
     ranked = [cost for cost in costs if cost.ranking]
     if not ranked:
