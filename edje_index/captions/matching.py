@@ -45,8 +45,8 @@ class MatchedRows:
         reasons: one entry per image: None for an image with a row, otherwise the reason
             why the image has no row: "not-in-index", "deleted", or the reason why a
             build could not encode the image.
-        truncated: True for an image with a truncated file, if the build indexed the
-            readable part, bool [n].
+        truncated: True for an image whose file is truncated and of which the build
+            indexed the readable part, bool [n].
     """
 
     rows: Ints
@@ -74,13 +74,14 @@ class MatchedRows:
 def stored_captions(
     index: CommittedIndex, split: str | None = None
 ) -> list[CaptionedImage]:
-    """Return the indexed images whose captions the index holds.
+    """Return the indexed images that have captions in the index, with these captions.
 
     Args:
-        split: only images with this value in the column `split`; None for all.
+        split: return only images with this value in the column `split`; None returns
+            all images.
 
     Raises:
-        UsageError: the index holds no captions, or none of `split`.
+        UsageError: the index has no captions, or no captions of `split`.
     """
     columns = index.manifest.columns
     captioned = caption_columns(columns)
@@ -114,9 +115,9 @@ def match_items(
     """Find the rows of `items` by the names of the images.
 
     A duplicate gets the row of its original. If two rows share a name, the first
-    indexed one wins.
-    If a name is not in the index, symbolic links in the folders of the name are
-    resolved, and the resolved name is looked up, in the Unicode form NFC.
+    indexed row wins. If a name is not in the index, symbolic links in the folders of
+    this name and of the names in the index are resolved, and the resolved names are
+    compared in the Unicode form NFC.
 
     Args:
         table: the rows table, with the columns `NAME_COLUMNS`. See
@@ -134,15 +135,16 @@ def match_items(
         real_folder = functools.lru_cache(maxsize=1 << 14)(os.path.realpath)
 
         def resolved(name: bytes) -> bytes:
-            """Resolve symbolic links in the folders of `name`, but not in the file
-            name, as a build does. Compose its characters (NFC), which macOS stores
-            decomposed.
+            """Return `name` with the symbolic links in its folders resolved, and with
+            composed characters (NFC). A build does not resolve a link in the file name
+            either. macOS stores file names with decomposed characters.
             """
             folder, base = os.path.split(name)
             path = os.fsdecode(os.path.join(real_folder(folder), base))
             return os.fsencode(unicodedata.normalize("NFC", path))
 
-        # in chunks, because as Python objects the names take several times the memory
+        # One chunk is converted at a time, because names as Python objects take several
+        # times the memory of an Arrow array.
         chunks = [
             pa.array(map(resolved, chunk.to_pylist()), pa.binary())
             for chunk in keys.chunks
@@ -150,6 +152,7 @@ def match_items(
         resolved_keys = pa.chunked_array(chunks, pa.binary())
         others = [resolved(names[at]) for at in unmatched.tolist()]
         places[unmatched] = _places(resolved_keys, others)
+    # A duplicate has no tokens; its original has them.
     is_duplicate = pc.equal(table["status"], DUPLICATE)
     holders = pc.if_else(is_duplicate, table["duplicate_of"], table["row_id"])
     wanted = holders.take(pa.array(places, mask=places < 0))
@@ -165,6 +168,8 @@ def match_items(
             truncated[at] = row["detail"] is not None
             reasons[at] = None
         elif row["status"] is None:
+            # A name without a row is not in the index. If the name is that of a
+            # duplicate, its original is deleted.
             reasons[at] = DELETED if places[at] >= 0 else NOT_IN_INDEX
     if not allow_none and not (rows >= 0).any():
         counts = ", ".join(
@@ -182,8 +187,9 @@ def match_items(
 
 
 def _keys(table: pa.Table) -> pa.ChunkedArray:
-    """Return the name of each row, as bytes, by which images are looked up."""
-    # for a member, `uri_raw` is the name of the archive
+    """Return the name by which each row is looked up, as bytes."""
+    # The `uri_raw` of an archive member is the path of the archive, so the name of a
+    # member is its uri.
     is_member = pc.match_substring(table["uri"], "!")
     raw = pc.if_else(is_member, None, table["uri_raw"])
     return pc.coalesce(raw, table["uri"].cast(pa.binary()))
@@ -193,7 +199,8 @@ def _places(keys: pa.ChunkedArray, names: list[bytes]) -> Ints:
     """Return the first position of each name in `keys`, int64 [n]; -1 for a name that
     is not there.
     """
-    # for a name that is not UTF-8, the rows table may have a text instead
+    # For a name that is not UTF-8, the rows table may have only the text that
+    # `display_path` returns.
     texts = [display_path(name).encode() for name in names]
     found = [
         pc.index_in(pa.array(each, pa.binary()), value_set=keys)

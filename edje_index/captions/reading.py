@@ -6,9 +6,10 @@
 - ``*.json``: a list of these objects, a Karpathy split file, or a COCO caption file.
 - ``*.parquet``, ``*.csv``, ``*.tsv``: one column per key of these objects.
 - ``*.tar``: a WebDataset shard. A sample is KEY.jpg with KEY.txt (one caption per
-  line), or KEY.jpg with KEY.json (the object without "image"), joined as a build does.
+  line), or KEY.jpg with KEY.json (the object without "image"). Images and texts are
+  joined in the same way as in a build.
 
-Records of the same image and split are merged.
+Records of the same image and split are merged into one image with all their captions.
 """
 
 from __future__ import annotations
@@ -74,13 +75,14 @@ class CaptionRecord:
     """The captions of one image in one record of a caption file.
 
     Attributes:
+        image: name of the image, as in the record.
         captions: the captions that are not blank; empty if all captions are blank. A
             caption is blank if it has only whitespace, punctuation (which includes the
             symbols of ASCII) and invisible characters.
         split: name of the split; None if the record has no split.
         image_id: identifier of the image; None if the record has no identifier.
-        blank: number of captions that are blank or missing, and so are not in
-            `captions`. A photo without captions misses one.
+        blank: number of captions that are not in `captions`, because they are blank or
+            missing. An image without captions counts as one missing caption.
     """
 
     image: str
@@ -95,8 +97,9 @@ class CaptionedImage:
     """One image and its captions.
 
     Attributes:
-        path: absolute path of the image, or "<tar>!<member>" for an image in a tar
-            file.
+        image: name of the image, as in the caption file.
+        path: absolute path or URL of the image, or "<tar>!<member>" for an image in a
+            tar file.
         captions: the captions, at least one. No caption is blank.
         split: name of the split in the caption file; None if the caption file names no
             split.
@@ -119,7 +122,7 @@ def read_captions(
 ) -> list[CaptionedImage]:
     """Read a caption file with `read_caption_file`, and return the captioned images.
 
-    Warn if photos without captions, or blank captions, are left out.
+    If blank or missing captions are left out, a warning gives their number.
     """
     items, blank = read_caption_file(path, images, split)
     if blank:
@@ -140,15 +143,16 @@ def read_caption_file(
 
     Args:
         path: path of the caption file. The suffix determines the format.
-        images: base directory of relative image paths. It need not exist, because an
-            index may be used on a machine without its photos. The default is the
-            directory of `path`.
+        images: base directory of relative image paths; None for the directory of
+            `path`. The directory need not exist, because an index may be used on a
+            machine that does not have its photos.
         split: read only this split. The split "train" includes Karpathy's split
             "restval".
 
     Returns:
         The captioned images in file order, and the number of captions that are left
-        out, because they are missing or blank. So are images without other captions.
+        out, because they are missing or blank. Images without any other caption are
+        left out, too.
 
     Raises:
         UsageError: the file cannot be read, a record is malformed, or the file has no
@@ -205,8 +209,8 @@ def read_caption_file(
 
 
 def check_image_directory(images: str | Path | None) -> None:
-    """Raise a UsageError if the base directory of the images is missing. For
-    callers that read the image files.
+    """Raise UsageError if the base directory `images` does not exist. Only callers that
+    read the image files need it, so `read_captions` does not check it.
     """
     if images is not None and not Path(images).is_dir():
         raise UsageError(
@@ -263,7 +267,7 @@ def read_records(path: Path) -> Iterator[CaptionRecord]:
         ) from error
 
 
-# position of a record, and its value
+# the position of a record in its file, as text for error messages, and the record
 _Located = tuple[str, Any]
 
 
@@ -294,7 +298,8 @@ def _json_file(path: Path) -> Iterator[_Located]:
             f"'annotations' in {path} must be a list, but is a"
             f" {type(annotations).__name__}"
         )
-    # https://cocodataset.org/#format-data, section 4. Some tools write ids as texts.
+    # Section 4 of https://cocodataset.org/#format-data describes these members. Ids are
+    # compared as texts, because some tools write them as texts.
     for number, value in enumerate(annotations or (), 1):
         if not (
             isinstance(value, dict)
@@ -334,11 +339,15 @@ def _json_file(path: Path) -> Iterator[_Located]:
 def comma_rows(
     file: Iterable[str], name: str
 ) -> Iterator[tuple[int, list[str] | None]]:
-    """Yield (number of the last line, fields) for each row of a table with commas.
-    The fields are None if one of them is too long.
+    """Yield (number of the row's last line, fields) for each row of a comma-separated
+    table. The fields are None if one of them is too long.
+
+    Args:
+        file: the lines of the table.
+        name: name of the file in error messages.
 
     Raises:
-        UsageError: quoted text has no end. `name` is the file in the message.
+        UsageError: a quoted text has no closing quotation mark.
     """
     at_end = False
 
@@ -356,6 +365,8 @@ def comma_rows(
             return
         except csv.Error:
             row = None
+        # A row usually ends without a look at the next line. Only an open quoted text
+        # makes `csv` read past the last line, or over several lines up to an error.
         if at_end or (row is None and rows.line_num > first):
             raise UsageError(
                 f"the quoted text that begins in line {first} of {name} has no end or"
@@ -370,7 +381,7 @@ def _text_table(path: Path) -> Iterator[_Located]:
     number = 0
     with open(path, encoding="utf-8-sig", newline="") as file:
         rows = comma_rows(file, str(path))
-        # quotation marks have no special meaning in most tables with tabs
+        # In most tab-separated tables, quotation marks have no special meaning.
         if path.suffix.lower() == ".tsv":
             rows = enumerate(
                 csv.reader(file, delimiter="\t", quoting=csv.QUOTE_NONE), 1
@@ -401,8 +412,8 @@ def _text_table(path: Path) -> Iterator[_Located]:
 
 
 def _check_columns(names: Sequence[str], path: Path) -> None:
-    """Raise a UsageError if a table has no column of images or of captions, or two
-    columns of one name.
+    """Raise UsageError if a table has no column of images or no column of captions, or
+    if it has two columns with the name of such a column.
     """
     for keys in (IMAGE_KEYS, CAPTION_COLUMNS):
         used = next(filter(names.__contains__, keys), keys[0])
@@ -433,7 +444,9 @@ def _parquet(path: Path) -> Iterator[_Located]:
 
 
 def _webdataset(path: Path) -> Iterator[_Located]:
-    """Yield the images of a WebDataset shard that have metadata beside them."""
+    """Yield one record for each image of a WebDataset shard that has a text or JSON
+    file with its captions.
+    """
     try:
         with open_ranged(os.fsencode(path), only_headers=True) as file:
             for member, contents in members_with_sidecars(
@@ -480,8 +493,9 @@ _READERS: Mapping[str, Callable[[Path], Iterator[_Located]]] = {
 
 
 def _record(value: Any) -> CaptionRecord:
-    """Convert a record with an image name and captions. A split and an identifier
-    are optional.
+    """Return the `CaptionRecord` of a record in any of the formats. The record must
+    have an image name; a split and an identifier are optional. Raise _RecordError if
+    the record is malformed.
     """
     if not isinstance(value, dict):
         raise _RecordError("the record is not a JSON object")
@@ -491,14 +505,14 @@ def _record(value: Any) -> CaptionRecord:
         (value[key] for key in CAPTION_COLUMNS if not _is_missing(value.get(key))), None
     )
     image_id = value.get(ID_KEY)
-    # of a Karpathy file
+    # A record of a Karpathy file has the captions in 'sentences'.
     if texts is None and isinstance(sentences := value.get("sentences"), list):
         texts = [
             sentence.get("raw", sentence) if isinstance(sentence, dict) else sentence
             for sentence in sentences
         ]
         image_id = value.get("cocoid", value.get("imgid"))
-        # the folder of a Karpathy record, not the image
+        # In these records, 'filepath' is the folder of the image, not its path.
         if key == "filepath":
             key = "filename"
             name = None
@@ -509,11 +523,11 @@ def _record(value: Any) -> CaptionRecord:
     try:
         is_possible = b"\0" not in os.fsencode(name)
     except UnicodeEncodeError:
-        # a lone surrogate, from a JSON escape
+        # An escape in JSON can stand for a lone surrogate, which no file name has.
         is_possible = False
     if not is_possible:
         raise _RecordError(f"the value {name!r} of '{key}' cannot be a file name")
-    # as pandas and other tools write a list in a text column
+    # Tools such as pandas write a list to a text column as a text in brackets.
     if (
         isinstance(texts, str)
         and texts.startswith("[")
@@ -545,7 +559,7 @@ def _record(value: Any) -> CaptionRecord:
     try:
         "".join(texts).encode()
     except UnicodeEncodeError as error:
-        # from a JSON escape
+        # An escape in JSON can stand for a lone surrogate, which UTF-8 cannot encode.
         raise _RecordError(
             "one of the captions contains a lone surrogate, which is not valid Unicode;"
             " remove this caption"
@@ -559,18 +573,19 @@ def _record(value: Any) -> CaptionRecord:
 
 
 def _is_missing(value: Any) -> bool:
-    """Return True for null, and for the NaN that pandas writes in its place."""
+    """Return True for null, and for NaN, which pandas writes in place of null."""
+    # Only NaN differs from itself.
     return value is None or value != value
 
 
 def _is_blank(text: str) -> bool:
-    """Return True if `text` has no word: no character that text cleaning and the
-    tokenizers keep.
+    """Return True if `text` has no word. This means that text cleaning and the
+    tokenizers keep none of its characters.
     """
     return all(
         character in _BLANK_CHARACTERS
         or unicodedata.category(character)[0] in _BLANK_CATEGORIES
-        # twice, as text cleaning does
+        # Text cleaning also unescapes HTML twice.
         for character in html.unescape(html.unescape(text))
     )
 

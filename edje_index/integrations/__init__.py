@@ -1,3 +1,4 @@
 """Retrievers and re-rankers for LangChain and LlamaIndex that search an index. The
-module of each library needs the extra of its name, `langchain` or `llama-index`.
+module `langchain` needs the extra `langchain`, and the module `llama_index` needs the
+extra `llama-index`.
 """

@@ -1,4 +1,4 @@
-"""What the modules of LangChain and LlamaIndex share."""
+"""Re-ranks documents by their images, for the modules of LangChain and LlamaIndex."""
 
 from __future__ import annotations
 
@@ -19,13 +19,19 @@ def rerank_metadata(
     key: str,
     top_n: int | None,
 ) -> list[tuple[int, dict[str, float]]]:
-    """Return (position in `metadata`, `score` and `relevance` by name) of the `top_n`
-    images that match `query` best, best first.
+    """Return the `top_n` documents whose images match `query` best, best first. Each is
+    a pair: its position in `metadata`, and a dictionary with `score` and `relevance`.
 
-    The images are the rows whose row ids or uris the mappings have under `key`.
+    Args:
+        index: an open index with the images.
+        query: text of the query.
+        metadata: metadata of each document.
+        key: key under which the metadata has the row id or the uri of the image.
+        top_n: number of documents to return; None returns all.
 
     Raises:
-        UsageError: a mapping has no row id or uri, or as for `TokenIndex.rerank`.
+        UsageError: the metadata of a document has no row id or uri. Other errors are
+            those of `TokenIndex.rerank`.
     """
     rows: list[Any] = [each.get(key) for each in metadata]
     for position, row in enumerate(rows):

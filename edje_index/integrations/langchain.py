@@ -19,15 +19,15 @@ with name_missing_extra("langchain"):
 class EdjeRetriever(BaseRetriever):
     """Finds images for a text. Returns them as documents, best first.
 
-    The text of a document is the captions of the image, or its uri if it has none. The
-    metadata has the keys `row_id`, `uri`, `score` and `relevance`, and the columns,
-    see `Hit.metadata`.
+    The text of a document contains the captions of the image, or its uri if it has no
+    captions. The metadata of a document is `Hit.metadata`: `row_id`, `uri`, `score`,
+    `relevance`, and the values of the columns of the hit.
 
     Attributes:
         index: an open index, or a client of the service.
         k: number of documents.
-        pool: number of candidates to re-rank; at least `k` are re-ranked. None is the
-            default of the bundle.
+        pool: number of candidates to re-rank. A number below `k` is raised to `k`. None
+            selects the default of `TokenIndex.search`.
         where: filter, as in `TokenIndex.search`.
     """
 
@@ -60,8 +60,8 @@ class EdjeRetriever(BaseRetriever):
 class EdjeReranker(BaseDocumentCompressor):
     """Re-ranks the documents of any retriever by the images that their metadata names.
 
-    The keys `score` and `relevance` of the metadata get the final score and a number
-    between 0 and 1.
+    The metadata of each returned document gets the keys `score`, for the final score,
+    and `relevance`, for a number between 0 and 1.
 
     Attributes:
         index: an open index with the images.

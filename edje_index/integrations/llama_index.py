@@ -18,17 +18,18 @@ with name_missing_extra("llama-index"):
 
 
 class EdjeRetriever(BaseRetriever):
-    """Finds images for a text. Returns them as image nodes, best first; the score of a
-    node is its relevance.
+    """Finds images for a text. Returns them as image nodes, best first. The score of a
+    node is the relevance of the image.
 
-    The text of a node is the captions of the image. The metadata has the keys `row_id`,
-    `uri`, `score` and `relevance`, and the columns, see `Hit.metadata`.
+    The text of a node contains the captions of the image. The metadata of a node is
+    `Hit.metadata`: `row_id`, `uri`, `score`, `relevance`, and the values of the columns
+    of the hit.
 
     Args:
         index: an open index, or a client of the service.
         k: number of nodes.
-        pool: number of candidates to re-rank; at least `k` are re-ranked. None is the
-            default of the bundle.
+        pool: number of candidates to re-rank. A number below `k` is raised to `k`. None
+            selects the default of `TokenIndex.search`.
         where: filter, as in `TokenIndex.search`.
         options: arguments of LlamaIndex's `BaseRetriever`.
     """
@@ -67,8 +68,10 @@ class EdjeRetriever(BaseRetriever):
 
 class EdjeReranker(BaseNodePostprocessor):
     """Re-ranks the nodes of any retriever by the images that their metadata names.
-    Scores become relevances. The keys `score` and `relevance` of the metadata get the
-    final score and the relevance.
+
+    The score of each returned node is the relevance of its image, a number between 0
+    and 1. The metadata of the node gets the keys `score`, for the final score, and
+    `relevance`.
 
     Attributes:
         index: an open index with the images.
