@@ -106,7 +106,9 @@ JOBS = {
     "pipelines.jobs.update": "add_images append_index update_index",
     "pipelines.progress.events": "JobStopped",
 }
-"""The public names of `pipelines` by module."""
+"""The public names of `pipelines` by module. If a module has several names, spaces
+separate them.
+"""
 _MODULES = {
     name: module for module, names in (_NAMES | JOBS).items() for name in names.split()
 }

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 OnProgress = Callable[[str, int, int], None]
 """A callback with three arguments: name of the activity, number of units done, and
-total number of units.
+total number of units. The name says what a unit is, for example "pairs scored".
 """
 
 

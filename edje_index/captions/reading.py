@@ -55,13 +55,14 @@ ID_KEY = "image_id"
 SPLIT_KEY = "split"
 
 _BLANK_CATEGORIES = "CZPM"
-"""First letters of the Unicode categories of invisible characters, whitespace,
-punctuation, and marks on letters.
+"""First letters of the Unicode categories whose characters do not make a word: C
+(invisible characters), Z (whitespace), P (punctuation) and M (marks on letters).
 """
 
 _BLANK_CHARACTERS = frozenset(string.punctuation + "\u115f\u1160\u3164\uffa0")
-"""Symbols of ASCII such as $ and +, which canonicalisation removes as punctuation, and
-Hangul fillers, which are letters without a shape. Emoji and other symbols are words.
+"""Other characters that do not make a word: the ASCII symbols such as $ and +, which
+text cleaning can remove as punctuation, and Hangul fillers, which are letters but
+invisible. Emoji and other symbols make a word.
 """
 
 _PARQUET_BATCH = 4096

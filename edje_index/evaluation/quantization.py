@@ -74,8 +74,8 @@ GENERIC_CAPTIONS = (
     "a baby smiles at the camera",
     "a sign with words on it",
 )
-"""The built-in queries. A query need not match any image: the joint encoder ranks the
-candidates of any query.
+"""Queries for an index without captions. They need not match any image, because only
+the order of their candidates is compared.
 """
 
 

@@ -25,12 +25,14 @@ PART_NAMES = {
     POOLED: "pooled similarity",
     EMBEDDING: "embedding similarity",
 }
-"""The parts in the order in which they are summed, with their names in reports."""
+"""The keys of the parts, in the order in which they are summed. The values are the
+names of the parts in reports.
+"""
 JOINT_PARTS = (LOGIT, LATE, POOLED)
 """The parts that depend on the caption and on the stored tokens together."""
 MAX_WEIGHT = 1e30
-"""Largest absolute weight of a part: weighted sums of parts stay far below the
-largest float32, 3.4e38.
+"""Largest absolute weight of a part. With this limit, the weighted sum of the parts
+stays below the largest float32, 3.4e38.
 """
 WEAK_RELEVANCE = 0.5
 """Hits with a lower relevance are shown as weak matches."""

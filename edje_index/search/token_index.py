@@ -67,16 +67,17 @@ if TYPE_CHECKING:
 
 ImageQuery: TypeAlias = "int | str | Path | bytes | Image.Image"
 Candidates = tuple[Ints, Floats]
-"""The candidates of one query: row ids [k], and the similarities of their
-embeddings to the query's embedding [k].
+"""The candidates of one query: their row ids, int64 [k], and the cosine similarities of
+their embeddings to the embedding of the query, float32 [k].
 """
 
 _DEFAULT_POOL = 100
 _PAIRS_AT_ONCE = 1024
-"""Number of pairs whose tokens are in memory at the same time.
+"""Largest number of pairs of a text and an image whose tokens are in memory at the same
+time, unless the pool of one query is larger.
 
-The tokens take 50 MB for blocks of 64 x 384. The number suffices to form batches of
-equal text lengths.
+The tokens take 50 MB for blocks of 64 x 384. With this number, pairs whose texts have
+the same length fill whole batches.
 """
 
 

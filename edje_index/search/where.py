@@ -28,13 +28,17 @@ from storage_formats.format.source_columns import python_value
 
 MAX_CHARACTERS = 4096
 MAX_PARTS = 100
-"""Largest number of conditions, and of `not`, `and` and `or`, in an expression."""
+"""Largest size of an expression: the number of its conditions and of its `not`, plus
+one for each sequence of conditions that `and` or `or` joins.
+"""
 MAX_WILDCARDS = 8
-"""Largest number of % and _ in a pattern, which bounds the time of a match."""
+"""Largest number of the wildcards % and _ in a pattern of `like`. The limit bounds the
+time of a match.
+"""
 
 Condition: TypeAlias = Callable[[pa.Table], Any]
-"""Computes for each row of a table whether the row passes; null if a compared value
-is null.
+"""A function that returns for each row of a table whether the row passes the condition,
+or null if a compared value is null.
 """
 
 # The grammar is a subset of SQL. An LALR parser reads it in linear time and without
