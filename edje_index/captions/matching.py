@@ -130,8 +130,8 @@ def match_items(
     )
     keys = _keys(table)
     names = [os.fsencode(item.path) for item in items]
-    places = _places(keys, names)
-    if len(unmatched := np.flatnonzero(places < 0)):
+    positions = _positions(keys, names)
+    if len(unmatched := np.flatnonzero(positions < 0)):
         real_folder = functools.lru_cache(maxsize=1 << 14)(os.path.realpath)
 
         def resolved(name: bytes) -> bytes:
@@ -151,17 +151,17 @@ def match_items(
         ]
         resolved_keys = pa.chunked_array(chunks, pa.binary())
         others = [resolved(names[at]) for at in unmatched.tolist()]
-        places[unmatched] = _places(resolved_keys, others)
+        positions[unmatched] = _positions(resolved_keys, others)
     # A duplicate has no tokens; its original has them.
     is_duplicate = pc.equal(table["status"], DUPLICATE)
     holders = pc.if_else(is_duplicate, table["duplicate_of"], table["row_id"])
-    wanted = holders.take(pa.array(places, mask=places < 0))
-    originals = pc.index_in(wanted, value_set=table["row_id"])
-    found = table.select(["row_id", "status", "reason", "detail"]).take(originals)
+    row_ids = holders.take(pa.array(positions, mask=positions < 0))
+    originals = pc.index_in(row_ids, value_set=table["row_id"])
+    matches = table.select(["row_id", "status", "reason", "detail"]).take(originals)
     rows = np.full(len(items), -1)
     truncated = np.zeros(len(items), dtype=bool)
     reasons: list[str | None] = []
-    for at, row in enumerate(found.to_pylist()):
+    for at, row in enumerate(matches.to_pylist()):
         reasons.append(row["reason"])
         if row["status"] == INDEXED:
             rows[at] = row["row_id"]
@@ -170,7 +170,7 @@ def match_items(
         elif row["status"] is None:
             # A name without a row is not in the index. If the name is that of a
             # duplicate, its original is deleted.
-            reasons[at] = DELETED if places[at] >= 0 else NOT_IN_INDEX
+            reasons[at] = DELETED if positions[at] >= 0 else NOT_IN_INDEX
     if not allow_none and not (rows >= 0).any():
         counts = ", ".join(
             f"{reason} {count:,}"
@@ -195,16 +195,16 @@ def _keys(table: pa.Table) -> pa.ChunkedArray:
     return pc.coalesce(raw, table["uri"].cast(pa.binary()))
 
 
-def _places(keys: pa.ChunkedArray, names: list[bytes]) -> Ints:
+def _positions(keys: pa.ChunkedArray, names: list[bytes]) -> Ints:
     """Return the first position of each name in `keys`, int64 [n]; -1 for a name that
     is not there.
     """
     # For a name that is not UTF-8, the rows table may have only the text that
     # `display_path` returns.
     texts = [display_path(name).encode() for name in names]
-    found = [
+    matches = [
         pc.index_in(pa.array(each, pa.binary()), value_set=keys)
         for each in (names, texts)
     ]
-    places: Ints = np.array(pc.fill_null(pc.coalesce(*found), -1), dtype=np.int64)
-    return places
+    positions: Ints = np.array(pc.fill_null(pc.coalesce(*matches), -1), dtype=np.int64)
+    return positions

@@ -297,14 +297,12 @@ def evaluate(
         for direction in DIRECTIONS
     }
     finals: dict[str, dict[str, Floats]] = {}
+    used_parts = {part for final in scores.values() for part in final.parts}
+    joint_parts = [part for part in JOINT_PARTS if part in used_parts]
     for source in sources:
         parts = score_pairs(
             bundle.scorer,
-            [
-                name
-                for name in JOINT_PARTS
-                if any(name in s.parts for s in scores.values())
-            ],
+            joint_parts,
             eval_set.captions,
             [eval_set.pairs(direction, pool) for direction, pool in nearest.items()],
             source.fetch,

@@ -253,7 +253,7 @@ def explain_index(
             .tolist()
         )
     kind = opened.model.info.adapter["kind"]
-    has_places = kind == COMPRESSED or (kind == LOCAL and query is not None)
+    has_attention = kind == COMPRESSED or (kind == LOCAL and query is not None)
     ids_of_rows = vocabulary.nearest(store.fetch(shown), whole_words=True).tolist()
     rows: list[ExplainedRow] = []
     photos = read_rows(root, shown, PHOTO_COLUMNS).to_pylist()
@@ -262,7 +262,7 @@ def explain_index(
         attention = None
         pixels = None
         problem = f"the tokens of a {kind} adapter have no place in the image"
-        if has_places:
+        if has_attention:
             attention, pixels, problem = _attention(opened.model.image_encoder, row)
         rows.append(
             ExplainedRow(

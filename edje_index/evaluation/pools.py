@@ -115,9 +115,10 @@ def split_set(captions_of: Sequence[Sequence[str]], rows: Ints) -> EvaluationSet
             which has all of their captions.
     """
     captions = tuple(caption for group in captions_of for caption in group)
-    about = np.repeat(rows, list(map(len, captions_of)))
+    caption_rows = np.repeat(rows, list(map(len, captions_of)))
     images = np.unique(rows)
-    return EvaluationSet(images, captions, about, np.arange(len(captions)), images)
+    queries = np.arange(len(captions))
+    return EvaluationSet(images, captions, caption_rows, queries, images)
 
 
 def full_set(
@@ -267,7 +268,8 @@ def score_pairs(
         for part, values in scorer.parts(parts, texts, scorer.images(blocks)).items():
             scores[part][chunk] = values
     on_progress(activity, len(order), len(order))
-    places = [np.searchsorted(distinct, each) for each in keys]
+    positions_of_keys = [np.searchsorted(distinct, each) for each in keys]
     return [
-        {part: values[place] for part, values in scores.items()} for place in places
+        {part: values[positions] for part, values in scores.items()}
+        for positions in positions_of_keys
     ]

@@ -265,8 +265,8 @@ def measure_precisions(
     recall = {}
     if correct:
         for score, by_name in scores.items():
-            found = _first_hits(by_name[reference], hits)
-            recall[score] = bootstrap.estimates(100.0 * found[:, None])[0]
+            is_correct = _first_hits(by_name[reference], hits)
+            recall[score] = bootstrap.estimates(100.0 * is_correct[:, None])[0]
     costs = [
         PrecisionCost(
             name,

@@ -53,14 +53,12 @@ class EdjeRetriever(BaseRetriever):
         hits = self.index.search(query_bundle.query_str, self.k, pool, where=self.where)
         nodes = []
         for hit in hits:
-            place = {
-                "image_path" if scheme_of(hit.uri) is None else "image_url": hit.uri
-            }
+            key = "image_path" if scheme_of(hit.uri) is None else "image_url"
             node = ImageNode(
                 id_=str(hit.row_id),
                 text=hit.described(every_caption=True),
                 metadata=hit.metadata(),
-                **place,
+                **{key: hit.uri},
             )
             nodes.append(NodeWithScore(node=node, score=hit.relevance))
         return nodes

@@ -68,13 +68,13 @@ class ScoreWeights:
 
     def __post_init__(self) -> None:
         _check_finite(self.by_part())
-        if self.calibration is not None and not (
-            0 < self.calibration[0] < MAX_WEIGHT > abs(self.calibration[1])
-        ):
-            raise ValueError(
-                "the slope of the relevance must be positive, and both numbers finite:"
-                f" {self.calibration}"
-            )
+        if self.calibration is not None:
+            slope, offset = self.calibration
+            if not (0 < slope < MAX_WEIGHT and abs(offset) < MAX_WEIGHT):
+                raise ValueError(
+                    "the slope of the relevance must be positive, and both numbers"
+                    f" finite: {self.calibration}"
+                )
 
     def by_part(self) -> dict[str, float]:
         """Return the weight of each part by name."""

@@ -96,8 +96,8 @@ def requested_rows(index: CommittedIndex, rows: Sequence[int | str]) -> Ints:
             parameter="rows",
         )
     uris = dict.fromkeys(as_text(row, "rows") for row in rows if isinstance(row, str))
-    row_of_uri: dict[str, int] = {}
-    others: dict[str, int] = {}
+    indexed_rows: dict[str, int] = {}
+    other_rows: dict[str, int] = {}
     wanted = pa.array(uris, pa.string())
     for table in (
         iter_rows(index, ["row_id", "uri", "status", "duplicate_of"]) if uris else ()
@@ -106,11 +106,11 @@ def requested_rows(index: CommittedIndex, rows: Sequence[int | str]) -> Ints:
             row_id = (
                 row["duplicate_of"] if row["status"] == DUPLICATE else row["row_id"]
             )
-            found = row_of_uri if row["status"] == INDEXED else others
-            found.setdefault(row["uri"], row_id)
-        if len(row_of_uri) == len(uris):
+            row_of_uri = indexed_rows if row["status"] == INDEXED else other_rows
+            row_of_uri.setdefault(row["uri"], row_id)
+        if len(indexed_rows) == len(uris):
             break
-    row_of_uri = others | row_of_uri
+    row_of_uri = other_rows | indexed_rows
     unknown = [uri for uri in uris if uri not in row_of_uri]
     if unknown:
         more = f" (and {len(unknown) - _SHOWN} more)" if len(unknown) > _SHOWN else ""

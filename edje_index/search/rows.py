@@ -94,14 +94,13 @@ class IndexRows:
             names = list(dict.fromkeys(columns))
         shards = sorted({row // size for row in row_ids.tolist()})
         read = list(dict.fromkeys(["uri", *names]))
-        places = {name: read.index(name) for name in names}
         self._read_groups(shards, read)
         tables = dict(zip(shards, self._tables(shards, read), strict=True))
         described = []
         for row in row_ids.tolist():
-            values = [column[row % size].as_py() for column in tables[row // size]]
-            columns_of_row = {name: values[place] for name, place in places.items()}
-            described.append((values[0], columns_of_row))
+            columns_of_shard = zip(read, tables[row // size], strict=True)
+            values = {name: each[row % size].as_py() for name, each in columns_of_shard}
+            described.append((values["uri"], {name: values[name] for name in names}))
         return described
 
     @name_missing_extra("search")
@@ -125,8 +124,8 @@ class IndexRows:
         spec = self._index.manifest.spec
         # A result in memory is returned without waiting for the lock. Another thread
         # may hold the lock for a long time, to evaluate another filter.
-        if (known := self._results.get(where)) is not None:
-            return known
+        if (result := self._results.get(where)) is not None:
+            return result
         with self._filtering:
             if where not in self._results:
                 mask = np.zeros(spec.rows, dtype=np.bool_)

@@ -788,10 +788,7 @@ class TokenIndex:
             tokens[~is_row], embeddings[~is_row] = encode_images(
                 self.model.image_encoder, new
             )
-        distinct, of_text = np.unique(texts, return_inverse=True)
-        similarities = (
-            embeddings * self.model.text.encode(distinct.tolist())[of_text]
-        ).sum(axis=1)
+        similarities = (embeddings * self.model.text.encode(texts)).sum(axis=1)
         images_of_pairs = None
         if reads_tokens(final.parts):
             images_of_pairs = self.model.scorer.images(tokens)
@@ -825,11 +822,13 @@ class TokenIndex:
         k = as_count(k, "k")
         stages = Stages()
         passing = None if where is None else self.rows.passing(where)
-        with (
+        # The embedding of a row is read from the index, without a tower.
+        vision_tower = (
             contextlib.nullcontext()
             if isinstance(image, int | np.integer)
             else stages.timed("vision_tower")
-        ):
+        )
+        with vision_tower:
             row_id, _, embedding = self._encoded(image)
         # The row of the query is the nearest row, but not a hit. One more row is
         # searched to replace this row.

@@ -160,14 +160,12 @@ def _kind(operand: _Operand) -> str:
     """Return the kind of a constant or of the values of a column: "number", "text",
     "boolean", "timestamp" or "list of texts".
     """
+    if isinstance(operand, bool):
+        return _TRUTH
+    if isinstance(operand, str):
+        return _TEXT
     if not isinstance(operand, pa.Field):
-        return (
-            _TRUTH
-            if isinstance(operand, bool)
-            else _TEXT
-            if isinstance(operand, str)
-            else _NUMBER
-        )
+        return _NUMBER
     if pa.types.is_boolean(operand.type):
         return _TRUTH
     if pa.types.is_list(operand.type):
