@@ -135,9 +135,11 @@ def match_items(
         real_folder = functools.lru_cache(maxsize=1 << 14)(os.path.realpath)
 
         def resolved(name: bytes) -> bytes:
-            """Return `name` with the symbolic links in its folders resolved, and with
-            composed characters (NFC). A build does not resolve a link in the file name
-            either. macOS stores file names with decomposed characters.
+            """Return `name` with the symbolic links in its folders resolved, and in the
+            Unicode form NFC.
+
+            A link in the file name stays, because a build does not resolve it either.
+            NFC composes characters, which macOS decomposes in file names.
             """
             folder, base = os.path.split(name)
             path = os.fsdecode(os.path.join(real_folder(folder), base))
@@ -152,7 +154,7 @@ def match_items(
         resolved_keys = pa.chunked_array(chunks, pa.binary())
         others = [resolved(names[at]) for at in unmatched.tolist()]
         positions[unmatched] = _positions(resolved_keys, others)
-    # A duplicate has no tokens; its original has them.
+    # The tokens of a duplicate are in the row of its original.
     is_duplicate = pc.equal(table["status"], DUPLICATE)
     holders = pc.if_else(is_duplicate, table["duplicate_of"], table["row_id"])
     row_ids = holders.take(pa.array(positions, mask=positions < 0))

@@ -66,8 +66,8 @@ invisible. Emoji and other symbols make a word.
 """
 
 _PARQUET_BATCH = 4096
-# In Karpathy's COCO split, "restval" names validation images that are used for training
-# by convention.
+# Karpathy's COCO file calls some validation images "restval". By convention, they are
+# used for training.
 _PARTS_OF_SPLIT = {"train": frozenset({"train", "restval"})}
 
 
@@ -109,7 +109,7 @@ class CaptionedImage:
     """
 
     image: str
-    # not a Path, which would take more memory than all other attributes
+    # A string, because a `Path` would take more memory than all other attributes.
     path: str
     captions: tuple[str, ...]
     split: str | None

@@ -192,14 +192,15 @@ class ClusterBootstrap:
         """Compute the mean of each column of `values` [q, s] in each resample,
         float64 [resamples, s].
         """
-        # For each cluster, `sums` has the sum of each column and the number of queries.
+        # `sums` has one line per cluster: the sum of each column, and then the number
+        # of queries.
         labels, cluster_of_query = np.unique(self.clusters, return_inverse=True)
         count = len(labels)
         sums = np.zeros((count, values.shape[1] + 1))
         np.add.at(
             sums, cluster_of_query, np.column_stack([values, np.ones(len(values))])
         )
-        # A resample draws `count` clusters with replacement.
+        # Each resample draws `count` clusters with replacement, and adds up their sums.
         rng = np.random.default_rng(self.seed)
         totals = np.array(
             [

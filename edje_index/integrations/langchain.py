@@ -44,6 +44,7 @@ class EdjeRetriever(BaseRetriever):
         k: int | None = None,
     ) -> list[Document]:
         k = self.k if k is None else k
+        # None stays None, and selects the default.
         pool = self.pool and max(k, self.pool)
         hits = self.index.search(query, k, pool, where=self.where)
         documents = []

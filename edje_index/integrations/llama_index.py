@@ -49,6 +49,7 @@ class EdjeRetriever(BaseRetriever):
         self.where = where
 
     def _retrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
+        # None stays None, and selects the default.
         pool = self.pool and max(self.k, self.pool)
         hits = self.index.search(query_bundle.query_str, self.k, pool, where=self.where)
         nodes = []

@@ -89,7 +89,7 @@ def _pairs(embeddings: Floats, similarity: float) -> tuple[Ints, Ints]:
         means.cp.min_points_per_centroid = 1
         means.train(embeddings)
         cells = means.index.search(embeddings, _PROBES)[1]
-    # rounding makes the similarity of equal images slightly less than 1
+    # Rounding can make the computed similarity of a pair slightly too low.
     threshold = similarity - 1e-5
     first = []
     second = []

@@ -227,7 +227,7 @@ class TokenIndex:
         """
         index = open_index(root, snapshot)
         bundle = SearchModel(matching_bundle(index, model), device=device, dtype=dtype)
-        # raises an error if the bundle cannot compute the score
+        # This raises an error if the bundle cannot compute the score.
         bundle.weights("t2i", score)
         return cls(index, bundle, precision=precision, score=score, columns=columns)
 
