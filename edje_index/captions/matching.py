@@ -170,8 +170,8 @@ def match_items(
             truncated[at] = row["detail"] is not None
             reasons[at] = None
         elif row["status"] is None:
-            # A name without a row is not in the index. If the name is that of a
-            # duplicate, its original is deleted.
+            # Either the name has no row, or the row is a duplicate whose original is
+            # deleted.
             reasons[at] = DELETED if positions[at] >= 0 else NOT_IN_INDEX
     if not allow_none and not (rows >= 0).any():
         counts = ", ".join(

@@ -183,8 +183,8 @@ def explain_index(
             for no alignment.
         images: base directory of relative image paths in `captions`.
         split: split of the caption file; None for the whole file.
-        against: another index of the same images. Its alignment is measured, too, and
-            compared with that of `root`. None for no comparison.
+        against: another index of the same images. Its alignment is also measured, and a
+            t-test compares the two indexes. None for no comparison.
         on_progress: called with the progress. An exception raised by `on_progress`
             stops this function.
 

@@ -61,8 +61,9 @@ class EvaluationSet:
     query_rows: Ints
 
     def images_of_queries(self, direction: str) -> Ints:
-        """Return the row id of the image of each query in one direction, int64 [q]. The
-        image of a caption is the one that it describes; that of an image is itself.
+        """Return the row id of the image of each query in one direction, int64 [q]. A
+        caption query has the image that it describes. An image query is the image
+        itself.
         """
         if direction == TEXT_TO_IMAGE:
             return self.caption_rows[self.query_captions]

@@ -197,8 +197,8 @@ def quantization_report(report: QuantizationReport) -> str:
 
 def quantization_figure(report: QuantizationReport) -> str:
     """Return an SVG image that plots the loss of each precision against its bytes per
-    image. The loss is that of the ranking by the whole score: points of R@1, or the
-    percentage of first hits that change if the correct hits are not known.
+    image. The loss is measured on the ranking by the whole score, in points of R@1. If
+    the correct hits are not known, it is the percentage of first hits that change.
     """
     losses = {report.reference: (report.reference_bytes_per_image, Estimate(0.0))}
     for cost in report.precisions:

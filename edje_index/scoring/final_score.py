@@ -96,10 +96,10 @@ def relevance(
 
     With a calibration, the relevance is a logistic function of the score, which was
     fitted to tell the matching pairs of the dev pools from the other pairs. Matching
-    pairs and other pairs had the same total weight in the fit, so at 0.5 both are
-    equally likely. Half of the weight of the other pairs was on the best other pair of
-    each pool, which is the first hit of a query without a match. For other photos and
-    texts, the relevance is not the probability of a match.
+    pairs and other pairs have the same total weight in the fit. At a relevance of 0.5,
+    they are therefore equally likely. Half of the weight of the other pairs is on the
+    best other pair of each pool, which would be the first hit if the query had no
+    match. For other photos and texts, the relevance is not the probability of a match.
 
     Without a calibration, the relevance is (1 + cosine) / 2 if the score is the
     embedding similarity alone, and the logistic function of the score otherwise. If the

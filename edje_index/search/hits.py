@@ -69,8 +69,8 @@ class Hit:
         """Return `row_id`, `uri`, `relevance`, `score` and the values of the columns,
         by name.
 
-        A column gets the prefix "source_" if its name is that of a number in
-        `Hits.to_arrow`, for example `score` or `part_logit`.
+        A column gets the prefix "source_" if `Hits.to_arrow` uses its name for a number
+        of the hit, for example `score` or `part_logit`.
         """
         columns = {
             stored_name(name, _NAMES_OF_HIT): value
@@ -182,7 +182,7 @@ class Hits(list[Hit]):
         The first columns are `row_id`, `uri`, `score`, `embedding_score`, `relevance`
         and `joint_score`. An empty list gives these columns, too. The columns
         ``part_NAME`` follow, one for each part of the final score. The last columns are
-        those of the hits, under the names that `Hit.metadata` gives them.
+        the `columns` of the hits, under the names that `Hit.metadata` gives them.
         """
         import pyarrow as pa
 

@@ -278,7 +278,7 @@ class TokenIndex:
         """Return this object, or a new object if the index has changed. The new object
         shares the model.
 
-        If the index no longer contains the precision of this object, the new object
+        If the current snapshot lacks the precision of this object, the new object
         uses the stored precision of the highest fidelity.
 
         Raises:
@@ -365,7 +365,7 @@ class TokenIndex:
             k: number of hits per query.
             pool: number of candidates to re-rank per query; at least `k`. None selects
                 `default_pool`, or `k` if `k` is larger. The candidates are the rows
-                whose embeddings are nearest to that of the query.
+                whose embeddings are most similar to the query embedding.
             score: final score to sort by, see `open`; None selects the score that was
                 given to `open`. The score "embedding" keeps the order of the embeddings
                 and reads no tokens.
@@ -878,7 +878,8 @@ class TokenIndex:
             texts: texts to choose from.
             k: number of hits.
             pool: number of texts to re-rank; at least `k`; None as for `search`. The
-                texts whose embeddings are nearest to that of the image are re-ranked.
+                texts whose embeddings are most similar to the image embedding are
+                re-ranked.
             score: final score to sort by, see `open`; None selects the score that was
                 given to `open`.
 
