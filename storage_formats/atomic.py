@@ -1,5 +1,5 @@
-"""Durable writes: flush the new file to the device, rename the file into place,
-flush the directory.
+"""Durable writes. A new file is flushed to the device and renamed into place, and then
+its directory is flushed.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def fsync_path(path: Path) -> None:
-    """Call fsync on a file or a directory. Some file systems cannot flush a directory,
-    which is then left to the kernel.
+    """Call fsync on a file or a directory. If the file system cannot flush directories,
+    the kernel writes the directory to the device at a later time.
     """
     fd = os.open(path, os.O_RDONLY)
     try:
@@ -49,7 +49,7 @@ def fsync_path(path: Path) -> None:
 
 def fsync_paths(paths: Iterable[Path]) -> None:
     """Call `fsync_path` once for each distinct path, in parallel."""
-    # In parallel, a journalling file system can commit the flushes together.
+    # A journalling file system can commit parallel flushes together.
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(fsync_path, set(paths)))
 
@@ -109,16 +109,16 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def json_bytes(value: Mapping[str, Any]) -> bytes:
-    """Return an object as the JSON that `write_json_atomic` writes, one line per
-    member.
-    """
-    # `indent` would encode in Python, which takes ten times as long
+    """Return `value` as JSON in UTF-8, with sorted keys and one line per member."""
+    # The argument `indent` would select the encoder that is written in Python, which
+    # takes ten times as long as the one in C.
     members = (
         json.dumps({name: value[name]}, sort_keys=True, ensure_ascii=False)[1:-1]
         for name in sorted(value)
     )
     text = "{\n  " + ",\n  ".join(members) + "\n}\n"
-    # a path that is not UTF-8 has lone surrogates, which JSON can escape
+    # Python represents a path that is not UTF-8 with lone surrogates, which UTF-8
+    # cannot encode. "backslashreplace" writes them as JSON escapes.
     return text.encode(errors="backslashreplace")
 
 

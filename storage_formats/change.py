@@ -1,10 +1,11 @@
-"""The one way to change an index: a lock, a journal, tasks with receipts, and one
-commit (SPEC.md section 11).
+"""Changes of an index. Every change takes the lock, keeps a journal, runs tasks that
+leave receipts, and ends with one commit (SPEC.md section 11).
 
-A change writes new files under names that no committed snapshot uses, then replaces
-`index.json`. Until then, the index is as it was. `build/journal.json` names the change
-that is under way. If the change is stopped, the same change resumes it; no other change
-begins until it is finished or discarded.
+A change writes new files under names that no committed snapshot uses, and then replaces
+`index.json`. Until then, readers see the index as it was before the change.
+`build/journal.json` describes the change that is under way. If a change is stopped, a
+later change of the same kind and request resumes it. Any other change is refused until
+the stopped change is finished or discarded.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ from storage_formats.garbage import remove_what_is_not_kept
 from storage_formats.lock import locked
 from storage_formats.remote.urls import IndexLocation, local_path
 
+# patterns of the temporary files that a killed change may leave outside `build/`
 _TEMPORARY = (
     ".index.json.*",
     "manifest/.shards-*",
@@ -62,13 +64,15 @@ _TEMPORARY = (
     "embeddings/.zarr.json.*",
     "hashes/.rows-*",
 )
+# pattern of the temporary file that a killed `verify_index` may leave
 _VERIFIED = ".verified.bin.*"
 LEAST_SNAPSHOTS = 32
 MOST_SNAPSHOTS = 64
 """Snapshots that an index keeps. The change that makes one more removes the oldest, so
 that `LEAST_SNAPSHOTS` are left.
 """
-# a plan lists the checksum of every file of inputs
+# The journal holds the plan, which lists the checksum of every file in `build/inputs/`.
+# The journal of a large build is therefore long.
 _MAX_JOURNAL_BYTES = 1 << 30
 
 Notify = Callable[[str], None]
@@ -77,7 +81,13 @@ Notify = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Removal:
-    """What a change removed."""
+    """The result of `collect_garbage`.
+
+    Attributes:
+        snapshots: numbers of the removed snapshots.
+        files: number of removed data files.
+        bytes: total length of the removed data files in bytes.
+    """
 
     snapshots: tuple[int, ...]
     files: int
@@ -85,7 +95,7 @@ class Removal:
 
 
 class UnfinishedChangeError(EdjeError):
-    """Another change of the index was stopped, and has finished shards."""
+    """Another change of the index was stopped, and has a plan or finished shards."""
 
 
 @dataclass(frozen=True)
@@ -94,12 +104,13 @@ class Journal:
 
     Attributes:
         kind: kind of the change, for example "append".
-        request: what the change was asked to do. A change of the same kind and request
-            resumes it.
-        base: SHA-256 of the `index.json` before the change; None if the change writes a
-            new index.
-        plan: what the change decided before its first task; None if it has not decided
-            yet.
+        request: JSON object that says what the change was asked to do. A change that is
+            stopped is resumed by a later change with the same kind and an equal
+            request.
+        base: SHA-256 in hexadecimal of the `index.json` before the change. None if the
+            change writes a new index.
+        plan: JSON object that the change stored before its first task, so that a later
+            run continues in the same way. None if no plan was stored.
     """
 
     kind: str
@@ -148,14 +159,16 @@ def unfinished_journal(root: str | Path) -> Journal | None:
     """
     layout = Layout(Path(root))
     journal = read_journal(root)
+    # A commit replaces `index.json`, which then has another digest than `base`.
     return journal if journal is not None and journal.base == _digest(layout) else None
 
 
 class Change:
-    """A change that holds the lock of an index, see `IndexChange` and `NewIndex`.
+    """Base class of `IndexChange` and `NewIndex`.
 
     Attributes:
-        is_dry: whether the change is only tried. It holds no lock and writes nothing.
+        layout: paths of the index that is changed or written.
+        is_dry: True for a trial run, which takes no lock and writes nothing.
     """
 
     def __init__(
@@ -169,44 +182,57 @@ class Change:
         self.layout = layout
         self.is_dry = is_dry
         self._is_abandoned = False
-        # in JSON, as `is_same` compares it with a stored journal
+        # `is_same` compares this request with the one of a stored journal, which was
+        # converted to JSON. This request is therefore converted too: for example,
+        # tuples become lists.
         wanted = json.loads(json.dumps(request or {}))
         self._journal = Journal(kind, wanted, _digest(layout))
 
     @property
     def plan(self) -> Json | None:
-        """The stored plan of an earlier run of this change; None if there is none."""
+        """The stored plan of this change; None if there is none. A resumed change has
+        the plan of its earlier run.
+        """
         return self._journal.plan
 
     def store_plan(self, plan: Json | None) -> None:
-        """Store `plan`, a JSON object. The next run of this change gets it."""
+        """Store `plan`, a JSON object, in the journal, so that a later run of this
+        change can use the plan. None removes the stored plan.
+        """
         self._journal = replace(self._journal, plan=plan)
         if not self.is_dry:
             self._journal.write(self.layout)
 
     def is_same(self, earlier: Journal) -> bool:
-        """Return True if `earlier` is the journal of this change."""
+        """Return True if `earlier` is the journal of an earlier run of this change,
+        which has the same kind and an equal request.
+        """
         wanted = self._journal
         return (earlier.kind, earlier.request) == (wanted.kind, wanted.request)
 
     def receipts(
         self, shards: Iterable[int], fingerprint: str
     ) -> dict[int, ShardReceipt]:
-        """Return the receipts of earlier runs, by shard number. A receipt counts if
-        it has the task's `fingerprint`.
+        """Return the receipts of those of `shards` that earlier runs finished, keyed by
+        shard number. Receipts with another `fingerprint` than that of the tasks of this
+        change are left out.
+
+        The private files of crashed workers are removed, unless the change is dry.
         """
         if not self.is_dry:
             clear_staging(self.layout.root)
         return read_receipts(self.layout, shards, fingerprint)
 
     def abandon(self) -> None:
-        """Let the end of this change remove its files, also if a later run could
-        use them. A committed change stays.
+        """Make the end of this change remove its files even if a later run could use
+        them. If the change is committed, its files stay.
         """
         self._is_abandoned = True
 
     def start_again(self) -> None:
-        """Remove the plan, the receipts and all files of this change."""
+        """Remove the plan, the receipts and all other files of this change, so that it
+        starts from the beginning.
+        """
         if not self.is_dry:
             self._remove_files()
         self.store_plan(None)
@@ -224,11 +250,20 @@ class Change:
 
     @contextlib.contextmanager
     def _running(self, earlier: Journal | None) -> Iterator[None]:
-        """Context manager of this change, which begins, or resumes `earlier`. Another
-        change that was stopped is refused if it has a plan or finished shards.
+        """Context manager that runs this change.
 
-        At the end, `build/` is removed, unless a later run of this change can use what
-        it holds. A committed change stays.
+        If the change ends without a commit, but has a plan or finished shards, these
+        are kept for a later run. Otherwise `build/` is removed at the end, and so are
+        the data files of a change without a commit.
+
+        Args:
+            earlier: journal of a stopped change; None if there is none. If the stopped
+                change has a plan or finished shards, this change resumes it. If it has
+                neither, its files are removed.
+
+        Raises:
+            UnfinishedChangeError: `earlier` has a plan or finished shards, but it is
+                not the journal of this change.
         """
         layout = self.layout
         if self.is_dry:
@@ -256,8 +291,9 @@ class Change:
             if self._is_committed():
                 remove_build(layout)
             else:
-                # the job had nothing to do and has written no data files, unless it was
-                # abandoned
+                # The block ended without an error and without a commit, because the job
+                # had nothing to do. It has therefore written no data files. Only an
+                # abandoned job may have written some.
                 may_have_data = self._is_abandoned
         except (OSError, EdjeError) as error:
             if not self._is_committed():
@@ -268,7 +304,7 @@ class Change:
                 remedy="discard",
             ) from error
         finally:
-            # what cannot be removed now, the next change removes
+            # The next change removes the files that cannot be removed here.
             with contextlib.suppress(OSError, EdjeError):
                 if not self._is_committed():
                     if _has_work(layout, self._journal) and not self._is_abandoned:
@@ -280,10 +316,10 @@ class Change:
 
 
 class IndexChange(Change):
-    """A change of an index that exists. `begin_change` makes it.
+    """A change of an existing index. `begin_change` yields an object of this class.
 
-    If one of the methods raises OSError after the index has changed, `begin_change`
-    turns the error into an EdjeError.
+    If a method raises an OSError after the commit, `begin_change` raises an EdjeError
+    instead, which says that the change is committed.
 
     Attributes:
         index: the index before the change.
@@ -301,18 +337,21 @@ class IndexChange(Change):
         self.index = index
 
     def new_snapshot(self, manifest: Manifest, details: Mapping[str, Any]) -> Manifest:
-        """Return `manifest` as the next snapshot of the index. If there would be more
-        than `MOST_SNAPSHOTS`, it keeps only the newest.
+        """Return `manifest` as the next snapshot of the index. If the index would then
+        keep more than `MOST_SNAPSHOTS` snapshots, the returned manifest keeps only the
+        newest `LEAST_SNAPSHOTS`.
 
         Args:
-            manifest: manifest after the change. Only its member `snapshot` is set here.
-            details: members of `change` in `index.json`.
+            manifest: manifest after the change. The result differs from it in
+                `snapshot` and `created_by` only.
+            details: members of `change` in `index.json`, apart from `kind` and
+                `created`, which are added here.
         """
         current = self.index.manifest
         number = current.snapshot.number
         numbers = [*earlier_snapshots(self.layout, current), number]
         if len(numbers) >= MOST_SNAPSHOTS:
-            # with the new snapshot, LEAST_SNAPSHOTS are left
+            # The new snapshot is the last of the LEAST_SNAPSHOTS that are kept.
             numbers = numbers[1 - LEAST_SNAPSHOTS :]
         snapshot = replace(
             manifest.snapshot,
@@ -327,12 +366,20 @@ class IndexChange(Change):
 
     def commit(self, manifest: Manifest) -> list[int]:
         """Commit `manifest`, whose tables and other files are all on disk. Return the
-        length of each file that no kept snapshot named any more, and that was removed.
+        length in bytes of each data file that was removed because no kept snapshot
+        names it.
 
-        The steps, in this order: the present `index.json` is copied to `snapshots/` if
-        `manifest` is a new snapshot, arrays grow, the record of verified files goes if
-        a precision is new, `index.json` is replaced, arrays shrink, and files go. A
-        crash between two steps leaves the index of before or after.
+        The steps are, in this order:
+
+        1. If `manifest` is a new snapshot, copy the current `index.json` to
+           `snapshots/`.
+        2. If the arrays grow or a precision is new, write the `zarr.json` files.
+        3. If a precision is new, remove `verified.bin`.
+        4. Replace `index.json`.
+        5. If the arrays shrink, write the `zarr.json` files.
+        6. Remove the files that no kept snapshot names.
+
+        After a crash, a reader sees the index from before or after the change.
         """
         layout = self.layout
         current = self.index.manifest
@@ -344,33 +391,43 @@ class IndexChange(Change):
             write_bytes_atomic(kept, read_index_file(layout.root, layout.manifest))
         added = {*after.precisions} - {*before.precisions}
         if after.rows > before.rows or added:
-            # a reader that sees the new manifest needs the new shapes
+            # Arrays grow before the commit, because a reader of the new manifest needs
+            # the new shapes.
             write_array_shapes(layout, after)
         if added:
-            # it records nothing about the files of the new precisions
+            # `verified.bin` lists whole shards as checked, but the files of the new
+            # precision are not checked yet.
             layout.verified.unlink(missing_ok=True)
         manifest.write(layout)
-        # Arrays shrink only now: a reader of the old manifest may look for its rows.
+        # Arrays shrink after the commit, because a reader of the old manifest may still
+        # read rows that the new manifest does not have.
         write_array_shapes(layout, after)
         drops = (manifest.snapshot.oldest or 0) > (current.snapshot.oldest or 0)
-        # a new snapshot keeps the files of the one before it
+        # A new snapshot leaves the snapshot before it in place. Files lose their last
+        # name only if the change drops a snapshot or replaces the current one.
         if is_new and not drops:
             return []
-        # with a damaged manifest of a snapshot, nobody knows what it names
+        # If the manifest of a kept snapshot is damaged, the files that it names are not
+        # known. No file is removed then.
         with contextlib.suppress(CorruptIndexError):
-            # a reader that opened the index before may still need its shard tables
+            # A reader that opened the index before the change may still need the
+            # earlier shard tables, so they stay unless a snapshot is dropped.
             return remove_what_is_not_kept(layout, tables=drops)
         return []
 
     def _remove_data(self) -> None:
         layout = self.layout
+        # A search for files of shards is slow. A change without these directories has
+        # written no such files.
         has_shards = layout.staging.exists() or layout.receipts.exists()
         remove_what_is_not_kept(layout, tables=False, shards=has_shards)
         write_array_shapes(layout, self.index.spec)
 
 
 class NewIndex(Change):
-    """A change that writes a new index. `begin_new_index` makes it."""
+    """A change that writes a new index. `begin_new_index` yields an object of this
+    class.
+    """
 
     def commit(self, manifest: Manifest) -> None:
         """Write `index.json`. All files of `manifest` must be on disk."""
@@ -378,8 +435,8 @@ class NewIndex(Change):
         manifest.write(self.layout)
 
     def commit_copy(self, data: bytes) -> None:
-        """Write `index.json` with the contents `data`, the manifest of the copied
-        index.
+        """Write `data`, the bytes of the `index.json` of the copied snapshot, as the
+        `index.json` of the new index.
         """
         write_bytes_atomic(self.layout.manifest, data)
 
@@ -401,21 +458,24 @@ def begin_change(
     """Lock the index at `root` and begin a change, or resume the same change if it was
     stopped.
 
-    At the end, the files of a change that has not committed are removed, unless it has
-    a plan or finished shards. What fails after the commit is left to the next change.
+    At the end of the block, the files of a change without a commit are removed, unless
+    the change has a plan or finished shards. If a step after the commit fails, the next
+    change of the index repeats it.
 
     Args:
         kind: kind of the change, for example "append".
-        request: JSON object with what the change is asked to do.
-        dry_run: True to only try the change; `root` may then be a URL.
+        request: JSON object that says what the change is asked to do. A stopped change
+            is resumed only if its kind and request are equal to these.
+        dry_run: True yields a change that takes no lock and writes nothing. `root` may
+            then be a URL.
 
     Raises:
         UsageError: there is no index at `root`, or `root` is a URL.
-        UnfinishedChangeError: another change of the index was stopped, and has finished
-            shards.
+        UnfinishedChangeError: another change of the index was stopped, and has a plan
+            or finished shards.
         EdjeError: another process is changing the index; or the change is committed,
-            but something failed afterwards.
-        OSError: the index cannot be written. It has not changed.
+            but a later step failed.
+        OSError: the index cannot be written. `index.json` is unchanged.
     """
     if dry_run:
         change = IndexChange(open_index(root), kind, request, is_dry=True)
@@ -424,9 +484,11 @@ def begin_change(
         return
     layout = _local_layout(root)
     if not layout.manifest.exists():
-        # fails before the lock makes a directory
+        # Raise the error for a missing index here, because `locked` would create its
+        # directory.
         Manifest.load(layout.root)
-    # no reader follows such a link, so no writer may
+    # Readers refuse a symbolic link that leads out of the index. A change would write
+    # through such a link, so it is refused here, too.
     for folder in (layout.root, layout.root / "tokens", layout.root / "checksums"):
         for entry in _entries(folder):
             check_inside(layout.root, folder / entry)
@@ -447,14 +509,17 @@ def begin_new_index(
     dry_run: bool = False,
 ) -> Iterator[NewIndex]:
     """Lock the directory `root` and begin to write a new index, or resume the same
-    change if it was stopped. See `begin_change`.
+    change if it was stopped. For the other arguments and errors, see `begin_change`.
 
-    An unfinished index of the same kind but another request is discarded: what was
-    copied is copied again.
+    If `root` holds an unfinished index of the same kind but with another request, its
+    files are removed, and the new index is written from the beginning.
+
+    Args:
+        notify: receives a message if an unfinished index is removed.
 
     Raises:
-        UsageError: `root` is neither missing nor empty, and does not hold this
-            unfinished index; or `root` is a URL.
+        UsageError: `root` holds a finished index or other files, or lies inside an
+            index; or `root` is a URL.
     """
     layout = _local_layout(root)
     check_free(layout)
@@ -481,11 +546,12 @@ def begin_new_index(
 def collect_garbage(
     root: str | Path, keep: int | None = None, *, notify: Notify = lambda message: None
 ) -> Removal:
-    """Remove an unfinished change of the index at `root`, the snapshots before the
-    newest `keep`, and the files that no kept snapshot names.
+    """Discard an unfinished change of the index at `root`, and remove all snapshots
+    except the newest `keep`, and the files that no kept snapshot names.
 
     Args:
-        keep: number of snapshots to keep; None keeps all.
+        keep: number of snapshots to keep, including the current one. None keeps all.
+        notify: receives a message if an unfinished change is discarded.
 
     Raises:
         UsageError, EdjeError, OSError: see `begin_change`.
@@ -497,7 +563,8 @@ def collect_garbage(
             earlier = _recover(layout)
         except CorruptIndexError:
             notify("discarding an unfinished change whose journal is damaged")
-            # its plan is unknown, so all of its files go
+            # A change with a damaged journal cannot be resumed. This stand-in for the
+            # journal makes `_discard` remove the files of the change.
             earlier = Journal("unknown", {}, _digest(layout), plan={})
         change = IndexChange(CommittedIndex.open(layout.root), "gc", None)
         if earlier is not None:
@@ -511,7 +578,9 @@ def collect_garbage(
                 oldest = [*numbers, current.snapshot.number][len(removed)]
                 snapshot = replace(current.snapshot, oldest=oldest)
                 sizes += change.commit(replace(current, snapshot=snapshot))
-            # an erasure leaves nothing of a deleted row
+            # An erasure calls this function to remove all traces of deleted rows, and
+            # `hashes/` may hold their content hashes. The next append writes the files
+            # again.
             _remove(layout.hashes)
             sizes += remove_what_is_not_kept(layout, tables=True, shards=True)
             return Removal(tuple(removed), len(sizes), sum(sizes))
@@ -541,30 +610,34 @@ def _discard(change: Change, earlier: Journal, notify: Notify) -> None:
 
 def finish_committed(root: str | Path) -> None:
     """Finish a change of the index at `root` that was killed after its commit. Does
-    nothing if that is not possible.
+    nothing if the index cannot be written or another process is changing it.
     """
     layout = Layout(Path(root).absolute())
     if layout.build.is_dir():
-        # a read-only index, or another process works on it
+        # Readers do not need the remaining steps, so an error is no reason to fail.
         with contextlib.suppress(OSError, EdjeError), locked(root):
             _recover(layout)
 
 
 def _recover(layout: Layout) -> Journal | None:
-    """Finish a change that was killed after its commit. Return the journal of a change
-    that was stopped before it.
+    """Finish a change that was killed after its commit, and return None. If a change
+    was stopped before its commit, return its journal. Return None if there is no
+    unfinished change.
     """
-    # all changes have a journal, but `verify` has none
+    # A change writes a journal first, so an index without a journal has no temporary
+    # files of a change. `verify_index` writes `verified.bin` without a journal.
     patterns = (*_TEMPORARY, _VERIFIED) if layout.journal.exists() else (_VERIFIED,)
     for path in (path for pattern in patterns for path in layout.root.glob(pattern)):
-        # a killed process left it while it wrote a manifest or metadata
         path.unlink()
-        # for good, before the journal goes, without which nobody looks for it
+        # The removal must reach the device before the journal is removed. Without a
+        # journal, no later change would look for this file.
         fsync_parent(path)
     journal = read_journal(layout.root)
+    # `base` is the digest of the current `index.json` until the change is committed.
     if journal is None or journal.base == _digest(layout):
         return journal
-    # what the former manifest names may go only once the new one is durable
+    # The files of the former manifest may be removed only after the new manifest is
+    # durable.
     fsync_path(layout.root)
     write_array_shapes(layout, Manifest.load(layout.root).spec)
     remove_what_is_not_kept(layout, tables=False, shards=True)
@@ -578,7 +651,9 @@ def _finished(layout: Layout) -> str:
 
 
 def how_to_discard(layout: Layout) -> tuple[str, str | None]:
-    """Return what to do to discard a change, and the remedy of the error."""
+    """Return the advice for an error message on how to discard the unfinished change of
+    an index, and the value of the attribute `remedy` of that error.
+    """
     if layout.manifest.exists():
         return "discard it", "discard"
     return f"delete {layout.root}", None
@@ -597,8 +672,8 @@ def now() -> str:
 
 
 def check_free(layout: Layout) -> None:
-    """Raise UsageError unless the directory is missing, empty, or holds an
-    unfinished index.
+    """Raise UsageError unless the directory is missing, empty, or holds an index. Also
+    raise UsageError if the directory lies inside another index.
     """
     root = layout.root
     for parent in root.resolve().parents:
@@ -613,6 +688,9 @@ def check_free(layout: Layout) -> None:
             parameter="out",
         )
     if root.exists() and not layout.journal.exists() and not layout.manifest.exists():
+        # A process that was killed while it wrote its first journal leaves `build/`
+        # with the lock and a temporary file of the journal. Such a directory counts as
+        # empty.
         others = (name for name in _entries(layout.build) if name != layout.lock.name)
         ours = (
             {layout.build.name}
@@ -637,7 +715,8 @@ def begin_index(root: str | Path, spec: IndexSpec) -> None:
     """
     layout = Layout(Path(root))
     make_directories(layout.root)
-    # `make_directories` flushes only what it makes; the caller may have made the root
+    # `make_directories` flushes only the directories that it creates, but the root may
+    # exist already.
     fsync_parent(layout.root)
     folders = [
         layout.embeddings,
@@ -675,8 +754,8 @@ def write_array_shapes(layout: Layout, spec: IndexSpec) -> None:
 
 
 def remove_build(layout: Layout) -> None:
-    """Remove `build/`, except the lock. The journal is removed last: until then,
-    the files are known as leftovers.
+    """Remove `build/`, except the lock. The journal is removed last, because it tells
+    the next change that the other files are leftovers.
     """
     if others := set(_entries(layout.build)) - {layout.lock.name, layout.journal.name}:
         for name in others:

@@ -41,18 +41,19 @@ DATA_FILE = re.compile(
 def remove_what_is_not_kept(
     layout: Layout, *, tables: bool, shards: bool = False
 ) -> list[int]:
-    """Remove the manifests of snapshots that are no longer kept, and then the data
-    files that no kept snapshot names. Return the length of each data file in bytes.
+    """Remove the manifests of snapshots that are not kept, and then the data files that
+    no kept snapshot names. Return the length in bytes of each removed data file.
 
     Args:
-        tables: whether shard tables are removed too. Readers that opened the index
-            before may still read them.
-        shards: True always looks for files of shards that no snapshot names, which
-            takes long. False looks for them only if there is an unnamed shard table.
+        tables: True removes shard tables too. False keeps them for readers that opened
+            the index earlier.
+        shards: True always looks for files of shards that no kept snapshot names, which
+            takes long in a large index. False looks for such files only if no kept
+            snapshot names one of the shard tables.
 
     Raises:
-        CorruptIndexError: the manifest of a kept snapshot is damaged, so nobody knows
-            what it names.
+        CorruptIndexError: the manifest of a kept snapshot is damaged, so the files that
+            it names are not known.
     """
     index = CommittedIndex.open(layout.root)
     folder = layout.snapshots
@@ -95,18 +96,19 @@ def remove_what_is_not_kept(
             path.unlink()
             changed.add(path.parent)
         elif _ARRAY_FOLDER.fullmatch(where):
-            # it holds files
+            # `rmdir` fails if the directory holds files.
             with contextlib.suppress(OSError):
                 path.rmdir()
                 changed.add(path.parent)
-    # later, no journal says that these files are leftovers
+    # The removals must reach the device before the caller removes the journal. Without
+    # a journal, no later change would look for these files.
     fsync_paths(path for path in changed if path.is_dir())
     return sizes
 
 
 def _paths_in(manifests: set[Path], layout: Layout) -> set[str]:
-    """Return the paths of the files that some manifests name. Other files are in their
-    shard tables.
+    """Return the paths of the files that `manifests`, paths of manifest files, name.
+    The files of shards are not among them, because only the shard tables name those.
     """
     paths = set[str]()
 
@@ -115,7 +117,8 @@ def _paths_in(manifests: set[Path], layout: Layout) -> set[str]:
 
     for path in manifests:
         try:
-            # much faster than parsing each manifest
+            # `json.loads` calls `note` for each object of the manifest, and every entry
+            # of a file is an object with `path`. `Manifest.parse` is much slower.
             json.loads(read_index_file(layout.root, path), object_hook=note)
         except (OSError, ValueError, RecursionError) as error:
             raise cannot_read(path, error, "restore the file from a backup") from error
@@ -123,7 +126,9 @@ def _paths_in(manifests: set[Path], layout: Layout) -> set[str]:
 
 
 def _files_of_shards(index: CommittedIndex) -> set[str]:
-    """Return the paths in `Layout.shard_folders` that kept snapshots name."""
+    """Return the paths of the files in `Layout.shard_folders` that kept snapshots of
+    `index` name.
+    """
     layout = index.layout
     manifests = kept_snapshots(index)
     names = set[str]()

@@ -1,8 +1,8 @@
-"""Entry point of the command `edje-index`, and modules whose package another project
-has too.
+"""Entry point of the command `edje-index`, and imports from `pipelines` beside another
+project's package of the same name.
 
-The entry point ensures that Python imports `pipelines` and `benchmarks` from this
-project, not other packages with these names.
+Other projects may install packages named `pipelines` or `benchmarks`. The entry point
+ensures that Python imports the packages of this project.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ def main() -> int:
         if (HOME / name).is_dir() and not (
             folders and Path(folders[0]).resolve() == HOME / name
         ):
-            # `import name` would import another package
+            # `import name` would import the package of another project. The directory
+            # of this project therefore becomes the first of the search path, in this
+            # process and in its child processes.
             sys.path.insert(0, str(HOME))
             others = os.environ.get("PYTHONPATH", "")
             os.environ["PYTHONPATH"] = os.pathsep.join(
@@ -33,15 +35,17 @@ def main() -> int:
             )
             importlib.invalidate_caches()
             break
-    # Not an import statement: this package must not depend on those above it.
+    # This is not an import statement, because `storage_formats` must not depend on
+    # `pipelines`.
     return int(importlib.import_module("pipelines.cli").main())
 
 
 def share_package(name: str = "pipelines") -> None:
-    """Let Python find the modules of this project's package `name` where the package of
-    another project hides them.
+    """Make the modules of this project's package `name` importable if `import name`
+    imports the package of another project.
 
-    They are then found in the other package, after its own modules.
+    The directory of this project's package is appended to the search path of the other
+    package. Python then looks for a module in the other package first.
 
     Raises:
         ImportError: the other package has a module or a directory with the name of one

@@ -17,8 +17,10 @@ from storage_formats.system_calls import MissingCallError, promised
 
 @contextlib.contextmanager
 def locked(root: str | Path) -> Iterator[None]:
-    """Context manager that holds the lock `build/lock` below `root`. At the end, empty
-    directories are removed.
+    """Context manager that holds the lock `build/lock` below `root`.
+
+    At the end, the lock file and `build/` are removed if `build/` holds no other file.
+    The directory `root` is also removed if it was created here and is empty.
 
     Raises:
         EdjeError: another process holds the lock.
@@ -30,7 +32,7 @@ def locked(root: str | Path) -> Iterator[None]:
         with naming(layout.lock):
             os.ftruncate(fd, 0)
             os.write(fd, f"{os.getpid()} on {socket.gethostname()}".encode())
-            # workers on other machines read it
+            # Workers on other machines read the lock file.
             with promised("fsync", layout.lock):
                 os.fsync(fd)
         yield
@@ -39,7 +41,7 @@ def locked(root: str | Path) -> Iterator[None]:
             if _is_lock_file(layout, fd) and [*layout.build.iterdir()] == [layout.lock]:
                 layout.lock.unlink()
         os.close(fd)
-        # rmdir fails if the change has stored something
+        # `rmdir` fails, and the directories stay, if the change has stored a file.
         with contextlib.suppress(OSError):
             layout.build.rmdir()
             if was_missing:
@@ -57,7 +59,7 @@ def _acquire(layout: Layout) -> int:
                 0o666,
             )
         except FileNotFoundError:
-            # the previous holder removed the directory
+            # the previous holder has removed `build/` since `make_directories`
             continue
         try:
             with promised("flock", layout.lock):
@@ -68,7 +70,7 @@ def _acquire(layout: Layout) -> int:
         except BlockingIOError:
             holder = os.read(fd, 200).decode(errors="replace")
             os.close(fd)
-            # it has not written its name yet
+            # The file is empty if the holder has not written its process and host yet.
             process = f"process {holder}" if holder else "another process"
             raise EdjeError(
                 f"{process} is working on {layout.root}; wait until the process ends,"
@@ -76,7 +78,8 @@ def _acquire(layout: Layout) -> int:
             ) from None
         if _is_lock_file(layout, fd):
             return fd
-        # the previous holder removed this file before we locked it
+        # The previous holder removed this file before it was locked here, so the lock
+        # would not keep other processes away.
         os.close(fd)
 
 

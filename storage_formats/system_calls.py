@@ -1,9 +1,10 @@
 """System calls that a file system or a sandbox may lack.
 
-- Promises: `flock`, `fsync` of a file and `rename`. Without them an index could be lost
-  or mixed up, so `promised` refuses to go on.
-- Advice: `posix_fadvise`, `madvise`, `mmap`, `O_DIRECT`, `copy_file_range`, and `fsync`
-  of a directory. Without them a job is slower or less hardy, and goes on.
+- Required calls: `flock`, `fsync` of a file, and `rename`. Without them, a crash or a
+  second writer could damage an index, so `promised` raises an error.
+- Optional calls: `posix_fadvise`, `madvise`, `mmap`, `O_DIRECT`, `copy_file_range`, and
+  `fsync` of a directory. A job continues without them. It is then slower, or, without
+  the last, a power failure may undo its latest renames.
 """
 
 from __future__ import annotations
@@ -48,13 +49,13 @@ class MissingCallError(EdjeError):
 
 @contextlib.contextmanager
 def promised(call: str, path: Path) -> Iterator[None]:
-    """Context manager around a system call that has to work: `flock`, `fsync` or
-    `rename`.
-
-    Other errors get the file name `path` if they have none.
+    """Context manager around a required system call: "flock", "fsync" or "rename".
 
     Raises:
-        MissingCallError: the file system of `path` does not have the call.
+        MissingCallError: the file system of `path` lacks the call.
+        BlockingIOError: another process holds the lock.
+        OSError: the call failed for another reason. The file name of the error is
+            `path` if the system gives none.
     """
     try:
         yield
@@ -72,10 +73,14 @@ def promised(call: str, path: Path) -> Iterator[None]:
 
 
 def advise(fd: int, start: int = 0, length: int = 0, advice: str = "WILLNEED") -> None:
-    """Tell the kernel how the bytes of an open file will be read. A length of 0 reaches
-    to the end of the file.
+    """Tell the kernel how `length` bytes of an open file from offset `start` on will be
+    read. A length of 0 means up to the end of the file.
 
-    Does nothing on macOS, and where the file system takes no advice.
+    Does nothing on macOS, which lacks the call, and if the file system takes no advice.
+
+    Args:
+        advice: name of a constant of `posix_fadvise` without the prefix
+            `POSIX_FADV_`.
     """
     if hasattr(os, "posix_fadvise"):
         with contextlib.suppress(OSError):
