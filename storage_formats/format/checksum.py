@@ -30,7 +30,11 @@ def crc32c(data: bytes | NDArray[np.uint8], seed: int = 0) -> int:
 
 
 def crc32c_rows(records: NDArray[np.uint8]) -> NDArray[np.uint32]:
-    """Return the CRC-32C of each row of `records` [k, record_bytes], uint32 [k]."""
+    """Return the CRC-32C of each record, uint32 [k].
+
+    Args:
+        records: uint8 [k, record_bytes].
+    """
     return np.fromiter(
         (google_crc32c.value(row) for row in records), dtype="<u4", count=len(records)
     )
@@ -56,11 +60,18 @@ def crc32c_stream(file: BinaryIO | FileIO) -> int:
 def read_checksums(
     layout: Layout, precision: str, shard: int, rows: int
 ) -> NDArray[np.uint32]:
-    """Read the stored CRC-32C of each record of a shard, uint32 [rows]."""
+    """Read the checksum file of a shard and precision. Return the CRC-32C of each
+    record, uint32 [rows].
+
+    Raises:
+        CorruptIndexError: the file does not have 4 bytes per row.
+        OSError: the file cannot be read.
+    """
     path = layout.checksums(precision, shard)
     with open_index_file(layout.root, path) as file:
         length = os.fstat(file.fileno()).st_size
-        # `read` raises device errors; np.fromfile does not
+        # `read` raises an OSError if the device fails. np.fromfile returns fewer values
+        # instead.
         data = file.read(4 * rows) if length == 4 * rows else b""
     if len(data) != 4 * rows:
         raise CorruptIndexError(
@@ -71,15 +82,15 @@ def read_checksums(
 
 
 def to_hex(crc: int) -> str:
-    """Return a checksum as eight lower-case hexadecimal digits, the notation in
-    JSON files.
+    """Return a checksum as eight lower-case hexadecimal digits, as JSON files of the
+    index store it.
     """
     return f"{crc:08x}"
 
 
 def json_checksum(value: dict[str, Any]) -> str:
-    """Return the hexadecimal CRC-32C of all members of `value` except `crc32c`
-    (SPEC.md section 4).
+    """Return the CRC-32C of all members of the JSON object `value` except `crc32c`, in
+    hexadecimal (SPEC.md section 4).
     """
     members = {name: member for name, member in value.items() if name != "crc32c"}
     text = json.dumps(

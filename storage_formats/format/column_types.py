@@ -1,4 +1,6 @@
-"""The kinds of Arrow columns that sources and captions hold."""
+"""The kinds of Arrow columns that are read from sources and caption files: texts, bytes
+and numbers.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +12,11 @@ NUMBER = "number"
 
 
 def column_kind(arrow_type: pa.DataType) -> str | None:
-    """Return whether a column holds `TEXT`, `BYTES` or `NUMBER`; None for any other
-    type, for example a list.
+    """Return `TEXT`, `BYTES` or `NUMBER` for an Arrow type that stores such values;
+    None for any other type, for example a list.
 
-    Every layout counts: plain, large, view, fixed size, dictionary, run-end encoded,
-    and extension types that store one of them.
+    Arrow has several types for the same kind of value: plain, large, view, fixed size,
+    dictionary-encoded, run-end-encoded, and extension types. All of them are accepted.
     """
     types = pa.types
     if types.is_dictionary(arrow_type) or types.is_run_end_encoded(arrow_type):

@@ -1,4 +1,6 @@
-"""Reads and downloads the committed files of an index at a URL, and checks them."""
+"""Reads and downloads committed files of an index at a URL, and compares them with
+their entries.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,11 @@ _PARALLEL_DOWNLOADS = 16
 
 
 def committed_chunks(folder: ObjectFolder, entry: FileEntry) -> Iterator[memoryview]:
-    """Yield the contents of a committed file in pieces.
+    """Yield the contents of the committed file `entry` in pieces.
 
     Raises:
-        CorruptIndexError: the object is missing, or its length or CRC-32C differs from
-            `entry`. A wrong CRC-32C raises the error only after the last piece.
+        CorruptIndexError: the object is missing or too short, or its CRC-32C differs
+            from `entry`. The CRC-32C is compared after the last piece was yielded.
     """
     crc = 0
     try:
@@ -42,7 +44,7 @@ def committed_chunks(folder: ObjectFolder, entry: FileEntry) -> Iterator[memoryv
 
 
 def download(folder: ObjectFolder, root: Path, entries: Iterable[FileEntry]) -> None:
-    """Download the committed files that are missing below `root`, in parallel."""
+    """Download those files of `entries` that do not exist below `root`, in parallel."""
 
     def fetch(entry: FileEntry) -> None:
         path = check_inside(root, root / entry.path)
