@@ -68,8 +68,8 @@ _TEMPORARY = (
 _VERIFIED = ".verified.bin.*"
 LEAST_SNAPSHOTS = 32
 MOST_SNAPSHOTS = 64
-"""Snapshots that an index keeps. The change that makes one more removes the oldest, so
-that `LEAST_SNAPSHOTS` are left.
+"""An index keeps at most `MOST_SNAPSHOTS` snapshots. The change that would exceed this
+number removes the oldest snapshots, so that `LEAST_SNAPSHOTS` are left.
 """
 # The journal holds the plan, which lists the checksum of every file in `build/inputs/`.
 # The journal of a large build is therefore long.

@@ -58,16 +58,19 @@ def check_file(
     root: Path, entry: FileEntry, *, only_length: bool = False
 ) -> Problem | None:
     """Compare the length and the CRC-32C of a file of the index at `root` with its
-    entry.
+    entry. Return None if they match.
+
+    Args:
+        only_length: True compares the length alone, which reads no data.
 
     Raises:
-        MachineError: the machine is in trouble, for example out of file descriptors, so
-            the file may be sound.
+        MachineError: the file cannot be read now, for example because this process has
+            too many open files. The file itself may be undamaged.
     """
     try:
         crc = entry.crc32c
         if only_length:
-            # takes a tenth of the time of opening the file
+            # `os.stat` takes a tenth of the time that it takes to open the file.
             length = os.stat(root / entry.path).st_size
         else:
             with open_index_file(root, root / entry.path) as file:
@@ -76,7 +79,7 @@ def check_file(
                     crc = crc32c_stream(file)
     except OSError as error:
         failure = cannot_read(entry.path, error)
-        # EIO: this part of the device is damaged
+        # EIO means that the device cannot read its own data, so the file is damaged.
         if isinstance(failure, MachineError) and error.errno != errno.EIO:
             raise failure from error
         return Problem(entry.path, "missing-file", f"cannot be read: {error.strerror}")
@@ -90,8 +93,8 @@ def check_file(
 
 
 def shard_paths(layout: Layout, spec: IndexSpec, shard: int) -> list[str]:
-    """Return the relative paths of the files of a shard. The first one is the rows
-    table.
+    """Return the paths of the files of a shard, relative to the index. The first path
+    is that of the rows table.
     """
     paths = [layout.rows_file(shard), layout.embedding_shard(shard)]
     for name in spec.precisions:
@@ -107,11 +110,14 @@ def check_shard(
     shard: int,
     files: Mapping[str, FileEntry],
 ) -> tuple[list[Problem], Counts]:
-    """Check all files of a shard. `files` are its entries in the shard table, by
-    relative path.
+    """Check all files of a shard.
 
-    Return the problems and the numbers of inputs. If the rows table cannot be read, all
-    numbers are 0.
+    Args:
+        files: entries of the shard in the shard table, keyed by path.
+
+    Returns:
+        The problems, and the counts of the inputs of the shard. If the rows table
+        cannot be read, all counts are 0.
     """
     spec = manifest.spec
     rows = spec.shard_rows(shard)
@@ -141,8 +147,8 @@ def check_shard(
             table = read_shard_rows(
                 layout, shard, source_columns=manifest.columns, edits=edits
             )
-            # The lengths are compared first, because a damaged table may have too many
-            # rows for a list.
+            # The number of rows is compared first, because a damaged table may have so
+            # many rows that a list of them does not fit in memory.
             if len(table) != len(rows) or table["row_id"].to_pylist() != list(rows):
                 raise CorruptIndexError(
                     f"the rows table must contain every row id from {rows.start} to"
@@ -178,6 +184,13 @@ def _check_tokens(
     token_codec: Codec,
     indexed: Bools | None,
 ) -> Iterator[Problem]:
+    """Check each record of a token file against its CRC-32C, and the holes and the
+    shard index against the rows table.
+
+    Args:
+        indexed: bool [rows], which rows of the shard are indexed. None if the rows
+            table cannot be read; then holes and the shard index are not checked.
+    """
     path = layout.token_shard(token_codec.name, shard, len(token_codec.record_shape))
     rows = spec.shard_rows(shard)
     where = layout.relative(path)
@@ -187,7 +200,7 @@ def _check_tokens(
         checksums = read_checksums(layout, token_codec.name, shard, len(rows))
         with open_index_file(layout.root, path) as file:
             if os.fstat(file.fileno()).st_size != length:
-                # reported by check_file
+                # `check_file` reports the wrong length.
                 return
             step = max(1, _PIECE_BYTES // size)
             for first in range(0, len(rows), step):
@@ -215,7 +228,7 @@ def _check_tokens(
             file.seek(index_offset)
             index = file.read()
     except (OSError, CorruptIndexError):
-        # reported by check_file
+        # `check_file` reports files that cannot be read.
         return
     if indexed is None:
         return
@@ -230,11 +243,14 @@ def _check_tokens(
 def _check_embeddings(
     layout: Layout, spec: IndexSpec, shard: int, indexed: Bools
 ) -> Iterator[Problem]:
+    """Check that the rows `indexed`, bool [rows], have embeddings, and that all other
+    rows have none.
+    """
     where = layout.relative(layout.embedding_shard(shard))
     try:
         values = read_shard_embeddings(layout, spec, shard)
     except CorruptIndexError:
-        # reported by check_file
+        # `check_file` reports the damaged file.
         return
     finite = np.asarray(np.isfinite(values).all(axis=1))
     for position in np.flatnonzero(finite != indexed):

@@ -29,7 +29,7 @@ LACKING = frozenset(
         errno.EXDEV,
     }
 )
-"""Error numbers that say that a file system has no such call."""
+"""Error numbers with which a file system reports that it lacks a call."""
 
 _DANGERS = {
     "flock": "two programs could change the index at the same time",

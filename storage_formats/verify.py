@@ -50,8 +50,9 @@ from storage_formats.shard_check import (
 from storage_formats.threads import ordered_map
 from storage_formats.writing.publish import add_counts
 
-# also with fewer CPUs, because the threads mostly wait for data (docs/lab)
+# The threads mostly wait for data, so four are faster on fewer CPUs, too (docs/lab).
 _THREADS = 4
+# shards whose entries a sample reads from the shard tables at once
 _GROUP_SHARDS = 64
 _MAX_ZARR_BYTES = 1 << 20
 _MAX_RECORD_BYTES = 1 << 30
@@ -67,28 +68,31 @@ def verify_index(
     max_duration: float | None = None,
     record: bool = False,
 ) -> list[Problem]:
-    """Check every file of all kept snapshots of an index, or a part of its shards.
+    """Check every file of all kept snapshots of an index, or only a sample of its
+    shards.
 
-    Threads check up to four shards at the same time. The objects of an index on an
-    object store are downloaded to the cache directory and removed. Only the shards that
-    are being checked take disk space.
+    Four threads check one shard each at a time. For an index on an object store, the
+    objects of a shard are downloaded to the cache directory, checked, and removed, so
+    that only the shards that are being checked take disk space.
 
     Args:
         root: directory of the index, or its URL on an object store.
         on_progress: called as `on_progress(done, total)` after each shard of the
             current snapshot. Both arguments are numbers of shards.
-        sample: number of shards to check; a number below 1 is a share of all shards.
-            Those whose last recorded check is the oldest come first, and equal ones in
-            random order. None checks everything. A sample skips the files of earlier
-            snapshots, the totals in `index.json`, the search for files that do not
-            belong to the index, and the contents of the nearest-neighbour index.
-        max_duration: seconds after which no further shard is checked. What a sample
-            skips is skipped then, too. None sets no limit.
-        record: True to record the time of the check of each sound shard in the
-            directory of the index, see `last_verified`.
+        sample: number of shards to check. A number below 1 is a share of all shards.
+            Shards that were never recorded as checked are checked first, and then those
+            with the oldest recorded check. Shards with equal times are checked in
+            random order. A sample skips the files of earlier snapshots, the totals in
+            `index.json`, the search for files that do not belong to the index, and the
+            contents of the nearest-neighbour index. None checks everything.
+        max_duration: time in seconds after which no further shard is checked. With a
+            limit, the same parts of the index are skipped as with a sample. None sets
+            no limit.
+        record: True records in the directory of the index when each undamaged shard was
+            checked, see `last_verified`.
 
     Returns:
-        All problems that were found. The list is empty if what was checked is
+        All problems that were found. The list is empty if all checked files are
         undamaged.
 
     Raises:
@@ -121,7 +125,8 @@ def verify_index(
                     "changed while the index was verified; verify the index again",
                 )
             ]
-    # Users do not know the directory of an index at a URL.
+    # An index at a URL is checked in a temporary directory, whose path means nothing to
+    # users. The messages name the URL instead.
     return [
         replace(
             each, message=each.message.replace(str(index.root), str(index.location))
@@ -132,8 +137,9 @@ def verify_index(
 
 @contextlib.contextmanager
 def _opened(location: IndexLocation) -> Iterator[CommittedIndex]:
-    """Open an index. That at a URL begins with an empty directory, so that every
-    file is downloaded and checked.
+    """Context manager that opens an index. An index at a URL gets a new, empty local
+    directory, so that every object is downloaded and checked, and no cached file is
+    used.
     """
     if not is_url(location):
         yield CommittedIndex.open(location)
@@ -156,7 +162,8 @@ def _opened(location: IndexLocation) -> Iterator[CommittedIndex]:
         ) as directory:
             yield CommittedIndex(Path(directory).resolve(), manifest, folder)
     except OSError as error:
-        # of the local disk: those of the index are problems
+        # An OSError comes from the local disk. Unreadable files of the index are
+        # returned as problems, and errors of the object store are no OSErrors.
         raise UsageError(
             f"cannot write to {parent}: {error.strerror}; free some space, or set"
             " EDJE_CACHE to another directory"
@@ -164,8 +171,8 @@ def _opened(location: IndexLocation) -> Iterator[CommittedIndex]:
 
 
 def _version(index: CommittedIndex) -> tuple[bytes, list[str]]:
-    """Return the contents of `index.json` now, and the names of the earlier
-    snapshots.
+    """Return the current contents of `index.json` and the names of the manifests of
+    earlier snapshots. They differ after a commit.
     """
     if index.remote is not None:
         return index.remote.read(ROOT, MAX_MANIFEST_BYTES).data, sorted(
@@ -183,6 +190,7 @@ def _problems(
     max_duration: float | None,
     record: bool,
 ) -> list[Problem]:
+    """Return all problems of an open index. For the arguments, see `verify_index`."""
     manifest = index.manifest
     checks_all = sample is None and max_duration is None
     times = last_verified(index)
@@ -193,8 +201,8 @@ def _problems(
         if checks_all:
             yield from iter_shard_files(index, sorted(shards))
             return
-        # the tables are read in their order, but the shards are checked in that of
-        # their last check
+        # The shard tables are read in ascending order of the shards. The shards of each
+        # group are checked in the order of their last check.
         for start in range(0, len(shards), _GROUP_SHARDS):
             group = shards[start : start + _GROUP_SHARDS]
             files = dict(iter_shard_files(index, sorted(group)))
@@ -205,7 +213,8 @@ def _problems(
                 yield shard, files[shard]
 
     problems = list(_check_metadata(index))
-    # as it can be read
+    # If a file of edits is damaged, `readable` is the index without edits, so that its
+    # rows tables can still be read and checked.
     readable = index
     for entry in manifest.edits:
         try:
@@ -233,10 +242,11 @@ def _problems(
     finally:
         if record and index.remote is None:
             stored = np.array(sorted(times.items()), dtype="<i8")
-            # an index that is only read
+            # The user may have no permission to write to the index.
             with contextlib.suppress(OSError):
                 write_bytes_atomic(index.layout.verified, stored.tobytes())
-    # else a rows table cannot be read
+    # If a rows table cannot be read, its rows are missing from `counts`, so the totals
+    # cannot be compared.
     is_complete = checks_all and counts.inputs == manifest.spec.used_rows
     if is_complete and counts != manifest.counts:
         message = (
@@ -253,7 +263,9 @@ def _problems(
 def _check_shard(
     index: CommittedIndex, shard: int, files: Mapping[str, FileEntry]
 ) -> tuple[list[Problem], Counts]:
-    """Check a shard, see `check_shard`."""
+    """Check a shard with `check_shard`. If the index is on an object store, the files
+    of the shard are downloaded first.
+    """
     layout = index.layout
     manifest = index.manifest
     paths = shard_paths(layout, manifest.spec, shard)
@@ -265,11 +277,14 @@ def _check_shard(
 def _here(
     index: CommittedIndex, entries: Collection[FileEntry], *, only_length: bool = False
 ) -> Iterator[None]:
-    """Context manager in which files of `index` are on this machine. Objects are
-    downloaded, also damaged ones, and removed at the end.
+    """Context manager in which the files `entries` of `index` are on this machine.
+
+    Objects of an object store are downloaded, even if they are damaged, so that
+    `check_file` can report them. The local files are removed at the end.
 
     Args:
-        only_length: whether files of the right lengths suffice.
+        only_length: True creates sparse files with the lengths of the objects instead
+            of downloading the objects.
     """
     if index.remote is None:
         yield
@@ -279,14 +294,15 @@ def _here(
         for entry, path in zip(entries, paths, strict=True):
             info = index.remote.info(entry.path)
             if info is None:
-                # opening the file fails
+                # The object does not exist. `check_file` reports the missing file.
                 continue
             path.parent.mkdir(parents=True, exist_ok=True)
             with open(path, "wb") as file:
                 if only_length or info.size != entry.bytes:
                     file.truncate(info.size)
                     continue
-                # replaced in the meantime
+                # The object was removed or shortened after `info`. `check_file` reports
+                # the incomplete file.
                 with contextlib.suppress(FileNotFoundError, EOFError):
                     file.writelines(index.remote.chunks(entry.path, entry.bytes))
         yield
@@ -296,8 +312,9 @@ def _here(
 
 
 def last_verified(index: CommittedIndex) -> dict[int, int]:
-    """Return when each shard of an index was last found sound, in seconds since 1970,
-    by shard number. Shards without a record are missing.
+    """Return the times at which `verify_index` last found the shards of an index
+    undamaged, in seconds since 1970, keyed by shard number. Shards without a recorded
+    check are left out.
     """
     path = index.layout.verified
     shards = {*index.spec.shard_numbers()}
@@ -314,13 +331,17 @@ def sampled_shards(
     sample: float | None,
     times: Mapping[int, int] = MappingProxyType({}),
 ) -> list[int]:
-    """Return the numbers of the shards to verify, those with the earliest of `times`
-    first.
+    """Return the numbers of the shards to verify, in ascending order of `times`. Shards
+    with equal times are in random order.
 
     Args:
-        sample: number of shards. A number below 1 is a share of all shards, rounded up.
-            None returns all shards.
-        times: when each shard was last verified, see `last_verified`.
+        sample: number of shards. A number below 1 is a share of all shards, and the
+            number of shards is rounded up. None returns all shards.
+        times: times of the last checks, see `last_verified`. Shards that are not listed
+            come first.
+
+    Raises:
+        UsageError: `sample` is not positive and finite.
     """
     numbers = list(spec.shard_numbers())
     random.shuffle(numbers)
@@ -338,7 +359,7 @@ def sampled_shards(
 
 
 def _check_metadata(index: CommittedIndex) -> Iterator[Problem]:
-    """Compare each `zarr.json` with SPEC.md."""
+    """Compare each `zarr.json` with the document that SPEC.md prescribes."""
     layout = index.layout
     is_changing = _is_changing(index)
     for path, document in zarr_documents(layout, index.spec).items():
@@ -360,7 +381,8 @@ def _check_metadata(index: CommittedIndex) -> Iterator[Problem]:
             and isinstance(actual, dict)
             and isinstance(actual.get("shape"), list)
         ):
-            # an append writes the number of rows before its commit
+            # A change that adds rows writes their number to `zarr.json` before its
+            # commit, so the number of rows is not compared during a change.
             actual["shape"][:1] = shape[:1]
         if actual != document:
             yield Problem(
@@ -413,8 +435,15 @@ def _check_file(
 
 
 def check_files(index: CommittedIndex, *, only_lengths: bool) -> None:
-    """Compare the lengths, or also the checksums, of all files of a snapshot with
-    their entries. Memory use does not depend on the number of files.
+    """Compare the lengths and the checksums of all files of a snapshot with their
+    entries. Memory use does not depend on the number of files.
+
+    Args:
+        only_lengths: True does not compare checksums, but checks that each `zarr.json`
+            exists.
+
+    Raises:
+        CorruptIndexError: a file is missing or differs from its entry.
     """
 
     def check(entries: Collection[FileEntry]) -> list[Problem]:
@@ -463,13 +492,13 @@ def _check_earlier_snapshots(index: CommittedIndex) -> Iterator[Problem]:
         }
         earlier = {entry for each in manifests for entry in each.own_files}
         tables = {table for each in manifests for table in each.shard_tables}
-        # each table once, however many snapshots name it
+        # Several snapshots can name the same table, which is read only once.
         for table in tables.difference(index.manifest.shard_tables):
             index.fetch([table])
             lines = read_shard_table(index.root, table)
             earlier |= {entry for _, entry in lines}
     except (CorruptIndexError, UsageError) as error:
-        # UsageError, for example, if the format version of a snapshot is not supported
+        # A snapshot whose format version is not supported raises a UsageError.
         yield Problem(
             "snapshots", "snapshot", f"contains a snapshot that cannot be read: {error}"
         )
@@ -478,8 +507,8 @@ def _check_earlier_snapshots(index: CommittedIndex) -> Iterator[Problem]:
     others = sorted(earlier - checked, key=lambda entry: entry.path)
     check = functools.partial(_check_file, index)
     yield from filter(None, ordered_map(check, others, _THREADS, 2 * _THREADS))
-    # other files may be those of the change; the next change finishes it or removes
-    # them
+    # Files that no snapshot names may belong to the unfinished change. The next change
+    # commits or removes them.
     if _is_changing(index):
         return
     layout = index.layout
@@ -490,7 +519,7 @@ def _check_earlier_snapshots(index: CommittedIndex) -> Iterator[Problem]:
             current.number if current.oldest is None else current.oldest, current.number
         )
         lost = next((number for number in expected if number not in numbers), None)
-        # a copy holds its snapshot alone
+        # A copy of an index holds only one snapshot, and has no directory `snapshots/`.
         if lost is not None and layout.snapshots.exists():
             yield Problem(
                 layout.relative(layout.snapshot(lost)),
@@ -512,7 +541,8 @@ def _check_earlier_snapshots(index: CommittedIndex) -> Iterator[Problem]:
             key for key in index.remote.list_sizes() if key.startswith(folders)
         )
     for where in names:
-        # a conversion keeps the earlier shard tables
+        # A conversion leaves the earlier shard tables for readers that have the index
+        # open, so a shard table without a name is not reported.
         is_table = _SHARD_TABLE.fullmatch(where) is not None
         if not (where.endswith("/zarr.json") or is_table or where in named):
             yield Problem(
@@ -521,7 +551,7 @@ def _check_earlier_snapshots(index: CommittedIndex) -> Iterator[Problem]:
 
 
 def _is_changing(index: CommittedIndex) -> bool:
-    """Return True if the index has an unfinished change, whose files may be there
+    """Return True if the index has an unfinished change, which may have written files
     already.
     """
     return (

@@ -29,18 +29,19 @@ from storage_formats.format.shard_table import (
 )
 
 _LINE = np.dtype([("shard", "i8"), ("bytes", "i8"), ("crc32c", "u4")])
-# their lines are in one or a few row groups
+# The lines of so many consecutive shards are in one or a few row groups.
 _SHARDS_PER_READ = 1024
 
 T = TypeVar("T")
 
 
 class CommittedFiles:
-    """Looks up file entries in the shard tables for one kind of file, for example the
-    rows files. Thread-safe.
+    """Looks up the file entries of one kind of file, for example the rows files, in the
+    shard tables. Thread-safe.
 
-    A lookup reads the row groups that can contain the requested shards, and keeps the
-    lengths and checksums of all files of this kind in them: 20 bytes per shard.
+    A lookup reads the row groups that can contain the requested shards. It keeps the
+    lengths and checksums of all files of this kind in these row groups in memory, 20
+    bytes per shard.
 
     Args:
         name: relative path of a file with a field for the shard number, for example
@@ -51,9 +52,9 @@ class CommittedFiles:
         self._spec = index.spec
         self._name = name
         self._index = index
-        # by segment
+        # the opened shard tables, keyed by the index of their segment
         self._tables: dict[int, CommittedTable] = {}
-        # the known lines, sorted by shard
+        # the lines read so far, sorted by shard
         self._lines = np.empty(0, _LINE)
         self._shards = self._lines["shard"]
         self._lock = threading.Lock()
@@ -61,6 +62,9 @@ class CommittedFiles:
     def files(self, shards: Iterable[int]) -> dict[int, FileEntry]:
         """Return the file entry of each of `shards`, keyed by shard number. Each
         shard must belong to a segment.
+
+        Raises:
+            CorruptIndexError: a shard table is damaged, or does not list a shard.
         """
         requested = np.fromiter(shards, dtype=np.int64)
         with self._lock:
@@ -74,6 +78,7 @@ class CommittedFiles:
         }
 
     def _load(self, missing: list[int]) -> None:
+        """Read the lines of the shards `missing`, ascending, from the shard tables."""
         parts = [self._lines]
         segments = self._spec.used_segments
         tables = self._index.manifest.shard_tables
@@ -95,11 +100,13 @@ class CommittedFiles:
             )
 
     def _own(self, group: pa.Table) -> NDArray[np.void]:
-        """Return the lines of `group` for files of this kind."""
+        """Return the lines of files of this kind in `group`, a row group of a shard
+        table, with the fields of `_LINE`.
+        """
         group = group.select(SHARD_TABLE_SCHEMA.names).cast(SHARD_TABLE_SCHEMA)
         folder = self._name.rpartition("/")[0] + "/"
         group = group.filter(pc.starts_with(group["path"], folder))
-        # `to_numpy` would import pandas, which takes 0.25 s
+        # `to_numpy` would import pandas, which takes 0.25 s, if pandas is installed.
         columns = (group[name].to_pylist() for name in SHARD_TABLE_SCHEMA.names)
         lines = [
             (shard, length, crc)
@@ -112,11 +119,11 @@ class CommittedFiles:
 def iter_shard_files(
     index: CommittedIndex, shards: Sequence[int]
 ) -> Iterator[tuple[int, dict[str, FileEntry]]]:
-    """Yield each of `shards` with the entries of its files in the shard tables, keyed
-    by path.
+    """Yield (shard number, entries of the files of this shard in the shard tables,
+    keyed by path) for each of `shards`.
 
-    A shard that no table lists has no entries. Memory use does not depend on the number
-    of shards.
+    If no table lists a shard, its entries are empty. Memory use does not depend on the
+    number of shards.
 
     Args:
         shards: shard numbers, ascending. Each shard must belong to a segment.
@@ -142,11 +149,11 @@ def iter_shard_files(
 
 
 class CommittedTable:
-    """Reads row groups of a Parquet file that a manifest names. The file must match the
-    checksum in the manifest.
+    """Reads row groups of a Parquet file that a manifest names. The file must have the
+    length and the checksum of its entry.
 
     Args:
-        key: name of an integer column, for lookups.
+        key: name of the integer column by which `groups` selects row groups.
     """
 
     def __init__(self, index: CommittedIndex, entry: FileEntry, key: str) -> None:
@@ -163,12 +170,18 @@ class CommittedTable:
         convert: Callable[[pa.Table], T],
         columns: Sequence[str] | None = None,
     ) -> Iterator[T]:
-        """Yield what `convert` returns for each row group that can contain one of
-        `values` of the key. None reads all.
+        """Yield `convert(group)` for each row group that can contain one of `values`
+        in the key column.
 
         Args:
-            columns: names of the columns to read. Those that the file lacks are left
+            values: values of the key column. None reads all row groups.
+            convert: takes a row group as a table. Its KeyErrors, ValueErrors and
+                Arrow errors are reported as damage of the file.
+            columns: names of the columns to read. Columns that the file lacks are left
                 out. None reads all columns.
+
+        Raises:
+            CorruptIndexError: the file is missing or damaged.
         """
         try:
             self._index.fetch([self._entry])
@@ -181,11 +194,15 @@ class CommittedTable:
             raise cannot_read(f"the table {self.path}", error, EXCHANGED) from error
 
     def _open(self, file: BinaryIO) -> None:
+        """Compare the file with its entry, and read its metadata, unless this was done
+        before and the file is still the same.
+        """
         status = os.fstat(file.fileno())
         identity = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
         if identity == self._identity:
             return
-        # else the file may be of any length
+        # The length is compared first: a file of the right length is short enough to
+        # compute its checksum.
         has_length = status.st_size == self._entry.bytes
         if not has_length or crc32c_stream(file) != self._entry.crc32c:
             raise CorruptIndexError(

@@ -1,8 +1,10 @@
-"""The content hashes of the rows of an index, sorted, in `hashes/` (SPEC.md section 9).
-They tell which contents an index has, without a look at all its rows.
+"""Files in `hashes/` with the sorted content hashes of the rows of an index (SPEC.md
+section 9). With these files, an append finds out which contents the index already has,
+without reading all rows.
 
-Each file holds the rows of some shards. The rows of a shard never change, so no file
-becomes wrong. A file that is missing or of wrong length is made again.
+Each file holds the hashes of the rows of some shards. The content hashes of the rows of
+a shard never change, so the files stay valid. The hashes of shards that are in no valid
+file are read from the rows again.
 """
 
 from __future__ import annotations
@@ -23,20 +25,22 @@ from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.rows import iter_stored_rows, read_index_rows
 from storage_formats.format.tombstones import rows_in_use
 
-# most rows in one file of hashes: 16 bytes each, 32 MiB
+# Rows whose hashes are read at once: 16 bytes each, 32 MiB in all. A new file with more
+# than half as many rows is not joined with other files.
 _MOST_ROWS = 1 << 21
 
 
 @dataclass(frozen=True, eq=False)
 class _HashFile:
-    """The rows of some shards.
+    """The content hashes of the rows of some shards. Rows without a content hash are
+    left out.
 
     Attributes:
         shards: int64 [n], numbers of the shards.
-        hashes: uint64 [k], first 8 bytes of the content hash of each row, big-endian,
-            ascending.
-        row_ids: int64 [k].
-        path: path of the file; None if it is not written yet.
+        hashes: uint64 [k], first 8 bytes of the content hash of each row, read as a
+            big-endian number. Ascending in a file.
+        row_ids: int64 [k], row id of each hash.
+        path: path of the file; None if the hashes are not written yet.
     """
 
     shards: Ints
@@ -46,11 +50,15 @@ class _HashFile:
 
 
 def known_contents(index: CommittedIndex, hashes: Collection[str]) -> set[str]:
-    """Return those of the SHA-256 `hashes`, in hexadecimal, that a row of `index` has
-    that is not deleted.
+    """Return those of `hashes` that are the content hash of a row of `index` that is
+    not deleted.
 
-    Shards that are in no file of `hashes/` yet are read, and added. Call this only in a
-    change of the index, which no other process makes at the same time.
+    The function first reads the hashes of shards that are in no file of `hashes/`, and
+    writes them to new files. Call it only within a change of the index, whose lock
+    keeps other processes from writing these files.
+
+    Args:
+        hashes: SHA-256 hashes in hexadecimal.
     """
     spec = index.spec
     folder = index.layout.hashes
@@ -60,7 +68,9 @@ def known_contents(index: CommittedIndex, hashes: Collection[str]) -> set[str]:
     for new in _read(index, missing):
         parts = [new]
         rows = len(new.hashes)
-        # few files stay, and no row is written again more than a few times
+        # Files that are at most about twice as long as the new one are joined with it.
+        # The number of files therefore stays small, and each row is written only a few
+        # times.
         for file in sorted(files, key=lambda file: len(file.hashes)):
             if len(file.hashes) <= 2 * rows <= _MOST_ROWS:
                 parts.append(file)
@@ -77,18 +87,21 @@ def known_contents(index: CommittedIndex, hashes: Collection[str]) -> set[str]:
     row_ids = np.unique(np.concatenate(found))
     row_ids = row_ids[(row_ids >= 0) & (row_ids < spec.rows)]
     row_ids = row_ids[rows_in_use(row_ids, spec) & ~index.deleted.contain(row_ids)]
-    # other contents can have the same first bytes
+    # Different hashes can have the same first 8 bytes, so whole hashes are compared.
     stored = read_index_rows(index, row_ids, ["content_hash"])["content_hash"]
     return set(hashes).intersection(stored.to_pylist())
 
 
 def _prefixes(hashes: Collection[str]) -> NDArray[np.uint64]:
+    """Return the first 8 bytes of each hash as a big-endian number, uint64 [k]."""
     first = b"".join(bytes.fromhex(each[:16]) for each in hashes)
     return np.frombuffer(first, dtype=">u8").astype(np.uint64)
 
 
 def _read(index: CommittedIndex, shards: Sequence[int]) -> Iterator[_HashFile]:
-    """Read the rows of `shards`, a number of shards at a time that fits one file."""
+    """Read the content hashes of the rows of `shards`. Each yielded object has at most
+    `_MOST_ROWS` rows, or one shard, and its hashes are not sorted.
+    """
     step = max(1, _MOST_ROWS // index.spec.shard_size)
     for start in range(0, len(shards), step):
         group = shards[start : start + step]
@@ -104,7 +117,9 @@ def _read(index: CommittedIndex, shards: Sequence[int]) -> Iterator[_HashFile]:
 
 
 def _open(root: Path, path: Path) -> _HashFile:
-    """Map a file. One of wrong length holds no shard."""
+    """Map a file into memory. If the file has a wrong length, the result holds no
+    shards.
+    """
     with open_index_file(root, path) as file:
         length = os.fstat(file.fileno()).st_size
         values = np.zeros(2, np.int64)
@@ -118,7 +133,8 @@ def _open(root: Path, path: Path) -> _HashFile:
 
 
 def _write(folder: Path, parts: Sequence[_HashFile]) -> _HashFile:
-    """Write the rows of `parts` to one file, and remove their files."""
+    """Write the rows of all `parts` to one new file, and remove the files of the parts.
+    """
     hashes = np.concatenate([part.hashes for part in parts])
     row_ids = np.concatenate([part.row_ids for part in parts])
     shards = np.concatenate([part.shards for part in parts])
