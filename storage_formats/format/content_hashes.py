@@ -133,8 +133,7 @@ def _open(root: Path, path: Path) -> _HashFile:
 
 
 def _write(folder: Path, parts: Sequence[_HashFile]) -> _HashFile:
-    """Write the rows of all `parts` to one new file, and remove the files of the parts.
-    """
+    """Write the rows of all `parts` to one new file, and remove their earlier files."""
     hashes = np.concatenate([part.hashes for part in parts])
     row_ids = np.concatenate([part.row_ids for part in parts])
     shards = np.concatenate([part.shards for part in parts])

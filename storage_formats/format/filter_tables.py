@@ -1,5 +1,6 @@
-"""Filter tables: the columns of the rows of a segment that filters compare, in one file
-(SPEC.md section 9).
+"""Filter tables. A filter table repeats the rows of a segment in one file, with the
+columns that filters compare, so that a filter need not open one file per shard (SPEC.md
+section 9).
 """
 
 from __future__ import annotations
@@ -31,15 +32,18 @@ from storage_formats.format.rows import (
 from storage_formats.format.shard_table import FileEntry
 from storage_formats.format.source_columns import SourceColumn
 
-# two builds of the same plan have different times
+# Times are left out because they would give two builds of the same plan different
+# filter tables.
 _LEFT_OUT = ("uri_raw", "content_hash", *TIMING_COLUMNS)
+# A row group ends after the shard with which it reaches one of these sizes. Readers
+# accept up to 64 MiB of text in a row group, however short the file is. The last shard
+# of a row group has at most 48 MiB of source values, which leaves 16 MiB for the others.
 _GROUP_ROWS = 1 << 16
-# what readers always accept, without the last shard
 _GROUP_BYTES = 16 << 20
 
 
 def filter_schema(source_columns: Sequence[SourceColumn]) -> pa.Schema:
-    """Return the columns of a filter table."""
+    """Return the schema of a filter table of an index with `source_columns`."""
     return pa.schema(
         [field for field in row_schema(source_columns) if field.name not in _LEFT_OUT]
     )
@@ -52,11 +56,12 @@ def write_filter_table(
     rows_files: dict[int, FileEntry],
     source_columns: Sequence[SourceColumn],
 ) -> FileEntry | None:
-    """Write the filter table of a segment, and return its entry. A segment with one
-    shard has none, because its rows are in one file already.
+    """Write the filter table of a segment, and return its entry. A segment with only
+    one shard gets no filter table, because its rows are in one file already; then
+    return None.
 
     Args:
-        rows_files: file entries of the rows of each shard, keyed by shard number.
+        rows_files: entry of the rows file of each shard, keyed by shard number.
         source_columns: source columns of the index.
     """
     shards = spec.segment_shards(segment)
@@ -96,14 +101,18 @@ def iter_filter_table(
     names: Sequence[str],
     row_ids: Sequence[int] | None = None,
 ) -> Iterator[pa.Table]:
-    """Yield the columns `row_id` and `names` of all rows of a segment, whole shards at
-    a time. Edited values take their place.
+    """Yield the rows of a segment from its filter table, with edits applied. Each
+    yielded table has the columns `row_id` and `names`, and the rows of one or more
+    whole shards.
 
     Args:
-        row_ids: rows without which a part of the segment is left out. None yields all.
+        entry: entry of the filter table.
+        row_ids: row ids that are wanted. Row groups without any of these rows are
+            skipped, but a row group with one of them is yielded as a whole. None yields
+            all rows.
 
     Raises:
-        CorruptIndexError: the file is missing or damaged.
+        CorruptIndexError: the filter table or a file of edits is missing or damaged.
     """
     columns = index.manifest.columns
     schema = row_schema(columns)

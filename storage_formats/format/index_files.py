@@ -1,5 +1,6 @@
-"""Safe access to the files of an index from an untrusted source: only regular files
-inside the index are opened.
+"""Access to the files of an index that may come from an untrusted source. Only regular
+files inside the directory of the index are opened. Devices, FIFOs, and symbolic links
+that lead out of the index are refused.
 """
 
 from __future__ import annotations
@@ -18,8 +19,12 @@ def open_regular(path: str | Path, flags: int = 0) -> int:
 
     Args:
         flags: flags of open(2) in addition to O_RDONLY.
+
+    Raises:
+        OSError: `path` cannot be opened or is not a regular file.
     """
-    # Without O_NONBLOCK, opening a FIFO waits for a writer.
+    # Without O_NONBLOCK, opening a FIFO would wait for a writer. Afterwards, reads must
+    # block as usual.
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | flags)
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -32,8 +37,8 @@ def open_regular(path: str | Path, flags: int = 0) -> int:
 
 
 def check_inside(root: str | Path, path: Path) -> Path:
-    """Return `path`. Symbolic links are followed to check that `path` lies inside the
-    index at `root`.
+    """Return `path` if it lies inside the index at `root` after all symbolic links are
+    followed.
 
     Raises:
         OSError: `path` lies outside the index.
@@ -65,16 +70,17 @@ def open_inside(root: str | Path, path: str | Path, flags: int = 0) -> int:
     return open_regular(check_inside(root, Path(path)), flags)
 
 
-# Resolving a path takes ten times as long as opening a file. A folder that replaces a
-# checked one has another inode number.
+# Results are cached, because resolving a path takes ten times as long as opening a
+# file. Device and inode number are part of the cache key, so that a directory that
+# replaces a checked one is checked again.
 @functools.lru_cache
 def _check_folder(root: str | Path, folder: str, device: int, inode: int) -> None:
     check_inside(root, Path(folder))
 
 
 class _IndexFile(io.BufferedReader):
-    """A file whose errors name its path. A read that would wait (EAGAIN) raises an
-    error instead of returning None.
+    """A file opened for buffered reading. Errors of `read` name the path of the file,
+    and a read that would block (EAGAIN) raises an error instead of returning None.
     """
 
     def __init__(self, root: str | Path, path: str | Path) -> None:
@@ -100,7 +106,11 @@ def open_index_file(root: str | Path, path: str | Path) -> BinaryIO:
 def read_index_file(
     root: str | Path, path: str | Path, *, max_bytes: int | None = None
 ) -> bytes:
-    """Return the contents of a regular file inside the index at `root`."""
+    """Return the contents of a regular file inside the index at `root`.
+
+    Raises:
+        OSError: the file cannot be read, or is longer than `max_bytes`.
+    """
     with open_index_file(root, path) as file:
         length = os.fstat(file.fileno()).st_size
         if max_bytes is not None and length > max_bytes:

@@ -1,4 +1,4 @@
-"""Reads parsed JSON into dataclasses, and checks the types of the values."""
+"""Converts parsed JSON to dataclasses, and checks the types of the values."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from storage_formats.arguments import shown
 
 
 def read_json(kind: Any, value: Any, name: str = "it") -> Any:
-    """Return the object of type `kind` that `value`, parsed JSON, describes. Unknown
-    members of dataclasses are left out.
+    """Convert `value`, parsed JSON, to the type `kind`, and check the types of all its
+    members. Members that a dataclass does not have are left out.
 
     Args:
-        kind: a plain type, a dataclass, a `TypedDict`, a class with the method
-            `from_json`, or `| None`, `tuple`, `list` or `dict` of such types. The
-            items of a tuple have the first of its types.
+        kind: a plain type such as `int`, a dataclass, a `TypedDict`, or a class with
+            the method `from_json`. Also `X | None`, `tuple[X, ...]`, `list[X]` or
+            `dict[str, X]` of such a type X.
         name: name of the value for error messages.
 
     Raises:

@@ -1,5 +1,5 @@
-"""The paths, names and offsets of an index (SPEC.md sections 3 and 6). This module
-does not access the disk.
+"""The shape of an index, and the paths and lengths of its files (SPEC.md sections 3 and
+6). This module does not access the disk.
 """
 
 from __future__ import annotations
@@ -14,28 +14,31 @@ from storage_formats.errors import UsageError
 
 FORMAT = "edje-index"
 FORMAT_VERSION = "1.0"
-# format version of every snapshot except the snapshot that a build writes
+# format version of a snapshot that a change of an index wrote, not a build
 SNAPSHOT_VERSION = "1.1"
 # format version of an index with source columns or row maps
 EXTENDED_VERSION = "1.2"
-# format version of an index with a row map of some of its shards
+# format version of an index of which a compaction renumbered only some shards
 PARTIAL_VERSION = "1.3"
 # format version of an index with edits
 EDITED_VERSION = "1.4"
-# format version of an index with an offset block, which earlier readers must refuse
+# Format version of an index with an offset block. Its major number is higher, so that
+# earlier readers, which would not add the offset, refuse the index.
 OFFSET_VERSION = "2.0"
-# array of the token group with the offset block
+# name of the array in `tokens/` that holds the offset block
 OFFSET_ARRAY = "offset"
-# rows per shard by default
+# default number of rows per shard
 SHARD_SIZE = 1024
+# The length of a token file is a multiple of this number of bytes.
 PAGE_BYTES = 4096
-# offset and length of the Zarr sharding codec, two uint64
+# An entry of the shard index of the Zarr sharding codec is two uint64: the offset and
+# the length of a record. After the entries follows their CRC-32C.
 INDEX_ENTRY_BYTES = 16
 CRC_BYTES = 4
-# paths of the files of a shard, relative to the root; the field is the shard number
+# paths of the files of a shard, relative to the index; the field is the shard number
 ROWS_FILE = "rows/{:08d}.parquet"
 EMBEDDING_FILE = "embeddings/c.{}.0"
-# paths of files that are named after their CRC-32C
+# paths of files that are named after their CRC-32C, which is the field
 SHARD_TABLE_FILE = "manifest/shards-{:08x}.parquet"
 TOMBSTONES_FILE = "manifest/deleted-{:08x}.bin"
 ROW_MAP_FILE = "manifest/row-map-{:08x}.parquet"
@@ -63,11 +66,11 @@ class Segment:
 
 @dataclass(frozen=True)
 class OffsetBlock:
-    """Names the offset block of an index (SPEC.md section 6.2).
+    """Describes the offset block of an index, without its values (SPEC.md section 6.2).
 
     Attributes:
-        crc32c: checksum of its values.
-        precisions: names of the precisions that are stored with the offset.
+        crc32c: CRC-32C of the values.
+        precisions: names of the precisions that are encoded with the offset.
     """
 
     crc32c: int
@@ -76,10 +79,12 @@ class OffsetBlock:
 
 @dataclass(frozen=True)
 class IndexSpec:
-    """The shape of an index. It determines the length and the structure of every file.
+    """The shape of an index. It determines which shards exist, and the length of each
+    file of tokens, embeddings and checksums.
 
     Attributes:
-        rows: number of row ids, including holes and row ids outside all segments.
+        rows: number of row ids, including those of holes and those outside all
+            segments. Row ids are in 0..rows - 1.
         shard_size: rows per shard. The last shard of a segment may have fewer rows.
         block_shape: (m, d), tokens per block and values per token.
         embed_dim: width of the embeddings.
@@ -136,15 +141,15 @@ class IndexSpec:
 
     @property
     def used_segments(self) -> tuple[Segment, ...]:
-        """The segments of the index. One segment with all rows if `segments` is
-        empty.
+        """The segments of the index: `segments`, or one segment with all rows if
+        `segments` is empty.
         """
         return self.segments or (Segment(0, self.rows),)
 
     @property
     def shards(self) -> int:
-        """Number of shards, including shards outside all segments, which have no
-        files.
+        """Number of shard numbers, including those of shards outside all segments.
+        Shards outside all segments have no files.
         """
         return -(-self.rows // self.shard_size)
 
@@ -171,10 +176,11 @@ class IndexSpec:
         )
 
     def shards_not_in(self, other: IndexSpec) -> set[int]:
-        """Return the numbers of the shards that have files here, but not in `other`,
-        which has the same `shard_size`.
+        """Return the numbers of the shards that have files in this index, but not in
+        `other`. Both must have the same `shard_size`.
         """
-        # most segments are in both, and an index may have 100,000 shards
+        # An index may have 100,000 shards, but most of its segments are also in
+        # `other`. Such segments are skipped as a whole.
         shared = {*self.used_segments} & {*other.used_segments}
         own, others = (
             {
@@ -206,8 +212,9 @@ class IndexSpec:
 def padded_shard_bytes(
     rows: int, shard_size: int, record_bytes: int
 ) -> tuple[int, int]:
-    """Return (offset of the shard index, length of the file) in bytes, for a token
-    shard with `rows` records.
+    """Return (offset of the shard index, length of the file) in bytes for the token
+    file of a shard with `rows` rows. Padding before the shard index makes the length a
+    multiple of `PAGE_BYTES`.
     """
     index_bytes = shard_size * INDEX_ENTRY_BYTES + CRC_BYTES
     total = rows * record_bytes + index_bytes
@@ -216,19 +223,26 @@ def padded_shard_bytes(
 
 
 def token_file(precision: str, record_ndim: int = 2) -> str:
-    """Return the relative path of a token file, with a field for the shard number."""
+    """Return the relative path of the token files of a precision, with a field for the
+    shard number.
+
+    Args:
+        record_ndim: number of dimensions of a record in the Zarr array.
+    """
     return f"tokens/{precision}/c.{{}}" + ".0" * record_ndim
 
 
 def checksum_file(precision: str) -> str:
-    """Return the relative path of a checksum file, with a field for the shard
-    number.
+    """Return the relative path of the checksum files of a precision, with a field for
+    the shard number.
     """
     return f"checksums/{precision}/{{:08d}}.crc32c"
 
 
 class _Below:
-    """An attribute of `Layout`: a path below the root."""
+    """Descriptor for an attribute of `Layout`. Its value is the path `path` below the
+    root of the layout.
+    """
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -239,7 +253,7 @@ class _Below:
 
 @dataclass(frozen=True)
 class Layout:
-    """The paths of all files of the index at `root`."""
+    """The paths of all files of the index at `root` (SPEC.md section 3)."""
 
     root: Path
 
@@ -269,7 +283,7 @@ class Layout:
         return self.tokens / precision
 
     def shard_folders(self) -> list[Path]:
-        """Return all directories with files of shards."""
+        """Return all directories with files that the shard tables list."""
         return [self.rows, self.embeddings, self.tokens, self.root / "checksums"]
 
     def own_folders(self) -> list[Path]:
@@ -283,8 +297,8 @@ class Layout:
         return [*self.shard_folders(), *self.own_folders()]
 
     def zarr_files(self, spec: IndexSpec) -> list[Path]:
-        """Return the path of each `zarr.json`: of the token group, of the
-        embeddings, of each precision, and of the offset block if there is one.
+        """Return the path of each `zarr.json`, in this order: token group, embeddings,
+        each precision, offset block if there is one.
         """
         arrays = [*spec.precisions, *([OFFSET_ARRAY] if spec.offset else [])]
         folders = (self.tokens, self.embeddings, *map(self.token_array, arrays))
