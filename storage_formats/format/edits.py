@@ -1,5 +1,6 @@
-"""Edits: values of source columns that replace those in the files of `rows/`, and the
-inputs that were deleted and must stay deleted (SPEC.md section 12.5).
+"""Edits: values of source columns that replace those in the files of `rows/`, and
+inputs that were deleted and must not be added again by an update (SPEC.md section
+12.5).
 """
 
 from __future__ import annotations
@@ -31,12 +32,13 @@ EDIT_SCHEMA = pa.schema(
     ]
 )
 GIVEN = "\0"
-"""Prefix of the column in a line with what the sources gave last, before a user set
-another value.
+"""Prefix of the column name in a line that records the last value from the sources, for
+a value that a user has set since.
 """
 
-# bytes of a file with few lines
+# length in bytes of a file with few lines, mostly metadata of Parquet
 _OVERHEAD = 1000
+# Unlike by default, a null that is the last value of a group counts.
 _LAST = pc.ScalarAggregateOptions(skip_nulls=False)
 
 
@@ -47,11 +49,11 @@ class Edits:
     Attributes:
         shard_size: rows per shard of the index.
         lines: table with the columns of `EDIT_SCHEMA`. A line with a row id sets the
-            value of a column, given as JSON; null removes the value. If a user set the
-            value, a second line, whose column is `GIVEN` + name, has the value that the
-            sources gave last. These lines come first, sorted by row id. Each line
-            without a row id stands for a deleted input: its `column` is one hash of the
-            name and the content of the input.
+            value of a column in this row to a JSON value, or removes the value if it is
+            null. If a user set the value, a second line with the column name `GIVEN` +
+            name records the last value from the sources. Lines with a row id come
+            first, sorted by row id. Each line without a row id stands for a deleted
+            input. Its `column` is the `input_hash` of the input.
     """
 
     shard_size: int
@@ -64,32 +66,39 @@ class Edits:
 
     @property
     def shards(self) -> list[int]:
-        """Numbers of the shards with values that are not in `rows/`, ascending."""
+        """Numbers of the shards with edited values, ascending."""
         values = self.lines.filter(pc.invert(self._is_given))["row_id"].drop_null()
         return [*map(int, np.unique(values.to_numpy() // self.shard_size))]
 
     @property
     def _is_given(self) -> pa.ChunkedArray:
+        """Which lines record a last value from the sources, bool [lines]."""
         return pc.starts_with(self.lines["column"], GIVEN)
 
     def user_values(self, row_ids: Sequence[int]) -> set[tuple[int, str]]:
-        """Return the (row id, column) of the values of `row_ids` that users set."""
+        """Return (row id, column) of each value that a user set in one of the rows
+        `row_ids`.
+        """
         of_rows = pc.is_in(self.lines["row_id"], pa.array(row_ids, pa.int64()))
         lines = self.lines.filter(pc.and_(of_rows, self._is_given)).to_pylist()
         return {(line["row_id"], line["column"].removeprefix(GIVEN)) for line in lines}
 
     def of_sources(self) -> Edits:
-        """Return these edits as if users had set no value."""
+        """Return these edits as if users had set no values: each value that a user set
+        is replaced by the last value from the sources.
+        """
         lines = self.lines.filter(self._is_given)
         names = pc.utf8_slice_codeunits(lines["column"], len(GIVEN))
         return self.changed(lines.set_column(1, EDIT_SCHEMA.field(1), names))
 
     def moved(self, new_ids: Callable[[Ints], Ints]) -> pa.Table:
-        """Return the lines that are needed after rows were copied with their edited
-        values: what the sources gave last, and deleted inputs.
+        """Return the lines that an index still needs after its rows were copied to new
+        row ids. The copied rows have the edited values, so only the last values from
+        the sources and the deleted inputs remain.
 
         Args:
-            new_ids: returns the new ids of k rows; -1 leaves a row out.
+            new_ids: takes row ids, int64 [k], and returns the new row ids, int64 [k].
+                The new row id is -1 if the row was not copied.
         """
         lines = self.lines.filter(self._is_given)
         row_ids = new_ids(lines["row_id"].to_numpy())
@@ -98,8 +107,9 @@ class Edits:
         return pa.concat_tables([lines.filter(pa.array(row_ids >= 0)), others])
 
     def of_rows(self, first: int, count: int) -> dict[str, dict[int, str | None]]:
-        """Return the new values of the `count` rows from row id `first` on as JSON, by
-        column and position.
+        """Return the edited values of the `count` rows from row id `first` on, as a
+        mapping from column name to a mapping from position (row id - `first`) to value.
+        A value is JSON text; None means that the value was removed.
         """
         start, stop = np.searchsorted(self._row_ids, [first, first + count]).tolist()
         values: dict[str, dict[int, str | None]] = {}
@@ -110,7 +120,7 @@ class Edits:
 
     @functools.cached_property
     def removed(self) -> frozenset[str]:
-        """The hashes of the inputs that must stay deleted."""
+        """The `input_hash` of each input that must stay deleted."""
         names = self.lines["column"].slice(len(self._row_ids))
         return frozenset(names.to_pylist())
 
@@ -120,12 +130,14 @@ class Edits:
         restored: Collection[str] = (),
         left_out: Collection[int] = (),
     ) -> Edits:
-        """Return these edits with the lines `new`, which replace lines of the same
-        row and column.
+        """Return these edits together with the lines `new`, which replace earlier lines
+        of the same row and column.
 
         Args:
-            restored: hashes of inputs that need not stay deleted.
-            left_out: shards whose edits are not kept.
+            new: table with the columns of `EDIT_SCHEMA`.
+            restored: hashes of deleted inputs that may be added again. Their lines are
+                left out.
+            left_out: numbers of shards whose lines are left out.
         """
         lines = pa.concat_tables([self.lines, new])
         if restored:
@@ -147,11 +159,12 @@ class Edits:
     def write(
         self, layout: Layout, spec: IndexSpec, earlier: Sequence[FileEntry] = ()
     ) -> tuple[FileEntry, ...]:
-        """Write these edits to a file that follows those of the entries `earlier`.
-        Return the entries of all files.
+        """Write these edits to a new file, which readers apply after the files
+        `earlier`. Return the entries of all files.
 
-        Small files at the end of `earlier` become part of the new one, so that few
-        files stay, and no line is written again more than a few times.
+        The lines of small files at the end of `earlier` are written to the new file
+        too, which replaces these files. The number of files therefore stays small. Each
+        line is rewritten only a few times, because it moves to larger and larger files.
         """
         if not len(self.lines):
             return tuple(earlier)
@@ -163,8 +176,8 @@ class Edits:
 
 
 def read_edits(root: Path, spec: IndexSpec, entries: Iterable[FileEntry]) -> Edits:
-    """Read the edits of a snapshot of the index at `root`. Later files replace lines of
-    earlier ones.
+    """Read the edits of a snapshot of the index at `root`. Lines of later files replace
+    lines of earlier files with the same row and column.
 
     Raises:
         CorruptIndexError: a file is missing or damaged.
@@ -185,8 +198,12 @@ def read_edits(root: Path, spec: IndexSpec, entries: Iterable[FileEntry]) -> Edi
 
 
 def input_hash(uri: str, uri_raw: bytes | None, content_hash: str | None) -> str:
-    """Return the hash of the name and the content of an input, by which edits remember
-    a deleted row.
+    """Return a hash of the name and the content of an input. Edits store this hash for
+    each deleted input.
+
+    Args:
+        uri: see the columns of the rows table (SPEC.md section 9), as for the other
+            arguments.
     """
     content = (content_hash or "").encode()
     text = b"\0".join((uri.encode(), uri_raw or b"", content))

@@ -45,20 +45,20 @@ from storage_formats.format.tombstones import Tombstones, read_tombstones
 from storage_formats.remote.objects import ObjectFolder
 from storage_formats.remote.urls import IndexLocation
 
-# major format versions
+# major numbers of the format versions that this package reads
 _READ_MAJORS = ("1", "2")
 MAX_MANIFEST_BYTES = 64 << 20
 SNAPSHOT_FILE = re.compile(r"snapshots/\d+\.json")
-# the shard table has 32 bits for a shard
+# The shard table stores shard numbers as int32.
 _MAX_SHARDS = 1 << 31
 
 
 @dataclass(frozen=True)
 class Counts:
-    """The number of inputs by outcome. `failed` maps each reason to a number of failed
-    inputs.
+    """The number of inputs by outcome. `failed` maps each reason to the number of
+    inputs that failed for this reason.
 
-    `inputs` is the total: `indexed` + `duplicates` + the sum of the numbers in
+    `inputs` is the total: `indexed` + `duplicates` + the sum of all numbers in
     `failed`.
     """
 
@@ -72,8 +72,8 @@ class Counts:
         return sum(self.failed.values())
 
     def problem(self) -> str | None:
-        """Return what is wrong if `inputs` is not the sum of the other numbers;
-        None if it is.
+        """Return an error message if `inputs` is not the sum of the other numbers, and
+        None otherwise.
         """
         total = self.indexed + self.duplicates + self.failed_total
         if total == self.inputs:
@@ -87,17 +87,19 @@ class Counts:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A state of an index (SPEC.md section 12). The defaults describe an index directly
-    after its build.
+    """A state of an index (SPEC.md section 12). The default values describe the state
+    after a build.
 
     Attributes:
-        change: description of the change that made the snapshot, with the members
-            `kind`, `created` and more. Empty for a build.
-        next_shard: lowest shard number that no snapshot has used so far. 0 means the
-            number of shards of the index.
-        deleted: file entry of the tombstones file. None if no row is deleted.
-        oldest: number of the oldest kept snapshot. None if an earlier version of the
-            package wrote the index.
+        number: number of the snapshot, from 0.
+        change: description of the change that wrote the snapshot. It has the members
+            `kind` and `created`, and others that depend on the kind. Empty for a build.
+        next_shard: lowest shard number that no snapshot has ever used. An append writes
+            shards from this number on. 0 stands for the number of shards of the index.
+        deleted: entry of the tombstones file. None if no row is deleted.
+        deleted_rows: number of deleted rows.
+        oldest: number of the oldest kept snapshot. None if it is not stored, as in an
+            index that an earlier version of the package wrote.
     """
 
     number: int = 0
@@ -114,9 +116,12 @@ class RowMap:
     (SPEC.md section 12.1).
 
     Attributes:
-        first_row: lowest new row id. The row map translates row ids below `first_row`.
-        is_partial: True if only some shards were compacted. Row ids that are not listed
-            did not change.
+        file: entry of the file with the old and new row ids.
+        first_row: lowest row id that the compaction assigned. The row map translates
+            row ids below `first_row`. Higher row ids are newer than the compaction.
+        is_partial: True if only some shards were compacted. Row ids below `first_row`
+            that the map does not list are then unchanged. Otherwise, they belong to
+            deleted rows.
     """
 
     file: FileEntry
@@ -162,7 +167,8 @@ class Recall(TypedDict, total=False):
 
 class Ann(TypedDict, total=False):
     """The member `ann` of `index.json`, which describes the nearest-neighbour index
-    (SPEC.md section 10). Other members are kept.
+    (SPEC.md section 10). An object read from a file may have members that are not
+    declared here. They are written back unchanged.
     """
 
     kind: str
@@ -192,7 +198,9 @@ class _Segment(Segment):
 
 @dataclass(frozen=True)
 class _Members:
-    """The members of `index.json`, as SPEC.md section 4 lists them."""
+    """The members of `index.json` with their types, as SPEC.md sections 4 and 12
+    list them. `_manifest` converts an object of this class to a `Manifest`.
+    """
 
     rows: int
     shard_size: int
@@ -222,17 +230,20 @@ class _Members:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The contents of `index.json`. SPEC.md section 4 describes the fields.
+    """The contents of `index.json`. SPEC.md section 4 describes the attributes that are
+    not listed here.
 
     Attributes:
-        encoded_from: for each converted precision, the precisions from which its blocks
-            were converted, in the order of the conversions.
-        shard_tables: file entry of the shard table of each segment.
+        spec: shape of the index.
+        shard_tables: entry of the shard table of each segment.
+        encoded_from: for each precision that was converted from another one, the names
+            of the precisions that its blocks passed through, first to last.
+        snapshot: number and origin of the snapshot, and its deleted rows.
         columns: source columns of the rows table.
         row_maps: entries of the row maps, oldest first (SPEC.md section 12.1).
-        edits: file entries of the edits, oldest first.
-        filter_tables: file entry of the filter table of each segment; None for a
-            segment without one. Empty if no segment has one.
+        edits: entries of the files of edits, oldest first (SPEC.md section 12.5).
+        filter_tables: entry of the filter table of each segment, or None for a segment
+            without a filter table. Empty if no segment has a filter table.
 
     Examples:
         >>> from storage_formats import Manifest
@@ -315,8 +326,10 @@ class Manifest:
 
     @classmethod
     def parse(cls, data: bytes, where: IndexLocation) -> Manifest:
-        """Read a manifest from the bytes of an `index.json`. `where` names the file in
-        error messages.
+        """Return the manifest in `data`, the bytes of an `index.json`.
+
+        Args:
+            where: path or URL of the file, for error messages.
 
         Raises:
             UsageError, CorruptIndexError: see `load`.
@@ -330,8 +343,8 @@ class Manifest:
         return _parse(where, value)
 
     def to_json(self) -> Json:
-        """Return the members of `index.json`. Members with default values are left
-        out.
+        """Return the members of `index.json`. Members that the index does not need, for
+        example `edits` without edits, are left out.
         """
         spec = self.spec
         snapshot = self.snapshot
@@ -392,12 +405,12 @@ class Manifest:
         return {**value, "crc32c": json_checksum(value)}
 
     def write(self, layout: Layout) -> None:
-        """Write `index.json`. This commits the index."""
+        """Replace `index.json`. This commits the snapshot."""
         write_json_atomic(layout.manifest, self.to_json())
 
     @property
     def format_version(self) -> str:
-        """The lowest format version that has all that the index uses."""
+        """The lowest format version that supports everything that the index uses."""
         snapshot = self.snapshot
         versions = {
             OFFSET_VERSION: self.spec.offset,
@@ -413,12 +426,14 @@ class Manifest:
 
     @property
     def ann_files(self) -> list[FileEntry]:
-        """The file entries of the nearest-neighbour index."""
+        """The entries of the files of the nearest-neighbour index."""
         return [FileEntry.from_json(file) for file in self.ann.get("files", [])]
 
     @property
     def offset_files(self) -> list[FileEntry]:
-        """The file entry of the values of the offset block, if the index has one."""
+        """The entry of the file with the values of the offset block. Empty if the index
+        has no offset block.
+        """
         if self.spec.offset is None:
             return []
         layout = Layout(Path())
@@ -428,7 +443,10 @@ class Manifest:
 
     @property
     def own_files(self) -> list[FileEntry]:
-        """The file entries of all files that no shard table lists."""
+        """The entries of all files that the manifest itself names: shard tables,
+        tombstones, row maps, edits, filter tables, and the files of the
+        nearest-neighbour index and of the offset block.
+        """
         deleted = [] if self.snapshot.deleted is None else [self.snapshot.deleted]
         return [
             *self.shard_tables,
@@ -446,12 +464,12 @@ class CommittedIndex:
     """A finished index, opened at one snapshot.
 
     Attributes:
-        root: absolute path of the index. For an index on an object store, this is the
-            local directory that caches the files of the snapshot, apart from tokens;
+        root: absolute path of the index. For an index on an object store, this is a
+            local cache directory for the files of the snapshot, apart from token files;
             see `fetch`.
         remote: the objects of the index; None for an index on a file system.
-        is_as_given: whether columns have the last values of the sources, as if users
-            had set none.
+        is_as_given: True if source columns have the last values from the sources, as if
+            users had set no values.
     """
 
     root: Path
@@ -495,7 +513,7 @@ class CommittedIndex:
         return cls(as_path(root, "root").absolute(), Manifest.load(root, snapshot))
 
     def undeleted(self) -> CommittedIndex:
-        """Return this index as if no row were deleted."""
+        """Return this index without tombstones, so that deleted rows can be read."""
         snapshot = replace(self.manifest.snapshot, deleted=None, deleted_rows=0)
         return replace(self, manifest=replace(self.manifest, snapshot=snapshot))
 
@@ -531,7 +549,7 @@ def kept_snapshots(index: CommittedIndex) -> list[Manifest]:
     if index.remote is None:
         layout = index.layout
         for number in earlier_snapshots(layout, index.manifest):
-            # a change has removed the snapshot
+            # A change may remove the snapshot after `earlier_snapshots` listed it.
             with contextlib.suppress(FileNotFoundError):
                 manifests.append(Manifest._read(layout, layout.snapshot(number)))
         return [*manifests, index.manifest]
@@ -541,7 +559,7 @@ def kept_snapshots(index: CommittedIndex) -> list[Manifest]:
         if SNAPSHOT_FILE.fullmatch(key)
     ):
         try:
-            # a process that copies an index here may have removed the snapshot
+            # Another process may remove the snapshot after `list_sizes` listed it.
             with contextlib.suppress(FileNotFoundError):
                 data = index.remote.read(key, MAX_MANIFEST_BYTES).data
                 manifests.append(Manifest.parse(data, index.remote.url_of(key)))
@@ -558,7 +576,7 @@ def kept_snapshots(index: CommittedIndex) -> list[Manifest]:
 
 
 def earlier_snapshots(layout: Layout, current: Manifest) -> list[int]:
-    """Return the numbers of the snapshots on disk that are older than `current`,
+    """Return the numbers of the kept snapshots before `current` that are on disk,
     ascending.
     """
     numbers = [
@@ -574,6 +592,9 @@ def earlier_snapshots(layout: Layout, current: Manifest) -> list[int]:
 
 
 def _parse(where: IndexLocation, value: Any) -> Manifest:
+    """Return the manifest that `value`, the parsed JSON of the file `where`, describes.
+    For the errors, see `Manifest.load`.
+    """
     if not isinstance(value, dict) or value.get("format") != FORMAT:
         raise UsageError(
             f"{where} is not the manifest of an EDJE index; give the path of an EDJE"
@@ -604,7 +625,9 @@ def _parse(where: IndexLocation, value: Any) -> Manifest:
         )
     spec = manifest.spec
     for segment, table in zip(spec.used_segments, manifest.shard_tables, strict=True):
-        # each shard has several lines in the table
+        # A shard has several lines in the table, so a table cannot list more shards
+        # than it has bytes. A manifest with more is refused here, before memory is
+        # allocated for its shards.
         if len(spec.segment_shards(segment)) > table.bytes:
             raise CorruptIndexError(
                 f"{where} lists {len(spec.segment_shards(segment))} shards, too many"
@@ -622,10 +645,10 @@ def _parse(where: IndexLocation, value: Any) -> Manifest:
 
 
 def _manifest(members: _Members) -> Manifest:
-    """Return the manifest with `members`, whose types are right.
+    """Convert `members`, whose types were checked, to a manifest.
 
     Raises:
-        KeyError, TypeError, ValueError: a member is not valid.
+        KeyError, TypeError, ValueError: the value of a member is not valid.
     """
     m, d = members.block_shape
     number = members.snapshot
@@ -690,7 +713,7 @@ def _manifest(members: _Members) -> Manifest:
     )
     if len(manifest.filter_tables) not in (0, len(manifest.shard_tables)):
         raise ValueError("the number of filter tables is not that of the segments")
-    # raises the errors of the entries
+    # `ann_files` raises an error if an entry in `ann` is not valid.
     _ = manifest.ann_files
     return manifest
 
@@ -700,5 +723,5 @@ def created_by() -> str:
     try:
         return f"edje-index {version('edje-index')}"
     except PackageNotFoundError:
-        # running from a source tree that is not installed
+        # The code runs from a source tree that is not installed.
         return "edje-index"
