@@ -1,3 +1,1 @@
-"""The files of an index: layout, manifest, rows table, receipts, tombstones, Zarr
-metadata and checksums.
-"""
+"""The files of an index: their paths, contents and checksums (SPEC.md)."""

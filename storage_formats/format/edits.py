@@ -38,7 +38,7 @@ a value that a user has set since.
 
 # length in bytes of a file with few lines, mostly metadata of Parquet
 _OVERHEAD = 1000
-# Unlike by default, a null that is the last value of a group counts.
+# The last value of a group may be null. By default, "last" would skip nulls.
 _LAST = pc.ScalarAggregateOptions(skip_nulls=False)
 
 

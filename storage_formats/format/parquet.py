@@ -1,7 +1,8 @@
-"""Reading of Parquet files in the calling thread only, and writing of files that are
-read back.
+"""Reading of Parquet files that may be damaged, and writing of files that pass the
+checks of `read_table`.
 
-Threads of pyarrow can continue after a read and then abort the interpreter at exit.
+All reads run in the calling thread only. Threads of pyarrow can continue after a read,
+and then abort the interpreter at exit.
 """
 
 from __future__ import annotations
@@ -16,22 +17,25 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-# a table may always have so many values, and take so much memory
+# A short damaged file can declare a table that does not fit in memory. A table is
+# therefore refused if it has too many rows, or takes too many bytes in memory, per byte
+# of the file. Up to `_SMALL_VALUES` rows and `_SMALL_BYTES` bytes are always accepted.
 _SMALL_VALUES = 1 << 20
 _SMALL_BYTES = 64 << 20
 _MAX_ROWS_PER_BYTE = 8
 _MAX_EXPANSION = 1000
 _MAX_TEXT_EXPANSION = 100
-# in memory
+# Tables that are written here take at least so many bytes per value in memory.
 _MIN_VALUE_BYTES = 4
 
 
 def table_bytes(table: pa.Table) -> bytes:
-    """Return the contents of a Parquet file that `read_table` reads. It is compressed
-    with zstd, unless it would be so small that it looks damaged.
+    """Return `table` as the contents of a Parquet file that `read_table` accepts. The
+    file is compressed with zstd, unless it would then be so short that `read_table`
+    would take it for damaged.
     """
     data = _encoded(table, compression="zstd")
-    # smaller tables always have few enough values
+    # A table with fewer bytes has so few values that `read_table` always accepts it.
     if table.nbytes > _MIN_VALUE_BYTES * _SMALL_VALUES:
         try:
             read_table(data)
@@ -54,9 +58,9 @@ def open_parquet(
     file.
 
     Args:
-        source: path, contents, or a seekable file.
-        buffer_size: bytes of a column that are read at once. 0 reads each column of a
-            row group as a whole.
+        source: path or contents of the file, or an open seekable file.
+        buffer_size: number of bytes that are read at once of each column. 0 reads the
+            whole column of a row group at once.
 
     Raises:
         OSError, pyarrow.ArrowException: the file cannot be read or is not a Parquet
@@ -88,16 +92,17 @@ def iter_batches(
 def read_table(
     data: bytes, columns: list[str] | None = None, *, optional: Collection[str] = ()
 ) -> pa.Table:
-    """Read a table of distinct rows from the contents of a Parquet file.
+    """Read a table from the contents of a Parquet file.
 
     Args:
+        data: contents of the file.
         columns: names of the columns to read, in this order. None reads all columns.
         optional: names in `columns` that are skipped if the table does not have them.
 
     Raises:
         OSError, ValueError, pyarrow.ArrowException: `data` is damaged, a column is
-        missing, or the table would be too
-            large for the length of `data`.
+            missing, or the table would be too large for the length of `data`. An
+            undamaged file of distinct rows is never compressed so well.
     """
     with open_parquet(pa.py_buffer(data)) as file:
         _check_size(file.metadata, len(data))
@@ -107,7 +112,8 @@ def read_table(
         if missing := sorted(set(names) - set(schema.names)):
             raise ValueError(f"the Parquet file has no column {missing[0]!r}")
         types = [schema.field(name).type for name in names]
-        # opening a file again takes as long as reading a column
+        # Texts need the second opening below. Without texts it is skipped, because it
+        # takes as long as reading a column.
         if all(map(pa.types.is_primitive, types)):
             return file.read(columns=names, use_threads=False).select(names)
         metadata = file.metadata
@@ -168,11 +174,12 @@ class ParquetRowGroups:
         columns: Sequence[str] | None = None,
     ) -> Iterator[pa.Table]:
         """Yield each row group of `file` that can contain one of `values` in the
-        integer column. None reads all.
+        integer column.
 
         Args:
-            columns: names of the columns to read, without those that the file lacks.
-                None reads all columns.
+            values: integers in any order. None reads all row groups.
+            columns: names of the columns to read. Columns that the file lacks are left
+                out. None reads all columns.
 
         Raises:
             OSError, ValueError, pyarrow.ArrowException: the file is damaged.
@@ -200,10 +207,11 @@ class ParquetRowGroups:
 
 
 def _texts(metadata: pq.FileMetaData) -> list[str]:
-    """Return the paths of the columns of texts. They are read as a dictionary, so that
-    one long value of many rows is in memory once until its size is checked.
+    """Return the paths of the columns that hold texts. Such columns are read as
+    dictionary arrays, in which a text that many rows share is in memory only once.
+    `_check_texts` then checks the size before the texts are repeated.
     """
-    # each access makes a new object
+    # Each access to `metadata.schema` makes a new object.
     schema = metadata.schema
     leaves = [schema.column(index) for index in range(len(schema))]
     return [
@@ -215,8 +223,8 @@ def _texts(metadata: pq.FileMetaData) -> list[str]:
 
 
 def _check_texts(table: pa.Table, length: int) -> None:
-    """Raise ValueError if the texts of `table` would take far more memory than the
-    file of `length` bytes.
+    """Raise ValueError if the texts of `table`, repeated for each row, would take far
+    more memory than the file, which has `length` bytes.
     """
     values = (
         pc.list_flatten(column) if pa.types.is_list(column.type) else column
@@ -240,10 +248,10 @@ def _check_texts(table: pa.Table, length: int) -> None:
 
 
 def _check_size(metadata: pq.FileMetaData, length: int) -> None:
-    """Raise ValueError if the table would take far more memory than the file of
-    `length` bytes.
+    """Raise ValueError if the table that `metadata` declares would take far more memory
+    than the file, which has `length` bytes.
     """
-    # A small Parquet file can hold a huge table if few values are repeated.
+    # A short Parquet file can declare a huge table in which a few values are repeated.
     groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
     columns = [
         group.column(index) for group in groups for index in range(group.num_columns)

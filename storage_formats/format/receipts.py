@@ -1,5 +1,5 @@
-"""Receipts, the files that record committed shards during a build (SPEC.md section
-11).
+"""Receipts. During a change, one file per finished shard records the counts and the
+files of this shard (SPEC.md section 11).
 """
 
 from __future__ import annotations
@@ -18,8 +18,12 @@ from storage_formats.format.shard_table import FileEntry
 
 
 def fingerprint(identity: Mapping[str, Any]) -> str:
-    """Return the SHA-256 in hexadecimal of `identity`, a JSON object with everything
-    that determines the bytes of a task's files. Equal objects have equal fingerprints.
+    """Return the SHA-256 of `identity` in hexadecimal. Equal objects have equal
+    fingerprints.
+
+    Args:
+        identity: JSON object with everything that determines the bytes of the files
+            that a task writes.
     """
     text = json.dumps(identity, sort_keys=True, allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()
@@ -27,16 +31,22 @@ def fingerprint(identity: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class ShardReceipt:
-    """The counts and files of a committed shard.
+    """The counts and files of a finished shard.
 
     Attributes:
-        plan: fingerprint of the work that wrote the shard.
-        seconds: time spent in each stage (read, decode, wait, encode, write), summed
-            over threads.
+        shard: number of the shard.
+        plan: fingerprint of the plan by which the shard was written.
+        rows: number of rows of the shard.
+        indexed, duplicates: numbers of rows with these statuses.
+        failed: number of failed rows for each reason.
+        files: entries of the committed files of the shard.
+        seconds: time in seconds spent in each stage ("read", "decode", "wait",
+            "encode", "write"), summed over threads.
         truncated: number of indexed rows whose images are truncated. The column
-            `detail` of these rows has a text.
-        encoded_on: the GPU, the version of torch and the images per forward pass that
-            the bytes depend on; None for a CPU.
+            `detail` of these rows describes what is missing.
+        encoded_on: names of the GPU and of the version of torch, and the number of
+            images per forward pass, because the bytes depend on them. None if the shard
+            was encoded on a CPU.
     """
 
     shard: int
@@ -51,8 +61,8 @@ class ShardReceipt:
     encoded_on: str | None = None
 
     def to_json(self) -> Json:
-        """Return the receipt as a JSON object. The member `crc32c` is the checksum
-        of the other members.
+        """Return the receipt as a JSON object. Its member `crc32c` is the
+        `json_checksum` of the other members.
         """
         value = {**self.__dict__, "files": [file.to_json() for file in self.files]}
         if self.encoded_on is None:
@@ -76,18 +86,19 @@ class ShardReceipt:
 def read_receipts(
     layout: Layout, shards: Iterable[int], fingerprint: str
 ) -> dict[int, ShardReceipt]:
-    """Return the valid receipts of `shards`, keyed by shard number. See
-    `read_receipt`.
+    """Return the valid receipts of `shards`, keyed by shard number. For the other
+    arguments, see `read_receipt`.
     """
     receipts = ((shard, read_receipt(layout, shard, fingerprint)) for shard in shards)
     return {shard: receipt for shard, receipt in receipts if receipt is not None}
 
 
 def read_receipt(layout: Layout, shard: int, fingerprint: str) -> ShardReceipt | None:
-    """Read the receipt of a shard. Return None if there is no valid receipt for the
-    work with this fingerprint.
+    """Read the receipt of a shard. Return None if there is no valid receipt, in which
+    case the shard must be written again.
 
-    A receipt is also invalid if a file in the receipt is missing or has a wrong length.
+    A receipt is valid if it matches its checksum, its `plan` is `fingerprint`, and all
+    files that it lists exist and have the listed lengths.
     """
     try:
         receipt = ShardReceipt.from_json(

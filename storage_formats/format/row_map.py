@@ -1,5 +1,5 @@
-"""Row maps: files with the old and new row ids of the rows that a compaction kept
-(SPEC.md section 12.1).
+"""Row maps. A row map is a file with the old and the new row id of each row that a
+compaction copied (SPEC.md section 12.1).
 """
 
 from __future__ import annotations
@@ -31,8 +31,11 @@ _GROUP_LINES = 65_536
 
 
 def write_row_map(layout: Layout, old: Ints, new: Ints) -> FileEntry:
-    """Write the row map from the row ids `old` to the row ids `new`, int64 [k] each,
-    ascending, and return the file entry.
+    """Write a row map, and return its file entry.
+
+    Args:
+        old: int64 [k], row ids before the compaction, ascending.
+        new: int64 [k], row ids of the same rows after the compaction, ascending.
     """
     table = pa.table([old, new], schema=ROW_MAP_SCHEMA)
     sink = pa.BufferOutputStream()
@@ -41,11 +44,12 @@ def write_row_map(layout: Layout, old: Ints, new: Ints) -> FileEntry:
 
 
 def translate_row_ids(index: CommittedIndex, row_ids: RowIds) -> Ints:
-    """Return the current row id of each of `row_ids`, int64 [k]. See
-    `storage_formats.TokenStore.translate`.
+    """Return the current row id of each of `row_ids`, int64 [k], or -1 if the index has
+    no such row. See `storage_formats.TokenStore.translate`.
     """
     spec = index.spec
-    # rows that are gone may have been the last ones
+    # `row_ids` may be beyond the last current row, because the last rows of an earlier
+    # snapshot may have been removed. Shards from `next_shard` on were never used.
     shards = max(spec.shards, index.manifest.snapshot.next_shard)
     ids = check_row_ids(row_ids, shards * spec.shard_size)
     for row_map in index.manifest.row_maps:
@@ -54,12 +58,12 @@ def translate_row_ids(index: CommittedIndex, row_ids: RowIds) -> Ints:
 
 
 def check_row_map(index: CommittedIndex, row_map: RowMap) -> None:
-    """Raise CorruptIndexError if a row map is missing or damaged. Reads the whole
-    file.
+    """Read the whole file of a row map. Raise CorruptIndexError if the file is missing
+    or damaged.
     """
     index.fetch([row_map.file])
     with committed_content(index.root, row_map.file, "row map") as data:
-        # checks the number of lines that the file claims
+        # This raises an error if the file declares too many lines for its length.
         ParquetRowGroups(io.BytesIO(data), len(data), "old_row_id")
         with open_parquet(pa.py_buffer(data)) as file:
             for batch in iter_batches(file, _GROUP_LINES, ROW_MAP_SCHEMA.names):
@@ -67,7 +71,9 @@ def check_row_map(index: CommittedIndex, row_map: RowMap) -> None:
 
 
 def _translate(index: CommittedIndex, row_map: RowMap, ids: Ints) -> Ints:
-    """Translate `ids` with one row map. An id of -1 remains -1."""
+    """Translate `ids`, int64 [k], with one row map. The result is -1 if the compaction
+    left the row out. An id of -1 remains -1.
+    """
     renumbered = (ids >= 0) & (ids < row_map.first_row)
     result = ids.copy() if row_map.is_partial else np.where(renumbered, -1, ids)
     index.fetch([row_map.file])
@@ -87,14 +93,20 @@ def _translate(index: CommittedIndex, row_map: RowMap, ids: Ints) -> Ints:
 def _columns(
     index: CommittedIndex, row_map: RowMap, lines: pa.Table
 ) -> tuple[Ints, Ints]:
-    """Return the old and the new row ids of `lines`, int64 [k] each."""
+    """Return the old and the new row ids of `lines`, int64 [k] each, a part of a row
+    map.
+
+    Raises:
+        ValueError, pyarrow.ArrowException: the lines are damaged.
+    """
     columns = lines.select(ROW_MAP_SCHEMA.names).cast(ROW_MAP_SCHEMA).columns
     old, new = (column.to_numpy() for column in columns)
     ascending = (np.diff(old) > 0).all() and (np.diff(new) > 0).all()
     if len(old) and not (
         ascending
         and old[-1] < row_map.first_row <= new[0]
-        # a later compaction may have left out the last rows
+        # Later compactions may have left out the last rows, so the new row ids may be
+        # beyond the current end of the index. No shard from `next_shard` on was used.
         and new[-1] < index.manifest.snapshot.next_shard * index.spec.shard_size
     ):
         raise ValueError("the row ids do not ascend, or are out of range")

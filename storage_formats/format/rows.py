@@ -70,7 +70,7 @@ ARROW_TYPES = {
 }
 """The Arrow type of each type of source column."""
 TIMING_COLUMNS = ("read_seconds", "decode_seconds", "encode_seconds")
-# that are downloaded
+# files of `rows/` that are downloaded in parallel
 _FILES_AT_ONCE = 16
 
 
@@ -94,7 +94,9 @@ class RowEntry:
     encode_seconds: float = 0.0
 
     def fail(self, reason: str, detail: str) -> None:
-        """Mark the row as failed, with a reason code and a readable detail."""
+        """Set the status to failed, with a short code as the reason and a description
+        for people as the detail.
+        """
         self.status = FAILED
         self.reason = reason
         self.detail = detail
@@ -112,8 +114,8 @@ def rows_table(entries: Sequence[RowEntry]) -> pa.Table:
 
 
 def type_name(arrow_type: pa.DataType) -> str:
-    """Return the name of a column type for messages. Types of source columns have
-    the names in SPEC.md.
+    """Return the name of an Arrow type: for a type of source columns, its name in
+    SPEC.md section 9, and for any other type, Arrow's name.
     """
     return next(
         (name for name, each in ARROW_TYPES.items() if each == arrow_type),
@@ -141,11 +143,11 @@ def with_source_values(
     source_columns: Iterable[SourceColumn],
     rows: Sequence[Mapping[str, Value] | None],
 ) -> pa.Table:
-    """Add source columns to a rows table.
+    """Return `table`, a rows table of k rows, with `source_columns` appended.
 
     Args:
-        rows: for each of the k rows, a mapping from column name to value. None for a
-            row without values.
+        rows: for each of the k rows, a mapping from column name to value, or None for a
+            row without values. Missing values become null.
 
     Raises:
         ValueError, TypeError: a value does not match the type of its column.
@@ -180,13 +182,18 @@ def read_shard_rows(
     Args:
         columns: names of the columns to read. None reads all standard columns and all
             `source_columns`.
-        committed: file entry in the shard table, which the file must match. None skips
-            this check, for example during a build.
-        source_columns: source columns of the index. A column that is missing from the
-            file is null in the result. A column with a narrower type in the file is
-            converted.
-        edits: edits of the index, which replace values of source columns. None gives
-            the values of the file.
+        committed: entry of the file in the shard table. The file must match this entry.
+            None skips the comparison, for example during a build, when there is no
+            shard table yet.
+        source_columns: source columns of the index. If the file lacks a column, its
+            values are null in the result. If a column has a narrower type in the file,
+            its values are converted.
+        edits: edits of the index, which replace values of source columns. None returns
+            the values in the file.
+
+    Raises:
+        CorruptIndexError: the file is missing or damaged.
+        UsageError: there is no column of a name in `columns`.
     """
     path = layout.rows_file(shard)
     schema = row_schema(source_columns)
@@ -198,7 +205,8 @@ def read_shard_rows(
         if committed is not None:
             check_content(path, committed, data)
         source_names = set(schema.names) - set(ROW_SCHEMA.names)
-        # the file may have none of the other columns
+        # `row_id` is always read: if the file lacks all requested source columns, the
+        # number of rows would not be known otherwise.
         names = list(dict.fromkeys([*schema.names, "row_id"]))
         stored = read_table(data, names, optional=source_names)
         table = cast_columns(stored, schema, source_names)
@@ -209,20 +217,25 @@ def read_shard_rows(
         *(OSError, ValueError, TypeError, pa.ArrowException),
         *(ArithmeticError, LookupError, RecursionError),
     ) as error:
-        # damaged names and text raise ValueError, damaged edits the second line
+        # A damaged file raises the errors in the first line. Damaged edits can also
+        # raise those in the second line.
         raise cannot_read(f"the rows of shard {shard} in {path}", error) from error
 
 
 def edits_of(index: CommittedIndex, columns: Iterable[str] | None) -> Edits | None:
-    """Return the edits of `index`; None if they cannot concern `columns`. Then they are
-    not read.
+    """Return the edits of `index`. Return None, without reading the edits, if `columns`
+    has standard columns only, which edits never change.
     """
     standard = {*ROW_SCHEMA.names}
     return None if columns is not None and standard.issuperset(columns) else index.edits
 
 
 def with_edits(table: pa.Table, edits: Edits, first_row: int) -> pa.Table:
-    """Return the rows from the row id `first_row` on with their edited values.
+    """Return `table` with edited values in place of stored ones.
+
+    Args:
+        table: consecutive rows.
+        first_row: row id of the first row of `table`.
 
     Raises:
         ValueError, TypeError, LookupError, ArithmeticError: the edits are damaged.
@@ -244,12 +257,12 @@ def with_edits(table: pa.Table, edits: Edits, first_row: int) -> pa.Table:
 def cast_columns(
     table: pa.Table, schema: pa.Schema, source_names: Collection[str]
 ) -> pa.Table:
-    """Return the columns of `table` with the types of `schema`.
+    """Return the columns of `table` that `schema` names, converted to its types.
 
     Args:
-        source_names: names of the source columns. A source column may have a narrower
-            type in `table`, or may be missing from `table`. A missing column is null in
-            the result.
+        source_names: names of the source columns in `schema`. A source column may have
+            a narrower type in `table` than in `schema`. If `table` lacks a source
+            column, its values are null in the result.
 
     Raises:
         ValueError, TypeError, pyarrow.ArrowException: a column cannot be converted.
@@ -274,7 +287,8 @@ def cast_columns(
                 ]
                 column = pa.chunked_array([pa.array(values, field.type)])
         arrays.append(column)
-    # fails if a non-nullable column has nulls, or if values cannot be converted
+    # `cast` raises an error if a column that must not have nulls has one, or if values
+    # cannot be converted.
     return pa.Table.from_arrays(arrays, names=schema.names).cast(schema)
 
 
@@ -293,10 +307,14 @@ def check_names(columns: Iterable[str], names: Sequence[str]) -> None:
 def iter_rows(
     index: CommittedIndex, columns: Sequence[str] | None = None
 ) -> Iterator[pa.Table]:
-    """Yield one table per shard, with all rows that are not deleted, in row order.
+    """Yield one table per shard with the rows that are not deleted, in row order.
 
     Args:
         columns: names of the columns to read. None reads all columns.
+
+    Raises:
+        UsageError: there is no column of a name in `columns`.
+        CorruptIndexError: a file is missing or damaged.
     """
     tables = iter_stored_rows(index, columns)
     for shard, table in zip(index.spec.shard_numbers(), tables, strict=True):
@@ -309,7 +327,8 @@ def iter_stored_rows(
     columns: Sequence[str] | None = None,
     shards: Iterable[int] | None = None,
 ) -> Iterator[pa.Table]:
-    """Yield one table per shard, with all rows, including deleted rows, in row order.
+    """Yield one table per shard with all its rows, including deleted rows, in row
+    order. For the errors, see `iter_rows`.
 
     Args:
         columns: names of the columns to read. None reads all columns.
@@ -349,8 +368,8 @@ def read_rows(
 
     Args:
         root: directory of the index, or its URL on an object store.
-        row_ids: [k], row ids in any order. Duplicates are allowed. None reads all rows
-            that are not deleted.
+        row_ids: [k], row ids in any order. A row id may occur more than once. None
+            reads all rows that are not deleted.
         columns: names of the columns to read, see SPEC.md section 9. None reads all
             columns.
 
@@ -402,8 +421,8 @@ def read_index_rows(
     ]
     starts = np.concatenate([[0], np.cumsum([len(table) for table in tables])])
     line_indices = starts[shard_indices] + ids % spec.shard_size
-    # pa.array would import pandas, if that is installed, which takes longer than
-    # reading the rows.
+    # `pa.array` would import pandas if it is installed, which takes longer than reading
+    # the rows.
     taken = pa.Array.from_buffers(
         pa.int64(),
         len(line_indices),

@@ -68,7 +68,12 @@ def _plain_array(
     names: tuple[str, str],
     attributes: Json,
 ) -> Json:
-    """Return the document of an array of float32 without shards."""
+    """Return the `zarr.json` of an array of float32 without the sharding codec.
+
+    Args:
+        names: names of the dimensions.
+        attributes: value of the attribute `edje`.
+    """
     return {
         **_ARRAY,
         "shape": list(shape),
@@ -133,11 +138,12 @@ def _token_array(spec: IndexSpec, precision: str) -> Json:
 
 
 def shard_index_bytes(present: Bools, record_bytes: int) -> bytes:
-    """Return the Zarr shard index: (offset, length) of each record as uint64, then the
-    CRC-32C of these pairs.
+    """Return the Zarr shard index of a token file: a pair (offset, length) of uint64
+    for each position, followed by the CRC-32C of these pairs.
 
     Args:
-        present: bool [shard_size], which positions have a record.
+        present: bool [shard_size], whether each position has a record. A position
+            without a record is a hole, or lies after the last row.
     """
     entries = np.full((len(present), 2), ABSENT, dtype="<u8")
     positions = np.flatnonzero(present).astype("<u8")
