@@ -23,18 +23,23 @@ Offset = Floats
 """An offset block, float32 [m, d]."""
 
 SAMPLE_BLOCKS = 1024
-"""Blocks from which `estimate_offset` should compute an offset."""
-# the noise of a mean of n blocks adds about 1/n to the squared error
+"""Number of blocks that a caller of `estimate_offset` should sample."""
+# The mean of n blocks has noise, which adds about 1/n to the squared error.
 _LEAST_BLOCKS = 32
-# a smaller share of the energy gains less than 3 % of the error
+# Smallest share of the energy (sum of squares) of the blocks that is in their mean. An
+# offset with a smaller share reduces the error by less than 3 %.
 _LEAST_ENERGY = 0.06
+# largest magnitude of a value of an offset block
 _LARGEST = 2.0**100
 
 
 def estimate_offset(batches: Iterable[Blocks]) -> Offset | None:
-    """Return the mean of blocks, bfloat16 [k, m, d] each, without holes. Return None if
-    an offset would not pay: there are fewer than 32 blocks, or their mean has less than
-    6 % of their energy.
+    """Return the mean of all blocks. Return None if an offset would hardly reduce the
+    error: there are fewer than 32 blocks, or their mean has less than 6 % of their
+    energy. Also return None if a value of the mean is above 2^100.
+
+    Args:
+        batches: arrays of blocks without holes, bfloat16 [k, m, d] each.
     """
     total: NDArray[np.float64] | float = 0.0
     energy = 0.0
@@ -55,8 +60,8 @@ def estimate_offset(batches: Iterable[Blocks]) -> Offset | None:
 
 
 def offset_block(offset: Offset, precisions: Iterable[str]) -> OffsetBlock | None:
-    """Return the entry of `offset` for those of `precisions` that take an offset; None
-    if none does.
+    """Return the description of `offset` with those of `precisions` that can be encoded
+    with an offset; None if none of them can.
     """
     names = tuple(name for name in precisions if codec(name, offset.shape).has_offset)
     return OffsetBlock(crc32c(offset.tobytes()), names) if names else None
@@ -72,7 +77,7 @@ def check_offset(offset: Array, block_shape: tuple[int, int]) -> None:
     """Raise ValueError unless `offset` fits blocks of `block_shape`."""
     if offset.shape != block_shape or offset.dtype != np.float32:
         raise ValueError(f"it has the shape {list(offset.shape)}, {offset.dtype}")
-    # False for NaN
+    # This comparison is also False for NaN.
     if not (np.abs(offset) <= _LARGEST).all():
         raise ValueError("it has values that are not finite or above 2^100")
 
@@ -116,7 +121,8 @@ def copy_offset(index: CommittedIndex, target: Layout) -> None:
 
 
 def stored_codec(root: Path, spec: IndexSpec, name: str) -> Codec:
-    """Return the codec of a precision of the index at `root`, with its offset.
+    """Return the codec of the precision `name` of the index at `root`, with the offset
+    block if the index stores this precision with it.
 
     Raises:
         UsageError: see `codec`.
@@ -128,6 +134,8 @@ def stored_codec(root: Path, spec: IndexSpec, name: str) -> Codec:
 
 
 def open_codec(index: CommittedIndex, name: str) -> Codec:
-    """Return the codec of a precision of `index`, see `stored_codec`."""
+    """Return the codec of the precision `name` of `index`, like `stored_codec`. For an
+    index on an object store, the offset block is downloaded if necessary.
+    """
     index.fetch(index.manifest.offset_files)
     return stored_codec(index.root, index.spec, name)

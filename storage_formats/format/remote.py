@@ -1,5 +1,5 @@
-"""Opens an index at a URL. A local directory caches the files of one snapshot,
-except the token files.
+"""Opens an index at a URL. A local directory caches the files of a snapshot, except
+the token files.
 """
 
 from __future__ import annotations
@@ -20,19 +20,21 @@ from storage_formats.remote.objects import ObjectFolder, ObjectVersion
 from storage_formats.remote.urls import IndexLocation, is_url
 
 CLAIM = Layout(Path()).claim.as_posix()
-"""Key of the object that keeps other writers away from an index on an object store
-(SPEC.md section 12.4).
+"""Key of the object that a writer creates to keep other writers away from an index on
+an object store (SPEC.md section 12.4).
 """
 ROOT = "index.json"
 REPLACED = b"{}"
 """The contents of `index.json` while a copy replaces the index."""
 
+# A cached snapshot that was not opened for so long is deleted.
 _KEPT_SECONDS = 7 * 86400.0
 
 
 def cache_directory() -> Path:
-    """Return the directory for cached files: `$EDJE_CACHE` if set, else
-    `edje-index` in the user's cache directory.
+    """Return the directory for cached files. This is the directory in the environment
+    variable `EDJE_CACHE` if it is set, and otherwise `edje-index` in the cache
+    directory of the user.
     """
     if configured := os.environ.get("EDJE_CACHE"):
         return Path(configured).absolute()
@@ -72,10 +74,15 @@ def open_index(location: IndexLocation, snapshot: int | None = None) -> Committe
 
 
 def read_root(folder: ObjectFolder) -> tuple[ObjectVersion | None, Manifest | None]:
-    """Read `index.json` of a remote index. Return (None, None) if `folder` contains no
-    `index.json`.
+    """Read `index.json` of an index on an object store.
 
-    The manifest is also None while a copy replaces the index.
+    Returns:
+        (object, manifest). Both are None if there is no `index.json`. Only the manifest
+        is None while a copy replaces the index.
+
+    Raises:
+        UsageError, CorruptIndexError: the object cannot be read or is not the manifest
+            of an index.
     """
     try:
         version = folder.read(ROOT, MAX_MANIFEST_BYTES)
@@ -94,7 +101,9 @@ def read_root(folder: ObjectFolder) -> tuple[ObjectVersion | None, Manifest | No
 
 
 def absent(folder: ObjectFolder) -> Exception:
-    """Return the exception for a URL without an index."""
+    """Return the exception to raise if there is no readable index at the URL of
+    `folder`. It tells whether a copy to this URL is unfinished.
+    """
     if folder.info(CLAIM) is not None:
         return IncompleteIndexError(
             f"the copy of an index to {folder.url} has not finished; run the copy again"
@@ -103,8 +112,12 @@ def absent(folder: ObjectFolder) -> Exception:
 
 
 def _cached_snapshot(url: str, manifest: bytes) -> Path:
-    """Return the cache directory of one snapshot. Delete cached snapshots that were
-    not used for a week.
+    """Return the cache directory of one snapshot of the index at `url`, and create it
+    if it is missing. Delete cached snapshots of the same index that were not opened for
+    a week.
+
+    Args:
+        manifest: the bytes of the `index.json` of the snapshot.
     """
     of_index = (
         cache_directory() / "indexes" / hashlib.sha256(url.encode()).hexdigest()[:32]

@@ -1,4 +1,4 @@
-"""Shard tables. Each table lists the data files of one segment of an index (SPEC.md
+"""Shard tables. A shard table lists the data files of one segment of an index (SPEC.md
 section 5).
 """
 
@@ -26,11 +26,11 @@ EXCHANGED = (
     "the file was damaged or replaced, or the whole index was replaced while the index"
     " was open. Open the index again; if the error remains, verify the index"
 )
-"""Part of an error message: why a file may differ from the committed file, and what
+"""Part of error messages that explains why a file can differ from its entry, and what
 to do.
 """
 
-# reading a group of this size takes about 1 ms
+# Lines per row group. A row group of this size is read in about 1 ms.
 _TABLE_GROUP_LINES = 4096
 
 SHARD_TABLE_SCHEMA = pa.schema(
@@ -49,6 +49,8 @@ class FileEntry:
 
     Attributes:
         path: path of the file, relative to the index.
+        bytes: length of the file.
+        crc32c: CRC-32C of the whole file.
     """
 
     path: str
@@ -57,8 +59,8 @@ class FileEntry:
 
     @classmethod
     def of(cls, layout: Layout, path: Path) -> FileEntry:
-        """Return the file entry of the file at `path`. Reads the whole file to
-        compute the checksum.
+        """Return the file entry of the file at `path`, which lies inside the index. The
+        whole file is read to compute its checksum.
         """
         length, crc = crc32c_file(path)
         return cls(layout.relative(path), length, crc)
@@ -89,9 +91,12 @@ def check_content(
 ) -> None:
     """Compare `content`, read from the file at `path`, with the file entry `entry`.
 
+    Args:
+        row_ids: row ids for which the file was read.
+
     Raises:
         CorruptIndexError: the length or CRC-32C of `content` differs from `entry`. The
-            error has the attribute `row_ids` with the value of the argument.
+            attribute `row_ids` of the error has the row ids of the argument.
     """
     if (len(content), crc32c(content)) != (entry.bytes, entry.crc32c):
         raise CorruptIndexError(
@@ -102,12 +107,14 @@ def check_content(
 
 @contextlib.contextmanager
 def committed_content(root: Path, entry: FileEntry, what: str) -> Iterator[bytes]:
-    """Yield the contents of a committed file of the index at `root`, compared with its
-    entry. Errors of the `with` block, which takes the contents apart, are those of a
-    damaged file.
+    """Context manager that yields the contents of a committed file of the index at
+    `root` after it compared them with `entry`.
+
+    The `with` block parses the contents. An OSError, KeyError, ValueError or Arrow
+    error in the block means that the file is damaged, and becomes a CorruptIndexError.
 
     Args:
-        what: kind of the file for messages, such as "shard table".
+        what: kind of the file for error messages, such as "shard table".
 
     Raises:
         CorruptIndexError: the file is missing or damaged.
@@ -124,18 +131,22 @@ def committed_content(root: Path, entry: FileEntry, what: str) -> Iterator[bytes
 
 
 def read_shard_table(root: Path, table: FileEntry) -> list[tuple[int, FileEntry]]:
-    """Read the shard table with the file entry `table`. Return a pair (shard
-    number, file entry) for each line.
+    """Read the shard table with the file entry `table`. Return a pair (shard number,
+    file entry) for each line.
+
+    Raises:
+        CorruptIndexError: the table is missing or damaged.
     """
     with committed_content(root, table, "shard table") as data:
         return table_lines(read_table(data, SHARD_TABLE_SCHEMA.names))
 
 
 def table_lines(table: pa.Table) -> list[tuple[int, FileEntry]]:
-    """Return the lines of a table that has the columns of `SHARD_TABLE_SCHEMA`.
+    """Return a pair (shard number, file entry) for each line of `table`.
 
     Raises:
-        KeyError, ValueError, pyarrow.ArrowException: it has not.
+        KeyError, ValueError, pyarrow.ArrowException: `table` does not have the columns
+            of `SHARD_TABLE_SCHEMA`.
     """
     table = table.select(SHARD_TABLE_SCHEMA.names).cast(SHARD_TABLE_SCHEMA)
     shards, *columns = (column.to_pylist() for column in table.columns)
@@ -145,8 +156,8 @@ def table_lines(table: pa.Table) -> list[tuple[int, FileEntry]]:
 def write_shard_table(
     layout: Layout, files: Iterable[tuple[int, FileEntry]]
 ) -> FileEntry:
-    """Write a sorted shard table from pairs (shard number, file entry). Return the
-    file entry of the table.
+    """Write a shard table with one line per pair (shard number, file entry) in `files`,
+    sorted by shard and path. Return the file entry of the table.
     """
     ordered = sorted(files, key=lambda item: (item[0], item[1].path))
     table = pa.table(

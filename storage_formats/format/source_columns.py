@@ -1,7 +1,7 @@
 """The names and types of source columns (SPEC.md section 9).
 
-A source column is an additional column of the rows table. Its values come with the
-images, for example captions.
+A source column is an additional column of the rows table. Its values, for example
+captions, come from the sources of the images.
 """
 
 from __future__ import annotations
@@ -28,17 +28,24 @@ TIMESTAMP = "timestamp"
 STRINGS = "list<string>"
 
 CAPTION_COLUMNS = ("captions", "caption", "text")
-"""Names of the column with the captions of a photo; the first in an index counts."""
+"""Names of columns with captions. If a row has values in several of these columns, the
+first name in this order wins.
+"""
 RENAMED_PREFIX = "source_"
-"""Start of the stored name of a column whose own name is taken, see `stored_name`."""
+"""Prefix of the stored name of a source column whose own name is reserved, see
+`stored_name`.
+"""
 MAX_COLUMNS = 256
 MAX_NAME_BYTES = 128
 MAX_SHARD_BYTES = 48 << 20
-"""Largest number of bytes of source values in one shard, as JSON in UTF-8."""
+"""Largest number of bytes of the source values of one shard as JSON in UTF-8."""
 MAX_ROW_BYTES = 16 << 10
-"""Largest number of bytes of source values in one row, as JSON in UTF-8."""
+"""Largest number of bytes of the source values of one row as JSON in UTF-8."""
 
+# kinds of values; SPEC.md section 9 defines them
 _KINDS = ("bool", "int", "big-int", "float", "text", "timestamp", "texts")
+# The type of a column is the first one whose kinds include all kinds of the column, or
+# `STRING` if there is none. A column with the kind "texts" has the type `STRINGS`.
 _TYPES_OF_KINDS = (
     ({"bool"}, BOOL),
     ({"int", "big-int"}, INT64),
@@ -53,8 +60,8 @@ _UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")
 
 
 class PlainText(str):
-    """A text from a format without types, for example CSV. The text determines the
-    kind: "1.5" is a "float".
+    """A text from a format without types, for example CSV. Its kind depends on the
+    text, so "1.5" has the kind "float".
     """
 
 
@@ -74,13 +81,13 @@ class SourceColumn:
 
     @property
     def type(self) -> str:
-        """The type of the column, a name above. Conversion to this type loses no
-        information.
+        """The type of the column: `BOOL`, `INT64`, `FLOAT64`, `STRING`, `TIMESTAMP` or
+        `STRINGS`. All values of the column can be converted to this type without loss.
         """
         return _type_of(frozenset(self.kinds))
 
     def fits(self, value: Value) -> bool:
-        """Return True if the column keeps its type with `value`."""
+        """Return True if the column would keep its type after `value` was added."""
         return _type_of(frozenset((*self.kinds, kind_of(value)))) == self.type
 
     def to_json(self) -> dict[str, Any]:
@@ -121,7 +128,9 @@ def _type_of(kinds: frozenset[str]) -> str:
 
 
 def check_columns(columns: Collection[SourceColumn]) -> None:
-    """Raise ValueError if there are too many `columns`, or two have the same name."""
+    """Raise ValueError if there are more than `MAX_COLUMNS` columns, or two columns
+    have the same name.
+    """
     names = {column.name for column in columns}
     if len(columns) > MAX_COLUMNS or len(names) < len(columns):
         raise ValueError(
@@ -131,22 +140,28 @@ def check_columns(columns: Collection[SourceColumn]) -> None:
 
 
 def caption_columns(columns: Iterable[SourceColumn]) -> list[str]:
-    """Return the names of the columns with captions. See `captions_of`."""
+    """Return the names of the columns with captions: those of `CAPTION_COLUMNS` that
+    are in `columns` and hold texts.
+    """
     texts = {each.name for each in columns if each.type in (STRING, STRINGS)}
     return [name for name in CAPTION_COLUMNS if name in texts]
 
 
 def captions_of(row: Mapping[str, Any]) -> list[str]:
-    """Return the captions of a row, which has the columns `caption_columns`: those of
-    the first one with a value.
+    """Return the captions of a row: the value of the first of `CAPTION_COLUMNS` in
+    which the row has a value, as a list.
+
+    Args:
+        row: mapping from column name to value, with the columns that `caption_columns`
+            returned.
     """
     value: Any = next((row[name] for name in CAPTION_COLUMNS if row.get(name)), [])
     return value if isinstance(value, list) else [value]
 
 
 def merge_columns(*tables: Iterable[SourceColumn]) -> tuple[SourceColumn, ...]:
-    """Merge columns of the same name. A merged column has all kinds, and the sum of
-    all `values`.
+    """Return the columns of all `tables`. Columns of the same name are merged to one
+    with the kinds of all of them and the sum of their `values`.
     """
     merged: dict[str, SourceColumn] = {}
     for column in (column for table in tables for column in table):
@@ -159,8 +174,14 @@ def merge_columns(*tables: Iterable[SourceColumn]) -> tuple[SourceColumn, ...]:
 
 
 class CountedColumns:
-    """The kinds and the numbers of values of source columns, which grow with each
-    value.
+    """Collects the kinds and counts the values of source columns, value by value.
+
+    Args:
+        earlier: columns to which the counted values are added.
+
+    Attributes:
+        kinds: kinds of the values so far, by column name.
+        values: number of values so far, by column name.
     """
 
     def __init__(self, earlier: Collection[SourceColumn] = ()) -> None:
@@ -168,7 +189,7 @@ class CountedColumns:
         self.values = Counter({column.name: column.values for column in earlier})
 
     def count(self, name: str, value: Value) -> None:
-        """Count one more value."""
+        """Count one more value of the column `name`."""
         self.kinds.setdefault(name, set()).add(kind_of(value))
         self.values[name] += 1
 
@@ -181,23 +202,26 @@ class CountedColumns:
 
 
 def python_value(value: Any) -> Any:
-    """Return a Python object in place of a number, time or array of NumPy or PyTorch,
-    and of a scalar of Arrow. A time is in UTC, a missing time (NaT) is None.
+    """Return `value` as a Python object if it is a scalar or array of NumPy or PyTorch,
+    a scalar of Arrow, or a time of pandas. Return any other value unchanged.
+
+    A time is converted to a `datetime` in UTC; a time without a time zone is taken to
+    be in UTC. A missing time (NaT) becomes None.
 
     Raises:
-        OverflowError: in UTC, a time is not in the years 1 to 9999.
+        OverflowError: a time in UTC is not in the years 1 to 9999.
     """
     if hasattr(value, "as_py"):
         value = value.as_py()
     if isinstance(value, np.datetime64):
         value = value.astype("M8[us]").tolist()
-        # NumPy's way to return a time that Python cannot represent
+        # NumPy returns an int if Python cannot represent the time as a datetime.
         if isinstance(value, int):
             raise OverflowError("time out of range")
     value = value.tolist() if hasattr(value, "tolist") else value
     if not isinstance(value, datetime.datetime):
         return value
-    # the missing time of pandas
+    # The missing time of pandas is a datetime that differs from itself.
     if value != value:
         return None
     if value.tzinfo is None:
@@ -206,8 +230,8 @@ def python_value(value: Any) -> Any:
 
 
 def is_allowed(name: str) -> bool:
-    """Return True if a source column may have this name: not blank, printable, and
-    at most `MAX_NAME_BYTES` long.
+    """Return True if a source column may have this name: the name is not blank, has
+    only printable characters, and takes at most `MAX_NAME_BYTES` bytes in UTF-8.
     """
     if not name.strip() or _UNPRINTABLE.search(name):
         return False
@@ -215,11 +239,14 @@ def is_allowed(name: str) -> bool:
 
 
 def stored_name(name: str, standard_names: Iterable[str]) -> str:
-    """Return the name under which the index stores a source column. Different names
-    give different results.
+    """Return the name under which the index stores a source column.
 
-    The function adds the prefix "source_" to a name that the rows table uses or
-    reserves.
+    If the rows table uses or reserves `name`, the result is `name` with the prefix
+    "source_". A reserved name that already has this prefix gets another one, so that
+    different names have different results.
+
+    Args:
+        standard_names: names of the standard columns of the rows table.
     """
     unprefixed = name
     while unprefixed.startswith(RENAMED_PREFIX):
@@ -232,7 +259,8 @@ def kind_of(value: Value) -> str:
     """Return the kind of a value: "bool", "int", "big-int", "float", "text",
     "timestamp" or "texts".
 
-    A "big-int" is an integer that float64 cannot represent exactly.
+    A "big-int" is an integer with a magnitude above 2^53. float64 cannot represent all
+    such integers exactly.
     """
     if isinstance(value, PlainText):
         if value.lower() in ("true", "false"):
@@ -276,8 +304,8 @@ def metadata_text(metadata: Mapping[str, Value]) -> str:
 
 
 def as_type(value: Value, column_type: str) -> Value:
-    """Convert a value to the column type `column_type`. The value may be text, for
-    example "1.5" for a float.
+    """Convert a value to a column type, for example `FLOAT64`. A text is parsed, so
+    that "1.5" becomes the float 1.5.
 
     Raises:
         ValueError, TypeError: the value cannot be converted.

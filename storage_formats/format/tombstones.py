@@ -1,5 +1,5 @@
-"""Row ids that an index has, and tombstones, which record the deleted rows of a
-snapshot (SPEC.md section 12).
+"""Tombstones, which record the deleted rows of a snapshot, and checks of row ids
+(SPEC.md section 12).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from storage_formats.format.manifest import CommittedIndex, Snapshot
 
 RowIds: TypeAlias = Sequence[int] | NDArray[np.integer]
-"""Row ids, [k]: any sequence or array of integers."""
+"""Row ids [k], as a sequence or an array of integers."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Tombstones:
 
     def contain(self, row_ids: Ints) -> Bools:
         """Return which of `row_ids` [k] are deleted, bool [k]."""
-        # positions among the deleted rows, -1 for all others
+        # `renumbered` returns -1 for each row id that is not among the deleted ones.
         return renumbered(self.row_ids, 0, row_ids) >= 0
 
     def refuse(self, row_ids: Ints) -> None:
@@ -53,7 +53,7 @@ class Tombstones:
             raise DeletedRowError(tuple(dict.fromkeys(row_ids[deleted].tolist())))
 
     def with_rows(self, row_ids: Ints | list[int]) -> Tombstones:
-        """Return new tombstones that contain the rows of this object and `row_ids`."""
+        """Return tombstones with the deleted rows of this object and `row_ids`."""
         return Tombstones(np.union1d(self.row_ids, np.asarray(row_ids, np.int64)))
 
     def to_bytes(self, shard_size: int) -> bytes:
@@ -110,6 +110,7 @@ def check_row_ids(row_ids: RowIds, rows: int) -> Ints:
 
     Raises:
         UsageError: `row_ids` is not a flat sequence of integers.
+        RowIdError: a row id is not in 0..rows - 1.
     """
     ids = as_indices(row_ids, "row_ids")
     if ids.size and (ids.min() < 0 or ids.max() >= rows):
@@ -125,7 +126,11 @@ def check_row_ids(row_ids: RowIds, rows: int) -> Ints:
 def as_indices(
     values: Sequence[int] | NDArray[np.integer], name: str
 ) -> NDArray[np.integer]:
-    """Return `values` as a flat array of integers, [k].
+    """Return `values` as a flat array of integers, [k]. An empty sequence is accepted
+    with any dtype.
+
+    Args:
+        name: name of the argument, for error messages.
 
     Raises:
         UsageError: `values` is not a flat sequence of integers.
@@ -133,7 +138,7 @@ def as_indices(
     try:
         indices = np.asarray(values)
     except ValueError as error:
-        # nested sequences of different lengths
+        # NumPy refuses nested sequences of different lengths.
         raise UsageError(
             f"{name} must be a flat sequence of integers: {error}"
         ) from None
@@ -151,21 +156,22 @@ def as_indices(
 
 
 def rows_in_use(row_ids: Ints, spec: IndexSpec) -> Bools:
-    """Return which of `row_ids` [k] belong to a segment, bool [k]. All ids must be
-    in 0..rows - 1.
+    """Return which of `row_ids` [k] belong to a segment, bool [k]. The result for a
+    negative row id is undefined.
     """
     starts = np.array(
         [segment.first_row for segment in spec.used_segments], dtype=np.int64
     )
     stops = np.array([segment.stop for segment in spec.used_segments], dtype=np.int64)
-    # the stop of the last segment that starts at or before a row id; 0 if none does
+    # A row id can belong only to the last segment that starts at or before it. If no
+    # segment does, the stop is 0, so that the row id belongs to none.
     stops_before = np.concatenate([[0], stops])
     used: Bools = row_ids < stops_before[np.searchsorted(starts, row_ids, side="right")]
     return used
 
 
 def check_rows_in_use(row_ids: Ints, spec: IndexSpec) -> None:
-    """Raise RowIdError if one of `row_ids` [k] belongs to no segment. All ids must
+    """Raise RowIdError if one of `row_ids` [k] belongs to no segment. All row ids must
     be in 0..rows - 1.
     """
     refuse_before_first(row_ids, spec)
@@ -177,8 +183,8 @@ def check_rows_in_use(row_ids: Ints, spec: IndexSpec) -> None:
 
 
 def refuse_before_first(row_ids: Ints, spec: IndexSpec) -> None:
-    """Raise RowIdError if a row id lies before the first segment: a compaction
-    renumbered it.
+    """Raise RowIdError if a row id lies before the first segment. A compaction gave
+    such a row another id.
     """
     first = spec.used_segments[0].first_row
     if first and len(row_ids) and (lowest := int(row_ids.min())) < first:
@@ -190,7 +196,11 @@ def refuse_before_first(row_ids: Ints, spec: IndexSpec) -> None:
 
 
 def read_tombstones(root: Path, spec: IndexSpec, snapshot: Snapshot) -> Tombstones:
-    """Read the tombstones of a snapshot of the index at `root`."""
+    """Read the tombstones of a snapshot of the index at `root`.
+
+    Raises:
+        CorruptIndexError: the file is missing or damaged.
+    """
     entry = snapshot.deleted
     if entry is None:
         return Tombstones()
@@ -205,8 +215,12 @@ def read_tombstones(root: Path, spec: IndexSpec, snapshot: Snapshot) -> Tombston
 
 
 def live_rows(index: CommittedIndex, shards: Sequence[int] | None = None) -> Ints:
-    """Return the row ids of all rows that are not deleted, int64 [n], ascending; with
-    `shards`, of those in these shards. Some of the rows may be holes.
+    """Return the row ids of all rows that are not deleted, int64 [n], ascending. Some
+    of these rows may be holes.
+
+    Args:
+        shards: numbers of the shards whose rows are returned. None returns the rows of
+            all shards.
     """
     spec = index.spec
     parts = [
@@ -220,8 +234,12 @@ def live_rows(index: CommittedIndex, shards: Sequence[int] | None = None) -> Int
 
 
 def renumbered(kept: Ints, first_row: int, row_ids: Ints) -> Ints:
-    """Return the new id of each of `row_ids`, int64 [k], if the rows `kept`, ascending,
-    are numbered from `first_row` on; -1 if a row is not kept.
+    """Return the new row id of each of `row_ids`, int64 [k], if the rows `kept` get
+    consecutive row ids from `first_row` on. The result is -1 for a row that is not in
+    `kept`.
+
+    Args:
+        kept: int64 [n], row ids, ascending.
     """
     positions = np.searchsorted(kept, row_ids)
     is_kept = positions < len(kept)
