@@ -1,1 +1,1 @@
-"""Writes and changes indexes."""
+"""Writing of the files of an index: shards, conversions, copies and repairs."""

@@ -1,8 +1,8 @@
-"""Conversion of an index to other precisions, shard by shard and without the model
-(SPEC.md section 11).
+"""Conversion of an index to other precisions, shard by shard (SPEC.md section 11). The
+stored blocks are decoded and encoded again, so no model is needed.
 
-Readers can use the index during the conversion. They see a new precision after
-`index.json` lists it.
+Readers can use the index during the conversion. They see a new precision as soon as the
+commit adds it to `index.json`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from storage_formats.token_store import TokenStore
 from storage_formats.writing.shard_writer import ShardWriter
 
 _PIECE_BYTES = 8 << 20
-# rows of the sample for an offset that are read at once
+# number of sampled rows that are read at once to compute an offset block
 _SAMPLE_ROWS = 64
 
 
@@ -39,8 +39,12 @@ class ConversionTask:
     """The conversion of one shard.
 
     Attributes:
-        spec: the shape of the index after the conversion.
-        source: precision to read, one of the precisions of the index.
+        root: directory of the index.
+        shard: number of the shard.
+        spec: shape of the index after the conversion.
+        source: name of the precision to read.
+        targets: names of the precisions to write.
+        plan: fingerprint of the conversion, which is stored in the receipt.
     """
 
     root: str
@@ -54,12 +58,18 @@ class ConversionTask:
 def choose_offset(
     index: CommittedIndex, source: str, names: Sequence[str]
 ) -> tuple[Offset | None, OffsetBlock | None]:
-    """Return the offset block with which the precisions `names` are added to `index`
-    from the blocks of `source`, and its entry after the change.
+    """Return the offset block to encode the precisions `names` with, and its
+    description in the manifest after the conversion. Both are None if the index gets no
+    offset block.
 
-    An index has one offset block: that of a kept snapshot, or else the mean of evenly
-    spaced rows that are not deleted. A precision of a kept snapshot keeps or lacks the
-    offset as it did there, because both have the same files.
+    All snapshots of an index share one offset block. If no kept snapshot has an offset
+    block, it is computed from a sample of rows that are not deleted. If a kept snapshot
+    stores a precision, the precision is encoded as it is there, with or without the
+    offset, because the snapshots share the files.
+
+    Args:
+        source: name of the precision to read.
+        names: names of the precisions to add.
     """
     kept = [manifest.spec for manifest in kept_snapshots(index)]
     blocks = {spec.offset: spec for spec in kept if spec.offset is not None}
@@ -80,7 +90,9 @@ def choose_offset(
 
 
 def sampled_offset(index: CommittedIndex, source: str) -> Offset | None:
-    """Return the mean of evenly spaced blocks of `source`, see `estimate_offset`."""
+    """Return the mean of about 1,024 evenly spaced blocks that are not deleted, read in
+    the precision `source`. Return None in the cases of `estimate_offset`.
+    """
     with TokenStore(index, source) as store:
         rows = store.row_ids()
         sample = rows[:: max(1, len(rows) // SAMPLE_BLOCKS)]
@@ -90,15 +102,18 @@ def sampled_offset(index: CommittedIndex, source: str) -> Offset | None:
 
 
 def offset_from_tokens(index: CommittedIndex) -> Iterator[tuple[str, Offset]]:
-    """Yield (precision, offset block) as a conversion of each kept snapshot of `index`
-    would compute it, newest first, from each precision that is stored without offset.
+    """Yield candidates (precision, offset block) for a lost offset block of `index`.
+
+    A conversion computed the offset block from a precision without an offset, in a
+    snapshot that may still be kept. The function repeats this computation for every
+    kept snapshot, newest first, and every precision that is stored without an offset.
     """
     for manifest in reversed(kept_snapshots(index)):
         block = manifest.spec.offset
         with_offset = () if block is None else block.precisions
         for name in manifest.spec.precisions:
             if name not in with_offset:
-                # the tokens may be damaged too
+                # Damaged tokens give no candidate, but others may be undamaged.
                 with contextlib.suppress(CorruptIndexError):
                     offset = sampled_offset(replace(index, manifest=manifest), name)
                     if offset is not None:
@@ -110,10 +125,11 @@ def convert_shard(
 ) -> ShardReceipt:
     """Convert one shard, commit the new files, and return the receipt.
 
-    This is the worker of an engine. It reports no progress within the shard.
+    Engines call this function as their worker. The second argument, the function that
+    receives the progress within a shard, is not used.
 
     Args:
-        should_stop: called between pieces; True stops the conversion.
+        should_stop: called before each piece of the shard. True stops the conversion.
 
     Raises:
         TaskInterrupted: `should_stop` returned True. The unfinished files were removed.
@@ -141,15 +157,17 @@ def convert_shard(
 
 
 def _blocks(task: ConversionTask) -> Iterator[tuple[int, Blocks]]:
-    """Yield (first position, blocks) of the shard, in bfloat16. Only the last two
-    yielded pieces are valid.
+    """Yield (position of the first block, blocks as bfloat16 [k, m, d]) for
+    consecutive pieces of the shard. Blocks are overwritten when the piece after the
+    next one is read.
     """
     rows = task.spec.shard_rows(task.shard)
     index = CommittedIndex.open(task.root)
-    # a rollback can bring deleted rows back
+    # Deleted rows are converted too, because a rollback can restore them.
     with TokenStore(index.undeleted(), task.source) as store:
         step = min(len(rows), max(1, _PIECE_BYTES // store.record_bytes))
-        # Two buffers take turns, because new memory would cost a page fault per 4 KiB.
+        # Two buffers are used alternately. New memory for each piece would cost a page
+        # fault per 4 KiB.
         buffers = [store.empty(step) for _ in range(2)]
         for first in range(0, len(rows), step):
             buffers.reverse()
@@ -160,8 +178,8 @@ def _blocks(task: ConversionTask) -> Iterator[tuple[int, Blocks]]:
 
 
 def _read_ahead(pieces: Iterator[tuple[int, Blocks]]) -> Generator[tuple[int, Blocks]]:
-    """Yield the items of `pieces`. A thread computes the next piece while the
-    caller processes the current piece.
+    """Yield the items of `pieces`. While the caller processes an item, a thread
+    computes the next one.
     """
     with ThreadPoolExecutor(1, "edje-read") as thread:
         next_piece = thread.submit(next, pieces, None)

@@ -1,5 +1,5 @@
-"""Copies of rows and of whole shards, for compactions, merges and copies of a part.
-No block is decoded.
+"""Copies of rows (for compactions and copies of a part of an index) and of whole shards
+(for merges). Records are copied without decoding.
 """
 
 from __future__ import annotations
@@ -50,12 +50,13 @@ Stop = Callable[[], bool]
 
 
 class RowCopier:
-    """Writes rows of an index to shards of another index, or to new shards of the same
-    one, with new row ids. All data is compared with the stored checksums.
+    """Copies rows of an index to new shards of the same index or of another index, and
+    gives them new row ids. All data that is read is compared with its checksums.
 
     Args:
-        target: layout of the index to write to. It may be that of `source`.
-        spec: shape of the target.
+        source: index to read.
+        target: layout of the index to write. It may be the layout of `source`.
+        spec: shape of the index to write.
     """
 
     def __init__(self, source: CommittedIndex, target: Layout, spec: IndexSpec) -> None:
@@ -64,7 +65,8 @@ class RowCopier:
         self._spec = spec
         self._stores = {name: TokenStore(source, name) for name in spec.precisions}
         sizes = [store.record_bytes for store in self._stores.values()]
-        # new memory for each piece would cost a page fault per 4 KiB
+        # The buffer is reused, because new memory for each piece would cost a page
+        # fault per 4 KiB.
         self._buffer = aligned_bytes(max(PIECE_BYTES, *sizes))
         self._embedding_files = CommittedFiles(source, EMBEDDING_FILE)
 
@@ -81,13 +83,17 @@ class RowCopier:
         plan: str,
         should_stop: Stop,
     ) -> ShardReceipt:
-        """Write and commit the files of one shard of the target, and write the receipt.
+        """Write and commit the files of one shard of the target. Return the receipt,
+        which is also written.
 
         Args:
-            row_ids: int64 [k], rows of the source that become the k rows of the shard.
-            renumber: takes row ids of the source, and returns those in the target; -1
-                for rows that are left out.
-            should_stop: called between pieces; True stops the copy.
+            shard: number of the shard in the target.
+            row_ids: int64 [k], row ids in the source of the k rows of the shard, in the
+                order of their new row ids.
+            renumber: takes row ids of the source, and returns their new row ids in the
+                target, or -1 for rows that are not copied.
+            plan: fingerprint of the copy, which is stored in the receipt.
+            should_stop: called before each piece of the tokens. True stops the copy.
 
         Raises:
             TaskInterrupted: `should_stop` returned True. The unfinished files were
@@ -113,8 +119,12 @@ class RowCopier:
             return writer.commit(rows, plan)
 
     def _copy_embeddings(self, row_ids: Ints, indexed: Ints, values: Floats) -> None:
-        """Write the embeddings of the rows `row_ids` at the positions `indexed` to
-        `values`, float32 [shard_size, embed_dim].
+        """Copy the embeddings of the indexed rows from the source to `values`.
+
+        Args:
+            row_ids: int64 [k], row ids in the source of the rows of the shard.
+            indexed: positions of the rows to copy, in `row_ids` and in `values`.
+            values: embeddings of the new shard, float32 [shard_size, embed_dim].
         """
         source = self._source
         spec = source.spec
@@ -128,11 +138,15 @@ class RowCopier:
 
 
 class ShardCopier:
-    """Copies whole shards to another index, where every row id grows by `offset`. The
-    file system shares the disk blocks of tokens and embeddings if it can.
+    """Copies whole shards to another index, and adds the same number to all row ids. If
+    the file system can, the copies of token files, checksum files and embedding files
+    share the disk blocks of the originals.
 
     Args:
-        offset: number to add to the row ids, a multiple of the shard size.
+        source: index to read.
+        offset: number that is added to the row ids, a multiple of the shard size. It
+            may be negative.
+        target: layout of the index to write.
     """
 
     def __init__(self, source: CommittedIndex, offset: int, target: Layout) -> None:
@@ -142,8 +156,12 @@ class ShardCopier:
         self._entries = {file.path: file for _, file in source.shard_files()}
 
     def copy_shard(self, shard: int, plan: str) -> ShardReceipt:
-        """Copy and commit the files of shard `shard` of the source, and write the
-        receipt.
+        """Copy and commit the files of one shard. Return the receipt, which is also
+        written.
+
+        Args:
+            shard: number of the shard in the source.
+            plan: fingerprint of the copy, which is stored in the receipt.
         """
         spec = self._source.spec
         source = self._source.layout
@@ -182,12 +200,13 @@ class ShardCopier:
 
 
 def with_row_ids(table: pa.Table, row_ids: range, originals: Sequence[int]) -> pa.Table:
-    """Return k rows with new row ids.
+    """Return `table`, k rows of a rows table, with new row ids.
 
     Args:
-        originals: for each row, the new row id of its original. Values of rows that are
-            no duplicates are ignored. A duplicate with the value -1 becomes a failed
-            row with the reason "original-deleted".
+        row_ids: the k new row ids.
+        originals: for each row, the new row id of the row that it duplicates, or -1 if
+            that row was not copied. A duplicate with -1 becomes a failed row with the
+            reason "original-deleted". Values for rows of another status are ignored.
     """
     lines = table.select(["status", "reason", "detail", "duplicate_of"]).to_pylist()
     for line, row_id, original in zip(lines, row_ids, originals, strict=True):
@@ -207,7 +226,9 @@ def with_row_ids(table: pa.Table, row_ids: range, originals: Sequence[int]) -> p
 def count_values(
     layout: Layout, shards: Iterable[int], columns: Sequence[SourceColumn]
 ) -> Counter[str]:
-    """Return the number of values of each source column in `shards`."""
+    """Return the number of values (not null) of each of `columns` in the rows of
+    `shards`, by column name.
+    """
     counts = Counter[str]()
     for shard in shards if columns else ():
         table = read_shard_rows(
@@ -222,17 +243,22 @@ def count_values(
 def with_values(
     columns: Sequence[SourceColumn], counts: Mapping[str, int]
 ) -> tuple[SourceColumn, ...]:
-    """Return `columns` with the numbers of values in `counts`."""
+    """Return `columns` with the numbers of values in `counts`, which are 0 for columns
+    that are not in `counts`.
+    """
     return tuple(
         replace(column, values=counts.get(column.name, 0)) for column in columns
     )
 
 
 def copy_file(root: Path, source: FileEntry, target: Path) -> None:
-    """Copy a file of the index at `root` to the new file `target`, and compare the copy
-    with the file entry `source`.
+    """Copy a committed file of the index at `root` to the new file `target`, and
+    compare the copy with the file entry `source`.
 
-    The file system shares the disk blocks if it can (reflink).
+    If the file system can, the two files share their disk blocks (reflink).
+
+    Raises:
+        CorruptIndexError: the file cannot be read, or differs from `source`.
     """
     path = root / source.path
     try:
@@ -243,7 +269,7 @@ def copy_file(root: Path, source: FileEntry, target: Path) -> None:
         length = os.fstat(opened.fileno()).st_size
         if length == source.bytes:
             _copy_in_kernel(opened.fileno(), copy.fileno(), length)
-            # what the kernel has not copied
+            # Copy the bytes that the kernel has not copied.
             shutil.copyfileobj(opened, copy)
     if crc32c_file(target) != (source.bytes, source.crc32c):
         raise CorruptIndexError(
@@ -252,10 +278,12 @@ def copy_file(root: Path, source: FileEntry, target: Path) -> None:
 
 
 def _copy_in_kernel(source: int, target: int, length: int) -> None:
-    """Copy up to `length` bytes between two file descriptors in the kernel, as many as
-    it can. Both descriptors then stand behind these bytes.
+    """Copy up to `length` bytes between two file descriptors with a system call. The
+    call may copy fewer bytes, or none. Afterwards, the position of both descriptors is
+    the end of the copied bytes.
     """
-    # Linux. An error that is none of this call meets the ordinary copy again.
+    # Only Linux has this call, and not every file system supports it. If the disk
+    # itself fails, the ordinary copy that follows raises the error again.
     with contextlib.suppress(AttributeError, OSError):
         while length and (count := os.copy_file_range(source, target, length)):
             length -= count

@@ -1,5 +1,5 @@
-"""Copies of one snapshot of an index between directories and object stores, without
-decoding (SPEC.md section 12.4).
+"""Copies of one snapshot of an index between directories and object stores. Files are
+copied byte by byte (SPEC.md section 12.4).
 """
 
 from __future__ import annotations
@@ -48,13 +48,18 @@ from storage_formats.remote.urls import STORE_SCHEMES
 from storage_formats.system_calls import promised
 from storage_formats.writing.copying import copy_file
 
-# name of the object metadata
+# key under which the metadata of an object has its CRC-32C
 _CHECKSUM = "crc32c"
 _MAX_CLAIM_BYTES = 1 << 20
 
 
 def files_to_copy(index: CommittedIndex) -> list[FileEntry]:
-    """Return the entries of all files of a snapshot, apart from `index.json`."""
+    """Return the entries of all files of a snapshot, apart from `index.json`.
+
+    Raises:
+        CorruptIndexError: the index names a file that is not a data file, so a copy
+            could overwrite other files.
+    """
     named = [*(entry for _, entry in index.shard_files()), *index.manifest.own_files]
     for entry in named:
         if not DATA_FILE.fullmatch(entry.path) or entry.path.endswith("zarr.json"):
@@ -72,10 +77,11 @@ def files_to_copy(index: CommittedIndex) -> list[FileEntry]:
 
 
 def manifest_bytes(index: CommittedIndex) -> bytes:
-    """Return the bytes of the `index.json` of the open snapshot.
+    """Return the bytes of the `index.json` of the snapshot at which `index` is open.
 
     Raises:
-        EdjeError: the index has changed since it was opened.
+        EdjeError: the manifest of this snapshot was changed or removed after `index`
+            was opened.
     """
     number = index.manifest.snapshot.number
     layout = index.layout
@@ -92,17 +98,18 @@ def manifest_bytes(index: CommittedIndex) -> bytes:
 
 
 def copy_to_directory(index: CommittedIndex, entry: FileEntry, root: Path) -> bool:
-    """Copy a file into the new index at `root`, and compare it with `entry`. Return
-    False if it is there already.
+    """Copy the file `entry` of `index` into the new index at `root`, and compare the
+    copy with `entry`. Return False without a copy if the new index already has a file
+    of this path and length.
 
-    The file is flushed to the device before it appears at its path. `begin_index` has
-    created the directories.
+    The copy is flushed to the device before it is renamed to its path. Call
+    `begin_index` first, which creates `build/staging/`.
     """
     path = root / entry.path
     if path.is_file() and path.stat().st_size == entry.bytes:
         return False
     make_directories(path.parent)
-    # if the process is killed, this file stays until build/ is removed
+    # If this process is killed, the temporary file remains until `build/` is removed.
     temporary = Layout(root).staging / uuid.uuid4().hex
     try:
         if index.remote is None:
@@ -121,11 +128,16 @@ def copy_to_directory(index: CommittedIndex, entry: FileEntry, root: Path) -> bo
 
 @dataclass(frozen=True)
 class RemoteCopy:
-    """A running copy to an object store. `begin_remote_copy` makes it.
+    """A running copy to an object store. `begin_remote_copy` yields an object of this
+    class.
 
     Attributes:
+        index: index to copy.
+        folder: destination.
         replaced: the `index.json` that the copy will replace. None if the destination
             has no `index.json`.
+        writer: name of this copy in the claim object. Copies of the same snapshot have
+            the same name.
     """
 
     index: CommittedIndex
@@ -134,8 +146,9 @@ class RemoteCopy:
     writer: str
 
     def put(self, entry: FileEntry) -> bool:
-        """Write a file, and compare it with `entry`. Return False if the same
-        object was there already.
+        """Copy the file `entry`, and compare the bytes that are sent with it. Return
+        False without a copy if the destination already has an object of the same
+        length and CRC-32C.
         """
         info = self.folder.info(entry.path)
         checksum = to_hex(entry.crc32c)
@@ -154,16 +167,19 @@ class RemoteCopy:
         return True
 
     def commit(self) -> None:
-        """Write `index.json`. The snapshot that it replaces is kept.
+        """Replace `index.json` of the destination. If the replaced one describes
+        another snapshot, it is kept in `snapshots/`.
 
         Raises:
-            EdjeError: another writer has changed the destination.
+            EdjeError: another writer has changed the destination, or the store did not
+                confirm the commit.
         """
         data = manifest_bytes(self.index)
         replaced = self.replaced
         folder = self.folder
         try:
-            # a copy of the same snapshot may have ended, and removed the claim
+            # Another copy of the same snapshot has the same claim. It may have ended
+            # and removed the claim, which is harmless if `index.json` is as wanted.
             if _claimed_by(folder) != self.writer:
                 version, _ = read_root(folder)
                 if version is None or version.data != data:
@@ -196,15 +212,17 @@ class RemoteCopy:
             ) from error
 
     def remove_others(self, entries: Collection[FileEntry]) -> None:
-        """Delete the data files and snapshots that are not in `entries`, unless
-        another writer may need them.
+        """Delete the data files and the manifests of snapshots that are not in
+        `entries`. Nothing is deleted if the claim of this copy is gone, because another
+        writer may need the objects.
         """
         named = {entry.path for entry in entries}
         unnamed = [
             key for key in self.folder.list_sizes() if is_data(key) and key not in named
         ]
         if _claimed_by(self.folder) == self.writer:
-            # so that no kept snapshot lacks files
+            # The manifests of snapshots are deleted first, so that a manifest never
+            # names deleted files.
             unnamed.sort(key=lambda key: SNAPSHOT_FILE.fullmatch(key) is None)
             self.folder.delete(unnamed)
 
@@ -219,9 +237,9 @@ def begin_remote_copy(
     In the `with` block, the object `build/claim.json` keeps other writers away.
 
     Args:
-        replace: whether the copy may discard what the index at the destination has and
-            `index` has not. Readers then find no index at the destination until the
-            copy ends.
+        replace: True allows the copy to discard snapshots and files of the index at the
+            destination that `index` does not have. If there are any, readers find no
+            index at the destination until the copy ends.
 
     Raises:
         UsageError: the destination is read-only, or has an index that the copy would
@@ -241,7 +259,7 @@ def begin_remote_copy(
         try:
             version, manifest = read_root(folder)
         except (CorruptIndexError, UsageError):
-            # a damaged one can be replaced
+            # A damaged `index.json` can be replaced. Only its version is needed then.
             if not replace:
                 raise
             info = folder.info(ROOT)
@@ -252,20 +270,22 @@ def begin_remote_copy(
             if not replace:
                 raise UsageError(lost, parameter="out")
             manifest = None
-        # a deletion has no condition, so a late one could remove the copy
+        # `index.json` is overwritten and not deleted. An object store deletes without a
+        # condition, so a delayed request could remove the `index.json` of the copy.
         if manifest is None and version is not None:
             version = folder.replace(ROOT, REPLACED, version)
         yield RemoteCopy(index, folder, version, writer)
     finally:
-        # then the claim stays
+        # If the store fails here, the claim stays. The next copy of the same snapshot
+        # takes it over.
         with contextlib.suppress(ObjectStoreError):
             if _claimed_by(folder) == writer:
                 folder.delete([CLAIM])
 
 
 def is_data(key: str) -> bool:
-    """Return True if `key` is the name of a data file, or of the manifest of an
-    earlier snapshot.
+    """Return True if `key` is the path of a data file or of the manifest of an earlier
+    snapshot.
     """
     return (
         DATA_FILE.fullmatch(key) is not None or SNAPSHOT_FILE.fullmatch(key) is not None
@@ -273,8 +293,11 @@ def is_data(key: str) -> bool:
 
 
 def _claim(folder: ObjectFolder, writer: str) -> None:
-    """Create the claim of `writer`, or take over the one that a killed process of
-    the same writer has left.
+    """Create the claim of `writer`. If a claim of the same writer exists, it is taken
+    over, because it may come from a killed process.
+
+    Raises:
+        EdjeError: another writer has the claim.
     """
     owner = f"process {os.getpid()} on {socket.gethostname()}"
     claim = {
@@ -296,7 +319,7 @@ def _claim(folder: ObjectFolder, writer: str) -> None:
 
 
 def _claimed_by(folder: ObjectFolder) -> str | None:
-    """Return the writer that has the claim."""
+    """Return the name of the writer that has the claim; None if there is no claim."""
     return _read_claim(folder).get("writer")
 
 
@@ -309,10 +332,12 @@ def _read_claim(folder: ObjectFolder) -> dict[str, str]:
 
 
 def what_is_lost(index: CommittedIndex, url: str, manifest: Manifest) -> str | None:
-    """Return the message of an error if the index at `url` has what `index` has not;
-    None if a copy loses nothing.
+    """Return an error message if the index at `url` has a snapshot or a file that
+    `index` does not have, because a copy of `index` would discard it. Return None if a
+    copy would discard nothing.
 
-    `manifest` is the current manifest of the index at `url`.
+    Args:
+        manifest: current manifest of the index at `url`.
     """
     kept = kept_snapshots(index)
     if manifest.snapshot not in [each.snapshot for each in kept]:
@@ -338,7 +363,7 @@ def what_is_lost(index: CommittedIndex, url: str, manifest: Manifest) -> str | N
 
 def _entries(index: CommittedIndex) -> set[FileEntry]:
     """Return the entries of all data files of a snapshot, apart from the shard
-    tables.
+    tables, which a conversion may replace.
     """
     return {entry for _, entry in index.shard_files()} | {*index.manifest.own_files} - {
         *index.manifest.shard_tables
@@ -346,10 +371,10 @@ def _entries(index: CommittedIndex) -> set[FileEntry]:
 
 
 def _zarr_files(index: CommittedIndex) -> dict[str, bytes]:
-    """Return the contents of each `zarr.json` of a snapshot, keyed by path.
+    """Return the contents of each `zarr.json` for a snapshot, keyed by path.
 
-    The files on disk are not read, because they describe the number of rows of the
-    current snapshot.
+    The files on disk are not read, because they have the number of rows of the current
+    snapshot, while `index` may be open at an earlier one.
     """
     layout = index.layout
     documents = zarr_documents(layout, index.spec)
@@ -360,8 +385,11 @@ def _zarr_files(index: CommittedIndex) -> dict[str, bytes]:
 
 
 def file_contents(index: CommittedIndex, entry: FileEntry) -> Iterator[Chunk]:
-    """Yield the contents of a file of `index` in pieces, and compare them with
-    `entry`.
+    """Yield the contents of the file `entry` of `index` in pieces. After the last
+    piece, compare the length and the CRC-32C of all pieces with `entry`.
+
+    Raises:
+        CorruptIndexError: the file is missing or differs from `entry`.
     """
     if entry.path.endswith("zarr.json"):
         yield _zarr_files(index)[entry.path]

@@ -1,4 +1,6 @@
-"""The manifest of a new index, made from the receipts of its shards."""
+"""The manifest of a new index and the tables that it names, from the receipts of the
+shards.
+"""
 
 from __future__ import annotations
 
@@ -48,21 +50,26 @@ def new_manifest(
     change: Json | None = None,
     deleted: Tombstones | None = None,
 ) -> Manifest:
-    """Write the tables and the tombstones of a new index. Return its manifest,
-    which is not written.
+    """Write the tables and the tombstones of a new index. Return its manifest. The
+    caller commits the index by writing the manifest.
 
     Args:
+        receipts: one receipt for each shard.
+        columns: source columns of the index.
         model: description of the model. The required member `fingerprint` is a hash of
             everything that determines the stored bytes.
+        settings: settings of the build.
+        plan: fingerprint of the build plan.
         ann: value of `ann` in `index.json`, which describes the nearest-neighbour index
             (SPEC.md section 10).
-        change: value of `change` in `index.json`, for an index that is copied from
-            another; None for a build.
-        deleted: deleted rows of the index; None if there are none.
+        encoded_from: see `Manifest`.
+        change: value of `change` in `index.json` for a merge or a copy of rows. None
+            for a build.
+        deleted: deleted rows of the index. None if there are none.
 
     Raises:
-        CorruptIndexError: a shard has no receipt, or the counts of the receipts do not
-            add up.
+        CorruptIndexError: a shard has no receipt, or the counts in a receipt do not add
+            up.
     """
     shards = sorted(receipt.shard for receipt in receipts)
     if shards != list(spec.shard_numbers()):
@@ -99,11 +106,14 @@ def write_tables(
     before: CommittedIndex | None = None,
 ) -> Json:
     """Write the shard tables and the filter tables of the segments of `spec`. Return
-    the attributes `shard_tables` and `filter_tables` of a manifest.
+    values for the attributes `shard_tables` and `filter_tables` of `Manifest`.
 
     Args:
-        receipts: receipts of the written shards.
-        before: the index before a change. Tables of segments that did not change stay.
+        spec: shape of the index after the change.
+        receipts: receipts of the shards that the change wrote.
+        columns: source columns of the index after the change.
+        before: the index before the change. Tables of unchanged segments are reused.
+            None if the index is new.
     """
     lines = [(receipt.shard, file) for receipt in receipts for file in receipt.files]
     tables: dict[Segment, FileEntry] = {}
@@ -111,7 +121,8 @@ def write_tables(
     if before is not None:
         manifest = before.manifest
         old = manifest.spec
-        # segments of an index of an earlier version have no filter table, and get none
+        # If an earlier version of the package wrote a segment without a filter table,
+        # the segment gets none here either, because all its rows would be read for it.
         filters = dict.fromkeys(old.used_segments)
         filters.update(zip(old.used_segments, manifest.filter_tables, strict=False))
         if spec.precisions == old.precisions:
@@ -121,7 +132,8 @@ def write_tables(
             for segment in {*spec.used_segments} - tables.keys()
             for shard in spec.segment_shards(segment)
         }
-        # shards that this change did not write stand in the present tables
+        # A new table may need lines of shards that existed before the change. These
+        # lines are in the tables of `before`.
         if needed - spec.shards_not_in(old):
             dropped = tuple(
                 f"{folder}/{name}/"
@@ -151,7 +163,9 @@ def write_tables(
 def with_tombstones(
     layout: Layout, spec: IndexSpec, snapshot: Snapshot, tombstones: Tombstones
 ) -> Snapshot:
-    """Write the tombstones file, and return `snapshot` with these deleted rows."""
+    """Write the tombstones file, unless no row is deleted. Return `snapshot` with the
+    rows of `tombstones` as its deleted rows.
+    """
     entry = None
     if len(tombstones):
         data = tombstones.to_bytes(spec.shard_size)
@@ -160,10 +174,10 @@ def with_tombstones(
 
 
 def total_counts(receipts: Iterable[ShardReceipt]) -> Counts:
-    """Return the total counts of all receipts.
+    """Return the sum of the counts of all receipts.
 
     Raises:
-        CorruptIndexError: inputs differ from indexed + duplicates + failed.
+        CorruptIndexError: the number of inputs is not indexed + duplicates + failed.
     """
     counts = Counts(0, 0, 0)
     for each in receipts:

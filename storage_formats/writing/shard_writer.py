@@ -1,5 +1,6 @@
-"""Writing of one shard with the commit protocol (SPEC.md section 11, steps 2 to 4):
-private files are flushed, renamed, and named in a receipt.
+"""Writing of one shard with the commit protocol (SPEC.md section 11, steps 2 to 4). The
+files are first written under private names. They are then flushed to the device,
+renamed to their final paths, and listed in a receipt.
 """
 
 from __future__ import annotations
@@ -34,21 +35,25 @@ from storage_formats.writing.token_shard import TokenShardFile, outside, refuse_
 
 
 class ShardWriter:
-    """Writes files of one shard under private names. `commit` moves the files into
-    the index. Not thread-safe.
+    """Writes the files of one shard to a private directory below `build/staging/`.
+    `commit` moves them into the index. Not thread-safe.
 
     Use the writer in a `with` statement, which removes uncommitted files at the end.
     Call `begin_index` before the first shard.
 
-    The private files of earlier attempts at the shard are removed. An earlier attempt
-    therefore cannot commit any more, even if its worker was thought dead and goes on.
+    A new writer removes the private files of earlier attempts at the same shard. If the
+    worker of an earlier attempt was taken for dead but still runs, its commit fails.
 
     Args:
-        precisions: precisions of the token files to write; None writes all of `spec`.
+        root: directory of the index.
+        spec: shape of the index.
+        shard: number of the shard.
+        precisions: names of the precisions whose token files are written. None writes
+            all precisions of `spec`.
 
     Attributes:
-        tokens: the token files by precision.
-        staged: private path and entry of each complete file.
+        tokens: the unfinished token files, keyed by precision.
+        staged: (private path, entry of the final file) of each finished file.
     """
 
     def __init__(
@@ -63,7 +68,8 @@ class ShardWriter:
         self._shard = shard
         self._spec = spec
         for earlier in layout.staging.glob(f"{shard:08d}-*"):
-            # at once, also if the attempt adds a file now
+            # A rename removes the whole directory in one step, even if the earlier
+            # attempt is adding a file.
             removed = layout.staging / f"removed-{uuid.uuid4().hex}"
             with contextlib.suppress(FileNotFoundError):
                 earlier.replace(removed)
@@ -83,8 +89,8 @@ class ShardWriter:
 
     @functools.cached_property
     def embeddings(self) -> Floats:
-        """Embeddings of the shard, float32 [shard_size, embed_dim], NaN in holes. A
-        conversion needs none.
+        """Embeddings of the shard, float32 [shard_size, embed_dim], NaN in holes. The
+        array is created at the first access, because a conversion does not need it.
         """
         shape = (self._spec.shard_size, self._spec.embed_dim)
         return np.full(shape, np.nan, dtype="<f4")
@@ -94,8 +100,9 @@ class ShardWriter:
         return self._folder / name
 
     def outside(self, tokens: Blocks) -> dict[int, str]:
-        """Return the blocks of `tokens` [k, m, d] that a precision cannot store: the
-        problem by position. `put` refuses them.
+        """Return a description of the problem for each block of `tokens`, bfloat16
+        [k, m, d], that one of the precisions cannot store, keyed by index in `tokens`.
+        `put` refuses such blocks.
         """
         problems: dict[int, str] = {}
         for file in self.tokens.values():
@@ -108,10 +115,13 @@ class ShardWriter:
         """Add blocks and embeddings to the shard. Skipped positions become holes.
 
         Args:
-            positions: int64 [k], positions in the shard. They must ascend, within a
-                call and across calls.
+            positions: int64 [k], positions in the shard, ascending. The first must be
+                greater than the last position of the previous call.
             tokens: ml_dtypes.bfloat16 [k, m, d], finite.
-            embeddings: float32 [k, embed_dim], finite.
+            embeddings: float32 [k, embed_dim], finite. None adds no embeddings.
+
+        Raises:
+            UsageError: a precision cannot store a block, see `outside`.
         """
         if embeddings is not None:
             self.embeddings[positions] = embeddings
@@ -121,13 +131,15 @@ class ShardWriter:
             file.put(positions, file.codec.encode(tokens))
 
     def add(self, name: str, entry: FileEntry) -> None:
-        """Stage the complete private file `name`, so that it becomes the file `entry`
-        of the index.
+        """Stage the finished private file `name`. `commit` moves it to the path in
+        `entry`.
         """
         self.staged.append((self.path(name), entry))
 
     def add_bytes(self, name: str, final: Path, data: bytes) -> None:
-        """Write `data` to the private file `name`, and stage it as the file `final`."""
+        """Write `data` to the private file `name`, and stage the file. `commit` moves
+        it to the path `final`.
+        """
         with naming(self.path(name)):
             self.path(name).write_bytes(data)
         where = self._layout.relative(final)
@@ -141,14 +153,19 @@ class ShardWriter:
         encoded_on: str | None = None,
     ) -> ShardReceipt:
         """Move the token files, the embeddings and the rows into the index, and write
-        the receipt. The files survive a power failure.
+        the receipt. All of them are flushed to the device.
 
         Args:
-            rows: rows table with one line per row of the shard, with the schema
-                `storage_formats.format.rows.ROW_SCHEMA`.
+            rows: rows table with one line per row of the shard. It has the columns of
+                `storage_formats.format.rows.ROW_SCHEMA`, and source columns if there
+                are any.
+            plan: fingerprint of the plan, see `ShardReceipt`.
+            seconds: time spent in each stage, see `ShardReceipt`.
+            encoded_on: see `ShardReceipt`.
 
         Raises:
-            FileNotFoundError: a later attempt at the shard has begun.
+            FileNotFoundError: a later attempt at the shard has removed the private
+                files.
         """
         self.stage_tokens()
         final = self._layout.embedding_shard(self._shard)
@@ -162,7 +179,9 @@ class ShardWriter:
         seconds: dict[str, float] | None = None,
         encoded_on: str | None = None,
     ) -> ShardReceipt:
-        """Commit the rows and what is staged, as `commit` does."""
+        """Move the rows and all staged files into the index, and write the receipt. For
+        the arguments and errors, see `commit`.
+        """
         write_rows(self.path("rows"), rows)
         where = self._layout.relative(self._layout.rows_file(self._shard))
         self.add("rows", FileEntry(where, *crc32c_file(self.path("rows"))))
@@ -187,7 +206,7 @@ class ShardWriter:
         return receipt
 
     def stage_tokens(self) -> None:
-        """Finish the token files, and stage them and their checksum files."""
+        """Finish and stage the token files, and write and stage their checksum files."""
         layout = self._layout
         for name, file in self.tokens.items():
             crc, checksums = file.finish()
@@ -203,8 +222,8 @@ class ShardWriter:
         self.tokens.clear()
 
     def commit_files(self) -> tuple[FileEntry, ...]:
-        """Flush the token files and all staged files, and rename each to its final
-        path. Return the file entries.
+        """Finish the token files, flush all staged files, and rename each to its final
+        path. Return the entries of the files.
         """
         self.stage_tokens()
         staged = self.staged
@@ -222,14 +241,15 @@ class ShardWriter:
         """Write the receipt, which commits the shard.
 
         Raises:
-            FileNotFoundError: a later attempt at the shard has begun.
+            FileNotFoundError: a later attempt at the shard has removed the private
+                files.
         """
         final = self._layout.receipt(receipt.shard)
         self.add_bytes("receipt.json", final, json_bytes(receipt.to_json()))
         self.commit_files()
 
     def abort(self) -> None:
-        """Remove the uncommitted files. Does not change committed files."""
+        """Remove the uncommitted files. Committed files stay."""
         for file in self.tokens.values():
             file.close()
         shutil.rmtree(self._folder, ignore_errors=True)

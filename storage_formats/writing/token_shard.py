@@ -1,5 +1,5 @@
-"""Writing of one token file: records, padding, and the Zarr shard index (SPEC.md
-section 6).
+"""Writing of one token file, which consists of records, padding and the Zarr shard
+index (SPEC.md section 6).
 """
 
 from __future__ import annotations
@@ -21,8 +21,16 @@ from storage_formats.format.zarr_metadata import shard_index_bytes
 
 
 def outside(codec: Codec, blocks: Blocks) -> dict[int, str]:
-    """Return the blocks of `blocks` [k, m, d] with a token that `codec` would lose,
-    because all its values are too small, or one is too large: the problem by position.
+    """Return a description of the problem for each block that `codec` cannot store,
+    keyed by index in `blocks`.
+
+    A block cannot be stored if it has a token whose largest magnitude, after the offset
+    was subtracted, is outside `codec.token_range`. The values of such a token would
+    lose their precision or be limited to the largest value that the codec can store. A
+    token of zeros can be stored.
+
+    Args:
+        blocks: bfloat16 [k, m, d].
     """
     low, high = codec.token_range
     if (low, high) == (0.0, math.inf):
@@ -30,7 +38,8 @@ def outside(codec: Codec, blocks: Blocks) -> dict[int, str]:
     largest = _largest(codec.residuals(blocks))
     is_small = (largest < low) & (largest > 0)
     if codec.offset is not None:
-        # what the offset leaves may be as small as the rounding of the token
+        # A token that nearly equals the offset leaves small differences, which may be
+        # lost if they are no larger than the rounding of the token to bfloat16.
         is_small &= largest > 2.0**-8 * _largest(blocks)
     lost = is_small | (largest > high)
     return {
@@ -42,8 +51,11 @@ def outside(codec: Codec, blocks: Blocks) -> dict[int, str]:
 
 
 def refuse_outside(codec: Codec, blocks: Blocks, row_ids: Ints) -> None:
-    """Raise UsageError if `codec` would lose a token of `blocks`, see `outside`.
-    `row_ids` [k] are named in the error.
+    """Raise UsageError if `codec` cannot store one of `blocks` [k, m, d], see
+    `outside`.
+
+    Args:
+        row_ids: int64 [k], row id of each block, for the error message.
     """
     problems = outside(codec, blocks)
     if problems:
@@ -55,19 +67,24 @@ def _largest(blocks: Blocks) -> Floats:
     """Return the largest magnitude of each token of `blocks` [k, m, d], float32
     [k, m].
     """
-    # without the sign, the bits of bfloat16 ascend as the magnitudes do
+    # Without the sign bit, the bits of a bfloat16, read as an integer, have the same
+    # order as the magnitudes.
     bits = (blocks.view(np.uint16) & 0x7FFF).max(axis=2)
     magnitudes: Floats = bits.view(BF16).astype(np.float32)
     return magnitudes
 
 
 class TokenShardFile:
-    """Writes a token file from front to back, and computes the checksums. Not
+    """Writes a token file from front to back, and computes its checksums. Not
     thread-safe.
 
     Args:
         path: path of the file, which must not exist.
+        rows: number of rows of the shard.
         shard_size: number of rows of a full shard.
+
+    Attributes:
+        length: length of the finished file in bytes.
     """
 
     def __init__(self, path: Path, codec: Codec, rows: int, shard_size: int) -> None:
@@ -83,12 +100,16 @@ class TokenShardFile:
             rows, shard_size, codec.record_bytes
         )
         with naming(path):
-            # it lives as long as this object
+            # The file stays open until `close`.
             self._file = open(path, "xb")  # noqa: SIM115
 
     def put(self, positions: Ints, records: Records) -> None:
-        """Write `records` [k, record_bytes] at ascending `positions` [k]. Skipped
-        positions become holes.
+        """Write records at positions of the shard. Skipped positions become holes.
+
+        Args:
+            positions: int64 [k], ascending. The first must be greater than the last
+                position of the previous call.
+            records: uint8 [k, record_bytes].
         """
         for run in np.split(
             np.arange(len(positions)), np.flatnonzero(np.diff(positions) > 1) + 1
@@ -99,7 +120,7 @@ class TokenShardFile:
                 self._write(records[run[0] : run[-1] + 1])
 
     def finish(self) -> tuple[int, NDArray[np.uint32]]:
-        """Fill the remaining positions with holes, and write the padding and the shard
+        """Write holes at the remaining positions, and then the padding and the shard
         index.
 
         Returns:
@@ -118,7 +139,8 @@ class TokenShardFile:
 
     def close(self) -> None:
         """Close the file. May be called repeatedly."""
-        # `finish` reports what cannot be written
+        # `finish` raises the errors of writes. An unfinished file is removed, so errors
+        # do not matter then.
         with contextlib.suppress(OSError):
             self._file.close()
 
