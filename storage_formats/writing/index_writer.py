@@ -1,9 +1,9 @@
 """Writing of a whole index from arrays, for callers that compute embeddings and tokens
 themselves.
 
-The writer commits each full shard, and writes `index.json` last, so that a reader sees
-the whole index or no index. If the writer dies, the next writer removes the unfinished
-index and starts again.
+The writer writes each full shard to disk. It writes `index.json` last, so that a reader
+sees either the whole index or no index. If the process of a writer is killed, the next
+writer for the same directory removes the unfinished index and begins a new one.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ ROW_COLUMNS = ("uri", "uri_raw", "size", "content_hash", "width", "height")
 """Standard columns of the rows table that a caller of `IndexWriter.append` may give."""
 _BLOCK_TYPES = (np.dtype(np.float32), np.dtype(np.float16), np.dtype(BF16))
 _EMBEDDING_TYPES = (*_BLOCK_TYPES, np.dtype(np.float64))
-# bfloat16: all ones in NaN and in infinity
+# The exponent bits of bfloat16. All of them are set in NaN and infinity only.
 _EXPONENT = np.uint16(0x7F80)
 
 
@@ -77,9 +77,10 @@ class IndexWriter:
     """Writes an index of token blocks and embeddings that the caller computed. Not
     thread-safe.
 
-    Use the writer in a `with` statement. The end of the block commits the index. An
-    exception in the block removes all written files. The writer buffers at most one
-    shard in memory. To add a nearest-neighbour index, call `edje_index.add_ann`.
+    Use the writer in a `with` statement. The end of the block commits the index. If an
+    exception ends the block, all written files are removed. The writer holds at most
+    one shard in memory. To add a nearest-neighbour index, call `edje_index.add_ann`
+    after the block.
 
     Examples:
         >>> import numpy as np
@@ -103,14 +104,15 @@ class IndexWriter:
     def __init__(self, root: Path, spec: IndexSpec, encoder: str) -> None:
         """Do not call this: use `IndexWriter.create`."""
         self._layout = Layout(root)
-        # its number of rows is that of one shard
+        # The number of rows is not known yet, so `spec.rows` is that of one shard.
         self._spec = spec
         self._encoder = encoder
         self._held_change = contextlib.ExitStack()
         self._change: NewIndex
         self._open = True
         self._receipts: list[ShardReceipt] = []
-        # the held rows, and their values of source columns
+        # The rows that are not on disk yet: their entries, and their values of source
+        # columns. `_held` is their number, also in `_blocks` and `_embeddings`.
         self._rows: list[RowEntry] = []
         self._values: list[dict[str, Value]] = []
         self._columns = CountedColumns()
@@ -132,10 +134,10 @@ class IndexWriter:
         shard_size: int = 1024,
         encoder: str = "unknown",
     ) -> IndexWriter:
-        """Start an index in a new or empty directory.
+        """Begin a new index in a new or empty directory.
 
-        If an earlier writer died and left an unfinished index at `path`, this index is
-        removed first.
+        If the process of an earlier writer was killed and left an unfinished index at
+        `path`, the unfinished index is removed first.
 
         Args:
             path: directory of the index.
@@ -143,7 +145,7 @@ class IndexWriter:
             embed_dim: width of the embeddings.
             precisions: names of the precisions to store, from
                 `storage_formats.precisions()`.
-            shard_size: rows per shard. The writer buffers one shard in memory.
+            shard_size: rows per shard. The writer holds one shard in memory.
             encoder: name and version of the model that computed the arrays, stored in
                 `index.json`.
 
@@ -165,7 +167,8 @@ class IndexWriter:
             codec(name, spec.block_shape)
         root = as_path(path, "path")
         writer = cls(root, spec, as_text(encoder, "encoder"))
-        # so that it never resumes an earlier one
+        # A change is resumed only if its request is equal. A random request makes sure
+        # that the writer never resumes the change of an earlier writer.
         request = {"writer": uuid.uuid4().hex}
         change = begin_new_index(root, "import-arrays", request)
         writer._change = writer._held_change.enter_context(change)
@@ -175,7 +178,7 @@ class IndexWriter:
     __reduce__ = refuse_pickle("let one process write, and send it the arrays")
 
     def __len__(self) -> int:
-        """Return the number of rows that were appended."""
+        """Return the number of appended rows."""
         return len(self._receipts) * self._spec.shard_size + self._held
 
     def append(
@@ -184,23 +187,25 @@ class IndexWriter:
         embeddings: Array,
         rows: Rows | None = None,
     ) -> range:
-        """Append k rows and return the row ids of the new rows.
+        """Append k rows and return their row ids.
 
-        The arrays may be memory maps larger than the memory. After an error, the writer
-        can still be used, and `len(writer)` is the number of rows appended so far.
+        The arrays are processed shard by shard, so they may be memory maps that are
+        larger than the memory. After an error, the writer can still be used, and
+        `len(writer)` is the number of rows appended so far.
 
         Args:
-            blocks: [k, m, d], float32, float16 or bfloat16, finite. Stored as the
-                nearest bfloat16. Or a list of k arrays [t, d] of 1 to m vectors each:
-                the last vector is repeated until there are m, which leaves MaxSim
-                unchanged.
-            embeddings: [k, embed_dim], floating point, finite, not zero. Stored as
-                float32, scaled to unit length.
-            rows: a list of k URIs; or a pyarrow table, a record batch or a dictionary
-                of columns. Those in `ROW_COLUMNS` describe the images; others, such as
-                captions, become source columns, with truth values, numbers, texts,
-                times or lists of texts. If no URIs are given, the row ids become the
-                URIs.
+            blocks: [k, m, d], float32, float16 or bfloat16, finite. Values are rounded
+                to the nearest bfloat16. Or a list of k arrays [t, d] with 1 <= t <= m
+                vectors each. The last vector of such an array is repeated until there
+                are m vectors, which does not change MaxSim scores.
+            embeddings: [k, embed_dim], floating point, finite, not zero. They are
+                scaled to unit length and stored as float32.
+            rows: description of the k rows: a list of URIs, or a pyarrow table, a
+                pyarrow record batch or a dictionary of columns. Columns in
+                `ROW_COLUMNS` are columns of the rows table. Any other column, for
+                example of captions, becomes a source column; its values may be truth
+                values, numbers, texts, times, lists of texts or None. Without a column
+                `uri`, the URI of a row is its row id.
 
         Raises:
             UsageError: an argument has a wrong shape or type, a value is not finite, or
@@ -267,15 +272,17 @@ class IndexWriter:
         method.
 
         Args:
-            build_ann: function that writes the nearest-neighbour index and returns the
-                value of `ann` in `index.json`. None writes no nearest-neighbour index.
+            build_ann: `build_ann(root, spec)` writes the nearest-neighbour index of the
+                index of shape `spec` at `root`, and returns the value of `ann` in
+                `index.json`. None writes no nearest-neighbour index.
 
         Raises:
             UsageError: no row was appended, or the writer is closed.
             OSError: the index cannot be written.
         """
         self._check_open()
-        # it says if an error came after the commit
+        # If an error occurs after the commit, the end of this block raises an error
+        # that says so.
         with self._held_change:
             try:
                 return self._committed(build_ann)
@@ -324,7 +331,7 @@ class IndexWriter:
         self._embeddings = self._embeddings[:0]
         self._rows.clear()
         self._values.clear()
-        # a committed change stays
+        # If the change is committed, its files stay.
         self._change.abandon()
 
     def __enter__(self) -> Self:
@@ -388,8 +395,11 @@ class IndexWriter:
 
 
 def _as_bf16(blocks: Array, first: int) -> Blocks:
-    """Convert blocks to bfloat16. Raise UsageError if a value is not finite or too
+    """Convert blocks to bfloat16. Raise UsageError if a value is not finite or is too
     large for bfloat16.
+
+    Args:
+        first: row id of the first block, for the error message.
     """
     with np.errstate(over="ignore", invalid="ignore"):
         converted = np.ascontiguousarray(blocks.astype(BF16, copy=False))
@@ -404,8 +414,11 @@ def _as_bf16(blocks: Array, first: int) -> Blocks:
 
 
 def _as_unit_vectors(embeddings: Array, first: int) -> Floats:
-    """Scale embeddings to unit length. Raise UsageError if an embedding is zero or
-    not finite.
+    """Scale embeddings to unit length. Raise UsageError if an embedding is zero or has
+    a value that is not finite.
+
+    Args:
+        first: row id of the first embedding, for the error message.
     """
     vectors = embeddings.astype(np.float64)
     norms = np.linalg.norm(vectors, axis=1, keepdims=True)
@@ -421,6 +434,12 @@ def _as_unit_vectors(embeddings: Array, first: int) -> Floats:
 
 
 def _given_columns(rows: Rows | None, count: int) -> Json:
+    """Return the columns that the argument `rows` of `append` gives, keyed by name.
+    Columns in `ROW_COLUMNS` are converted to lists of the right type.
+
+    Raises:
+        UsageError: a column has a wrong name, type or length.
+    """
     if rows is None:
         return {}
     if isinstance(rows, pa.Table | pa.RecordBatch):
@@ -454,7 +473,9 @@ def _given_columns(rows: Rows | None, count: int) -> Json:
 
 
 def _source_values(name: str, values: Any) -> list[Value | None]:
-    """Return the values of a source column. Raise UsageError if it cannot have them."""
+    """Convert the values of the source column `name` to Python objects. Raise
+    UsageError if a source column cannot store one of them.
+    """
     result: list[Value | None] = []
     for item in values:
         with contextlib.suppress(OverflowError):
@@ -487,6 +508,9 @@ def _is_source_value(value: Any) -> bool:
 
 
 def _column(field: pa.Field, values: Any) -> list[Any]:
+    """Return the values of a standard column, converted to the type of `field`. Raise
+    UsageError if they cannot be converted.
+    """
     is_arrow = isinstance(values, pa.ChunkedArray | pa.Array)
     try:
         column = (values if is_arrow else pa.array(values)).cast(field.type)

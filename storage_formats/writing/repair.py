@@ -1,7 +1,8 @@
 """Repair of damaged token files and checksum files (SPEC.md section 12.3).
 
-The bytes come from other files of the index or from the sources. A repaired file has
-exactly the committed bytes.
+The contents of a damaged file are computed again from other files of the index or from
+the sources of the images. A file is replaced only if the result has exactly the
+committed bytes.
 """
 
 from __future__ import annotations
@@ -24,10 +25,11 @@ from storage_formats.shard_check import check_file
 from storage_formats.writing.shard_writer import ShardWriter
 
 EncodeAgain = Callable[[Ints], Mapping[int, Blocks]]
-"""Takes positions of rows in a shard. Returns blocks [m, d] that were encoded again, by
-position.
+"""Function that takes positions in a shard, encodes the images of these rows again, and
+returns a block [m, d] for each position.
 
-Rows may be missing from the result, and further rows may be in it.
+Positions whose image cannot be encoded may be missing from the result. The result may
+also have blocks of other positions.
 """
 
 
@@ -37,8 +39,8 @@ class RepairedFile:
 
     Attributes:
         path: path of the file, relative to the index.
-        source: description of the data from which the file was rebuilt, for example
-            `precision bf16`.
+        source: description of the data from which the file was restored, for example
+            "precision bf16".
     """
 
     path: str
@@ -49,13 +51,14 @@ class ShardRepair:
     """Repairs the token files and the checksum files of one shard.
 
     Args:
-        files: file entries of the shard in the shard table, keyed by path.
-        encode_again: function that encodes rows of the shard from their sources; None
-            repairs without the sources.
+        files: entries of the files of the shard in the shard table, keyed by path.
+        encode_again: function that encodes images of the shard again. None repairs
+            without the sources.
 
     Attributes:
-        settled: paths of the token file and the checksum file of each repaired
-            precision, even if only one of the two was damaged.
+        settled: paths of the token file and of the checksum file of each repaired
+            precision. Both paths are in the set even if only one of the files was
+            damaged.
     """
 
     def __init__(
@@ -74,13 +77,14 @@ class ShardRepair:
         self.settled: set[str] = set()
         self._codecs: dict[str, Codec] = {}
         for name in self._spec.precisions:
-            # without its offset block, a precision cannot be converted
+            # If the offset block is damaged, precisions that need it can be neither
+            # repaired nor converted to others.
             with contextlib.suppress(CorruptIndexError):
                 self._codecs[name] = open_codec(index, name)
 
     def run(self) -> Iterator[RepairedFile]:
-        """Repair all files that can be repaired, and yield a `RepairedFile` for
-        each.
+        """Repair all files that can be repaired, and yield a `RepairedFile` for each of
+        them.
         """
         for token_codec in self._codecs.values():
             damaged = {
@@ -108,12 +112,14 @@ class ShardRepair:
         return entry is not None and check_file(self._layout.root, entry) is None
 
     def _candidates(self, token_codec: Codec) -> Iterator[tuple[str, Records]]:
-        """Yield candidates (description of the source, records) for the original
+        """Yield candidates (description of the source, records) for the committed
         records of the shard.
 
-        If the checksum file is undamaged, there is one candidate: the undamaged stored
-        records, and records from other precisions and from the sources that match the
-        checksums. If the checksum file is damaged, there is one candidate per origin.
+        If the checksum file is undamaged, there is one candidate. It has the stored
+        records that match their checksums, and in place of the others, records from
+        other precisions or from the sources of the images that match. If the checksum
+        file is damaged, single records cannot be checked, so there is one candidate for
+        each place from which all records can come.
         """
         stored = self._stored(token_codec)
         if not self._is_sound(self._paths(token_codec)[1]):
@@ -131,7 +137,8 @@ class ShardRepair:
             replaced = is_damaged & (crc32c_rows(records) == expected)
             if replaced.any():
                 stored[replaced] = records[replaced]
-                # in place: the next alternative replaces the remaining records
+                # `_alternatives` reads this array, so it is changed in place: the
+                # sources encode only the records that are still damaged.
                 is_damaged &= ~replaced
                 origins.append(origin)
         yield ", ".join(origins) if origins else "the tokens", stored
@@ -139,8 +146,14 @@ class ShardRepair:
     def _alternatives(
         self, token_codec: Codec, is_damaged: Bools
     ) -> Iterator[tuple[str, Records]]:
-        """Yield (description of the origin, records) for the `is_damaged` records
-        of the shard.
+        """Yield (description of the origin, records) for each place from which lost
+        records of a precision can come: each other precision of the index, and at last
+        the sources of the images.
+
+        Args:
+            is_damaged: bool [rows], which records are needed. The caller may change the
+                array between two yielded items. Other records are not encoded from the
+                sources.
         """
         for name, other in self._codecs.items():
             if other != token_codec:
@@ -154,8 +167,8 @@ class ShardRepair:
             yield "the sources", records
 
     def _stored(self, token_codec: Codec) -> Records:
-        """Return the records in the token file, uint8 [rows, record_bytes]. Missing
-        bytes at the end are 0.
+        """Return the records in the token file, uint8 [rows, record_bytes]. If the file
+        is too short or cannot be read, the missing bytes are 0.
         """
         records = np.zeros((self._rows, token_codec.record_bytes), dtype=np.uint8)
         try:
@@ -169,7 +182,9 @@ class ShardRepair:
         return records
 
     def _converted(self, source: Codec, target: Codec) -> Records:
-        """Return the records of `source` converted to `target`. Holes remain holes."""
+        """Return the records that the token file of the precision `source` gives in the
+        precision `target`, uint8 [rows, record_bytes]. Holes remain holes.
+        """
         stored = self._stored(source)
         is_hole = (stored == fill_record(source)).all(axis=1)
         records = np.repeat(fill_record(target), len(stored), axis=0)
@@ -177,8 +192,9 @@ class ShardRepair:
         return records
 
     def _restore(self, token_codec: Codec, records: Records, damaged: set[str]) -> bool:
-        """Write the `damaged` files from `records`. Return False if the result
-        differs from the committed files.
+        """Write the token file and the checksum file that follow from `records`. If
+        both equal the committed files, replace the `damaged` ones and return True.
+        Otherwise change nothing and return False.
         """
         name = token_codec.name
         root = self._layout.root
