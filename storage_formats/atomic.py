@@ -21,8 +21,8 @@ Json: TypeAlias = dict[str, Any]
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Context manager that sets the file name of an OSError to `path` if the error
-    has no file name.
+    """Context manager that sets the file name of an OSError to `path` if the error has
+    no file name. Errors of calls on an open file, such as `write`, have none.
     """
     try:
         yield

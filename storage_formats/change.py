@@ -100,7 +100,8 @@ class UnfinishedChangeError(EdjeError):
 
 @dataclass(frozen=True)
 class Journal:
-    """The contents of `build/journal.json`, which names the change that is under way.
+    """The contents of `build/journal.json`, which describes the change that is under
+    way.
 
     Attributes:
         kind: kind of the change, for example "append".
@@ -168,7 +169,7 @@ class Change:
 
     Attributes:
         layout: paths of the index that is changed or written.
-        is_dry: True for a trial run, which takes no lock and writes nothing.
+        is_dry: True for a dry run, which takes no lock and writes nothing.
     """
 
     def __init__(
@@ -351,7 +352,7 @@ class IndexChange(Change):
         number = current.snapshot.number
         numbers = [*earlier_snapshots(self.layout, current), number]
         if len(numbers) >= MOST_SNAPSHOTS:
-            # The new snapshot is the last of the LEAST_SNAPSHOTS that are kept.
+            # Keep LEAST_SNAPSHOTS - 1 earlier snapshots, and the new one.
             numbers = numbers[1 - LEAST_SNAPSHOTS :]
         snapshot = replace(
             manifest.snapshot,
@@ -403,8 +404,9 @@ class IndexChange(Change):
         # read rows that the new manifest does not have.
         write_array_shapes(layout, after)
         drops = (manifest.snapshot.oldest or 0) > (current.snapshot.oldest or 0)
-        # A new snapshot leaves the snapshot before it in place. Files lose their last
-        # name only if the change drops a snapshot or replaces the current one.
+        # A new snapshot keeps the files of the snapshot before it. There are files to
+        # remove only if the change drops a snapshot, or replaces the current snapshot
+        # instead of adding one.
         if is_new and not drops:
             return []
         # If the manifest of a kept snapshot is damaged, the files that it names are not
@@ -614,7 +616,7 @@ def finish_committed(root: str | Path) -> None:
     """
     layout = Layout(Path(root).absolute())
     if layout.build.is_dir():
-        # Readers do not need the remaining steps, so an error is no reason to fail.
+        # Readers do not need the remaining steps, so errors are ignored.
         with contextlib.suppress(OSError, EdjeError), locked(root):
             _recover(layout)
 

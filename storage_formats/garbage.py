@@ -48,8 +48,8 @@ def remove_what_is_not_kept(
         tables: True removes shard tables too. False keeps them for readers that opened
             the index earlier.
         shards: True always looks for files of shards that no kept snapshot names, which
-            takes long in a large index. False looks for such files only if no kept
-            snapshot names one of the shard tables.
+            takes long in a large index. False looks for such files only if there is a
+            shard table that no kept snapshot names.
 
     Raises:
         CorruptIndexError: the manifest of a kept snapshot is damaged, so the files that
@@ -107,8 +107,8 @@ def remove_what_is_not_kept(
 
 
 def _paths_in(manifests: set[Path], layout: Layout) -> set[str]:
-    """Return the paths of the files that `manifests`, paths of manifest files, name.
-    The files of shards are not among them, because only the shard tables name those.
+    """Return the paths of the files that the manifests at the paths `manifests` name.
+    The files of shards are not among them, because only the shard tables name them.
     """
     paths = set[str]()
 

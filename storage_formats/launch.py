@@ -1,8 +1,9 @@
-"""Entry point of the command `edje-index`, and imports from `pipelines` beside another
-project's package of the same name.
+"""Entry point of the command `edje-index`, and imports of this project's packages
+beside packages of other projects that have the same names.
 
 Other projects may install packages named `pipelines` or `benchmarks`. The entry point
-ensures that Python imports the packages of this project.
+ensures that the command imports the packages of this project. In other programs,
+`share_package` makes a package of this project importable in addition.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The lock of an index: one process changes an index at a time."""
+"""The lock of an index, so that only one process changes the index at a time."""
 
 from __future__ import annotations
 

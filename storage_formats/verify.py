@@ -50,7 +50,8 @@ from storage_formats.shard_check import (
 from storage_formats.threads import ordered_map
 from storage_formats.writing.publish import add_counts
 
-# The threads mostly wait for data, so four are faster on fewer CPUs, too (docs/lab).
+# Four threads are used on a machine with fewer CPUs, too, because they mostly wait for
+# data (docs/lab).
 _THREADS = 4
 # shards whose entries a sample reads from the shard tables at once
 _GROUP_SHARDS = 64
@@ -172,7 +173,7 @@ def _opened(location: IndexLocation) -> Iterator[CommittedIndex]:
 
 def _version(index: CommittedIndex) -> tuple[bytes, list[str]]:
     """Return the current contents of `index.json` and the names of the manifests of
-    earlier snapshots. They differ after a commit.
+    earlier snapshots. After a change of the index, the result is different.
     """
     if index.remote is not None:
         return index.remote.read(ROOT, MAX_MANIFEST_BYTES).data, sorted(

@@ -29,7 +29,8 @@ from storage_formats.format.shard_table import (
 )
 
 _LINE = np.dtype([("shard", "i8"), ("bytes", "i8"), ("crc32c", "u4")])
-# The lines of so many consecutive shards are in one or a few row groups.
+# Number of shards that are looked up at once. The lines of so many consecutive shards
+# are in one or a few row groups.
 _SHARDS_PER_READ = 1024
 
 T = TypeVar("T")

@@ -202,8 +202,8 @@ def input_hash(uri: str, uri_raw: bytes | None, content_hash: str | None) -> str
     each deleted input.
 
     Args:
-        uri: see the columns of the rows table (SPEC.md section 9), as for the other
-            arguments.
+        uri, uri_raw, content_hash: values of the input in these columns of the rows
+            table (SPEC.md section 9).
     """
     content = (content_hash or "").encode()
     text = b"\0".join((uri.encode(), uri_raw or b"", content))

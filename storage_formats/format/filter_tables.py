@@ -57,9 +57,9 @@ def write_filter_table(
     rows_files: dict[int, FileEntry],
     source_columns: Sequence[SourceColumn],
 ) -> FileEntry | None:
-    """Write the filter table of a segment, and return its entry. A segment with only
-    one shard gets no filter table, because its rows are in one file already; then
-    return None.
+    """Write the filter table of a segment, and return its entry. Return None, without
+    writing a table, for a segment with one shard, because its rows are in one file
+    already.
 
     Args:
         rows_files: entry of the rows file of each shard, keyed by shard number.

@@ -14,11 +14,11 @@ from storage_formats.errors import UsageError
 
 FORMAT = "edje-index"
 FORMAT_VERSION = "1.0"
-# format version of a snapshot that a change of an index wrote, not a build
+# format version of a snapshot that was written by a change of an index, not by a build
 SNAPSHOT_VERSION = "1.1"
 # format version of an index with source columns or row maps
 EXTENDED_VERSION = "1.2"
-# format version of an index of which a compaction renumbered only some shards
+# format version of an index in which a compaction renumbered the rows of some shards
 PARTIAL_VERSION = "1.3"
 # format version of an index with edits
 EDITED_VERSION = "1.4"
@@ -148,8 +148,8 @@ class IndexSpec:
 
     @property
     def shards(self) -> int:
-        """Number of shard numbers, including those of shards outside all segments.
-        Shards outside all segments have no files.
+        """Number of shards that the row ids 0..rows - 1 span. Shards outside all
+        segments are included, but have no files.
         """
         return -(-self.rows // self.shard_size)
 

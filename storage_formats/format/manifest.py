@@ -343,8 +343,8 @@ class Manifest:
         return _parse(where, value)
 
     def to_json(self) -> Json:
-        """Return the members of `index.json`. Members that the index does not need, for
-        example `edits` without edits, are left out.
+        """Return the members of `index.json`. Optional members that the index does not
+        use are left out, for example `edits` if there are no edits.
         """
         spec = self.spec
         snapshot = self.snapshot

@@ -60,8 +60,8 @@ def estimate_offset(batches: Iterable[Blocks]) -> Offset | None:
 
 
 def offset_block(offset: Offset, precisions: Iterable[str]) -> OffsetBlock | None:
-    """Return the description of `offset` with those of `precisions` that can be encoded
-    with an offset; None if none of them can.
+    """Return the `OffsetBlock` that lists those of `precisions` that can be encoded
+    with `offset`. Return None if none of them can.
     """
     names = tuple(name for name in precisions if codec(name, offset.shape).has_offset)
     return OffsetBlock(crc32c(offset.tobytes()), names) if names else None
@@ -121,8 +121,8 @@ def copy_offset(index: CommittedIndex, target: Layout) -> None:
 
 
 def stored_codec(root: Path, spec: IndexSpec, name: str) -> Codec:
-    """Return the codec of the precision `name` of the index at `root`, with the offset
-    block if the index stores this precision with it.
+    """Return the codec of the precision `name` of the index at `root`. The codec has
+    the offset block if the index stores this precision with an offset.
 
     Raises:
         UsageError: see `codec`.

@@ -64,7 +64,7 @@ def open_parquet(
 
     Raises:
         OSError, pyarrow.ArrowException: the file cannot be read or is not a Parquet
-        file.
+            file.
     """
     data = pa.BufferReader(source) if isinstance(source, pa.Buffer) else source
     return pq.ParquetFile(data, pre_buffer=False, buffer_size=buffer_size)
@@ -139,8 +139,9 @@ class ParquetRowGroups:
             column are always read.
 
     Raises:
-        OSError, ValueError, pyarrow.ArrowException: the file is damaged, or is not a
-        Parquet file.
+        ValueError: there is no integer column of this name, or the file declares a
+            table that is too large for its length.
+        OSError, pyarrow.ArrowException: the file is damaged, or is not a Parquet file.
     """
 
     def __init__(self, file: BinaryIO, length: int, column: str) -> None:

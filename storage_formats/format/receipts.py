@@ -37,7 +37,8 @@ class ShardReceipt:
         shard: number of the shard.
         plan: fingerprint of the plan by which the shard was written.
         rows: number of rows of the shard.
-        indexed, duplicates: numbers of rows with these statuses.
+        indexed: number of indexed rows.
+        duplicates: number of rows that are duplicates.
         failed: number of failed rows for each reason.
         files: entries of the committed files of the shard.
         seconds: time in seconds spent in each stage ("read", "decode", "wait",

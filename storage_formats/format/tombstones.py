@@ -184,7 +184,7 @@ def check_rows_in_use(row_ids: Ints, spec: IndexSpec) -> None:
 
 def refuse_before_first(row_ids: Ints, spec: IndexSpec) -> None:
     """Raise RowIdError if a row id lies before the first segment. A compaction gave
-    such a row another id.
+    such a row another row id, or left it out.
     """
     first = spec.used_segments[0].first_row
     if first and len(row_ids) and (lowest := int(row_ids.min())) < first:

@@ -64,8 +64,8 @@ def choose_offset(
 
     All snapshots of an index share one offset block. If no kept snapshot has an offset
     block, it is computed from a sample of rows that are not deleted. If a kept snapshot
-    stores a precision, the precision is encoded as it is there, with or without the
-    offset, because the snapshots share the files.
+    already stores one of the precisions, this precision is encoded in the same way
+    again, with or without the offset, because the snapshots share its files.
 
     Args:
         source: name of the precision to read.
@@ -77,7 +77,8 @@ def choose_offset(
     plain = {name for spec in kept for name in spec.precisions} - with_offset
     offset = None
     if blocks:
-        # all snapshots have the same offset block; only their precisions differ
+        # The values of the offset block are the same in all snapshots. Only the lists
+        # of precisions that use the offset block differ.
         offset = read_offset(index.root, next(iter(blocks.values())))
     if offset is None:
         offset = sampled_offset(index, source)

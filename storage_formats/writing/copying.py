@@ -1,5 +1,6 @@
-"""Copies of rows (for compactions and copies of a part of an index) and of whole shards
-(for merges). Records are copied without decoding.
+"""Copies of rows and of whole shards. Records are copied without decoding.
+
+Compactions and copies of a part of an index copy rows. Merges copy whole shards.
 """
 
 from __future__ import annotations

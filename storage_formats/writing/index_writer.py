@@ -107,6 +107,7 @@ class IndexWriter:
         # The number of rows is not known yet, so `spec.rows` is that of one shard.
         self._spec = spec
         self._encoder = encoder
+        # The change holds the lock of the index until this stack is closed.
         self._held_change = contextlib.ExitStack()
         self._change: NewIndex
         self._open = True
@@ -195,17 +196,18 @@ class IndexWriter:
 
         Args:
             blocks: [k, m, d], float32, float16 or bfloat16, finite. Values are rounded
-                to the nearest bfloat16. Or a list of k arrays [t, d] with 1 <= t <= m
-                vectors each. The last vector of such an array is repeated until there
-                are m vectors, which does not change MaxSim scores.
+                to the nearest bfloat16. A list of k arrays [t, d] with different
+                numbers t of vectors, from 1 to m, is also accepted. The last vector of
+                each array is then repeated until there are m vectors, which does not
+                change MaxSim scores.
             embeddings: [k, embed_dim], floating point, finite, not zero. They are
                 scaled to unit length and stored as float32.
             rows: description of the k rows: a list of URIs, or a pyarrow table, a
-                pyarrow record batch or a dictionary of columns. Columns in
-                `ROW_COLUMNS` are columns of the rows table. Any other column, for
-                example of captions, becomes a source column; its values may be truth
-                values, numbers, texts, times, lists of texts or None. Without a column
-                `uri`, the URI of a row is its row id.
+                pyarrow record batch or a dictionary of columns. Columns named in
+                `ROW_COLUMNS` are stored as the standard columns of the rows table. Any
+                other column, for example of captions, becomes a source column. Its
+                values may be truth values, numbers, texts, times, lists of texts or
+                None. Without a column `uri`, the URI of a row is its row id.
 
         Raises:
             UsageError: an argument has a wrong shape or type, a value is not finite, or

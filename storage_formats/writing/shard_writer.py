@@ -206,7 +206,7 @@ class ShardWriter:
         return receipt
 
     def stage_tokens(self) -> None:
-        """Finish and stage the token files, and write and stage their checksum files."""
+        """Finish the token files, write their checksum files, and stage all of them."""
         layout = self._layout
         for name, file in self.tokens.items():
             crc, checksums = file.finish()
