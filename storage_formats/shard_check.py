@@ -213,6 +213,7 @@ def _check_tokens(
                 ):
                     message = f"has a damaged block for row {rows.start + position}"
                     yield Problem(where, "block-checksum", message)
+                # Without the rows table, no position is known to be a hole.
                 is_indexed = (
                     np.ones(count, np.bool_)
                     if indexed is None

@@ -51,7 +51,7 @@ from storage_formats.threads import ordered_map
 from storage_formats.writing.publish import add_counts
 
 # Four threads are used on a machine with fewer CPUs, too, because they mostly wait for
-# data (docs/lab).
+# data (docs/lab/fetch.md).
 _THREADS = 4
 # shards whose entries a sample reads from the shard tables at once
 _GROUP_SHARDS = 64

@@ -84,6 +84,7 @@ class CommittedFiles:
         segments = self._spec.used_segments
         tables = self._index.manifest.shard_tables
         starts = [segment.first_row // self._spec.shard_size for segment in segments]
+        # `segment` is the index of the last segment that begins at or before a shard.
         for segment, shards in itertools.groupby(
             missing, lambda shard: bisect.bisect_right(starts, shard) - 1
         ):

@@ -122,6 +122,7 @@ def _open(root: Path, path: Path) -> _HashFile:
     """
     with open_index_file(root, path) as file:
         length = os.fstat(file.fileno()).st_size
+        # These two zeros stand for the contents of a file without shards and rows.
         values = np.zeros(2, np.int64)
         if length >= 16 and length % 8 == 0:
             values = np.memmap(file, "<i8", "r")

@@ -127,6 +127,8 @@ def iter_filter_table(
         nonlocal first_row
         table = cast_columns(group, schema, source_names)
         found = table["row_id"].to_numpy()
+        # Row groups may be skipped if `row_ids` is given. Otherwise, each row group
+        # must follow the one before it.
         if row_ids is not None and len(found):
             first_row = int(found[0])
         stop = first_row + len(found)

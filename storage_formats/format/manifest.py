@@ -412,6 +412,8 @@ class Manifest:
     def format_version(self) -> str:
         """The lowest format version that supports everything that the index uses."""
         snapshot = self.snapshot
+        # For each version, from the highest to the lowest: whether the index uses what
+        # this version added.
         versions = {
             OFFSET_VERSION: self.spec.offset,
             EDITED_VERSION: self.edits,

@@ -242,6 +242,8 @@ def renumbered(kept: Ints, first_row: int, row_ids: Ints) -> Ints:
         kept: int64 [n], row ids, ascending.
     """
     positions = np.searchsorted(kept, row_ids)
+    # A row id above the last kept one has the position len(kept), which `kept` does not
+    # have.
     is_kept = positions < len(kept)
     is_kept[is_kept] = kept[positions[is_kept]] == row_ids[is_kept]
     return np.where(is_kept, first_row + positions, -1)

@@ -111,6 +111,8 @@ class TokenShardFile:
                 position of the previous call.
             records: uint8 [k, record_bytes].
         """
+        # Each run of consecutive positions is written at once. `run` holds indices in
+        # `positions`.
         for run in np.split(
             np.arange(len(positions)), np.flatnonzero(np.diff(positions) > 1) + 1
         ):
