@@ -403,18 +403,20 @@ class IndexChange(Change):
         # Arrays shrink after the commit, because a reader of the old manifest may still
         # read rows that the new manifest does not have.
         write_array_shapes(layout, after)
-        drops = (manifest.snapshot.oldest or 0) > (current.snapshot.oldest or 0)
+        drops_snapshots = (manifest.snapshot.oldest or 0) > (
+            current.snapshot.oldest or 0
+        )
         # A new snapshot keeps the files of the snapshot before it. There are files to
         # remove only if the change drops a snapshot, or replaces the current snapshot
         # instead of adding one.
-        if is_new and not drops:
+        if is_new and not drops_snapshots:
             return []
         # If the manifest of a kept snapshot is damaged, the files that it names are not
         # known. No file is removed then.
         with contextlib.suppress(CorruptIndexError):
             # A reader that opened the index before the change may still need the
             # earlier shard tables, so they stay unless a snapshot is dropped.
-            return remove_what_is_not_kept(layout, tables=drops)
+            return remove_what_is_not_kept(layout, tables=drops_snapshots)
         return []
 
     def _remove_data(self) -> None:
@@ -631,11 +633,12 @@ def _recover(layout: Layout) -> Journal | None:
     # A change writes a journal first, so an index without a journal has no temporary
     # files of a change. `verify_index` writes `verified.bin` without a journal.
     patterns = (*_TEMPORARY, _VERIFIED) if layout.journal.exists() else (_VERIFIED,)
-    for path in (path for pattern in patterns for path in layout.root.glob(pattern)):
-        path.unlink()
-        # The removal must reach the device before the journal is removed. Without a
-        # journal, no later change would look for this file.
-        fsync_parent(path)
+    for pattern in patterns:
+        for path in layout.root.glob(pattern):
+            path.unlink()
+            # The removal must reach the device before the journal is removed. Without a
+            # journal, no later change would look for this file.
+            fsync_parent(path)
     journal = read_journal(layout.root)
     # `base` is the digest of the current `index.json` until the change is committed.
     if journal is None or journal.base == _digest(layout):
@@ -696,12 +699,12 @@ def check_free(layout: Layout) -> None:
         # with the lock and a temporary file of the journal. Such a directory counts as
         # empty.
         others = (name for name in _entries(layout.build) if name != layout.lock.name)
-        ours = (
+        ignored = (
             {layout.build.name}
             if all(name.startswith(f".{layout.journal.name}.") for name in others)
             else set()
         )
-        if foreign := sorted(set(_entries(root)) - ours):
+        if foreign := sorted(set(_entries(root)) - ignored):
             raise UsageError(
                 f"{root} is not empty and not an index (it contains"
                 f" {', '.join(foreign[:3])}); choose another one",

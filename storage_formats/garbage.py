@@ -60,42 +60,43 @@ def remove_what_is_not_kept(
     numbers = earlier_snapshots(layout, index.manifest)
     kept = {*map(layout.snapshot, numbers)}
     oldest = index.manifest.snapshot.oldest or 0
-    dropped = [
+    dropped_manifests = [
         path
         for path in folder.glob("*.json")
         if path.stem.isdecimal() and int(path.stem) < oldest
     ]
     named = _paths_in({layout.manifest, *kept}, layout)
-    doomed = [
+    unnamed = [
         path
-        for own in layout.own_folders()
-        for path in sorted(own.glob("*"))
+        for own_folder in layout.own_folders()
+        for path in sorted(own_folder.glob("*"))
         if layout.relative(path) not in named
     ]
-    unnamed_tables = [path for path in doomed if path.name.startswith("shards-")]
-    for path in dropped:
+    unnamed_tables = [path for path in unnamed if path.name.startswith("shards-")]
+    for path in dropped_manifests:
         path.unlink()
-    if dropped:
+    if dropped_manifests:
         fsync_path(folder)
     if not tables:
-        doomed = [path for path in doomed if path not in unnamed_tables]
+        unnamed = [path for path in unnamed if path not in unnamed_tables]
     if shards or unnamed_tables:
-        in_shards = _files_of_shards(index)
-        doomed += [
+        named_in_shards = _files_of_shards(index)
+        # Files come before their directories, which can then be removed too.
+        unnamed += [
             path
-            for data in layout.shard_folders()
-            for path in sorted(data.rglob("*"), reverse=True)
-            if layout.relative(path) not in in_shards
+            for shard_folder in layout.shard_folders()
+            for path in sorted(shard_folder.rglob("*"), reverse=True)
+            if layout.relative(path) not in named_in_shards
         ]
     sizes = []
     changed = set[Path]()
-    for path in doomed:
-        where = layout.relative(path)
-        if DATA_FILE.fullmatch(where):
+    for path in unnamed:
+        relative = layout.relative(path)
+        if DATA_FILE.fullmatch(relative):
             sizes.append(path.lstat().st_size)
             path.unlink()
             changed.add(path.parent)
-        elif _ARRAY_FOLDER.fullmatch(where):
+        elif _ARRAY_FOLDER.fullmatch(relative):
             # `rmdir` fails if the directory holds files.
             with contextlib.suppress(OSError):
                 path.rmdir()

@@ -224,19 +224,13 @@ def _problems(
             problems.append(Problem(entry.path, "edits", str(error)))
             readable = replace(index, manifest=replace(manifest, edits=()))
     counts = Counts(0, 0, 0)
+    check = functools.partial(_check_shard, readable)
+    checked = ordered_map(check, items(), _THREADS, 2 * _THREADS)
     try:
-        for done, (shard, of_shard, its_counts) in enumerate(
-            ordered_map(
-                lambda item: (item[0], *_check_shard(readable, *item)),
-                items(),
-                _THREADS,
-                2 * _THREADS,
-            ),
-            1,
-        ):
-            problems += of_shard
-            counts = add_counts(counts, its_counts)
-            if not of_shard:
+        for done, (shard, shard_problems, shard_counts) in enumerate(checked, 1):
+            problems += shard_problems
+            counts = add_counts(counts, shard_counts)
+            if not shard_problems:
                 times[shard] = int(time.time())
             if on_progress:
                 on_progress(done, len(shards))
@@ -262,16 +256,23 @@ def _problems(
 
 
 def _check_shard(
-    index: CommittedIndex, shard: int, files: Mapping[str, FileEntry]
-) -> tuple[list[Problem], Counts]:
+    index: CommittedIndex, item: tuple[int, Mapping[str, FileEntry]]
+) -> tuple[int, list[Problem], Counts]:
     """Check a shard with `check_shard`. If the index is on an object store, the files
     of the shard are downloaded first.
+
+    Args:
+        item: (shard number, entries of the files of the shard, keyed by path).
+
+    Returns:
+        (shard number, problems, counts of the inputs).
     """
+    shard, files = item
     layout = index.layout
     manifest = index.manifest
     paths = shard_paths(layout, manifest.spec, shard)
     with _here(index, [files[path] for path in paths if path in files]):
-        return check_shard(layout, manifest, index.edits, shard, files)
+        return shard, *check_shard(layout, manifest, index.edits, shard, files)
 
 
 @contextlib.contextmanager
@@ -458,15 +459,15 @@ def check_files(index: CommittedIndex, *, only_lengths: bool) -> None:
         (files.values() for _, files in iter_shard_files(index, shards)),
         [index.manifest.own_files],
     )
-    found = ordered_map(check, groups, _THREADS, 2 * _THREADS)
     problems = [
         f"{problem.path} {problem.message}"
-        for of_group in found
-        for problem in of_group
+        for group_problems in ordered_map(check, groups, _THREADS, 2 * _THREADS)
+        for problem in group_problems
     ]
-    for path in index.layout.zarr_files(index.spec) if only_lengths else ():
-        if not path.is_file():
-            problems.append(f"{path.relative_to(index.root)} is missing")
+    if only_lengths:
+        for path in index.layout.zarr_files(index.spec):
+            if not path.is_file():
+                problems.append(f"{path.relative_to(index.root)} is missing")
     if problems:
         rest = (
             f"; and {len(problems) - _PROBLEMS_SHOWN} more"

@@ -63,8 +63,8 @@ def known_contents(index: CommittedIndex, hashes: Collection[str]) -> set[str]:
     spec = index.spec
     folder = index.layout.hashes
     files = [_open(index.root, path) for path in folder.glob("rows-*.bin")]
-    held = {shard for file in files for shard in file.shards.tolist()}
-    missing = [shard for shard in spec.shard_numbers() if shard not in held]
+    in_files = {shard for file in files for shard in file.shards.tolist()}
+    missing = [shard for shard in spec.shard_numbers() if shard not in in_files]
     for new in _read(index, missing):
         parts = [new]
         rows = len(new.hashes)
@@ -77,14 +77,14 @@ def known_contents(index: CommittedIndex, hashes: Collection[str]) -> set[str]:
                 rows += len(file.hashes)
         files = [file for file in files if file not in parts]
         files.append(_write(folder, parts))
-    wanted = _prefixes(hashes)
-    found = [np.empty(0, np.int64)]
+    prefixes = _prefixes(hashes)
+    candidates = [np.empty(0, np.int64)]
     for file in files:
-        starts = np.searchsorted(file.hashes, wanted)
-        stops = np.searchsorted(file.hashes, wanted, side="right")
+        starts = np.searchsorted(file.hashes, prefixes)
+        stops = np.searchsorted(file.hashes, prefixes, side="right")
         ranges = zip(starts.tolist(), stops.tolist(), strict=True)
-        found += [file.row_ids[start:stop] for start, stop in ranges]
-    row_ids = np.unique(np.concatenate(found))
+        candidates += [file.row_ids[start:stop] for start, stop in ranges]
+    row_ids = np.unique(np.concatenate(candidates))
     row_ids = row_ids[(row_ids >= 0) & (row_ids < spec.rows)]
     row_ids = row_ids[rows_in_use(row_ids, spec) & ~index.deleted.contain(row_ids)]
     # Different hashes can have the same first 8 bytes, so whole hashes are compared.
@@ -129,8 +129,10 @@ def _open(root: Path, path: Path) -> _HashFile:
     shards, rows = values[:2].tolist()
     if min(shards, rows) < 0 or len(values) != 2 + shards + 2 * rows:
         shards = rows = 0
-    first, second, third = np.split(values[2:], [shards, shards + rows])
-    return _HashFile(first, second.view(np.uint64), third[:rows], path)
+    # If the length is wrong, the last part is the rest of the file, so it is cut to no
+    # rows.
+    numbers, hashes, row_ids = np.split(values[2:], [shards, shards + rows])
+    return _HashFile(numbers, hashes.view(np.uint64), row_ids[:rows], path)
 
 
 def _write(folder: Path, parts: Sequence[_HashFile]) -> _HashFile:

@@ -126,18 +126,19 @@ def iter_filter_table(
     def convert(group: pa.Table) -> pa.Table:
         nonlocal first_row
         table = cast_columns(group, schema, source_names)
-        found = table["row_id"].to_numpy()
+        group_ids = table["row_id"].to_numpy()
         # Row groups may be skipped if `row_ids` is given. Otherwise, each row group
         # must follow the one before it.
-        if row_ids is not None and len(found):
-            first_row = int(found[0])
-        stop = first_row + len(found)
+        if row_ids is not None and len(group_ids):
+            first_row = int(group_ids[0])
+        stop = first_row + len(group_ids)
         has_shards = (
             segment.first_row <= first_row < stop <= segment.stop
             and first_row % size == 0
             and (stop % size == 0 or stop == segment.stop)
         )
-        if not has_shards or not np.array_equal(found, np.arange(first_row, stop)):
+        expected = np.arange(first_row, stop)
+        if not has_shards or not np.array_equal(group_ids, expected):
             raise ValueError("its rows are not those of the segment")
         if edits is not None:
             table = with_edits(table, edits, first_row)

@@ -260,9 +260,9 @@ def _check_size(metadata: pq.FileMetaData, length: int) -> None:
     decoded = sum(column.total_uncompressed_size for column in columns)
     rows = max(metadata.num_rows, sum(group.num_rows for group in groups))
     values = max((column.num_values for column in columns), default=0)
-    if max(rows, values) > max(
-        _SMALL_VALUES, _MAX_ROWS_PER_BYTE * length
-    ) or decoded > max(_SMALL_BYTES, _MAX_EXPANSION * length):
+    most_values = max(_SMALL_VALUES, _MAX_ROWS_PER_BYTE * length)
+    most_bytes = max(_SMALL_BYTES, _MAX_EXPANSION * length)
+    if max(rows, values) > most_values or decoded > most_bytes:
         raise ValueError(
             f"the Parquet file is damaged: it declares {rows} rows with {decoded} bytes"
             f" of values, but a file of {length} bytes cannot contain that many"

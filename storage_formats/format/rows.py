@@ -214,11 +214,15 @@ def read_shard_rows(
             table = with_edits(table, edits, shard * edits.shard_size)
         return table
     except (
-        *(OSError, ValueError, TypeError, pa.ArrowException),
-        *(ArithmeticError, LookupError, RecursionError),
+        OSError,
+        ValueError,
+        TypeError,
+        pa.ArrowException,
+        # Damaged edits also raise the errors below.
+        ArithmeticError,
+        LookupError,
+        RecursionError,
     ) as error:
-        # A damaged file raises the errors in the first line. Damaged edits can also
-        # raise those in the second line.
         raise cannot_read(f"the rows of shard {shard} in {path}", error) from error
 
 
@@ -339,9 +343,10 @@ def iter_stored_rows(
         shards = index.spec.shard_numbers()
     files = list(_rows_files(index, shards).items())
     edits = edits_of(index, names)
-    for at, (shard, committed) in enumerate(files):
-        if at % _FILES_AT_ONCE == 0:
-            index.fetch([each for _, each in files[at : at + _FILES_AT_ONCE]])
+    for number, (shard, committed) in enumerate(files):
+        if number % _FILES_AT_ONCE == 0:
+            group = files[number : number + _FILES_AT_ONCE]
+            index.fetch([entry for _, entry in group])
         yield read_shard_rows(
             index.layout,
             shard,

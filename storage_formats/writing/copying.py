@@ -231,7 +231,9 @@ def count_values(
     `shards`, by column name.
     """
     counts = Counter[str]()
-    for shard in shards if columns else ():
+    if not columns:
+        return counts
+    for shard in shards:
         table = read_shard_rows(
             layout, shard, [column.name for column in columns], source_columns=columns
         )

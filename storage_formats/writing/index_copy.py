@@ -343,7 +343,7 @@ def what_is_lost(index: CommittedIndex, url: str, manifest: Manifest) -> str | N
     if manifest.snapshot not in [each.snapshot for each in kept]:
         lost = f"is at snapshot {manifest.snapshot.number}"
     else:
-        known = {
+        own_entries = {
             entry
             for each in kept
             for entry in _entries(CommittedIndex(index.root, each, index.remote))
@@ -351,10 +351,10 @@ def what_is_lost(index: CommittedIndex, url: str, manifest: Manifest) -> str | N
         opened = open_index(url)
         if opened.manifest != manifest:
             raise EdjeError(f"another writer changed {url}; run the copy again")
-        unknown = sorted(entry.path for entry in _entries(opened) if entry not in known)
-        if not unknown:
+        lost_paths = sorted(entry.path for entry in _entries(opened) - own_entries)
+        if not lost_paths:
             return None
-        lost = f"has the file {unknown[0]}"
+        lost = f"has the file {lost_paths[0]}"
     return (
         f"{url} {lost}, which {index.location} does not have; choose another"
         " destination. To discard that index, copy with replace=True"

@@ -90,7 +90,9 @@ class ShardRepair:
             damaged = {
                 path for path in self._paths(token_codec) if not self._is_sound(path)
             }
-            for source, records in self._candidates(token_codec) if damaged else ():
+            if not damaged:
+                continue
+            for source, records in self._candidates(token_codec):
                 if self._restore(token_codec, records, damaged):
                     self.settled.update(self._paths(token_codec))
                     yield from (RepairedFile(path, source) for path in sorted(damaged))
