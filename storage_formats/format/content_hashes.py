@@ -147,6 +147,8 @@ def _write(folder: Path, parts: Sequence[_HashFile]) -> _HashFile:
     path = folder / f"rows-{to_hex(crc32c(data))}.bin"
     write_bytes_atomic(path, data)
     for part in parts:
+        # The file is named after its contents, so an old file with the same contents is
+        # the new one.
         if part.path not in (None, path):
             part.path.unlink()
     return _HashFile(shards, hashes[order], row_ids[order], path)

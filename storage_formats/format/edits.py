@@ -148,6 +148,8 @@ class Edits:
             numbers = pc.divide(lines["row_id"], self.shard_size)
             goes = pc.is_in(numbers, pa.array([*left_out], pa.int64()))
             lines = lines.filter(pc.invert(goes))
+        # Of several lines for the same row and column, the last one counts. Without
+        # threads, grouping keeps the order of the lines.
         last = lines.group_by(["row_id", "column"], use_threads=False).aggregate(
             [("value", "last", _LAST)]
         )

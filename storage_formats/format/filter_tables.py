@@ -132,6 +132,7 @@ def iter_filter_table(
         if row_ids is not None and len(group_ids):
             first_row = int(group_ids[0])
         stop = first_row + len(group_ids)
+        # A row group must consist of whole shards of this segment.
         has_shards = (
             segment.first_row <= first_row < stop <= segment.stop
             and first_row % size == 0

@@ -25,6 +25,7 @@ def read_json(kind: Any, value: Any, name: str = "it") -> Any:
         KeyError, TypeError, ValueError: a member is missing, of another type, or not
             valid.
     """
+    # `X | None` accepts None. Otherwise, the value must be an X.
     if NoneType in get_args(kind):
         if value is None:
             return None
@@ -39,15 +40,18 @@ def read_json(kind: Any, value: Any, name: str = "it") -> Any:
             for member, each in read_json(dict, value, name).items()
             if member in types
         }
+        # A value for a `TypedDict` is only checked, and returned with all its members.
         return value if is_typed else kind(**members)
     plain = get_origin(kind) or kind
     if plain is tuple and isinstance(value, list):
         return tuple(read_json(get_args(kind)[0], each, name) for each in value)
+    # JSON may write a float without a fraction, which Python parses as an int.
     accepted = int | float if plain is float else plain
     if plain is not Any and not isinstance(value, accepted):
         raise TypeError(f"{name} must be of type {plain.__name__}, got {shown(value)}")
     if plain is list:
         return [read_json(get_args(kind)[0], each, name) for each in value]
+    # Check the values of a `dict` with type arguments, whose second one is their type.
     for each in value.values() if get_args(kind) else ():
         read_json(get_args(kind)[1], each, name)
     return value

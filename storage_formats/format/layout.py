@@ -53,6 +53,7 @@ class Segment:
 
     Attributes:
         first_row: first row id of the segment, a multiple of the shard size.
+        rows: number of rows.
     """
 
     first_row: int
@@ -204,6 +205,8 @@ class IndexSpec:
             raise UsageError(f"shard must be in 0..{self.shards - 1}, got {shard}")
         first = shard * self.shard_size
         used = self.used_segments
+        # `before` is the number of segments that begin at or before the shard. Only the
+        # last of them can contain the shard.
         before = bisect.bisect_right(used, first, key=lambda each: each.first_row)
         stop = used[before - 1].stop if before else 0
         return range(first, max(first, min(first + self.shard_size, stop)))

@@ -187,6 +187,8 @@ class ParquetRowGroups:
         """
         groups = list(range(len(self._spans)))
         if values is not None:
+            # Read a row group if a value lies between its minimum and maximum: then
+            # more values are at most the maximum than are below the minimum.
             ascending = np.sort(np.asarray(values, dtype=np.int64))
             after_min = np.searchsorted(ascending, self._spans[:, 0])
             after_max = np.searchsorted(ascending, self._spans[:, 1], side="right")

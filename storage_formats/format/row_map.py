@@ -84,6 +84,8 @@ def _translate(index: CommittedIndex, row_map: RowMap, ids: Ints) -> Ints:
         ):
             old, new = _columns(index, row_map, group)
             if len(old):
+                # `old` is ascending, so a binary search finds the line of each listed
+                # row id. Other row ids get any line, and are left out by `listed`.
                 lines = np.minimum(np.searchsorted(old, ids), len(old) - 1)
                 listed = renumbered & (old[lines] == ids)
                 result[listed] = new[lines[listed]]

@@ -49,7 +49,7 @@ class FileEntry:
 
     Attributes:
         path: path of the file, relative to the index.
-        bytes: length of the file.
+        bytes: length of the file in bytes.
         crc32c: CRC-32C of the whole file.
     """
 

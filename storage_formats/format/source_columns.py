@@ -54,8 +54,10 @@ _TYPES_OF_KINDS = (
 )
 _EXACT_IN_FLOAT64 = 1 << 53
 _RESERVED_PREFIX = "edje_"
+# Every integer of at most 18 digits fits into 64 bits.
 _INTEGER = re.compile(r"0|-?[1-9]\d{0,17}")
 _FRACTION = re.compile(r"-?(0|[1-9]\d*)(\.\d+([eE][+-]?\d{1,2})?|[eE][+-]?\d{1,2})")
+# control characters, and lone surrogates, which UTF-8 cannot encode
 _UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")
 
 
@@ -70,6 +72,7 @@ class SourceColumn:
     """A source column of an index.
 
     Attributes:
+        name: stored name of the column, see `stored_name`.
         kinds: kinds of the values in the column, sorted; see `kind_of`. The kinds
             determine the type of the column.
         values: number of rows with a value, including deleted rows.

@@ -91,6 +91,7 @@ def _plain_array(
 
 def _token_array(spec: IndexSpec, precision: str) -> Json:
     token_codec = codec(precision, spec.block_shape)
+    # The Zarr codec `bytes` has no byte order if the values are single bytes.
     bytes_codec = (
         _LITTLE_ENDIAN if token_codec.zarr_dtype != "uint8" else {"name": "bytes"}
     )

@@ -143,6 +143,7 @@ def convert_shard(
         for first, blocks in pieces:
             if should_stop():
                 raise TaskInterrupted
+            # A row is a hole if and only if the first value of its block is NaN.
             kept = np.flatnonzero(~np.isnan(blocks[:, 0, 0].astype(np.float32)))
             present = blocks if len(kept) == len(blocks) else blocks[kept]
             writer.put(first + kept, present)

@@ -226,6 +226,7 @@ class IndexWriter:
                         f"blocks[{position}] must have the shape [1 to {m}, {d}], got"
                         f" {shape}; pool vectors"
                     )
+            # The last vector is repeated: indices above its index are replaced by it.
             blocks = np.stack(
                 [each[np.minimum(np.arange(m), len(each) - 1)] for each in vectors]
             )

@@ -42,6 +42,8 @@ def outside(codec: Codec, blocks: Blocks) -> dict[int, str]:
         # lost if they are no larger than the rounding of the token to bfloat16.
         is_small &= largest > 2.0**-8 * _largest(blocks)
     lost = is_small | (largest > high)
+    # Tokens are visited in reverse order, so that the description of a block names its
+    # first lost token.
     return {
         block: f"the largest value of token {token} is {largest[block, token]:g}, but"
         f" {codec.name} can store {low:g} to {high:g}; scale the tokens, or choose"
