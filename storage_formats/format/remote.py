@@ -102,7 +102,7 @@ def read_root(folder: ObjectFolder) -> tuple[ObjectVersion | None, Manifest | No
 
 def absent(folder: ObjectFolder) -> Exception:
     """Return the exception to raise if there is no readable index at the URL of
-    `folder`. It tells whether a copy to this URL is unfinished.
+    `folder`. The exception tells whether a copy to this URL is unfinished.
     """
     if folder.info(CLAIM) is not None:
         return IncompleteIndexError(

@@ -193,7 +193,7 @@ def read_shard_rows(
 
     Raises:
         CorruptIndexError: the file is missing or damaged.
-        UsageError: there is no column of a name in `columns`.
+        UsageError: a name in `columns` is not that of a column.
     """
     path = layout.rows_file(shard)
     schema = row_schema(source_columns)
@@ -317,7 +317,7 @@ def iter_rows(
         columns: names of the columns to read. None reads all columns.
 
     Raises:
-        UsageError: there is no column of a name in `columns`.
+        UsageError: a name in `columns` is not that of a column.
         CorruptIndexError: a file is missing or damaged.
     """
     tables = iter_stored_rows(index, columns)

@@ -146,8 +146,8 @@ class RemoteCopy:
     writer: str
 
     def put(self, entry: FileEntry) -> bool:
-        """Copy the file `entry`, and compare the bytes that are sent with it. Return
-        False without a copy if the destination already has an object of the same
+        """Copy the file `entry`, and compare the sent bytes with `entry`. Return False
+        without a copy if the destination already has an object with the same path,
         length and CRC-32C.
         """
         info = self.folder.info(entry.path)
@@ -178,8 +178,8 @@ class RemoteCopy:
         replaced = self.replaced
         folder = self.folder
         try:
-            # Another copy of the same snapshot has the same claim. It may have ended
-            # and removed the claim, which is harmless if `index.json` is as wanted.
+            # The claim may be gone because another copy of the same snapshot, which has
+            # the same claim, has ended. Then `index.json` already has the right bytes.
             if _claimed_by(folder) != self.writer:
                 version, _ = read_root(folder)
                 if version is None or version.data != data:
