@@ -1,8 +1,9 @@
-"""A change of an index by a job: a value that says what changes, and the one way to
-carry it out.
+"""Changes of indexes by jobs: values that describe a change, and `apply`, which carries
+the change out.
 
-A command makes an `Edit` of an index, or the `NewContents` of a new one. `apply` runs
-the tasks that no earlier run has finished, and commits the manifest that follows.
+A job describes the change of an existing index as an `Edit`, and a new index as
+`NewContents`. `apply` runs the tasks that no earlier run has finished, and commits the
+new manifest.
 """
 
 from __future__ import annotations
@@ -88,7 +89,9 @@ PROCESSORS_MEMBER = "encoded_on"
 
 
 class FailedInputsError(EdjeError):
-    """Too many inputs could not be indexed, or all. Finished shards are kept."""
+    """More inputs failed than the caller allows, or no input could be indexed. Finished
+    shards are kept, unless the change was abandoned.
+    """
 
 
 @dataclass(frozen=True)
@@ -98,17 +101,19 @@ class ShardWork:
     Attributes:
         activity: name of the work in progress events, such as "indexing".
         shards: numbers of the shards, ascending.
-        rows: number of rows of all shards.
+        rows: total number of rows in these shards.
         identity: JSON object with everything that determines the written bytes.
-        make_task: takes a shard number and the fingerprint of the work, and returns the
-            task.
-        make_worker: function that returns the worker of a process; see
-            `pipelines.engines.base`. The worker reports `ShardProgress`.
-        close: frees what the tasks share, once they have ended.
-        shows_failed: whether the failed rows of the receipts are part of the progress.
-        described: further members of `PlanReady`.
-        check: called after each shard with the receipts so far. Raises
-            FailedInputsError to end the work.
+        make_task: function that takes a shard number and the fingerprint of the work,
+            and returns the task of the shard.
+        make_worker: function that is called in each worker process and returns the
+            worker; see `pipelines.engines.base`. The worker reports `ShardProgress`.
+        engine: engine that runs the tasks.
+        close: function that is called after the last task, to close the files that all
+            tasks use.
+        shows_failed: True to report the number of failed rows in progress events.
+        described: further attributes of the event `PlanReady`, by name.
+        check: function that is called after each finished shard with all receipts so
+            far. It raises FailedInputsError to end the work.
     """
 
     activity: str
@@ -125,36 +130,40 @@ class ShardWork:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Fingerprint of the tasks, which their receipts have."""
+        """Fingerprint of the work. Every receipt of its tasks has this fingerprint."""
         return fingerprint(self.identity)
 
 
 @dataclass(frozen=True)
 class Edit:
-    """A change of an index as a value. `apply` carries it out.
+    """A description of a change of an index. `apply` carries the change out.
 
-    `work` writes the shards that only `spec` has, or new precisions of all shards. The
-    rows of shards that `spec` lacks are in the index no longer. Everything that is not
-    named stays as it is.
+    `spec` may have new shards, or new precisions of all shards: `work` writes them.
+    `spec` may also lack shards of the index: their rows are removed. An attribute with
+    its default value changes nothing.
 
     Attributes:
         spec: shape of the index after the change.
-        details: members of `change` in `index.json`, if rows change.
-        deleted: ids of the rows to delete. None of them is deleted yet.
-        moved: ascending ids of the rows that `work` copies to the last segment of
-            `spec`, from shards that `spec` lacks; a row map is then written. None moves
+        details: members of `change` in `index.json`. They are used only if the change
+            makes a new snapshot.
+        work: tasks that write the new shards or the new precisions.
+        deleted: ids of the rows to delete. None of these rows is deleted before the
+            change.
+        moved: ascending ids of the rows that `work` copies from shards that `spec`
+            lacks to the last segment of `spec`. A row map is then written. None moves
             no row.
-        encoded_from: for new precisions, the precisions that they were converted from.
-        columns: source columns after the change; None keeps them. Their numbers of
-            values leave out `moved` rows, which are counted at the commit.
+        encoded_from: for each new precision, the chain of precisions that its tokens
+            were converted from.
+        columns: source columns after the change; None keeps the columns. If shards are
+            removed, the commit adjusts the numbers of values in the columns.
         edits: lines to add to the edits of the index, see `Edits`.
-        restored: hashes of deleted inputs that need not stay deleted.
-        settings: settings after the change; None keeps them.
-        offset: offset block to write, if `spec` gets its first one, or if new
-            precisions use the one it has.
-        ann: nearest-neighbour index to build in place of the present one.
-        earlier: manifest of an earlier snapshot, whose contents come back.
-        needs_indexed: whether nothing is committed if `work` indexes no row.
+        restored: hashes of deleted inputs that the next update may index again.
+        settings: settings after the change; None keeps the settings.
+        offset: offset block to write. An index needs it if a new precision is stored
+            with an offset.
+        ann: request for a nearest-neighbour index, which replaces the present one.
+        earlier: manifest of an earlier snapshot whose contents are restored.
+        needs_indexed: True to commit nothing if `work` indexes no row.
     """
 
     spec: IndexSpec
@@ -173,7 +182,7 @@ class Edit:
     needs_indexed: bool = False
 
     def begin(self, change: IndexChange) -> None:
-        """Write the offset block."""
+        """Write the offset block, if the edit has one."""
         if self.offset is not None:
             write_offset(change.layout, self.offset)
 
@@ -183,10 +192,12 @@ class Edit:
         receipts: Sequence[ShardReceipt],
         on_event: OnEvent,
     ) -> Manifest:
-        """Commit the change, whose shards have `receipts`. Return the manifest of the
-        index.
+        """Commit the change, and return the manifest of the index.
 
-        A change that changes nothing is not committed.
+        If the edit changes nothing, nothing is committed.
+
+        Args:
+            receipts: receipts of the shards that `work` wrote.
         """
         before = change.index.manifest
         if self.needs_indexed and not total_counts(receipts).indexed:
@@ -198,7 +209,8 @@ class Edit:
         if self.earlier is None:
             ann = before.ann
             if moves_rows and before.ann_files:
-                # a deletion takes a fraction of the time of this import
+                # This import takes several times as long as a deletion, which does not
+                # need it.
                 from pipelines.jobs.ann import changed_ann
 
                 on_event(StatusMessage("changing the nearest-neighbour index"))
@@ -208,7 +220,7 @@ class Edit:
 
                 ann = rebuilt_ann(change.index, self.ann, on_event)
             elif not is_new and (self.spec, self.settings) == (before.spec, None):
-                # nothing changes
+                # The edit changes nothing.
                 return before
             manifest = edited(change.index, self, receipts, ann)
         else:
@@ -221,17 +233,23 @@ class Edit:
 
 @dataclass(frozen=True)
 class NewContents:
-    """The contents of a new index as a value. `apply` writes them.
+    """A description of a new index. `apply` writes the index.
 
     Attributes:
-        work: writes the shards of `spec`.
-        columns: source columns. With `origins`, the numbers of values are counted.
-        ann: nearest-neighbour index to build; None for that of the `origins`.
+        spec: shape of the index.
+        work: tasks that write the shards of the index.
+        model: description of the model bundle, see `model_record`.
+        settings: settings of the index.
+        columns: source columns. If `ann` is None, the commit counts the values of each
+            column in the written rows.
+        ann: request for the nearest-neighbour index of a build; None for an index of
+            copied rows, which gets the kind of index that its `origins` have.
         origins: indexes whose rows are copied.
-        offset: offset block, if `spec` has one; None for that of the first origin.
+        offset: offset block to write; None copies the offset block of the first origin,
+            if there is one.
         details: members of `change` in `index.json`; empty for a build.
-        deleted: rows that are deleted in the new index.
-        edits: lines of its edits, see `Edits`.
+        deleted: tombstones of the new index.
+        edits: lines of the edits of the new index, see `Edits`.
     """
 
     spec: IndexSpec
@@ -247,7 +265,9 @@ class NewContents:
     edits: pa.Table = field(default_factory=EDIT_SCHEMA.empty_table)
 
     def begin(self, change: NewIndex) -> None:
-        """Create the directories, and write the offset block."""
+        """Create the directories of the index, and write the offset block, if there is
+        one.
+        """
         begin_index(change.layout.root, self.spec)
         for each in self.origins[:1]:
             copy_offset(each, change.layout)
@@ -305,9 +325,9 @@ class Applied:
 
     Attributes:
         manifest: manifest of the index after the change.
-        receipts: receipts of the written shards, ascending.
-        earlier: shards that earlier runs had finished.
-        speed: rows per second that this run wrote.
+        receipts: receipts of the written shards, ordered by shard number.
+        earlier: numbers of the shards that earlier runs had finished.
+        speed: number of rows that this run wrote per second.
     """
 
     manifest: Manifest
@@ -326,7 +346,7 @@ def begin(
 ) -> Iterator[IndexChange]:
     """Begin a change of an index, see `begin_change`.
 
-    An OSError, such as a full disk, becomes JobStopped.
+    An OSError inside the context, such as a full disk, is raised as JobStopped.
     """
     with (
         begin_change(root, kind, request, dry_run=dry_run) as change,
@@ -344,7 +364,10 @@ def begin_new(
     *,
     dry_run: bool = False,
 ) -> Iterator[NewIndex]:
-    """Begin a new index, see `begin_new_index` and `begin`."""
+    """Begin to write a new index, see `begin_new_index`.
+
+    An OSError inside the context, such as a full disk, is raised as JobStopped.
+    """
     notify = notifier(on_event)
     with (
         begin_new_index(root, kind, request, notify=notify, dry_run=dry_run) as change,
@@ -355,7 +378,7 @@ def begin_new(
 
 @contextlib.contextmanager
 def resumable(root: IndexLocation) -> Iterator[None]:
-    """Context manager that converts an OSError, such as a full disk, to JobStopped."""
+    """Context manager that raises an OSError, such as a full disk, as JobStopped."""
     try:
         yield
     except OSError as error:
@@ -370,15 +393,18 @@ def apply(
     on_event: OnEvent,
     should_stop: ShouldStop,
 ) -> Applied:
-    """Carry out a change: run the tasks that no earlier run has finished, and commit.
+    """Carry out a change: run the tasks that no earlier run has finished, and commit
+    the change. A dry run does nothing.
 
     Args:
-        change: an `IndexChange` for an `Edit`, a `NewIndex` for `NewContents`.
+        change: the running change: an `IndexChange` if `value` is an `Edit`, a
+            `NewIndex` if `value` is `NewContents`.
+        value: description of the change.
 
     Raises:
         JobStopped: `should_stop()` returned True, or a shard failed. Finished shards
             are kept.
-        FailedInputsError: too many inputs failed. Finished shards are kept.
+        FailedInputsError: `work.check` found that too many inputs failed.
         UsageError, EngineUnavailableError: the engine cannot run as requested.
     """
     if isinstance(change, IndexChange) and change.is_dry:
@@ -399,8 +425,13 @@ def apply(
 def processors(
     settings: Json, receipts: Iterable[ShardReceipt]
 ) -> dict[str, list[str]]:
-    """Return the member `PROCESSORS_MEMBER` of the settings of an index with `settings`
-    and the shards of `receipts`; nothing if no processor is recorded.
+    """Return the settings member `PROCESSORS_MEMBER` after shards are added to an
+    index: the processors in `settings` and in `receipts`. Return an empty dict if none
+    is recorded.
+
+    Args:
+        settings: settings of the index before the change.
+        receipts: receipts of the new shards.
     """
     names = {receipt.encoded_on for receipt in receipts if receipt.encoded_on}
     names.update(settings.get(PROCESSORS_MEMBER, ()))
@@ -408,8 +439,8 @@ def processors(
 
 
 def next_first_row(manifest: Manifest, shard_size: int) -> int:
-    """Return the first row id of new shards with `shard_size` rows. No snapshot has
-    used the row id or the number of its shard.
+    """Return the row id at which new shards of `shard_size` rows begin. Neither this
+    row id nor the number of its shard was used in any snapshot, nor were higher ones.
     """
     spec = manifest.spec
     shards = max(spec.shards, manifest.snapshot.next_shard, -(-spec.rows // shard_size))
@@ -422,15 +453,15 @@ def edited(
     receipts: Sequence[ShardReceipt],
     ann: Ann,
 ) -> Manifest:
-    """Return the manifest of `index` after `edit`. It is not written.
+    """Return the manifest of `index` after `edit`, without writing it.
 
-    The files that only this manifest names are written: tombstones, edits and the row
-    map, then shard tables and filter tables. Their names are those of their contents.
+    The files that only the new manifest names are written: tombstones, edits, row map,
+    shard tables and filter tables. The name of each file contains a hash of its
+    content, so no file of an earlier snapshot is overwritten.
 
     Args:
         receipts: receipts of the shards that the change wrote.
         ann: description of the nearest-neighbour index after the change.
-
     """
     layout = index.layout
     before = index.manifest
@@ -448,8 +479,8 @@ def edited(
         goes = np.isin(deleted.row_ids // spec.shard_size, left_out)
         tombstones = Tombstones(deleted.row_ids[~goes]).with_rows(list(edit.deleted))
         snapshot = with_tombstones(layout, spec, snapshot, tombstones)
-    # The lines of this change go to one more file. If lines go, one file with all that
-    # is left replaces every file.
+    # Usually, the lines of this change are written to an additional file. If lines are
+    # removed, one new file with all remaining lines replaces the files of `kept`.
     kept = before.edits
     earlier = Edits(spec.shard_size)
     lines = edit.edits
@@ -493,8 +524,9 @@ def _without_shards(
     columns: Sequence[SourceColumn],
     added: Sequence[ShardReceipt],
 ) -> tuple[Counts, tuple[SourceColumn, ...]]:
-    """Return the counts of `index` without `shards`, and `columns` with the numbers of
-    values without `shards` and with those of the `added` shards.
+    """Return the counts of `index` after `shards` are removed, and `columns` with new
+    numbers of values: values in `shards` are subtracted, and values in the `added`
+    shards are counted.
     """
     counts = index.manifest.counts
     statuses = Counter[str]()
@@ -516,8 +548,8 @@ def _without_shards(
 
 
 def rows_passing(index: CommittedIndex, where: str | None) -> Ints:
-    """Return the ids of the rows that pass the filter `where`, ascending; none without
-    a filter.
+    """Return the ids of the rows that pass the filter `where`, int64 [k], ascending. If
+    `where` is None, no row passes.
     """
     if where is None:
         return np.empty(0, np.int64)
@@ -527,7 +559,7 @@ def rows_passing(index: CommittedIndex, where: str | None) -> Ints:
 
 
 def notifier(on_event: OnEvent) -> Callable[[str], None]:
-    """Return a function that passes messages to `on_event`."""
+    """Return a function that passes a text to `on_event` as a `StatusMessage`."""
     return lambda text: on_event(StatusMessage(text))
 
 
@@ -537,8 +569,11 @@ def run_shards(
     on_event: OnEvent,
     should_stop: ShouldStop,
 ) -> list[ShardReceipt]:
-    """Run the tasks of the shards that have no receipt in `earlier`. Return the
-    receipts of all shards, ascending. See `apply`.
+    """Run the task of each shard that has no receipt in `earlier`. Return the receipts
+    of all shards of `work`, ordered by shard number.
+
+    Raises:
+        JobStopped, FailedInputsError, UsageError, EngineUnavailableError: see `apply`.
     """
     shards = work.shards
     meter = ShardMeter(work.activity, work.rows, len(shards))
@@ -553,7 +588,7 @@ def run_shards(
 
     try:
         for receipt in earlier.values():
-            # times of earlier runs do not count
+            # No seconds: the stage times of an event are those of this run only.
             finish(receipt, {})
             work.check(receipts)
         missing = [shard for shard in shards if shard not in earlier]
@@ -568,13 +603,14 @@ def run_shards(
             for receipt in finished if missing else ():
                 on_event(finish(receipt, receipt.seconds))
                 work.check(receipts)
-        # What follows may take long. The handler below adds counts to the message.
+        # Also stop if all shards are finished but a stop was requested: the commit may
+        # take long. The handler below adds the counts of rows and shards to the text.
         if len(receipts) < len(shards) or should_stop():
             raise JobStopped("stopped")
     except (UsageError, EngineUnavailableError, FailedInputsError):
         raise
     except (EdjeError, OSError) as error:
-        # a second run may succeed
+        # The error may be temporary. JobStopped says that the job can be resumed.
         of_shard = (
             f"shard {error.task.shard}: " if isinstance(error, TaskFailedError) else ""
         )
