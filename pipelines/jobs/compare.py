@@ -1,5 +1,8 @@
-"""Compares the sources with the rows of an index, for an update. A source that
-seems lost is never taken for empty.
+"""Compares the sources with the rows of an index, for an update.
+
+If a source cannot be read or lists no images, although rows of the index came from it,
+the comparison raises an error. Otherwise an update would delete these rows, for example
+because a disk is not mounted.
 """
 
 from __future__ import annotations
@@ -71,19 +74,24 @@ class SourceChanges:
 
     Attributes:
         refs: inputs that get new rows, in the order of the sources.
-        digest: SHA-256 of these inputs, in hexadecimal; see `Plan.inputs_digest`.
-        duplicates: number of inputs that get no row, because the index or an earlier
+        digest: SHA-256 of `refs`, in hexadecimal; see `Plan.inputs_digest`.
+        inputs: number of inputs that the sources list.
+        duplicates: number of inputs that get no row, because a kept row or an earlier
             input has the same content.
         ignored: number of entries in the sources that are not inputs, by suffix or
             reason.
-        replaced: number of the rows to delete that have tokens, apart from those whose
-            input now has the content of a kept row.
-        changed: positions in `refs` of the inputs that have a row with other content.
-        retried: positions in `refs` of the failed inputs that are tried again, by the
-            id of their row.
+        unchanged: number of rows that are kept.
+        replaced: number of rows to delete that have tokens. A row is not counted if the
+            new content of its input equals that of a kept row: a search then finds the
+            kept row.
+        changed: positions in `refs` of the inputs whose old row has other content.
+        retried: for each failed input that is tried again, its position in `refs`, by
+            the id of its old row.
+        vanished: number of rows whose input no longer exists.
         deleted: ids of the rows to delete, ascending: vanished rows, and old rows of
-            changed inputs.
-        stay_deleted: number of inputs that get no row, because their row was deleted.
+            changed inputs and of inputs that are tried again.
+        stay_deleted: number of inputs that get no row, because a user deleted their
+            row.
         values: new values of the columns of unchanged rows, by row id.
     """
 
@@ -102,14 +110,18 @@ class SourceChanges:
     values: NewValues = field(default_factory=dict)
 
 
-# What the update does with a row:
-# nothing yet
+# The states of a row during a comparison:
+# No input has matched the row. At the end, the input of the row has vanished.
 _FREE = 0
+# The row is kept for the input that matched it.
 _KEPT = 1
-# kept as the original of a row on a server that cannot be read
+# No input has matched the row. It is kept because a duplicate of it is kept, whose
+# server cannot be read.
 _KEPT_ORIGINAL = 2
+# The row is deleted, because its input gets a new row or is a duplicate.
 _REPLACED = 3
-# a duplicate, kept if its original stays, or a failed row that is tried again
+# An input has matched the row, but the row is a duplicate, or failed and is tried
+# again. A duplicate becomes _KEPT if its original is kept. The others become _REPLACED.
 _REPEATED = 4
 _SCHEMA = """CREATE TABLE rows(
     row_id INTEGER PRIMARY KEY, name BLOB, hash BLOB, failed_for TEXT,
@@ -122,8 +134,9 @@ CREATE TABLE pending(
 CREATE TABLE new(hash BLOB PRIMARY KEY) WITHOUT ROWID;
 """
 _HAS_TOKENS = "failed_for IS NULL AND duplicate_of IS NULL"
-# A row that failed for changed-since-plan or original-deleted may work now, although
-# its content is the same.
+# Select the first free row of a name. Unless any content matches, the content or the
+# problem must be the same. A row that failed for changed-since-plan or original-deleted
+# never matches by content: encoding the same content again may succeed.
 _FIND = """SELECT row_id, hash, failed_for, duplicate_of, metadata FROM rows
 WHERE name = :name AND state = 0 AND (:any_content OR CASE
     WHEN hash IS NULL OR :hash IS NULL THEN failed_for = :problem
@@ -134,9 +147,13 @@ END) ORDER BY row_id LIMIT 1
 
 
 class _Row(NamedTuple):
-    """One row of an index. `hash` has 32 bytes. `failed_for` and `duplicate_of` are
-    None unless the row is of that status. `metadata` is a hash of the values that the
-    sources gave last.
+    """A row of an index in the temporary database.
+
+    Attributes:
+        hash: SHA-256 of the content, 32 bytes; None if it is unknown.
+        failed_for: reason of a failed row; None for other rows.
+        duplicate_of: row id of the original of a duplicate; None for other rows.
+        metadata: hash of the column values that the sources gave last.
     """
 
     row_id: int
@@ -152,7 +169,7 @@ class _Row(NamedTuple):
 
 @dataclass(frozen=True)
 class StoredRefs:
-    """Inputs in a temporary database."""
+    """The inputs that get new rows, read from the temporary database in order."""
 
     _database: sqlite3.Connection
     _count: int
@@ -163,12 +180,12 @@ class StoredRefs:
     def __iter__(self) -> Iterator[InputRef]:
         query = "SELECT ref FROM pending WHERE is_new ORDER BY position"
         for (ref,) in self._database.execute(query):
-            # this process has written it
+            # Unpickling is safe: this process has written the database.
             yield pickle.loads(ref)
 
 
 def _name(uri: str, uri_raw: bytes | None) -> bytes:
-    """Return the name of an input as bytes. An input and its row have the same."""
+    """Return a key by which an input and its row are matched."""
     return b"\0".join((uri.encode(), uri_raw or b""))
 
 
@@ -177,7 +194,9 @@ def _load_rows(
     index: CommittedIndex,
     columns: Sequence[str],
 ) -> int:
-    """Insert the rows of `index` that are not deleted. Return their number."""
+    """Insert the rows of `index` that are not deleted into the database, with a hash of
+    their values of `columns`. Return the number of rows.
+    """
     rows = 0
     for table in iter_rows(index, [*_COLUMNS, *columns]):
         rows += len(table)
@@ -217,19 +236,22 @@ def compare_sources(
     """List the sources and compare every input with the rows of `index`. Nothing is
     written.
 
-    An input is compared with the rows of the same name. A row is unchanged if the
-    content is the same too. A duplicate is kept only if the row of its original is
-    kept; otherwise its input gets a new row. If an input cannot be read now, its row
-    and the row of its original are kept. Rows and inputs are compared in a temporary
-    database on disk, in the order of their names, so that memory does not grow with
-    their number.
+    An input is compared with the rows of the same name. If a row of this name has the
+    same content, it is unchanged and kept. A duplicate is kept only if its original is
+    kept. Otherwise the input of the duplicate gets a new row. If an input on a server
+    cannot be read, its row is kept. If this row is a duplicate, its original is kept,
+    too.
+
+    Rows and inputs are compared in a temporary database on disk, so that the memory use
+    does not grow with their number.
 
     Args:
-        group: all sources of the index; None takes those that the index records.
-        max_vanished: largest share of rows whose input may no longer exist, 0 to 1.
-        retry_failed: whether failed inputs that can be read get new rows, with the
-            values of columns that users set.
-        restore: whether inputs whose rows were deleted get rows again.
+        group: all sources of the index; None uses the sources that the index records.
+        max_vanished: largest share of rows whose input may no longer exist or cannot be
+            read, 0 to 1.
+        retry_failed: True to give new rows to failed inputs that can be read. The new
+            rows have the column values that users set in the old rows.
+        restore: True to give rows to inputs whose rows were deleted by users.
 
     Raises:
         UsageError: a source cannot be used, or the index does not record its sources
@@ -286,13 +308,14 @@ def compare_sources(
 
     listing = Listing(sources, on_event, should_stop)
     inputs = unreachable = 0
-    # the problem of each directory or archive that could not be read, by path
+    # By path, the problem of each directory or archive with inputs that are not listed.
     hidden: dict[str, str] = {}
     removed = frozenset[str]() if restore else index.edits.removed
     stay_deleted = 0
     metadata: dict[int, Mapping[str, Value]] = {}
     unread: list[str] = []
     stored_values = CollectedColumns(index.spec.shard_size, columns.values())
+    # Match every input with a row of the same name and content.
     for ref in hashed(listing):
         row = find(ref, any_content=False)
         named = (ref.uri, ref.uri_raw, ref.content_hash)
@@ -304,7 +327,7 @@ def compare_sources(
             continue
         stays = row is not None and row.duplicate_of is None
         if retry_failed and ref.problem is None:
-            # so that a failed row whose input can be read is replaced
+            # A failed row does not stay if its input can be read.
             stays = row is not None and row.has_tokens
         if row is not None:
             mark(row, _KEPT if stays else _REPEATED)
@@ -322,7 +345,9 @@ def compare_sources(
         inputs += 1
 
     def pending(condition: str) -> Iterator[tuple[int, InputRef, _Row | None]]:
-        """Yield (position, input, row of the same name) of pending inputs."""
+        """Yield (position, input, row with the same name and content or None) for the
+        pending inputs that fulfil the SQL condition.
+        """
         query = (
             "SELECT position, ref, row_id, hash, failed_for, duplicate_of, metadata"
             f" FROM pending LEFT JOIN rows USING (row_id) WHERE {condition}"
@@ -332,8 +357,9 @@ def compare_sources(
             found = None if row[0] is None else _Row._make(row)
             yield position, pickle.loads(ref), found
 
-    # Rows whose server does not respond or refuses the request are kept with their
-    # originals, unless they had failed.
+    # If a server does not respond or refuses a request, keep the row of the input, and
+    # the original of this row. A failed row is not kept here. A local file that is
+    # unreadable is handled below.
     for position, ref, _ in pending(
         "row_id IS NULL AND problem IN ('unreadable', 'unreachable')"
     ):
@@ -377,6 +403,8 @@ def compare_sources(
         )
         return array("q", (row_id for (row_id,) in found))
 
+    # Give a new row to each remaining input, unless it is a duplicate. Its old row, if
+    # there is one, is replaced.
     user_values: NewValues = {}
     if retry_failed:
         user_values = _user_values(index, row_ids("failed_for IS NOT NULL"))
@@ -388,8 +416,10 @@ def compare_sources(
         row = row or find(ref, any_content=True)
         if row is not None:
             mark(row, _REPLACED)
+            # An input without a content hash cannot be read.
             lost += ref.content_hash is None
-            # The first input that is cut off has the problem of its archive.
+            # If an archive breaks off, the listing ends with one input that has the
+            # problem of the archive.
             if ref.problem in _HIDES_OTHERS and row.failed_for is None:
                 cut_off.append(row.row_id)
             if ref.problem == "unreadable" and row.failed_for is None:
@@ -480,7 +510,9 @@ def compare_sources(
 
 
 def _user_values(index: CommittedIndex, row_ids: Sequence[int]) -> NewValues:
-    """Return the values of columns that users set in the rows `row_ids`, by row."""
+    """Return the column values that users set in the rows `row_ids`, by row id and
+    column.
+    """
     by_users = index.edits.user_values(row_ids)
     edited = sorted({row_id for row_id, _ in by_users})
     names = [column.name for column in index.manifest.columns]
@@ -494,8 +526,10 @@ def _user_values(index: CommittedIndex, row_ids: Sequence[int]) -> NewValues:
 
 
 def _digest_of(refs: Iterable[InputRef]) -> str:
-    """Return a hash of the new rows of `refs`, with their metadata: a stopped update is
-    not resumed with other captions.
+    """Return the SHA-256 of the new rows of `refs` and their metadata, in hexadecimal.
+
+    The metadata is part of the hash, so that a stopped update is not resumed with
+    captions that have changed since.
     """
     digest = hashlib.sha256(rows_digest(refs).encode())
     for ref in refs:
@@ -511,7 +545,9 @@ def _hash(values: Mapping[str, Any]) -> bytes:
 def _typed(
     values: Mapping[str, Value], columns: Mapping[str, SourceColumn]
 ) -> dict[str, Value]:
-    """Return values of a source as the index stores them, if their type fits."""
+    """Return the values that a source gave, each converted to the type of its column.
+    Values that do not fit the type are returned unchanged.
+    """
     return {
         name: as_type(value, columns[name].type)
         if name in columns and columns[name].fits(value)
@@ -524,10 +560,11 @@ def _new_values(
     as_given: CommittedIndex,
     metadata: Mapping[int, Mapping[str, Value]],
 ) -> dict[int, dict[str, Value | None]]:
-    """Return the values in which the sources differ from what they gave last.
+    """Return the column values that have changed in the sources, by row id and column.
 
     Args:
-        metadata: values of the sources, by the id of a row that is kept.
+        as_given: the index, with the values that the sources gave last.
+        metadata: the values that the sources give now, by the id of a kept row.
     """
     columns = {column.name: column for column in as_given.manifest.columns}
     rows = read_index_rows(as_given, sorted(metadata), ["row_id", *columns]).to_pylist()
@@ -550,15 +587,15 @@ def _refuse_hidden_rows(
     empty or cannot be read.
 
     Args:
-        hidden: what is wrong with each directory or archive, by path.
-        lost: ids of the rows that have lost their inputs.
+        hidden: problem of each such directory or archive, by path.
+        lost: ids of the rows whose inputs are no longer listed.
     """
     below: Counter[str] = Counter()
     for table in iter_rows(index, ["row_id", "uri"]) if hidden and len(lost) else ():
         is_lost = np.isin(table["row_id"].to_numpy(), lost)
         for uri in table["uri"].filter(pa.array(is_lost)).to_pylist():
             ends = (position for position, letter in enumerate(uri) if letter in "/!")
-            # the outermost one
+            # Count the row for the outermost directory or archive that contains it.
             below.update([uri[:end] for end in ends if uri[:end] in hidden][:1])
     for container, rows in below.items():
         raise EdjeError(
