@@ -71,12 +71,13 @@ class BuildResult:
     """The result of a build, an append or an update.
 
     Attributes:
-        inputs: number of all inputs; the sum of indexed, duplicates, failed, unchanged
-            and stay_deleted.
+        inputs: number of all inputs: the sum of `indexed`, `duplicates`, `failed`,
+            `unchanged` and `stay_deleted`.
         indexed: number of inputs that were encoded.
         duplicates: number of inputs that are byte-identical to an earlier input or to a
-            row of the index. After a build, they have rows. Otherwise they get no row.
-        failed: number of inputs that could not be encoded; they have rows without
+            row of the index. In a build, duplicates get rows without tokens. In an
+            append or an update, they get no rows.
+        failed: number of inputs that could not be encoded. They get rows without
             tokens.
         failed_by_reason: number of failed inputs by reason.
         rows: number of new rows.
@@ -84,36 +85,39 @@ class BuildResult:
         first_row: row id of the first new row; None if there is no new row.
         snapshot: number of the current snapshot.
         seconds: wall time of this run.
-        images_per_second: rows that this run encoded per second after the listing; 0 if
-            it encoded no row.
+        images_per_second: number of rows that this run encoded per second, not counting
+            the time of the listing; 0 if it encoded no row.
         bottleneck: stage in which the workers spent the most time; None if no times are
             known.
-        stage_seconds: seconds per stage, summed over all new shards. In `wait` (for
-            decoded images), `encode` (the model) and `write`, they are seconds of the
-            workers. `read` and `decode` are sums over the decoding threads.
+        stage_seconds: seconds per stage, summed over all new shards. A worker spends
+            its time in three stages: `wait` for decoded images, `encode` with the
+            model, and `write`. Its decoding threads run at the same time: `read` and
+            `decode` are the sums of their seconds.
         truncated: number of indexed images that could be decoded only in part; None if
             an earlier run had finished the build.
         ignored: number of entries in the sources that are not inputs, by suffix or
             reason; None if an earlier run had finished the build.
         already_finished: True if an earlier run had finished the build.
-        unchanged: number of inputs of an update whose row did not change. This includes
-            failed inputs that have not changed.
+        unchanged: number of inputs of an update whose row was kept. This includes
+            failed inputs that are not tried again.
         edited: number of unchanged inputs of an update whose columns changed in the
             sources.
         stay_deleted: number of inputs of an update that get no row, because their row
             was deleted by `delete_rows`.
         new: number of indexed inputs whose name is new, or that failed before.
-        changed: number of indexed inputs whose content is new. The old rows of these
-            inputs are deleted.
+        changed: number of indexed inputs whose name had a row with other content. The
+            old rows of these inputs are deleted.
         vanished: number of rows whose input no longer exists. An update deletes these
             rows.
         deleted: number of deleted rows: vanished rows, and old rows of changed or of
             failed inputs.
-        dry_run: True if nothing was changed. `failed` then counts only inputs that
-            cannot be read; other inputs may fail when they are decoded.
-        estimate: for a build that is only tried, its `workers` and `finished_shards`,
-            and in bytes, `disk_bytes` and `memory_bytes` by purpose, `free_disk_bytes`
-            and `free_memory_bytes`.
+        dry_run: True for a dry run, which changes nothing. `failed` then counts only
+            the inputs that cannot be read. Further inputs may fail when they are
+            decoded.
+        estimate: for a dry run of a build, a mapping with `workers`,
+            `finished_shards`, `disk_bytes` and `memory_bytes` (bytes needed, each a
+            mapping by purpose), `free_disk_bytes` and `free_memory_bytes`. None
+            otherwise.
 
     Examples:
         >>> from pathlib import Path
@@ -161,9 +165,14 @@ def result_of(
     started: float,
     counts: Counts | None = None,
 ) -> BuildResult:
-    """Return the result of a change that encoded the rows of `plan`. `duplicates` is
-    the number of inputs without a row, and `counts` that of the rows. `applied` is None
-    for a build that is only tried.
+    """Return the result of a build, an append or an update.
+
+    Args:
+        applied: what the change did; None for a dry run of a build.
+        plan: plan of the new rows; None if there are no new rows.
+        duplicates: number of duplicates that get no row.
+        started: time at which the run started, as returned by `time.monotonic`.
+        counts: counts of the new rows; None sums the counts of the receipts.
     """
     receipts = () if applied is None else applied.receipts
     if counts is None:
@@ -222,8 +231,8 @@ def build_index(
     """Build an index of images, as `edje-index build` does.
 
     Call the function again with the same arguments to resume a stopped build. If the
-    index is finished, the function only checks that the arguments, the inputs and the
-    lengths of the files are the same.
+    index is finished, the function encodes nothing. It only checks that the arguments,
+    the inputs and the lengths of the index files have not changed.
 
     Args:
         sources: one or several directories, archives, lists of paths or image files.
@@ -234,8 +243,9 @@ def build_index(
         workers: number of worker processes; None derives the number from the hardware.
         threads: number of CPU threads per worker; None derives the number from the
             hardware. A resumed build keeps the number of the first run.
-        shard_size: number of rows per shard; None is 1,024, and up to 16,384 if there
-            are at least 1,000 shards of this size.
+        shard_size: number of rows per shard. None is 1,024. From about 2 million rows
+            on, None is the largest power of two up to 16,384 that leaves at least 1,000
+            shards.
         batch_size: number of images per forward pass; None is 8 on a CPU and 128
             on cuda. A resumed build keeps the number of the first run.
         device: device of the encoder: "auto", "cpu", "cuda" or, with the engine inline,
@@ -248,28 +258,29 @@ def build_index(
         precisions: precisions of the stored tokens.
         dedupe: True to encode byte-identical inputs only once.
         column: name of the path column in lists of paths; None selects the first column
-            with a usual name.
+            with a usual name, such as "path".
         include: patterns in the syntax of .gitignore, for example "/2024/" or "*.jpg".
-            Only inputs that match one are indexed; empty for all. An input is named by
-            its path in its source.
-        exclude: patterns of inputs that are not indexed. `append_index` and
-            `update_index` keep the patterns of the index.
+            They are compared with the path of an input in its source. Only inputs that
+            match a pattern are indexed; if there are no patterns, all inputs are.
+        exclude: patterns of inputs that are not indexed, compared in the same way.
+            `append_index` and `update_index` use the patterns of the index.
         max_pixels: maximum number of pixels of an image; larger images become failed
             rows. None selects `edje_index.images.decode.DEFAULT_MAX_PIXELS`.
         truncated: "fail" makes a truncated image a failed row. "load" indexes the
             readable part of the image.
-        frames: number of frames per clip. Video files are then inputs, too. None
-            indexes images only.
+        frames: number of frames per clip. If it is given, video files are inputs, too.
+            None indexes images only.
         max_failed: maximum share of failed inputs, 0 to 1. If more inputs fail, the
             build ends with an error. None allows 1 % of the inputs, but at least 20
             inputs.
         address: address of the Ray cluster to join; None starts Ray on this machine.
         memory: memory in bytes that the workers on this machine and the
-            nearest-neighbour index may need; None is the free memory. The build is
-            planned for this limit, which the operating system does not enforce. The
-            kind of nearest-neighbour index depends on the limit. The tokens do not.
-        dry_run: list the sources, and return what the build would do and need. Nothing
-            is written.
+            nearest-neighbour index may need; None is the free memory. The number of
+            workers and the kind of nearest-neighbour index are chosen for this limit.
+            The operating system does not enforce the limit, and the tokens do not
+            depend on it.
+        dry_run: True to list the sources, and return what the build would do and need.
+            Nothing is written.
         on_event: called with each progress event.
         should_stop: called often; the build stops once `should_stop()` returns True.
 
@@ -344,7 +355,7 @@ def build_index(
         offset = read_bundle_offset(info)
         failed: dict[str, int] = {}
         if plan is not None:
-            # another limit than that of the first run may hold
+            # The first run may have had another memory limit.
             check_ann_memory(plan.spec, memory)
         else:
             listing = Listing(settings.open_sources(), on_event, should_stop)
@@ -445,17 +456,18 @@ def check_finished(
     requested: Json,
     should_stop: ShouldStop,
 ) -> Manifest:
-    """Check that a request asks for the finished index at `out`, and that its files and
-    its sources have not changed.
+    """Check that the index at `out`, which is finished, has the requested model and
+    settings, and that its files and its sources have not changed.
 
     Args:
-        requested: the requested settings, arguments of `BuildSettings.choose`.
+        requested: requested settings: keyword arguments of `BuildSettings.choose`.
 
     Returns:
         The manifest of the index.
 
     Raises:
         UsageError: the model, the settings or the inputs differ.
+        CorruptIndexError: a file of the index is missing or has another length.
     """
     finish_committed(out)
     index = CommittedIndex.open(out)

@@ -1,4 +1,4 @@
-"""Appends and updates: new rows of an index, and the deletion of the rows that they
+"""Appends and updates: add new rows to an index, and delete the rows that the new rows
 replace.
 """
 
@@ -99,8 +99,8 @@ def append_index(
 ) -> BuildResult:
     """Add new images to an index, as `edje-index append` does.
 
-    Images that the index already contains are skipped. Call the function again with the
-    same arguments to resume a stopped append. The other arguments are those of
+    Images whose bytes the index already contains are skipped. Call the function again
+    with the same arguments to resume a stopped append. The other arguments are those of
     `build_index`.
 
     Args:
@@ -115,8 +115,8 @@ def append_index(
             build.
         JobStopped: the append stopped early. Finished shards are kept.
         UnfinishedChangeError: another change was stopped.
-        EdjeError: another process is changing the index, no new image could be indexed,
-            or too many failed. The index is unchanged.
+        EdjeError: another process is changing the index, none of the new images could
+            be indexed, or too many of them failed. The index is unchanged.
         MissingExtraError: a package of the extra `build` is not installed.
 
     Examples:
@@ -140,7 +140,8 @@ def append_index(
                 ref.content_hash for ref in listed if ref.content_hash is not None
             }
             known = known_contents(change.index, hashes)
-            # that had failed before
+            # An input that cannot be read has no content hash. It is skipped if the
+            # index has a failed row with its uri.
             unread = {ref.uri for ref in listed if ref.content_hash is None}
             for table in iter_rows(change.index, ["uri", "status"]) if unread else ():
                 failed = table.filter(pc.field("status") == FAILED)
@@ -194,19 +195,20 @@ def update_index(
 
     New and changed files get new rows. The old rows of changed files and the rows of
     missing files are deleted. Unchanged files are not encoded again. Call the function
-    again with the same arguments to resume a stopped update: its finished shards count
-    if the same inputs must be encoded. The other arguments are those of `build_index`.
+    again with the same arguments to resume a stopped update. Its finished shards are
+    used if the files to encode are still the same. The other arguments are those of
+    `build_index`.
 
     Args:
         index: directory of the index. Unchanged rows keep their ids.
         sources: all sources of the index, as in `build_index`. If empty, the sources
             recorded in the index are used.
-        retry_failed: True to try failed inputs again, too. The values that
-            `set_columns` set in their rows stay. If nothing else has changed and every
-            input fails again, the index does not change.
-        restore: True to index files again whose rows were deleted by `delete_rows`.
-            Otherwise a file stays deleted until its name or its content changes.
-        dry_run: return the changes without applying them.
+        retry_failed: True to encode failed inputs again, too. Their new rows keep the
+            column values that `set_columns` set. If nothing else has changed and every
+            failed input fails again, the index does not change.
+        restore: True to also index files whose rows were deleted by `delete_rows`. With
+            False, such a file is skipped until its name or its content changes.
+        dry_run: True to return the changes without applying them.
         max_vanished: largest share of rows whose input may no longer exist, 0 to 1. If
             the share is larger, the update ends with an error.
         model: directory of the model bundle; None selects the bundle that built the
@@ -237,7 +239,7 @@ def update_index(
     with begin(index, "update", request, dry_run=dry_run) as change:
         manifest = change.index.manifest
         if group is not None and column is None:
-            # a list that the index records keeps its column
+            # If one of the sources was given before, use the path column of then.
             for each in recorded_sources(manifest) or ():
                 if {*each.sources} & {*group.sources}:
                     group = replace(group, column=each.column)
@@ -256,7 +258,7 @@ def update_index(
                 change.index, group or SourceGroup(()), model
             )
             if retry_failed and max_failed is None:
-                # most of them fail again
+                # Most inputs that failed before fail again.
                 max_failed = 1.0
             execution = Execution(engine, workers, address, max_failed=max_failed)
             execution = choose_workers(settings, info, execution)
@@ -273,7 +275,8 @@ def update_index(
             change.index, changes.values, columns, is_given=True
         )
         if plan is not None and changes.retried:
-            # what the sources gave before users set the values of retried rows
+            # For values that users set in retried rows, the edits also record what the
+            # sources gave before. Repeat these lines for the new rows.
             given = [
                 {**line, "row_id": plan.first_row + changes.retried[line["row_id"]]}
                 for line in change.index.edits.lines.to_pylist()
@@ -292,7 +295,7 @@ def update_index(
         )
         applied = apply(change, edit, on_event, should_stop)
         if plan is not None and applied.manifest is manifest:
-            # every failed input failed again
+            # Every failed input failed again, so nothing was committed.
             applied = Applied(manifest)
             plan = None
             changes = replace(
@@ -339,22 +342,22 @@ def add_images(
     model: IndexLocation | None = None,
     on_event: OnEvent = ignore,
 ) -> BuildResult:
-    """Add images to an index under names that you choose, or replace the rows of these
-    names, in one commit.
+    """Add images to an index under names that you choose, or replace the rows with
+    these names, in one commit.
 
-    Each image gets a new row, also if the index holds an equal image. The older rows of
-    its uri are deleted. If an image cannot be indexed, nothing changes.
+    Each image gets a new row, even if the index has an identical image. The older rows
+    with its uri are deleted. If an image cannot be indexed, the index does not change.
 
-    The index then records no sources, because a source does not list these rows:
-    `update_index` needs all sources by name, and deletes the rows that were added here.
-    Thumbnails need uris that are paths or URLs of the images.
+    After this call the index records no sources, because no source lists the new rows.
+    A later `update_index` must be given all sources, and deletes the rows that were
+    added here. Thumbnails are shown only if the uris are paths or URLs of the images.
 
     Args:
         index: directory of the index.
         images: paths, bytes of image files, or PIL images.
         uris: names of the rows, one per image.
-        columns: values of columns by name, one mapping per image, for example captions;
-            see docs/sources.md. None adds no values.
+        columns: one mapping per image from column names to values, for example to
+            captions; see docs/sources.md. None adds no values.
         model: directory of the model bundle; None selects the bundle that built the
             index.
         on_event: as in `build_index`.
@@ -403,7 +406,8 @@ def add_images(
         tempfile.TemporaryDirectory(prefix="edje-add-") as folder,
         begin(index, "add") as change,
     ):
-        # its images are removed with the folder, so no later run could finish it
+        # A later run could not finish this change, because the images are in the
+        # temporary folder.
         change.abandon()
         refs = []
         ignored = Ignored()
@@ -463,12 +467,14 @@ def add_images(
 def _source_group(
     sources: IndexLocation | Sequence[IndexLocation], column: str | None
 ) -> SourceGroup:
-    """Return sources as the index records them: as absolute paths."""
+    """Return a group of the given sources as absolute paths, as an index records it."""
     return SourceGroup(tuple(map(absolute_spec, source_names(sources))), column)
 
 
 def _cover(groups: Iterable[SourceGroup], group: SourceGroup) -> bool:
-    """Return True if each source of `group` is, or is below, one of `groups`."""
+    """Return True if each source of `group` is a source of `groups`, or is inside
+    one.
+    """
     known = tuple(f"{source}/" for each in groups for source in each.sources)
     return all(f"{source}/".startswith(known) for source in group.sources)
 
@@ -476,8 +482,11 @@ def _cover(groups: Iterable[SourceGroup], group: SourceGroup) -> bool:
 def _with_lost(
     work: ShardWork, change: IndexChange, replaced: int, most: float
 ) -> ShardWork:
-    """Return `work`, with an error at its end if inputs failed and the new rows are too
-    few for the `replaced` ones: a server may answer every request with one page.
+    """Return `work` with a further check: raise an error after the last shard if inputs
+    failed, and more than `most` of the `replaced` rows get no new row with tokens.
+
+    This protects an index whose images are on a server that answers every request with
+    the same error page: the images then seem changed, but none can be decoded.
     """
 
     def check(receipts: Sequence[ShardReceipt]) -> None:
@@ -501,8 +510,10 @@ def _settings_and_bundle(
     group: SourceGroup,
     model: IndexLocation | None,
 ) -> tuple[BuildSettings, BundleInfo]:
-    """Return the settings of new rows, those of `index` with other sources and
-    without duplicates, and the bundle.
+    """Return the settings and the bundle that encode new rows of `index`.
+
+    The settings are those of `index`, but with the sources of `group`, and duplicates
+    are not encoded.
     """
     settings = replace(
         settings_of(index.root, index.manifest),
@@ -522,10 +533,10 @@ def _plan_rows(
     settings: BuildSettings,
     info: BundleInfo,
 ) -> Plan:
-    """Plan the new rows of `changes` in new shards, and store the plan.
+    """Plan new shards for the new rows of `changes`, and store the plan.
 
-    Finished shards of an earlier run of `change` count if its plan was the same;
-    otherwise its files are removed.
+    If an earlier run of `change` had the same plan, its finished shards are used. If it
+    had another plan, its files are removed.
     """
     manifest = change.index.manifest
     spec = manifest.spec
@@ -573,10 +584,12 @@ def _new_rows(
     groups: tuple[SourceGroup, ...] | None,
     deleted: Sequence[int] = (),
 ) -> Edit:
-    """Return the edit that adds the rows of `plan`, which `work` encodes, and deletes
-    the rows `deleted`.
+    """Return the edit that adds rows to an index and deletes rows.
 
-    The index records the sources `groups` of all rows; None if they are unknown.
+    Args:
+        plan: plan of the new rows, which `work` encodes; None adds no rows.
+        groups: sources of all rows after the change; None if they are unknown.
+        deleted: ids of the rows to delete.
     """
     manifest = change.index.manifest
     details: Json = {}
