@@ -1,5 +1,5 @@
-"""Compactions, copies and merges: write rows of indexes anew, without the model. No
-token is decoded.
+"""Compactions, copies and merges: write rows of existing indexes to new files, without
+the model and without decoding tokens.
 """
 
 from __future__ import annotations
@@ -91,9 +91,10 @@ from storage_formats.writing.index_copy import (
 )
 
 _FILES_AT_ONCE = 8
-# SHA-256, hexadecimal
+# NumPy type of a SHA-256 in hexadecimal
 _HASH = "S64"
-# of what `index.json` records of an index, what the result of a merge has too
+# The members that the result of a merge takes from its record in `index.json`, for
+# each merged index.
 _SHOWN = ("offset", "rows", "duplicates")
 
 
@@ -102,17 +103,17 @@ class CopyResult:
     """The result of a compaction, a merge or a copy.
 
     Attributes:
-        rows: number of rows of the written index. Deleted rows do not count.
+        rows: number of rows of the written index, without deleted rows.
         shards: number of shards of the written index.
-        snapshot: number of its current snapshot; of a copy, number of the copied
-            snapshot.
+        snapshot: number of the current snapshot of the written index. For a copy, this
+            is the number of the copied snapshot.
         seconds: wall time of this run.
-        first_row: first row id of the copied rows.
+        first_row: first row id of the rows that a compaction copied.
         removed: number of deleted rows that a compaction removed.
-        row_map: path or URL of the Parquet file that maps the row ids before a
-            compaction to those after it; None if there was nothing to do.
+        row_map: path or URL of the Parquet file that maps old row ids to new row ids,
+            after a compaction. None if the compaction had nothing to do.
         duplicates: number of rows that a merge deleted, because an earlier index has
-            the same content.
+            an image with the same bytes.
         inputs: for each merged index, its `index`, the `offset` added to its row ids,
             and its numbers of `rows` (including deleted rows) and `duplicates`.
         files: number of files of a copy, apart from `index.json`.
@@ -157,17 +158,20 @@ def compact_index(
     model is not needed.
 
     The copied rows get new ids. `storage_formats.TokenStore.translate` maps old row ids
-    to new row ids. If no row is deleted, the shards that are not full are joined if
-    that makes fewer; the other rows keep their ids. Call the function again to resume a
-    stopped compaction. The other arguments are those of `build_index`.
+    to new row ids. Column values that `set_columns` set are written to the new rows.
+    Call the function again to resume a stopped compaction. The other arguments are
+    those of `build_index`.
 
-    Rows with edited columns are copied too, with the values that were set.
+    If no row is deleted, only some shards are copied, and the rows of the other shards
+    keep their ids. These are the shards with edited column values, the shards that are
+    not full if joining them makes fewer shards, and shards with duplicates of their
+    rows.
 
     Args:
         index: directory of the index. The index can be read during the compaction.
-        only_shards_with_deleted: True to copy only the rows of shards with deleted
-            rows, and of shards with duplicates of these rows. The other rows keep their
-            ids.
+        only_shards_with_deleted: True to copy only the shards with deleted rows, and
+            the shards with duplicates of rows in these shards. The rows of the other
+            shards keep their ids.
 
     Raises:
         UsageError: there is no index at `index`, all rows are deleted, or the disk is
@@ -226,7 +230,7 @@ def compaction(index: CommittedIndex, only_shards_with_deleted: bool) -> Edit:
             if (rows := len(spec.shard_rows(shard))) < spec.shard_size
         }
         is_saving = -(-sum(small.values()) // spec.shard_size) < len(small)
-        # the new files have the edited values
+        # The new files contain the edited values.
         some = {*index.edits.shards, *(small if is_saving else ())}
         shards = _with_duplicates(index, some)
     if not shards:
@@ -239,8 +243,8 @@ def rewriting(
     shards: Sequence[int],
     shard_size: int,
 ) -> Edit:
-    """Return the edit that moves the rows of `shards` to one new segment with
-    `shard_size` rows per shard, without the deleted rows.
+    """Return the edit that moves the rows of `shards` that are not deleted to one new
+    segment with `shard_size` rows per shard.
 
     Raises:
         UsageError: no row would be left, or the disk is too small.
@@ -249,7 +253,8 @@ def rewriting(
     spec = manifest.spec
     moved = live_rows(index, shards)
     segments = list[Segment]()
-    # those that stay, cut so that they do not contain `shards`
+    # Cut `shards` out of the segments of the index. Each run of remaining shards
+    # becomes a segment.
     for segment in spec.used_segments:
         staying = np.setdiff1d(spec.segment_shards(segment), shards)
         for run in np.split(staying, np.flatnonzero(np.diff(staying) > 1) + 1):
@@ -300,8 +305,15 @@ def copying(
     spec: IndexSpec,
     identity: Json,
 ) -> ShardWork:
-    """Return the work that copies the rows `row_ids`, ascending, to the last segment of
-    an index with the shape `spec`, in this process.
+    """Return the work that copies rows to the last segment of an index. The tasks run
+    in this process.
+
+    Args:
+        source: index with the rows.
+        row_ids: int64 [k], ids of the rows to copy, ascending.
+        target: layout of the index to write to, which may be `source`.
+        spec: shape of that index after the copy.
+        identity: see `ShardWork`.
 
     Raises:
         UsageError: the disk is too small.
@@ -335,15 +347,22 @@ def copying(
 
 @dataclass(frozen=True)
 class CopyTask:
-    """Task that copies rows to a shard, in this process."""
+    """Task that copies rows to one shard.
+
+    Attributes:
+        shard: number of the shard to write.
+        plan: fingerprint of the work, which the receipt records.
+    """
 
     shard: int
     plan: str
 
 
 def _with_duplicates(index: CommittedIndex, some: Iterable[int]) -> list[int]:
-    """Return the shards `some`, and those with duplicates of a row of these shards,
+    """Return the shards `some` and all shards with a duplicate of one of their rows,
     ascending.
+
+    The step is repeated for the shards that it adds, until it adds none.
     """
     spec = index.spec
     shards = set(some)
@@ -376,10 +395,10 @@ def copy_index(
     """Copy a snapshot of an index between directories, object stores and the Hub, as
     `edje-index copy` does.
 
-    With `rows` or `where`, only these rows are copied, to a directory. They get the row
-    ids from 0. No token is decoded, and the model is not needed. Call the function
-    again with the same arguments to resume a stopped copy. The other arguments are
-    those of `build_index`.
+    With `rows` or `where`, only the selected rows are copied, and `out` must be a
+    directory. The copied rows are numbered from 0. No token is decoded, and the model
+    is not needed. Call the function again with the same arguments to resume a stopped
+    copy. The other arguments are those of `build_index`.
 
     Args:
         index: directory of the index, or its URL.
@@ -387,10 +406,11 @@ def copy_index(
             `az://`) or on the Hugging Face Hub (`hf://datasets/OWNER/NAME`). A
             repository that does not exist is created, and is private.
         snapshot: number of the snapshot to copy; None copies the current snapshot.
-        replace: True to remove an index at the URL `out` first.
+        replace: True to replace an index at the URL `out`, and to remove its files that
+            the copy does not have.
         rows: ids of the rows to copy.
-        where: filter such as "licence is null", see `edje_index.search.where`. The rows
-            that pass it are copied.
+        where: filter such as "licence is null", see `edje_index.search.where`. Rows
+            that pass the filter are copied, too.
 
     Raises:
         UsageError: there is no index at `index`, `out` is not free, no row is selected,
@@ -478,7 +498,7 @@ def copy_index(
                 raise UsageError(lost, parameter="out")
 
             def checked(file: FileEntry) -> Path | bytes:
-                # reading the pieces compares the file with its checksum
+                # `file_contents` compares the file with its checksum while it is read.
                 pieces = file_contents(opened, file)
                 if opened.remote is not None or file.path.endswith("zarr.json"):
                     return b"".join(pieces)
@@ -523,7 +543,8 @@ def copy_index(
                 resumable(root),
             ):
                 begin_index(root, spec)
-                # there are no receipts, but a later run finds the copied files
+                # A stopped copy keeps its files only if it has a receipt or a plan.
+                # This copy writes no receipts, so it stores a plan.
                 new.store_plan({"files": len(files)})
                 copied = _copy_files(
                     files,
@@ -549,8 +570,8 @@ def _copy_files(
     on_event: OnEvent,
     should_stop: ShouldStop,
 ) -> list[FileEntry]:
-    """Call `copy` for each entry, in several threads. Return the entries of the
-    files that were not there yet.
+    """Call `copy` for each entry, in several threads. Return the entries for which it
+    returned True, because the file was not yet at the destination.
     """
     copied = []
     done = 0
@@ -580,10 +601,10 @@ def merge_indexes(
     """Copy several indexes of the same model into a new index, as `edje-index merge`
     does. The model is not needed.
 
-    The row ids of the first index stay the same, and those of each further index grow
-    by a constant. If an earlier index has an image with the same content, the row is
-    deleted. Call the function again to resume a stopped merge. The other arguments are
-    those of `build_index`.
+    The rows of the first index keep their ids. For each further index, a constant is
+    added to its row ids. If an image is also in an earlier index, byte for byte, its
+    row is deleted in the new index. Call the function again to resume a stopped merge.
+    The other arguments are those of `build_index`.
 
     Args:
         indexes: directories of the indexes, in the order of their rows.
@@ -594,7 +615,7 @@ def merge_indexes(
             shard size, precisions or frames per clip, or `out` is not free.
         JobStopped: the merge stopped early, or a file is damaged. Finished shards are
             kept.
-        EdjeError: another process is writing to `out`.
+        EdjeError: another process is writing the index at `out`.
         MissingExtraError: FAISS is not installed, but an index has a nearest-neighbour
             index.
 
@@ -652,12 +673,12 @@ def merging(
     first = manifests[0].spec
     size = first.shard_size
     segments = list[Segment]()
-    # (copier, shard to copy) by shard of the new index
+    # For each shard of the new index: its copier, and the number of the shard to copy.
     origins: dict[int, tuple[ShardCopier, int]] = {}
     inputs = list[Json]()
     deleted = Tombstones()
     edits = list[pa.Table]()
-    # contents of the indexed rows of earlier indexes
+    # Content hashes of the indexed rows of the indexes before this one.
     known: NDArray[np.bytes_] = np.empty(0, _HASH)
     on_event(StatusMessage("looking for duplicates"))
     for each in indexes:
@@ -703,7 +724,7 @@ def merging(
     groups = [recorded_sources(manifest) for manifest in manifests]
     every = None
     if None not in groups:
-        # each once
+        # Keep the order, and list each group once.
         every = dict.fromkeys(group for of_index in groups for group in of_index or ())
     settings = with_sources(manifests[0], every)
     digests = [manifest.settings.get("inputs_digest") for manifest in manifests]
@@ -742,8 +763,8 @@ def merging(
 
 
 def _refuse_different(indexes: Sequence[CommittedIndex]) -> None:
-    """Raise UsageError unless the indexes can be merged: at least two different
-    ones, of one model and shape.
+    """Raise UsageError unless the indexes can be merged: there must be at least two
+    different indexes, and they must agree in their `_properties`.
     """
     if len(indexes) < 2:
         raise UsageError("a merge needs at least two indexes", parameter="indexes")
@@ -770,7 +791,7 @@ def _refuse_different(indexes: Sequence[CommittedIndex]) -> None:
 
 
 def _properties(index: CommittedIndex) -> dict[str, str]:
-    """Return what must be equal in merged indexes, as text."""
+    """Return the properties that indexes must share to be merged, as texts by name."""
     manifest = index.manifest
     spec = manifest.spec
     offset = "none"

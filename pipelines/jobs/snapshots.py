@@ -1,5 +1,5 @@
-"""Changes of an index without a model: delete rows, set columns, list snapshots, roll
-back, and remove old snapshots.
+"""Changes that need no model: delete rows, set columns, list snapshots, roll back to a
+snapshot, and remove old snapshots.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ class DeleteResult:
     """The result of a deletion.
 
     Attributes:
-        deleted: ids of the rows that were deleted (or would be deleted, if `dry_run` is
-            True), ascending.
-        already_deleted: number of selected rows that were already deleted.
-        left: number of rows that remain (or would remain, if `dry_run` is True).
+        deleted: ids of the rows that the deletion deletes, ascending.
+        already_deleted: number of selected rows that were deleted before.
+        left: number of rows that remain.
         snapshot: number of the current snapshot.
-        dry_run: True if the deletion was only tried and nothing was changed.
-        erased: number of deleted rows whose data was removed.
+        dry_run: True for a dry run, which changes nothing. The other attributes then
+            say what the deletion would do.
+        erased: number of deleted rows whose data is removed; 0 without `erase`.
 
     Examples:
         >>> from edje_index import delete_rows
@@ -89,17 +89,18 @@ def delete_rows(
         index: directory of the index.
         rows: ids of the rows to delete.
         where: filter such as "licence is null", see `edje_index.search.where`. Rows
-            that pass the filter are deleted too.
-        erase: also remove the data of all deleted rows: delete the duplicates of the
-            selected rows, copy the other rows of their shards to new shards, and remove
-            all earlier snapshots. The copied rows get new row ids. Call the function
-            again to finish an interrupted erasure; it then needs no rows.
-        dry_run: return the result without changing the index.
+            that pass the filter are deleted, too.
+        erase: True to also remove the data of all deleted rows from the disk. The
+            duplicates of the selected rows are deleted, too. The remaining rows of
+            shards with deleted rows are copied to new shards and get new row ids. All
+            earlier snapshots are removed. Call the function again to finish an
+            interrupted erasure; `rows` and `where` may then be left out.
+        dry_run: True to return the result without changing the index.
         on_event: as in `build_index`.
 
     Raises:
-        UsageError: there is no index at `index`, `where` is invalid, or no rows are
-            selected because `rows` and `where` are both missing.
+        UsageError: there is no index at `index`, `where` is invalid, or `rows` and
+            `where` are both missing.
         RowIdError: a row id does not exist.
         UnfinishedChangeError: another change was stopped.
         EdjeError: another process is changing the index.
@@ -119,7 +120,7 @@ def delete_rows(
         )
     if erase and not dry_run:
         journal = unfinished_journal(index)
-        # of an interrupted erasure
+        # Finish the compaction of an interrupted erasure first.
         if journal is not None and journal.kind == "compact":
             compact_index(index, only_shards_with_deleted=True, on_event=on_event)
     with begin(index, "delete", dry_run=dry_run) as change:
@@ -153,17 +154,21 @@ def deletion(
     *,
     with_duplicates: bool,
 ) -> tuple[int, Edit]:
-    """Return the number of selected rows, and the edit that deletes them. See
+    """Return the number of selected rows, and the edit that deletes these rows. See
     `delete_rows`.
+
+    Args:
+        with_duplicates: True to select the duplicates of the selected rows, too.
     """
     spec = index.spec
     given = check_row_ids(rows, spec.rows)
     requested = np.union1d(given, rows_passing(index, where))
-    # the first run of an interrupted erasure may have removed rows
+    # An erasure that is finished in a second run gets the same row ids again, although
+    # the first run may have removed these rows.
     if with_duplicates:
         is_used = rows_in_use(requested, spec)
         unused = requested[~is_used]
-        # without such ids, no row map is read
+        # Read the row maps only if there are such ids.
         new_ids = translate_row_ids(index, unused) if len(unused) else unused
         for old, new in zip(unused, new_ids, strict=True):
             if new >= 0:
@@ -198,8 +203,12 @@ class SnapshotEntry:
     Attributes:
         kind: kind of the change that made the snapshot, for example "build", "append"
             or "delete".
-        created: time of the commit in UTC; None for a build.
-        change: details of the change by name, for example the number of deleted rows.
+        created: time of the commit in UTC, in ISO 8601; None for a build.
+        rows: number of rows, without deleted rows.
+        deleted: number of deleted rows.
+        precisions: stored precisions.
+        change: details of the change by name, for example the number of rows that it
+            deleted.
     """
 
     snapshot: int
@@ -242,14 +251,14 @@ def roll_back(
     index: IndexLocation,
     snapshot: int,
 ) -> SnapshotEntry:
-    """Commit a new snapshot with the contents of the earlier snapshot `snapshot`, whose
-    files are checked first.
+    """Check the files of the earlier snapshot `snapshot`, and commit a new snapshot
+    with the same contents. Return the entry of the new snapshot.
 
     Raises:
         UsageError: there is no index at `index`, or `snapshot` does not exist or is the
             current snapshot.
     """
-    # takes a tenth of the time of a deletion to import
+    # Imported here, because the import would add a tenth to the time of a deletion.
     from storage_formats.verify import check_files
 
     with begin(index, "rollback") as change:
@@ -274,7 +283,7 @@ def remove_snapshots(
     """Remove old snapshots, an unfinished change, and the files that no snapshot needs.
 
     Args:
-        keep: number of snapshots to keep, the newest; None keeps all.
+        keep: number of snapshots to keep, counted from the newest; None keeps all.
         on_event: receives a message if an unfinished change is discarded.
 
     Raises:
@@ -317,23 +326,26 @@ def set_columns(
     where: str | None = None,
     on_event: OnEvent = ignore,
 ) -> EditResult:
-    """Set values of columns, such as captions, in one commit. No image is encoded and
-    no file of tokens changes. `roll_back` undoes it.
+    """Set values of columns, such as captions, in one commit. No image is encoded, and
+    no token file changes. `roll_back` undoes the change.
 
-    A column that the index does not have is added. The values stay in a small file of
-    their own until `compact_index` writes them to the rows.
+    A column that the index does not have is added. The values are stored in a separate
+    small file, until `compact_index` writes them to the rows.
 
     Args:
         index: directory of the index.
         row_ids: ids of k rows.
-        columns: k values of each column, a table or a mapping. None removes a value. A
-            column with one value sets it in all rows.
-        where: filter such as "licence is null", see `edje_index.search.where`. The rows
-            that pass it get the values too; each column then has one value.
+        columns: a table, or a mapping from column names to sequences, with k values
+            per column or one value. One value is set in all rows. The value None
+            removes the value of a row.
+        where: filter such as "licence is null", see `edje_index.search.where`. The
+            values are also set in all rows that pass the filter. With a filter, give
+            one value per column.
 
     Raises:
-        UsageError: there is no index at `index`, a column cannot be set, its values
-            have another type, or their number is not that of the rows.
+        UsageError: there is no index at `index`, no row or no column is given, a column
+            cannot be set, a value does not have the type of its column, or the number
+            of values is not the number of rows.
         RowIdError: a row does not exist, or was deleted.
         UnfinishedChangeError: another change was stopped.
         EdjeError: another process is changing the index.
@@ -385,7 +397,12 @@ def set_columns(
 
 
 def _checked(row_ids: list[int], columns: Mapping[str, Sequence[Any]]) -> NewValues:
-    """Return the values of `columns` by row, as the index stores them."""
+    """Return the values of `columns`, by row id and column, in the form in which the
+    index stores them.
+
+    Raises:
+        UsageError: a column or a value cannot be stored.
+    """
     for name, values in columns.items():
         if name in ROW_SCHEMA.names:
             raise UsageError(
@@ -424,12 +441,12 @@ def edited_values(
     *,
     is_given: bool = False,
 ) -> tuple[pa.Table, tuple[SourceColumn, ...]]:
-    """Return the lines of the edits that set `values`, without those that the index
-    has already, and the source columns after the change.
+    """Return the edit lines that set `values`, and the source columns after the change.
+    Values that the index already has get no line.
 
     Args:
-        columns: the source columns before.
-        is_given: whether sources give the values, not a user.
+        columns: source columns before the change.
+        is_given: True if sources give the values, False if a user sets them.
 
     Raises:
         UsageError: there would be too many columns.
@@ -438,7 +455,7 @@ def edited_values(
     names = sorted({name for row in values.values() for name in row})
     stored = [name for name in names if name in known]
     row_ids = sorted(values)
-    # also those of rows whose columns are new
+    # `row_id` is read too, so that there is a row even if all columns are new.
     rows = read_index_rows(index, row_ids, ["row_id", *stored]).to_pylist()
     by_users = index.edits.user_values(row_ids)
     counted = CountedColumns(columns)
@@ -450,7 +467,7 @@ def edited_values(
             is_by_user = (row["row_id"], name) in by_users
             if is_given and is_by_user:
                 lines.append(_line(row["row_id"], GIVEN + name, value))
-            # the first time that a user replaces what the sources gave
+            # Record what the sources gave when a user replaces it for the first time.
             if not is_given and not is_by_user and not is_same:
                 lines.append(_line(row["row_id"], GIVEN + name, before))
             if is_same:
@@ -469,7 +486,7 @@ def edited_values(
 
 
 def _line(row_id: int, column: str, value: Value | None) -> Json:
-    # without the braces and the name
+    # Cut {"": and } off the JSON object, so that its only value is left.
     text = None if value is None else metadata_text({"": value})[4:-1]
     return {"row_id": row_id, "column": column, "value": text}
 
@@ -479,8 +496,11 @@ def is_value(
     value: Value | None,
     column: SourceColumn | None,
 ) -> bool:
-    """Return True if `stored`, a value of `column`, is what the index stores for
-    `value`.
+    """Return True if the index already stores `value`.
+
+    Args:
+        stored: value that the index stores; None if it stores none.
+        column: source column of `stored`; None if the index does not have the column.
     """
     if stored is None or value is None or column is None:
         return stored is value
