@@ -1,4 +1,6 @@
-"""The job `ann build`, and the nearest-neighbour index after other changes."""
+"""The job of `edje-index ann build`, and the changes of a nearest-neighbour index that
+other jobs make.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,15 @@ def add_ann(
     on_event: OnEvent = ignore,
     should_stop: ShouldStop = never,
 ) -> Manifest:
-    """Build the nearest-neighbour index of a finished index, and commit the result.
+    """Build the nearest-neighbour index of the finished index at `root`, and commit the
+    result. Return the new manifest.
+
+    Args:
+        root: directory of the index.
+        request: kind and recall of the nearest-neighbour index; by default, the number
+            of rows decides.
+        on_event: as in `build_index`.
+        should_stop: as in `build_index`.
 
     Examples:
         >>> from edje_index import add_ann
@@ -74,7 +84,9 @@ def new_ann(
     *,
     replace_file: bool = True,
 ) -> Ann:
-    """Build a nearest-neighbour index, see `build_ann`. Return its entry."""
+    """Build a nearest-neighbour index, see `build_ann`. Return its description for the
+    manifest.
+    """
     on_event(StatusMessage("building the nearest-neighbour index"))
     return build_ann(
         root,
@@ -90,11 +102,15 @@ def rebuilt_ann(
     request: AnnRequest,
     on_event: OnEvent,
 ) -> Ann:
-    """Build the nearest-neighbour index of `index` again. Return its entry."""
+    """Build a new nearest-neighbour index of `index`. Return its description for the
+    manifest.
+    """
     manifest = index.manifest
     layout = index.layout
-    # Readers may need the file `ann/index.faiss`: the current snapshot until the
-    # commit, and earlier ones afterwards.
+    # Overwrite the file `ann/index.faiss` only if no reader needs it. Readers of the
+    # current snapshot need it until the commit, readers of earlier snapshots for
+    # longer. With a single snapshot, nobody needs a file that is damaged or that the
+    # manifest does not name.
     in_use = bool(manifest.snapshot.number)
     if not in_use:
         committed = {file.path: file for file in manifest.ann_files}.get(
@@ -115,10 +131,13 @@ def changed_ann(
     spec: IndexSpec,
     on_event: OnEvent,
 ) -> Ann:
-    """Change the nearest-neighbour index of `index` for the shards of `spec`, whose new
-    shards are the last segment. Return its entry.
+    """Change the nearest-neighbour index of `index`, so that it contains the rows of
+    `spec`. Return its description for the manifest.
 
-    If no shard of `index` stays, the nearest-neighbour index is built anew.
+    If `spec` has none of the shards of `index`, a new nearest-neighbour index is built.
+
+    Args:
+        spec: shape of the index after the change. New shards are its last segment.
     """
     before = index.manifest
     old = before.spec
@@ -134,9 +153,11 @@ def changed_ann(
     if not spec.shards_not_in(old):
         return changed.ann
     final = replace(before, ann=extend_ann(index.layout, spec, changed.ann))
-    # a file without the rows may be part of a new file
+    # `extend_ann` may have joined a file that `ann_without_rows` has written with the
+    # new file. The joined file is then in neither manifest, and is removed.
     unnamed = set(changed.ann_files) - {*before.ann_files, *final.ann_files}
-    # with a damaged manifest of a snapshot, nobody knows what it names
+    # If the manifest of a snapshot is damaged, the files that it names are unknown.
+    # Nothing is removed in this case.
     with contextlib.suppress(CorruptIndexError):
         for snapshot in kept_snapshots(index) if unnamed else ():
             unnamed -= {*snapshot.ann_files}
@@ -153,12 +174,16 @@ def build_copied_ann(
     *,
     replace_file: bool = True,
 ) -> Ann:
-    """Build a nearest-neighbour index of copied rows, if one of the indexes `origins`
-    has one. Return its entry.
+    """Build the nearest-neighbour index of copied rows, if at least one of their
+    `origins` has one. Return its description for the manifest.
 
-    It keeps the kind that they have, with the highest of their target recalls. It gets
-    the default kind if their kinds differ, or if all have the default kind for their
+    The target recall is the highest among the origins. If all origins have the same
+    kind, the new index gets this kind. It gets the default kind for its own number of
+    rows if the kinds differ, or if each origin has the default kind for its number of
     rows.
+
+    Args:
+        origins: manifests of the indexes from which the rows were copied.
     """
     searchable = [manifest for manifest in origins if manifest.ann_files]
     if not searchable:

@@ -1,5 +1,5 @@
-"""Gives a model bundle the offset block of photos, so that builds have one from their
-first shard.
+"""Adds an offset block to a model bundle, computed from photos. Builds with this bundle
+then encode all shards with the offset, from the first one on.
 """
 
 from __future__ import annotations
@@ -27,14 +27,21 @@ def add_offset(
     on_event: OnEvent,
     should_stop: ShouldStop,
 ) -> BundleInfo:
-    """Copy a model bundle to the new directory `out`, with another offset block: the
-    mean of the tokens of `photos`, or of evenly spaced ones of more than 2,047.
+    """Copy a model bundle to the new directory `out`, with an offset block: the mean of
+    the token blocks of `photos`. From more than 2,047 photos, an evenly spaced sample
+    is used.
 
     Args:
+        bundle: directory of the model bundle.
         photos: source of images, as for `build_index`. All images are encoded.
 
+    Returns:
+        The content of the ``bundle.json`` of the copy.
+
     Raises:
-        UsageError: fewer than 32 images can be read, or an offset would not pay.
+        UsageError: fewer than 32 images can be read, or the mean has less than 6 % of
+            the energy of the tokens, so that an offset would hardly reduce errors.
+        JobStopped: `should_stop()` returned True. Nothing was written.
     """
     check_new(out)
     with tempfile.TemporaryDirectory() as folder:

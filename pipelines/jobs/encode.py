@@ -1,4 +1,4 @@
-"""Encodes new rows, one task per shard."""
+"""Encoding of new rows, with one task per shard."""
 
 from __future__ import annotations
 
@@ -91,13 +91,14 @@ def encoding(
 ) -> ShardWork:
     """Return the work that encodes the rows of `plan`.
 
-    The work ends with a FailedInputsError if too many inputs failed, apart from formats
-    that are not decoded here, or if none could be indexed. In the second case, a change
-    of a finished index is abandoned.
+    The work ends with FailedInputsError if too many inputs fail. Inputs of formats that
+    this installation does not decode do not count as failed. With `needs_one`, the work
+    also ends with FailedInputsError if no input can be indexed. A change of a finished
+    index is then abandoned.
 
     Args:
         execution: the result of `choose_workers`.
-        needs_one: whether it is an error if no input can be indexed.
+        needs_one: True to raise an error if no input can be indexed.
     """
     from edje_index.indexing.shard_encoding import ShardTask
 
@@ -106,7 +107,7 @@ def encoding(
     allowed = max(ALWAYS_ALLOWED, math.floor(DEFAULT_SHARE * plan.rows))
     limit = f"the {allowed:,} that may fail by default"
     if execution.max_failed is not None:
-        # 0.29 * 100 is less than 29
+        # Add 1e-6 before rounding down, because 0.29 * 100 is 28.999999999999996.
         allowed = math.floor(execution.max_failed * plan.rows + 1e-6)
         limit = f"the share of {execution.max_failed:g} that may fail"
     failed = Counter[str]()
@@ -159,13 +160,14 @@ def encoding(
     cpus = settings.threads
     per_gpu = SHARDS_PER_GPU
     if settings.is_cuda:
-        # a worker decodes with its share of the CPUs of its machine
+        # Reserve one CPU in Ray. The worker computes its number of decoding threads
+        # from the CPUs of its machine, see `open_worker`.
         cpus = 1
         if engine == "inline":
             engine = "threads"
             workers = SHARDS_PER_GPU
         elif engine == "ray":
-            # the only one that the worker sees
+            # A Ray worker sees only the GPU that Ray assigns to it.
             device = "cuda"
             if execution.address is None and workers is not None:
                 per_gpu = max(per_gpu, math.ceil(workers / cuda_devices()))
@@ -215,11 +217,15 @@ def earlier_plan(
     on_event: OnEvent,
     is_wanted: Callable[[Plan], bool] = lambda plan: True,
 ) -> Plan | None:
-    """Return the stored plan of an earlier run of `change`, which this run resumes with
-    the bundle `info`; None if there is none.
+    """Return the stored plan of an earlier run of `change`, to be resumed; None if this
+    run must make a new plan.
 
-    A plan is forgotten if its finished shards have no indexed input, or if it has no
-    finished shard and this run wants another one.
+    The stored plan is removed if it has finished shards but none of their inputs was
+    indexed, or if it has no finished shard and `is_wanted` returns False for it.
+
+    Args:
+        info: the bundle with which this run encodes.
+        is_wanted: returns True for a plan that fits the request of this run.
     """
     if change.plan is None:
         return None
@@ -240,7 +246,7 @@ def earlier_plan(
             on_event(StatusMessage(text, is_warning=True))
     check_inputs(change.layout.root, plan, receipts)
     if plan.model["fingerprint"] == info.encoder_fingerprint:
-        # the bundle may have moved
+        # The bundle may be at another path than in the earlier run.
         plan = replace(plan, model=model_record(info))
     return plan
 
@@ -250,8 +256,10 @@ def _undecoded(
     receipts: Sequence[ShardReceipt],
     ignored: Mapping[str, int],
 ) -> Counter[str]:
-    """Return the number of inputs and of `ignored` files by the format that is not
-    decoded here.
+    """Return the number of files in formats that this installation does not decode, by
+    format.
+
+    They are failed inputs with a reason in `UNDECODED`, and `ignored` camera raw files.
     """
     formats = Counter(
         {
@@ -269,9 +277,12 @@ def _undecoded(
 
 
 def _failed_duplicates(layout: Layout, receipts: Sequence[ShardReceipt]) -> int:
-    """Return the number of duplicates of failed inputs, which come first."""
+    """Return the number of duplicates whose original has failed. Inputs of formats that
+    are not decoded do not count as failed.
+    """
     failed: set[int] = set()
     duplicates = 0
+    # In row order, an original comes before its duplicates.
     for shard in sorted(receipt.shard for receipt in receipts):
         columns = ["row_id", "status", "reason", "duplicate_of"]
         rows = read_shard_rows(layout, shard, columns)
@@ -304,10 +315,15 @@ def open_worker(
     dtype: str,
     per_gpu: int = SHARDS_PER_GPU,
 ) -> Worker:
-    """Load the encoder and return a worker that encodes one shard per call.
+    """Load the encoder, and return a worker that encodes one shard per call.
 
-    `SHARDS_PER_GPU` threads may call the worker at once. On a GPU, `per_gpu` shards are
-    encoded at once by this worker and others, which share the CPUs.
+    `SHARDS_PER_GPU` threads may call the worker at the same time.
+
+    Args:
+        threads: number of threads of the model and of decoding on a CPU. On a GPU, the
+            worker instead decodes with its share of the CPUs of the machine.
+        per_gpu: number of shards that are encoded at the same time on one GPU, by all
+            its workers together. They share the CPUs.
     """
     from edje_index.indexing.image_encoder import ImageEncoder
     from edje_index.indexing.shard_encoding import encode_shard
@@ -316,6 +332,8 @@ def open_worker(
     if encoder.device.type == "cuda":
         share = usable_cpus() // (per_gpu * machine_gpus())
         threads = min(max(1, share), _MAX_DECODE_THREADS)
+    # Only one thread at a time acquires places. Otherwise two threads that need all
+    # places could each hold one and wait for the other forever.
     entrance = threading.Lock()
     places = threading.Semaphore(SHARDS_PER_GPU)
 
@@ -325,8 +343,9 @@ def open_worker(
         should_stop: ShouldStop,
     ) -> ShardReceipt:
         machine, alive = worker_machine()
-        # After the death of a worker, a shard is encoded alone. Otherwise an input of
-        # another shard could be blamed for the next death.
+        # If a worker process died at this shard, the file of the attempt exists. The
+        # shard is then encoded alone. Otherwise the process could die from an input of
+        # another shard, and an input of this shard would be blamed.
         ended = Layout(Path(task.root)).attempt(task.shard).exists()
         needed = SHARDS_PER_GPU if ended else 1
         with entrance:

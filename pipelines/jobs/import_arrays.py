@@ -51,18 +51,23 @@ def import_arrays(
     on_event: OnEvent = ignore,
     should_stop: ShouldStop = never,
 ) -> Manifest:
-    """Write an index of token blocks and embeddings. After an error, the unfinished
-    index is removed.
+    """Write a new index at `out` from arrays of token blocks and embeddings. After an
+    error, the unfinished index is removed.
 
     Args:
-        tokens: .npy file of shape [rows, m, d]. The type is float32, float16, or
-            bfloat16 saved as uint16 or as raw 16-bit words. m is the number of tokens
-            per row, d the width of a token.
-        embeddings: .npy file of floating-point numbers of shape [rows, embed_dim].
-        rows: Parquet file with the column `uri` and any of the other `ROW_COLUMNS`;
-            other columns become source columns, as those of a Parquet file of images
-            do, `status` as `source_status`. If None, the uri of each row is its row id.
+        tokens: .npy file with an array of shape [rows, m, d], where m is the number of
+            tokens per row and d the width of a token. Its dtype is float32, float16, or
+            bfloat16 that was saved as uint16 or as raw 16-bit words.
+        embeddings: .npy file with a floating-point array of shape [rows, embed_dim].
+        out: directory of the new index.
+        rows: Parquet file with the column `uri`, and any of the other `ROW_COLUMNS`.
+            All other columns become source columns, except columns with binary values.
+            A column whose name the index itself uses is renamed: `status` becomes
+            `source_status`. If `rows` is None, the uri of each row is its row id.
+        precisions: precisions of the stored tokens.
         encoder: name and version of the model that computed the arrays.
+        on_event: called with each progress event.
+        should_stop: called often; the import stops once it returns True.
 
     Returns:
         The manifest of the index.
@@ -70,6 +75,7 @@ def import_arrays(
     Raises:
         UsageError: an input file is invalid, the files have different numbers of rows,
             `out` is in use, or the disk is too small.
+        JobStopped: `should_stop()` returned True.
     """
     check_faiss()
     blocks = open_npy(tokens, 3)
@@ -111,18 +117,22 @@ def import_arrays(
 
 
 def open_npy(path: Path, dimensions: int) -> Array:
-    """Open the array in a .npy file as a memory map. Arrays of 16-bit words are
-    returned as bfloat16.
+    """Open the array in a .npy file as a memory map. An array of uint16 or of raw
+    16-bit words is returned as bfloat16.
+
+    Args:
+        dimensions: required number of dimensions.
 
     Raises:
-        UsageError: the file is not a complete .npy file of numbers, has another number
-            of `dimensions`, or has no rows.
+        UsageError: the file is not a complete .npy file, or the array has another
+            number of dimensions or is empty.
     """
     try:
         with naming(path):
             array: np.memmap[Any, Any] = np.lib.format.open_memmap(path, mode="r")
     except (OSError, ValueError, EOFError) as error:
-        # the operating system's, not NumPy's own
+        # An OSError with an errno comes from the operating system. NumPy also raises
+        # OSError for a file that it cannot parse, without an errno.
         if isinstance(error, OSError) and error.errno is not None:
             raise
         raise UsageError(
@@ -148,8 +158,13 @@ def open_npy(path: Path, dimensions: int) -> Array:
 def _row_parts(
     path: Path | None, rows: int, ignored: Ignored
 ) -> Iterator[tuple[int, Rows | None]]:
-    """Yield consecutive parts of the index as (number of rows, rows of the Parquet
-    file or None). `ignored` counts what cannot be stored.
+    """Yield the rows of the index in consecutive parts of at most `_CHUNK_ROWS` rows,
+    as (number of rows, columns of these rows).
+
+    Args:
+        path: Parquet file of the rows. If it is None, the columns are None, too.
+        rows: number of rows that the file must have.
+        ignored: counts the values that cannot be stored.
     """
     if path is None:
         return (

@@ -1,5 +1,5 @@
-"""The plan of new rows: everything that determines the bytes of a build, an append
-or an update.
+"""The plan of new rows: everything that determines the bytes that a build, an append or
+an update writes.
 """
 
 from __future__ import annotations
@@ -48,21 +48,25 @@ SHARDS_PER_GPU = 2
 shard, the images of the other are decoded, and its blocks are written.
 """
 
-# the activations of larger batches do not fit into the caches
+# Images per forward pass on a CPU. The activations of larger batches do not fit into
+# the caches.
 _CPU_BATCH = 8
-# the processor takes as long to start the kernels of a small batch
+# Images per forward pass on a GPU. The CPU needs the same time to launch the kernels of
+# a smaller batch, so the GPU would wait for it.
 _CUDA_BATCH = 128
-# shards are larger than SHARD_SIZE only if there are still this many
+# Shards get more than SHARD_SIZE rows only if the index then has at least this many
+# shards.
 _LEAST_SHARDS = 1000
 _MAX_SHARD_SIZE = 16384
-# a small ViT gains little from more threads; more workers use the CPUs better
+# Most threads per worker. A small ViT gains little from more threads; more workers use
+# the CPUs better.
 _MAX_THREADS = 4
 
 
 @dataclass(frozen=True)
 class BuildSettings:
-    """The settings of `pipelines.build_index` that affect the stored bytes, with
-    actual values instead of defaults.
+    """The arguments of `pipelines.build_index` that affect the stored bytes. None and
+    "auto" are replaced by the values that they stand for.
     """
 
     sources: tuple[str, ...]
@@ -75,7 +79,8 @@ class BuildSettings:
     threads: int
     device: str
     dtype: str
-    # the default values are those of indexes that do not record them
+    # Indexes of earlier versions do not record these settings. The defaults are the
+    # values with which such indexes were built.
     truncated: str = "fail"
     frames: int | None = None
     include: tuple[str, ...] = ()
@@ -98,13 +103,17 @@ class BuildSettings:
         cluster: str | None = None,
         **others: Any,
     ) -> BuildSettings:
-        """Return the settings of a request, with actual values instead of "auto" and
-        other defaults.
+        """Return the settings of a request. None and "auto" are replaced by the values
+        that they stand for.
 
-        Values that depend on the hardware are those of `stored`, the settings of an
-        unfinished or finished index; if it is None, they are derived from this machine,
-        and the device from the Ray cluster at the address `cluster`.
-        `pipelines.build_index` describes the other arguments.
+        Args:
+            stored: settings of the unfinished or finished index. Values that depend on
+                the hardware are taken from it. None derives these values from the
+                hardware.
+            cluster: address of a Ray cluster. If it is given, device "auto" is "cuda"
+                if a node of the cluster has a GPU.
+            others: further settings. `pipelines.build_index` describes them and the
+                other arguments.
 
         Raises:
             UsageError: a precision does not exist, or a number is out of range.
@@ -130,14 +139,16 @@ class BuildSettings:
 
             device = stored.device if stored else best_device(cluster)
         if dtype is None or dtype == "auto":
-            # Without "auto", equal devices choose alike, so that the bytes do not
-            # depend on the model of the CPU.
+            # Only "auto" looks at the instructions of the CPU. None depends on the
+            # device alone, so that the stored bytes do not depend on the model of the
+            # CPU.
             is_fast = device != "cpu" or (dtype == "auto" and has_bfloat16())
             dtype = stored.dtype if stored else "bfloat16" if is_fast else "float32"
         if threads is None:
             threads = stored.threads if stored else min(usable_cpus(), _MAX_THREADS)
         if shard_size is None:
-            # of a small collection: `default_shard_size` knows the number of rows
+            # This is the size for a small collection. Once the number of rows is known,
+            # a build replaces it by `default_shard_size`.
             shard_size = stored.shard_size if stored else SHARD_SIZE
         if batch_size is None:
             batch_size = (
@@ -179,7 +190,7 @@ class BuildSettings:
 
     @property
     def decoding(self) -> DecodeSettings:
-        """The settings of decoding."""
+        """The settings that affect how images and clips are decoded."""
         from edje_index.images.frames import DecodeSettings
 
         return DecodeSettings(
@@ -188,7 +199,7 @@ class BuildSettings:
 
 
 def settings_of(root: Path, manifest: Manifest) -> BuildSettings:
-    """Return the settings that the index at `root` was built with.
+    """Return the settings with which the index at `root` was built.
 
     Raises:
         UsageError: the index was not made by a build.
@@ -207,11 +218,12 @@ def settings_of(root: Path, manifest: Manifest) -> BuildSettings:
 def default_shard_size(rows: int, row_bytes: int) -> int:
     """Return the number of rows per shard for a new index of `rows` rows.
 
-    If a worker dies, its shard is encoded again. So shards have more than `SHARD_SIZE`
-    rows, which makes fewer files, only if there are at least 1,000 shards.
+    Larger shards make fewer files. But if a worker dies, its whole shard is encoded
+    again. Shards therefore have more than `SHARD_SIZE` rows only if the index then has
+    at least 1,000 shards. The metadata of a shard is limited to `MAX_SHARD_BYTES`.
 
     Args:
-        row_bytes: largest length of the metadata of a row.
+        row_bytes: length of the longest metadata of a row, in bytes.
     """
     size = SHARD_SIZE
     while (
@@ -225,13 +237,13 @@ def default_shard_size(rows: int, row_bytes: int) -> int:
 
 @dataclass(frozen=True)
 class Plan:
-    """The new rows of a change. The plan determines the stored bytes;
-    `build/journal.json` holds it.
+    """The plan of the new rows of a change. It determines the stored bytes, and is
+    stored in `build/journal.json`.
 
     Attributes:
-        spec: sizes and precisions of the index after the change. The new rows are its
-            last segment.
+        spec: shape of the index after the change. The new rows are its last segment.
         model: description of the model bundle; see `model_record`.
+        settings: settings that affect the stored bytes.
         inputs_digest: SHA-256 of the inputs in row order, in hexadecimal.
         duplicates: number of inputs that are not encoded, because another input or row
             has the same content.
@@ -239,6 +251,7 @@ class Plan:
             reason.
         input_checksums: CRC-32C of each file in `build/inputs/`, in hexadecimal, by
             file name.
+        columns: source columns of the index after the change.
     """
 
     spec: IndexSpec
@@ -269,7 +282,8 @@ class Plan:
     def identity(self) -> Json:
         """Everything that determines the stored bytes, as a JSON object."""
         settings = asdict(self.settings)
-        # a setting that a later version adds changes no plan of this version
+        # Leave out settings with default values. A later version can then add a setting
+        # without a change of the fingerprints of existing plans.
         for each in fields(self.settings):
             if settings[each.name] == each.default:
                 del settings[each.name]
@@ -315,8 +329,14 @@ def refuse_differences(
     info: BundleInfo,
     requested: BuildSettings,
 ) -> None:
-    """Raise UsageError if a model and settings differ from those of the unfinished
-    or finished index at `root`.
+    """Raise UsageError if the requested model and settings differ from those of the
+    unfinished or finished index at `root`.
+
+    Args:
+        stored_model: description of the model of the index, see `model_record`.
+        stored: settings of the index.
+        info: description of the requested model bundle.
+        requested: requested settings.
     """
     model = model_record(info)
     differences = {}
@@ -346,13 +366,16 @@ def refuse_differences(
 
 @dataclass(frozen=True)
 class StoredInputs:
-    """The lists of inputs of a plan.
+    """The result of `store_inputs`: a description of the stored input lists.
 
     Attributes:
-        failed: number of inputs by the problem that the listing found.
-        ignored: number of values of source columns that are not stored.
-        row_bytes: largest length of the metadata of a row.
+        rows: number of inputs. Each gets a row.
+        duplicates: number of inputs with the same content as an earlier input.
+        failed: number of inputs that cannot be read, by problem.
+        ignored: number of values of source columns that are not stored, by reason.
+        row_bytes: length of the longest metadata of a row, in bytes.
         checksums: see `Plan.input_checksums`.
+        columns: source columns of the inputs.
     """
 
     rows: int
@@ -372,8 +395,13 @@ def store_inputs(
     first_shard: int = 0,
     earlier_columns: Collection[SourceColumn] = (),
 ) -> StoredInputs:
-    """Write `refs` to `build/inputs/`. Existing files in this directory are removed. A
-    dry run only counts the inputs.
+    """Write `refs` to the input lists in `build/inputs/`. Earlier files in this
+    directory are removed. A dry run only counts the inputs.
+
+    Args:
+        shard_size: number of rows per shard.
+        first_shard: number of the first shard to list.
+        earlier_columns: source columns that the index already has.
     """
     from edje_index.inputs.input_lists import write_input_lists
 
@@ -418,7 +446,12 @@ def check_inputs(
     plan: Plan,
     finished_shards: Collection[int],
 ) -> None:
-    """Check that the lists of inputs are unchanged, unless all shards are finished."""
+    """Check that the input lists of `plan` are unchanged. If all shards are finished,
+    nothing is checked.
+
+    Raises:
+        CorruptIndexError: an input list is missing or differs from its checksum.
+    """
     if len(finished_shards) == len(plan.shards):
         return
     for name, checksum in plan.input_checksums.items():
@@ -445,12 +478,17 @@ def check_inputs(
 
 
 class CollectedColumns(CountedColumns):
-    """The source columns of all inputs that were added so far. If there are too many,
-    the first in row order are kept.
+    """The source columns of all inputs that were added so far. If the inputs have more
+    than `MAX_COLUMNS` columns, those that appear first are kept.
 
     Args:
-        shard_size: number of rows per shard, which limits the length of the metadata of
-            a row.
+        shard_size: number of rows per shard. More rows per shard leave less metadata
+            per row, because the metadata of a shard is limited.
+        earlier: source columns that the index already has.
+
+    Attributes:
+        ignored: number of values that are not stored, by reason.
+        row_bytes: length of the longest metadata that was added, in bytes.
     """
 
     def __init__(
@@ -485,7 +523,7 @@ class CollectedColumns(CountedColumns):
             for name, value in kept.items()
         }
         total = sum(lengths.values())
-        # the longest go first
+        # If the metadata is too long, leave out its longest values.
         for name in sorted(lengths, key=lambda name: (-lengths[name], name)):
             if total <= self._max_row_bytes:
                 break
@@ -506,8 +544,11 @@ one build added rows.
 
 @dataclass(frozen=True)
 class SourceGroup:
-    """The sources that were given to one command, as absolute paths, and their path
-    column.
+    """The sources that were given to one command.
+
+    Attributes:
+        sources: absolute paths or URLs of the sources.
+        column: name of the path column in lists of paths; None if none was given.
     """
 
     sources: tuple[str, ...]
@@ -515,8 +556,8 @@ class SourceGroup:
 
 
 def recorded_sources(manifest: Manifest) -> tuple[SourceGroup, ...] | None:
-    """Return the sources of all rows, or None if the index does not record the
-    sources of some rows.
+    """Return the sources of all rows, one group per command that added rows. Return
+    None if the index does not record the sources of all its rows.
     """
     settings = manifest.settings
     try:
@@ -542,13 +583,15 @@ def recorded_sources(manifest: Manifest) -> tuple[SourceGroup, ...] | None:
 
 
 def with_sources(manifest: Manifest, groups: Iterable[SourceGroup] | None) -> Json:
-    """Return the settings of `manifest` with `groups` as the sources of all rows; None
-    if they are unknown.
+    """Return the settings of `manifest`, with `groups` recorded as the sources of all
+    rows. If `groups` is None, the sources are recorded as unknown.
     """
     recorded = None if groups is None else [dict(vars(group)) for group in groups]
     return {**manifest.settings, SOURCES_MEMBER: recorded}
 
 
 def holds_clips(manifest: Manifest) -> bool:
-    """Return True if video files are inputs of the index."""
+    """Return True if the index was built with `frames`, so that video files are
+    inputs.
+    """
     return manifest.settings.get("frames") is not None

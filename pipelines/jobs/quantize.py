@@ -35,7 +35,7 @@ class QuantizeResult:
     """The result of a conversion.
 
     Attributes:
-        source: precision that was read; None if nothing was converted.
+        source: precision that was converted; None if nothing was converted.
         added: precisions that were added.
         dropped: precisions that were removed.
         precisions: precisions that the index stores after the conversion.
@@ -82,9 +82,9 @@ def quantize_index(
         index: directory of the index. The index can be read during the conversion.
         to: precisions to add. Precisions that the index already stores are skipped.
         drop: precisions to remove, after all precisions in `to` have been added.
-        source: precision to convert from; None takes the highest-fidelity precision
-            stored. In this case, no precision in `to` may have a higher fidelity than
-            the source.
+        source: precision to convert from. None selects the highest-fidelity precision
+            stored. With None, a precision in `to` must not have a higher fidelity than
+            the stored tokens.
         workers: number of Ray workers; None converts on all CPUs of this machine, in
             threads.
         address: address of the Ray cluster to join; None starts Ray on this machine.
@@ -215,13 +215,19 @@ def conversion(
 def _refuse_other_files(
     index: CommittedIndex, names: Iterable[str], chain: tuple[str, ...]
 ) -> None:
-    """Raise UsageError if a kept snapshot has files of one of `names` that were not
-    converted by `chain`: the new files would take their places.
+    """Raise UsageError if a kept snapshot may have other tokens in one of the
+    precisions `names` than the new files, which would overwrite those of the snapshot.
+
+    Args:
+        names: precisions to add.
+        chain: precisions through which the tokens are converted, ending with the
+            precision to read.
     """
     for snapshot in kept_snapshots(index):
         for name in {*names} & {*snapshot.spec.precisions}:
-            # shards of one precision may have other origins than the first ones; all of
-            # them hold what bf16 tokens of the model convert to
+            # The recorded chain may differ from the origin of some shards, for example
+            # of appended ones. With the chain ("bf16",) this does not matter: every
+            # shard then has the tokens that the bf16 tokens of the model convert to.
             if chain != ("bf16",) or snapshot.encoded_from.get(name, ()) != chain:
                 raise UsageError(
                     f"snapshot {snapshot.snapshot.number} of {index.root} may have"
@@ -237,7 +243,9 @@ def with_precisions(
     names: tuple[str, ...],
     offset: OffsetBlock | None = None,
 ) -> IndexSpec:
-    """Return `spec` with the precisions `names`. `offset` replaces its offset block."""
+    """Return `spec` with the precisions `names`. If `offset` is given, it replaces the
+    offset block of `spec`.
+    """
     offset = spec.offset if offset is None else offset
     if offset is not None:
         with_offset = tuple(name for name in names if name in offset.precisions)
@@ -250,11 +258,12 @@ def precision_to_read(
     manifest: Manifest,
     requested: str | None,
 ) -> str:
-    """Return the precision to convert from: `requested`, or the most accurate precision
-    stored.
+    """Return the precision to convert from: `requested`, or if that is None, the most
+    accurate precision stored.
 
-    If several precisions are equally accurate, the precision with the fewest
-    conversions wins.
+    A precision is as accurate as the least accurate precision in its chain of
+    conversions. If several are equally accurate, the one with the fewest conversions
+    wins.
 
     Raises:
         UsageError: the index at `root` does not store `requested`.
@@ -279,15 +288,15 @@ def precision_to_read(
 
 
 def _least_accurate(manifest: Manifest, name: str) -> str:
-    """Return the least accurate precision in the chain of conversions that ends at
+    """Return the least accurate precision in the chain of conversions that ends with
     `name`.
     """
     return max((name, *manifest.encoded_from.get(name, ())), key=_rank)
 
 
 def _rank(name: str) -> int:
-    """Return the rank of a precision. 0 is the most accurate, and unknown
-    precisions come last.
+    """Return the rank of a precision by accuracy. 0 is the most accurate precision.
+    Unknown precisions come last.
     """
     names = precisions()
     return names.index(name) if name in names else len(names)

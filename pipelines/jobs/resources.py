@@ -1,5 +1,5 @@
-"""The memory, disk space, devices and workers that a build, an append or an update
-needs.
+"""Estimates and checks of the memory and the disk space that a build, an append or an
+update needs, and the choice of its number of workers.
 """
 
 from __future__ import annotations
@@ -28,15 +28,17 @@ Need = dict[str, int]
 """The required memory or disk space in bytes, by purpose."""
 
 _ANN = "nearest-neighbour index"
-# metadata, and what the file system adds
+# Factor for metadata files and for what the file system adds
 _SLACK = 1.02
-# tokens, checksums, embeddings, rows; during the build also the receipt
+# Tokens of one precision, checksums, embeddings, rows, and during the build the receipt
 _FILES_PER_SHARD = 5
-# rows table and frozen inputs together, compressed, for paths of about 60 characters
+# Length of a row in the rows file and in the input list together, compressed, for paths
+# of about 60 characters
 _ROW_BYTES = 200
-# torch, open_clip and their libraries
+# Memory of a worker process for torch, open_clip and their libraries
 _PROCESS_BYTES = 600 * 2**20
-# As bytes: four batches. As float32 numbers: one batch, in the model.
+# Memory per colour value of a batch: four batches wait with 1 byte per value, and one
+# batch is in the model with 4 bytes per value (float32).
 _BYTES_PER_VALUE = 8
 _CHANNELS = 3
 _FLOAT32_BYTES = 4
@@ -47,14 +49,14 @@ class ResourcesError(UsageError):
 
 
 def described(need: Need) -> str:
-    """Return the sum of a need and its parts as text."""
+    """Return a text with the sum of a need, and in parentheses its parts."""
     parts = ", ".join(f"{name} {human_bytes(size)}" for name, size in need.items())
     return f"{human_bytes(sum(need.values()))} ({parts})"
 
 
 def usable_memory(limit: int | None) -> int:
-    """Return the free memory of this machine in bytes, or `limit` if it is smaller.
-    None is no limit.
+    """Return the free memory of this machine in bytes, but at most `limit`. None means
+    no limit.
     """
     free = available_memory()
     return free if limit is None else min(free, limit)
@@ -62,8 +64,8 @@ def usable_memory(limit: int | None) -> int:
 
 @dataclass(frozen=True)
 class Execution:
-    """Where new rows are encoded, and how many of them may fail: arguments of
-    `pipelines.build_index`.
+    """How new rows are encoded: the arguments of `pipelines.build_index` that do not
+    affect the stored tokens.
     """
 
     engine: str
@@ -78,11 +80,14 @@ def choose_workers(
     info: BundleInfo,
     execution: Execution,
 ) -> Execution:
-    """Return `execution` with the number of workers, if engine, device and memory
-    suffice. With None, the Ray cluster chooses it.
+    """Check that engine, device and memory suffice. Return `execution` with the number
+    of workers.
 
-    If `workers` is None, this is twice the number of GPUs, or the number of CPUs
-    divided by the threads of a worker, but at most as many as the memory has room for.
+    If `execution` names a Ray cluster, it is returned unchanged, and the cluster
+    chooses the number if `workers` is None. On this machine, None is replaced by twice
+    the number of GPUs if the device is cuda. On a CPU, it is replaced by the number of
+    CPUs divided by the threads of a worker. Both numbers are reduced if the memory has
+    room for fewer workers. The engine inline has one worker.
 
     Raises:
         UsageError: this machine lacks the device or the memory for the workers, or the
@@ -102,7 +107,8 @@ def choose_workers(
     if engine == "ray":
         from pipelines.engines.ray_engine import check_ray
 
-        # before the listing, which waits for a pipe that stays silent
+        # Check this before the sources are listed: a listing of standard input waits
+        # until the other program has written its list.
         check_ray(address)
     if settings.frames is not None:
         with name_missing_extra("video"):
@@ -142,8 +148,8 @@ def workers_memory(
     settings: BuildSettings,
     info: BundleInfo,
 ) -> Need:
-    """Return a lower bound of the memory that all workers need together. If
-    `workers` is None, assume one worker.
+    """Return a lower bound of the memory in bytes that all workers need together, by
+    purpose. If `workers` is None, assume one worker.
     """
     height, width = map(int, info.vision["image_size"])
     images = max(settings.batch_size, settings.frames or 1)
@@ -158,7 +164,10 @@ def workers_memory(
 
 def check_ann_memory(spec: IndexSpec, memory: int | None) -> None:
     """Raise ResourcesError if the memory is too small to build the nearest-neighbour
-    index.
+    index of an index with the shape `spec`.
+
+    Args:
+        memory: limit in bytes; None is the free memory.
     """
     need = AnnKind.choose(spec.rows, spec.embed_dim, memory).build_bytes(
         spec.rows, spec.embed_dim
@@ -179,7 +188,8 @@ def check_extension_memory(manifest: Manifest, rows: int) -> None:
     width = manifest.spec.embed_dim
     need = 0
     if ann.get("files"):
-        # it is loaded for its centroids
+        # One FAISS file is loaded for its centroids. The length of the first file is
+        # an upper bound.
         loaded = int(ann["files"][0]["bytes"])
         factory = ann.get("factory")
         kind = AnnKind.parse(factory, width) if factory else AnnKind.choose(rows, width)
@@ -192,10 +202,13 @@ def check_disk(
     spec: IndexSpec,
     memory: int | None = None,
 ) -> None:
-    """Raise ResourcesError if the disk is too small for the index.
+    """Raise ResourcesError if too little disk space is free at `root`.
 
     Args:
-        spec: shape of the index, or of its new rows.
+        spec: shape of the new index. For an append or an update, the shape of the new
+            rows alone.
+        memory: limit in bytes for the build of the nearest-neighbour index, which may
+            change its kind and size; None for no limit.
     """
     check_free_disk(
         root,
@@ -212,8 +225,8 @@ def check_free_disk(
     *,
     parameter: str | None = None,
 ) -> None:
-    """Raise ResourcesError if less disk space than `need` is free at `root`. `what`
-    names what needs it.
+    """Raise ResourcesError if less disk space than `need` is free at `root`. `what` is
+    the subject of the message, for example "the index of 6 inputs".
     """
     if sum(need.values()) > (free := free_disk(root)):
         raise ResourcesError(
@@ -224,7 +237,9 @@ def check_free_disk(
 
 
 def disk_need(spec: IndexSpec, memory: int | None = None) -> Need:
-    """Return the disk space that the whole index needs, plus 2 %."""
+    """Return the disk space in bytes that an index with the shape `spec` needs, by
+    purpose. Each number includes 2 % for metadata files and the file system.
+    """
     last = len(spec.shard_rows(spec.shards - 1))
     tokens = spec.rows * CRC_BYTES * len(spec.precisions)
     for name in spec.precisions:
@@ -233,7 +248,7 @@ def disk_need(spec: IndexSpec, memory: int | None = None) -> Need:
             size = padded_shard_bytes(rows, spec.shard_size, record_bytes)[1]
             tokens += shards * size
     embeddings = spec.shards * spec.shard_size * spec.embed_dim * _FLOAT32_BYTES
-    # files end in a partial disk block
+    # The last disk block of a file is only partly used, so count one page per file.
     rows = spec.rows * _ROW_BYTES + spec.shards * _FILES_PER_SHARD * PAGE_BYTES
     ann = spec.rows * AnnKind.choose(spec.rows, spec.embed_dim, memory).vector_bytes(
         spec.embed_dim
