@@ -1,5 +1,5 @@
-"""The jobs that the commands run, such as building an index. The jobs do not depend
-on the command line.
+"""The work behind the commands of `edje-index`, such as the build of an index. This
+package does not depend on the command line.
 """
 
 from __future__ import annotations

