@@ -42,7 +42,7 @@ function must be picklable.
 
 
 class EngineUnavailableError(EdjeError):
-    """The engine cannot start on this machine, or cannot reach its Ray cluster."""
+    """The engine cannot start on this machine, or cannot reach the Ray cluster."""
 
     remedy = "inline"
 
@@ -57,7 +57,7 @@ class TaskFailedError(EdjeError):
         message: str,
         task: Task,
     ) -> None:
-        # all arguments, so that the error can be pickled
+        # An exception is pickled by its `args`, which must be all arguments.
         super().__init__(message, task)
         self.task = task
 
@@ -80,9 +80,13 @@ def open_engine(
     address: str | None = None,
     lock: Path | None = None,
 ) -> Engine:
-    """Return the execution engine `name`: "inline", "threads" or "ray".
+    """Return an execution engine.
 
-    The other arguments configure `ray_engine.run_on_ray`, and `workers` the threads.
+    Args:
+        name: "inline", "threads" or "ray".
+        workers: number of threads or of Ray workers. The engine inline has one worker.
+        cpus, gpus, address, lock: see `ray_engine.run_on_ray`. The other engines do not
+            use these arguments.
     """
     if name == "inline":
         return run_inline
@@ -103,16 +107,17 @@ def run_inline(
     on_event: OnEvent,
     should_stop: ShouldStop,
 ) -> Generator[Any, None, None]:
-    """Run every task in the calling thread, and yield the results in order of
-    completion.
+    """Run every task in the calling thread, and yield the results.
 
-    Once `should_stop()` returns True, running tasks are told to stop, and the generator
-    ends.
+    All engines have the following arguments. They yield the results in the order in
+    which the tasks end. Once `should_stop()` returns True, an engine tells the running
+    tasks to stop, and the generator ends.
 
     Args:
         make_worker: called once in each worker process; returns the worker.
-        on_progress: called with the latest progress of each worker, in the calling
-            process.
+        tasks: tasks to run. Each is passed to a worker.
+        on_progress: called in the calling process with the latest progress of each
+            worker.
         on_event: called with messages about the machines that run the tasks.
         should_stop: returns True to stop. An engine calls this function often, so the
             function must be fast.
@@ -140,11 +145,13 @@ def run_on_threads(
     should_stop: ShouldStop,
     threads: int | None = None,
 ) -> Generator[Any, None, None]:
-    """Run the tasks in threads of this process like `run_inline`.
+    """Run every task in a thread of this process, and yield the results. See
+    `run_inline` for the other arguments and the errors.
 
     Args:
-        make_worker: returns the worker of all threads, which must be thread-safe, as
-            must `should_stop`.
+        make_worker: called once; returns the worker that all threads share. The worker
+            must be thread-safe.
+        should_stop: as for `run_inline`, but it must also be thread-safe.
         threads: number of threads; None is the number of CPUs.
     """
     worker = build_worker(make_worker)
@@ -166,7 +173,8 @@ def run_on_threads(
     waits = True
     try:
         while True:
-            # a thread that has ended a task finds the next one
+            # Submit up to two tasks per thread, so that a thread that has ended a task
+            # finds the next one.
             room = 2 * count - len(running)
             new = itertools.islice(remaining, room)
             running.update(pool.submit(run, task) for task in new)
@@ -180,7 +188,7 @@ def run_on_threads(
     except TaskInterrupted:
         return
     except KeyboardInterrupt:
-        # a thread may hang in a read
+        # Do not wait for the threads: one may hang in a read.
         waits = False
         raise
     finally:
@@ -189,8 +197,8 @@ def run_on_threads(
 
 
 def build_worker(make_worker: WorkerFactory) -> Worker:
-    """Call `make_worker` and return the worker. Raises EdjeError if `make_worker`
-    fails.
+    """Call `make_worker`, and return the worker. Raise EdjeError if `make_worker`
+    raises an exception.
     """
     try:
         with paused_collector():
@@ -205,8 +213,12 @@ def run_task(
     on_progress: OnProgress,
     should_stop: ShouldStop,
 ) -> Any:
-    """Run `task` in this process. Raises TaskFailedError, which can be sent to
-    another process, if the task fails.
+    """Run `task` in this process, and return its result.
+
+    Raises:
+        TaskFailedError: the task failed. The error contains the traceback as text, so
+            that it can be sent to another process.
+        TaskInterrupted: the task was stopped.
     """
     try:
         return worker(task, on_progress, should_stop)
@@ -219,11 +231,12 @@ def run_task(
 
 
 def worker_machine() -> tuple[str, frozenset[str]]:
-    """Return the id of the machine of this worker in this job, and the ids of all
-    machines that are not lost.
+    """Return the id of the machine of this worker, and the ids of all machines of the
+    Ray cluster that are not lost.
 
-    Return ("", frozenset()) outside a Ray cluster, where a lost machine takes the job
-    with it.
+    Each id begins with the id of the Ray job, so that the machines of an earlier job
+    count as lost. Outside a Ray cluster, return ("", frozenset()): if the only machine
+    is lost, the job is lost, too.
     """
     ray = _cluster()
     if ray is None:
@@ -237,8 +250,8 @@ def worker_machine() -> tuple[str, frozenset[str]]:
 
 
 def machine_gpus() -> int:
-    """Return the number of GPUs on this machine that this job uses; outside a Ray
-    cluster, it uses one.
+    """Return the number of GPUs that this machine has in the Ray cluster, at least 1.
+    Outside a Ray cluster, return 1.
     """
     ray = _cluster()
     if ray is None:
@@ -249,9 +262,8 @@ def machine_gpus() -> int:
 
 
 def count_metrics(values: Mapping[str, float]) -> None:
-    """Add `values` to the counters of this worker that Ray exports for Prometheus.
-
-    Does nothing outside a Ray cluster.
+    """Add `values`, by name, to the counters that Ray exports for Prometheus. Outside a
+    Ray cluster, do nothing.
     """
     if _cluster() is not None:
         for name, value in values.items():
@@ -267,7 +279,9 @@ def _counter(name: str) -> Any:
 
 
 def _cluster() -> Any:
-    """Return the `ray` package if this is a worker in a Ray cluster; else None."""
+    """Return the `ray` package if this process belongs to a Ray cluster that a job has
+    joined. Return None otherwise, also in a worker of a local Ray.
+    """
     ray = sys.modules.get("ray")
     if ray is None or not ray.is_initialized():
         return None
@@ -275,7 +289,7 @@ def _cluster() -> Any:
 
 
 def describe_error(error: BaseException) -> str:
-    """Describe `error` in one line."""
+    """Return a description of `error` in one line, for a message to the user."""
     if isinstance(error, EdjeError):
         return str(error)
     if isinstance(error, OSError) and error.strerror:

@@ -1,10 +1,11 @@
-"""Runs tasks in Ray actors, and connects to Ray for training: starts a local Ray, or
-joins a cluster.
+"""Runs tasks in Ray actors. The actors run on a local Ray, which this module starts, or
+on a Ray cluster, which it joins. Training on several workers uses the same connections.
 
 A local Ray listens on 127.0.0.1 only, requires a random token, sends no usage
-statistics, and ends with the run. Ray reads the settings for these properties at
-import. A program that imports Ray before this module must first set the environment
-variables RAY_AUTH_MODE=token and RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0.
+statistics, and ends with the run. Ray reads the settings for these properties when it
+is imported, and this module sets them before it imports Ray. A program that imports Ray
+itself must first set the environment variables RAY_AUTH_MODE=token and
+RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0.
 
 To join a cluster, this process opens ports for the nodes of the cluster. Set
 RAY_AUTH_MODE=token on each node and in this process, and keep the ports behind a
@@ -69,43 +70,47 @@ NODE_WAIT_SECONDS = 600.0
 """A job ends with an error if its cluster lacks room for its workers for this long."""
 
 _POLL_SECONDS = 0.5
-# a longer pause of this process (Ctrl-Z) does not count as a stall of the workers
+# If this process is paused (Ctrl-Z), the workers cannot report progress. Of such a
+# delay, at most this time counts as time without progress.
 _MAX_DELAY_SECONDS = 1.5
-# each takes about 0.4 ms of processor time
+# Most requests for progress per second. A request takes about 0.4 ms of CPU time.
 _QUESTIONS_PER_SECOND = 200
-# A task is late after twice the time of the longest one, and at least so many seconds.
+# A task is late after twice the time of the longest finished task, but not before this
+# time.
 _LATE_SECONDS = 10.0
-# A task fails if it has failed on so many nodes.
+# If a task has failed on this number of nodes, the run ends with an error.
 _FAILED_NODES = 3
 _REFRESH_SECONDS = 2.0
 _STOP_GRACE_SECONDS = 60.0
 _PROBE_SECONDS = 5.0
 _START_SECONDS = 60.0
-# a folder is locked soon after it is made
+# A folder that is younger than this is not removed, because its process locks it only
+# soon after it has created it.
 _NEW_FOLDER_SECONDS = 3600.0
 _FOLDER_PREFIX = "edje-ray-"
 
 _ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
-    # Ray warns if it is not set
+    # Ray prints a warning if this variable is not set.
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     # Ray prints messages about dead workers and nodes to standard output. The engine
     # reports the same problems itself.
     "RAY_DEDUP_LOGS_SKIP_REGEX": ".",
-    # Ray runs workers with nice 15, behind every other program of the machine
+    # By default, Ray runs workers with nice 15, so that they wait for every other
+    # program of the machine.
     "RAY_worker_niceness": "0",
 }
-# of every local Ray of this process, because Ray reads it once
+# The token of every local Ray of this process. Ray reads a token only once per process.
 _TOKEN = secrets.token_hex(32)
 _PRIVATE_ENVIRONMENT = {
     "RAY_AUTH_MODE": "token",
-    # makes 127.0.0.1 the address of this node, on Linux too
+    # With this value, the address of this node is 127.0.0.1, on Linux too.
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
 }
 
 
 class RayDied(EdjeError):
-    """A process of the local Ray has ended, so the local Ray no longer works."""
+    """A process that the local Ray needs has ended during the run."""
 
 
 def run_on_ray(
@@ -123,29 +128,31 @@ def run_on_ray(
     stall_seconds: float = STALL_SECONDS,
     wait_seconds: float = NODE_WAIT_SECONDS,
 ) -> Generator[Any, None, None]:
-    """Run every task in a Ray actor, see `run_inline`. The results come in order of
-    completion.
+    """Run every task in a Ray actor, and yield the results in the order in which the
+    tasks end. See `run_inline` for the errors.
 
     Args:
         make_worker, tasks, on_progress, on_event, should_stop: see `run_inline`.
         workers: largest number of actors; None starts as many actors as the cluster can
-            run at the same time. Nodes that join during the run get actors too.
-        address: address of the head of a Ray cluster to join, "host:port"; "auto" finds
-            the cluster of this machine, which RAY_ADDRESS may name. None starts Ray on
-            this machine.
-        lock: file that holds the name of this process; None checks nothing. The machine
-            of each worker must see it under the same path, because the workers write
-            beside it.
-        stall_seconds: seconds without progress after which a worker is killed. Its task
-            then runs on another worker.
-        wait_seconds: seconds without a node with room for a worker after which the run
-            ends with an error.
+            run at the same time. Nodes that join during the run get actors, too.
+        cpus: number of CPUs that Ray reserves for each actor.
+        gpus: number or fraction of GPUs that Ray reserves for each actor.
+        address: address "host:port" of the head of a Ray cluster to join. "auto" finds
+            the cluster that the variable RAY_ADDRESS names or that runs on this
+            machine. None starts a local Ray.
+        lock: lock file of the index, which contains the name of this process. Before
+            its first task, each actor checks that its machine sees the same file under
+            the same path, because the workers write to this index. None checks nothing.
+        stall_seconds: if a worker makes no progress for this number of seconds, it is
+            killed, and its task runs on another worker.
+        wait_seconds: if no node has room for a worker for this number of seconds, the
+            run ends with an error.
     """
     with connected_ray(
         address, workers=workers or 1, cpus=cpus, gpus=gpus, wait_seconds=wait_seconds
     ) as cluster:
         holder = None if lock is None else (lock, lock.read_bytes())
-        # Its two threads run a task, and answer calls of `exchange`.
+        # An actor has two threads: one runs a task, the other answers `exchange`.
         settings = {"num_cpus": cpus, "num_gpus": gpus, "max_concurrency": 2}
         actor_class = cluster.ray.remote(**settings)(EdjeWorker)
         run = _Run(
@@ -161,7 +168,9 @@ def run_on_ray(
 
 
 class EdjeWorker:
-    """Ray actor that runs tasks. Ray shows its name."""
+    """Ray actor that runs tasks. The name of the class is visible to users: Ray names
+    the process of the actor after it.
+    """
 
     def __init__(
         self,
@@ -175,13 +184,15 @@ class EdjeWorker:
         self._stop = threading.Event()
 
     def node(self) -> str:
-        """Return the id of the node of this actor, once the actor has started."""
+        """Return the id of the node of this actor. Ray answers this call once the actor
+        has started.
+        """
         import ray
 
         return str(ray.get_runtime_context().get_node_id())
 
     def run(self, task: Task) -> list[Any]:
-        """Run `task`. Return a list with its result, which is empty if the task was
+        """Run `task`. Return a list with its result, or an empty list if the task was
         stopped.
 
         Raises:
@@ -197,8 +208,8 @@ class EdjeWorker:
         return []
 
     def exchange(self, stop: bool) -> Any:
-        """Return the latest progress of the running task, or None. If `stop` is
-        true, stop the task.
+        """Return the latest progress of the running task, or None if it has reported
+        none. If `stop` is True, tell the task to stop.
         """
         if stop:
             self._stop.set()
@@ -229,12 +240,13 @@ class EdjeWorker:
 
 @dataclasses.dataclass
 class _Turn:
-    """A task that waits or runs.
+    """A task that waits or runs, and its history.
 
     Attributes:
-        attempt: number of workers that have run the task, with the present one.
-        late_on: node that left the task to another one; None if there is none.
-        failed_on: nodes on which the task failed with an error.
+        attempt: number of times that the task was given to a worker.
+        late_on: id of the node on which the task was late, so that another node runs
+            the task again; None if the task was never late.
+        failed_on: ids of the nodes on which the task failed with an error.
     """
 
     task: Task
@@ -245,13 +257,17 @@ class _Turn:
 
 @dataclasses.dataclass
 class _Job:
-    """What an actor does: it runs the task of `turn`, or it starts, if `turn` is None.
+    """What an actor does. If `turn` is None, the actor is starting. Otherwise it runs
+    the task of `turn`.
 
     Attributes:
         node: id of the node of the actor; None until the actor has started.
-        began: time at which `turn` began.
-        is_late: whether another node takes over the task.
+        turn: task that the actor runs.
+        began: value of `time.monotonic` at which the job began.
+        is_late: True if the task is late here, and an idle actor of another node is to
+            run it again.
         question: pending request for the progress of the task; None if there is none.
+        progress: latest progress of the task.
         stalled_seconds: seconds since `progress` last changed, not counting pauses of
             this process.
     """
@@ -271,12 +287,17 @@ class _Run:
     """A run of tasks on the actors of a cluster.
 
     Attributes:
-        actor_class: Ray's class of the actors; `arguments` are those of an actor.
+        actor_class: `EdjeWorker` as a class of Ray actors.
+        arguments: arguments with which each actor is created.
         waiting: tasks that no actor runs.
-        jobs: what each actor does, by the reference of its answer.
-        idle: the last jobs of actors without a task, which may take over a late one.
+        jobs: what each starting or busy actor does, by Ray's reference to the result
+            that the actor will return.
+        idle: the last job of each actor that has no task. Such an actor may take over a
+            late task.
         longest: seconds of the longest finished task.
-        failing_since: time since when actors die while they start; None if they do not.
+        failing_since: value of `time.monotonic` since which every actor has died while
+            it started; None if the last actor started.
+        stopping: True once `should_stop()` has returned True.
     """
 
     cluster: RayCluster
@@ -310,12 +331,14 @@ class _Run:
             try:
                 self.cluster.refresh(self.on_event)
             except RayDied:
-                # a signal to the whole process group ends Ray as well
+                # Ctrl-C is a signal to the whole process group, so it may end the local
+                # Ray, too. If a stop was requested, this is no error.
                 if should_stop():
                     return
                 raise
             limit = min(workers or self.cluster.room, self.cluster.room)
             while self.waiting and self.idle:
+                # Prefer an actor that is not on the node where the task was late.
                 late_on = self.waiting[0].late_on
                 helper = min(self.idle, key=lambda job: job.node == late_on)
                 self.idle.remove(helper)
@@ -328,7 +351,7 @@ class _Run:
             answers, _ = ray.wait([*self.jobs], num_returns=len(self.jobs), timeout=0)
             for answer in answers:
                 yield from self._take(answer, limit)
-            # so many questions that this process stays idle most of the time
+            # Ask rarely enough that this process is idle most of the time.
             pause = max(_POLL_SECONDS, len(self.jobs) / _QUESTIONS_PER_SECOND)
             elapsed = time.monotonic() - asked_at
             if elapsed >= pause:
@@ -336,6 +359,8 @@ class _Run:
                 self._ask(min(elapsed, pause + _MAX_DELAY_SECONDS))
 
     def _start_actors(self, limit: int) -> None:
+        # Each starting actor will run one of the waiting tasks. Start actors for the
+        # other ones, but not on nodes that are left out.
         starting = sum(job.turn is None for job in self.jobs.values())
         options = {}
         if self.cluster.left_out:
@@ -350,7 +375,12 @@ class _Run:
         answer: Any,
         limit: int,
     ) -> Generator[Any, None, None]:
-        """Take the answer of an actor, and give the actor the next task."""
+        """Handle the answer of an actor: yield the result of its task, if there is one,
+        and give the actor the next task. An actor that is not needed is killed.
+
+        Args:
+            limit: largest number of actors.
+        """
         ray = self.cluster.ray
         job = self.jobs.pop(answer)
         try:
@@ -360,7 +390,7 @@ class _Run:
                 self.longest = max(self.longest, time.monotonic() - job.began)
                 yield from results
             elif not self.stopping:
-                # it was late, and has stopped
+                # The task was late and has been stopped here. Another node runs it.
                 self.waiting.append(job.turn)
                 ray.kill(job.actor)
                 return
@@ -390,12 +420,15 @@ class _Run:
         job: _Job,
         error: Any,
     ) -> None:
-        """Leave out the node on which a task failed, or raise the error if there is no
-        other node, or if the task has failed on several.
+        """Handle the error of a task: leave out the node on which the task failed, and
+        let another node run the task. Raise the error if there is no other node, or if
+        the task has failed on `_FAILED_NODES` nodes.
         """
         turn = job.turn
         cause = error.cause
-        # otherwise the result cannot be pickled
+        # A task and the start of a worker raise only EdjeErrors. Another error comes
+        # from Ray, for example because the result of the task cannot be pickled. It
+        # would come on every node.
         if turn is None or job.node is None or not isinstance(cause, EdjeError):
             raise TaskFailedError(
                 describe_error(cause or error), turn and turn.task
@@ -423,7 +456,8 @@ class _Run:
     ) -> None:
         turn = job.turn
         if turn is None:
-            # perhaps on a lost node that Ray has not noticed
+            # The actor died while it started, perhaps on a lost node that Ray has not
+            # noticed yet. Actors are started again, but not forever.
             self.failing_since = self.failing_since or time.monotonic()
             if time.monotonic() - self.failing_since > _START_SECONDS:
                 raise EdjeError(
@@ -446,9 +480,14 @@ class _Run:
             self.on_event(StatusMessage(message, is_warning=True))
 
     def _ask(self, seconds: float) -> None:
-        """Ask the actors for progress, `seconds` after the last questions. Kill those
-        without progress for too long, and stop one that is late if an actor of another
-        node is idle.
+        """Request the progress of all running tasks, and handle the answers to the last
+        requests.
+
+        An actor whose task made no progress for too long is killed. A task that is late
+        is stopped if an actor of another node is idle, which then runs the task again.
+
+        Args:
+            seconds: time since the last call.
         """
         ray = self.cluster.ray
         late = time.monotonic() - max(_LATE_SECONDS, 2 * self.longest)
@@ -460,13 +499,14 @@ class _Run:
             )
         for answer, job in [*self.jobs.items()]:
             if job.turn is None:
-                # in a busy cluster, an actor may start late or never
+                # In a busy cluster, an actor may start late or never. Kill it if no
+                # task waits for it.
                 if not self.waiting:
                     ray.kill(self.jobs.pop(answer).actor)
                 continue
             job.stalled_seconds += seconds
             if job.question in answered:
-                # the actor may have died
+                # Ignore the error if the actor has died: its task returns it, too.
                 with contextlib.suppress(ray.exceptions.RayError):
                     progress = ray.get(job.question)
                     if progress not in (None, job.progress):
@@ -497,15 +537,21 @@ class _Run:
 
 
 class RayCluster:
-    """A connection to Ray, which watches the nodes of a cluster, or the processes of a
+    """A connection to Ray. It watches the nodes of a cluster, or the processes of a
     local Ray.
 
     Args:
+        ray: the `ray` package, which is connected.
         daemons: daemon processes of a local Ray; empty if this process joined a
             cluster.
-        min_workers: number of workers without which the job makes no progress.
-        wait_seconds: seconds without room for `min_workers` workers after which
-            `refresh` raises an error.
+        cpus: number of CPUs that each worker needs.
+        gpus: number of GPUs that each worker needs.
+        min_workers: number of workers that the job needs at least.
+        wait_seconds: if there is no room for `min_workers` workers for this number of
+            seconds, `refresh` raises an error.
+
+    Attributes:
+        left_out: ids of the nodes that get no more work.
 
     Raises:
         UsageError: the nodes have no room for `min_workers` workers.
@@ -530,7 +576,6 @@ class RayCluster:
         }
         self._read_at = self._had_room_at = time.monotonic()
         self._nodes = self._read()
-        # ids of nodes that get no more work
         self.left_out: set[str] = set()
         if self.room < min_workers:
             raise UsageError(
@@ -545,7 +590,9 @@ class RayCluster:
 
     @property
     def room(self) -> int:
-        """Number of workers that the nodes can run at the same time."""
+        """Number of workers that all nodes that are not left out can run at the same
+        time.
+        """
         return sum(
             self._node_room(node_id) for node_id in self._nodes.keys() - self.left_out
         )
@@ -555,8 +602,8 @@ class RayCluster:
         return min(int(size.get(name, 0) // need) for name, need in self._needs.items())
 
     def leave_out(self, node_id: str) -> bool:
-        """Start no more workers on a node, unless it is the last one with room. Return
-        whether it is left out.
+        """Start no more workers on a node, and return True. If no other node has room,
+        change nothing, and return False.
         """
         others = self._nodes.keys() - self.left_out - {node_id}
         if not any(self._node_room(other) for other in others):
@@ -565,15 +612,17 @@ class RayCluster:
         return True
 
     def place(self, node_id: str | None) -> str:
-        """Return " on node ADDRESS", or "" for a local Ray."""
+        """Return the text " on node ADDRESS" for a message. Return "" for a local Ray
+        or an unknown node.
+        """
         node = self._nodes.get(node_id or "")
         if self._daemons or node is None:
             return ""
         return f" on node {node['NodeManagerAddress']}"
 
     def refresh(self, on_event: OnEvent) -> None:
-        """Look which nodes of a cluster joined or left, at most every two seconds, and
-        report each of them.
+        """Check the processes of a local Ray. For a cluster, read the list of nodes, at
+        most every two seconds, and report each node that has joined or left.
 
         Raises:
             RayDied: a process that the local Ray needs has ended. Ray itself notices
@@ -606,8 +655,9 @@ class RayCluster:
             )
             on_event(StatusMessage(message, is_warning=change == "left"))
         if self.room == 0:
-            # A lost node may have been taken for another one with room. A node on
-            # which work fails again is now the last one, and ends the run.
+            # The nodes that were left out are the only ones, because a node with room
+            # has left the cluster since. Give them work again. If work fails there
+            # again, `leave_out` finds no other node, and the run ends.
             self.left_out.clear()
         if self.room >= self._min_workers:
             self._had_room_at = time.monotonic()
@@ -629,11 +679,11 @@ def connected_ray(
     min_workers: int = 1,
     wait_seconds: float,
 ) -> Iterator[RayCluster]:
-    """Join the cluster at `address`, or start a local Ray for `workers` workers if
-    `address` is None.
+    """Context manager that joins the cluster at `address`. If `address` is None, it
+    starts a local Ray for `workers` workers.
 
-    Leaving the context disconnects from the cluster, or ends the local Ray. For the
-    other arguments, see `RayCluster`.
+    At the end of the context, this process leaves the cluster, or the local Ray ends.
+    See `RayCluster` for the other arguments.
 
     Raises:
         EngineUnavailableError: the cluster cannot be joined, or Ray does not start.
@@ -658,7 +708,7 @@ def connected_ray(
             return
         _check_importable_privately()
         folder = _local_folder(stack)
-        # Workers import this package from any working directory.
+        # The workers must find this package, whatever the working directory is.
         path = os.pathsep.join(
             filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")])
         )
@@ -667,10 +717,12 @@ def connected_ray(
         try:
             ray = _initialize(
                 stack,
-                # without it, ray.init joins the cluster that RAY_ADDRESS names
+                # Without this address, `ray.init` would join the cluster that the
+                # variable RAY_ADDRESS names.
                 address="local",
                 include_dashboard=False,
-                # near Ray's minimum: tasks and results are small
+                # In bytes. A little more than Ray's minimum suffices, because tasks and
+                # results are small.
                 object_store_memory=80 * 2**20,
                 num_cpus=workers * cpus,
                 num_gpus=math.ceil(workers * gpus),
@@ -709,13 +761,14 @@ def best_device(address: str | None) -> Literal["cpu", "cuda"]:
 
 
 def check_ray(address: str | None) -> None:
-    """Check that Ray is installed and that the cluster at `address` answers, if it is
-    not None.
+    """Check that Ray is installed. If `address` has the form host:port, also check that
+    a server answers there. Ray itself would retry for minutes and then end this
+    process.
 
     Raises:
-        UsageError: `address` is neither "auto" nor of the form host:port.
-        EngineUnavailableError: nothing answers. Ray itself would retry for minutes and
-            then end this process.
+        ModuleNotFoundError: Ray is not installed.
+        UsageError: `address` is neither None, nor "auto", nor of the form host:port.
+        EngineUnavailableError: no server answers.
     """
     if importlib.util.find_spec("ray") is None:
         raise ModuleNotFoundError("No module named 'ray'", name="ray")
@@ -730,7 +783,8 @@ def check_ray(address: str | None) -> None:
     try:
         socket.create_connection((host.strip("[]"), int(port)), _PROBE_SECONDS).close()
     except (OSError, OverflowError, ValueError) as error:
-        # the port or the name is too long
+        # OverflowError: the port number is too large. ValueError: the host name or the
+        # port has too many characters.
         raise _cannot_join(address, error) from error
 
 
@@ -742,10 +796,10 @@ def _cannot_join(address: str, error: Exception) -> EngineUnavailableError:
 
 
 def _local_folder(stack: contextlib.ExitStack) -> str:
-    """Create the folder of a local Ray, which is removed with `stack`, and remove
-    folders of killed processes.
+    """Create the folder of a local Ray, and return its path. The folder is removed when
+    `stack` is closed. Folders that killed processes have left behind are removed first.
     """
-    # a socket's path has at most 107 bytes
+    # Ray puts sockets into the folder, and the path of a socket has at most 107 bytes.
     short = "/tmp" if os.access("/tmp", os.W_OK) else tempfile.gettempdir()
     parent = os.environ.get("RAY_TMPDIR", short)
     for old in Path(parent).glob(f"{_FOLDER_PREFIX}*"):
@@ -759,7 +813,8 @@ def _local_folder(stack: contextlib.ExitStack) -> str:
             ignore_cleanup_errors=True,
         )
     )
-    # without locks, no other process can lock the folder to remove it
+    # On a file system without locks, this has no effect. But no other process can lock
+    # the folder either, so none removes it.
     with contextlib.suppress(OSError):
         stack.enter_context(_locked(folder))
     return folder
@@ -767,8 +822,8 @@ def _local_folder(stack: contextlib.ExitStack) -> str:
 
 @contextlib.contextmanager
 def _locked(folder: str | Path) -> Iterator[None]:
-    """Context with a lock of `folder`, which ends with the process. Raises OSError
-    if another process has the lock.
+    """Context manager that holds a lock of `folder`. If the process is killed, the
+    operating system releases the lock. Raise OSError if another process has the lock.
     """
     fd = os.open(folder, os.O_RDONLY)
     try:
@@ -796,8 +851,8 @@ def _check_importable_privately() -> None:
 
 
 def _initialize(stack: contextlib.ExitStack, **options: Any) -> Any:
-    """Call `ray.init` and return the `ray` package. When `stack` is closed, Ray is
-    shut down.
+    """Call `ray.init` with `options`, and return the `ray` package. When `stack` is
+    closed, Ray is shut down.
     """
     import ray
 
@@ -805,8 +860,8 @@ def _initialize(stack: contextlib.ExitStack, **options: Any) -> Any:
     logging.getLogger("ray").setLevel(logging.CRITICAL)
     on_sigterm = signal.getsignal(signal.SIGTERM)
     try:
-        # A worker finds the modules of this project first where its driver finds a
-        # package of the same name first.
+        # If another project has a package `pipelines`, this process has made the two
+        # packages share the name. The workers must do the same.
         hook = (
             {"worker_process_setup_hook": "storage_formats.launch.share_package"}
             if len(pipelines.__path__) > 1
@@ -819,7 +874,7 @@ def _initialize(stack: contextlib.ExitStack, **options: Any) -> Any:
             **options,
         )
     finally:
-        # ray.init replaces the handler there
+        # In the main thread, `ray.init` replaces the handler of SIGTERM. Restore it.
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, on_sigterm or signal.SIG_DFL)
     return ray

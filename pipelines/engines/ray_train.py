@@ -32,7 +32,8 @@ _STOP_FILE = "stop"
 _RAY_FOLDER = "ray"
 _POLL_SECONDS = 0.5
 _END_SECONDS = 30
-# if a worker dies, the whole group restarts from the last checkpoint
+# If a worker dies, all workers restart from the last checkpoint. This is the largest
+# number of restarts.
 _RESTARTS = 2
 
 
@@ -45,16 +46,20 @@ def train_on_ray(
 ) -> None:
     """Train `task` on several worker processes, which communicate by NCCL or Gloo.
 
-    If a worker or its node is lost, all workers start again from the last checkpoint.
+    If a worker or its node is lost, all workers start again from the last checkpoint,
+    at most two times.
 
     Args:
-        on_record: called with the newest record of the log, if there are new ones.
+        should_stop: called about twice per second; returns True to stop.
+        on_record: called with the newest record of the training log, whenever there are
+            new records.
+        on_event: called with messages about nodes that join or leave the cluster.
 
     Raises:
-        JobStopped: `should_stop()` returned True; the last checkpoint contains all
+        JobStopped: `should_stop()` returned True. The last checkpoint then contains all
             finished steps. Also raised if the local Ray died, or if the cluster had no
-            room for all workers for `NODE_WAIT_SECONDS`; the last checkpoint is then
-            kept.
+            room for all workers for `NODE_WAIT_SECONDS`. An older checkpoint is then
+            the last one.
         UsageError: the cluster cannot run the requested number of workers at the same
             time.
         EdjeError: Ray or the training run failed; the message gives the reason.
@@ -103,15 +108,17 @@ def train_on_ray(
                         on_record(records[-1])
                     shown = len(records)
             finally:
-                # a thread that is in Ray can crash its shutdown
+                # Wait for the thread: if it is inside Ray, the shutdown of Ray can
+                # crash.
                 fit.join(_END_SECONDS)
     except EngineUnavailableError as unavailable:
-        # no other engine can train on several workers
+        # The advice of EngineUnavailableError, to use another engine, does not apply:
+        # only Ray can train on several workers.
         raise EdjeError(str(unavailable)) from unavailable.__cause__
     finally:
         shutil.rmtree(run_dir / _RAY_FOLDER, ignore_errors=True)
     if errors:
-        # The original error of the worker, without the Ray errors that wrap it.
+        # Find the original error of the worker inside the Ray errors that wrap it.
         failures = getattr(errors[0], "worker_failures", None)
         inner = next(iter(failures.values())) if failures else errors[0]
         while (cause := getattr(inner, "cause", None) or inner.__cause__) is not None:
@@ -134,7 +141,9 @@ def _fit(
     gpus: int,
     errors: list[BaseException],
 ) -> None:
-    """Train with Ray Train. If that fails, add the error to `errors`."""
+    """Train with Ray Train. This runs in a thread, so an error is not raised but added
+    to `errors`.
+    """
     try:
         try:
             from ray.train import FailureConfig, RunConfig, ScalingConfig
@@ -154,7 +163,8 @@ def _fit(
                 resources_per_worker={"CPU": cpus, **({"GPU": gpus} if gpus else {})},
             ),
             run_config=RunConfig(
-                # a new name, because a run resumes from our own checkpoints
+                # A new name for each run, so that Ray Train itself resumes nothing. The
+                # training loop resumes from its own checkpoints.
                 name=uuid.uuid4().hex,
                 storage_path=str(task.config.run.folder / _RAY_FOLDER),
                 failure_config=FailureConfig(max_failures=_RESTARTS),

@@ -1,13 +1,13 @@
 """The training job: trains a model bundle from captions and a frozen vision tower.
 
-`run` has the arguments and the result of a training. It calls `job`, which prepares the
-run folder, trains, and writes the bundle; `features` finds or builds the indexes of
-features.
+The module `run` defines the public function `train` and its result. It calls `job`,
+which prepares the run folder, trains, and writes the bundle. `features` finds or builds
+the indexes of features.
 
 Files in the run folder:
 
-    build/journal.json  all settings and digests of input files that determine the
-                        trained weights
+    build/journal.json  the settings and the digests of input files that determine
+                        the trained weights
     start/              bundle with the initial weights
     features-model/     bundle that computes the features
     features.edje/      index of the features
@@ -20,7 +20,7 @@ Files in the run folder:
     data/, dev/         token ids and embeddings of the training captions and of
                         the dev captions
     .data.part/         finished shards of `data/`, until `data/` is complete
-    checkpoints/        checkpoints
+    checkpoints/        weights and optimiser states at some steps
     log.jsonl           one record per logged step
     result.json         result of the finished run
 """

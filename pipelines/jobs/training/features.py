@@ -1,5 +1,5 @@
-"""Finds or builds the indexes that a training run reads, and finds the rows of the
-captioned images in them.
+"""Finds or builds the indexes of features that a training run reads, and finds the row
+of each captioned image.
 """
 
 from __future__ import annotations
@@ -45,10 +45,12 @@ _CROPS_AHEAD = 256
 
 @dataclass(frozen=True)
 class TrainJob:
-    """The settings of a training run, and how it reports and stops.
+    """The settings of a training run, and the functions with which it reports progress
+    and learns that it must stop.
 
     Attributes:
-        should_stop: the run stops once `should_stop()` returns True.
+        on_event: called with each progress event.
+        should_stop: called often; the run stops once `should_stop()` returns True.
     """
 
     settings: TrainSettings
@@ -67,8 +69,12 @@ class TrainJob:
     def build(
         self, name: str, model: Path, sources: tuple[str, ...], content: str
     ) -> CommittedIndex:
-        """Build the index `name` in the run folder with the bundle `model`, or
-        resume the build.
+        """Build the index `name` in the run folder with the bundle `model`, or resume
+        its build.
+
+        Args:
+            content: description of the result for the user, such as "embeddings for
+                mining".
         """
         self.say(f"computing {content}, once")
         run = self.settings.run
@@ -82,12 +88,14 @@ class TrainJob:
                 engine="ray" if run.distributed else "inline",
                 threads=run.threads,
                 device=run.device,
-                # None is the type of the training loop
+                # Without a dtype, both the build and the training loop choose it by the
+                # device alone.
                 dtype=None if dtype == "auto" else dtype,
                 address=run.address,
                 truncated="load",
                 precisions=(self.settings.inputs.feature_precision,),
-                # training has its own message about missing images
+                # Failed images do not end the build. The training run reports them
+                # itself.
                 max_failed=1.0,
                 on_event=self.on_event,
                 should_stop=self.should_stop,
@@ -97,8 +105,8 @@ class TrainJob:
     def tower_bundle(
         self, name: str, start: ModelBundle, adapter: AdapterConfig
     ) -> Path:
-        """Make a bundle of the towers of `start` and a new `adapter` in the run folder,
-        if it is missing. Return its path.
+        """Return the path of the bundle `name` in the run folder. If the bundle is
+        missing, write it with the towers of `start` and a new adapter.
         """
         model = self.folder / name
         if not model.exists():
@@ -114,11 +122,13 @@ class TrainJob:
     def sources(self, name: str, items: Sequence[CaptionedImage]) -> tuple[str, ...]:
         """Return the sources from which to build an index of `items`.
 
-        These are the archives that hold images, then the list `name` with the paths of
-        images outside archives, if any.
+        These are first the archives and Parquet files that contain images, then a list
+        of the paths of all other images. The list is written to the file `name` in the
+        run folder. It is left out if it would be empty.
         """
         paths = list(dict.fromkeys(item.path for item in items))
-        # the name of a file or a directory may look like that of a member
+        # Check first whether the path is a file, because the path of a file may look
+        # like that of an archive member.
         parts = {
             path: None if os.path.isfile(path) else split_uri(path) for path in paths
         }
@@ -142,7 +152,12 @@ def stored_features(
     items: Sequence[CaptionedImage],
     given: CommittedIndex | None,
 ) -> CommittedIndex:
-    """Return an index of the features of `items`: the index `given`, or a new index."""
+    """Return an index with the features of `items`: the index `given`, if there is one,
+    or a new index.
+
+    Raises:
+        UsageError: the index `given` has other features.
+    """
     trained = start.adapter.config
     features = trained.features(start.vision.num_patches)
     if given is not None:
@@ -158,12 +173,16 @@ def stored_features(
 def online_features(
     job: TrainJob, start: ModelBundle, items: Sequence[CaptionedImage]
 ) -> CommittedIndex:
-    """Return an index of the embeddings of the images `items`. Also write the table of
-    the images to `INPUT_TABLE`.
+    """Return an index with the embeddings of `items`, for a training run that computes
+    the features of the images at every step. Also write the table of these images to
+    `INPUT_TABLE`.
 
-    The index stores one unused patch per image instead of the features. If the table
-    exists, the images are not checked again, so a run can be resumed even if images are
-    missing.
+    Every index needs a token block per image. This index has blocks of one patch, which
+    are not used. If the table exists, the images are not listed again, so that a
+    stopped run can be resumed even if images are missing.
+
+    Raises:
+        EdjeError: the number of images has changed since the index was built.
     """
     table = job.folder / INPUT_TABLE
     name = "images.edje"
@@ -190,15 +209,17 @@ def online_features(
 def stored_views(
     job: TrainJob, start: ModelBundle, items: Sequence[CaptionedImage]
 ) -> tuple[CommittedIndex, Ints]:
-    """Return an index of the features of the augmented views of `items`.
+    """Return an index with the features of the augmented views of `items`, and the row
+    of each view of each item.
 
-    The second value is the row of each view of each item, int64 [n, views]; -1 for a
-    view that could not be indexed.
+    The rows have the shape [n, views] and dtype int64. The row is -1 for a view that
+    could not be indexed.
     """
     files = job.folder / "views"
     name = "views.edje"
     count = job.settings.augmentation.views
-    # number of each photo by its uri, in the order of `items`
+    # Number the photos by their uri, in the order of `items`. Several items may have
+    # the same photo.
     photos = dict[str, int]()
     numbers = [
         photos.setdefault(display_path(os.fsencode(item.path)), len(photos))
@@ -233,13 +254,17 @@ def crop_photos(
     photos: Mapping[str, int],
     files: Path,
 ) -> None:
-    """Write all views of the `photos` to the new folder `files`, as PHOTO-VIEW.jpg. A
+    """Write all augmented views of `photos` to the folder `files`, which is emptied
+    first. The file PHOTO-VIEW.jpg has the name of the numbers of photo and view. A
     photo that cannot be decoded gets no views.
 
     Args:
         size: height and width of a view, in pixels.
-        sources: sources with the photos, and maybe other images.
+        sources: sources that contain the photos. Their other images are skipped.
         photos: number of each photo, by its uri.
+
+    Raises:
+        JobStopped: `job.should_stop()` returned True.
     """
     settings = job.settings
     count = settings.augmentation.views
@@ -251,8 +276,8 @@ def crop_photos(
                 data, ref.uri, DecodeSettings(truncated=LOAD), lambda image: image
             )
         except ImageError:
-            # the photo has no features either; the build of the feature index reports
-            # the failure
+            # The photo has no features either, and the training run reports it as left
+            # out.
             return
         for view in range(count):
             cropped = photo_view(photo, data, view, size, settings.loop.seed)
@@ -275,8 +300,8 @@ def crop_photos(
 
 
 def check_encoder(index: CommittedIndex, accepted: str, content: str) -> CommittedIndex:
-    """Return `index`. Raise UsageError if `accepted` is not the encoder fingerprint
-    of the index.
+    """Return `index` if its encoder fingerprint is `accepted`. Otherwise raise
+    UsageError, with `content` as the description of the required features.
     """
     encoder = index.manifest.model["fingerprint"]
     if encoder != accepted:
@@ -289,8 +314,8 @@ def check_encoder(index: CommittedIndex, accepted: str, content: str) -> Committ
 
 
 def rows_of_all(index: CommittedIndex, items: Sequence[CaptionedImage]) -> Ints:
-    """Return the row in `index` of each image in `items`, int64 [n]. Raise
-    UsageError if an image has no row.
+    """Return the row in `index` of each of the n images in `items`, int64 [n]. Raise
+    UsageError if an image has no row with tokens.
     """
     rows = match_items(index.root, read_all_rows(index, NAME_COLUMNS), items).rows
     if missing := int((rows < 0).sum()):

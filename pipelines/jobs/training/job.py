@@ -1,4 +1,4 @@
-"""Runs the training job: prepares the run folder, trains, and writes the bundle."""
+"""The steps of a training run: prepare the run folder, train, and write the bundle."""
 
 from __future__ import annotations
 
@@ -83,8 +83,9 @@ def run_training(
     """Train a model bundle, or resume an interrupted training run with the same
     settings.
 
-    If `torchrun` started this process, it becomes a worker of the group: worker 0
-    prepares the run and writes the bundle, and all workers train and return the result.
+    If `torchrun` started this process, it becomes one of a group of workers. All
+    workers train and return the result. Worker 0 also prepares the run and writes the
+    bundle.
 
     Raises:
         UsageError: an input cannot be read, or the run folder belongs to another
@@ -114,8 +115,8 @@ def run_training(
 
 
 def _run(job: TrainJob, group: WorkerGroup | None) -> TrainResult:
-    """Prepare the run folder, train, and write the bundle, unless an earlier run
-    has finished.
+    """Prepare the run folder, train, and write the bundle. If an earlier call has
+    finished the training run, return its result.
     """
     started = time.monotonic()
     folder = job.folder
@@ -159,7 +160,8 @@ def _run(job: TrainJob, group: WorkerGroup | None) -> TrainResult:
                 f"{run.out} exists already; remove this folder, or set run.out to"
                 " another folder"
             )
-        # raises an error for too few captions before anything is computed
+        # If there are too few captions, this raises an error before anything is
+        # computed.
         total_steps(settings.loop, sum(len(item.captions) for item in items))
         task, counts = prepare_task(
             job, fingerprint, given, items, dev_items, continued
@@ -180,8 +182,16 @@ def prepare_task(
     dev_items: list[CaptionedImage],
     continued: tuple[Path, str, int] | None,
 ) -> tuple[TrainTask, Json]:
-    """Make what the run folder lacks: the initial model, the indexes of features, and
-    the tables of captions.
+    """Write those of these files that the run folder lacks: the initial model, the
+    indexes of features, and the tables of captions.
+
+    Args:
+        fingerprint: fingerprint of the settings and data.
+        given: indexes that the user gives, by the name of their setting.
+        items: captioned images to train on.
+        dev_items: captioned images of the dev set; empty if there is none.
+        continued: run folder, fingerprint and last step of the run whose optimiser
+            state is continued, as returned by `last_step`; None begins a new state.
 
     Returns:
         The task of the workers, and the attributes `images`, `captions`, `left_out` and
@@ -245,7 +255,7 @@ def prepare_task(
         steps=steps,
         new_adapter=inputs.init is None
         or read_bundle_info(inputs.init).adapter != start.info.adapter,
-        # a worker has another directory
+        # Absolute, because a worker may run in another directory.
         miner=None if inputs.miner is None else inputs.miner.absolute(),
         inputs=folder / INPUT_TABLE if is_online else None,
         views=views,
@@ -260,8 +270,12 @@ def prepare_task(
 def write_bundle(
     job: TrainJob, task: TrainTask, counts: Json, started: float
 ) -> TrainResult:
-    """Write the bundle of a checkpoint, and its record in the run folder. `counts`
-    are those of `prepare_task`.
+    """Write the bundle of the last checkpoint, or of the step to export. Unless a step
+    is exported, also write the result to the run folder.
+
+    Args:
+        counts: attributes of the result, as returned by `prepare_task`.
+        started: time at which this call started, as returned by `time.monotonic`.
     """
     settings = task.config
     run = settings.run
@@ -286,8 +300,8 @@ def write_bundle(
     )
     left_out = dict(Counter(counts["left_out"]) + Counter(unreadable_by_reason(folder)))
     log = read_log(folder)
-    # By what is ranked: images in text-to-image search, captions in image-to-text
-    # search.
+    # The keys say what is ranked: images in text-to-image search, captions in
+    # image-to-text search.
     dev = {
         ranked: {
             **asdict(choices[direction]),
@@ -312,8 +326,8 @@ def write_bundle(
         )
 
     def record(info: BundleInfo) -> None:
-        # Written before the bundle appears: a bundle without its record would look like
-        # another run's.
+        # `save` calls this function before the bundle appears at its path. A bundle
+        # without a record would look like the bundle of another run.
         if run.export_step is None:
             write_json_atomic(folder / "result.json", asdict(result(info)))
 
@@ -323,18 +337,19 @@ def write_bundle(
 def training_record(
     settings: TrainSettings, given: Mapping[str, CommittedIndex]
 ) -> Json:
-    """Return everything that determines the trained weights, by ``group.key``: the
-    settings, with a digest in place of each input file.
+    """Return a record of everything that determines the trained weights: the settings
+    by ``group.key``, in which a digest replaces each input file.
     """
-    # The settings in `fitting` are applied to the last checkpoint and do not change the
-    # trained weights.
+    # The groups `fitting` and `run` do not change the trained weights. The settings of
+    # `fitting` are applied to the last checkpoint.
     groups = settings.model_dump(mode="json", exclude={"fitting", "run"})
     inputs = settings.inputs
     recorded = groups["inputs"]
     recorded["captions"] = [_file_digest(path) for path in inputs.captions]
     if inputs.images is not None:
         recorded["images"] = str(inputs.images.absolute())
-    # the features include the dev images
+    # Record the dev captions too, because the indexes of features contain the dev
+    # images.
     if inputs.dev is not None:
         recorded["dev"] = _file_digest(inputs.dev)
     for name, index in given.items():
@@ -369,12 +384,17 @@ def _file_digest(path: Path) -> str:
 
 
 def begin_run(folder: Path, record: Json) -> str:
-    """Write `record` to the journal of the run folder, or compare it with the record in
-    the journal. Return the fingerprint of `record`. A run folder with nothing but a
-    journal takes the new record.
+    """Write `record` to the journal of the run folder. If the run has begun before,
+    compare `record` with the journal instead. Return the fingerprint of `record`.
 
-    The journal is that of the changes of an index. Its base is None, because a run
-    changes no index.
+    If the run folder contains nothing but a journal, nothing has been computed, and
+    `record` replaces the journal. The journal has the format of the journal of an index
+    change. Its `base` is None, because a run changes no index.
+
+    Raises:
+        UsageError: the run was begun with other settings, or the folder is not a run
+            folder.
+        EdjeError: the journal is damaged.
     """
     layout = Layout(folder)
     try:
@@ -384,7 +404,7 @@ def begin_run(folder: Path, record: Json) -> str:
             f"cannot read {layout.journal}: {error.__cause__}; restore the file, or set"
             " run.dir to another folder"
         ) from error
-    # holds the lock
+    # The folder `build` does not count: it contains the lock and the journal.
     others = {entry.name for entry in folder.iterdir()} - {layout.build.name}
     if journal is None and others:
         raise UsageError(
@@ -410,9 +430,14 @@ def begin_run(folder: Path, record: Json) -> str:
 
 
 def finished_result(settings: TrainSettings, fingerprint: str) -> TrainResult | None:
-    """Return the result of the training run if an earlier call finished it, else None.
+    """Return the result of the training run if an earlier call has finished it; None
+    otherwise.
 
-    `fingerprint` is the fingerprint of the settings and data.
+    Args:
+        fingerprint: fingerprint of the settings and data.
+
+    Raises:
+        UsageError: the bundle was made with other settings of the final score.
     """
     out = settings.run.out
     result = read_result(settings.run.folder)
@@ -420,7 +445,7 @@ def finished_result(settings: TrainSettings, fingerprint: str) -> TrainResult | 
         return None
     written = (result.run, result.bundle, result.fingerprint)
     if written != (fingerprint, str(out), read_bundle_info(out).fingerprint):
-        # the bundle was replaced
+        # The result belongs to another run, or the bundle was replaced.
         return None
     if result.fitting != settings.fitting.model_dump():
         raise UsageError(
@@ -432,7 +457,7 @@ def finished_result(settings: TrainSettings, fingerprint: str) -> TrainResult | 
 
 
 def read_result(folder: Path) -> TrainResult | None:
-    """Return the result of the finished run in a run folder; None if there is none."""
+    """Return the result in a run folder; None if the run has not finished."""
     path = folder / "result.json"
     if not path.exists():
         return None
@@ -447,11 +472,10 @@ def read_result(folder: Path) -> TrainResult | None:
 
 def last_step(bundle: Path) -> tuple[Path, str, int]:
     """Return the run folder, the fingerprint and the last step of the training run that
-    made `bundle`.
+    made `bundle`. The run folder is the directory BUNDLE.run beside the bundle.
 
     Raises:
-        UsageError: the folder BUNDLE.run is missing, or belongs to the run of another
-            bundle.
+        UsageError: the run folder is missing, or belongs to another bundle.
     """
     folder = bundle.absolute().with_name(f"{bundle.name}.run")
     result = read_result(folder)
@@ -471,10 +495,19 @@ def match_captions(
 ) -> tuple[list[CaptionedImage], CaptionSet, CaptionSet | None, Json]:
     """Find the captioned images that have features in `index`.
 
+    Args:
+        index: index of the features.
+        items: captioned images to train on.
+        dev_items: captioned images of the dev set; empty if there is none.
+
     Returns:
-        The images to train on; their captions; the dev captions, None if there are
-        none; and the attributes `images`, `captions`, `left_out` and `truncated` of the
-        result.
+        Four values: the training images that have features; their captions; the dev
+        captions, or None if there are none; and the attributes `images`, `captions`,
+        `left_out` and `truncated` of the result.
+
+    Raises:
+        UsageError: an image is not in `index`, or no training or dev image has
+            features.
     """
     table = read_all_rows(index, NAME_COLUMNS)
 
@@ -518,8 +551,12 @@ def _teacher_tokens(
     features: CommittedIndex,
     items: list[CaptionedImage],
 ) -> tuple[CommittedIndex, Ints] | None:
-    """Return the index of the teacher's tokens and the row of each image; None if
-    its adapter reads `features`.
+    """Return the index with the tokens of the teacher, and the row of each image.
+    Return None if there is no such index, because the adapter of the teacher can
+    compute the tokens from the features of the student.
+
+    Raises:
+        UsageError: the teacher and the student do not fit together.
     """
     info = read_bundle_info(teacher)
     student = start.info
@@ -552,8 +589,11 @@ def _teacher_tokens(
 
 
 def run_steps(job: TrainJob, task: TrainTask, group: WorkerGroup | None) -> None:
-    """Train from the last checkpoint to the last step: in this process, on Ray, or
-    as a worker of `torchrun`.
+    """Train from the last checkpoint to the last step. The steps run in this process,
+    on Ray, or in a worker of `torchrun`.
+
+    Args:
+        group: the workers of `torchrun`; None if it did not start this process.
     """
     last = -_REPORT_SECONDS
 
@@ -574,14 +614,15 @@ def run_steps(job: TrainJob, task: TrainTask, group: WorkerGroup | None) -> None
                 group.share(task)
             run_worker(task, group or WorkerGroup(), job.should_stop, report)
     except TrainingStopped as error:
-        # with a cause, the stop would not count as requested
+        # A JobStopped with a cause would count as an error, not as a requested stop.
         raise JobStopped(str(error)) from None
 
 
 def describe_record(record: Json) -> str:
-    """Return a log record as one line of text."""
+    """Return a record of the training log as one line of text."""
     parts = [f"{record['phase']} {record['step']:,}/{record['steps']:,}"]
-    # an evaluation, or shards of captions
+    # Only a training step has a learning rate. Other records are about an evaluation
+    # or about shards of captions.
     if "lr" not in record:
         recalls = (name for name in ("t2i", "i2t") if name in record)
         parts += [f"{name} R@1 {100 * record[name]:.1f}" for name in recalls]

@@ -1,4 +1,4 @@
-"""The training job: its arguments and its result."""
+"""The function `train`, and the result of a training run."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ class TrainResult:
         run: fingerprint of the settings and data of the training run.
         images, captions: numbers of training images and training captions.
         left_out: number of images without features, by reason. Images that became
-            unreadable during the training are counted too. The entry "blank-caption"
-            counts blank captions.
+            unreadable during the training are counted too. The key "blank-caption" is
+            an exception: its value is the number of blank captions.
         steps: number of finished steps of the phase that trains the joint encoder.
         seconds: wall time of this run.
-        last: the last log record; empty if there is none.
+        last: last record of the training log; empty if there is none.
         score: weights of the final score by direction; see
             `edje_index.scoring.weights.DirectionWeights`.
-        fitting: settings of the final score.
-        dev: fitted weights and recalls on the dev captions; see
-            `edje_index.training.fit_weights`. The key "images" is for text-to-image
-            search, "captions" for image-to-text search. None without dev captions.
+        fitting: settings with which the weights of the final score were fitted.
+        dev: fitted weights and recalls on the dev captions, by what is ranked: the key
+            "images" is for text-to-image search, "captions" for image-to-text search.
+            See `edje_index.training.fit_weights`. None without dev captions.
         truncated: number of training images that could be decoded only in part.
-        already_finished: True if an earlier run had finished the training run. Nothing
-            was done in this case.
+        already_finished: True if an earlier call had finished the training run. This
+            call then did nothing.
 
     Examples:
         >>> from edje_index import TrainResult
