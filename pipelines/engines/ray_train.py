@@ -118,16 +118,17 @@ def train_on_ray(
     finally:
         shutil.rmtree(run_dir / _RAY_FOLDER, ignore_errors=True)
     if errors:
+        first_error = errors[0]
         # Find the original error of the worker inside the Ray errors that wrap it.
-        failures = getattr(errors[0], "worker_failures", None)
-        inner = next(iter(failures.values())) if failures else errors[0]
+        failures = getattr(first_error, "worker_failures", None)
+        inner = next(iter(failures.values())) if failures else first_error
         while (cause := getattr(inner, "cause", None) or inner.__cause__) is not None:
             inner = cause
-        if isinstance(errors[0], EdjeError):
-            raise errors[0]
-        raise EdjeError(f"training on Ray failed: {describe_error(inner)}") from errors[
-            0
-        ]
+        if isinstance(first_error, EdjeError):
+            raise first_error
+        raise EdjeError(
+            f"training on Ray failed: {describe_error(inner)}"
+        ) from first_error
     if stop_file.exists():
         stop_file.unlink()
         raise JobStopped(
@@ -184,11 +185,11 @@ def _worker_loop(config: Json) -> None:
 
     task: TrainTask = config["task"]
     context = ray.train.get_context()
-    sizes = (
+    group = WorkerGroup(
         context.get_world_rank(),
         context.get_world_size(),
         context.get_local_world_size(),
+        patient_group(),
     )
-    group = WorkerGroup(*sizes, patient_group())
     with contextlib.suppress(TrainingStopped):
         run_worker(task, group, (task.config.run.folder / _STOP_FILE).exists)

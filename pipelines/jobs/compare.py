@@ -353,9 +353,12 @@ def compare_sources(
             f" FROM pending LEFT JOIN rows USING (row_id) WHERE {condition}"
             " ORDER BY position"
         )
-        for position, ref, *row in database.execute(query):
-            found = None if row[0] is None else _Row._make(row)
-            yield position, pickle.loads(ref), found
+        for position, ref, *columns_of_row in database.execute(query):
+            # The row id is null if no row has the name and content of the input.
+            row = None
+            if columns_of_row[0] is not None:
+                row = _Row._make(columns_of_row)
+            yield position, pickle.loads(ref), row
 
     # If a server does not respond or refuses a request, keep the row of the input, and
     # the original of this row. A failed row is not kept here. A local file that is
@@ -398,10 +401,10 @@ def compare_sources(
     database.execute(f"UPDATE rows SET state = {_REPLACED} WHERE state = {_REPEATED}")
 
     def row_ids(condition: str) -> array[int]:
-        found = database.execute(
+        selected = database.execute(
             f"SELECT row_id FROM rows WHERE {condition} ORDER BY row_id"
         )
-        return array("q", (row_id for (row_id,) in found))
+        return array("q", (row_id for (row_id,) in selected))
 
     # Give a new row to each remaining input, unless it is a duplicate. Its old row, if
     # there is one, is replaced.
@@ -429,17 +432,18 @@ def compare_sources(
                     " is unchanged"
                 )
         content = _digest(ref.content_hash)
-        held = database.execute(
+        kept_row = database.execute(
             "SELECT 1 FROM rows WHERE hash = ?"
             f" AND state IN ({_KEPT}, {_KEPT_ORIGINAL})",
             [content],
         ).fetchone()
-        is_held = held is not None
-        held_tokens += is_held and row is not None and row.has_tokens
-        if content is not None and not is_held:
+        is_repeated = kept_row is not None
+        # Count the rows with tokens whose input now has the content of a kept row.
+        held_tokens += is_repeated and row is not None and row.has_tokens
+        if content is not None and not is_repeated:
             added = database.execute("INSERT OR IGNORE INTO new VALUES(?)", [content])
-            is_held = added.rowcount == 0
-        if is_held:
+            is_repeated = added.rowcount == 0
+        if is_repeated:
             repeated += 1
             continue
         if row is not None and retry_failed and row.failed_for is not None:
@@ -464,26 +468,16 @@ def compare_sources(
         for row_id, values in metadata.items()
         if row_ids(f"row_id = {row_id} AND {kept}")
     }
-    empty = [
-        display_path(source.path)
-        for source in sources
-        if not source.inputs and max_vanished < 1
-    ]
     own = {display_path(source.path) for source in sources}
-    _refuse_hidden_rows(
-        index,
-        {
-            **dict.fromkeys(empty, "it lists no images"),
-            **{
-                path: "it is not read, because images lie beside it: move them"
-                for source in sources
-                for path in source.hidden - own
-                if max_vanished < 1
-            },
-            **hidden,
-        },
-        vanished + cut_off,
-    )
+    # A source may be empty if all rows may vanish. An archive beside images is not
+    # read, unless it is a source itself.
+    for source in sources if max_vanished < 1 else ():
+        if not source.inputs:
+            hidden.setdefault(display_path(source.path), "it lists no images")
+        for path in source.hidden - own:
+            problem = "it is not read, because images lie beside it: move them"
+            hidden.setdefault(path, problem)
+    _refuse_hidden_rows(index, hidden, vanished + cut_off)
     lost += len(vanished)
     if lost > max_vanished * rows + 1e-6:
         raise EdjeError(

@@ -224,6 +224,8 @@ def compaction(index: CommittedIndex, only_shards_with_deleted: bool) -> Edit:
         row_shards = np.unique(index.deleted.row_ids // spec.shard_size)
         shards = _with_duplicates(index, row_shards.tolist())
     elif not len(index.deleted):
+        # By number, the rows of each shard that is not full. Joining these shards pays
+        # if their rows fit into fewer shards.
         small = {
             shard: rows
             for shard in shards
@@ -231,8 +233,8 @@ def compaction(index: CommittedIndex, only_shards_with_deleted: bool) -> Edit:
         }
         is_saving = -(-sum(small.values()) // spec.shard_size) < len(small)
         # The new files contain the edited values.
-        some = {*index.edits.shards, *(small if is_saving else ())}
-        shards = _with_duplicates(index, some)
+        chosen = {*index.edits.shards, *(small if is_saving else ())}
+        shards = _with_duplicates(index, chosen)
     if not shards:
         return Edit(spec)
     return rewriting(index, shards, spec.shard_size)
@@ -358,14 +360,14 @@ class CopyTask:
     plan: str
 
 
-def _with_duplicates(index: CommittedIndex, some: Iterable[int]) -> list[int]:
-    """Return the shards `some` and all shards with a duplicate of one of their rows,
+def _with_duplicates(index: CommittedIndex, chosen: Iterable[int]) -> list[int]:
+    """Return the shards `chosen` and all shards with a duplicate of one of their rows,
     ascending.
 
     The step is repeated for the shards that it adds, until it adds none.
     """
     spec = index.spec
-    shards = set(some)
+    shards = set(chosen)
     grew = bool(index.manifest.counts.duplicates)
     while grew:
         before = len(shards)
@@ -575,12 +577,13 @@ def _copy_files(
     """
     copied = []
     done = 0
-    wanted = itertools.takewhile(lambda _: not should_stop(), entries)
+    until_stopped = itertools.takewhile(lambda _: not should_stop(), entries)
     with contextlib.closing(
-        ordered_map(copy, wanted, _FILES_AT_ONCE, 2 * _FILES_AT_ONCE)
+        ordered_map(copy, until_stopped, _FILES_AT_ONCE, 2 * _FILES_AT_ONCE)
     ) as results:
         for done, (is_new, entry) in enumerate(zip(results, entries, strict=False), 1):
-            copied += [entry] if is_new else []
+            if is_new:
+                copied.append(entry)
             on_event(Progress("copying files", done, len(entries)))
     if done < len(entries):
         raise JobStopped(
@@ -679,7 +682,7 @@ def merging(
     deleted = Tombstones()
     edits = list[pa.Table]()
     # Content hashes of the indexed rows of the indexes before this one.
-    known: NDArray[np.bytes_] = np.empty(0, _HASH)
+    earlier_hashes: NDArray[np.bytes_] = np.empty(0, _HASH)
     on_event(StatusMessage("looking for duplicates"))
     for each in indexes:
         spec = each.spec
@@ -694,18 +697,18 @@ def merging(
         for shard in spec.shard_numbers():
             origins[shard + offset // size] = (copier, shard)
         repeated = [np.empty(0, np.int64)]
-        contents = [known]
+        contents = [earlier_hashes]
         for table in iter_rows(each, ["row_id", "content_hash", "status"]):
             digits = table["content_hash"].fill_null("").to_pylist()
             hashes = np.array(digits, _HASH)
-            is_known = np.isin(hashes, known) & (hashes != b"")
+            is_known = np.isin(hashes, earlier_hashes) & (hashes != b"")
             repeated.append(table["row_id"].to_numpy()[is_known])
             contents.append(hashes[table["status"].to_numpy() == INDEXED])
-        known = np.unique(np.concatenate(contents))
+        earlier_hashes = np.unique(np.concatenate(contents))
         rows = np.concatenate(repeated)
         edits.append(each.edits.moved(functools.partial(np.add, offset)))
-        gone = np.concatenate([each.deleted.row_ids, rows])
-        deleted = deleted.with_rows(gone + offset)
+        deleted_rows = np.concatenate([each.deleted.row_ids, rows])
+        deleted = deleted.with_rows(deleted_rows + offset)
         inputs.append(
             {
                 "name": each.root.name,
@@ -722,11 +725,13 @@ def merging(
             f" indexes, so that the index has at most {MAX_COLUMNS}"
         )
     groups = [recorded_sources(manifest) for manifest in manifests]
-    every = None
+    all_groups = None
     if None not in groups:
         # Keep the order, and list each group once.
-        every = dict.fromkeys(group for of_index in groups for group in of_index or ())
-    settings = with_sources(manifests[0], every)
+        all_groups = dict.fromkeys(
+            group for of_index in groups for group in of_index or ()
+        )
+    settings = with_sources(manifests[0], all_groups)
     digests = [manifest.settings.get("inputs_digest") for manifest in manifests]
     if None not in digests:
         text = " ".join(map(str, digests))

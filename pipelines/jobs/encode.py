@@ -332,10 +332,10 @@ def open_worker(
     if encoder.device.type == "cuda":
         share = usable_cpus() // (per_gpu * machine_gpus())
         threads = min(max(1, share), _MAX_DECODE_THREADS)
-    # Only one thread at a time acquires places. Otherwise two threads that need all
-    # places could each hold one and wait for the other forever.
+    # Only one thread at a time acquires permits. Otherwise two threads that need all
+    # permits could each hold one and wait for the other forever.
     entrance = threading.Lock()
-    places = threading.Semaphore(SHARDS_PER_GPU)
+    permits = threading.Semaphore(SHARDS_PER_GPU)
 
     def encode(
         task: ShardTask,
@@ -346,11 +346,11 @@ def open_worker(
         # If a worker process died at this shard, the file of the attempt exists. The
         # shard is then encoded alone. Otherwise the process could die from an input of
         # another shard, and an input of this shard would be blamed.
-        ended = Layout(Path(task.root)).attempt(task.shard).exists()
-        needed = SHARDS_PER_GPU if ended else 1
+        worker_died = Layout(Path(task.root)).attempt(task.shard).exists()
+        needed = SHARDS_PER_GPU if worker_died else 1
         with entrance:
             for _ in range(needed):
-                places.acquire()
+                permits.acquire()
         try:
             receipt = encode_shard(
                 replace(task, decode_threads=threads),
@@ -361,7 +361,7 @@ def open_worker(
                 alive=alive,
             )
         finally:
-            places.release(needed)
+            permits.release(needed)
         count_metrics(
             {
                 "images": receipt.indexed,

@@ -307,12 +307,13 @@ class ShardEncoder:
                     raise EdjeError(f"{root} was not built from images")
                 self._inputs = self._read_inputs()
             inputs = self._inputs
-            wanted = [
+            # Positions that no earlier call has tried to encode
+            untried = [
                 at
                 for at in needed.tolist()
                 if at in inputs and at not in self._blocks | self._refused
             ]
-            if self._problem is not None or not wanted:
+            if self._problem is not None or not untried:
                 return self._blocks
             self._on_event(
                 StatusMessage(
@@ -321,7 +322,7 @@ class ShardEncoder:
             )
             settings = settings_of(root, manifest)
             size = settings.decoding.inputs_per_batch(settings.batch_size)
-            for start in sorted({position // size * size for position in wanted}):
+            for start in sorted({position // size * size for position in untried}):
                 if self._should_stop():
                     raise JobStopped("stopped")
                 batch = [
@@ -343,7 +344,7 @@ class ShardEncoder:
                     for number, reason in reasons.items()
                 }
                 self._refused |= {
-                    at: reason for at, reason in refused.items() if at in wanted
+                    at: reason for at, reason in refused.items() if at in untried
                 }
         except JobStopped:
             raise

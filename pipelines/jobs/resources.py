@@ -122,10 +122,10 @@ def choose_workers(
             )
     if engine != "inline" and address is not None:
         return execution
-    most = usable_cpus() // settings.threads
+    max_workers = usable_cpus() // settings.threads
     if settings.is_cuda:
-        most = SHARDS_PER_GPU * cuda_devices()
-        if not most:
+        max_workers = SHARDS_PER_GPU * cuda_devices()
+        if not max_workers:
             raise UsageError(
                 "the device is cuda, but torch finds no CUDA device on this machine;"
                 " use the device cpu",
@@ -135,7 +135,7 @@ def choose_workers(
         workers = 1
     elif workers is None:
         worker_bytes = sum(workers_memory(1, settings, info).values())
-        workers = max(1, min(most, usable_memory(memory) // worker_bytes))
+        workers = max(1, min(max_workers, usable_memory(memory) // worker_bytes))
     need = workers_memory(workers, settings, info)
     _check_memory(
         need, memory, "use fewer workers or a smaller batch size", parameter="workers"

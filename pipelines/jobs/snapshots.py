@@ -451,9 +451,9 @@ def edited_values(
     Raises:
         UsageError: there would be too many columns.
     """
-    known = {column.name: column for column in index.manifest.columns}
+    columns_by_name = {column.name: column for column in index.manifest.columns}
     names = sorted({name for row in values.values() for name in row})
-    stored = [name for name in names if name in known]
+    stored = [name for name in names if name in columns_by_name]
     row_ids = sorted(values)
     # `row_id` is read too, so that there is a row even if all columns are new.
     rows = read_index_rows(index, row_ids, ["row_id", *stored]).to_pylist()
@@ -463,7 +463,7 @@ def edited_values(
     for row in rows:
         for name, value in values[row["row_id"]].items():
             before = row.get(name)
-            is_same = is_value(before, value, known.get(name))
+            is_same = is_value(before, value, columns_by_name.get(name))
             is_by_user = (row["row_id"], name) in by_users
             if is_given and is_by_user:
                 lines.append(_line(row["row_id"], GIVEN + name, value))

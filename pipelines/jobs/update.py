@@ -139,18 +139,18 @@ def append_index(
             hashes = {
                 ref.content_hash for ref in listed if ref.content_hash is not None
             }
-            known = known_contents(change.index, hashes)
-            # An input that cannot be read has no content hash. It is skipped if the
-            # index has a failed row with its uri.
+            keys_in_index = known_contents(change.index, hashes)
+            # An input that cannot be read has no content hash. Its key is its uri, and
+            # it is skipped if the index has a failed row with this uri.
             unread = {ref.uri for ref in listed if ref.content_hash is None}
             for table in iter_rows(change.index, ["uri", "status"]) if unread else ():
                 failed = table.filter(pc.field("status") == FAILED)
-                known |= unread.intersection(failed["uri"].to_pylist())
+                keys_in_index |= unread.intersection(failed["uri"].to_pylist())
             refs = [
                 ref
                 for ref in listed
                 if ref.duplicate_of is None
-                and (ref.content_hash or ref.uri) not in known
+                and (ref.content_hash or ref.uri) not in keys_in_index
             ]
             duplicates = len(listed) - len(refs)
             changes = SourceChanges(
@@ -284,6 +284,8 @@ def update_index(
                 and line["column"].startswith(GIVEN)
             ]
             lines = pa.concat_tables([lines, pa.Table.from_pylist(given, EDIT_SCHEMA)])
+        # If the update only tries failed inputs again, and all fail again, nothing is
+        # committed.
         edit = replace(
             edit,
             edits=lines,
@@ -475,15 +477,15 @@ def _cover(groups: Iterable[SourceGroup], group: SourceGroup) -> bool:
     """Return True if each source of `group` is a source of `groups`, or is inside
     one.
     """
-    known = tuple(f"{source}/" for each in groups for source in each.sources)
-    return all(f"{source}/".startswith(known) for source in group.sources)
+    prefixes = tuple(f"{source}/" for each in groups for source in each.sources)
+    return all(f"{source}/".startswith(prefixes) for source in group.sources)
 
 
 def _with_lost(
-    work: ShardWork, change: IndexChange, replaced: int, most: float
+    work: ShardWork, change: IndexChange, replaced: int, allowed: float
 ) -> ShardWork:
     """Return `work` with a further check: raise an error after the last shard if inputs
-    failed, and more than `most` of the `replaced` rows get no new row with tokens.
+    failed, and more than `allowed` of the `replaced` rows get no new row with tokens.
 
     This protects an index whose images are on a server that answers every request with
     the same error page: the images then seem changed, but none can be decoded.
@@ -493,7 +495,7 @@ def _with_lost(
         work.check(receipts)
         lost = replaced - sum(each.indexed for each in receipts)
         failed = any(each.failed for each in receipts)
-        if len(receipts) == len(work.shards) and failed and lost > most + 1e-6:
+        if len(receipts) == len(work.shards) and failed and lost > allowed + 1e-6:
             change.abandon()
             raise FailedInputsError(
                 f"{counted(lost, 'row')} would be deleted, and inputs of the sources"
