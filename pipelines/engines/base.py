@@ -25,19 +25,21 @@ from storage_formats.errors import EdjeError, TaskInterrupted
 from storage_formats.threads import usable_cpus
 
 CLUSTER = "edje-index"
-"""Namespace of the workers that run on a Ray cluster."""
+"""Ray namespace of the processes that join a Ray cluster for a job, and of their
+workers. A local Ray has another namespace.
+"""
 
 _POLL_SECONDS = 0.2
 
 Task = Any
 OnProgress = Callable[[Any], None]
 Worker = Callable[[Task, OnProgress, ShouldStop], Any]
-"""`worker(task, on_progress, should_stop) -> result`. Raises `TaskInterrupted` if
-`should_stop()` returned True.
+"""Function `worker(task, on_progress, should_stop)` that runs a task and returns its
+result. It raises `TaskInterrupted` if `should_stop()` returned True.
 """
 WorkerFactory = Callable[[], Worker]
-"""Function that is called in the worker's process and returns the worker. The
-function must be picklable.
+"""Function that returns a worker. It is called in the process of the worker, so it must
+be picklable.
 """
 
 
@@ -66,8 +68,8 @@ class TaskFailedError(EdjeError):
 
 
 Engine = Callable[..., Generator[Any, None, None]]
-"""Function with the arguments of `run_inline` that runs every task on workers, and
-yields the results.
+"""Function that runs every task on workers, and yields the results. It has the
+arguments of `run_inline`.
 """
 
 

@@ -55,19 +55,22 @@ from pipelines.progress.wording import counted, duration
 from storage_formats.errors import EdjeError, TaskInterrupted, UsageError
 
 ATTEMPTS = 5
-"""A task fails if so many workers died or stalled while running it.
+"""Largest number of attempts at a task. If this number of workers have died or stalled
+while they ran the task, the task fails.
 
 `edje_index.indexing.shard_encoding` needs four attempts to find an input that makes
 workers die, and to leave it out.
 """
 
 STALL_SECONDS = 600.0
-"""A worker without progress for this long is replaced. One batch of a large model
-on few cores takes minutes.
+"""A worker that makes no progress for this time is replaced. The time is long, because
+one batch of a large model takes minutes on few cores.
 """
 
 NODE_WAIT_SECONDS = 600.0
-"""A job ends with an error if its cluster lacks room for its workers for this long."""
+"""If the cluster has no room for the workers for this time, the job ends with an
+error.
+"""
 
 _POLL_SECONDS = 0.5
 # If this process is paused (Ctrl-Z), the workers cannot report progress. Of such a

@@ -85,7 +85,9 @@ if TYPE_CHECKING:
     from edje_index.indexing.faiss_build import AnnRequest
 
 PROCESSORS_MEMBER = "encoded_on"
-"""Key of the sorted `ShardReceipt.encoded_on` in the settings of an index."""
+"""Key in the settings of an index. The value is the sorted list of the processors that
+encoded the rows, as named by `ShardReceipt.encoded_on`.
+"""
 
 
 class FailedInputsError(EdjeError):

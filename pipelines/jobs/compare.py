@@ -65,7 +65,7 @@ _COLUMNS = (
 _HIDES_OTHERS = frozenset(
     {"truncated-archive", "damaged-archive", "missing", "unreadable"}
 )
-"""Problems of a directory or an archive after which its inputs cannot be listed."""
+"""Problems of a directory or an archive that keep the listing from its other inputs."""
 
 
 @dataclass(frozen=True)
@@ -220,6 +220,7 @@ def _load_rows(
 
 
 def _digest(content_hash: str | None) -> bytes | None:
+    """Convert a content hash from hexadecimal digits to bytes."""
     return None if content_hash is None else bytes.fromhex(content_hash)
 
 
@@ -532,6 +533,7 @@ def _digest_of(refs: Iterable[InputRef]) -> str:
 
 
 def _hash(values: Mapping[str, Any]) -> bytes:
+    """Return a hash of column values, 16 bytes. Null values are left out."""
     given = {name: value for name, value in values.items() if value is not None}
     return hashlib.blake2b(metadata_text(given).encode(), digest_size=16).digest()
 

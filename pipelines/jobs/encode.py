@@ -51,12 +51,14 @@ if TYPE_CHECKING:
 
 DEFAULT_SHARE = 0.01
 ALWAYS_ALLOWED = 20
-"""By default, this many inputs may always fail, because small collections have
-damaged files, too.
+"""Number of inputs that may fail by default, whatever the size of the collection. Small
+collections have damaged files, too.
 """
 
 UNDECODED = frozenset({"unsupported-image", "unsupported-video"})
-"""Reasons of failed inputs that count as no failure: the file may be sound."""
+"""Reasons of failed inputs that do not count towards the limit of failures. The file
+may be sound, but this installation cannot decode its format.
+"""
 
 RAW_SUFFIXES = frozenset(
     [
@@ -75,7 +77,7 @@ RAW_SUFFIXES = frozenset(
         ".srw",
     ]
 )
-"""Suffixes of camera raw files, which are ignored."""
+"""Suffixes of camera raw files. The sources ignore these files."""
 
 _NAMED_FAILURES = 3
 _MAX_DECODE_THREADS = 16

@@ -44,8 +44,8 @@ if TYPE_CHECKING:
 TOO_LONG = "(metadata too long)"
 TOO_MANY = "(too many metadata columns)"
 SHARDS_PER_GPU = 2
-"""Shards that are encoded at once on a GPU: while the model runs on a batch of one
-shard, the images of the other are decoded, and its blocks are written.
+"""Number of shards that are encoded at the same time on a GPU. While the model runs on
+a batch of one shard, images of the other are decoded, or its blocks are written.
 """
 
 # Images per forward pass on a CPU. The activations of larger batches do not fit into
@@ -537,8 +537,9 @@ class CollectedColumns(CountedColumns):
 
 
 SOURCES_MEMBER = "indexed_sources"
-"""Key of the recorded sources in the settings of an index, if other commands than
-one build added rows.
+"""Key in the settings of an index. The value lists the sources of all rows, one
+`SourceGroup` per command that added rows; it is null if the sources are unknown. After
+a single build, the key is missing.
 """
 
 
