@@ -1,4 +1,4 @@
-"""The interface of execution engines, and the engine that runs tasks in this process.
+"""The interface of execution engines, and the engines that run tasks in this process.
 
 Tasks must be safe to repeat: if a worker process dies, its task runs again on another
 worker.

@@ -73,8 +73,8 @@ error.
 """
 
 _POLL_SECONDS = 0.5
-# If this process is paused (Ctrl-Z), the workers cannot report progress. Of such a
-# delay, at most this time counts as time without progress.
+# While this process is paused (Ctrl-Z), it does not see the progress of the workers. At
+# most this much of such a pause counts as time without progress.
 _MAX_DELAY_SECONDS = 1.5
 # Most requests for progress per second. A request takes about 0.4 ms of CPU time.
 _QUESTIONS_PER_SECOND = 200
@@ -87,8 +87,8 @@ _REFRESH_SECONDS = 2.0
 _STOP_GRACE_SECONDS = 60.0
 _PROBE_SECONDS = 5.0
 _START_SECONDS = 60.0
-# A folder that is younger than this is not removed, because its process locks it only
-# soon after it has created it.
+# A folder that is younger than this is never removed, because its process may not have
+# locked it yet.
 _NEW_FOLDER_SECONDS = 3600.0
 _FOLDER_PREFIX = "edje-ray-"
 
@@ -431,7 +431,7 @@ class _Run:
         cause = error.cause
         # A task and the start of a worker raise only EdjeErrors. Another error comes
         # from Ray, for example because the result of the task cannot be pickled. It
-        # would come on every node.
+        # would occur on every node, so the run ends.
         if turn is None or job.node is None or not isinstance(cause, EdjeError):
             raise TaskFailedError(
                 describe_error(cause or error), turn and turn.task
@@ -658,9 +658,9 @@ class RayCluster:
             )
             on_event(StatusMessage(message, is_warning=change == "left"))
         if self.room == 0:
-            # The nodes that were left out are the only ones, because a node with room
-            # has left the cluster since. Give them work again. If work fails there
-            # again, `leave_out` finds no other node, and the run ends.
+            # Only nodes that were left out remain, because another node with room has
+            # left the cluster since. Give them work again. If work fails there again,
+            # `leave_out` finds no other node, and the run ends.
             self.left_out.clear()
         if self.room >= self._min_workers:
             self._had_room_at = time.monotonic()

@@ -58,8 +58,8 @@ def train_on_ray(
     Raises:
         JobStopped: `should_stop()` returned True. The last checkpoint then contains all
             finished steps. Also raised if the local Ray died, or if the cluster had no
-            room for all workers for `NODE_WAIT_SECONDS`. An older checkpoint is then
-            the last one.
+            room for all workers for `NODE_WAIT_SECONDS`. The last checkpoint may then
+            lack the latest steps.
         UsageError: the cluster cannot run the requested number of workers at the same
             time.
         EdjeError: Ray or the training run failed; the message gives the reason.

@@ -53,8 +53,8 @@ def add_ann(
 
     Args:
         root: directory of the index.
-        request: kind and recall of the nearest-neighbour index; by default, the number
-            of rows decides.
+        request: kind and recall of the nearest-neighbour index. The default is the kind
+            that suits the number of rows.
         on_event: as in `build_index`.
         should_stop: as in `build_index`.
 

@@ -149,8 +149,7 @@ class Edit:
         details: members of `change` in `index.json`. They are used only if the change
             makes a new snapshot.
         work: tasks that write the new shards or the new precisions.
-        deleted: ids of the rows to delete. None of these rows is deleted before the
-            change.
+        deleted: ids of the rows to delete. The rows must not be deleted already.
         moved: ascending ids of the rows that `work` copies from shards that `spec`
             lacks to the last segment of `spec`. A row map is then written. None moves
             no row.
@@ -348,7 +347,7 @@ def begin(
 ) -> Iterator[IndexChange]:
     """Begin a change of an index, see `begin_change`.
 
-    An OSError inside the context, such as a full disk, is raised as JobStopped.
+    An OSError inside the context, for example from a full disk, becomes JobStopped.
     """
     with (
         begin_change(root, kind, request, dry_run=dry_run) as change,
@@ -368,7 +367,7 @@ def begin_new(
 ) -> Iterator[NewIndex]:
     """Begin to write a new index, see `begin_new_index`.
 
-    An OSError inside the context, such as a full disk, is raised as JobStopped.
+    An OSError inside the context, for example from a full disk, becomes JobStopped.
     """
     notify = notifier(on_event)
     with (
@@ -380,7 +379,9 @@ def begin_new(
 
 @contextlib.contextmanager
 def resumable(root: IndexLocation) -> Iterator[None]:
-    """Context manager that raises an OSError, such as a full disk, as JobStopped."""
+    """Context manager that converts an OSError, for example from a full disk, to
+    JobStopped.
+    """
     try:
         yield
     except OSError as error:
@@ -441,8 +442,8 @@ def processors(
 
 
 def next_first_row(manifest: Manifest, shard_size: int) -> int:
-    """Return the row id at which new shards of `shard_size` rows begin. Neither this
-    row id nor the number of its shard was used in any snapshot, nor were higher ones.
+    """Return the row id at which new shards of `shard_size` rows begin. No snapshot has
+    used this row id, the number of its shard, or higher ones.
     """
     spec = manifest.spec
     shards = max(spec.shards, manifest.snapshot.next_shard, -(-spec.rows // shard_size))
@@ -481,8 +482,9 @@ def edited(
         goes = np.isin(deleted.row_ids // spec.shard_size, left_out)
         tombstones = Tombstones(deleted.row_ids[~goes]).with_rows(list(edit.deleted))
         snapshot = with_tombstones(layout, spec, snapshot, tombstones)
-    # Usually, the lines of this change are written to an additional file. If lines are
-    # removed, one new file with all remaining lines replaces the files of `kept`.
+    # Usually, the files in `kept` stay, and the lines of this change are written to an
+    # additional file. If lines are removed, one new file with all remaining lines
+    # replaces all files.
     kept = before.edits
     earlier = Edits(spec.shard_size)
     lines = edit.edits
@@ -590,7 +592,7 @@ def run_shards(
 
     try:
         for receipt in earlier.values():
-            # No seconds: the stage times of an event are those of this run only.
+            # Pass no stage times, because events report the times of this run only.
             finish(receipt, {})
             work.check(receipts)
         missing = [shard for shard in shards if shard not in earlier]

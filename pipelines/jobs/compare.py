@@ -110,8 +110,10 @@ class SourceChanges:
     values: NewValues = field(default_factory=dict)
 
 
-# The states of a row during a comparison:
-# No input has matched the row. At the end, the input of the row has vanished.
+# The states of a row during a comparison follow.
+
+# No input has matched the row so far. If it is still free at the end, its input has
+# vanished.
 _FREE = 0
 # The row is kept for the input that matched it.
 _KEPT = 1
@@ -134,9 +136,10 @@ CREATE TABLE pending(
 CREATE TABLE new(hash BLOB PRIMARY KEY) WITHOUT ROWID;
 """
 _HAS_TOKENS = "failed_for IS NULL AND duplicate_of IS NULL"
-# Select the first free row of a name. Unless any content matches, the content or the
-# problem must be the same. A row that failed for changed-since-plan or original-deleted
-# never matches by content: encoding the same content again may succeed.
+# Selects the first free row with a name. If `any_content` is false, the row must also
+# have the same content hash or, if one of the hashes is unknown, the same problem. A
+# row that failed for changed-since-plan or original-deleted never matches by its hash:
+# encoding the same content again may succeed.
 _FIND = """SELECT row_id, hash, failed_for, duplicate_of, metadata FROM rows
 WHERE name = :name AND state = 0 AND (:any_content OR CASE
     WHEN hash IS NULL OR :hash IS NULL THEN failed_for = :problem
@@ -194,8 +197,8 @@ def _load_rows(
     index: CommittedIndex,
     columns: Sequence[str],
 ) -> int:
-    """Insert the rows of `index` that are not deleted into the database, with a hash of
-    their values of `columns`. Return the number of rows.
+    """Insert the rows of `index` into the database, except deleted rows. Return the
+    number of inserted rows. Each row has a hash of its values of `columns`.
     """
     rows = 0
     for table in iter_rows(index, [*_COLUMNS, *columns]):
@@ -295,8 +298,8 @@ def compare_sources(
         database.execute("UPDATE rows SET state = ? WHERE row_id = ?", values)
 
     def find(ref: InputRef, *, any_content: bool) -> _Row | None:
-        """Return the first free row with the name and content of `ref`, or with its
-        name and any content.
+        """Return the first free row with the name and content of `ref`; None if there
+        is none. With `any_content`, only the name must be the same.
         """
         values = {
             "name": _name(ref.uri, ref.uri_raw),
@@ -346,8 +349,9 @@ def compare_sources(
         inputs += 1
 
     def pending(condition: str) -> Iterator[tuple[int, InputRef, _Row | None]]:
-        """Yield (position, input, row with the same name and content or None) for the
-        pending inputs that fulfil the SQL condition.
+        """Yield (position, input, row) for the pending inputs that fulfil the SQL
+        condition. The row has the name and content of the input, and is None if there
+        is no such row.
         """
         query = (
             "SELECT position, ref, row_id, hash, failed_for, duplicate_of, metadata"
@@ -420,9 +424,9 @@ def compare_sources(
         row = row or find(ref, any_content=True)
         if row is not None:
             mark(row, _REPLACED)
-            # An input without a content hash cannot be read.
+            # A row is lost if its input cannot be read and thus has no content hash.
             lost += ref.content_hash is None
-            # If an archive breaks off, the listing ends with one input that has the
+            # If an archive is cut off, its listing ends with one input that has the
             # problem of the archive.
             if ref.problem in _HIDES_OTHERS and row.failed_for is None:
                 cut_off.append(row.row_id)

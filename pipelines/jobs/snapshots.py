@@ -467,7 +467,8 @@ def edited_values(
             is_by_user = (row["row_id"], name) in by_users
             if is_given and is_by_user:
                 lines.append(_line(row["row_id"], GIVEN + name, value))
-            # Record what the sources gave when a user replaces it for the first time.
+            # When a user replaces a value for the first time, record what the sources
+            # gave.
             if not is_given and not is_by_user and not is_same:
                 lines.append(_line(row["row_id"], GIVEN + name, before))
             if is_same:

@@ -239,7 +239,8 @@ def update_index(
     with begin(index, "update", request, dry_run=dry_run) as change:
         manifest = change.index.manifest
         if group is not None and column is None:
-            # If one of the sources was given before, use the path column of then.
+            # If the index records one of the sources, use the path column recorded with
+            # it.
             for each in recorded_sources(manifest) or ():
                 if {*each.sources} & {*group.sources}:
                     group = replace(group, column=each.column)
@@ -275,8 +276,8 @@ def update_index(
             change.index, changes.values, columns, is_given=True
         )
         if plan is not None and changes.retried:
-            # For values that users set in retried rows, the edits also record what the
-            # sources gave before. Repeat these lines for the new rows.
+            # The edits record which values the sources gave before users set others.
+            # Copy these lines from the retried rows to their new rows.
             given = [
                 {**line, "row_id": plan.first_row + changes.retried[line["row_id"]]}
                 for line in change.index.edits.lines.to_pylist()

@@ -88,8 +88,8 @@ class TrainJob:
                 engine="ray" if run.distributed else "inline",
                 threads=run.threads,
                 device=run.device,
-                # Without a dtype, both the build and the training loop choose it by the
-                # device alone.
+                # With None, the build chooses the dtype by the device alone, as the
+                # training loop does for "auto".
                 dtype=None if dtype == "auto" else dtype,
                 address=run.address,
                 truncated="load",
@@ -255,8 +255,8 @@ def crop_photos(
     files: Path,
 ) -> None:
     """Write all augmented views of `photos` to the folder `files`, which is emptied
-    first. The file PHOTO-VIEW.jpg has the name of the numbers of photo and view. A
-    photo that cannot be decoded gets no views.
+    first. A view is stored in PHOTO-VIEW.jpg, where PHOTO and VIEW are the numbers of
+    the photo and of the view. A photo that cannot be decoded gets no views.
 
     Args:
         size: height and width of a view, in pixels.

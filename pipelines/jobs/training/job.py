@@ -182,8 +182,8 @@ def prepare_task(
     dev_items: list[CaptionedImage],
     continued: tuple[Path, str, int] | None,
 ) -> tuple[TrainTask, Json]:
-    """Write those of these files that the run folder lacks: the initial model, the
-    indexes of features, and the tables of captions.
+    """Write the files that the run folder lacks: the initial model, the indexes of
+    features, and the tables of captions.
 
     Args:
         fingerprint: fingerprint of the settings and data.
@@ -593,7 +593,7 @@ def run_steps(job: TrainJob, task: TrainTask, group: WorkerGroup | None) -> None
     on Ray, or in a worker of `torchrun`.
 
     Args:
-        group: the workers of `torchrun`; None if it did not start this process.
+        group: the workers of `torchrun`; None if `torchrun` did not start this process.
     """
     last = -_REPORT_SECONDS
 
