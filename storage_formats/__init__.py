@@ -2,7 +2,8 @@
 
 This package needs NumPy, Numba and PyArrow. It does not need PyTorch, Ray or FAISS.
 SPEC.md in this directory specifies the format. The names in `__all__` are the public
-interface. Each name is imported at its first use.
+interface. Each name is imported when it is first used, so that importing the package
+is fast.
 """
 
 from __future__ import annotations

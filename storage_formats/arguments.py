@@ -1,5 +1,7 @@
-"""Checks arguments of the public interface, and describes values. A wrong value raises
-UsageError with the name and the value.
+"""Checks arguments of the public interface, and describes objects in messages.
+
+A check raises UsageError for a wrong value. The message contains the name of the
+argument and the value.
 """
 
 from __future__ import annotations
@@ -16,8 +18,8 @@ from storage_formats.errors import UsageError
 
 
 def as_count(value: object, name: str, least: int = 1) -> int:
-    """Return `value`, an integer of at least `least`, as an int. NumPy integers are
-    accepted, booleans are not.
+    """Return `value` as an int. Raise UsageError unless `value` is an integer of at
+    least `least`. NumPy integers are accepted, booleans are not.
     """
     if (
         not isinstance(value, bool)
@@ -32,10 +34,11 @@ def as_count(value: object, name: str, least: int = 1) -> int:
 
 
 def as_text(value: object, name: str) -> str:
-    """Return `value`, a string that can be written as UTF-8, as a str.
+    """Return the string `value` as a str, and not as a subclass of str.
 
     Raises:
-        UsageError: `value` is not a string, or has a lone surrogate.
+        UsageError: `value` is not a string, or contains a lone surrogate, which cannot
+            be written as UTF-8.
     """
     if not isinstance(value, str):
         raise UsageError(f"{name} must be a string, got {shown(value)}", parameter=name)
@@ -55,8 +58,9 @@ def as_list(values: object, name: str, what: str) -> list[Any]:
     """Return the items of `values`, a sequence, an array or an iterator.
 
     Args:
-        values: the items. A string, a mapping or a set is refused: its items have no
-            order that a caller can mean.
+        values: the items. A string, bytes, a mapping or a set is refused, because a
+            caller hardly means the characters of a string, the keys of a mapping, or
+            the unordered items of a set.
         what: description of the items for the error message, for example "strings".
     """
     try:
@@ -71,12 +75,11 @@ def as_list(values: object, name: str, what: str) -> list[Any]:
 
 
 def as_path(value: object, name: str) -> Path:
-    """Return `value`, a string or path object that the file system can represent, as a
-    Path.
+    """Return `value`, a string or a path object, as a Path.
 
     Raises:
-        UsageError: `value` is of another type, or has a character that no path can
-            have.
+        UsageError: `value` has another type, or contains a character that the file
+            system does not allow in a path.
     """
     if not isinstance(value, str | os.PathLike) or not isinstance(
         os.fspath(value), str
@@ -99,13 +102,13 @@ def shown(value: object) -> str:
     try:
         return " ".join(reprlib.repr(value).split())
     except ValueError:
-        # an integer of thousands of digits
+        # Python refuses to convert an integer of thousands of digits to a string
         return f"a value of type {type(value).__name__}"
 
 
 def refuse_pickle(remedy: str) -> Callable[[object], Any]:
-    """Return a method `__reduce__` for objects that cannot be sent to another process.
-    `remedy` says what to do.
+    """Return a method `__reduce__` that raises TypeError, for objects that cannot be
+    sent to another process. `remedy` is the end of the message, which says what to do.
     """
 
     def reduce(sent: object) -> Any:
@@ -117,8 +120,10 @@ def refuse_pickle(remedy: str) -> Callable[[object], Any]:
 
 
 def repr_of(*paths: str) -> Callable[[object], str]:
-    """Return a method `__repr__` that shows the type of an object and its
-    attributes, such as `info.path`.
+    """Return a method `__repr__` that shows the type of an object and some attributes.
+
+    Args:
+        paths: attributes to show, for example `info.path`, which is shown as `path=`.
     """
     readers = {path.rpartition(".")[2].strip("_"): attrgetter(path) for path in paths}
 

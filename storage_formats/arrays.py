@@ -1,4 +1,4 @@
-"""Names of the types of arrays, and the checks of arrays that callers pass in."""
+"""Type aliases of arrays, and conversions of the arrays that callers pass."""
 
 from __future__ import annotations
 
@@ -18,9 +18,11 @@ Bools: TypeAlias = NDArray[np.bool_]
 
 
 def as_array(values: Any) -> Array:
-    """Return `values` as an array. A PyTorch tensor may be on any device, and of type
-    bfloat16, which NumPy alone refuses.
+    """Return `values` as a NumPy array. A PyTorch tensor may be on any device. A
+    bfloat16 tensor, which NumPy cannot convert, becomes an ml_dtypes.bfloat16 array.
     """
+    # A tensor can only exist if the caller has imported PyTorch, so this function does
+    # not import it.
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(values, torch.Tensor):
         return np.asarray(values)
@@ -33,8 +35,11 @@ def as_array(values: Any) -> Array:
 
 
 def as_finite(values: Any, name: str) -> Floats:
-    """Return `values` as a float32 array. A value that is NaN or infinite is refused,
-    because no row could be compared with it.
+    """Return `values` as a float32 array.
+
+    Raises:
+        UsageError: a value is NaN or infinite, so that no similarity to a row could be
+            computed.
     """
     array = as_array(values).astype(np.float32)
     if not np.isfinite(array).all():

@@ -1,7 +1,8 @@
-"""The exceptions of this project. All are subclasses of `EdjeError`.
+"""The exceptions that all packages of this project use. Errors with a cause outside
+the program are subclasses of `EdjeError`.
 
-Each message says what is wrong and what to do. The command line prints the message on
-one line and exits with the `exit_code` of the exception class.
+The message of such an error says what is wrong and what to do. The command line prints
+the message on one line and exits with the `exit_code` of the exception class.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ class EdjeError(Exception):
         parameter: name of the parameter with the wrong value. None if no single
             parameter is wrong. The command line adds the name of the matching option to
             the message.
-        remedy: what to do, a word that a program can handle: "verify" means that
-            `verify_index` lists all damage, "ann" that `add_ann` builds what is
-            missing, "discard" that `remove_snapshots` discards a change. None if the
-            message says what to do. The command line adds the
-            matching command to the message.
+        remedy: a word that tells a program what to do. "verify": call `verify_index`,
+            which lists all damage. "ann": call `add_ann`, which builds the missing
+            nearest-neighbour index. "discard": call `remove_snapshots`, which discards
+            the unfinished change. None if the message itself says what to do. The
+            command line adds the matching command to the message.
 
     Examples:
         >>> from storage_formats import EdjeError, TokenStore
@@ -46,7 +47,8 @@ class EdjeError(Exception):
         self.remedy = remedy or self.remedy
 
     def __reduce__(self) -> tuple[object, ...]:
-        # not through `__init__`, which would make a message of the message
+        # A copy is made without `__init__`: in a subclass such as `DeletedRowError`,
+        # `__init__` takes other arguments than the message.
         return _restored, (type(self), self.args), vars(self)
 
 
@@ -55,10 +57,12 @@ def _restored(kind: type[EdjeError], arguments: tuple[object, ...]) -> EdjeError
 
 
 class UsageError(EdjeError):
-    """The request is not possible, for example because an argument is wrong: only
-    another request can succeed. A job therefore does not say that it can be resumed,
-    the service answers with a status of 400 to 499, and the exit code is 2. Errors that
-    the same request may not meet again are other subclasses of `EdjeError`.
+    """The request is not possible, for example because an argument is wrong. The same
+    request would fail again.
+
+    Therefore a job that fails with this error does not offer to be resumed, the service
+    answers with an HTTP status from 400 to 499, and the exit code is 2. Errors after
+    which the same request may succeed are other subclasses of `EdjeError`.
 
     Examples:
         >>> from storage_formats import UsageError, codec
@@ -90,7 +94,7 @@ class DeletedRowError(RowIdError):
     """A requested row was deleted. This error is also an `IndexError`.
 
     Attributes:
-        row_ids: row ids of the requested rows that are deleted.
+        row_ids: the requested row ids whose rows are deleted.
 
     Examples:
         >>> from edje_index import delete_rows
@@ -134,8 +138,8 @@ class CorruptIndexError(EdjeError):
     """A file of the index is missing, damaged, or inconsistent with the manifest.
 
     Attributes:
-        row_ids: row ids of the blocks that were found damaged. Other blocks may be
-            damaged too.
+        row_ids: row ids of the damaged blocks that the failed operation has found.
+            Other blocks may be damaged too.
 
     Examples:
         >>> from pathlib import Path
@@ -162,11 +166,13 @@ class TaskInterrupted(Exception):
 
 
 class MachineError(EdjeError):
-    """This machine cannot read a file of the index now, but the file may be
-    undamaged.
+    """This machine cannot read a file of the index at the moment, for example because
+    too many files are open. The file itself may be undamaged.
     """
 
 
+# A file of the index that cannot be read because of one of these numbers is missing or
+# damaged. All other numbers mean a problem of the machine.
 _DAMAGED = frozenset(
     {
         errno.EFBIG,
@@ -202,10 +208,11 @@ def cannot_read(path: object, error: Exception, advice: str = "") -> EdjeError:
     """Return the exception to raise if `error` prevents the reading of a file of the
     index.
 
-    The errno decides. If the machine is in trouble, for example out of file
-    descriptors, the result is a `MachineError` with a remedy. Otherwise the file is
-    missing or damaged, and the result is a `CorruptIndexError`, whose remedy is
-    "verify" unless `advice` says what to do.
+    The errno of `error` selects the exception. If the errno means a problem of the
+    machine, for example too many open files, the result is a `MachineError` whose
+    message says what to do. Otherwise the file is missing or damaged, and the result is
+    a `CorruptIndexError`. Its message ends with `advice`. Without `advice`, its
+    attribute `remedy` is "verify".
     """
     number = error.errno if isinstance(error, OSError) else None
     reason = (error.strerror if isinstance(error, OSError) else None) or str(error)

@@ -1,4 +1,6 @@
-"""The error for a missing optional package. Its message names the extra to install."""
+"""The error for a missing optional package. The message names the extra of
+`edje-index` that installs the package.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +22,7 @@ _SEARCH = (
     "torch",
     "transformers",
 )
+# the optional modules that each extra installs
 _MODULES = {
     "search": _SEARCH,
     "build": (*_SEARCH, "pathspec", "ray", "zarr"),
@@ -78,8 +81,8 @@ def missing_extra(
     package, otherwise None.
 
     Args:
-        preferred: name of the extra to recommend. If this extra does not contain the
-            package, the error recommends the smallest extra that does.
+        preferred: name of the extra to recommend. If this extra does not install the
+            package, the message recommends the first extra in `EXTRAS_OF_MODULE`.
     """
     if not isinstance(error, ModuleNotFoundError):
         return None
@@ -98,12 +101,12 @@ def missing_extra(
 
 @contextmanager
 def name_missing_extra(preferred: str = "") -> Iterator[None]:
-    """Raise `MissingExtraError` if the import of an optional package fails. Context
-    manager and decorator.
+    """Context manager, also usable as a decorator, that raises `MissingExtraError` if
+    its code fails to import an optional package.
 
     Args:
-        preferred: name of the extra to recommend if it contains the package, see
-            `missing_extra`.
+        preferred: name of the extra to recommend if this extra installs the package,
+            see `missing_extra`.
     """
     try:
         yield

@@ -1,11 +1,11 @@
-"""Threads that work on a task together with the calling thread, cleanup after an
-exception of a signal handler, and the CPUs that this process may use.
+"""Helper threads that share the work of the calling thread, cleanup after an exception
+from a signal handler, and the number of CPUs that this process may use.
 
 An exception that a signal handler raises, for example KeyboardInterrupt after Ctrl-C,
 can come between any two instructions of the main thread. It can end a function that has
-started a task but not recorded the task yet, and it can interrupt the cleanup. Code
-that starts helper threads or kernel requests that write to the caller's memory follows
-this pattern:
+started a task but has not recorded the task yet, and it can interrupt the cleanup.
+Helper threads or kernel requests may then continue to write to the caller's memory.
+Code that starts such threads or requests therefore follows this pattern:
 
     pending = unsettled()
     settle(pending)
@@ -22,12 +22,15 @@ this pattern:
 If another exception interrupts the cleanup, `task.abandon` remains in `pending`, and
 the next use of this pattern in the same thread calls it.
 
-Code with this pattern uses no locks except `threading.Lock` in a `with` statement and
-`queue.SimpleQueue`. An exception can leave the lock of a class written in Python taken
-for ever, so it does not use `concurrent.futures`. The thread pools of Numba
-abort a process that forks or calls them from two threads. Without this pattern, each
-fetch would need a thread of its own, which no exception interrupts: a warm fetch of 100
-blocks would take 5 % longer.
+The only locks of this code are `threading.Lock` in a `with` statement and the lock
+inside `queue.SimpleQueue`, which are both written in C. An exception can interrupt a
+class written in Python while it holds a lock, which then stays locked for ever. So this
+code does not use `concurrent.futures`. It does not use the thread pools of Numba
+either, because they abort a process that forks or that calls them from two threads.
+
+An alternative to this pattern is a separate thread for each fetch, because an exception
+from a signal handler only interrupts the main thread. A warm fetch of 100 blocks would
+then take 5 % longer.
 """
 
 from __future__ import annotations
@@ -48,11 +51,12 @@ _Result = TypeVar("_Result")
 Unsettled: TypeAlias = list[Callable[[], None]]
 
 _MAX_THREADS = max(64, os.cpu_count() or 1)
-# reached only if an exception interrupts every attempt
+# number of exceptions after which `settle` gives up
 _ATTEMPTS = 10_000
-# of bfloat16: about 0.3 ms of work, much longer than handing it to a thread
+# Size in bytes of the bfloat16 blocks that a thread converts at a time. This takes
+# about 0.3 ms, much longer than handing the work to the thread.
 _CHUNK_BYTES = 2 << 20
-# x86, x86, ARM
+# LLVM's names of processor features: the first two are of x86, the last is of ARM
 _BFLOAT16_FEATURES = ("avx512bf16", "amx-bf16", "bf16")
 QUOTA_FILE = Path("/sys/fs/cgroup/cpu.max")
 
@@ -66,8 +70,8 @@ _per_thread = _PerThread()
 
 
 def unsettled() -> Unsettled:
-    """Return the `abandon` functions of this thread that have not completed yet.
-    The list is almost always empty.
+    """Return the list of the `abandon` functions that the calling thread has still to
+    complete. The list is almost always empty.
     """
     return _per_thread.unsettled
 
@@ -94,10 +98,14 @@ def settle(pending: Unsettled) -> None:
 
 
 class _HelperThreads:
-    """Threads that stay for later tasks. They do not keep the process alive."""
+    """A pool of threads that wait for tasks. The threads do not keep the process alive
+    when the main thread ends.
+    """
 
     def __init__(self) -> None:
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        # One entry per idle thread. The list is a counter: appending and removing an
+        # entry are atomic, and `+=` on a number is not.
         self._idle: list[None] = []
         self._started = 0
 
@@ -130,7 +138,7 @@ class Crew(Generic[_Item]):
         self._work = work
         self._items = iter(items)
         self._closed = False
-        # one entry per running helper
+        # one entry per running helper thread
         self._running: list[None] = []
         self._ended: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._errors: list[BaseException] = []
@@ -155,12 +163,15 @@ class Crew(Generic[_Item]):
         stopped.
         """
         self._closed = True
-        # a helper first leaves `_running`, then reports to `_ended`
+        # A helper removes its entry from `_running` before it reports to `_ended`. So
+        # while there is an entry, a report is still to come.
         while self._running:
             self._ended.get()
 
     def _help(self) -> None:
-        # before reading `_closed`; `abandon` sets `_closed` before reading `_running`
+        # A helper adds its entry before it reads `_closed`, and `abandon` sets
+        # `_closed` before it reads `_running`. So either `abandon` waits for this
+        # helper, or this helper stops.
         self._running.append(None)
         try:
             for item in self._items:
@@ -179,7 +190,7 @@ _threads = _HelperThreads()
 
 def _forget_threads() -> None:
     global _threads
-    # its threads did not survive the fork
+    # the threads of the parent process do not exist in a forked child process
     _threads = _HelperThreads()
 
 
@@ -193,7 +204,8 @@ def run_threads(
     """Call `work(item)` for each of `items` on at most `threads` threads, including the
     calling thread.
 
-    If a call raises, the first exception is raised after all calls have ended.
+    If a call raises an exception, the exception is raised after all running calls have
+    ended.
     """
     if threads < 2:
         for item in items:
@@ -211,8 +223,8 @@ def run_threads(
 
 
 def default_threads() -> int:
-    """Return the number of CPUs that this process may use, at most the value of
-    `$OMP_NUM_THREADS`.
+    """Return the number of CPUs that this process may use, limited by the environment
+    variable `OMP_NUM_THREADS`.
     """
     cpus = usable_cpus()
     limit = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
@@ -237,7 +249,7 @@ def run_chunks(
     """
     limit = default_threads() if threads is None else threads
     chunk_count = max(1, -(-count * block_bytes // _CHUNK_BYTES))
-    # the same number for each thread
+    # round up, so that each thread gets the same number of parts
     chunk_count += -chunk_count % min(limit, chunk_count)
     chunk = max(1, -(-count // chunk_count))
     starts = range(0, count, chunk)
@@ -254,9 +266,9 @@ def ordered_results(
     """Yield the result of `submit(item)` for each of `items`, in their order.
 
     Args:
-        items: the items. They are taken one by one, while the results are consumed.
-        ahead: number of items that are submitted before the first result is yielded,
-            and kept submitted from then on.
+        items: the items. The next item is taken only when it is submitted.
+        ahead: number of items that are submitted before the first result is yielded.
+            Each further result that is requested submits one more item.
     """
     pending: deque[Future[_Result]] = deque()
     for item in items:
@@ -270,8 +282,8 @@ def ordered_results(
 def ordered_map(
     work: Callable[[_Item], _Result], items: Iterable[_Item], threads: int, ahead: int
 ) -> Generator[_Result, None, None]:
-    """Yield `work(item)` of each item, in order. Threads work on at most `ahead`
-    items ahead.
+    """Yield `work(item)` for each of `items`, in order. A pool of `threads` threads
+    calls `work` for at most `ahead` items before their results are consumed.
     """
     pool = ThreadPoolExecutor(threads, "edje-ahead")
     waits = True
@@ -280,7 +292,7 @@ def ordered_map(
             items, lambda item: pool.submit(work, item), ahead=ahead
         )
     except KeyboardInterrupt:
-        # a thread may hang in a read
+        # A thread may hang in a read, and Ctrl-C must not wait for it.
         waits = False
         raise
     finally:
@@ -288,7 +300,7 @@ def ordered_map(
 
 
 def usable_cpus() -> int:
-    """Return the number of CPUs that this process may use, at most the CPU quota of
+    """Return the number of CPUs that this process may use, limited by the CPU quota of
     the container (cgroup v2).
     """
     cpus = (
@@ -310,7 +322,8 @@ def has_bfloat16() -> bool:
     return any(features.get(name, False) for name in _BFLOAT16_FEATURES)
 
 
-# called for each fetch, and the quota of a container does not change
+# The result is cached, because each fetch calls this function. A later change of the
+# quota is not noticed.
 @functools.cache
 def _quota(path: Path) -> int | None:
     """Return the number of CPUs that the `cpu.max` file at `path` allows, at least

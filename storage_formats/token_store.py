@@ -1,4 +1,4 @@
-"""Reading of token blocks by row id."""
+"""Reads token blocks by row id."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ __all__ = ["RowIds", "TokenStore"]
 class TokenStore:
     """Reads the token blocks of an index in one precision. Thread-safe.
 
-    To open a store by the path of an index, use `TokenStore.open`. Opening takes the
-    same time and memory for any number of rows. A store is also a context manager that
-    closes the store.
+    `TokenStore.open` opens a store from the path or the URL of an index. Opening takes
+    the same time and memory for any number of rows. A store used in a `with` statement
+    is closed at the end of the block.
 
     Args:
         index: an open index.
@@ -90,14 +90,14 @@ class TokenStore:
         Args:
             root: directory of the index, or its URL on an object store (`s3://`,
                 `gs://`, `az://`, `https://`).
-            precision: one of the precisions of the index; None selects the one of the
-                highest fidelity. Fetched blocks are bfloat16 for every precision.
+            precision: one of the precisions of the index. None selects the most
+                accurate of them. Fetched blocks are bfloat16 for every precision.
             engine: name of a read engine, one of `storage_formats.reading.engines()`.
-                `auto` selects an engine for each shard by the state of the page cache.
-                For an index at a URL, `auto` selects `object-store`, the only engine
-                for URLs.
+                `auto` selects an engine for each shard by the number of requested
+                blocks and by whether the page cache holds the shard. For an index at a
+                URL, `auto` selects `object-store`, the only engine for URLs.
             snapshot: number of the snapshot to read. None reads the current snapshot.
-                If the index changes, the store still reads this snapshot until
+                If the index changes, the store still reads the same snapshot until
                 `refresh` is called.
 
         Raises:
@@ -107,7 +107,7 @@ class TokenStore:
             CorruptIndexError: `index.json` is damaged, or the first or last shard file
                 has a wrong length.
             ObjectStoreError: the object store refused a request or cannot be reached.
-                `fetch` raises it too.
+                `fetch` raises this error too.
             MissingExtraError: obstore, which a URL needs, is not installed.
 
         Examples:
@@ -122,12 +122,12 @@ class TokenStore:
         """Switch the store to the current snapshot of the index, and return the number
         of this snapshot.
 
-        Other threads may use the store meanwhile. A fetch that has begun reads the
-        earlier snapshot.
+        Other threads may use the store at the same time. A fetch that started before
+        the switch reads the earlier snapshot to its end.
 
         Raises:
-            UsageError: the index no longer has the precision, or another index has
-                replaced the index.
+            UsageError: the current snapshot does not have the precision of the store,
+                or a different index was written at the same location.
             CorruptIndexError: see `open`.
 
         Examples:
@@ -140,7 +140,8 @@ class TokenStore:
             >>> store.refresh()
             1
         """
-        # else a slower call could put an older snapshot in place of a newer one
+        # Without the lock, a slow call could replace a newer snapshot, which a faster
+        # call has set meanwhile, with an older one.
         with self._refreshing:
             before = self._view.index.manifest
             index = open_index(self._view.index.location)
@@ -169,9 +170,11 @@ class TokenStore:
     def translate(self, row_ids: RowIds) -> NDArray[np.int64]:
         """Translate row ids from before a compaction to current row ids, int64 [k].
 
-        A row that a compaction removed gets -1, and so does a row id that no row of
-        this index has, for example that of a row in an earlier part of a split index.
-        Row ids from after the last compaction do not change.
+        A compaction copies the rows that are not deleted to new shards, where they get
+        new row ids. The result is -1 for a row that a compaction removed. The result is
+        also -1 for a row id that this index does not contain, for example if the row
+        belongs to an earlier part of a split index. Row ids from after the last
+        compaction do not change.
 
         Args:
             row_ids: [k], row ids of this snapshot or of an earlier snapshot.
@@ -203,7 +206,7 @@ class TokenStore:
     )
 
     def __reduce__(self) -> tuple[object, ...]:
-        """A copy in another process reads the same snapshot."""
+        """Pickle the store. A copy in another process reads the same snapshot."""
         return type(self), (self._view.index, self.precision, self._engine)
 
     @property
@@ -213,7 +216,9 @@ class TokenStore:
 
     @property
     def offset(self) -> NDArray[np.float32] | None:
-        """The block that decoding adds, float32 [m, d]; None if there is none."""
+        """The offset block that decoding adds to each block, float32 [m, d]. None if
+        decoding adds nothing.
+        """
         return self._view.codec.offset
 
     @property
@@ -236,16 +241,17 @@ class TokenStore:
 
         Args:
             row_ids: [k], row ids in any order. Duplicates are allowed. The method
-                `row_ids` returns all valid row ids.
-            out: bfloat16 [k, m, d], C-contiguous, array for the blocks. An array from
-                `empty` is fastest. None allocates an array.
+                `TokenStore.row_ids` returns the row ids of all rows that are not
+                deleted.
+            out: array that receives the blocks, bfloat16 [k, m, d], C-contiguous. The
+                fetch is fastest into an array from `empty`. None allocates an array.
             as_torch: whether to return a torch.bfloat16 tensor. If `out` is given, the
                 tensor shares memory with `out`.
 
         Returns:
-            ml_dtypes.bfloat16 [k, m, d], or a tensor of this shape. A hole is a block
-            of NaN. Failed inputs, duplicate inputs and unused row ids have holes. See
-            `holes`.
+            ml_dtypes.bfloat16 [k, m, d], or a tensor of this shape. A row without a
+            block (a hole) gives a block of NaN. Rows of failed inputs, rows of
+            duplicate inputs, and unused row ids are holes. `holes` finds them.
 
         Raises:
             RowIdError: a row id is out of range. This error is also an `IndexError`.
@@ -279,7 +285,8 @@ class TokenStore:
             return out
         with name_missing_extra("search"):
             import torch
-        # from_numpy knows no ml_dtypes.bfloat16
+        # `torch.from_numpy` does not accept ml_dtypes.bfloat16, so PyTorch gets the
+        # bits as int16.
         return torch.from_numpy(out.view(np.int16)).view(torch.bfloat16)
 
     def fetch_records(self, row_ids: RowIds, out: Records | None = None) -> Records:
@@ -288,8 +295,8 @@ class TokenStore:
 
         Args:
             row_ids: [k], see `fetch`.
-            out: uint8 [k, record_bytes], C-contiguous, array for the records. None
-                allocates an array.
+            out: array that receives the records, uint8 [k, record_bytes], C-contiguous.
+                None allocates an array.
 
         Returns:
             uint8 [k, record_bytes].
@@ -317,8 +324,9 @@ class TokenStore:
         """Return the MaxSim of a query and the block of each of `row_ids`, float32 [k].
         The score of a hole is NaN.
 
-        MaxSim is the sum of the largest dot product of each query vector with a token
-        of the block. One pass reads, decodes and scores the records.
+        MaxSim finds, for each query vector, the largest dot product with a token of the
+        block, and sums these maxima over the query vectors. Each record is read,
+        decoded and scored in one pass, so the decoded blocks need little memory.
 
         Args:
             query: query vectors, float32 [q, d].
@@ -357,8 +365,9 @@ class TokenStore:
         the next batches.
 
         If reading a batch fails, the error is raised when the iteration reaches that
-        batch. After a fork, only the parent can continue the iteration: the thread does
-        not exist in the child, which begins another one.
+        batch. After a fork, only the parent process can continue the iteration, because
+        the background thread does not exist in the child process. The child can start
+        a new iteration.
 
         Args:
             batches: row ids of each batch, see `fetch`.
@@ -406,8 +415,8 @@ class TokenStore:
         self.close()
 
     def _view_of(self, index: CommittedIndex) -> _View:
-        """Return the view of `index`. It opens its own files, because a later snapshot
-        may have others of the same names.
+        """Open `index` for reading. Each view opens files of its own, because a later
+        snapshot may have other files with the same names.
         """
         spec = index.manifest.spec
         if as_text(self.precision, "precision") not in spec.precisions:
@@ -431,13 +440,14 @@ class TokenStore:
                 )
             cache = None
             buffers = BufferPool()
-            # the block cache belongs to the snapshot
+            # The block cache needs the checksums of this snapshot, so each view has a
+            # block cache of its own.
             if limit := cache_bytes():
                 cached_files = cache_files(cache_directory() / "blocks", limit)
                 cache = BlockCache(folder.url, checksums, size, cached_files, buffers)
             reads = ObjectReads(folder, tokens, cache, buffers)
-        # A reader allocates memory for the sizes in `index.json`, so wrong sizes must
-        # be noticed first.
+        # Reads allocate memory by the sizes in `index.json`. The lengths of the first
+        # and the last shard file show wrong sizes before any read.
         for shard in {
             spec.used_segments[0].first_row // spec.shard_size,
             spec.shards - 1,
@@ -458,8 +468,8 @@ class TokenStore:
 class _View:
     """One snapshot of an index, opened for reading in one precision.
 
-    A method of the store reads `TokenStore._view` once, because `TokenStore.refresh`
-    may replace the view at any time.
+    `TokenStore.refresh` may replace the view at any time. A method of the store
+    therefore reads `TokenStore._view` only once, and then uses the same view.
     """
 
     index: CommittedIndex
@@ -485,12 +495,14 @@ class _View:
         hole: NDArray[Any],
         query: NDArray[np.float32] | None = None,
     ) -> None:
-        """Fill `out`: read each distinct row once, copy it for duplicates, and
-        write `hole` for unused row ids.
+        """Fill `out` with the blocks, records or scores of the rows `ids`.
+
+        Each distinct row is read once and copied within `out` for its duplicates.
+        Unused row ids get the value `hole`.
         """
         spec = self.index.manifest.spec
         order = np.argsort(ids, kind="stable")
-        # row ids that belong to no segment are holes
+        # row ids outside all segments are unused, and no file has them
         if spec.segments:
             used = rows_in_use(ids[order], spec)
             unused = order[~used]
@@ -504,7 +516,8 @@ class _View:
             batch = Batch(*np.divmod(ids[firsts], spec.shard_size), firsts)
             self.reads.read(Destination(batch, out, self.codec, self.checksums, query))
         if not is_first.all():
-            # for each entry of `order`, the first one with the same row id
+            # for each entry of `order`, the index in `out` of the first entry with the
+            # same row id
             originals = firsts[np.cumsum(is_first) - 1]
             sources = originals[~is_first].tolist()
             targets = order[~is_first].tolist()
