@@ -13,8 +13,10 @@ Ints = NDArray[np.int64]
 Part = slice | Ints
 """Some records of a batch, as a slice or as ascending indices."""
 
-# a few milliseconds of a disk's time; several such pieces are in flight
+# Number of records in a piece of a batch. A disk reads a piece in a few milliseconds,
+# and several pieces are in flight at a time.
 PIECE_RECORDS = 128
+# maximum length of a run by default
 RUN_BYTES = 1 << 20
 
 
@@ -37,7 +39,7 @@ class Batch:
         return len(self.shards)
 
     def __getitem__(self, selection: Part | NDArray[np.bool_]) -> Batch:
-        # keeps `shard_spans`
+        # the same object has `shard_spans` cached already
         if isinstance(selection, slice) and selection == slice(0, len(self)):
             return self
         return Batch(
@@ -48,8 +50,8 @@ class Batch:
 
     @functools.cached_property
     def shard_spans(self) -> list[tuple[int, int, int]]:
-        """Return (shard, start, stop) for each shard. The records of the shard are
-        [start, stop) of the batch.
+        """(shard, start, stop) for each shard of the batch. The records of the shard
+        are the records [start, stop) of the batch.
 
         The batch must not be empty.
         """
@@ -79,13 +81,14 @@ class Batch:
     def ranges(
         self, record_bytes: int, *, gap: int = 0, longest_bytes: int = RUN_BYTES
     ) -> tuple[list[tuple[int, int, int, int]], Ints]:
-        """Lay the runs out one after the other in a buffer. The arguments are those of
-        `runs`.
+        """Assign a part of a buffer to each run of the batch. The runs lie one after
+        the other in the buffer. The arguments are those of `runs`.
 
         Returns:
-            (shard, position, start, stop) of each run: the records from `position` on
-            belong at [start, stop) of the buffer; and int64 [n], the index of each
-            record of the batch in the buffer.
+            A pair (ranges, indices). `ranges` has (shard, position, start, stop) for
+            each run: the run begins at record `position` of the shard, and belongs into
+            the records [start, stop) of the buffer. `indices`, int64 [n], is the index
+            of each record of the batch in the buffer. All numbers count records.
         """
         first, count = self.runs(record_bytes, gap=gap, longest_bytes=longest_bytes)
         positions = self.positions[first]
@@ -112,11 +115,12 @@ class Batch:
                 records of a run.
             contiguous_output: whether the records of a run must be neighbours in the
                 output array too.
-            longest_bytes: maximum length of a run in bytes, without gaps.
+            longest_bytes: maximum size of the records of a run in bytes. Records in
+                gaps do not count.
 
         Returns:
             int64 [r], index in the batch of the first record of each run; and int64
-            [r], number of records in each run.
+            [r], number of records of the batch in each run.
         """
         is_apart = (np.diff(self.shards) != 0) | (np.diff(self.positions) > 1 + gap)
         if contiguous_output:

@@ -1,15 +1,16 @@
 """Cache on the local disk for blocks of indexes on object stores.
 
 Each cached shard is a sparse file, in which a record has the same offset as in the
-token object. The file does not say which records it has: a record is cached if it
-matches its stored checksum. Holes of the file, records that a killed process has half
-written, and damaged records do not match. They are read from the object store and
-written again.
+token object. The file has no list of its records. A record counts as cached if its
+bytes match the checksum that the index stores. Parts of the file that were never
+written, damaged records, and records that a killed process wrote only in part do not
+match. Such records are read from the object store and written again.
 
-The name of the file contains the checksum of all checksums of the shard, so an index
-that replaces another index at the same URL gets files of its own. Processes share the
-files without locks. An error of the file system disables caching for a while and is
-never reported, because the object store has all blocks.
+The name of the file contains the CRC-32C of the checksum file of the shard. If another
+index replaces the index at the same URL, its checksums differ, so it gets other files.
+Processes share the files without locks. Errors of the file system are never reported,
+because the object store has all blocks. After an error, nothing is written to the cache
+for a minute.
 """
 
 from __future__ import annotations
@@ -39,18 +40,22 @@ from storage_formats.system_calls import advise
 SETTING = "EDJE_CACHE_BYTES"
 _DEFAULT_BYTES = 10 << 30
 _MAX_DIGITS = 18
-# free disk space that the cache leaves to others
+# free disk space that the cache leaves to other programs
 _FREE_BYTES = 1 << 30
-# a larger step would demand as much free disk space
+# Maximum number of bytes that are written between two removals of files. A removal
+# makes room for this number of bytes, so a larger number would need more free disk
+# space.
 _MAX_STEP = 640 << 20
-# without writes after an error of the file system
+# time without writes after an error of the file system
 _PAUSE_SECONDS = 60.0
-# resolution of the time of the last use
+# The time of the last use of a file is updated at most this often.
 _USE_SECONDS = 60.0
-# disk blocks that a write covers in part, and one for the list of disk blocks
+# Disk space that a write needs in addition to its bytes: it may cover a disk block of
+# 4 KiB at each end only in part, and may need a disk block for the list of disk blocks.
 _WRITE_OVERHEAD = 12 << 10
+# maximum number of cache files that one read opens at the same time
 _OPEN_FILES = 64
-# without O_NONBLOCK, opening a FIFO waits
+# without O_NONBLOCK, opening a FIFO would wait for a writer
 _FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
@@ -91,8 +96,8 @@ class BlockCache:
         self._buffers = buffers
 
     def names(self, batch: Batch) -> dict[int, str]:
-        """Return the name of the cached file of each shard of `batch`, keyed by
-        shard number.
+        """Return the name of the cache file of each shard of `batch`, keyed by shard
+        number.
         """
         checksums = self._checksums.file_checksums(
             [shard for shard, _, _ in batch.shard_spans]
@@ -129,6 +134,7 @@ class BlockCache:
                     if (descriptor := self._files.open(names[shard])) is not None:
                         opened.callback(os.close, descriptor)
                         descriptors[shard] = descriptor
+                # Runs without gaps have the same indices in the buffer as in the batch.
                 requests = [
                     (
                         descriptors[shard],
@@ -142,7 +148,7 @@ class BlockCache:
                 for descriptor, offset, begin, end in requests:
                     advise(descriptor, offset, (end - begin) * size)
                 for descriptor, offset, begin, end in requests:
-                    # the bytes may be wrong, and are compared below
+                    # the bytes may be wrong; the checksums are compared below
                     with contextlib.suppress(OSError):
                         read_bytes = os.preadv(
                             descriptor, [buffer[begin * size : end * size].data], offset
@@ -152,7 +158,8 @@ class BlockCache:
         if len(read):
             expected = self._checksums.expected(batch[read])
             actual = checksums_at(buffer.ctypes.data + read * size, size)
-            # A hole of the file would pass for a record of zeros.
+            # Parts of the file that were never written are read as zeros, so a record
+            # of zeros never counts as cached.
             read = read[(actual == expected) & (expected != self._zeros_crc)]
         is_read[:] = False
         is_read[read] = True
@@ -162,8 +169,8 @@ class BlockCache:
         return is_read
 
     def write(self, name: str, position: int, records: memoryview) -> None:
-        """Store neighbouring records in the file `name`. `position` is the position
-        of the first of them.
+        """Store consecutive records of a shard in the cache file `name`. `position` is
+        the position of the first record in the shard.
         """
         self._files.write(name, position * self._size, records)
 
@@ -171,20 +178,21 @@ class BlockCache:
 class CacheFiles:
     """The files of the block cache, which all processes of a user share. Thread-safe.
 
-    After every sixteenth of the limit that this process writes, but at least after
-    every 640 MiB, the files that were not used for longest are removed.
+    Each time this process has written a sixteenth of the limit, or 640 MiB if this is
+    less, it removes the least recently used files to stay within the limit.
 
     Args:
-        limit: maximum disk space of the files in bytes. Each further process that
-            writes at the same time can exceed it by as much as it writes between two
-            removals.
+        limit: maximum disk space of the files in bytes. If several processes write at
+            the same time, each further process can exceed the limit by the bytes that
+            it writes between two removals.
     """
 
     def __init__(self, root: Path, limit: int) -> None:
         self._root = root
         self._limit = limit
         self._step = max(1, min(limit // 16, _MAX_STEP))
-        # bytes written since the last removal; a new process removes files first
+        # Bytes written since the last removal. With this first value, the first write
+        # of the process removes files.
         self._unchecked = self._step
         self._paused_until = 0.0
         self._lock = threading.Lock()
@@ -203,15 +211,17 @@ class CacheFiles:
         return descriptor
 
     def write(self, name: str, offset: int, data: memoryview) -> None:
-        """Write `data` to a file, if the disk has room. Errors are ignored."""
+        """Write `data` to a file if the cache has room. Errors of the file system are
+        ignored.
+        """
         if time.monotonic() < self._paused_until:
             return
         try:
             size = len(data) + _WRITE_OVERHEAD
             if size > self._step:
                 return
-            # also while writing, because a removal must see what other threads have
-            # counted
+            # The lock is held during the write too: a removal in another thread resets
+            # the count, so all counted bytes must be on the disk by then.
             with self._lock:
                 self._unchecked += size
                 if self._unchecked > self._step:
@@ -229,10 +239,10 @@ class CacheFiles:
             self._paused_until = time.monotonic() + _PAUSE_SECONDS
 
     def _remove_unused(self) -> bool:
-        """Remove the files that were not used for longest until there is room for more.
+        """Remove the least recently used files until the next `_step` bytes fit.
 
-        Return False, and pause, if there is no room even without the files that can be
-        removed.
+        If the bytes do not fit after all files that can be removed are gone, pause all
+        writes and return False.
         """
         self._root.mkdir(parents=True, exist_ok=True, mode=0o700)
         # (time of the last use, allocated bytes, path) of each regular file
@@ -260,7 +270,7 @@ class CacheFiles:
             try:
                 os.unlink(path)
             except FileNotFoundError:
-                # another process was faster
+                # another process has removed the file already
                 pass
             except OSError:
                 continue

@@ -1,5 +1,6 @@
-"""The array of the caller, which receives checked records unchanged or decoded, or
-their scores.
+"""The destination of the records that an engine reads. It compares the records with
+their checksums, and writes the records, the decoded blocks or the scores of the blocks
+to the caller's array.
 """
 
 from __future__ import annotations
@@ -22,13 +23,19 @@ from storage_formats.reading.checksums import BlockChecksums, Checksums
 from storage_formats.reading.memory import BufferPool, Bytes
 from storage_formats.threads import run_chunks
 
-# as in `reading.loops`, which imports Numba
+# The same values as in `reading.loops`. They are not imported from there, because that
+# module imports Numba.
 NO_COPY, COPY, COPY_NONTEMPORAL = range(3)
+# bytes of one request from which on the compiled loop is used even if Numba must be
+# imported first
 _COMPILED_FROM = 32 << 20
-# without Numba, checks of this many bytes lose about as much time as its import takes
+# Checking this many bytes without Numba takes longer than checking them with Numba by
+# about the time that the import of Numba takes.
 _COMPILED_AFTER = 4 << 30
+# size of a line of the processor's cache
 _LINE_BYTES = 64
-# at a time: they stay in the processor's cache between check, decoding and product
+# Number of records that are scored at a time. So few records stay in the processor's
+# cache from the check to the decoding and the dot products.
 _SCORED_RECORDS = 16
 _NONTEMPORAL_FROM = 32 << 20
 """Minimum size in bytes of an output for non-temporal stores, which bypass the
@@ -42,11 +49,12 @@ _buffers = BufferPool()
 
 @dataclass(frozen=True)
 class Destination:
-    """Receives the records of a batch, compares their checksums, and decodes them.
+    """Receives the records of a batch, compares them with their checksums, and writes
+    them to `out`: unchanged, decoded or as scores.
 
-    An engine reads records into memory of its own and passes the memory to `take`. If
-    `records` is not None, it may read them into `records` instead, record i of the
-    batch into `records[batch.out_indices[i]]`, and then pass `records` to `take`.
+    An engine reads records into a buffer and passes the buffer to `take`. If `records`
+    is not None, the engine may instead read record i of the batch directly into
+    `records[batch.out_indices[i]]`, and then pass `records` to `take`.
 
     Attributes:
         out: array for the blocks, bfloat16 [k, m, d], or for the records, uint8 [k,
@@ -63,7 +71,9 @@ class Destination:
 
     @functools.cached_property
     def records(self) -> Records | None:
-        """`out` as records, uint8 [k, record_bytes]; None if records are decoded."""
+        """`out` as an array of records, uint8 [k, record_bytes]; None if `out` receives
+        decoded blocks or scores.
+        """
         if self.query is None and (
             self.out.dtype == np.uint8 or self.codec.name == "bf16"
         ):
@@ -74,7 +84,8 @@ class Destination:
     def _bits(self) -> Bits:
         return self.out.view(np.uint16).reshape(-1)
 
-    # May read files, so it is called after the first records have arrived.
+    # Loading the checksums may read files. It must not delay the first requests for
+    # records, so it happens in the first call of `take`.
     @functools.cached_property
     def _expected(self) -> Checksums:
         return self.checksums.expected(self.batch)
@@ -86,8 +97,16 @@ class Destination:
     def take(
         self, memory: Bytes, offsets: Ints, part: Part, threads: int | None = None
     ) -> None:
-        """Check and write the records `batch[part]`. They start at the byte offsets
-        `offsets` [k] of `memory`.
+        """Compare the records `batch[part]` with their checksums, and write them to
+        `out`.
+
+        Args:
+            memory: memory that contains the records.
+            offsets: byte offset of each record in `memory`, int64 [k].
+            threads: maximum number of threads, see `run_chunks`.
+
+        Raises:
+            CorruptIndexError: a record does not match its checksum.
         """
         size = self.codec.record_bytes
         m, d = self.codec.block_shape
@@ -95,11 +114,11 @@ class Destination:
         expected = self._expected[part]
         sources = memory.ctypes.data + offsets
         if self.records is None:
-            # checked here, decoded below
+            # `copy_and_sum` copies nothing, because `_decode` writes the output
             targets = None
             block_bytes = 2 * m * d
         elif memory.ctypes.data == self.records.ctypes.data:
-            # the engine has read into the output
+            # the engine has read the records into the output
             targets = None
             block_bytes = size
         else:
@@ -108,7 +127,8 @@ class Destination:
         records = _Records(sources, size, targets)
         moves = (offsets, batch.out_indices)
 
-        # A thread that works on after an interruption keeps the memory alive.
+        # If an exception interrupts the calling thread, a helper thread may still read
+        # `memory`. The helper thread holds this function, which keeps the memory alive.
         def work(start: int, stop: int) -> None:
             step = stop - start if self.query is None else _SCORED_RECORDS
             for first in range(start, stop, step):
@@ -123,10 +143,8 @@ class Destination:
         run_chunks(work, len(offsets), block_bytes, threads)
 
     def _decode(self, memory: Bytes, moves: Moves, span: Span) -> None:
-        """Decode or score the records [start, stop) of `moves`, which are in `memory`.
-
-        Args:
-            span: (start, stop).
+        """Decode or score the items of `moves` with the indices `range(*span)`. Their
+        records are in `memory`.
         """
         if self.query is None:
             self.codec.decode_at(memory, moves, self._bits, span)
@@ -145,7 +163,7 @@ class Destination:
         padded = np.concatenate([self.query, padding]).reshape(-1)
         buffer = _buffers.borrow(len(blocks) * 2 * m * d)
         if self.codec.name == "bf16":
-            # scored where they lie
+            # a bf16 record is the block, so it is scored in `memory`
             words = memory[: len(memory) // 2 * 2].view(np.uint16)
             positions = offsets // 2
         else:
@@ -159,11 +177,11 @@ class Destination:
 
 
 class _Records:
-    """Records of `size` bytes at the addresses `sources` [k].
+    """Records of `size` bytes at the memory addresses `sources` [k].
 
     Args:
-        targets: [k], addresses to which `copy_and_sum` copies the records; None to
-            copy nothing.
+        targets: memory addresses to which `copy_and_sum` copies the records, [k]; None
+            to copy nothing.
     """
 
     def __init__(
@@ -183,7 +201,7 @@ class _Records:
             bypasses = total >= _NONTEMPORAL_FROM and is_aligned
             self._copies = COPY_NONTEMPORAL if bypasses else COPY
             self._targets = targets
-            # the compiled loop copies whole lines
+            # the compiled loop can only copy whole lines
             if size % _LINE_BYTES:
                 self._loop = _plain_loop
         self.checksums = np.empty(len(sources), dtype=np.uint32)
@@ -227,7 +245,8 @@ def _plain_loop(
 ) -> None:
     """Do the work of `reading.loops.copy_records` without Numba."""
     global _plainly_checked_bytes
-    # creating an array of NumPy would take as long as the checksum
+    # A ctypes array, because creating a NumPy array for each record would take as long
+    # as its checksum.
     record_type: Any = ctypes.c_char * size
     for index in range(start, stop):
         source = int(sources[index])
@@ -247,10 +266,10 @@ def _compiled_loop() -> Callable[..., None]:
 
 
 def _loop(total: int) -> Callable[..., None]:
-    """Return `reading.loops.copy_records` if Numba is imported, or if `total`
-    bytes make its import worthwhile.
+    """Return `reading.loops.copy_records` if Numba is already imported, or if its
+    import pays for a read of `total` bytes. Otherwise return `_plain_loop`.
     """
-    # Importing Numba takes half a second.
+    # importing Numba takes half a second
     compiled = (
         "numba" in sys.modules
         or total >= _COMPILED_FROM

@@ -1,8 +1,8 @@
 """The engine `direct`, which reads with direct I/O through a queue of requests.
 
-Direct I/O bypasses the page cache. All offsets, lengths and memory addresses must be
-multiples of the sector size. If a record does not start and end at a sector boundary,
-or must be decoded, the engine reads the sectors into a buffer first.
+Direct I/O bypasses the page cache. It requires offsets, lengths and memory addresses
+that are multiples of the sector size. If a record does not start and end at a sector
+boundary, or must be decoded, the engine first reads whole sectors into a buffer.
 """
 
 from __future__ import annotations
@@ -19,17 +19,22 @@ from storage_formats.reading.memory import BufferPool, Bytes
 from storage_formats.reading.queues import QueuePool, RequestError
 from storage_formats.threads import settle, unsettled
 
-# reading a gap of this length costs the device less than another request
+# Two records with at most this many bytes between them are read with one request,
+# because reading the gap costs the device less than another request.
 _GAP_BYTES = 32 << 10
-# limit for pieces of large records
+# maximum size of a piece of large records
 _PIECE_BYTES = 8 << 20
+# No further piece is started while this many bytes are in flight.
 _BYTES_IN_FLIGHT = 16 << 20
-# less, so that the buffers stay in the processor's cache
+# The same limit for reads into buffers. It is smaller, so that the buffers stay in the
+# processor's cache.
 _BUFFERED_IN_FLIGHT = 8 << 20
-# reading into a buffer is faster if it saves this factor of requests
+# Reading into a buffer is faster than reading directly into the destination if it needs
+# only 1/4 of the requests.
 _FEWER_REQUESTS = 4
-# Records are checked and decoded in parts, once so many requests are complete: few, so
-# that little is left to do after the last ones, or a fourth of those in flight.
+# Records are checked and decoded each time this number of requests, or a fourth of
+# those in flight if this is more, is complete. Small parts leave little work after the
+# last request.
 _PART_REQUESTS = 32
 _PART_SHARE = 4
 _NO_RESULT = np.iinfo(np.int64).min
@@ -72,9 +77,10 @@ class _Flight:
         offsets: [r], byte offset in the file of each request.
         needed: [r], number of bytes that each request must read, up to the end of its
             last record.
-        memory: memory that the requests write to, from the byte offsets
-            `memory_offsets` [r].
-        results: [r], number of bytes read, a negative errno, or `_NO_RESULT`.
+        memory: memory that the requests write to. Request i writes from the byte
+            `memory_offsets[i]` on.
+        results: [r], result of each request: number of bytes read, a negative errno, or
+            `_NO_RESULT` while the request is in flight.
         processed: bool [r], whether the destination has processed the records of each
             request.
         buffer: buffer from the pool that contains `memory`. None if `memory` belongs to
@@ -125,7 +131,8 @@ class _Reader:
         while self._flights:
             self._process()
             self._wait()
-        # first, so that `abandon` never closes a queue that another reader may have
+        # This is set before the queue is given back, so that `abandon` never closes a
+        # queue that another reader may have borrowed.
         self._holds_queue = False
         self._queues.give_back(self._queue)
 
@@ -133,8 +140,9 @@ class _Reader:
         """Wait until the kernel has completed all requests of this reader, and
         release the files.
         """
-        # An exception may have come before the state of the queue and the buffers was
-        # recorded.
+        # The exception may have come after requests were started and before they were
+        # recorded. So the queue is closed, which waits for all requests, and the
+        # buffers are not returned to the pool.
         if self._holds_queue:
             self._queue.close()
         while self._flights:
@@ -147,6 +155,8 @@ class _Reader:
         files = self._files.acquire_for(batch, size)
         sector = self._files.sector
         first, count = batch.runs(size, gap=_GAP_BYTES // size)
+        # Records that do not start and end at sector boundaries are read into a buffer,
+        # and so are records that need many small requests to be read directly.
         if records is not None and (size % sector or records.ctypes.data % sector):
             records = None
         if records is not None:
@@ -155,8 +165,8 @@ class _Reader:
                 first, count = direct
             else:
                 records = None
-        # read into the output itself, or else into a buffer
         if records is not None:
+            # read directly into the destination
             offsets = batch.positions[first] * size
             lengths = count * size
             needed = lengths
@@ -164,6 +174,7 @@ class _Reader:
             memory_offsets = batch.out_indices[first] * size
             buffer = None
         else:
+            # read whole sectors into a buffer
             starts = batch.positions[first] * size
             stops = (batch.positions[first + count - 1] + 1) * size
             offsets = starts - starts % sector
@@ -208,10 +219,11 @@ class _Reader:
         )
 
     def _wait(self) -> None:
-        """Wait for some of the requests in flight, and note their results."""
+        """Wait for a part of the requests in flight, and record their results."""
         in_flight = self._queue.in_flight
         part = max(_PART_REQUESTS, in_flight // _PART_SHARE)
-        # never for all, so that the disk has work until the next request
+        # Never wait for all requests, so that the disk has work until the next requests
+        # are started.
         tags, results = self._queue.wait(max(1, min(part, in_flight // 2)))
         numbers = tags // PIECE_RECORDS
         for number in np.unique(numbers).tolist():
@@ -237,9 +249,10 @@ class _Reader:
         if (is_ready & (flight.results < flight.needed)).any():
             raise RequestError
         indices = np.flatnonzero(np.repeat(is_ready, flight.count))
-        # While reads are in flight the device is the bottleneck: more threads would
-        # only cost processor time.
+        # While requests are in flight, the device is the bottleneck, and more threads
+        # would only cost processor time.
         threads = 1 if self._queue.in_flight else None
+        # for each record, the offset in the memory minus the offset in the file
         shifts = np.repeat(flight.memory_offsets - flight.offsets, flight.count)
         record_offsets = (shifts + flight.batch.positions * self._size)[indices]
         self._destination.take(

@@ -1,5 +1,5 @@
-"""A cache of open shard files, which limits the number of open files, and the state
-of the page cache.
+"""A cache of open shard files that limits the number of open files, and a check whether
+a file is in the page cache.
 """
 
 from __future__ import annotations
@@ -33,22 +33,31 @@ from storage_formats.reading.queues import system_call
 from storage_formats.system_calls import LACKING, advise
 from storage_formats.threads import run_threads
 
-# a process may have 65,530 memory maps (vm.max_map_count)
+# Maximum number of open files of one `ShardFiles` object. Each file may be mapped, and
+# Linux allows a process 65,530 memory maps by default (vm.max_map_count).
 _MAX_OPEN = 8192
-# an evaluation has nine `ShardFiles`; a mapped file has two descriptors
+# One `ShardFiles` object opens at most 1/8 of the files that the process may open,
+# because a mapped file has two descriptors and a process has several such objects. An
+# evaluation has nine.
 _SHARE_OF_LIMIT = 8
-# the caller checks and decodes a part while the disk reads the next parts
+# Number of ranges in a part of `iter_ranges`. The caller checks and decodes a part
+# while the disk reads the next parts.
 _PART_RANGES = 32
-# where advice starts reads, one thread waits for them in turn
+# Number of threads that wait for reads. With `posix_fadvise`, all reads start before
+# the first wait, so one thread that waits for one read after the other is enough.
 _THREADS = 1 if hasattr(os, "posix_fadvise") else 16
-# Linux 4.14
+# flag of preadv (Linux 4.14) for reads that never wait for the disk
 _NOWAIT = getattr(os, "RWF_NOWAIT", 0)
+# A file counts as cached if the page cache holds at least this share of its pages.
 _CACHED_SHARE = 0.95
-# asking for a cached shard of 50 MB takes 0.1 ms, as much as copying 20 records
+# Time for which the state of a file is not asked for again. Asking for a cached shard
+# of 50 MB takes 0.1 ms, as long as copying 20 records.
 TRUSTED_SECONDS = 2.0
-# Linux 6.5, the same number on every architecture
+# number of the system call cachestat (Linux 6.5), the same on every architecture
 _CACHESTAT = 451
+# number of pages that are asked for on older kernels
 _SAMPLED_PAGES = 16
+# constants of the system call statx
 _AT_FDCWD = -100
 _STATX_DIOALIGN = 0x2000
 
@@ -62,15 +71,15 @@ class TokenFiles:
 
     @functools.cached_property
     def name(self) -> str:
-        """Relative path of a token file with a field for the shard number."""
+        """Relative path of a token file, with a format field for the shard number."""
         return token_file(self.codec.name, len(self.codec.record_shape))
 
     def key(self, shard: int) -> str:
-        """Return the key of a token object."""
+        """Return the key of the token object of a shard."""
         return self.name.format(shard)
 
     def location(self, shard: int) -> Path | str:
-        """Return the path or the URL of a token file, for messages."""
+        """Return the path or the URL of the token file of a shard, for messages."""
         remote = self.index.remote
         key = self.key(shard)
         return self.index.root / key if remote is None else remote.url_of(key)
@@ -81,10 +90,11 @@ class ShardFile:
     """An open shard file.
 
     Attributes:
-        readers: number of readers that use the file now.
-        is_cached: whether the page cache had the file when the kernel was asked. None
-            if the kernel does not tell.
-        trusted_until: `time.monotonic()` until which `is_cached` is trusted.
+        readers: number of readers that use the file at the moment.
+        is_cached: whether the page cache held the file when the kernel was last asked.
+            None if the kernel was never asked or does not tell.
+        trusted_until: value of `time.monotonic()` from which on the kernel should be
+            asked again.
     """
 
     fd: int
@@ -101,8 +111,9 @@ class ShardFile:
         """Return the memory address at which the file is mapped. The first call maps
         the file.
 
-        Call this method right before each read. A read beyond the end of a shortened
-        file kills the process (SIGBUS).
+        Call this method right before each read, because it checks that the file was not
+        shortened. Reading the map beyond the end of the file would kill the process
+        (SIGBUS).
         """
         size = os.fstat(self.fd).st_size
         if size < self.size:
@@ -120,16 +131,19 @@ class ShardFile:
             return self._address
 
     def ask(self, now: float) -> None:
-        """Ask the kernel whether the page cache has the file."""
+        """Ask the kernel whether the page cache holds the file, and store the answer in
+        `is_cached`.
+        """
         share = self._cached_share()
         self.is_cached = None if share is None else share >= _CACHED_SHARE
         self.trusted_until = now + TRUSTED_SECONDS
 
     def _cached_share(self) -> float | None:
-        """Return the share of the file in the page cache, 0 to 1; None if the kernel
-        does not tell.
+        """Return the share of the file that is in the page cache, 0 to 1; None if the
+        kernel does not tell.
 
-        Kernels before 6.5 are asked for a sample of the pages.
+        Linux before 6.5 has no system call for the whole file. There, the share is
+        estimated from a sample of 16 pages.
         """
         if sys.platform != "linux" or not self.size:
             return None
@@ -147,7 +161,8 @@ class ShardFile:
             return counts[0] / pages
         except OSError as error:
             if error.errno != errno.ENOSYS or not os.access(self.path, os.W_OK):
-                # mincore(2) reports the pages of other users' files as cached
+                # Before Linux 6.5, mincore(2) answers instead. But if this process may
+                # not write to the file, mincore(2) reports every page as cached.
                 return None
         sample = np.unique(
             np.linspace(0, pages - 1, _SAMPLED_PAGES, dtype=np.int64)
@@ -156,7 +171,7 @@ class ShardFile:
         try:
             address = self.mapped_at()
         except OSError:
-            # a file system without memory maps
+            # the file system does not support memory maps
             return None
         cached = 0
         for page in sample:
@@ -169,11 +184,12 @@ class ShardFile:
         return cached / len(sample)
 
     def read_cached(self, offset: int, target: memoryview) -> bool:
-        """Fill `target` from the byte `offset` on, if the page cache has all of it.
-        Return whether `target` is full.
+        """Fill `target` with the bytes from `offset` on if the page cache holds all of
+        them. Return True if `target` was filled.
         """
-        # a part of it is not in the page cache, or the file system cannot tell;
-        # `read_fully` reports other errors
+        # The read fails if the bytes are not in the page cache or if the file system
+        # does not support the flag. The caller then calls `read_fully`, which reports
+        # any other error.
         with contextlib.suppress(OSError):
             return bool(_NOWAIT) and (
                 os.preadv(self.fd, [target], offset, _NOWAIT) == len(target)
@@ -181,7 +197,9 @@ class ShardFile:
         return False
 
     def read_fully(self, offset: int, target: memoryview) -> None:
-        """Read from the byte `offset` on with blocking reads until `target` is full."""
+        """Fill `target` with the bytes from `offset` on, with reads that wait for the
+        disk.
+        """
         done = 0
         while done < len(target):
             try:
@@ -221,7 +239,7 @@ def iter_ranges(
     missing = [
         not file.read_cached(offset, target) for file, offset, target in requests
     ]
-    # all reads start before the first part waits
+    # the advice starts all reads, before the loop below waits for the first part
     for file, offset, target in itertools.compress(requests, missing):
         advise(file.fd, offset, len(target))
     step = _PART_RANGES if any(missing) else max(1, len(requests))
@@ -242,7 +260,7 @@ def open_files() -> int:
     try:
         import resource
     except ImportError:
-        # not on Windows
+        # Windows does not have this module
         return 256
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if limit == resource.RLIM_INFINITY:
@@ -254,8 +272,8 @@ class ShardFiles:
     """A cache of the open files of one kind, for example the token files of one
     precision. Thread-safe.
 
-    If too many files are open, the cache closes the least recently used file. It never
-    closes a file that a reader uses.
+    If too many files are open, the cache closes the least recently used file, unless a
+    reader uses this file.
 
     Args:
         root: directory of the index.
@@ -276,6 +294,8 @@ class ShardFiles:
         self._name = name
         self._open: OrderedDict[int, ShardFile] = OrderedDict()
         self._lock = threading.Lock()
+        # Closes the files when this object is freed. At the exit of the process, the
+        # kernel closes them.
         weakref.finalize(self, _close_all, self._open).atexit = False
 
     def acquire(self, shards: Iterable[int]) -> dict[int, ShardFile]:
@@ -299,8 +319,8 @@ class ShardFiles:
         return files
 
     def acquire_for(self, batch: Batch, record_bytes: int) -> dict[int, ShardFile]:
-        """Return the open files of a batch, see `acquire`. Raise CorruptIndexError if
-        one is too short for its records.
+        """Return the open files of the shards of `batch`, see `acquire`. Raise
+        CorruptIndexError if a file ends before the last record to read from it.
         """
         files = self.acquire([shard for shard, _, _ in batch.shard_spans])
         for shard, _, stop in batch.shard_spans:
@@ -320,12 +340,13 @@ class ShardFiles:
             except OSError as error:
                 if error.errno not in LACKING or not self.is_direct:
                     raise
-                # this file system has no direct I/O
+                # the file system does not support direct I/O
                 self.is_direct = False
                 fd = open_inside(self._root, path)
             if self.is_direct and self.sector == 1:
                 self.sector = sector_bytes(path)
-            # `read_cached` would start to read many more pages than it is asked for
+            # Without this advice, the kernel would read ahead: `read_cached` would
+            # start reads of many more pages than it asks for.
             advise(fd, advice="RANDOM")
             return ShardFile(fd, os.fstat(fd).st_size, path)
         except OSError as error:
@@ -358,10 +379,11 @@ def _close_all(files: OrderedDict[int, ShardFile]) -> None:
 def sector_bytes(path: str | Path) -> int:
     """Return the alignment in bytes that direct reads of the file at `path` need."""
     status = ctypes.create_string_buffer(256)
-    # glibc 2.28
+    # glibc has this function from version 2.28 on
     statx = getattr(ctypes.CDLL(None), "statx", None)
     if statx is None or statx(_AT_FDCWD, os.fsencode(path), 0, _STATX_DIOALIGN, status):
         return PAGE_BYTES
-    # alignments of memory and of offsets; 0 if unknown
+    # the fields stx_dio_mem_align and stx_dio_offset_align of `struct statx`:
+    # alignments of memory and of offsets, 0 if unknown
     alignments: tuple[int, int] = struct.unpack_from("=II", status, 0x98)
     return max(alignments) if min(alignments) else PAGE_BYTES

@@ -2,10 +2,11 @@
 for each shard.
 
 - `direct` reads past the page cache, with many requests in flight (`reading.direct`).
-  It is fastest for cold records.
-- `mapped` copies records from memory maps, without a system call per record. A record
-  that is not in the page cache costs one page fault per page, one after the other,
-  which reaches a tenth of the speed of the disk.
+  This engine is the fastest for records that are not in the page cache.
+- `mapped` copies records from memory maps, without a system call per record. This
+  engine is the fastest for records in the page cache. If a record is not there, the
+  thread waits for one page fault per page, one after the other, and the disk reaches a
+  tenth of its speed.
 - `portable` reads through the page cache with several threads, on any file system and
   any POSIX system.
 """
@@ -34,8 +35,9 @@ from storage_formats.reading.memory import BufferPool, memory_at
 from storage_formats.reading.queues import QueuePool, RequestError, can_queue
 from storage_formats.threads import settle, unsettled
 
-# files that are mapped at the same time
+# maximum number of files that one read maps at the same time
 _MAPPED_SHARDS = 64
+# maximum number of records of a request that may come from a search
 _SEARCH_RECORDS = 512
 
 
@@ -47,12 +49,18 @@ def engines() -> tuple[str, ...]:
 class LocalReads:
     """Reads the records of one precision. Thread-safe.
 
-    The choice of `auto`: shards in the page cache are read by `mapped`. Of others, at
-    most 512 records, for example the candidates of a search, are read by `portable`,
-    which leaves them in the page cache for later searches; more records are read by
-    `direct`, which does not fill the page cache. If the index has more shards than may
-    be open, requests for at most 512 records are always read by `portable`: mapping a
-    file takes as long as reading several records.
+    `auto` chooses an engine for each shard:
+
+    - `mapped` reads shards that are in the page cache.
+    - `portable` reads the other shards of a request for at most 512 records, for
+      example for the candidates of a search. This engine leaves the records in the page
+      cache for later searches.
+    - `direct` reads the other shards of a larger request, and does not fill the page
+      cache. If direct I/O is not available, `portable` reads them.
+
+    If the index has more shards than files may be open, `portable` reads every request
+    for at most 512 records, because mapping a file takes as long as reading several
+    records.
 
     Args:
         name: one of `engines()`, or `auto`.
@@ -90,8 +98,8 @@ class LocalReads:
             raise cannot_read(path, error) from error
 
     def read(self, destination: Destination) -> None:
-        """Read the records of `destination.batch`. Afterwards, nothing writes to the
-        destination any more.
+        """Read the records of `destination.batch`. After this method returns or raises
+        an exception, no thread and no request writes to the destination.
         """
         settle(unsettled())
         for engine, batch in self.split(destination.batch):
@@ -100,8 +108,9 @@ class LocalReads:
                 try:
                     read_direct(part, self._direct_files, self._queues, self._buffers)
                 except RequestError:
-                    # The file system fails such requests, or the file is damaged;
-                    # `portable` then says how.
+                    # Either the file system does not support the requests, or the file
+                    # is damaged. In the second case, `portable` raises an error that
+                    # describes the damage.
                     self._read_portable(part)
             elif engine == "mapped":
                 self._read_mapped(part)
@@ -120,10 +129,11 @@ class LocalReads:
                 try:
                     addresses = [file.mapped_at() for file in files.values()]
                 except OSError:
-                    # a file system without memory maps
+                    # the file system does not support memory maps
                     self._read_portable(destination)
                     return
-                # one view spans all maps; the gaps between them are never read
+                # One array spans the memory of all maps. The memory between the maps is
+                # never read.
                 start = min(addresses)
                 stop = max(
                     address + file.size
@@ -175,8 +185,8 @@ class LocalReads:
         return [(engine, part) for engine, part in parts if len(part)]
 
     def close(self) -> None:
-        """Close all files, and free idle queues and buffers. The store can still be
-        used.
+        """Close all files, and free idle queues and buffers. A later read opens the
+        files again.
         """
         self._queues.close()
         self._files.close()
@@ -184,8 +194,8 @@ class LocalReads:
         self._buffers.close()
 
     def _are_cached(self, batch: Batch) -> NDArray[np.bool_]:
-        """Return whether the page cache has the shard of each record, bool [n]. The
-        state of a shard is trusted for two seconds.
+        """Return whether the page cache holds the shard of each record, bool [n]. The
+        kernel is asked about a shard at most once in two seconds.
         """
         now = time.monotonic()
         shards = [shard for shard, _, _ in batch.shard_spans]
