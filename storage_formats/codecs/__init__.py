@@ -1,5 +1,5 @@
-"""The precisions of stored tokens. To add one, write a codec class in
-`codecs.formats` and a decoder for GPUs.
+"""The precisions of stored tokens. To add a precision, write a codec class in
+`codecs.formats` and a decoder for GPUs in `edje_index.fetching.device_decode`.
 """
 
 from __future__ import annotations
@@ -39,9 +39,7 @@ def precisions() -> tuple[str, ...]:
 
 
 def finest(names: Iterable[str]) -> str:
-    """Return the precision of the highest fidelity among `names`, for example the
-    precisions of an index.
-    """
+    """Return the most accurate of the precisions `names`."""
     order = precisions()
     return min(
         names, key=lambda name: order.index(name) if name in order else len(order)
@@ -59,7 +57,8 @@ def codec(
     Args:
         name: one of `precisions()`.
         block_shape: (m, d), tokens per block and values per token.
-        offset: offset block, float32 [m, d]; bf16 and fp16 ignore it.
+        offset: offset block, float32 [m, d], which encoding subtracts and decoding
+            adds. None for no offset. bf16 and fp16 ignore the offset.
 
     Returns:
         A `storage_formats.codecs.base.Codec`. Its method `encode` takes

@@ -19,7 +19,7 @@ from storage_formats.codecs.minifloat import NAN_CODE
 from storage_formats.errors import UsageError
 from storage_formats.threads import run_chunks
 
-# ml_dtypes.bfloat16 has no stub that NDArray accepts
+# ml_dtypes.bfloat16 has no type stub that NDArray accepts
 BFloat16: TypeAlias = Any
 Blocks: TypeAlias = NDArray[BFloat16]
 """Token blocks, ml_dtypes.bfloat16 [k, m, d]."""
@@ -41,35 +41,40 @@ Span: TypeAlias = tuple[int, int]
 """(start, stop), a half-open range of items."""
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
-# at a time: fewer would pay the start of each kernel more often
+# Number of blocks from which the offset is subtracted at a time. With fewer blocks,
+# each kernel would start more often.
 _OFFSET_BLOCKS = 32
 
 
 class Codec(ABC):
     """Encodes and decodes blocks of one shape in one precision. Thread-safe.
 
-    Finite values decode to finite values. If a value is NaN or infinite, all values
-    with the same scale are stored as NaN. Only `bf16` is lossless.
+    Finite values decode to finite values. Only `bf16` is lossless. In the other
+    precisions, a value that is NaN or infinite is stored as NaN, and so are all values
+    that share its scale.
 
-    The argument `threads` of the methods is the maximum number of threads. It does not
-    change the result. A subclass imports its compiled kernels, and with them Numba, at
-    the first conversion.
+    The argument `threads` of the methods is the maximum number of threads, which does
+    not change the result. A subclass imports its compiled kernels, and with them Numba,
+    at the first conversion.
 
     Args:
         block_shape: (m, d), tokens per block and values per token.
         offset: block that is subtracted before encoding and added after decoding,
-            float32 [m, d]. None, and every lossless precision, has no offset.
+            float32 [m, d]. None for no offset. A precision without `has_offset` ignores
+            this argument.
 
     Attributes:
         name: name of the precision. The directory of its shards under `tokens/` has the
             same name.
         has_offset: whether the precision takes an offset.
-        subtracts: whether the method `_encode` subtracts the offset.
+        subtracts: whether the method `_encode` subtracts the offset itself. Otherwise,
+            `encode` subtracts the offset first.
         logical_dtype: number format of the stored values, for example `bfloat16` or
             `int8`.
         width_multiple: the width of a token must be a multiple of this number.
-        token_range: the largest magnitude of a token should be 0 or lie in this range,
-            else the error of its values is larger than the tests allow.
+        token_range: (smallest, largest) that the largest magnitude of a token should
+            have, unless it is 0. The values of a token outside this range have larger
+            errors than the tests allow.
         block_shape: (m, d), tokens per block and values per token.
         group: number of consecutive values of a token that share one scale.
         record_shape: shape of one record in the Zarr array of the precision.
@@ -118,10 +123,13 @@ class Codec(ABC):
         self.group = self.group_of(width)
         self._geometry = (self.values, width, self.group)
 
-    # not in `__init__`, which gets shapes from files that are not checked yet
+    # The array is not allocated in `__init__`, because the shape may come from a file
+    # that is not checked yet, and may be huge.
     @functools.cached_property
     def _added(self) -> NDArray[np.float32]:
-        """The offset, float32 [m * d], or -0.0: x + -0.0 is x, also for zeros."""
+        """The values that decoding adds, float32 [m * d]. Without an offset, all are
+        -0.0, because x + -0.0 equals x for every x, even for 0.0 and -0.0.
+        """
         if self.offset is None:
             return np.full(self.values, -0.0, dtype=np.float32)
         return self.offset.reshape(-1)
@@ -138,13 +146,15 @@ class Codec(ABC):
 
     @classmethod
     def token_bytes(cls, width: int) -> int:
-        """Return the number of bytes of a record per token of `width` values."""
+        """Return the number of bytes that a token of `width` values takes in a record,
+        including its scales.
+        """
         return 2 * width
 
     __repr__ = repr_of("name", "block_shape")
 
     def _encode(self, bits: Bits, records: Bytes, span: Span) -> None:
-        """Encode the blocks with the indices `range(*span)`."""
+        """Encode the blocks in `bits` with the indices `range(*span)` to `records`."""
         raise NotImplementedError
 
     @abstractmethod
@@ -152,8 +162,8 @@ class Codec(ABC):
         """Decode the items of `moves` with the indices `range(*span)` on the calling
         thread.
 
-        The offsets and blocks are not checked: a wrong one reads or writes other
-        memory.
+        The offsets and blocks are not checked. A wrong offset reads, and a wrong block
+        writes, memory outside the arrays.
 
         Args:
             memory: uint8 [bytes], contiguous.
@@ -164,7 +174,7 @@ class Codec(ABC):
 
     def scorer(self, query: NDArray[np.float32]) -> Scorer | None:
         """Return a function that scores records with the vectors `query` [q, d] without
-        decoding them; None if the precision has none.
+        decoding the records. Return None if the records must be decoded first.
         """
         return None
 
@@ -175,6 +185,7 @@ class Codec(ABC):
         if self.offset is None:
             return blocks
         out = np.empty(blocks.shape, dtype=BF16) if out is None else out[: len(blocks)]
+        # the kernel processes pairs of values
         if self.values % 2:
             np.subtract(blocks.astype(np.float32), self.offset, out, casting="unsafe")
             return out
@@ -199,7 +210,8 @@ class Codec(ABC):
             if self.offset is None or self.subtracts:
                 self._encode(bits, flat, (start, stop))
                 return
-            # one buffer, because new memory would cost a page fault per 4 KiB
+            # All parts use one buffer, because new memory would cost a page fault per
+            # 4 KiB.
             buffer = np.empty((_OFFSET_BLOCKS, *self.block_shape), dtype=BF16)
             for first, last in _pieces(start, stop):
                 residuals = self.residuals(blocks[first:last], buffer)
@@ -256,7 +268,7 @@ class Codec(ABC):
 
 
 def _pieces(start: int, stop: int) -> Iterator[Span]:
-    """Yield the parts of a span that are converted at once with an offset."""
+    """Yield the parts of a span from which the offset is subtracted at a time."""
     for first in range(start, stop, _OFFSET_BLOCKS):
         yield first, min(first + _OFFSET_BLOCKS, stop)
 

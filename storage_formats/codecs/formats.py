@@ -131,7 +131,7 @@ def _fp16_tables() -> tuple[NDArray[np.uint16], NDArray[np.uint16]]:
     words = np.arange(0x10000, dtype=np.uint16)
     numbers = words.view(BF16).astype(np.float32)
     encoded = np.clip(numbers, -65504, 65504).astype(np.float16).view(np.uint16)
-    # signalling NaN
+    # the conversion of a signalling NaN would give a warning
     with np.errstate(invalid="ignore"):
         decoded = words.view(np.float16).astype(np.float32).astype(BF16)
     return (
@@ -269,7 +269,7 @@ class GroupScaledCodec(Codec):
         """Return the bfloat16 bits of scale x code for each scale and code, uint16
         [256 * number of codes].
         """
-        # only scales that no encoder writes overflow
+        # Products overflow only for scales that no encoder writes.
         with np.errstate(over="ignore", invalid="ignore"):
             products = (cls.scale_values[:, None] * cls.element.values).astype(BF16)
         return np.where(
@@ -301,7 +301,8 @@ class FP8Codec(GroupScaledCodec):
 
     @staticmethod
     def scale_codes(largest: NDArray[np.float32]) -> NDArray[np.uint8]:
-        # fraction in [0.5, 1)
+        # largest / 448 is fraction x 2 ** exponent, with the fraction in [0.5, 1). If
+        # the fraction is 0.5, the quotient is the power of two 2 ** (exponent - 1).
         fraction, exponent = np.frexp(largest.astype(np.float64) / E4M3.largest)
         return e8m0_codes(largest, exponent - (fraction == 0.5))
 
@@ -328,6 +329,7 @@ class MXFP8Codec(GroupScaledCodec):
 
     @staticmethod
     def scale_codes(largest: NDArray[np.float32]) -> NDArray[np.uint8]:
+        # floor(log2(largest)) minus 8, the exponent of the largest E4M3 number
         return e8m0_codes(largest, np.frexp(largest)[1] - 1 - 8)
 
 
@@ -358,6 +360,7 @@ class MXFP4Codec(GroupScaledCodec):
 
     @staticmethod
     def scale_codes(largest: NDArray[np.float32]) -> NDArray[np.uint8]:
+        # floor(log2(largest)) minus 2, the exponent of the largest E2M1 number
         return e8m0_codes(largest, np.frexp(largest)[1] - 1 - 2)
 
 
@@ -483,13 +486,16 @@ class Sign1Codec(SignCodec):
         # with fewer values, rounding the query would change a score by over 0.1 %
         if d % 64 or d < 256:
             return None
-        # nine bits per value; a vector of zeros may have any step
+        # Each query vector is rounded to integers of nine bits, -255 to 255, times a
+        # step. The step of a vector of zeros is arbitrary.
         largest = np.abs(query).max(axis=1)
         steps = np.where(largest > 0, largest, 1).astype(np.float32) / np.float32(255)
         numbers = np.rint(query / steps[:, None]).astype(np.int16)
+        # row j contains bit j of each integer in two's complement
         bits = numbers[:, None] >> np.arange(9, dtype=np.int16)[:, None] & 1
         planes = np.packbits(bits.astype(np.uint8), axis=2, bitorder="little")
-        # a product of BLAS would start threads, which take longer
+        # `einsum` uses no threads. The operator `@` would start the threads of BLAS,
+        # which takes longer than the product.
         biases = np.einsum("qd,md->qm", query, self._added.reshape(m, d))
         arguments = (
             np.ascontiguousarray(planes.view(np.uint64).transpose(0, 2, 1)).reshape(-1),
@@ -509,7 +515,9 @@ class Sign1Codec(SignCodec):
 
 @functools.cache
 def _sign_words() -> NDArray[np.uint64]:
-    """Return the sign bits of the eight bfloat16 values of each byte, uint64 [512]."""
+    """Return, for each byte of eight signs, two words of four bfloat16 values with only
+    these sign bits set, uint64 [256 * 2].
+    """
     byte = np.arange(256, dtype=np.uint16)[:, None]
     signs = ((byte >> np.arange(8, dtype=np.uint16)) & 1) << np.uint16(15)
     return signs.view(np.uint64).reshape(-1)

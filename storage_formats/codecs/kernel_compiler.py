@@ -1,8 +1,8 @@
 """Compilation of Numba kernels, with a cache on disk. Importing this module imports
 Numba.
 
-Each kernel has exactly one signature. Processes that fill Numba's cache at the same
-time therefore write equal files.
+Each kernel is compiled for exactly one signature. Therefore, processes that fill
+Numba's cache at the same time write equal files.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ def kernel(*arguments: Any) -> Callable[[Callable[..., None]], Callable[..., Non
             try:
                 return cast(Callable[..., None], compiler(function))
             except (RuntimeError, OSError):
-                # neither the installation nor the home directory is writeable
+                # without a cache, because neither the installation nor the home
+                # directory is writeable
                 return cast(
                     Callable[..., None], _njit(types.void(*arguments))(function)
                 )

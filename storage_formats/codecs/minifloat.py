@@ -68,14 +68,15 @@ class MiniFloat:
         return float(self.magnitudes[-1])
 
     def encode(self, numbers: NDArray[np.floating]) -> NDArray[np.uint8]:
-        """Return the codes of finite `numbers`, uint8, rounded to nearest.
-        Magnitudes are limited to `largest`.
+        """Return the codes of finite `numbers`, uint8, rounded to nearest, ties to
+        even. Magnitudes are limited to `largest`.
         """
         middles = (self.magnitudes[1:] + self.magnitudes[:-1]) / 2
-        # a tie goes down
+        # a tie goes to the lower code
         below = np.searchsorted(middles, np.abs(numbers), side="left")
-        # a tie goes up
+        # a tie goes to the higher code
         above = np.searchsorted(middles, np.abs(numbers), side="right")
+        # a tie goes to the even code
         nearest = np.where(below % 2 == 0, below, above)
         sign = np.signbit(numbers).astype(np.intp) << (
             self.exponent_bits + self.fraction_bits
@@ -106,8 +107,8 @@ def e8m0_values() -> NDArray[np.float32]:
 def e8m0_codes(
     largest: NDArray[np.float32], exponents: NDArray[np.integer]
 ) -> NDArray[np.uint8]:
-    """Return the E8M0 code of 2 ** e for each e of `exponents`, limited to -127 to
-    127; 0 where `largest` is 0.
+    """Return the E8M0 code of 2 ** e for each e of `exponents`, after limiting e to
+    -127 to 127. The code is 0 where `largest` is 0.
     """
     codes: NDArray[np.uint8] = np.where(
         largest > 0, np.clip(exponents, -127, 127) + 127, 0

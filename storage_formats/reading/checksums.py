@@ -15,10 +15,11 @@ from storage_formats.format.shard_table import check_content
 from storage_formats.reading.batch import Batch
 from storage_formats.reading.files import ShardFiles, TokenFiles, read_ranges
 
-# the checksums of 16 million rows
+# maximum size of the checksums in memory: 4 bytes for each of 16 million rows
 _KEPT_BYTES = 64 << 20
-# checksum files that are read at the same time
+# maximum number of checksum files that are open at the same time
 _OPEN_FILES = 64
+# maximum number of row ids in an error message
 _NAMED_ROWS = 5
 
 Checksums = NDArray[np.uint32]
@@ -79,8 +80,9 @@ class BlockChecksums:
         )
 
     def file_checksums(self, shards: list[int]) -> dict[int, int]:
-        """Return the CRC-32C of the checksum file of each of `shards`. It
-        identifies all blocks of the shard.
+        """Return the CRC-32C of the checksum file of each of `shards`, keyed by shard
+        number. The file contains the checksums of all blocks of the shard, so its
+        CRC-32C changes if a block changes.
         """
         return {
             shard: entry.crc32c
@@ -119,6 +121,6 @@ class BlockChecksums:
                     check_content(file.path, entries[shard], content, row_ids=rows)
             finally:
                 self._files.release(files)
-                # their contents stay in memory
+                # the contents are in memory, so the files need not stay open
                 self._files.close()
         return checksums

@@ -1,8 +1,8 @@
-"""Reading of embeddings (SPEC.md section 7).
+"""Reads embeddings (SPEC.md section 7).
 
 A single embedding has no checksum. The first read from an embedding file therefore
 compares the checksum of the whole file with the shard table. If the embeddings of the
-index exceed 1 GiB, reads of a few rows of a file skip this check.
+index exceed 1 GiB, a read of less than 1/16 of the rows of a file skips this check.
 """
 
 from __future__ import annotations
@@ -30,10 +30,12 @@ from storage_formats.format.tombstones import RowIds, check_row_ids, check_rows_
 from storage_formats.reading.batch import PIECE_RECORDS, Batch
 from storage_formats.reading.files import ShardFile, ShardFiles, read_ranges
 
-# few rows of a file: fewer than one in 16
+# A read of less than this part of the rows of a file (1/16) is small.
 _SPARSE = 16
-# in an index with more embeddings, checks of whole files would slow down small reads
+# If the embeddings of an index exceed this size, small reads skip the check of the
+# whole file, which would slow them down.
 _COMPARED_BYTES = 1 << 30
+# number of comparisons after which all recorded comparisons are forgotten
 _KEPT_COMPARISONS = 100_000
 
 _compared: set[tuple[object, ...]] = set()
@@ -73,14 +75,15 @@ def _check_length(path: str, length: int, spec: IndexSpec) -> None:
 
 @dataclass(frozen=True)
 class IndexedEmbeddings:
-    """The stored embeddings of an index, or of an unfinished build. Files are not
-    compared with checksums. Files stay open.
+    """The stored embeddings of an index, or of an unfinished build.
 
-    For an index at a URL, `index` must be given: the files are downloaded.
+    Files on a file system stay open and are not compared with checksums. For an index
+    at a URL, `index` must be given: `read_embeddings` then downloads the files and
+    compares their checksums.
 
     `embeddings[row_ids]` returns float32 [k, embed_dim], see `read_embeddings`.
-    Iteration yields the indexed rows of each of `shards` as a pair (row ids int64 [k],
-    embeddings float32 [k, embed_dim]).
+    Iteration yields, for each of `shards`, the rows that are not holes as a pair (row
+    ids int64 [k], embeddings float32 [k, embed_dim]).
     """
 
     layout: Layout
@@ -144,6 +147,7 @@ def _read_rows(
     for piece in batch.pieces(PIECE_RECORDS):
         part = batch[piece]
         ranges, at = part.ranges(size, gap=PAGE_BYTES // size)
+        # the last range ends at the end of the buffer
         buffer = np.empty((ranges[-1][-1], spec.embed_dim), dtype="<f4")
         memory = buffer.data.cast("B")
         held = files.acquire([shard for shard, _, _ in part.shard_spans])

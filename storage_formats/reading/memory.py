@@ -26,9 +26,9 @@ Bytes = NDArray[np.uint8]
 def aligned_bytes(size: int) -> Bytes:
     """Allocate an array that starts at a page boundary, uint8 [size]."""
     mapped = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    # Linux
+    # only Linux has this advice
     if size >= _HUGE_PAGES_FROM and hasattr(mmap, "MADV_HUGEPAGE"):
-        # the kernel has no huge pages
+        # the kernel may have been built without huge pages
         with contextlib.suppress(OSError):
             mapped.madvise(mmap.MADV_HUGEPAGE)
     memory: Bytes = np.frombuffer(mapped, dtype=np.uint8, count=size)
@@ -43,8 +43,8 @@ def aligned_blocks(count: int, block_shape: tuple[int, int]) -> Blocks:
 
 
 def memory_at(address: int, size: int) -> Bytes:
-    """Return a read-only view of the memory at `address`, uint8 [size]. The memory
-    must be mapped when it is read.
+    """Return a read-only view of the memory at `address`, uint8 [size]. The caller must
+    keep the memory mapped while the view is read.
     """
     interface = {
         "version": 3,
@@ -57,7 +57,9 @@ def memory_at(address: int, size: int) -> Bytes:
 
 
 class BufferPool:
-    """A pool of reusable buffers, because new memory costs page faults. Thread-safe."""
+    """A pool of buffers that are used again, because new memory costs page faults.
+    Thread-safe.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

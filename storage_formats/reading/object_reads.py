@@ -1,7 +1,7 @@
 """The engine `object-store`, which reads byte ranges of objects with many requests in
 flight.
 
-Blocks that are cached on the local disk are read from there.
+Blocks that are in the block cache on the local disk are read from the cache.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ OBJECT_STORE = "object-store"
 
 _PIECE_RECORDS = 512
 _PIECES_IN_FLIGHT = 2
-# in flight for each piece
+# maximum number of requests in flight for each piece
 _REQUESTS = 32
 _RUN_BYTES = 4 << 20
 _GAP_BYTES = 64 << 10
@@ -40,12 +40,12 @@ block cache if there is one.
 
 @dataclass(frozen=True)
 class ObjectReads:
-    """Reads the token objects of one precision. Thread-safe. Has the methods of
-    `local_reads.LocalReads`.
+    """Reads the token objects of one precision. Thread-safe. The methods `length`,
+    `read` and `close` have the same meaning as in `local_reads.LocalReads`.
 
     Attributes:
-        cache: cached blocks on the local disk; None reads all blocks from the object
-            store.
+        cache: block cache on the local disk. If None, all blocks are read from the
+            object store.
     """
 
     folder: ObjectFolder
@@ -74,8 +74,8 @@ class ObjectReads:
             crew, buffer, offsets, part = crews[0]
             crew.finish()
             crews.popleft()
-            # With requests of the next piece in flight, which need the processor too,
-            # one thread decodes.
+            # The requests of the next piece need the processor too, so only one thread
+            # decodes while they are in flight.
             destination.take(buffer, offsets, part, threads=1 if crews else None)
             self.buffers.give_back(buffer)
 

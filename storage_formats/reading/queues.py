@@ -23,13 +23,14 @@ import numpy as np
 from storage_formats.errors import cannot_read
 from storage_formats.reading.batch import PIECE_RECORDS, Ints
 
-# enough to keep a disk busy (docs/lab/storage-io.md); room for four pieces of single
-# records
+# Maximum number of requests in flight of one queue. This number keeps a disk busy
+# (docs/lab/storage-io.md), and has room for four pieces of 128 requests.
 ENTRIES = 512
 
 _CALLS = {"x86_64": (206, 207, 209, 208), "aarch64": (0, 1, 2, 4)}
 """(io_setup, io_destroy, io_submit, io_getevents)"""
-# little endian, like all architectures above; opcode 0 is a read
+# `struct iocb` of linux/aio_abi.h on little-endian machines, which all architectures
+# above are. Opcode 0 is a read.
 _REQUEST = np.dtype(
     [
         ("tag", "u8"),
@@ -43,6 +44,7 @@ _REQUEST = np.dtype(
         ("unused", "u8", 2),
     ]
 )
+# `struct io_event` of linux/aio_abi.h
 _COMPLETION = np.dtype(
     [("tag", "u8"), ("request", "u8"), ("result", "i8"), ("result2", "i8")]
 )
@@ -68,14 +70,16 @@ def system_call(number: int, *arguments: int) -> int:
 
 
 class RequestError(Exception):
-    """The kernel has refused a request, or failed it. No OSError, because a signal
-    handler can raise TimeoutError at any point.
+    """The kernel has refused a request, or a request has failed.
+
+    This class is no subclass of OSError, because a signal handler may raise
+    TimeoutError, a subclass of OSError, which must not be taken for a failed request.
     """
 
 
 class Queue:
-    """A queue of reads. The files must be open for direct I/O, else the kernel reads
-    while it starts a request.
+    """A queue of reads. The files must be open for direct I/O. Otherwise, starting a
+    request waits until the kernel has read the data.
 
     Queues are not thread-safe.
 
@@ -83,7 +87,7 @@ class Queue:
         entries: maximum number of requests in flight.
 
     Attributes:
-        in_flight: number of requests that `wait` has not returned yet.
+        in_flight: number of started requests whose results `wait` has not returned yet.
 
     Raises:
         OSError: the kernel refuses to create a queue.
@@ -115,9 +119,9 @@ class Queue:
         until `wait` returns `tags[i]`.
 
         Raises:
-            RequestError: the kernel refuses a request. Close the queue.
+            RequestError: the kernel refuses a request. The caller must close the queue.
         """
-        # the kernel copies them
+        # the kernel copies the requests, so this array may be freed after the call
         requests = np.zeros(len(fds), dtype=_REQUEST)
         requests["fd"] = fds
         requests["offset"] = offsets
@@ -148,7 +152,8 @@ class Queue:
         count = 0
         while count < minimum:
             free = self._completions[count:]
-            # a signal came, and its handler has run
+            # If a signal interrupts the call, the call is repeated after the handler of
+            # the signal has run.
             with contextlib.suppress(InterruptedError):
                 count += system_call(
                     self._getevents,
@@ -167,14 +172,15 @@ class Queue:
         May be called repeatedly.
         """
         if self._at_end.alive:
-            # an earlier call that was interrupted has destroyed the context
+            # The call fails if an earlier call of `close`, which an exception has
+            # interrupted, has already destroyed the context.
             with contextlib.suppress(OSError):
                 _destroy(self._destroy, self._context, self._owner)
             self._at_end.detach()
 
 
 def _destroy(number: int, context: int, owner: int) -> None:
-    # the context does not belong to a forked child
+    # a forked child process must not destroy the context of its parent
     if os.getpid() == owner:
         system_call(number, context)
 
@@ -218,7 +224,8 @@ class QueuePool:
         try:
             return Queue(ENTRIES)
         except OSError:
-            # the kernel limits the entries of all processes together (fs.aio-max-nr)
+            # The kernel limits the entries of all processes together (fs.aio-max-nr).
+            # A smaller queue with room for one piece may still be possible.
             try:
                 return Queue(PIECE_RECORDS)
             except OSError as error:
