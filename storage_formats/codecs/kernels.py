@@ -12,8 +12,8 @@ on several threads at once. Each kernel takes flat arrays and some of these argu
 
 All kernels and their helpers are in this module, because Numba's cache detects changes
 only in the file of the kernel. Indices are unsigned, so that LLVM can vectorise the
-loops. A helper takes an array and the index of the first element, because Numba counts
-references to slices, which costs time.
+loops. A helper takes an array and the index of the first element instead of a slice,
+because Numba would count the references to the slice, which costs time.
 """
 
 from __future__ import annotations
@@ -53,24 +53,26 @@ THREE = np.uint64(3)
 FOUR = np.uint64(4)
 EIGHT = np.uint64(8)
 NO_BITS = np.uint16(0)
-# without the sign
+# all bits of a bfloat16 except the sign
 MAGNITUDE_BITS = np.uint16(0x7FFF)
 BF16_FRACTION_BITS = np.uint16(7)
 INFINITY_BITS = np.uint16(0x7F80)
 NAN_BITS = np.uint16(0x7FC0)
+# number of iterations of the inner loops, constant so that LLVM vectorises the loops
 PIECE = np.uint64(32)
-# values of an offset that stay in the first-level cache
+# number of pairs of offset values that stay in the first-level cache
 OFFSET_PIECE = np.uint64(2048)
 # see `codecs.formats`
 NAN_SCALE = np.uint16(0xFFFF)
 NAN_CODE = np.uint8(0xFF)
 LARGE_LEVEL = 3.34375
 E4M3_BIAS = np.uint16(7)
-# 2 ** 126
+# bits of 2 ** 126
 LARGEST_SCALE = np.uint16(0x7E80)
-# a product with it copies a word of 16 bits to all quarters
+# A word of 16 bits times this number is four copies of the word in 64 bits.
 FOUR_TIMES = np.uint64(0x0001000100010001)
-# a product with a larger or negative scale exponent may exceed the bfloat16 range
+# Scale exponents from this number on may give products outside the bfloat16 range. So
+# may negative exponents, which are larger than this number when read as unsigned.
 EXTREME_EXPONENT = np.uint16(240)
 
 _GEOMETRY = types.UniTuple(types.uint64, 3)
@@ -141,7 +143,9 @@ def _choose_scales(
     records: U8,
     scales_at: Index,
 ) -> bool:
-    """Write the scale code of each group of a token. Return True if a scale is NaN."""
+    """Write the scale code of each group of a token to `records`. Return True if a
+    scale is NaN.
+    """
     has_nan = False
     for index in range(width // group):
         code = scale_codes[_largest_magnitude(bits, first + index * group, group)]
@@ -165,8 +169,9 @@ def _spread(
 def _scale_exponents(
     records: U8, scales_at: Index, group: Index, exponents: U16
 ) -> bool:
-    """Write the scale exponent of each value to `exponents`. Return True if a
-    product may exceed the bfloat16 range.
+    """Write the scale exponent of each value to `exponents`, shifted to the exponent
+    bits of a bfloat16. Return True if a product of a code and a scale may exceed the
+    bfloat16 range.
     """
     extreme = False
     for index in range(np.uint64(len(exponents)) // group):
@@ -180,8 +185,10 @@ def _scale_exponents(
 @inlined
 def _has_subnormal_codes(bits: U16, first: Index, exponents: U16) -> bool:
     """Return True if a value needs a subnormal E4M3 code. `exponents` contains the
-    scale exponent of each value.
+    scale exponent of each value, see `_scale_exponents`.
     """
+    # A value needs a normal code if its magnitude minus its exponent is 0x80 to 0x7FF.
+    # A smaller difference wraps to a large unsigned number when 0x80 is subtracted.
     highest = NO_BITS
     for i in range(np.uint64(len(exponents))):
         magnitude = np.uint16(bits[first + i] & MAGNITUDE_BITS)
@@ -192,8 +199,8 @@ def _has_subnormal_codes(bits: U16, first: Index, exponents: U16) -> bool:
 
 @inlined
 def _shifted(number: np.uint16, exponent: np.uint16) -> Any:
-    """Return the E4M3 code of a number divided by a power of two. The code must be
-    zero or normal.
+    """Return the E4M3 code of the bfloat16 `number` divided by the scale with the
+    exponent `exponent`, see `_scale_exponents`. The code must be zero or normal.
     """
     magnitude = np.uint16(number & MAGNITUDE_BITS)
     field = np.uint16(magnitude - exponent) if magnitude else NO_BITS
@@ -209,23 +216,24 @@ def _shifted(number: np.uint16, exponent: np.uint16) -> Any:
 
 @inlined
 def _magnitude(number: np.uint16) -> Any:
-    """Return |number|, limited to 15 x 2**124 because E4M3 would round larger
-    numbers to 2**128.
+    """Return |number| as a float32, limited to 15 x 2**124 because E4M3 would round
+    larger numbers to 2**128.
     """
     return _bf16(min(np.uint16(number & MAGNITUDE_BITS), np.uint16(0x7F70)))
 
 
 @inlined
 def _rounded_e4m3(number: np.uint16, factor: np.float32) -> Any:
-    """Return the E4M3 code of number x factor for any number."""
+    """Return the E4M3 code of number x factor. The code may be subnormal."""
     code = _minifloat_code(_magnitude(number) * factor, 3, 7, 448.0)
     return np.uint8(code | (np.uint32(number >> np.uint16(8)) & np.uint32(0x80)))
 
 
 @inlined
 def _extremes(bits: U16, first: Index, count: Index) -> Any:
-    """Return (largest, smallest - 1), the bits of the largest and of the smallest
-    nonzero magnitude as integers.
+    """Return (largest, smallest - 1): the bits of the largest magnitude, and the bits
+    of the smallest nonzero magnitude minus 1, as integers. The subtraction turns zero
+    into 0xFFFF, so that zeros are never the smallest.
     """
     largest = NO_BITS
     below_smallest = np.uint16(0xFFFF)
@@ -430,7 +438,8 @@ def translate(
 @inlined
 def _int8_code(number: np.float32, scale: np.float32) -> Any:
     """Return the integer nearest to number / scale."""
-    # its last bit has weight 1, so adding it rounds to an integer
+    # The last bit of this number has the weight 1. Adding the number therefore rounds
+    # to an integer, which is in the low bits of the sum.
     shifter = np.float32(1.5 * 2.0**23)
     quotient = min(max(number / scale, np.float32(-127)), np.float32(127))
     return np.uint8(_bits(quotient + shifter))
@@ -519,7 +528,8 @@ def _is_sum_exact(bits: U16, first: Index, width: Index) -> bool:
     """Return True if a float64 holds the sum of any magnitudes of a token exactly."""
     largest, below_smallest = _extremes(bits, first, width)
     exponents = (np.int64(largest) >> 7) - ((np.int64(below_smallest) + 1) >> 7)
-    # 8 bits of a magnitude, the exponents, and 16 bits of the number of values
+    # The sum of at most 2 ** 16 values needs the 8 bits of a magnitude, one bit for
+    # each step between the exponents, and 16 bits for carries. A float64 has 53 bits.
     return bool(exponents <= 53 - 8 - 16 and width <= 1 << 16)
 
 
@@ -563,16 +573,17 @@ def encode_signs(
                     )
                     squares += number * number
                 limit = threshold * math.sqrt(squares / width)
+            # sum of the small magnitudes, sum of the large ones, number of large ones
             small = large = larger = 0.0
             if code_bits == ONE:
-                # the order of exact sums does not matter
+                # an exact sum is the same in any order, so it can be vectorised
                 if _is_sum_exact(bits, first, width):
                     small = _sum_in_any_order(bits, first, width)
                 else:
                     small = _sum_in_order(bits, first, width)
             for i in range(size):
                 code = np.uint32(0)
-                # loops of constant length are unrolled
+                # The two loops have constant lengths, so LLVM unrolls them.
                 if code_bits == ONE:
                     for bit in range(EIGHT):
                         word = bits[first + (i << THREE) + bit]
@@ -597,7 +608,7 @@ def encode_signs(
                 for i in range(size):
                     records[codes_at + i] = NAN_CODE
             elif code_bits == TWO:
-                # a larger product with the level would be infinite
+                # with a larger scale, scale x LARGE_LEVEL would be infinite
                 scale = min(scale, LARGEST_SCALE)
             _write_word(records, scale_at, scale)
             codes_at += size
@@ -617,7 +628,8 @@ def decode_signs(
 ) -> None:
     """Decode sign bits and bfloat16 scales to words of four bfloat16 values.
 
-    `signs` [256 * 2] contains the sign bits of the eight values of each byte.
+    `signs` [256 * 2] contains, for each byte of eight signs, two words with the sign
+    bits of four bfloat16 values each.
     """
     values, width, _ = geometry
     offsets, blocks = moves
@@ -642,8 +654,12 @@ def decode_signs(
 
 @fused
 def _rounded_sum(value: np.float32, scale: np.float32, offset: np.float32) -> Any:
-    """Return value x scale + offset, rounded to bfloat16, in the upper half of a word.
-    The product must be exact, and a NaN must be 0x7FC00000.
+    """Return value x scale + offset, rounded to bfloat16, in the upper half of a word
+    of 32 bits. The lower half is arbitrary.
+
+    The product must be exact, so that multiplying and adding in one instruction gives
+    the same sum. If the sum is NaN, its bits must be 0x7FC00000, so that rounding keeps
+    the NaN.
     """
     total = _bits(value * scale + offset)
     is_odd = total & np.uint32(0x10000)
@@ -653,7 +669,7 @@ def _rounded_sum(value: np.float32, scale: np.float32, offset: np.float32) -> An
 
 @fused
 def _sum(value: np.float32, scale: np.float32, offset: np.float32) -> Any:
-    """Return the bits of `_rounded_sum`."""
+    """Return the bfloat16 bits of `_rounded_sum`."""
     return np.uint16(_rounded_sum(value, scale, offset) >> np.uint32(16))
 
 
@@ -677,7 +693,8 @@ def subtract_offset(pairs: U32, even: F32, odd: F32, residuals: U32) -> None:
     """
     count = np.uint64(len(even))
     one = np.float32(1)
-    # parts of the offset that stay in the first-level cache
+    # All blocks are processed for one part of the offset before the next part, so that
+    # the part stays in the first-level cache.
     for begin in range(ZERO, count, OFFSET_PIECE):
         end = min(begin + OFFSET_PIECE, count)
         for first in range(ZERO, np.uint64(len(pairs)), count):
@@ -713,8 +730,8 @@ def decode_int8(
 ) -> None:
     """Decode integers and bfloat16 scales, and add `offset` [m * d].
 
-    A token is decoded in a few blocks before the next token, so that its offset stays
-    in the processor's cache.
+    The loops decode the same token of four blocks before the next token, so that the
+    offset of the token stays in the processor's cache.
     """
     values, width, _ = geometry
     offsets, blocks = moves
@@ -738,7 +755,7 @@ def decode_levels(
     """Decode codes of two bits and bfloat16 scales like `decode_int8`."""
     values, width, _ = geometry
     size = width >> TWO
-    # one per byte
+    # the codes of a token, one code per byte
     codes = np.empty(width, dtype=np.uint8)
     fours = codes.view(np.uint32)
     offsets, blocks = moves
@@ -752,6 +769,7 @@ def decode_levels(
                 word = _read_word(records, record + (values >> TWO) + TWO * token)
                 is_nan = np.uint16(word & MAGNITUDE_BITS) > INFINITY_BITS
                 scale = _bf16(NAN_BITS if is_nan else word)
+                # distribute the four codes of a byte to the four bytes of a word
                 for i in range(size):
                     four = np.uint32(records[record + size * token + i])
                     four |= np.uint32(four << np.uint32(12))
@@ -767,8 +785,11 @@ def decode_levels(
 
 @inlined
 def _is_plain(records: U8, codes_at: Index, values: Index, groups: Index) -> bool:
-    """Return True if no E4M3 code of a record is NaN, and all products of codes and
-    E8M0 scales, and of 2**120 and scales, are exact bfloat16 values.
+    """Return True if `decode_e4m3` can compute with the codes of a record instead of
+    looking up products.
+
+    No E4M3 code may be NaN. All products code x scale must be exact bfloat16 values,
+    and so must all factors 2**120 x scale.
     """
     highest = np.uint8(0)
     for i in range(values):
@@ -892,9 +913,11 @@ def decode_e2m1(
     values, width, group = geometry
     size = width >> ONE
     whole = size - size % PIECE
-    # of a piece, at most four
+    # number of scales of the 64 values of a piece, at most four
     scales = TWO * PIECE // group
-    # distance of the scale of the second, third and fourth eight bytes
+    # A piece has four quarters of eight bytes. These are the distances of the scales of
+    # the second and the third quarter from the first scale. The sum of both is the
+    # distance of the scale of the fourth quarter.
     second = scales >> TWO
     third = scales >> ONE
     offsets, blocks = moves
@@ -997,9 +1020,14 @@ def decode_sign_sums(
 
 @summing
 def _products(words: U16, tokens: Any, query: F32, first: Index, width: Index) -> Any:
-    """Return the dot products of 4 tokens and each of 4 query vectors. `tokens` and
-    `first` are their positions.
+    """Return the dot products of 4 tokens with each of 4 query vectors, grouped by
+    query vector.
+
+    `tokens` has the positions of the 4 tokens in `words`. `first` is the position of
+    the first query vector in `query`.
     """
+    # The tokens are a, b, c and d, and the query vectors are p, q, r and s. `as_` is
+    # the product of a and s, because `as` is a keyword.
     at, bt, ct, dt = tokens
     ap = aq = ar = as_ = bp = bq = br = bs = np.float32(0)
     cp = cq = cr = cs = dp = dq = dr = ds = np.float32(0)
@@ -1056,7 +1084,8 @@ def max_sim(
     for block in range(len(offsets)):
         best[:] = -np.inf
         start = np.uint64(offsets[block])
-        # the last token may occur several times, which is harmless
+        # If the number of tokens is no multiple of 4, the last token occurs again,
+        # which does not change the maximum.
         for token in range(ZERO, tokens, FOUR):
             b = min(token + ONE, last)
             c = min(token + TWO, last)
@@ -1072,6 +1101,7 @@ def max_sim(
                     _products(words, at, query, row * width, width)
                 ):
                     largest = best[row + np.uint64(vector)]
+                    # a product that is NaN becomes the maximum and stays the maximum
                     for product in products:
                         largest = (
                             largest
@@ -1095,8 +1125,10 @@ def _largest(numbers: F32) -> Any:
 
 @inlined
 def _sum_of_negative(word: int, planes: U64, first: Index) -> Any:
-    """Return the sum of the integers at the bits of `word` that are 1. Plane j holds
-    bit j of 64 integers of 9 bits in two's complement.
+    """Return the sum of those of 64 integers whose bit in `word` is 1.
+
+    The integers have 9 bits in two's complement. Plane j, `planes[first + j]`, contains
+    bit j of each integer. Bit 8 has the weight -256.
     """
     total = -(np.int64(count_ones(word & planes[first + EIGHT])) << 8)
     for j in range(8):
@@ -1159,12 +1191,14 @@ def max_sim_of_signs(
                     negative[token] += _sum_of_negative(
                         signs[word * tokens + token], planes, first
                     )
+            # The product with signs is the sum of all integers minus twice the sum of
+            # the integers with a negative sign.
             for token in range(tokens):
                 product = sums[vector] - np.float32(negative[token] << 1)
                 product *= steps[vector] * scales[token]
                 products[token] = product + biases[vector * tokens + token]
             score += _largest(products)
         for token in range(tokens):
-            # NaN if a scale is NaN
+            # the score becomes NaN if a scale is NaN
             score += np.float32(0) * scales[token]
         scores[block] = score

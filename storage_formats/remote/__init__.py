@@ -1,3 +1,3 @@
-"""Everything that is read from or written to a server: object stores, web servers and
-the Hugging Face Hub.
+"""Reads and writes files on servers: object stores, web servers and the Hugging Face
+Hub.
 """

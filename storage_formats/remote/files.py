@@ -38,8 +38,9 @@ from storage_formats.remote.urls import (
 if TYPE_CHECKING:
     import urllib3
 
-# whose connections stay open
+# maximum number of buckets whose connections stay open
 _BUCKETS = 32
+# maximum length of a page of a list of files
 _MAX_PAGE_BYTES = 64 << 20
 _NEXT = re.compile(r'<([^>]+)>;\s*rel="next"')
 
@@ -56,26 +57,28 @@ not block a worker.
 _NO_RANGES = "the server does not answer requests for byte ranges; download the file"
 
 _ATTEMPTS = 4
-# seconds; doubled after each attempt
+# seconds between the first two attempts; each further pause is twice as long
 _FIRST_PAUSE = 0.5
 _LONGEST_PAUSE = 10
-# hosts whose connections stay open
+# maximum number of hosts whose connections stay open
 _HOSTS = 256
 _MAX_REDIRECTS = 5
 _CHUNK = 1 << 20
+# HTTP statuses after which a request is sent again
 _TEMPORARY = frozenset({408, 425, 429, 500, 502, 503, 504})
+# HTTP statuses of a file that does not exist
 _GONE = frozenset({404, 410})
 _CONTENT_RANGE = re.compile(r"bytes (\d{1,19})-\d+/(?:(\d{1,19})|\*)")
 
 
 class FileVersion(NamedTuple):
-    """What a server says about a file, so that ranges of two versions are never
-    combined.
+    """A version of a file on a server, as the server describes it. Readers compare
+    versions so that they never combine ranges of two versions.
 
     Attributes:
+        length: length of the file in bytes.
         etag: identifier of the contents; None if the server sends none.
-        modified: time of the last modification, in the words of the server; None if the
-            server sends none.
+        modified: value of the header Last-Modified; None if the server sends none.
     """
 
     length: int
@@ -121,6 +124,8 @@ def read_remote(url: str, max_bytes: int) -> bytes:
             the request.
         UnreachableError: the server does not respond.
         OSError: the file is longer than `max_bytes` (EFBIG).
+        MissingExtraError: the library that reads `url` is not installed.
+        ValueError: a URL of the Hub names no repository, or the token is not valid.
     """
     if scheme_of(url) not in STORE_SCHEMES:
         return _request(*_web_address(url), max_bytes)[1]
@@ -145,7 +150,8 @@ def read_remote_range(url: str, size: int, offset: int, version: FileVersion) ->
     except EOFError as error:
         # the file ends before the range
         raise ChangedFileError(url) from error
-    # the servers of a host may send different ETags
+    # The servers behind one host name may send different ETags for the same version. So
+    # a different ETag means another version only if the times differ or are missing.
     is_same_time = None is not version.modified == found.modified
     is_other = (
         None not in (found.etag, version.etag)
@@ -160,8 +166,11 @@ def read_remote_range(url: str, size: int, offset: int, version: FileVersion) ->
 
 
 def remote_version(url: str) -> FileVersion:
-    """Return the length of a file, and what identifies its contents. Raises the errors
-    of `read_remote`, and OSError (EOPNOTSUPP) if a web server reads no byte ranges.
+    """Return the current version of a file.
+
+    Raises:
+        OSError: a web server does not answer requests for byte ranges (EOPNOTSUPP).
+        OSError, MissingExtraError, ValueError: see `read_remote`.
     """
     if scheme_of(url) in STORE_SCHEMES:
         with _object(url) as (bucket, key):
@@ -180,8 +189,10 @@ def remote_version(url: str) -> FileVersion:
 
 
 def _web_range(url: str, offset: int, size: int) -> tuple[FileVersion, bytes]:
-    """Request a range of a file. The length of the version is -1 if the server does
-    not tell it. Raises OSError (EPROTO) if the server sends another range.
+    """Request a range of a file. Return the version of the file and the bytes.
+
+    If the server does not tell the length of the file, the length in the version is -1.
+    Raises OSError (EPROTO) if the server sends another range.
     """
     address, headers = _web_address(url)
     answered, data = _request(
@@ -226,7 +237,7 @@ def list_remote_folder(url: str) -> tuple[dict[str, int], list[str]] | None:
     pages: set[str] = set()
     while page not in pages:
         pages.add(page)
-        # the token goes to no other server
+        # the token of the Hub must not be sent to another server
         is_hub = urlsplit(page)[:2] == urlsplit(server)[:2]
         answered, body = _request(page, headers if is_hub else {}, _MAX_PAGE_BYTES)
         try:
@@ -289,7 +300,8 @@ _bucket = functools.lru_cache(_BUCKETS)(ObjectFolder.open)
 def _request(
     url: str, headers: Mapping[str, str], max_bytes: int
 ) -> tuple[Mapping[str, str], bytes]:
-    """Send a GET request. Repeat it if the server fails or the response is cut off.
+    """Send a GET request. Send the request again if the server fails or the response
+    ends early.
 
     Returns:
         The headers of the response, and its body.
@@ -298,8 +310,9 @@ def _request(
         FileNotFoundError, PermissionError, OSError: the server refuses the request.
         EOFError: the file ends before the requested range.
         UnreachableError: the server does not respond after several attempts.
-        OSError: the answer is longer than `max_bytes` (EFBIG), or no range although one
-            was requested (EOPNOTSUPP).
+        OSError: the answer is longer than `max_bytes` (EFBIG), the server sends the
+            whole file instead of the requested range (EOPNOTSUPP), or the URL is not
+            valid (EINVAL).
     """
     with name_missing_extra("remote"):
         import urllib3
@@ -333,7 +346,8 @@ def _request(
         except urllib3.exceptions.LocationValueError as error:
             raise OSError(errno.EINVAL, f"{url} is not a valid URL: {error}") from error
         except urllib3.exceptions.HTTPError as error:
-            # the innermost one, without addresses of objects
+            # The message is that of the innermost error, without the descriptions of
+            # Python objects that urllib3 adds.
             reason = getattr(error, "reason", None) or error
             problem = re.sub(
                 r"<[^>]*>:? ?|\S+\(host=[^)]*\)[:.]? ?", "", str(reason)
@@ -366,7 +380,8 @@ def _body(
     declared = response.headers.get("Content-Length", "")
     length = int(declared) if declared.isdecimal() else 0
     body = bytearray()
-    # what has arrived, so that a slow server cannot delay the check of the deadline
+    # `read1` returns the bytes that have arrived and does not wait for a whole chunk,
+    # so that a slow server cannot delay the check of the deadline.
     while length <= max_bytes and (
         chunk := response.read1(_CHUNK, decode_content=False)
     ):
@@ -385,8 +400,8 @@ def _body(
 
 @functools.cache
 def _pool(proxy: str | None) -> urllib3.PoolManager:
-    """Return the connection pool of this process, through the proxy at the URL `proxy`
-    unless it is None.
+    """Return the connection pool of this process. If `proxy` is not None, connections
+    go through the proxy at this URL.
     """
     import urllib3
 
@@ -416,7 +431,7 @@ def _pool(proxy: str | None) -> urllib3.PoolManager:
             status=0,
             other=0,
             redirect=_MAX_REDIRECTS,
-            # `_request` does
+            # `_request` waits for the time in the header Retry-After
             respect_retry_after_header=False,
         ),
     )

@@ -2,7 +2,7 @@
 obstore.
 
 Repositories of the Hugging Face Hub, `hf://[datasets/]OWNER/NAME[@REVISION]`, are read
-as folders of its web server.
+as folders on the web server of the Hub.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
 
-# longer requests would not fit into the time-out on a slow line
+# Number of bytes per request. A longer request could exceed the time-out if the
+# connection is slow.
 CHUNK_BYTES = 8 << 20
 
 _REQUEST_TIMEOUT = timedelta(seconds=60)
@@ -54,14 +55,17 @@ _ACCOUNTS = {
 _READ_TIMEOUT = timedelta(seconds=20)
 _RETRY_TIMEOUT = timedelta(seconds=60)
 _RETRIES = 6
-# obstore repeats no conditional writes, and not every request whose response ends early
+# Number of attempts of `ObjectFolder`, in addition to the retries of obstore. obstore
+# never retries conditional writes, and does not retry all requests whose response ends
+# early.
 _ATTEMPTS = 4
 # seconds
 _FIRST_WAIT = 0.1
-# S3 accepts 10,000
+# maximum number of parts of an upload; S3 accepts 10,000
 _MAX_PARTS = 9_000
-# each takes memory
+# number of parts that are uploaded at a time; each part takes memory
 _PARTS_AT_ONCE = 4
+# maximum number of keys in one request
 _KEYS_PER_DELETION = 1_000
 
 _Result = TypeVar("_Result")
@@ -69,23 +73,23 @@ Chunk = bytes | memoryview
 
 
 class ObjectStoreError(EdjeError):
-    """An object store refused a request or did not respond, after several attempts."""
+    """An object store refused a request, or did not respond in several attempts."""
 
 
 class ObjectChangedError(EdjeError):
-    """Another writer changed an object, so that a conditional request was refused."""
+    """A conditional request was refused, because another writer changed the object."""
 
 
 class UncertainWriteError(ObjectStoreError):
-    """A conditional write got no response, and the object cannot be read to find
-    out whether it was written.
+    """A conditional write got no response, and it is not known whether the object was
+    written, because the object cannot be read.
     """
 
 
 @dataclass(frozen=True)
 class ObjectVersion:
-    """One version of an object: the contents, and the identifiers that conditional
-    writes need.
+    """One version of an object: the contents, and the identifiers of the version, which
+    conditional writes need.
 
     Attributes:
         etag: ETag of this version, for conditional writes to S3 and Azure.
@@ -99,8 +103,8 @@ class ObjectVersion:
 
     @property
     def marks(self) -> dict[str, str]:
-        """The argument `mode` for `obstore.put`, so that the write fails unless
-        this version is still current.
+        """The argument `mode` of `obstore.put` with which a write fails unless this
+        version is still current.
         """
         marks = {"e_tag": self.etag, "version": self.version}
         return {name: value for name, value in marks.items() if value is not None}
@@ -145,7 +149,7 @@ class ObjectFolder:
         return cls(url, _open_store(url))
 
     def __reduce__(self) -> tuple[object, ...]:
-        # a connection belongs to one process
+        # A connection cannot be sent to another process, so a copy opens its own.
         return type(self).open, (self.url,)
 
     @property
@@ -171,6 +175,7 @@ class ObjectFolder:
         try:
             view = self._repeated(key, lambda: self._get_range(key, start, stop, etag))
         except ObjectStoreError:
+            # some stores refuse a range beyond the end of the object
             info = self.info(key)
             if info is None or info.size >= stop:
                 raise
@@ -225,7 +230,9 @@ class ObjectFolder:
             yield self.read_range(key, start, min(length, start + CHUNK_BYTES))
 
     def info(self, key: str) -> ObjectInfo | None:
-        """Return length and metadata of an object; None if there is no such object."""
+        """Return the length, the metadata and the identifiers of an object; None if
+        there is no such object.
+        """
         import obstore
 
         def get() -> ObjectInfo:
@@ -244,8 +251,8 @@ class ObjectFolder:
             return None
 
     def list_sizes(self, below: str | None = None) -> dict[str, int]:
-        """Return the length in bytes of each object by its key. Only keys in the
-        folder `below`, unless it is None.
+        """Return the length of each object in bytes, by key. If `below` is not None,
+        list only the objects in this folder.
         """
         import obstore
 
@@ -259,8 +266,10 @@ class ObjectFolder:
         )
 
     def list_folder(self, key: str) -> tuple[dict[str, int], list[str]]:
-        """Return the lengths in bytes of the objects directly below `key` by name, and
-        the names of the folders there.
+        """List the objects and folders directly below `key`.
+
+        Returns:
+            (length of each object in bytes by name, names of the folders).
         """
         import obstore
 
@@ -298,6 +307,7 @@ class ObjectFolder:
         import obstore
 
         def put() -> None:
+            # contents of at most one piece are written with one request
             chunks = iter(contents())
             first = list(itertools.islice(chunks, 2))
             if len(first) < 2:
@@ -356,8 +366,9 @@ class ObjectFolder:
             FileNotFoundError,
             ObjectStoreError,
         ) as error:
-            # If the response to an earlier attempt was lost, the object may hold `data`
-            # all the same.
+            # If an earlier attempt has written the object but its response was lost,
+            # the store refuses the next attempt. The object then already contains
+            # `data`.
             longest = max(len(data), len(expected.data) if expected else 0)
             current = self._read_after(error, key, longest)
             if current is not None and current.data == data:
@@ -382,7 +393,8 @@ class ObjectFolder:
                     batch[0], functools.partial(obstore.delete, self.store, batch)
                 )
             except FileNotFoundError:
-                # some stores then do not delete the rest of the batch
+                # If one object does not exist, some stores do not delete the rest of
+                # the batch either. So the objects are deleted one by one.
                 for key in batch:
                     with contextlib.suppress(FileNotFoundError):
                         self._repeated(
@@ -395,7 +407,7 @@ class ObjectFolder:
         """Read an object whose conditional write ended with `error`; None if there is
         no such object.
 
-        Of an object that is longer than `max_bytes`, nothing is read.
+        If the object is longer than `max_bytes`, the result has no data.
         """
         try:
             return self.read(key, max_bytes)
@@ -410,8 +422,8 @@ class ObjectFolder:
             ) from error
 
     def _repeated(self, key: str, request: Callable[[], _Result]) -> _Result:
-        """Call `request` and return the result. Call `request` again if no complete
-        response arrives.
+        """Call `request` and return the result. If no complete response arrives, call
+        `request` again.
         """
         from obstore.exceptions import GenericError
 
@@ -481,7 +493,7 @@ def _open_store(url: str) -> ObjectStore:
         raise UsageError(
             f"the URL {url} names no bucket; give a URL such as s3://bucket/photos.edje"
         )
-    # messages and results contain the URL and must not show credentials
+    # A URL with credentials is refused, because messages and results show the URL.
     if "@" in host:
         place = f"{scheme}://{host.rpartition('@')[2]}"
         raise UsageError(
@@ -530,12 +542,12 @@ def _open_store(url: str) -> ObjectStore:
 
 
 def _aws_profile() -> tuple[Json, str]:
-    """Return the arguments of `from_url` for the credentials that boto3 finds, for
-    example those of the profile that `AWS_PROFILE` names, and the endpoint of the
-    profile.
+    """Return (arguments, endpoint) for a store on S3.
 
-    With variables that obstore reads itself, or without files of the AWS tools, both
-    are empty.
+    The arguments of `obstore.store.from_url` contain the credentials that boto3 finds,
+    for example those of the profile that `AWS_PROFILE` names. The endpoint is the URL
+    of the server in the profile. Both are empty if the environment variables that
+    obstore reads itself are set, or if there is no file of the AWS tools.
     """
     files = (
         ("AWS_CONFIG_FILE", "~/.aws/config"),

@@ -1,5 +1,6 @@
-"""What URLs name: objects, files on web servers, and repositories of the Hugging Face
-Hub, `hf://[datasets/]OWNER/NAME[@REVISION]/PATH`.
+"""Distinguishes paths from URLs, and splits URLs into their parts. A URL names an
+object in an object store, a file on a web server, or a file in a repository of the
+Hugging Face Hub, `hf://[datasets/]OWNER/NAME[@REVISION]/PATH`.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ def has_credentials(url: str) -> bool:
 
 
 def without_credentials(text: str) -> str:
-    """Return `text`, with "..." in place of the user names and passwords of its
-    URLs.
+    """Return `text` with the user name and the password in each URL replaced by
+    "...".
     """
     return _USER.sub("...@", text)
 
@@ -93,11 +94,13 @@ def hub_kind(location: IndexLocation) -> str | None:
 
 
 def hub_address(url: str) -> tuple[str, str, str, str, dict[str, str]]:
-    """Take a URL of the Hub apart: (server, repository such as "datasets/OWNER/NAME",
-    revision, path, headers).
+    """Split a URL of the Hub into (server, repository, revision, path, headers), where
+    the repository is, for example, "datasets/OWNER/NAME".
 
-    The headers have the token of `HF_TOKEN`, or that of `hf auth login`. Raises
-    ValueError without a repository, or if the token is not valid.
+    The headers of a request contain the access token in the environment variable
+    `HF_TOKEN`, or else the token that `hf auth login` has stored. Without a token, the
+    headers are empty. Raises ValueError if the URL names no repository, or if the token
+    is not valid.
     """
     parts = url.partition("://")[2].strip("/").split("/")
     length = 3 if parts[0] in _HUB_KINDS else 2
@@ -116,7 +119,7 @@ def hub_address(url: str) -> tuple[str, str, str, str, dict[str, str]]:
                 .read_text()
                 .strip()
             )
-    # the library of the request would show the token
+    # For such a token, the HTTP library would raise an error that shows the token.
     if not (token.isascii() and token.isprintable()):
         raise ValueError(
             "the token of the Hub has line breaks or characters that are not ASCII; set"
@@ -128,6 +131,6 @@ def hub_address(url: str) -> tuple[str, str, str, str, dict[str, str]]:
 
 
 def _looks_like_url(location: IndexLocation) -> bool:
-    # a `Path` of a URL has one slash after the colon
+    # a `Path` made from a URL has only one slash after the colon
     scheme, colon, _ = str(location).partition(":/")
     return bool(colon) and "/" not in scheme
