@@ -3,9 +3,9 @@
 The results equal those of the NumPy codecs bit by bit. SPEC.md section 6.1 defines the
 records.
 
-For group-scaled precisions, decoding looks up each product of scale and code in a
-table. A multiplication on the device could give other results, because some devices
-flush subnormal numbers to zero.
+For the precisions with E4M3 or E2M1 codes, decoding looks up each product of scale and
+code in a table. A multiplication on the device could give other results, because some
+devices flush subnormal numbers to zero.
 """
 
 from __future__ import annotations
@@ -37,11 +37,12 @@ def decode_records_torch(
         name: precision of the records, one of `storage_formats.precisions()`.
         records: uint8 [k, record_bytes], on any device.
         block_shape: (m, d), the shape of one block.
-        offset: block that is added, float32 [m, d] on the device of `records`.
+        offset: offset block that is added to each block, float32 [m, d], on the device
+            of `records`. None adds nothing.
 
     Returns:
         Blocks, bfloat16 [k, m, d], on the device of `records`. For the precision
-        `bf16`, the blocks share memory with `records` if `records` is contiguous.
+        `bf16`, the blocks may share memory with `records`.
 
     Raises:
         UsageError: the precision is unknown or has no decoder here, or `records` has
@@ -62,7 +63,8 @@ def decode_records_torch(
             f"records must be uint8 [k, {entry.record_bytes}], got {records.dtype}"
             f" {list(records.shape)}"
         )
-    # kernels are compiled for one number of records
+    # On CUDA, the fused kernels are compiled for exactly `_FUSED_RECORDS` records, so
+    # the records are split into parts of this length.
     size = _FUSED_RECORDS if records.device.type == "cuda" else max(1, len(records))
     parts = []
     for part in torch.split(records, size):
@@ -114,8 +116,8 @@ def _look_up(
 def _products(
     codec_class: type[GroupScaledCodec], device: torch.device
 ) -> torch.Tensor:
-    """Copy the table of products of scale and code to a device, int16 [256 * number
-    of codes].
+    """Return a copy of the table of all products of scale and code on a device, int16
+    [256 * number of codes].
     """
     return torch.from_numpy(codec_class.products().view(np.int16)).to(device)
 
@@ -151,11 +153,13 @@ def _words(data: torch.Tensor) -> torch.Tensor:
 def _canonical(blocks: torch.Tensor) -> torch.Tensor:
     """Replace every NaN with the NaN that the NumPy codecs return."""
     bits = blocks.view(torch.int16)
-    # a fill, because a copy from the host would wait for all work on the device
+    # `masked_fill` gets a Python number. A tensor copied from the host would wait for
+    # all work on the device.
     return bits.masked_fill(blocks.isnan(), CANONICAL_NAN).view(torch.bfloat16)
 
 
-# float32 results are not rounded yet
+# A decoder returns bfloat16 or float32. `decode_records_torch` rounds float32 results
+# to bfloat16.
 _DECODERS: dict[str, Callable[[Codec, torch.Tensor], torch.Tensor]] = {
     "bf16": lambda _, records: _words(records).view(torch.bfloat16),
     "fp16": lambda _, records: _words(records).view(torch.float16).float(),

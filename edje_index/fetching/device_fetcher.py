@@ -1,7 +1,7 @@
 """Copies stored records from disk to a GPU and decodes them there.
 
-FP8 records have about half the bytes of decoded bfloat16 blocks, NVFP4 records about a
-quarter.
+Copying records instead of decoded blocks saves transfer time: an FP8 record has about
+half the bytes of a bfloat16 block, an NVFP4 record about a quarter.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from storage_formats.arguments import repr_of
 from storage_formats.format.tombstones import check_row_ids
 from storage_formats.token_store import RowIds, TokenStore
 
-# A larger part is read at the rate of a whole pool; two buffers of this size still fit
-# where pinned memory is scarce.
+# Default size of each host buffer. A larger buffer would not make reads faster, and two
+# buffers of this size fit even where pinned memory is scarce.
 _BUFFER_BYTES = 64 << 20
 
 
@@ -28,10 +28,10 @@ class DeviceFetcher:
 
     Args:
         store: the store to read from.
-        device: "auto", "cpu", "cuda" or "cuda:N". For the CPU, no pinned memory is
-            used.
-        buffer_bytes: size in bytes of each of the two host buffers. If a record is
-            larger, each buffer has the size of a record.
+        device: "auto", "cpu", "cuda" or "cuda:N". For a GPU, the host buffers are
+            pinned memory.
+        buffer_bytes: maximum size in bytes of each of the two host buffers. If a record
+            is larger, each buffer has the size of one record.
 
     Raises:
         ModelError: the device does not exist.
@@ -51,7 +51,8 @@ class DeviceFetcher:
         cuda = self.device.type == "cuda"
         self._buffer_bytes = buffer_bytes
         self._rows = max(1, buffer_bytes // store.record_bytes)
-        # allocated by the first fetches, no larger than they need
+        # The buffers are allocated when a fetch needs them, and are no larger than the
+        # largest fetch needs.
         self._buffers = [torch.empty(0, store.record_bytes, dtype=torch.uint8)] * 2
         self._stream: torch.cuda.Stream | None = None
         self._copied: list[torch.cuda.Event] = []
@@ -76,9 +77,11 @@ class DeviceFetcher:
             UsageError, RowIdError, CorruptIndexError: as for `TokenStore.fetch`.
         """
         ids = check_row_ids(row_ids, len(self._store))
-        # in the order of the files, so that each is read once
+        # Rows are read in ascending order, so that each shard file is read once.
         order = np.argsort(ids)
         with contextlib.ExitStack() as side_stream:
+            # On a GPU, copies and decoding run on a stream of their own. At the end,
+            # the current stream waits for this stream.
             if self._stream is not None:
                 current = torch.cuda.current_stream(self.device)
                 side_stream.callback(current.wait_stream, self._stream)
@@ -89,7 +92,8 @@ class DeviceFetcher:
                 device=self.device,
             )
             if self._stream is not None:
-                # else PyTorch could reuse the memory while the current stream reads
+                # `out` is allocated on the other stream. Without this call, PyTorch
+                # could reuse the memory while the current stream still reads it.
                 out.record_stream(current)
             offset = None
             if (values := self._store.offset) is not None:

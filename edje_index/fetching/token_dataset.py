@@ -17,7 +17,8 @@ from storage_formats.token_store import TokenStore
 
 class TokenDataset(Dataset[torch.Tensor]):
     """A dataset of the blocks of all rows that are not deleted, bfloat16 [m, d] each,
-    in the order of `row_ids`. The values of a hole are NaN.
+    in ascending order of the row ids. A row without a block (a hole) gives a block of
+    NaN.
 
     With a `batch_size` or a `batch_sampler`, the `DataLoader` reads each batch with one
     call. The dataset and its copies in other processes read the snapshot that was
@@ -65,8 +66,9 @@ class TokenDataset(Dataset[torch.Tensor]):
         of one tensor.
         """
         if self._owner != os.getpid():
-            # This process is a fork: the store has the open files of the parent, and
-            # threads that do not run here. Open it again.
+            # This process was forked. The store has the open files of the parent
+            # process, and its threads do not exist here. A pickled copy of the store
+            # opens the same snapshot again.
             self.__setstate__(pickle.loads(pickle.dumps(self._store)))
         return list(self._store.fetch(self.row_ids[items], as_torch=True))
 

@@ -18,6 +18,7 @@ _PEAK = 1.2
 """Memory of a build at its peak, divided by the size of the FAISS index."""
 _ID_BYTES = 8
 _FLOAT_BYTES = 4
+# Above one of these numbers, `rebuild_reasons` advises to build the FAISS index again.
 _MAX_DRIFT = 1.1
 _MAX_FILES = 16
 
@@ -69,9 +70,9 @@ class AnnKind:
         """Choose a kind of FAISS index.
 
         Args:
-            memory: memory in bytes that a build may use; None for no limit. If one
-                sub-vector per 2 values needs more memory, one sub-vector per 4 values
-                is used, even if that needs more memory too.
+            memory: memory in bytes that a build may use; None for no limit. If a kind
+                with one sub-vector per 2 values needs more memory, the kind with one
+                sub-vector per 4 values is chosen, even if it also needs more memory.
         """
         kinds = cls.defaults(rows, width)
         fitting = (
@@ -83,7 +84,9 @@ class AnnKind:
 
     @classmethod
     def defaults(cls, rows: int, width: int) -> list[AnnKind]:
-        """Return the kinds that `choose` returns for any memory, largest first."""
+        """Return the kinds among which `choose` chooses by memory. The first kind needs
+        the most memory.
+        """
         lists = 0 if rows <= FLAT_LIMIT else math.isqrt(rows)
         sizes = (
             [width // values for values in (2, 4) if not width % values]
@@ -120,7 +123,9 @@ class AnnKind:
             )
 
     def vector_bytes(self, width: int) -> int:
-        """Return the number of bytes that one vector and its id take."""
+        """Return the number of bytes that one vector and its id take in the FAISS
+        index. Two codes of sub-vectors share a byte.
+        """
         return _ID_BYTES + (
             -(-self.sub_vectors // 2) if self.sub_vectors else _FLOAT_BYTES * width
         )
@@ -133,8 +138,8 @@ class AnnKind:
 
 
 def missed_recall(manifest: Manifest) -> str | None:
-    """Return a message if the nearest-neighbour index finds fewer of the nearest rows
-    than its target; None if it does not.
+    """Return a message if the recall of the nearest-neighbour index, which the build
+    has measured, is below the target of the build. Otherwise return None.
     """
     recall = manifest.ann.get("recall", {})
     value = recall.get("value", 1.0)
@@ -152,10 +157,11 @@ def rebuild_reasons(manifest: Manifest) -> list[str]:
     """Return the reasons to build the nearest-neighbour index again; empty if there are
     none.
 
-    The drift is the mean distance of appended embeddings from the nearest centroid,
-    divided by the mean distance of the embeddings in the first file.
+    One reason is drift: appended embeddings lie further from the centroids than the
+    embeddings of the first file. The drift is the mean distance of the appended
+    embeddings from their nearest centroids, divided by the same mean of the first file.
     """
-    # one file may hold only the centroids
+    # one file may contain only the centroids and no vectors
     files = [file for file in manifest.ann.get("files", []) if file.get("vectors", 1)]
     spec = manifest.spec
     reasons = [missed] if (missed := missed_recall(manifest)) else []

@@ -38,15 +38,17 @@ _RECALL_QUERIES = 200
 _RECALL_NEIGHBOURS = 100
 _LEAST_PROBES = 4
 _DEFAULT_PROBES = 32
-# of each sub-vector: 4 bits
+# number of possible codes of a sub-vector, which has 4 bits
 _CODES = 16
-# FAISS warns below 39 (Clustering::min_points_per_centroid)
+# FAISS warns if there are fewer than 39 (Clustering::min_points_per_centroid).
 _TRAINING_VECTORS_PER_LIST = 64
-# their mean distance from the centroids varies by about 1 % from sample to sample
+# Number of rows that measure the drift. The mean distance of so many rows from their
+# centroids varies by about 1 % from sample to sample.
 _DRIFT_ROWS = 2000
-# of the recall, if the number of probes is doubled
+# If doubling the number of probes raises the recall by less than this number, more
+# candidates are tried.
 _LEAST_GAIN = 0.01
-# of a similarity
+# tolerance for rounding errors of similarities
 _ROUNDING = 1e-6
 
 
@@ -94,9 +96,9 @@ def build_ann(
     """Build the FAISS index of the committed embeddings. Return the description of the
     FAISS index for the manifest.
 
-    The recall is measured against exact search. The description contains the number of
-    inverted lists that a search must read to reach `request.recall`. If there are too
-    few vectors for the kind, the FAISS index is flat.
+    The recall is measured by comparison with exact search. The description contains the
+    number of inverted lists that a search must read to reach `request.recall`. If there
+    are too few vectors to train the requested kind, the FAISS index is flat.
 
     Args:
         replace_file: True to write, or overwrite, `ann/index.faiss`. False to write a
@@ -122,7 +124,8 @@ def build_ann(
     index = _trained(kind, embeddings, spec.used_rows)
     files: list[Any] = []
     if count_lists(index):
-        # an append needs the centroids, and not the vectors
+        # An append needs the centroids but no vectors, so a second, small file contains
+        # only the centroids.
         files.append(_write(layout, index, None))
     _fill(index, embeddings, on_progress)
     measured: dict[str, Any] = {}
@@ -138,7 +141,7 @@ def build_ann(
     )
     vectors = file["vectors"]
     if replace_file and not lists:
-        # as in format version 1.0
+        # the entry of this file has no number of vectors, as in format version 1.0
         del file["vectors"]
     ann: dict[str, Any] = {
         "kind": kind.name,
@@ -166,10 +169,10 @@ def extend_ann(layout: Layout, spec: IndexSpec, ann: Ann) -> Ann:
     segment = spec.used_segments[-1]
     embeddings = IndexedEmbeddings(layout, spec, spec.segment_shards(segment))
     files: list[Any] = [{"vectors": ann["vectors"], **file} for file in ann["files"]]
-    # all files have the same centroids
+    # all files have the same centroids, so the smallest file is loaded
     index = open_part(layout.root, spec, min(files, key=lambda file: file["bytes"]))
     if count_lists(index):
-        # keeps the centroids
+        # remove the vectors and keep the centroids
         index.reset()
     else:
         index = _trained(
@@ -178,7 +181,8 @@ def extend_ann(layout: Layout, spec: IndexSpec, ann: Ann) -> Ann:
     _fill(index, embeddings)
     added: int = index.ntotal
     joined: list[Any] = []
-    # few files stay, and no vector is written again more than a few times
+    # Small files of earlier appends are merged into the new file, so that few files
+    # stay. The limits ensure that each vector is written again only a few times.
     for file in sorted(files[1:], key=lambda file: file["vectors"]):
         if 0 < file["vectors"] <= min(2 * index.ntotal, VECTOR_LIMIT - index.ntotal):
             part = open_part(layout.root, spec, file)
@@ -198,10 +202,10 @@ def extend_ann(layout: Layout, spec: IndexSpec, ann: Ann) -> Ann:
 
 
 def ann_without_rows(index: CommittedIndex, row_ids: Sequence[int]) -> Ann:
-    """Remove the rows `row_ids` from all FAISS files. A file that contains one of these
-    rows is written again.
+    """Remove the rows `row_ids` from all FAISS files. Only files that contain one of
+    these rows are written again.
 
-    The centroids are not changed.
+    The centroids do not change.
 
     Returns:
         The description of all FAISS files for the manifest.
@@ -224,11 +228,12 @@ def ann_without_rows(index: CommittedIndex, row_ids: Sequence[int]) -> Ann:
 
 def _trained(kind: AnnKind, embeddings: IndexedEmbeddings, rows: int) -> FaissIndex:
     """Return an empty FAISS index of `kind` with centroids trained for `rows`
-    embeddings. It is flat, without centroids, if `kind` has no lists or the training
-    sample is too small.
+    embeddings. If `kind` has no lists, or if the training sample is too small, the
+    FAISS index is flat and has no centroids.
 
-    The sample is the `embeddings` whose row id is a multiple of n. n is even, so odd
-    rows are never used for training. They serve as queries to measure recall and drift.
+    The sample consists of the `embeddings` whose row id is a multiple of an even
+    number. Rows with odd row ids are therefore never used for training, and can measure
+    recall and drift.
     """
     import faiss
 
@@ -243,16 +248,17 @@ def _trained(kind: AnnKind, embeddings: IndexedEmbeddings, rows: int) -> FaissIn
                 index: FaissIndex = faiss.index_factory(
                     width, kind.factory, faiss.METRIC_INNER_PRODUCT
                 )
-                # compares vectors while the centroids are computed
+                # this FAISS index assigns vectors to centroids during the training
                 index.clustering_index = centroids
                 try:
                     index.train(sample)
                 except RuntimeError:
                     if centroids is None:
                         raise
-                    # the memory of the GPU has ended
+                    # the GPU has too little memory: train on the CPU
                     continue
-                # FAISS keeps no reference to it
+                # FAISS does not keep the Python object alive, so the pointer to it must
+                # go
                 index.clustering_index = None
                 index.nprobe = min(_DEFAULT_PROBES, kind.lists)
                 return index
@@ -274,7 +280,7 @@ def _fill(
             if on_progress:
                 on_progress("adding embeddings", done, len(embeddings.shards))
 
-    # the quantizer finds the inverted list of a vector; a GPU does that faster
+    # The quantizer finds the inverted list of each vector, which is faster on a GPU.
     own = index.quantizer if count_lists(index) else None
     copy = None if own is None else _on_gpu(own)
     if copy is not None:
@@ -282,7 +288,7 @@ def _fill(
         try:
             return add_all()
         except RuntimeError:
-            # the memory of the GPU has ended: begin again on the CPU
+            # the GPU has too little memory: begin again on the CPU
             index.reset()
         finally:
             index.quantizer = own
@@ -300,12 +306,12 @@ def _on_gpu(flat: FaissIndex) -> FaissIndex | None:
     import faiss
 
     module: Any = faiss
-    # 0 in builds of FAISS for CPUs
+    # builds of FAISS for CPUs report no GPU
     if not module.get_num_gpus():
         return None
-    # other processes may have taken the memory of the GPU
+    # the call fails if other processes have taken the memory of the GPU
     with contextlib.suppress(RuntimeError):
-        # others may need the memory of the other GPUs
+        # only one GPU, because other processes may need the others
         return module.index_cpu_to_all_gpus(flat, ngpu=1)
     return None
 
@@ -320,11 +326,12 @@ def _measure(
     """Measure the recall of `index` with increasing numbers of probes and candidates
     until it reaches `target`.
 
-    A found row counts if it is as similar as the 100th neighbour, so rows with equal
-    embeddings count alike.
+    A row in the results of `index` counts as a neighbour if its similarity is at least
+    that of the 100th neighbour by exact search. So it does not matter which of several
+    rows with equal embeddings are in the results.
 
     Return the keys `probes`, `candidates` and `recall` of `ann` in `index.json`; empty
-    if no row is indexed.
+    if the sample of queries is empty.
     """
     row_ids, queries, neighbours = recall_queries(embeddings, on_progress)
     if not len(row_ids):
@@ -348,7 +355,7 @@ def _measure(
         ):
             least = exact[-1] - _ROUNDING
             count = np.count_nonzero(similarities[rows != row_id] >= least)
-            # the row itself is no neighbour
+            # the query itself is in `exact`, but does not count as a neighbour
             shares.append(min(1.0, count / max(1, len(exact) - 1)))
         recall = float(np.mean(shares))
         if recall >= target or (probes >= lists and len(levels) == 1):
@@ -357,8 +364,8 @@ def _measure(
             probes = min(2 * probes, lists)
             before = recall
         else:
-            # More lists do not help: the codes hide some neighbours. With more
-            # candidates, few lists may do.
+            # More lists do not help, because the codes rank some neighbours too low.
+            # With more candidates, few lists may be enough.
             levels.pop(0)
             probes = min(_LEAST_PROBES, lists)
             before = 0.0
@@ -402,7 +409,7 @@ def recall_queries(
                 )
             )
     best.finalize()
-    # fewer rows than 101 leave the number -1
+    # if there are fewer than 101 rows, the remaining positions are -1
     neighbours = [
         similarities[positions >= 0]
         for similarities, positions in zip(best.D, best.I, strict=True)
@@ -415,8 +422,8 @@ def held_out(
 ) -> tuple[NDArray[np.int64], Vectors]:
     """Return row ids and embeddings of at most `count` rows from all shards.
 
-    FAISS is trained on even row ids, so these are odd. Only the last row id of a
-    segment may be even.
+    The row ids are odd, because rows with even row ids are used to train FAISS. The
+    last row id of a segment is an exception: it may be even.
     """
     spec = embeddings.spec
     rng = np.random.default_rng(0)
@@ -450,7 +457,7 @@ def _write(
     """
     make_directories(layout.ann)
     temporary = layout.ann / "index.faiss.partial"
-    # the old file may be a link
+    # an existing file may be a link, and writing would follow it
     temporary.unlink(missing_ok=True)
     try:
         write_part(index, temporary)

@@ -1,11 +1,12 @@
 """Checks a FAISS file before FAISS reads the file.
 
-A stranger who makes an index writes the checksum of the file too. 4,500 files of 6 to
-18 kB were damaged in sizes, ids and bytes, and read by FAISS 1.15.1 without this check.
-No file ended the process. But 1.8 % of the files made FAISS ask for 50 MB to more than
-2 GB of memory, and 4 % were searched and gave ids that the index does not have. FAISS
-also opens any file for writing that a structure for lists on disk names. So this check
-accepts only the structures of SPEC.md section 10, with the sizes of this index.
+A checksum does not show that a FAISS file is safe to read, because the author of a
+malicious index also writes the checksum. In a test, FAISS 1.15.1 read 4,500 files of 6
+to 18 kB with damaged sizes, ids or bytes without this check. No file ended the process.
+But 1.8 % of the files made FAISS ask for 50 MB to more than 2 GB of memory. Another 4 %
+could be searched, and gave ids that the index does not have. A file can also contain a
+structure that names a file with inverted lists, which FAISS opens for writing. So this
+check accepts only the structures of SPEC.md section 10, with the sizes of this index.
 
 The order of the fields is defined in `impl/index_write.cpp` and
 `invlists/BlockInvertedLists.cpp` of FAISS.
@@ -51,7 +52,8 @@ def check_faiss_file(
         if inner == "IxFI":
             _flat_vectors(fields, dimensions, vectors)
         else:
-            # as earlier builds wrote it; the ids in the lists are positions
+            # Indexes of older versions of `build_ann` have this structure. The ids in
+            # its lists are positions in the array of row ids that follows the lists.
             _lists(fields, inner, dimensions, vectors, id_limit=vectors)
         fields.expect("Q", vectors)
         fields.ids(vectors, limit=rows)
@@ -96,8 +98,8 @@ class _Fields:
         return np.frombuffer(self._read(8 * count), dtype="<i8")
 
     def ids(self, count: int, *, limit: int) -> None:
-        """Read `count` ids, and check that each is at least 0 and below `limit`.
-        FAISS uses ids as offsets.
+        """Read `count` ids, and check that each is at least 0 and below `limit`. FAISS
+        uses ids as offsets, so a wrong id could address other memory.
         """
         ids = self.array(count)
         if count and (ids.min() < 0 or ids.max() >= limit):
@@ -131,8 +133,9 @@ class _Fields:
 
 
 def _header(fields: _Fields, dimensions: int, vectors: int) -> None:
-    """Check the fields that every structure begins with. 16 bytes are no longer
-    used. The last field is the metric.
+    """Check the fields at the start of every structure: dimensions, number of vectors,
+    16 unused bytes, whether the structure is trained, and the metric (0 is the inner
+    product).
     """
     fields.expect("iq16xBi", dimensions, vectors, 1, 0)
 
@@ -158,22 +161,23 @@ def _lists(
     fields.tag("IxFI")
     _header(fields, dimensions, lists)
     _flat_vectors(fields, dimensions, lists)
-    # no direct map
+    # no map from ids to positions in the lists
     fields.expect("BQ", 0, 0)
     total = 0
     if kind == "IwFl":
         fields.tag("ilar")
         fields.expect("QQ", lists, 4 * dimensions)
         lengths = _list_lengths(fields, lists)
-        # before anything is read
+        # If the lengths do not add up, nothing more is read, and an error follows
+        # below.
         if sum(lengths) == vectors:
             for length in lengths:
                 fields.skip(length * 4 * dimensions)
                 fields.ids(length, limit=id_limit)
         total = sum(lengths)
     else:
-        # Settings, and a product quantizer of vectors in `parts` parts, each with 16
-        # centroids.
+        # The settings of the codes, and the product quantizer. It splits a vector into
+        # `parts` parts, and has 16 centroids for each part.
         (
             residual,
             code_bytes,

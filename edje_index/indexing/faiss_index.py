@@ -1,8 +1,9 @@
-"""Searches of the nearest-neighbour index of the embeddings (SPEC.md section 10).
+"""Searches the nearest-neighbour index of the embeddings (SPEC.md section 10).
 
 Embeddings have the length 1, so inner products are cosine similarities. FAISS ids are
-row ids. Holes have no vector. A build writes one FAISS file, and each append writes one
-more: a part of the nearest-neighbour index. `faiss_build` writes the files.
+row ids. Holes have no vector. A nearest-neighbour index has several parts: a build
+writes the first FAISS files, and each append writes one more. `faiss_build` writes the
+files.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ def open_part(root: Path, spec: IndexSpec, file: dict[str, Any]) -> FaissIndex:
 
 
 class AnnIndex:
-    """Finds the nearest rows of a query embedding. Deleted rows are left out.
+    """Finds the nearest rows of query embeddings. Deleted rows are left out.
 
     Attributes:
         live: bitmap of the rows that are not deleted, one bit per row, lowest bit
@@ -128,7 +129,8 @@ class AnnIndex:
         self._probes = None if probes is None else max(1, int(probes))
         candidates = manifest.ann.get("candidates", CANDIDATES_PER_NEIGHBOUR[0])
         self._candidates = max(1, int(candidates))
-        # a filter, and the number of rows that pass in each list of each part
+        # The last filter, and for each part the number of rows in each inverted list
+        # that pass the filter.
         self._counted: tuple[Any, list[NDArray[np.int64]]] = (None, [])
         if missed := missed_recall(manifest):
             warnings.warn(missed, RuntimeWarning, stacklevel=2)
@@ -156,9 +158,9 @@ class AnnIndex:
         """Return at most `k` nearest rows for each query, best first.
 
         Args:
-            passing: which rows to search, bool [rows]; deleted rows must be False.
-                There are `k` rows if as many pass. None searches all rows that are not
-                deleted.
+            passing: which rows to search, bool [rows]. Deleted rows must be False. The
+                result has `k` rows if at least `k` rows with embeddings pass. None
+                searches all rows that are not deleted.
 
         Raises:
             ModelError: the queries and the embeddings of the index differ in width.
@@ -180,7 +182,7 @@ class AnnIndex:
             if has_codes and np.count_nonzero(passing) <= scanned:
                 rows = np.flatnonzero(passing)
                 vectors = self._embeddings[rows]
-                # holes have none
+                # holes have no embedding
                 has_vector = ~np.isnan(vectors[:, 0])
                 rows = rows[has_vector]
                 scores = queries @ vectors[has_vector].T
@@ -207,18 +209,20 @@ class AnnIndex:
         passing: NDArray[np.bool_],
         least: int,
     ) -> int | None:
-        """Return the number of inverted lists that a filtered search reads: the lists
-        nearest to each query that have twice as many passing rows as an unfiltered
-        search reads rows, and at least `least`.
+        """Return the number of inverted lists that a filtered search reads.
+
+        The number is large enough that the lists nearest to each query contain twice as
+        many passing rows as an unfiltered search reads rows, and at least `least`
+        passing rows. None if no list contains a passing row.
         """
-        # searches with the same filter follow each other
+        # consecutive searches often have the same filter, so its counts are kept
         of_filter, counts = self._counted
         if of_filter is not passing:
             counts = [_count_passing(part, passing) for part in self._parts]
             self._counted = (passing, counts)
         probes = 0
         for part, in_lists in zip(self._parts, counts, strict=True):
-            # one part may hold only the centroids
+            # one part may contain only the centroids and no vectors
             if not in_lists.any():
                 continue
             with _threads_for(queries):
@@ -238,7 +242,7 @@ def _count_passing(part: FaissIndex, passing: NDArray[np.bool_]) -> NDArray[np.i
     module: Any = faiss
     counts = np.zeros(count_lists(part), np.int64)
     for at in range(len(counts)):
-        # FAISS has no ids of an empty list
+        # FAISS returns no array for an empty list
         if size := part.invlists.list_size(at):
             rows = module.rev_swig_ptr(part.invlists.get_ids(at), size)
             counts[at] = np.count_nonzero(passing[rows])
@@ -247,8 +251,9 @@ def _count_passing(part: FaissIndex, passing: NDArray[np.bool_]) -> NDArray[np.i
 
 @contextlib.contextmanager
 def _threads_for(queries: Vectors) -> Iterator[None]:
-    """Let FAISS use at most one thread per query. FAISS gives a thread at least one
-    query, and idle threads spin, which slows down the work that follows.
+    """Let FAISS use at most one thread per query. FAISS does not split a query between
+    threads. Threads without a query would be idle, and idle threads spin for a while,
+    which slows down the work that follows.
     """
     import faiss
 
@@ -298,6 +303,8 @@ def nearest(
     scores = [np.empty((len(queries), 0), np.float32)]
     rows = [np.empty((len(queries), 0), np.int64)]
     for part in parts:
+        # without codes, one more row than requested shows whether rows tie for the last
+        # place
         wanted = min(k + 1 if exact else k * candidates, int(part.ntotal))
         if not wanted:
             continue
@@ -309,8 +316,9 @@ def nearest(
             parameters = module.SearchParameters(sel=selector)
         with _threads_for(queries):
             part_scores, part_rows = part.search(queries, wanted, params=parameters)
-            # which of the rows that tie for the last place are found must not depend
-            # on k, so that pages of hits have each row once
+            # If more rows tie for the last place than fit, the choice among them must
+            # not depend on k. Otherwise, a row could be on two pages of hits. So the
+            # search is repeated with more rows until it has all rows that tie.
             while (
                 exact
                 and k < wanted < part.ntotal

@@ -6,9 +6,9 @@ gives the same result too.
 A worker writes a file in `build/attempts/` for each attempt at a shard, and removes the
 file at the end. If the process dies, the file remains. The next attempt at the shard is
 then careful: the worker prepares one input at a time, and writes the position of the
-current input to the file. After two careful attempts died at the same input, the row of
-this input gets the status "failed". The file also names the machine of the attempt: if
-this machine is lost, the attempt counts against no input.
+current input to the file. If two careful attempts die at the same input, the row of
+this input gets the status "failed". The file also names the machine of the attempt. If
+this machine is lost, no input is blamed for the death of the process.
 """
 
 from __future__ import annotations
@@ -59,11 +59,13 @@ DEATHS = 2
 """After this number of careful attempts died at an input, the row of the input gets
 the status "failed".
 """
-# requests for remote inputs that run at the same time
+# minimum number of threads if the shard has inputs on servers, so that requests overlap
 _REMOTE_THREADS = 16
-# decoded batches that may wait for the model: one being decoded, one ready
+# number of batches that are prepared ahead of the model: one is being decoded, one is
+# ready
 _BATCHES_AHEAD = 2
-# at least as many may wait, so that the requests for remote inputs overlap
+# If batches are small, at least this number of images is prepared ahead, so that
+# requests for inputs on servers overlap.
 _IMAGES_AHEAD = 32
 
 
@@ -93,10 +95,10 @@ class Attempt:
     """One attempt at a shard.
 
     Attributes:
-        machine: id of the machine of the attempt; empty if the machine cannot be lost
-            without the job.
-        careful: True to prepare one input at a time, because the process of an earlier
-            attempt died.
+        machine: id of the machine of the attempt. Empty if the job runs on this machine
+            too, so that the job ends if the machine is lost.
+        careful: whether one input at a time is prepared. True if the process of an
+            earlier attempt died.
         deaths: number of careful attempts that died at an input, by position of the
             input.
     """
@@ -143,8 +145,12 @@ def begin_attempt(
     """Create the file of an attempt, yield the attempt to the `with` block, and
     remove the file after the block.
 
-    The file stays if the process dies, or if an exception ends the attempt and the file
-    records earlier deaths.
+    The file stays if the process dies. The file also stays if an exception ends the
+    attempt and earlier attempts died at an input.
+
+    Args:
+        machine: id of this machine, see `Attempt`.
+        alive: ids of the machines that are not lost.
     """
     path = layout.attempt(shard)
     attempt = Attempt(path, machine, careful=True)
@@ -154,13 +160,15 @@ def begin_attempt(
             {int(position): int(count) for position, count in content["deaths"].items()}
         )
         if content.get("machine") and content["machine"] not in alive:
+            # The machine of the earlier attempt was lost, so its input is not to blame.
             attempt.careful = bool(content["careful"])
         elif content["position"] is not None:
             attempt.deaths[int(content["position"])] += 1
     except FileNotFoundError:
+        # no earlier attempt died
         attempt.careful = False
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError):
-        # the process died while it wrote
+        # the file is incomplete, because the process died while it wrote the file
         attempt.deaths.clear()
     path.parent.mkdir(parents=True, exist_ok=True)
     attempt._write(None)
@@ -193,7 +201,8 @@ def encode_shard(
             `preprocess`.
         should_stop: function that is called before each batch. Encoding stops if the
             function returns True.
-        machine: id of this machine, see `begin_attempt`.
+        machine: see `begin_attempt`.
+        alive: see `begin_attempt`.
 
     Raises:
         TaskInterrupted: `should_stop` returned True. The next run starts the shard
@@ -214,10 +223,11 @@ def encode_shard(
                 "the GPU has too little memory to encode one image: stop other programs"
                 " that use it, or build with a smaller model or on a CPU"
             ) from error
-    # outside the handler, whose exception keeps the tensors of the batch alive
+    # This call is outside the `except` block. Inside, the exception would keep the
+    # tensors of the batch alive, and their memory would not be freed.
     torch.cuda.empty_cache()
-    # The whole shard is encoded again: its bytes depend on the batch size alone, and
-    # not on the batch that was too large.
+    # The whole shard is encoded again, so that all its batches have the same size. Its
+    # bytes then do not depend on which batch was too large.
     smaller = replace(task, batch_size=task.batch_size // 2)
     return encode_shard(
         smaller, encoder, on_progress, should_stop, machine=machine, alive=alive
@@ -253,7 +263,7 @@ def _encode_whole_shard(
         ThreadPoolExecutor(threads, "edje-decode") as pool,
         contextlib.ExitStack() as stack,
     ):
-        # images still wait if an exception ends the shard
+        # if an exception ends the shard, the images that still wait are not prepared
         stack.callback(pool.shutdown, cancel_futures=True)
 
         def prepare(image: _Image) -> _Image:
@@ -273,7 +283,7 @@ def _encode_whole_shard(
         spare: list[torch.Tensor] = []
 
         def placed() -> Iterator[_Image]:
-            """Yield the images, each with its place in a batch."""
+            """Yield the images, after assigning memory in a batch to each image."""
             for start in range(0, len(images), size):
                 batch = (
                     spare.pop()
@@ -341,7 +351,7 @@ def _encode_whole_shard(
 
 @dataclass
 class _Image:
-    """One input of the shard. Its `pixels` are its place in a batch."""
+    """One input of the shard. `pixels` is the memory in a batch for its pixels."""
 
     ref: InputRef
     entry: RowEntry
@@ -404,7 +414,7 @@ def _prepare(encoder: ImageEncoder, settings: DecodeSettings, image: _Image) -> 
 def _encode(
     encoder: ImageEncoder, images: list[_Image], batch: torch.Tensor, places: list[int]
 ) -> tuple[Blocks, NDArray[np.float32]]:
-    """Run the model on `images`, which have the `places` in the batch.
+    """Run the model on `images`. `places` has the index of each image in `batch`.
 
     If an output is not finite, mark the row as failed and remove the image from
     `images`.
@@ -417,7 +427,7 @@ def _encode(
     else:
         tokens, embeddings = encoder.encode(batch[places])
     bits = tokens.view(np.uint16).reshape(len(tokens), -1)
-    # bfloat16
+    # a bfloat16 is not finite if all bits of the exponent (0x7F80) are set
     finite = np.isfinite(embeddings).all(axis=1) & ((bits & 0x7F80) != 0x7F80).all(
         axis=1
     )
@@ -443,8 +453,9 @@ def encode_inputs(
         batch_size: see `ShardTask`.
 
     Returns:
-        The blocks [m, d], and for inputs that cannot be encoded the reasons. The keys
-        are positions in `refs`.
+        (blocks, reasons): the block [m, d] of each input that was encoded, and the
+        reason for each input that could not be encoded. The keys of both are positions
+        in `refs`.
 
     Raises:
         TransientInputError: an input cannot be read or decoded because of a problem of
