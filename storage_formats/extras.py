@@ -42,8 +42,8 @@ EXTRAS_OF_MODULE = {
     module: [extra for extra, modules in _MODULES.items() if module in modules]
     for module in itertools.chain(*_MODULES.values())
 }
-"""For each optional package, the extras that install the package, the smallest
-extra first.
+"""For each optional module, the extras that install its package, the extra to
+recommend first.
 """
 
 DISTRIBUTIONS = {
@@ -56,7 +56,7 @@ DISTRIBUTIONS = {
     "PIL": "pillow",
     "prometheus_client": "prometheus-client",
 }
-"""The package in the registry, where its name differs from that of the module."""
+"""For each optional module whose package has another name on PyPI, this name."""
 
 
 class MissingExtraError(EdjeError, ImportError):

@@ -31,19 +31,21 @@ from storage_formats.format.shard_table import FileEntry
 from storage_formats.reading.embeddings import IndexedEmbeddings
 
 CANDIDATES_PER_NEIGHBOUR = (2, 8, 32)
-"""Possible numbers of candidates per requested row if FAISS stores codes. Their stored
-embeddings are then compared.
+"""If FAISS stores codes, a search takes several candidates per requested row and
+compares their stored embeddings. A build chooses one of these numbers of candidates per
+requested row.
 """
 _FILTERED_CANDIDATES = 8
-"""The same with a filter: rows that pass are further away than the rows for which the
-smaller numbers suffice (docs/lab/scale.md).
+"""Minimum number of candidates per requested row in a search with a filter. The nearest
+rows that pass a filter are further away from the query than the nearest of all rows,
+and need more candidates (docs/lab/scale.md).
 """
 _SCANNED_ROWS = 4096
-"""Number of rows that pass a filter up to which all are compared. That takes about as
-long as a search of the codes of 1,000,000 rows.
+"""If at most this number of rows pass a filter, the query is compared with all of them.
+This takes about as long as a search of the codes of 1,000,000 rows.
 """
 PIECE_BYTES = 1 << 20
-"""Bytes of a FAISS file that are read or written at once."""
+"""Number of bytes of a FAISS file that are read or written at a time."""
 
 # the stubs of FAISS lack most of its classes
 FaissIndex: TypeAlias = Any

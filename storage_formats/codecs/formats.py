@@ -41,7 +41,7 @@ fill value.
 SECOND_LEVEL_SCALE = 2.0**-3
 """The constant factor of all scales of `nvfp4`."""
 LARGE_LEVEL = 3.34375
-"""The larger level of `gauss2`, in units of the scale."""
+"""The larger magnitude of a `gauss2` code, in units of the scale."""
 LARGEST_INPUT = 15 * 2.0**124
 """Finite magnitudes above this limit are encoded as the limit, because E4M3 would
 round them to 2**128.

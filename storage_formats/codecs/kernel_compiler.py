@@ -56,21 +56,23 @@ def inlined(function: Callable[..., Any]) -> Callable[..., Any]:
 fused: Callable[[Callable[..., Any]], Callable[..., Any]] = functools.partial(
     _njit, fastmath={"contract"}
 )
-"""Compiles a helper like `inlined`, but an instruction may multiply and add."""
+"""Compiles a helper like `inlined`. LLVM may also combine a multiplication and an
+addition into one instruction, which rounds once.
+"""
 
 summing: Callable[[Callable[..., Any]], Callable[..., Any]] = functools.partial(
     _njit, fastmath={"reassoc", "contract"}
 )
-"""Compiles a helper like `inlined`, but with sums in any order, so that LLVM can
-vectorise them.
+"""Compiles a helper like `fused`. LLVM may also change the order of sums, so that it
+can vectorise them.
 """
 
 
 unordered: Callable[[Callable[..., Any]], Callable[..., Any]] = functools.partial(
     _njit, fastmath={"nnan", "nsz"}
 )
-"""Compiles a helper like `inlined`, for numbers that are not NaN, so that LLVM can
-vectorise comparisons.
+"""Compiles a helper like `inlined`. LLVM may also assume that no number is NaN and that
+0.0 and -0.0 are the same, so that it can vectorise comparisons.
 """
 
 
@@ -81,7 +83,7 @@ def _count_ones(_: Any, word: Any) -> Any:
 
 
 count_ones: Any = intrinsic(_count_ones)
-"""Returns the number of bits that are 1 in an uint64."""
+"""Returns the number of bits of a uint64 that are 1."""
 
 
 def input_array(number: Any) -> Any:

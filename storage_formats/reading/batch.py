@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
 Part = slice | Ints
-"""Some records of a batch, as a slice or as ascending indices."""
+"""A selection of the records of a batch, as a slice or as ascending indices."""
 
 # Number of records in a piece of a batch. A disk reads a piece in a few milliseconds,
 # and several pieces are in flight at a time.

@@ -38,9 +38,10 @@ _LINE_BYTES = 64
 # cache from the check to the decoding and the dot products.
 _SCORED_RECORDS = 16
 _NONTEMPORAL_FROM = 32 << 20
-"""Minimum size in bytes of an output for non-temporal stores, which bypass the
-processor's cache. Copies of 480 MB are twice as fast with them
-(docs/lab/storage-io.md). Smaller outputs are read next, so they stay in the cache.
+"""Size in bytes from which on an output is written with non-temporal stores, which
+bypass the processor's cache. They make copies of 480 MB twice as fast
+(docs/lab/storage-io.md). A smaller output fits into the cache, from which the caller
+then reads it.
 """
 
 

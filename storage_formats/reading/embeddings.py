@@ -39,7 +39,9 @@ _COMPARED_BYTES = 1 << 30
 _KEPT_COMPARISONS = 100_000
 
 _compared: set[tuple[object, ...]] = set()
-"""Files that this process has compared with the shard table, and their file entries."""
+"""File entries of the shard table with which this process has compared a file, each
+with the identity of the file: device, inode, size and modification time.
+"""
 
 
 def read_shard_embeddings(

@@ -32,9 +32,9 @@ _GAP_BYTES = 64 << 10
 
 
 _Request: TypeAlias = tuple[int, int, int, Bytes, str | None]
-"""(shard, start, stop, target, cached file): a request for the records at the positions
-[start, stop) of a shard. The records are written to `target`, and to a file of the
-block cache if there is one.
+"""(shard, start, stop, target, cache file): a request for the records at the positions
+[start, stop) of a shard. The records are written to `target`. If the name of the cache
+file is not None, they are also written to this file of the block cache.
 """
 
 

@@ -28,7 +28,9 @@ from storage_formats.reading.batch import PIECE_RECORDS, Ints
 ENTRIES = 512
 
 _CALLS = {"x86_64": (206, 207, 209, 208), "aarch64": (0, 1, 2, 4)}
-"""(io_setup, io_destroy, io_submit, io_getevents)"""
+"""Numbers of the system calls (io_setup, io_destroy, io_submit, io_getevents) on each
+architecture.
+"""
 # `struct iocb` of linux/aio_abi.h on little-endian machines, which all architectures
 # above are. Opcode 0 is a read.
 _REQUEST = np.dtype(

@@ -45,13 +45,15 @@ _MAX_PAGE_BYTES = 64 << 20
 _NEXT = re.compile(r'<([^>]+)>;\s*rel="next"')
 
 CONNECTIONS_PER_HOST = 8
-"""Connections of one process to one host. Further requests to the host wait."""
+"""Maximum number of connections of one process to one host. Further requests to the
+host wait for a free connection.
+"""
 
 CONNECT_SECONDS = 10.0
 READ_SECONDS = 30.0
 MAX_SECONDS = 300.0
-"""Longest time for one file, so that a server which sends a byte now and then does
-not block a worker.
+"""Longest time for one file. A server that sends only a byte now and then never exceeds
+`READ_SECONDS`, and would block a worker without this limit.
 """
 
 _NO_RANGES = "the server does not answer requests for byte ranges; download the file"

@@ -45,13 +45,13 @@ _ENDPOINTS = {
     "s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"),
     "az": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
 }
-"""The environment variables that name another server, by the scheme of a URL."""
+"""For each scheme of a URL, the environment variables that can name another server."""
 _ACCOUNTS = {
     "s3": "AWS_ACCESS_KEY_ID",
     "gs": "GOOGLE_SERVICE_ACCOUNT",
     "az": "AZURE_STORAGE_ACCOUNT_NAME",
 }
-"""An environment variable with credentials, by the scheme of a URL."""
+"""For each scheme of a URL, an environment variable that identifies the account."""
 _READ_TIMEOUT = timedelta(seconds=20)
 _RETRY_TIMEOUT = timedelta(seconds=60)
 _RETRIES = 6
