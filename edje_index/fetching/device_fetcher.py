@@ -98,7 +98,7 @@ class DeviceFetcher:
             offset = None
             if (values := self._store.offset) is not None:
                 offset = torch.from_numpy(values).to(self.device)
-            places = torch.from_numpy(order).to(self.device)
+            out_indices = torch.from_numpy(order).to(self.device)
             for turn, start in enumerate(range(0, len(ids), self._rows)):
                 part = slice(start, start + self._rows)
                 # the previous copy from the same host buffer must be finished
@@ -109,7 +109,7 @@ class DeviceFetcher:
                 records = host.to(self.device, non_blocking=True)
                 if self._copied:
                     self._copied[turn % 2].record(self._stream)
-                out[places[part]] = decode_records_torch(
+                out[out_indices[part]] = decode_records_torch(
                     self._store.precision, records, self._store.block_shape, offset
                 )
         return out

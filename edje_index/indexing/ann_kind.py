@@ -102,9 +102,9 @@ class AnnKind:
     @property
     def name(self) -> str:
         """Name of the kind, as stored in `ann.kind` of `index.json`."""
-        return (
-            "flat" if not self.lists else "ivf-pq" if self.sub_vectors else "ivf-flat"
-        )
+        if not self.lists:
+            return "flat"
+        return "ivf-pq" if self.sub_vectors else "ivf-flat"
 
     @property
     def factory(self) -> str:

@@ -206,10 +206,7 @@ class AnnIndex:
         )
 
     def _filtered_probes(
-        self,
-        queries: Vectors,
-        passing: NDArray[np.bool_],
-        least: int,
+        self, queries: Vectors, passing: NDArray[np.bool_], least: int
     ) -> int | None:
         """Return the number of inverted lists that a filtered search reads.
 

@@ -126,11 +126,7 @@ class ImageEncoder:
 
     @classmethod
     def of(
-        cls,
-        info: BundleInfo,
-        *,
-        device: str = "auto",
-        dtype: str = "auto",
+        cls, info: BundleInfo, *, device: str = "auto", dtype: str = "auto"
     ) -> ImageEncoder:
         """Load the vision tower and the adapter of a bundle whose files are already
         verified.
@@ -216,10 +212,7 @@ class ImageEncoder:
             (tokens, ml_dtypes.bfloat16 [b, m, d], rounded to nearest even;
             embeddings, unit vectors, float32 [b, embed_dim]).
         """
-        with (
-            self._launching,
-            torch.inference_mode(),
-        ):
+        with self._launching, torch.inference_mode():
             tokens, embeddings = self._graphs(pixels)
             # from a GPU, these copies go to pinned memory and do not wait for the GPU
             tokens = tokens.bfloat16().to("cpu", non_blocking=True)

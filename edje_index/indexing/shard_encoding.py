@@ -291,8 +291,8 @@ def _encode_whole_shard(
                     else encoder.new_batch(size, task.decoding.frames)
                 )
                 batches.append(batch)
-                for place, image in enumerate(images[start : start + size]):
-                    image.pixels = batch[place]
+                for index, image in enumerate(images[start : start + size]):
+                    image.pixels = batch[index]
                     yield image
 
         ahead = size * (1 + max(_BATCHES_AHEAD, _IMAGES_AHEAD // task.batch_size))
@@ -313,8 +313,10 @@ def _encode_whole_shard(
             batch = batches.popleft()
             if ready:
                 with _timed(stages, "encode"):
-                    places = [image.entry.row_id - first_row - start for image in ready]
-                    tokens, embeddings = _encode(encoder, ready, batch, places)
+                    indices = [
+                        image.entry.row_id - first_row - start for image in ready
+                    ]
+                    tokens, embeddings = _encode(encoder, ready, batch, indices)
                 with _timed(stages, "write"):
                     problems = writer.outside(tokens)
                     for at, problem in problems.items():
@@ -392,12 +394,12 @@ def _prepare(encoder: ImageEncoder, settings: DecodeSettings, image: _Image) -> 
             )
         entry.read_seconds = time.perf_counter() - started
         started = time.perf_counter()
-        place = image.pixels if settings.frames is None else None
+        target = image.pixels if settings.frames is None else None
         size, frames, truncation = decode_input(
             data,
             entry.uri,
             settings,
-            lambda frame: encoder.preprocess(frame, place),
+            lambda frame: encoder.preprocess(frame, target),
         )
         entry.width, entry.height = size
         entry.detail = truncation
@@ -412,9 +414,9 @@ def _prepare(encoder: ImageEncoder, settings: DecodeSettings, image: _Image) -> 
 
 
 def _encode(
-    encoder: ImageEncoder, images: list[_Image], batch: torch.Tensor, places: list[int]
+    encoder: ImageEncoder, images: list[_Image], batch: torch.Tensor, indices: list[int]
 ) -> tuple[Blocks, NDArray[np.float32]]:
-    """Run the model on `images`. `places` has the index of each image in `batch`.
+    """Run the model on `images`. `indices` has the index of each image in `batch`.
 
     If an output is not finite, mark the row as failed and remove the image from
     `images`.
@@ -423,9 +425,9 @@ def _encode(
     if len(images) == len(batch):
         tokens, embeddings = encoder.encode(batch)
     elif encoder.fills_batches:
-        tokens, embeddings = (each[places] for each in encoder.encode(batch))
+        tokens, embeddings = (each[indices] for each in encoder.encode(batch))
     else:
-        tokens, embeddings = encoder.encode(batch[places])
+        tokens, embeddings = encoder.encode(batch[indices])
     bits = tokens.view(np.uint16).reshape(len(tokens), -1)
     # a bfloat16 is not finite if all bits of the exponent (0x7F80) are set
     finite = np.isfinite(embeddings).all(axis=1) & ((bits & 0x7F80) != 0x7F80).all(
@@ -470,8 +472,8 @@ def encode_inputs(
     for image in images:
         _prepare(encoder, settings, image)
     ready = [image for image in images if image.is_ready]
-    places = [image.entry.row_id for image in ready]
-    tokens = _encode(encoder, ready, batch, places)[0] if ready else ()
+    indices = [image.entry.row_id for image in ready]
+    tokens = _encode(encoder, ready, batch, indices)[0] if ready else ()
     blocks = {
         image.entry.row_id: block for image, block in zip(ready, tokens, strict=True)
     }

@@ -220,12 +220,7 @@ class Codec(ABC):
                     residuals.view(np.uint16).reshape(-1), part, (0, last - first)
                 )
 
-        run_chunks(
-            encode,
-            len(blocks),
-            2 * self.values,
-            threads,
-        )
+        run_chunks(encode, len(blocks), 2 * self.values, threads)
         return records
 
     def _check_blocks(self, blocks: Blocks) -> None:

@@ -185,12 +185,7 @@ class _Records:
             to copy nothing.
     """
 
-    def __init__(
-        self,
-        sources: Ints,
-        size: int,
-        targets: Ints | None = None,
-    ) -> None:
+    def __init__(self, sources: Ints, size: int, targets: Ints | None = None) -> None:
         total = len(sources) * size
         self._sources = np.ascontiguousarray(sources)
         self._size = size

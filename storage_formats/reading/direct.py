@@ -160,9 +160,10 @@ class _Reader:
         if records is not None and (size % sector or records.ctypes.data % sector):
             records = None
         if records is not None:
-            direct = batch.runs(size, contiguous_output=True)
-            if len(direct[0]) < _FEWER_REQUESTS * len(first):
-                first, count = direct
+            direct_first, direct_count = batch.runs(size, contiguous_output=True)
+            if len(direct_first) < _FEWER_REQUESTS * len(first):
+                first = direct_first
+                count = direct_count
             else:
                 records = None
         if records is not None:

@@ -148,7 +148,7 @@ def _read_rows(
     embeddings = np.empty((len(distinct), spec.embed_dim), dtype="<f4")
     for piece in batch.pieces(PIECE_RECORDS):
         part = batch[piece]
-        ranges, at = part.ranges(size, gap=PAGE_BYTES // size)
+        ranges, indices = part.ranges(size, gap=PAGE_BYTES // size)
         # the last range ends at the end of the buffer
         buffer = np.empty((ranges[-1][-1], spec.embed_dim), dtype="<f4")
         memory = buffer.data.cast("B")
@@ -165,7 +165,7 @@ def _read_rows(
             read_ranges(requests)
         finally:
             files.release(held)
-        embeddings[piece] = buffer[at]
+        embeddings[piece] = buffer[indices]
     return embeddings[inverse]
 
 

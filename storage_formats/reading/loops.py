@@ -88,7 +88,7 @@ def _line_copier(nontemporal: bool) -> Any:
             # loads and stores take twice as long.
             lines = [builder.load(source, align=1) for source in sources]
             for line, target in zip(lines, targets, strict=True):
-                stored = builder.store(line, target, 64 if nontemporal else 1)
+                stored = builder.store(line, target, align=64 if nontemporal else 1)
                 if nontemporal:
                     stored.set_metadata(
                         "nontemporal", builder.module.add_metadata([ir.IntType(32)(1)])

@@ -95,7 +95,7 @@ class ObjectReads:
                 if not len(part):
                     continue
                 missing = batch[part]
-                ranges, at = missing.ranges(
+                ranges, indices = missing.ranges(
                     size, gap=_GAP_BYTES // size, longest_bytes=_RUN_BYTES
                 )
                 buffer = self.buffers.borrow(ranges[-1][-1] * size)
@@ -109,9 +109,9 @@ class ObjectReads:
                     )
                     for shard, position, start, stop in ranges
                 ]
-                offsets = at * size
-                crews.append((Crew(self._read, requests), buffer, offsets, part))
-                crews[-1][0].start(min(_REQUESTS, len(requests)))
+                crew = Crew(self._read, requests)
+                crews.append((crew, buffer, indices * size, part))
+                crew.start(min(_REQUESTS, len(requests)))
             while crews:
                 finish()
         except BaseException:

@@ -148,19 +148,20 @@ def read_remote_range(url: str, size: int, offset: int, version: FileVersion) ->
                 return bytes(
                     bucket.read_range(key, offset, offset + size, etag=version.etag)
                 )
-        found, data = _web_range(url, offset, size)
+        current, data = _web_range(url, offset, size)
     except EOFError as error:
         # the file ends before the range
         raise ChangedFileError(url) from error
     # The servers behind one host name may send different ETags for the same version. So
     # a different ETag means another version only if the times differ or are missing.
-    is_same_time = None is not version.modified == found.modified
+    is_same_time = version.modified is not None and version.modified == current.modified
     is_other = (
-        None not in (found.etag, version.etag)
-        and found.etag != version.etag
+        None not in (current.etag, version.etag)
+        and current.etag != version.etag
         and not is_same_time
     )
-    if is_other or found.length not in (-1, version.length):
+    # -1 if the server does not tell the length
+    if is_other or current.length not in (-1, version.length):
         raise ChangedFileError(url)
     if len(data) != size:
         raise UnreachableError(f"the server sent {len(data)} of {size} bytes", url)
