@@ -35,8 +35,8 @@ from storage_formats.codecs.minifloat import (
 )
 
 NAN_SCALE = 0xFFFF
-"""Bits of the scale of a token that contains NaN or infinity. Both bytes equal the
-fill value.
+"""Bits of the bfloat16 scale of a token that contains NaN or infinity. Both bytes equal
+the fill value, so that a record of fill values decodes to NaN.
 """
 SECOND_LEVEL_SCALE = 2.0**-3
 """The constant factor of all scales of `nvfp4`."""

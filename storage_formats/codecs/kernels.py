@@ -333,6 +333,7 @@ def encode_e4m3_tokens(
             if scale == NAN_CODE:
                 for i in range(width):
                     records[codes_at + i] = NAN_CODE
+            # the second condition means that a value needs a subnormal code
             elif (
                 exponent >= EXTREME_EXPONENT
                 or np.int64(below_smallest) + 1 < np.int64(shift) + 0x80
@@ -836,6 +837,7 @@ def decode_e4m3(
                     begin = index * group
                     end = begin + group
                     if plain:
+                        # 2 ** 120 x scale, because `_e4m3` returns values x 2 ** -120
                         exponent = np.uint32(np.uint32(scale) + np.uint32(120))
                         factor = np.uint32(exponent << np.uint32(23)).view(np.float32)
                         # LLVM vectorises loops of constant length best
@@ -863,8 +865,9 @@ def _e2m1(magnitude: np.uint32, sign: np.uint32) -> Any:
     """Return the value of an E2M1 code from the bits 22 to 24 of `magnitude` and bit
     31 of `sign`.
     """
-    # Subnormal float32 numbers would be slow. With an exponent, 0 and 0.5 are 0.5 and
-    # 0.75 here, and the other magnitudes are right.
+    # Computing with subnormal float32 numbers would be slow, so a constant is added to
+    # the exponent. The magnitudes from 1 on are then right. 0 and 0.5 become 0.5 and
+    # 0.75, and 2 x - 1 restores them.
     bits = np.uint32(magnitude & np.uint32(0x01C00000))
     normal = np.uint32(bits + np.uint32(0x3F000000)).view(np.float32)
     subnormal = np.float32(normal + normal) - np.float32(1)
