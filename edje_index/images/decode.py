@@ -1,7 +1,7 @@
 """Decodes image files to upright 8-bit RGB images.
 
-The image is turned upright by its EXIF orientation. For an animation or a multi-page
-file, only the first frame is decoded.
+The EXIF orientation of a photo is applied, so that the image is upright. For an
+animation or a multi-page file, only the first frame is decoded.
 """
 
 from __future__ import annotations
@@ -58,17 +58,17 @@ REASONS = (
 """
 
 DEFAULT_MAX_PIXELS = 89_478_485
-"""Default limit on the pixels of an image: the number above which Pillow suspects a
-decompression bomb.
+"""Default limit on the number of pixels of an image. Above this number, Pillow warns
+that the file may be a decompression bomb.
 """
 
 MAX_ASPECT_RATIO = 256
-"""Largest ratio of the longer side to the shorter side, to bound the size of the
-resized image.
+"""Largest ratio of the longer side of an image to its shorter side. The limit bounds
+the size of an image whose shorter side is resized to that of the vision tower.
 """
 
 TRUNCATED = "truncated"
-"""The reason of a file that ends before its last pixel."""
+"""The reason (`ImageError.reason`) for a file that ends before its last pixel."""
 
 HEAD_BYTES = 32
 """Number of bytes from the start of a file that `image_format` needs."""
@@ -86,21 +86,25 @@ _FORMATS = (
     "JPEG2000",
     "QOI",
 )
-# Pillow recognises these formats by fewer bytes, with which texts begin, too.
+# Pillow recognises these formats by their first two bytes, with which a text file can
+# begin, too. These patterns compare more bytes.
 _LONGER_MAGIC = {
     "BMP": re.compile(rb"BM.{13}\0{3}", re.DOTALL),
     "PPM": re.compile(rb"P[1-6f]\s"),
 }
-# The Pillow plugin of JPEG XL is under the GPL, and decodes all pixels before it tells
-# how many they are.
+# (first bytes of the file, name in the error message) of formats that are recognised
+# but not decoded. JPEG XL is not decoded, because its Pillow plugin is under the GPL
+# and decodes all pixels before the number of pixels can be checked.
 _NOT_DECODED = (
     (b"\xff\x0a", "JPEG XL (convert the photos to PNG with djxl)"),
     (b"\x00\x00\x00\x0cJXL ", "JPEG XL (convert the photos to PNG with djxl)"),
     (b"\x1a\x45\xdf\xa3", "Matroska or WebM (a video needs a build with frames)"),
     (b"8BPS", "Photoshop (export the photos as JPEG or PNG)"),
 )
-# bytes; Pillow refuses images with more than 1 MiB of text or colour profile
+# Limit in bytes on the texts and the colour profile of a PNG. Pillow's own limit of
+# 1 MiB would refuse valid images.
 _MAX_PNG_TEXT = 1 << 26
+# EXIF orientation -> the operation that turns the image upright
 _TRANSPOSE = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -110,22 +114,28 @@ _TRANSPOSE = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-# Pattern in a decoder's message -> reason; anything else is "corrupt".
+# (pattern in the message of a decoder's exception, reason). If no pattern matches, the
+# reason is "corrupt".
 _REASONS_OF_MESSAGES = (
     ("decompression bomb", "too-many-pixels"),
     ("truncat|unexpected end|EOF", TRUNCATED),
     ("unknown pixel mode|unsupported", "unsupported-image"),
 )
-# Pillow 12 crashes when it passes on an image whose memory is not its own
+# `Image.fromarrow` makes an image in memory that belongs to Arrow. Pillow 12 crashes
+# when such an image is converted to an Arrow array again.
 _SHARES_MEMORY = int(PIL.__version__.partition(".")[0]) >= 13
+# the entry in `warnings.filters` that ignores the warnings of Pillow
 _WARNINGS = ("ignore", None, Warning, re.compile(r"PIL\."), 0)
 _this_thread = threading.local()
 
 _WITH_ALPHA = frozenset({"RGBA", "LA", "PA", "RGBa", "La"})
 _ToBytes = Callable[[NDArray[Any]], NDArray[np.uint8]]
-# 255 / span overflows float32 below it
+# Smallest divisor when samples are scaled to bytes: 255 divided by a much smaller
+# number would overflow float32.
 _SMALLEST_SPAN = 1e-30
+# number of pixels that are converted at once, to bound memory
 _BAND_PIXELS = 1 << 20
+# tags of a TIFF
 _TIFF_BITS = 258
 _TIFF_PHOTOMETRIC = 262
 _TIFF_SIGN = 339
@@ -139,6 +149,7 @@ class ImageError(Exception):
 
     Attributes:
         reason: one of `REASONS`.
+        detail: what is wrong with this input, for the user.
     """
 
     def __init__(self, reason: str, detail: str) -> None:
@@ -156,8 +167,8 @@ def content_hash(data: bytes) -> str:
 
 
 def image_format(head: bytes) -> str | None:
-    """Return Pillow's name of an image format; None if this package does not decode the
-    format.
+    """Return Pillow's name for the format of an image file, for example "JPEG"; None if
+    this package does not decode the format.
 
     Args:
         head: the first `HEAD_BYTES` bytes of the file.
@@ -205,9 +216,9 @@ def decode_rgb(data: bytes, max_pixels: int = DEFAULT_MAX_PIXELS) -> Image.Image
             _load(image)
             rgb = to_rgb(image)
         turn = None
-        # damaged metadata must not fail the image
+        # Damaged metadata must not fail the image.
         with contextlib.suppress(Exception):
-            # of EXIF or XMP
+            # `getexif` reads the orientation from EXIF, or else from XMP.
             turn = _TRANSPOSE.get(image.getexif().get(ExifTags.Base.Orientation, 1))
         return rgb if turn is None else rgb.transpose(turn)
     except (ImageError, MemoryError):
@@ -215,7 +226,7 @@ def decode_rgb(data: bytes, max_pixels: int = DEFAULT_MAX_PIXELS) -> Image.Image
     except TooExpensiveError as error:
         raise ImageError("too-expensive", str(error)) from error
     except Exception as error:
-        # decoders raise any exception on damaged input
+        # On damaged input, decoders raise exceptions of many types.
         message = f"{error}" or type(error).__name__
         matching = (
             reason
@@ -231,12 +242,14 @@ def _load(image: ImageFile.ImageFile) -> None:
     is_raw = tags.get(_TIFF_COMPRESSION) == 1 and tags.get(_TIFF_PLANES) == 2
     bits = tags.get(_TIFF_BITS, ())
     if is_raw and len(bits) > 1 and max(bits) > 8:
-        # Pillow would take each byte for a sample
+        # This uncompressed TIFF stores each channel as a plane of its own. Pillow would
+        # read each byte of a plane as a sample, although a sample has more bits.
         raise ImageError("unsupported-image", "TIFF: planes of more than 8 bits")
     try:
         image.load()
     except Exception as error:
-        # without memory, some decoders report a damaged file
+        # If there is too little memory, some decoders report a damaged file. The
+        # file may then be good, so MemoryError is raised instead.
         if can_allocate(BYTES_PER_PIXEL * image.width * image.height):
             raise
         detail = (
@@ -247,13 +260,15 @@ def _load(image: ImageFile.ImageFile) -> None:
 
 
 def _decode_jpeg(image: ImageFile.ImageFile, data: bytes) -> Image.Image | None:
-    """Decode an opened JPEG file without the interpreter lock, which Pillow holds, so
-    that the threads of a process decode at the same time. The pixels are those of
-    Pillow.
+    """Decode an opened JPEG file with simplejpeg. The pixels are the same as Pillow's.
+
+    Pillow holds the interpreter lock (GIL) while it decodes. simplejpeg releases the
+    lock, so that several threads of a process can decode at the same time.
 
     Returns:
-        The RGB image. None if Pillow must decode the file: another format, CMYK, any
-        damage (Pillow names it, or decodes a part), or a Pillow before 13.
+        The RGB image. None if Pillow must decode the file. This is so for all formats
+        but JPEG, for CMYK, and if the version of Pillow is below 13. It is also so for
+        a damaged file: Pillow names the damage, or decodes a part.
     """
     import pyarrow as pa
     import simplejpeg
@@ -262,7 +277,8 @@ def _decode_jpeg(image: ImageFile.ImageFile, data: bytes) -> Image.Image | None:
         return None
     if not _SHARES_MEMORY:
         return None
-    # Pillow's layout. The size in the header that libjpeg reads may be another one.
+    # Pillow keeps 4 bytes per pixel of an RGB image. In some files, libjpeg finds
+    # another image size than Pillow, so the shape is compared below.
     pixels = np.empty((image.height, image.width, 4), np.uint8)
     try:
         decoded = simplejpeg.decode_jpeg(data, "RGBX", strict=True, buffer=pixels)
@@ -280,6 +296,7 @@ def _format_to_decode(data: bytes) -> str:
     """
     if not data:
         raise ImageError("empty", "0 bytes")
+    # Pillow's warnings are ignored in the whole process, because
     # `warnings.catch_warnings` around each call would not be thread-safe.
     if not warnings.filters or warnings.filters[0] != _WARNINGS:
         warnings.filterwarnings("ignore", module=r"PIL\.")
@@ -306,7 +323,7 @@ def declared_pixels(data: bytes) -> int:
     try:
         image = _pillow_formats()[_format_to_decode(data)][0](CountedReads(data), "")
     except Exception:
-        # decoders raise any exception on damaged input
+        # On damaged input, decoders raise exceptions of many types.
         return 0
     return int(image.width * image.height)
 
@@ -314,15 +331,16 @@ def declared_pixels(data: bytes) -> int:
 def decode_partial(
     data: bytes, max_pixels: int = DEFAULT_MAX_PIXELS
 ) -> tuple[Image.Image, str | None]:
-    """Do the same as `decode_rgb`, but load a truncated file as far as it goes. The
-    missing pixels are grey or black.
+    """Decode an image file as `decode_rgb` does, but accept a truncated file, too. The
+    pixels that are missing in the file are grey or black.
 
     Returns:
-        The image, and a description of the truncation; None for a complete file.
+        (image, truncation). `truncation` describes where the file ends, and is None for
+        a complete file.
 
     Raises:
-        ImageError, MemoryError: as in `decode_rgb`. A file that ends before its first
-            pixel has the reason "truncated".
+        ImageError, MemoryError: as in `decode_rgb`. The reason is "truncated" only if
+            the file ends before its first pixel.
     """
     try:
         return decode_rgb(data, max_pixels), None
@@ -338,8 +356,8 @@ def decode_partial(
 
 
 def check_size(size: tuple[int, int], max_pixels: int) -> None:
-    """Raise ImageError if (width, height) is over the limit of pixels, or extremely
-    wide or high.
+    """Raise ImageError if an image of `size` (width, height) has more than `max_pixels`
+    pixels, or if the ratio of its sides is above `MAX_ASPECT_RATIO`.
     """
     width, height = size
     if width * height > max_pixels:
@@ -360,8 +378,8 @@ def to_rgb(image: Image.Image) -> Image.Image:
     - Transparent images are composited over white, as in the training data of the
       towers (img2dataset).
     - ICC profiles are ignored, as in open_clip.
-    - 16-bit samples are reduced to their high byte. `_from_32_bits` converts 32-bit
-      integers and floats.
+    - 16-bit samples are reduced to their high byte.
+    - 32-bit integers and floats are scaled to bytes. `_from_32_bits` has the rules.
     - CMYK values in a JPEG are inverted, because Adobe programs write them inverted.
     """
     if image.mode in ("I", "F") or image.mode.startswith("I;16"):
@@ -377,13 +395,15 @@ def to_rgb(image: Image.Image) -> Image.Image:
             top += len(band)
         return grey.convert("RGB")
     tags: Any = getattr(image, "tag_v2", {})
-    # Pillow keeps signed samples of 8 bits in unsigned numbers
+    # Pillow reads signed 8-bit samples (TIFF sample format 2) as unsigned bytes.
+    # `value ^ 128` moves their range from -128..127 to 0..255.
     if image.mode == "L" and 2 in tags.get(_TIFF_SIGN, ()):
         image = image.point([value ^ 128 for value in range(256)])
     if image.mode not in _WITH_ALPHA and "transparency" not in image.info:
         return image if image.mode == "RGB" else image.convert("RGB")
     key = image.info.get("transparency")
-    # 16-bit colour, decoded to its high bytes
+    # The transparent colour of a 16-bit PNG has 16-bit values, while Pillow has reduced
+    # the pixels to their high bytes. The colour must be reduced, too.
     if isinstance(key, tuple) and max(key) > 255:
         image.info["transparency"] = tuple(value >> 8 for value in key)
     # Pillow can convert premultiplied grey (La) to LA, but not to RGBA
@@ -391,7 +411,8 @@ def to_rgb(image: Image.Image) -> Image.Image:
         image = image.convert("LA")
     if image.mode != "RGBA":
         image = image.convert("RGBA")
-    # opaque; of the screenshots of Windows, the bytes of all pixels are 0
+    # The (minimum, maximum) of the alpha channel of an opaque image. In a BMP, an alpha
+    # channel of zeros also means opaque: Windows writes its screenshots in this way.
     opaque = [(255, 255)] + [(0, 0)] * (image.format == "BMP")
     if image.getchannel("A").getextrema() in opaque:
         return image.convert("RGB")
@@ -401,9 +422,9 @@ def to_rgb(image: Image.Image) -> Image.Image:
 
 
 def _bands(image: Image.Image) -> Iterator[NDArray[Any]]:
-    """Yield bands of rows of a grey image, each as samples [h, w]."""
+    """Yield the samples of a grey image in bands of rows, each [rows, width]."""
     tags: Any = getattr(image, "tag_v2", {})
-    # Pillow keeps unsigned samples of 32 bits in signed numbers
+    # Pillow reads unsigned 32-bit samples (TIFF sample format 1) as signed integers.
     is_unsigned = tags.get(_TIFF_BITS) == (32,) and 1 in tags.get(_TIFF_SIGN, (1,))
     rows = max(1, _BAND_PIXELS // image.width)
     for top in range(0, image.height, rows):
@@ -414,9 +435,12 @@ def _bands(image: Image.Image) -> Iterator[NDArray[Any]]:
 
 
 def _from_16_bits(image: Image.Image) -> _ToBytes:
-    """Return a function that converts samples of 9 to 16 bits to their 8 high bits."""
+    """Return a function that converts samples of 9 to 16 bits to their 8 high bits.
+    Transparent pixels become white.
+    """
     tags: Any = getattr(image, "tag_v2", {})
     bits = max(tags.get(_TIFF_BITS, (16,)))
+    # In such a TIFF, 0 is white and the largest value is black.
     white_is_zero = tags.get(_TIFF_PHOTOMETRIC) == 0
 
     def to_bytes(band: NDArray[Any]) -> NDArray[np.uint8]:
@@ -434,10 +458,11 @@ def _from_16_bits(image: Image.Image) -> _ToBytes:
 def _from_32_bits(image: Image.Image) -> _ToBytes:
     """Return a function that converts the 32-bit samples of `image` to bytes."""
     # Integers between 0 and 65535 are 16-bit samples, because Pillow opens 16-bit PGM
-    # files in this mode. In a TIFF, they are 8-bit samples if all of them fit in a
-    # byte. Floats between 0 and 1 are fractions of white. All other values are scaled
-    # linearly: the minimum, or 0 if the minimum is above 0, becomes black, the maximum
-    # white.
+    # files in this mode. In other formats than PGM, they are 8-bit samples if none of
+    # them is above 255.
+    # Floats between 0 and 1 are fractions of white.
+    # All other values are scaled linearly: the maximum becomes white, and the minimum
+    # becomes black. If the minimum is above 0, the value 0 becomes black instead.
     low = high = 0.0
     for band in _bands(image):
         finite = band[np.isfinite(band)]
@@ -462,8 +487,8 @@ def _from_32_bits(image: Image.Image) -> _ToBytes:
 
 @contextlib.contextmanager
 def loading_truncated() -> Iterator[None]:
-    """Context manager in which Pillow loads truncated files in this thread. Other
-    threads are not affected.
+    """Make Pillow load truncated files inside the `with` block. The setting applies to
+    the current thread only.
     """
     setting: Any = ImageFile.LOAD_TRUNCATED_IMAGES
     if not isinstance(setting, _PerThread):
@@ -477,11 +502,11 @@ def loading_truncated() -> Iterator[None]:
 
 
 class _PerThread:
-    """A value for Pillow's global setting LOAD_TRUNCATED_IMAGES. It is true in threads
-    inside `loading_truncated`.
+    """A value for Pillow's global setting LOAD_TRUNCATED_IMAGES, whose truth value
+    depends on the thread.
 
-    In all other threads, its truth value is `otherwise`, the earlier value of the
-    setting.
+    The value is true in a thread that is inside `loading_truncated`. In all other
+    threads, its truth value is `otherwise`, the value of the setting before.
     """
 
     def __init__(self, otherwise: bool) -> None:
@@ -493,21 +518,22 @@ class _PerThread:
 
 @functools.cache
 def _pillow_formats() -> dict[str, Any]:
-    """Set up Pillow once per process. Return (function that opens a file, test of
-    its first bytes) by format name.
+    """Set up Pillow once per process. Return a dictionary from the name of a format to
+    (function that opens a file, function that tests its first bytes).
     """
     Image.init()
-    # An installation without the plugin reads all other formats. Its wheels hold
-    # decoders only, under the LGPL; those of pillow-heif also hold an encoder under
+    # pi-heif, the plugin for HEIC, is optional. Without it, all other formats are read.
+    # pi-heif is used, and not pillow-heif, because its wheels contain only decoders,
+    # which are under the LGPL. The wheels of pillow-heif also contain an encoder under
     # the GPL.
     with contextlib.suppress(ImportError):
         import pi_heif
 
-        # Reading the depth images of a damaged file has crashed the process.
+        # In a damaged file, reading the depth images can crash the process.
         pi_heif.register_heif_opener(
             thumbnails=False, depth_images=False, aux_images=False, decode_threads=1
         )
-    # otherwise its errors go to stderr
+    # At the default level, Pillow would write errors to stderr.
     logging.getLogger("PIL").setLevel(logging.CRITICAL)
     PngImagePlugin.MAX_TEXT_CHUNK = PngImagePlugin.MAX_TEXT_MEMORY = _MAX_PNG_TEXT
     return {name: Image.OPEN[name] for name in _FORMATS if name in Image.OPEN}

@@ -1,8 +1,9 @@
 """Resizes and crops a decoded image for the vision tower, bit for bit as open_clip does
 with Pillow 13.
 
-The pixels stay bytes. `edje_index.indexing.image_encoder` normalises a whole batch
-where the model is: bytes are a quarter of the numbers to keep and to copy.
+The resulting pixels are bytes, because bytes take a quarter of the memory and of the
+copying of float32. `edje_index.indexing.image_encoder` normalises a whole batch on the
+device of the model.
 """
 
 from __future__ import annotations
@@ -25,18 +26,21 @@ class Preprocessor:
 
     Attributes:
         shape: (3, height, width) of a result.
-        scale: what `normalize` needs, float32 [3, 3, 1, 1]: the largest byte, and the
-            mean and the standard deviation of each channel.
+        scale: the second argument of `normalize`, float32 [3, 3, 1, 1]. The first axis
+            has the largest byte value (255), the mean and the standard deviation. The
+            second axis has the three channels.
     """
 
     def __init__(self, config: ClipConfig) -> None:
-        # without the steps that `scale` replaces
+        # The last two steps, conversion to floats and normalisation, are left out,
+        # because `normalize` does them.
         self._geometry = eval_transform(config).transforms[:-2]
         settings = preprocess_settings(config)
         self.scale = torch.tensor([(255.0,) * 3, settings.mean, settings.std])[
             ..., None, None
         ]
         side = settings.size
+        # (width, height), while `settings` has one side of a square or (height, width)
         self._size = (side, side) if isinstance(side, int) else (side[1], side[0])
         self._resampling = Image.Resampling.BICUBIC
         if settings.interpolation == "bilinear":
@@ -64,10 +68,12 @@ class Preprocessor:
         return Image.fromarray(self.pixels(image)[:, :, :3].copy())
 
     def pixels(self, image: Image.Image) -> NDArray[np.uint8]:
-        """Return the bytes of the result of `resize`, [height, width, 4]. The last byte
-        of a pixel has no meaning. The next call in this thread may write over them.
+        """Return the pixels that `resize` returns as an array [height, width, 4]. The
+        last byte of a pixel has no meaning. The next call in this thread may overwrite
+        the array.
         """
-        # loads Numba, which a search for a caption does not need
+        # Imported here, because the module loads Numba, which a search for a caption
+        # does not need.
         from edje_index.images.resize import resize
 
         width, height = self._size
@@ -76,7 +82,8 @@ class Preprocessor:
             return resize(image, self._size, box, self._resampling)
         longer = int(width * max(image.size) / min(image.size))
         if self._mode == "shortest" and width == height:
-            # as torchvision: the shorter side becomes `width`
+            # As in torchvision, the shorter side becomes `width`, and the crop is a
+            # square in the centre.
             size = (width, longer) if image.width < image.height else (longer, width)
             left = round((size[0] - width) / 2)
             top = round((size[1] - width) / 2)
@@ -87,7 +94,7 @@ class Preprocessor:
             for step in self._geometry:
                 resized = step(resized)
         except ValueError as error:
-            # a side would have no pixels
+            # A side of the resized image would have no pixels.
             raise ImageError(
                 "extreme-aspect-ratio",
                 f"{image.width} x {image.height} pixels cannot be resized: {error}",
@@ -96,10 +103,14 @@ class Preprocessor:
 
 
 def normalize(pixels: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Return the numbers that open_clip passes to the vision tower, float32 [..., 3,
-    height, width], for results of a `Preprocessor` with `scale` on the same device.
+    """Return the input of the vision tower, float32 [..., 3, height, width], with the
+    same numbers as in open_clip.
+
+    Args:
+        pixels: results of a `Preprocessor`, uint8 [..., 3, height, width].
+        scale: `Preprocessor.scale`, on the device of `pixels`.
     """
-    # The divisors are tensors: by a Python number, torch multiplies on a GPU, which
-    # rounds differently.
+    # The divisors are tensors. To divide by a Python number, torch multiplies by its
+    # reciprocal on a GPU, which rounds differently.
     largest, mean, deviation = scale
     return pixels.float().div_(largest).sub_(mean).div_(deviation)
