@@ -1,8 +1,8 @@
 """Decodes frames of video clips to upright 8-bit RGB images.
 
-The caller gives the number of frames. The clip is divided into this number of equal
-parts, and the middle frame of each part is decoded with PyAV. The wheels of PyAV
-contain FFmpeg, so no library of the operating system affects the result.
+The caller gives the number of frames. The clip is divided into this number of parts of
+equal duration, and the middle frame of each part is decoded with PyAV. The wheels of
+PyAV contain FFmpeg, so no library of the operating system affects the result.
 """
 
 from __future__ import annotations
@@ -29,36 +29,38 @@ if TYPE_CHECKING:
     from av.video.stream import VideoStream
 
 MAX_FRAME_PIXELS = 8192 * 4608
-"""Largest number of pixels of a frame, enough for 8K. A decoder keeps up to 17
-frames in memory.
+"""Largest number of pixels of a frame, which allows 8K video. The limit bounds memory,
+because a decoder keeps up to 17 frames in memory.
 """
 
 MAX_CLIP_FRAMES = 1_000_000
 """Largest number of frames of a clip: nine hours at 30 frames per second."""
 
 MAX_CLIP_PIXELS = 1 << 33
-"""Largest number of pixels to decode for a clip. A frame depends on all frames
-since the last key frame.
+"""Largest total number of pixels of the frames that are decoded for a clip. To decode
+one frame, all frames since the last key frame before it must be decoded, too.
 """
 
 MAX_KEY_FRAME_PIXELS = 1 << 28
-"""Largest number of pixels to decode for a key frame. A decoder can return some
-frames before the key frame.
+"""Largest total number of pixels of the frames that are decoded for one key frame. The
+limit allows several frames, because a decoder can return some before the key frame.
 """
 
 BYTES_PER_PIXEL = 110
 """Bytes of memory per pixel of a frame that are enough to decode any clip."""
 
 CODECS = frozenset({"av1", "ffv1", "h264", "hevc", "mjpeg", "mpeg4", "vp8", "vp9"})
-"""Names of the video codecs that are decoded. FFmpeg has hundreds of decoders that
-few people test.
+"""Names of the video codecs that are decoded. Other codecs are rejected, because FFmpeg
+has hundreds of decoders that few people test.
 """
 
-# FFmpeg's names of demuxers
+# FFmpeg's names of demuxers, by which it opens a file
 _MOV = "mov"
 _MATROSKA = "matroska"
 _AVI = "avi"
+# names of the first box of a QuickTime file that does not begin with `ftyp`
 _QUICKTIME_BOXES = (b"moov", b"mdat", b"wide", b"free", b"skip", b"pnot")
+# brands of the ISO media files that contain images, and no clips
 _STILL_BRANDS = (
     b"avif",
     b"avis",
@@ -72,11 +74,13 @@ _STILL_BRANDS = (
     b"msf1",
     b"mif2",
 )
-# FFmpeg's names of decoders of these codecs
+# FFmpeg's names of the decoders of `CODECS`
 _DECODERS = (*sorted(CODECS), "libdav1d", "libvpx", "libvpx-vp9")
-# decoders round the sides of frames up before they check them
+# This number is added to the limit that FFmpeg checks, because decoders round the sides
+# of a frame up before they check the limit.
 _PADDING_PIXELS = 1 << 20
-# by the signs of the display matrix of ISO/IEC 14496-12
+# Signs of the elements a, b, c and d of the display matrix (ISO/IEC 14496-12) -> the
+# operation that turns a frame upright
 _TURNS = {
     (-1, 0, 0, 1): Image.Transpose.FLIP_LEFT_RIGHT,
     (-1, 0, 0, -1): Image.Transpose.ROTATE_180,
@@ -108,15 +112,13 @@ def clip_format(head: bytes) -> str | None:
 
 
 def is_clip(data: bytes) -> bool:
-    """Return True if the first bytes of the file are those of a supported video
-    container.
-    """
+    """Return True if the file begins like a supported video container."""
     return clip_format(data[:12]) is not None
 
 
 def key_frame(data: bytes) -> Image.Image:
-    """Return the last key frame in the first half of a clip, as an upright RGB
-    image. Few frames are decoded for it.
+    """Return the last key frame in the first half of a clip, as an upright RGB image.
+    Without such a key frame, return the first frame. Only a few frames are decoded.
     """
     (image,) = decode_frames(data, None, DEFAULT_MAX_PIXELS)
     return image
@@ -147,8 +149,8 @@ def decode_frames(
             f"the first bytes, {data[:12]!r}, match no video format",
         )
     max_pixels = min(max_pixels, MAX_FRAME_PIXELS)
-    # The probe of `open` decodes frames too, with these options. One thread per clip:
-    # clips are decoded in parallel.
+    # `av.open` decodes some frames to probe the file, and gets these options for it.
+    # One thread per clip is enough, because several clips are decoded in parallel.
     codec_options = {
         "threads": "1",
         "max_pixels": str(max_pixels + _PADDING_PIXELS),
@@ -188,7 +190,7 @@ def decode_frames(
             context.options = codec_options
             limit = MAX_KEY_FRAME_PIXELS if count is None else MAX_CLIP_PIXELS
             for frame in _choose(container, stream, count, limit):
-                # a stream can change its size
+                # The size of the frames can change within a stream.
                 check_size((frame.width, frame.height), max_pixels)
                 image = Image.fromarray(frame.to_ndarray(format="rgb24", threads=1))
                 turn = _turn(frame)
@@ -198,23 +200,25 @@ def decode_frames(
     except TooExpensiveError as error:
         raise ImageError("too-expensive", str(error)) from error
     except Exception as error:
-        # PyAV raises many kinds of exceptions on damaged input
+        # On damaged input, PyAV raises exceptions of many types.
         raise ImageError("corrupt", f"{name}: {error}") from error
 
 
 def _choose(
     container: InputContainer, stream: VideoStream, count: int | None, max_pixels: int
 ) -> Iterator[VideoFrame]:
-    """Yield the middle frames of `count` equal parts. If `count` is None, yield the
-    last key frame before them.
+    """Yield the middle frame of each of `count` parts of equal duration. If `count` is
+    None, yield only the frame that `key_frame` returns.
 
-    Frames are skipped by seeking to key frames. All times are in units of the stream.
+    Frames that are not needed are skipped by a seek to a later key frame. `max_pixels`
+    limits the total number of decoded pixels. All times are in the time base of the
+    stream.
     """
-    # times of all frames
+    # the presentation times of all frames
     shown: list[int] = []
-    # by the time of a key frame: the time to pass to a seek of PyAV
+    # presentation time of a key frame -> the time with which PyAV seeks to the frame
     seek_to: dict[int, int] = {}
-    # the packets have the times; no frame is decoded
+    # The packets of the stream contain the times, so that no frame is decoded here.
     for number, packet in enumerate(container.demux(stream)):
         if number > MAX_CLIP_FRAMES:
             raise TooExpensiveError(f"the clip has more than {MAX_CLIP_FRAMES} frames")
@@ -228,7 +232,9 @@ def _choose(
         raise ImageError("corrupt", "the video stream has no frames")
     shown.sort()
     keys = sorted(seek_to)
-    # The last frame is shown as long as the others are on average.
+    # The last of n frames is taken to last as long as the mean of the others. So the
+    # duration of the clip is length * n / (n - 1). The middle of part p is at the share
+    # (2 * p + 1) / (2 * parts) of the duration.
     first = shown[0]
     length = shown[-1] - shown[0]
     parts = count or 1
@@ -242,18 +248,19 @@ def _choose(
     pixels_left = max_pixels
 
     def key_before(time: int) -> int:
-        """Return the index in `keys` of the last key frame that is not after
-        `time`; -1 if there is none.
+        """Return the index in `keys` of the last key frame at or before `time`; -1 if
+        there is none.
         """
         return bisect.bisect_right(keys, time) - 1
 
     def decode_from(time: int) -> Iterator[VideoFrame]:
-        """Decode the frames that have a time, from the last key frame that is not
-        after `time`.
+        """Decode frames from the last key frame at or before `time` on. Frames without
+        a time are left out.
         """
         nonlocal pixels_left
         key = key_before(time)
-        # a clip need not begin with a key frame
+        # A clip may begin with other frames than a key frame. For a time in such a
+        # beginning, decoding starts with the first key frame.
         start = seek_to[keys[key]] if key >= 0 else min(keys, default=first)
         container.seek(start, stream=stream, backward=True)
         for frame in container.decode(stream):
@@ -269,6 +276,7 @@ def _choose(
     current = next(frames, None)
     following = next(frames, None)
     for time in times:
+        # A seek saves work only if there is a key frame between `following` and `time`.
         if following is not None and key_before(time) > key_before(_time_of(following)):
             frames = decode_from(time)
             current = following
@@ -282,7 +290,7 @@ def _choose(
 
 
 def _turn(frame: VideoFrame) -> Image.Transpose | None:
-    """Return what makes a frame upright."""
+    """Return the operation that turns a frame upright; None if none is needed."""
     matrix: Any = frame.side_data.get("DISPLAYMATRIX")
     if matrix is None:
         return None

@@ -1,9 +1,10 @@
 """Limits on the cost of decoding. Without them, a small file could take gigabytes, or
 keep a decoder busy for minutes.
 
-Pillow and PyAV check most sizes themselves. Each limit here stands for a crafted file
-that takes more than 5 seconds or 1 GB without it. The limits count scans, reads and
-pixels, not seconds, so a file fails on every machine or on none.
+Pillow and PyAV check most sizes themselves. For each limit in this module, there is a
+crafted file whose decoding would otherwise take more than 5 seconds or 1 GB. The limits
+count scans, reads and pixels, not seconds, so that a file fails on every machine or on
+none.
 """
 
 from __future__ import annotations
@@ -21,18 +22,19 @@ if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
 MAX_SCANS = 100
-"""Largest number of scans of a JPEG. Encoders write 1 to 18; libtiff has the same
+"""Largest number of scans of a JPEG. Encoders write 1 to 18 scans. libtiff has the same
 limit for the JPEGs inside a TIFF.
 """
 
 MAX_FULL_SCANS = 20
-"""Largest number of scans of a JPEG of the largest allowed size. Each scan visits every
-pixel, so a smaller JPEG may have more scans.
+"""Largest number of scans of a JPEG that has the largest allowed number of pixels. A
+smaller JPEG may have more scans, because the time of a scan is proportional to the
+number of pixels.
 """
 
 MAX_READS = 2_500_000
-"""Largest number of reads by a decoder. Pillow reads headers, and whole images of a
-few formats, in small steps.
+"""Largest number of times that a decoder may read from a file. Pillow reads headers in
+small steps, and a few formats completely in this way.
 """
 
 MAX_PYTHON_PIXELS = 1 << 21
@@ -42,37 +44,44 @@ PPM and others). Decoding takes about a microsecond per pixel.
 
 BYTES_PER_PIXEL = 12
 """Bytes of memory per pixel that are enough to decode an image. A progressive CMYK
-JPEG takes 8 for coefficients.
+JPEG takes 8 of them for its coefficients.
 """
 
-# Pillow decodes every WebP as an animation: two canvases, two copies, and the file
+# Bytes of memory per pixel to decode a WebP. Pillow decodes every WebP as an animation,
+# for which it needs two canvases, two copies of the pixels, and the file.
 _WEBP_BYTES_PER_PIXEL = 17
 
 MAX_SAMPLES = 10_000_000
-"""Largest number of samples (frames and packets) of all streams of an MP4: days of
-video, or 60 hours of AAC.
+"""Largest number of samples (video frames and audio packets) in all streams of an MP4
+together. Days of video or 60 hours of AAC audio have fewer samples.
 """
 
 MAX_STREAMS = 64
 """Largest number of streams of a video."""
 
-# of a plain-text PPM; Pillow copies a megabyte for each
+# Largest number of comments in a plain-text PPM. Pillow copies a megabyte for each
+# comment.
 _MAX_COMMENTS = 1000
-# of a JPEG
+# largest number of segments in a JPEG
 _MAX_SEGMENTS = 100_000
-# the markers of segments: TEM and RST0 to RST7 have no length
+# Markers that begin a segment of a JPEG. The length of the segment follows. The markers
+# TEM and RST0 to RST7 are left out, because no length follows them.
 _MARKER = re.compile(rb"\xff[^\x00\x01\xd0-\xd7\xff]")
 _START_OF_IMAGE = 0xD8
 _END_OF_IMAGE = 0xD9
 _START_OF_SCAN = 0xDA
+# TIFF tags with the width and the height of a tile
 _TIFF_TILE_SIZE = (322, 323)
+# largest number of boxes in an ISO media file
 _MAX_BOXES = 1_000_000
-# the old audio codecs of QuickTime pack up to 6 samples into a byte
+# Largest number of samples that a chunk may declare, per byte of the file. The old
+# audio codecs of QuickTime pack up to 6 samples into a byte.
 _MAX_SAMPLES_PER_BYTE = 8
-# FFmpeg reads these tables at any depth, of any version. So they are found by their
-# names, wherever they are except in texts.
+# Names of the tables for which FFmpeg allocates memory. FFmpeg reads a table of any
+# version, in boxes nested to any depth. The tables are therefore searched by name in
+# all parts of the file but samples and texts.
 _TABLE = re.compile(rb"stsz|stz2|stsc|trun|cmov.{4}dcomzlib", re.DOTALL)
-# on the way to the texts, in which FFmpeg reads no boxes
+# Boxes in which the boxes `_TEXTS` can be. FFmpeg reads no boxes inside texts.
 _CONTAINERS = (b"moov", b"udta", b"ilst")
 _TEXTS = (b"\xa9", b"desc", b"ldes", b"uuid")
 
@@ -84,8 +93,8 @@ class TooExpensiveError(Exception):
 
 
 class CountedReads(io.BytesIO):
-    """A file in memory whose method `read` raises TooExpensiveError after
-    `MAX_READS` calls.
+    """A file in memory. After `MAX_READS` calls, its method `read` raises
+    TooExpensiveError.
     """
 
     def __init__(self, data: ReadableBuffer) -> None:
@@ -111,8 +120,12 @@ def can_allocate(size: int) -> bool:
 def check_cost(image: Any, data: bytes, max_pixels: int) -> None:
     """Check the cost of decoding an opened image whose pixels are not decoded yet.
 
-    The largest number of pixels of an image, `max_pixels`, determines the limits on
-    JPEG scans and on WebP.
+    Args:
+        image: an image that Pillow has opened.
+        data: content of the image file.
+        max_pixels: largest allowed number of pixels of an image. The limits on the
+            scans of a JPEG, the pixels of a WebP and the tiles of a TIFF follow from
+            this number.
 
     Raises:
         TooExpensiveError: decoding the image would take too long or too much memory.
@@ -133,14 +146,14 @@ def check_cost(image: Any, data: bytes, max_pixels: int) -> None:
             f"the WebP has {pixels} pixels, more than the limit of {limit} for this"
             " format"
         )
-    # Pillow decodes whole tiles, and a tile may be larger than the image
+    # Pillow decodes whole tiles, and a tile may be larger than the image.
     if image.format == "TIFF":
         width, height = (image.tag_v2.get(tag, 1) for tag in _TIFF_TILE_SIZE)
         if width * height > max_pixels:
             raise TooExpensiveError(
                 f"tile size {width} x {height} is over the limit of {max_pixels} pixels"
             )
-    # `Image.DECODERS` lists the decoders that are written in Python
+    # `Image.DECODERS` lists the decoders that are written in Python.
     if any(tile[0] in Image.DECODERS for tile in image.tile):
         if pixels > MAX_PYTHON_PIXELS:
             raise TooExpensiveError(
@@ -154,8 +167,8 @@ def check_cost(image: Any, data: bytes, max_pixels: int) -> None:
 
 
 def _scan_offsets(jpeg: bytes) -> Iterator[int]:
-    """Yield the offset of each scan header of a JPEG. Scans of embedded thumbnails
-    are skipped.
+    """Yield the offset of each scan header of a JPEG. Embedded thumbnails are not
+    searched.
     """
     offset = 2
     for _ in range(_MAX_SEGMENTS):
@@ -174,8 +187,8 @@ def _scan_offsets(jpeg: bytes) -> Iterator[int]:
 
 
 def check_samples(data: bytes) -> None:
-    """Check the numbers of samples that an ISO media file declares. FFmpeg allocates
-    memory for each sample.
+    """Check how many samples an ISO media file declares. FFmpeg allocates memory for
+    each declared sample.
 
     Raises:
         TooExpensiveError: the file declares too many samples.
@@ -186,6 +199,7 @@ def check_samples(data: bytes) -> None:
     ):
         kind = table[0][:4]
         at = table.end()
+        # The first two numbers of the table. Its version and flags are before them.
         first, second = (
             int.from_bytes(data[at + skip : at + skip + 4], "big") for skip in (4, 8)
         )
@@ -193,7 +207,8 @@ def check_samples(data: bytes) -> None:
             raise TooExpensiveError(
                 "the index of the video is compressed, so its size is unknown"
             )
-        # the number of samples in each chunk is the second of three numbers
+        # `first` entries of three numbers. The second of the three is the number of
+        # samples in each chunk.
         if kind == b"stsc":
             chunk_tables += 1
             entries = max(0, min(first, (len(data) - at - 8) // 12))
@@ -211,7 +226,8 @@ def check_samples(data: bytes) -> None:
                     f"the video declares {first} groups of chunks of {most} samples"
                 )
         elif kind == b"stsz" and first:
-            # all samples have the same size, often in uncompressed audio
+            # All samples have the size `first`, which is usual in uncompressed audio.
+            # Their number may be large, so their bytes are counted instead.
             sample_bytes += first * second
         else:
             samples += first if kind == b"trun" else second
@@ -228,11 +244,11 @@ def check_samples(data: bytes) -> None:
 
 
 def _index_boxes(data: bytes) -> Iterator[tuple[int, int]]:
-    """Yield (start, end) of the parts of an ISO media file that do not hold samples
-    or texts.
+    """Yield (start, end) of the parts of an ISO media file that contain neither samples
+    nor texts.
     """
     pending = [(0, len(data))]
-    # ISO/IEC 14496-12, 4.2
+    # ISO/IEC 14496-12, section 4.2, defines the header of a box.
     for _ in range(_MAX_BOXES):
         if not pending:
             return
@@ -244,14 +260,15 @@ def _index_boxes(data: bytes) -> Iterator[tuple[int, int]]:
             size = int.from_bytes(data[inner : inner + 8], "big")
             inner += 8
         is_text = 8 <= size <= end - offset and kind.startswith(_TEXTS)
-        # 0: the last box, up to the end of the file; other sizes: FFmpeg may read the
-        # bytes as boxes
+        # Size 0 means that the box extends to the end of the file. Other sizes below 8
+        # are invalid, but FFmpeg may read the following bytes as boxes. The box is
+        # taken as long as possible in either case.
         if size < 8:
             size = end - offset
         following = min(offset + size, end)
         if following < end:
             pending.append((following, end))
-        # after the version
+        # The boxes inside this `meta` begin after 4 bytes with its version and flags.
         if kind == b"meta" and data[inner + 8 : inner + 12] == b"hdlr":
             pending.append((inner + 4, following))
         elif kind in _CONTAINERS:

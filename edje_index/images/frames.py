@@ -1,5 +1,5 @@
-"""Decodes an input to frames: an image to one frame, a clip to the number of frames in
-the settings.
+"""Decodes an input to frames. The settings give the number of frames of a clip. The one
+frame of an image is repeated to the same number.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from edje_index.images.transient import retry
 
 FAIL = "fail"
 LOAD = "load"
-"""What to do with a truncated image: report it as failed, or load the readable part."""
+"""Values of `DecodeSettings.truncated`. A truncated image is reported as failed, or its
+readable part is loaded.
+"""
 
 Pixels = TypeVar("Pixels")
 
@@ -31,9 +33,9 @@ class DecodeSettings:
             "too-many-pixels".
         truncated: what to do with a truncated image. `FAIL`: the image fails. `LOAD`:
             the readable part is loaded.
-        frames: number of frames per input, to decode images and clips. The frame of an
-            image is repeated. None decodes only images, to one frame each, and rejects
-            clips.
+        frames: number of frames per input. With a number, images and clips are decoded,
+            and the only frame of an image is repeated. With None, images are decoded to
+            one frame, and clips are rejected.
     """
 
     max_pixels: int = DEFAULT_MAX_PIXELS
@@ -41,8 +43,8 @@ class DecodeSettings:
     frames: int | None = None
 
     def inputs_per_batch(self, batch_size: int) -> int:
-        """Return the inputs per forward pass of `batch_size` frames. A longer input
-        gets a pass of its own.
+        """Return the number of inputs in a forward pass of `batch_size` frames. The
+        number is 1 if an input has more frames than `batch_size`.
         """
         return max(1, batch_size // (self.frames or 1))
 
@@ -56,9 +58,9 @@ def decode_input(
     alike.
 
     Returns:
-        The size (width, height) of the upright image, or of the first frame of a clip;
-        the converted frames; and a description of what is missing in a truncated image,
-        otherwise None.
+        (size, frames, truncation). `size` is the (width, height) of the upright image,
+        or of the first frame of a clip. `frames` has the converted frames. `truncation`
+        describes where a truncated image ends, and is None for all other inputs.
 
     Raises:
         ImageError: the input cannot be decoded or converted.

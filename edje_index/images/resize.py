@@ -1,9 +1,10 @@
 """Resizes and crops RGB images with the arithmetic of Pillow 13: the same bytes as its
 bicubic and bilinear filters, in a third to a fifth of the time.
 
-Pillow resizes one axis after the other, and rounds to bytes in between. A value is a
-sum of products in int32, with weights in units of 2**-22. The compiled code computes
-this sum for many pixels at once, and only for the pixels inside the crop.
+Pillow resizes one axis after the other, and rounds to bytes in between. Each resized
+value is a sum of source values times weights, computed in int32. The weights are
+integers in units of 2**-22. The compiled code computes this sum for many pixels at
+once, and only for the pixels inside the crop.
 
 All kernels and their helpers are in this module, because Numba's cache detects changes
 only in the file of the kernel. Indices are unsigned, so that LLVM can vectorise the
@@ -37,32 +38,34 @@ Index: TypeAlias = np.uint64
 Taps: TypeAlias = tuple[NDArray[np.uint64], I32]
 
 SUPPORT = {Image.Resampling.BILINEAR: 1.0, Image.Resampling.BICUBIC: 2.0}
-"""By filter: the distance in pixels at which its weights end."""
+"""Filter -> its radius: the weights of pixels further away than this are 0."""
 
 _ZERO = np.uint64(0)
 _ONE = np.uint64(1)
 _TWO = np.uint64(2)
 _THREE = np.uint64(3)
 _FOUR = np.uint64(4)
-# images in memory have 4 bytes per pixel: red, green, blue and an unused byte
+# bytes per pixel of an image in memory: red, green, blue and an unused byte
 _PIXEL = _FOUR
+# The weights are in units of 2**-22, and `_HALF` is 0.5 in this unit.
 _WEIGHT_BITS = np.int32(22)
 _HALF = np.int32(1 << 21)
 _BLACK = np.int32(0)
 _WHITE = np.int32(255)
-# The horizontal pass handles this number of rows at once. Each byte of a pixel has a
-# SIMD lane.
+# The horizontal pass resizes `_ROWS` rows at once. The `_LANES` bytes that these rows
+# have in one column get the same weights, so that SIMD instructions can sum them.
 _ROWS = np.uint64(16)
 _LANES = _ROWS * _PIXEL
-# at most 4 MB, which stays in the processor's cache
+# Number of pixels in a band. A band takes at most 4 MB, which fit into the processor's
+# cache.
 _BAND_PIXELS = 1 << 20
-# bytes
+# Larger arrays, in bytes, are not kept for the next image.
 _MAX_KEPT = 1 << 24
 
 
 class _Scratch(threading.local):
-    """Memory that a thread uses for one image after another. New memory costs page
-    faults, which are slow on some virtual machines.
+    """Memory that a thread reuses for all its images. New memory for each image would
+    cost page faults, which are slow on some virtual machines.
     """
 
     def __init__(self) -> None:
@@ -88,24 +91,27 @@ def resize(
     box: tuple[int, int, int, int],
     resampling: Image.Resampling,
 ) -> U8:
-    """Do the same as ``image.resize(size, resampling).crop(box)`` in Pillow 13.
-    Thread-safe.
+    """Resize and crop an image. The result is the same as that of
+    ``image.resize(size, resampling).crop(box)`` in Pillow 13. Thread-safe.
 
     Args:
         image: an RGB image.
-        box: (left, top, right, bottom), inside `size`.
+        size: (width, height) of the resized image before the crop.
+        box: (left, top, right, bottom) of the crop, inside `size`.
         resampling: a key of `SUPPORT`.
 
     Returns:
         The pixels [rows, columns, 4]. The last byte of a pixel has no meaning. The next
-        call in this thread writes over them.
+        call in this thread may overwrite the array.
     """
     left, top, right, bottom = box
     support = SUPPORT[resampling]
     across = _taps(image.width, size[0], left, right, support)
     down = _taps(image.height, size[1], top, bottom, support)
     shape = (bottom - top, right - left, int(_PIXEL))
-    # Pillow 13 begins with the height if that saves much more than the width
+    # As in Pillow 13, the height is resized first if it loses more than twice as many
+    # pixels as the width. The order changes the bytes, because the result of the first
+    # axis is rounded.
     saved = image.height - size[1]
     if saved > 2 * max(0, image.width - size[0]):
         narrow = _scratch.take("narrow", image.width * shape[0] * shape[2])
@@ -114,6 +120,7 @@ def resize(
         result = _scratch.take("result", math.prod(shape))
         _resize_rows(narrow, *across, width, result)
         return result.reshape(shape)
+    # The source rows [first, used) contribute to the crop.
     first = int(down[0][0])
     taps = down[1].size // len(down[0])
     used = min(image.height, int(down[0][-1]) + taps)
@@ -129,8 +136,8 @@ def resize(
 
 
 def _bands(image: Image.Image, first: int, end: int) -> Iterator[tuple[int, int, U8]]:
-    """Yield (start, stop, the bytes of the rows from start to stop, 4 per pixel) for
-    the rows from `first` to `end` of an RGB image.
+    """Yield the rows [first, end) of an RGB image in bands. A band is (start, stop, the
+    bytes of the rows [start, stop)), with 4 bytes per pixel.
     """
     row = image.width * int(_PIXEL)
     step = max(int(_ROWS), _BAND_PIXELS // image.width)
@@ -147,7 +154,7 @@ def _bands(image: Image.Image, first: int, end: int) -> Iterator[tuple[int, int,
 
 def _shared(image: Image.Image) -> U8 | None:
     """Return the bytes of an RGB image, 4 per pixel, without a copy; None if Pillow
-    keeps this image in several blocks of memory, as it does with large ones.
+    keeps the image in several blocks of memory, as it does with large images.
     """
     try:
         array: Any = pa.array(image)
@@ -164,13 +171,15 @@ def _packed(image: Image.Image) -> U8:
 
 
 def _taps(old: int, new: int, first: int, last: int, support: float) -> Taps:
-    """Return the weights with which pixels `first` to `last` of an axis are computed.
+    """Return the weights that compute the pixels [first, last) of a resized axis.
 
-    The length of the axis changes from `old` to `new`. The result is (the first source
-    pixel of each pixel, the weights of the source pixels from there on).
+    The length of the axis changes from `old` to `new` pixels. The result is (starts,
+    weights). `starts` has the first source pixel of each resized pixel. `weights` has
+    the same number of weights for each resized pixel, one after the other: those of
+    its source pixels from its start on.
     """
     stretch = max(1.0, old / new)
-    # a multiple of the products that the kernels add at once
+    # the number of weights per pixel: a multiple of 4, because `_add` adds 4 at once
     width = 4 * math.ceil(2 * support * stretch / 4)
     starts = np.empty(last - first, np.uint64)
     weights = np.zeros((last - first) * width, np.int32)
@@ -184,7 +193,8 @@ def _filter(x: float, support: float) -> float:
     x = abs(x)
     if support == 1.0:
         return 1.0 - x if x < 1.0 else 0.0
-    # Keys' cubic filter with a = -0.5, in the order of operations of Pillow
+    # Keys' cubic filter with a = -0.5. The order of operations is that of Pillow, so
+    # that floats are rounded equally.
     if x < 1.0:
         return (1.5 * x - 2.5) * x * x + 1.0
     return (((x - 5.0) * x + 8.0) * x - 4.0) * -0.5 if x < 2.0 else 0.0
@@ -203,7 +213,7 @@ def _fill_taps(
     scale = old / new
     stretch = max(1.0, scale)
     width = len(weights) // len(starts)
-    # rounding may add a pixel whose weight is 0
+    # Rounding may add source pixels beyond `width`. Their weight is 0.
     values = np.empty(width + 2)
     for i in range(len(starts)):
         centre = (i + first + 0.5) * scale
@@ -240,16 +250,18 @@ def _add(
     taps: tuple[Index, Index],
     totals: I32,
 ) -> None:
-    """Write the weighted sum of lines of `length` bytes to `totals` [length].
+    """Write the weighted sum of consecutive lines of `source` to `totals` [length].
 
-    The first line begins at `source[start]`. The half-open range `taps` holds the
-    weights of the lines.
+    A line has `length` bytes, and the first line begins at `source[start]`. With `taps`
+    = (first, stop), line k has the weight `weights[first + k]`, up to `stop`. `totals`
+    includes `_HALF`, so that `_byte` rounds to the nearest byte.
     """
     last = np.uint64(len(source)) - length
     for i in range(length):
         totals[i] = _HALF
     for tap in range(taps[0], taps[1], _FOUR):
-        # a line after the last one has the weight 0
+        # A line after the end of `source` has the weight 0. The last line is read
+        # instead, which exists.
         line_0 = min(start, last)
         line_1 = min(start + length, last)
         line_2 = min(start + _TWO * length, last)
@@ -284,11 +296,13 @@ _RESIZER = (
 def _resize_rows(
     source: U8, starts: NDArray[np.uint64], weights: I32, width: Index, result: U8
 ) -> None:
-    """Resize each row of `width` pixels to `len(starts)` pixels."""
+    """Resize each row of `width` pixels to `len(starts)` pixels. `_taps` returns
+    `starts` and `weights`.
+    """
     new_width = np.uint64(len(starts))
     taps = np.uint64(len(weights)) // new_width
     rows = np.uint64(len(source)) // (width * _PIXEL)
-    # the pixels of a column of `_ROWS` rows side by side
+    # `_ROWS` rows transposed: the pixels of one column are next to each other.
     turned = np.zeros(width * _LANES, np.uint8)
     turned_result = np.empty(new_width * _LANES, np.uint8)
     totals = np.empty(_LANES, np.int32)
@@ -317,7 +331,9 @@ def _resize_rows(
 def _resize_columns(
     source: U8, starts: NDArray[np.uint64], weights: I32, width: Index, result: U8
 ) -> None:
-    """Resize each of the `width` columns of pixels to `len(starts)` pixels."""
+    """Resize each of the `width` columns of pixels to `len(starts)` pixels. `_taps`
+    returns `starts` and `weights`.
+    """
     length = width * _PIXEL
     new_height = np.uint64(len(starts))
     taps = np.uint64(len(weights)) // new_height
@@ -331,8 +347,8 @@ def _resize_columns(
 
 @kernel(input_array(types.uint8), output_array(types.uint8))
 def channels(pixels: U8, result: U8) -> None:
-    """Write the first channels of an image of 4 bytes per pixel, flat, to `result`, [3,
-    rows, columns] flat.
+    """Copy the red, green and blue bytes of `pixels` [rows, columns, 4] to `result` [3,
+    rows, columns]. Both arrays are passed flattened to one axis.
     """
     count = np.uint64(len(pixels)) // _PIXEL
     for channel in range(_ZERO, _THREE):

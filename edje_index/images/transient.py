@@ -1,8 +1,8 @@
 """Retries reads and decodes that fail because of the machine: a failing disk or
 network, or too little memory.
 
-If the error persists, the functions raise `TransientInputError`. In this case, the
-caller must not mark the input as failed.
+If the error persists, `retry` raises `TransientInputError`. The caller must then not
+mark the input as failed, because the input itself may be good.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from storage_formats.errors import EdjeError
 _T = TypeVar("_T")
 
 PAUSES = (0.5, 1.5, 4.0)
-"""Seconds to wait before each further attempt."""
+"""Seconds to wait before the second, the third and the fourth attempt."""
 
 _NETWORK = {
     *(
@@ -39,6 +39,7 @@ _NETWORK = {
         errno.ENETUNREACH,
     ),
 }
+# (numbers of transient errors, advice to the user)
 _ADVICE = (
     (
         {errno.EMFILE, errno.ENFILE},
@@ -64,8 +65,8 @@ _ADVICE = (
 
 
 class TransientInputError(EdjeError):
-    """The machine, and not the input, is the reason why an input cannot be read or
-    decoded now.
+    """An input cannot be read or decoded at present. The cause is a problem of the
+    machine, not of the input.
 
     A later attempt may succeed.
     """
@@ -88,16 +89,18 @@ def retry(read: Callable[[], _T], uri: str, enough_bytes: int = 1 << 30) -> _T:
     """Return the result of `read()`. After a transient OSError or a MemoryError, wait
     and call `read` again.
 
-    The pauses between the calls are `PAUSES`.
+    The pauses between the calls are `PAUSES`. All other exceptions are raised at once.
 
     Args:
+        uri: the input, for the error message.
         enough_bytes: bytes of memory that suffice for any valid input.
 
     Raises:
-        TransientInputError: the error persists, and is not the input's.
-        ImageError: the MemoryError persists, although `enough_bytes` can be allocated.
-            The reason is "too-expensive".
+        TransientInputError: the transient OSError or the MemoryError persists.
+        ImageError: the MemoryError persists, but `enough_bytes` can be allocated. The
+            input therefore needs too much memory, and the reason is "too-expensive".
     """
+    # None stands for the last attempt, after which there is no pause.
     for pause in (*PAUSES, None):
         try:
             return read()
