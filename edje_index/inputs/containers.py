@@ -1,8 +1,8 @@
-"""The kinds of files that pack inputs: archives and Parquet files.
+"""Reads inputs that are packed in containers: archives and Parquet files.
 
-`ARCHIVES` and `PARQUET` are the list of them. A new kind of archive is a class like
-`ZipArchive` and an entry of `ARCHIVES`. If its listing reads only headers, name its
-suffix in `pipelines.sources.packed`, too.
+`ARCHIVES` lists the kinds of archives. To add a kind, write a class like `ZipArchive`,
+and add an entry to `ARCHIVES`. If the class reads only headers to list the members, add
+its suffix to `ArchiveSource` in `pipelines.sources.packed`, too.
 """
 
 from __future__ import annotations
@@ -40,18 +40,23 @@ FREE_EXPANSION = 16 << 20
 times its compressed size.
 """
 
-# zipfile limits the output of a single step for these methods only. Others expand 1 MiB
-# to gigabytes at once.
+# The compression methods that are read. For other methods, `zipfile` does not limit the
+# output of one step, so that 1 MiB could expand to gigabytes at once.
 _ZIP_METHODS = frozenset({zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED})
+# flags of a member of a zip
 _ENCRYPTED = 0x1
 _UTF8 = 0x800
-# bytes of a column that are read at once; without it, whole columns of a row group are
+# Number of bytes of a column that PyArrow reads at once. Without this setting, PyArrow
+# reads the whole column of a row group.
 _PARQUET_BUFFER = 1 << 20
+# exceptions that the parsers raise on damaged files
 _DAMAGE = (
     *(zipfile.BadZipFile, zlib.error, struct.error, EOFError, OSError, ValueError),
     *(RuntimeError, LookupError, OverflowError, pa.ArrowException),
 )
+# number of containers that a process keeps open
 _MAX_OPEN = 8
+# held to open a container, so that two threads do not open the same one
 _OPENING = threading.Lock()
 
 
@@ -66,8 +71,8 @@ class Archive(Protocol):
     is_compressed: bool
 
     def members(self) -> Iterator[Member]:
-        """Yield the files in the order of the archive. Raises ImageError if it is
-        damaged after the last one.
+        """Yield the files in the order of the archive. If the archive is damaged, yield
+        the files before the damage, and then raise ImageError.
         """
         ...
 
@@ -81,7 +86,9 @@ class Archive(Protocol):
         ...
 
     def head(self, offset: int, size: int) -> bytes:
-        """Return the first bytes of a member, at most `size`. Raises as `read`."""
+        """Return the first bytes of a member, at most `size`. Raises the same errors as
+        `read`.
+        """
         ...
 
     def close(self) -> None:
@@ -90,7 +97,7 @@ class Archive(Protocol):
 
 
 class ZipArchive:
-    """An open zip, see `Archive`. The offset of a member is that of its header.
+    """An open zip, see `Archive`. The offset of a member is the offset of its header.
 
     Raises:
         ImageError: the list of members is damaged.
@@ -109,11 +116,12 @@ class ZipArchive:
         is read.
         """
         for info in self._archive.infolist():
-            # `ZipInfo.is_dir` fails for an empty name
+            # The name of a directory ends with a slash. `ZipInfo.is_dir` is not used,
+            # because it fails for an empty name.
             if not info.filename.endswith("/"):
                 name = info.filename.encode("utf-8", "backslashreplace")
-                # macOS and other systems write UTF-8 without the flag that says so, and
-                # `zipfile` reads it as code page 437
+                # macOS and other systems write names in UTF-8, but do not set the UTF-8
+                # flag. `zipfile` decodes such a name as code page 437.
                 if not info.flag_bits & _UTF8:
                     with contextlib.suppress(UnicodeError):
                         name = info.filename.encode("cp437").decode().encode()
@@ -132,7 +140,8 @@ class ZipArchive:
     def head(self, offset: int, size: int) -> bytes:
         info = self._member(offset)
         with _named_damage("the member of the zip"), self._archive.open(info) as member:
-            # of an empty member, too, the checksum is compared
+            # For an empty member, 1 byte is requested, because a read of 0 bytes would
+            # not compare the checksum.
             return member.read(size or 1)
 
     def _member(self, offset: int) -> zipfile.ZipInfo:
@@ -152,6 +161,7 @@ class ZipArchive:
 
 
 def _zip_problem(info: zipfile.ZipInfo) -> str | None:
+    """Return the reason why a member cannot be read; None if it can be read."""
     is_link = stat.S_ISLNK(info.external_attr >> 16)
     if is_link or info.flag_bits & _ENCRYPTED or info.compress_type not in _ZIP_METHODS:
         return "unsupported-member"
@@ -162,18 +172,19 @@ def _zip_problem(info: zipfile.ZipInfo) -> str | None:
 
 @contextlib.contextmanager
 def _named_damage(part: str) -> Iterator[None]:
-    """Turn the errors of a parser at a damaged file into ImageError. Operating
-    system errors stay unchanged.
+    """Convert the exceptions that a parser raises on a damaged file to ImageError. The
+    detail names the damaged `part`. Errors of the operating system stay unchanged.
     """
     try:
         yield
     except _DAMAGE as error:
-        # `zipfile` replaces an error of the operating system at the end of the file by
-        # BadZipFile.
+        # If the operating system fails to read the end of a zip, `zipfile` raises
+        # BadZipFile, with the error of the operating system as its context.
         cause = error if isinstance(error, OSError) else error.__context__
         if isinstance(cause, OSError) and cause.errno is not None:
             raise cause from None
-        # Arrow's error for too little memory is one of `_DAMAGE`, too
+        # Arrow's exception for too little memory is both an ArrowException and a
+        # MemoryError. The file is not damaged.
         if isinstance(error, MemoryError):
             raise
         detail = f"{part} is damaged: {error or type(error).__name__}"
@@ -181,8 +192,8 @@ def _named_damage(part: str) -> Iterator[None]:
 
 
 class ParquetImages:
-    """The images in one column of an open Parquet file, see `image_leaf`. The offset of
-    an image is its row.
+    """The images in one column of an open Parquet file. `image_leaf` says which columns
+    can hold images. The offset of an image is its row, counted from 0.
 
     Raises:
         ImageError: the file is damaged, or has no such column.
@@ -230,8 +241,9 @@ class ParquetImages:
         self._file.close()
 
     def _images(self, group: int) -> Iterator[tuple[int, bytes | None]]:
-        # One row per batch: repeated values would make larger batches arbitrarily
-        # large.
+        """Yield (1, bytes of the image) for each row from row group `group` on."""
+        # A batch has one row, to bound memory. A Parquet file stores a repeated value
+        # once, so a batch of many rows could be much larger than the file.
         groups = list(range(group, len(self._group_starts)))
         with _named_damage("the Parquet file"):
             for batch in iter_batches(self._parquet, 1, [self._leaf], groups):
@@ -243,8 +255,8 @@ def image_leaf(schema: Any, column: str) -> str | None:
     """Return the path of the Parquet column with the bytes of images; None if `column`
     cannot hold images.
 
-    Images are in a binary column, or in a struct column with a binary field `bytes` (as
-    Hugging Face writes it).
+    The bytes are in a binary column, or in the binary field `bytes` of a struct column,
+    as Hugging Face Datasets writes images.
     """
     if len(schema.get_all_field_indices(column)) != 1:
         return None
@@ -273,13 +285,14 @@ ARCHIVES: dict[str, tuple[Callable[[RangedFile], Archive], tuple[str, ...]]] = {
     ),
     "zip": (ZipArchive, (".zip",)),
 }
-"""The function that opens an archive, which raises ImageError if it is damaged, and
-the suffixes, by kind.
+"""Kind of an archive -> (function that opens an archive, suffixes). The function raises
+ImageError if the archive is damaged.
 """
 
 ARCHIVE_SUFFIXES = tuple(
     suffix for _, suffixes in ARCHIVES.values() for suffix in suffixes
 )
+# the suffix of a container in front of the "!" of a uri, see `split_uri`
 _MEMBER_MARK = re.compile(
     f"(?:{'|'.join(map(re.escape, (*ARCHIVE_SUFFIXES, PARQUET_SUFFIX)))})(?=!)",
     re.IGNORECASE,
@@ -289,16 +302,20 @@ _MEMBER_MARK = re.compile(
 def members_with_sidecars(
     archive: Archive, clips: bool
 ) -> Iterator[tuple[Member, dict[str, bytes | None]]]:
-    """Yield the members of an archive in order, with the contents of their metadata
-    files by suffix, or None for a file that cannot be used. See `join_sidecars`.
+    """Yield the members of an archive in order, each with the contents of its metadata
+    files by suffix. The content is None for a metadata file that cannot be used.
 
-    All members are listed first, because the captions may lie behind all images.
+    `join_sidecars` defines which metadata files belong to a member. These files are not
+    yielded as members. All members are listed first, because the metadata files may
+    come after all images.
 
     Raises:
-        ImageError: the archive is damaged after the last yielded member.
+        ImageError: the archive is damaged. The members before the damage are yielded
+            first.
     """
     members: list[Member] = []
-    # the sample of each member; in joined archives, others can have the same names
+    # The sample of each member. A metadata file is searched in the sample first,
+    # because concatenated archives can contain the same names several times.
     samples: dict[Member, dict[bytes, Member]] = {}
     contents: dict[Member, bytes | None] = {}
     damage = None
@@ -307,7 +324,8 @@ def members_with_sidecars(
             members += sample.values()
             samples |= dict.fromkeys(sample.values(), sample)
             joined = join_sidecars([*sample], clips)
-            # now, so that a stream is not read a second time
+            # A compressed archive is read as a stream. The metadata files are read now,
+            # so that the stream is not decompressed a second time for them.
             names = {name for each in joined.values() for name in each.values()}
             _read_sidecars(archive, [sample[name] for name in names], contents)
     except ImageError as error:
@@ -332,9 +350,11 @@ def members_with_sidecars(
 
 
 def _samples(archive: Archive) -> Iterator[dict[bytes, Member]]:
-    """Yield the neighbours whose paths agree up to the first dot of the file name, as
-    in WebDataset, by name. If the archive is damaged, first yield the members before
-    the damage.
+    """Yield the samples of an archive, each as a dictionary from name to member.
+
+    As in WebDataset, a sample consists of consecutive members whose paths agree up to
+    the first dot of the file name. If the archive is damaged, yield the members before
+    the damage, and then raise ImageError.
     """
     sample: dict[bytes, Member] = {}
     key = None
@@ -356,7 +376,9 @@ def _read_sidecars(
     members: Iterable[Member],
     contents: dict[Member, bytes | None],
 ) -> None:
-    """Add the contents of `members` to `contents`; None if one cannot be used."""
+    """Add the content of each of `members` to `contents`, or None if the content cannot
+    be used. Members that are in `contents` already are not read again.
+    """
     for member in sorted(members, key=lambda each: each.offset):
         if member in contents:
             continue
@@ -387,16 +409,16 @@ class Container:
 
     @classmethod
     def parse(cls, text: str) -> Container:
-        """Convert the text that `str(container)` returned back. Raises ValueError
-        for any other text.
+        """Return the container for which `str(container)` is `text`. Raises ValueError
+        if `text` is not the text of a container.
         """
         kind, length, column = text.split(" ", 2)
         return cls(kind, int(length), column)
 
 
 def container_kind(name: str) -> str | None:
-    """Return the kind of a container by the suffix of its path; None if the suffix
-    is that of no container.
+    """Return the kind of a container by the suffix of its path; None if no kind has
+    this suffix.
     """
     name = name.lower()
     if name.endswith(PARQUET_SUFFIX):
@@ -408,8 +430,8 @@ def container_kind(name: str) -> str | None:
 
 
 def split_uri(uri: str) -> tuple[str, str] | None:
-    """Split the uri "<archive or Parquet file>!<name>" at the "!". Return None for
-    any other uri.
+    """Split the uri "<archive or Parquet file>!<name>" at the "!". Return (path of the
+    file, name), or None for any other uri.
     """
     mark = _MEMBER_MARK.search(uri)
     return None if mark is None else (uri[: mark.end()], uri[mark.end() + 1 :])
@@ -426,17 +448,24 @@ def read_packed(
     """Return the bytes of an input in a container. Each process keeps a few containers
     open.
 
+    Args:
+        offset: position of the input, as in `InputRef`.
+        size: number of bytes of the input; None if unknown.
+        max_bytes: largest allowed number of bytes of the input.
+
     Raises:
         ImageError: the container has changed or is damaged, or the input is too large.
     """
     try:
         modified = None if is_url(path) else os.stat(path).st_mtime_ns
         with _OPENING:
-            # a forked process lacks the threads of its parent
+            # The process id is part of the key, because a forked process does not have
+            # the threads that read a file on a server for its parent.
             opened = _open(path, container, modified, os.getpid())
         data = opened.read(offset, size or 0, max_bytes)
     except OSError:
-        # a broken connection must not stay
+        # After an error, a connection may be broken. The next call opens the container
+        # again.
         _open.cache_clear()
         raise
     if size is not None and len(data) != size:
@@ -454,6 +483,7 @@ def _open(
     _modified: int | None,
     _process: int,
 ) -> Archive | ParquetImages:
+    """Open a container. `_modified` and `_process` only distinguish cache entries."""
     file = open_ranged(path)
     if file.length != container.length:
         raise ImageError("changed-since-plan", f"the file has {file.length} bytes now")

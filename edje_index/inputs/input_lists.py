@@ -1,8 +1,8 @@
 """Writes and reads lists of inputs.
 
-The files in `build/inputs/` list the inputs of a build. Each lists the inputs of many
-consecutive shards, so that the number of files stays small. It has row groups of 1,024
-inputs, so that a worker reads only the inputs of its shard.
+The files in `build/inputs/` list the inputs of a build. Each file lists the inputs of
+many consecutive shards, so that the number of files stays small. Each file has row
+groups of 1,024 inputs, so that a worker reads only the inputs of its shard.
 
 An `InputTable` is a memory-mapped file from which training reads the inputs of any
 rows.
@@ -33,8 +33,8 @@ from storage_formats.format.parquet import ParquetRowGroups
 from storage_formats.format.source_columns import metadata_text
 
 LIST_ROWS = 1 << 16
-"""Number of inputs per file, rounded down to whole shards. A file has at least one
-shard.
+"""Number of inputs per file. The number is rounded down to whole shards, but a file has
+at least one shard.
 """
 
 _GROUP_ROWS = 1024
@@ -67,6 +67,11 @@ def write_input_lists(
     """Write `refs` to `build/inputs/`, which must exist. Memory use does not depend on
     the number of inputs.
 
+    Args:
+        refs: inputs in row order.
+        shard_size: rows per shard.
+        first_shard: shard whose first row is the first of `refs`.
+
     Returns:
         The paths of the files, in row order.
     """
@@ -82,7 +87,7 @@ def write_input_lists(
         )
         with (
             naming(path),
-            # PyArrow opens only paths in UTF-8
+            # PyArrow can open a path only if it is UTF-8, so Python opens the file.
             open(path, "wb") as file,
             pq.ParquetWriter(file, INPUT_SCHEMA, compression="zstd") as writer,
         ):
@@ -103,6 +108,7 @@ def read_shard_inputs(
     Raises:
         OSError, MemoryError: the file cannot be read now, for example because the disk
             fails.
+        CorruptIndexError: the file is missing or damaged, or lists other rows.
     """
     path = layout.input_list(shard * spec.shard_size // _rows_per_file(spec.shard_size))
     rows = spec.shard_rows(shard)
@@ -154,7 +160,11 @@ def write_input_table(path: Path, refs: Iterable[InputRef]) -> int:
 
 
 class InputTable:
-    """The inputs that `write_input_table` wrote to `path`. Thread-safe."""
+    """The inputs that `write_input_table` wrote to `path`. Thread-safe.
+
+    Raises:
+        CorruptIndexError: the file cannot be read.
+    """
 
     def __init__(self, path: Path) -> None:
         try:

@@ -11,10 +11,10 @@ from typing import Any
 def read_json_lines(
     path: str | bytes | Path, *, decode_errors: str = "strict"
 ) -> Iterator[tuple[int, Any, str]]:
-    """Yield (number, value, "") for each line of a JSON Lines file, or (number, None,
-    error) if a line is not JSON.
+    """Yield (line number, value, "") for each line of a JSON Lines file, or (line
+    number, None, error) if a line is not JSON.
 
-    Blank lines are skipped.
+    Lines are counted from 1. Blank lines are counted, but not yielded.
 
     Args:
         path: path of the file, which is UTF-8.

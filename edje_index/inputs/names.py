@@ -1,5 +1,5 @@
-"""What the names of files tell: which are images and clips, and which files hold the
-metadata of an image.
+"""Rules for the names of files: which files are images and clips, and which files hold
+the metadata of an image.
 """
 
 from __future__ import annotations
@@ -12,24 +12,24 @@ IMAGE_SUFFIXES = frozenset(
     b" .pbm .pnm .pfm .avif .avifs .heic .heics .heif .heifs .hif .jp2 .j2k .j2c .jpc"
     b" .jpf .jpx .jxl .mpo .qoi".split()
 )
-"""Suffixes of inputs. Formats that cannot be decoded (JPEG XL) become failed
-rows instead of ignored files.
+"""Suffixes of image files. They include the suffix of JPEG XL, which cannot be decoded,
+so that such files become failed rows and are not silently ignored.
 """
 
 VIDEO_SUFFIXES = frozenset(b".mp4 .m4v .mov .qt .3gp .3g2 .webm .mkv .avi".split())
-"""Suffixes of inputs if clips are indexed."""
+"""Suffixes of video files, which are inputs if clips are indexed."""
 
 SIDECAR_SUFFIXES = (".json", ".txt")
-"""Suffixes of the files with the metadata of an image: an object of values, and one
-caption per line.
+"""Suffixes of the files with the metadata of an image. A `.json` file contains an
+object of values, and a `.txt` file contains one caption per line.
 """
 
 MAX_SIDECAR_BYTES = 1 << 20
 
 
 def has_input_suffix(name: bytes, clips: bool) -> bool:
-    """Return True if the file name has an image suffix, or with `clips` a video
-    suffix.
+    """Return True if the file name has an image suffix. If `clips` is True, a video
+    suffix counts, too.
     """
     suffix = os.path.splitext(name)[1].lower()
     return suffix in IMAGE_SUFFIXES or (clips and suffix in VIDEO_SUFFIXES)
@@ -45,20 +45,21 @@ def is_litter(directory: bytes) -> bool:
 
 
 def sample_of(name: bytes) -> bytes:
-    """Return the path up to the first dot of the file name, which the members of a
-    WebDataset sample have in common.
+    """Return the path up to the first dot of the file name. The members of a WebDataset
+    sample have this part of their paths in common.
     """
     folder, slash, base = name.rpartition(b"/")
     return folder + slash + base.partition(b".")[0]
 
 
 def join_sidecars(names: Iterable[bytes], clips: bool) -> dict[bytes, dict[str, bytes]]:
-    """Return the names of the metadata files of each input, by suffix. The same rule
-    holds for a directory, a tar and a zip.
+    """Return a dictionary from the name of each input to the names of its metadata
+    files by suffix. The same rule holds for a directory, a tar and a zip.
 
-    NAME.txt and NAME.json belong to NAME.jpg. If there is no input NAME with a suffix,
-    they belong to all inputs of the sample NAME, for example NAME.left.jpg. An input
-    may lack a suffix, but not begin with a dot.
+    NAME.txt and NAME.json belong to the input NAME.jpg, or NAME with any other image
+    suffix or none. If there is no such input, they belong to all inputs of the sample
+    NAME, for example to NAME.left.jpg and NAME.right.jpg. Names that begin with a dot
+    are left out.
     """
     inputs_of_name: dict[bytes, list[bytes]] = {}
     inputs_of_sample: dict[bytes, list[bytes]] = {}
@@ -74,6 +75,7 @@ def join_sidecars(names: Iterable[bytes], clips: bool) -> dict[bytes, dict[str, 
             inputs_of_name.setdefault(stem, []).append(name)
             inputs_of_sample.setdefault(sample_of(name), []).append(name)
     joined: dict[bytes, dict[str, bytes]] = {}
+    # Files that belong to one name come first, and win over files of the whole sample.
     sidecars.sort(key=lambda each: (each[0] not in inputs_of_name, each))
     for stem, suffix, name in sidecars:
         for each in inputs_of_name.get(stem, []) or inputs_of_sample.get(stem, []):

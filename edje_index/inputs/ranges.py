@@ -23,16 +23,16 @@ from storage_formats.remote.urls import is_url
 from storage_formats.system_calls import advise
 
 ReadAt: TypeAlias = Callable[[int, int], bytes]
-"""A function `read_at(size, offset)` that returns the bytes of a range, or fewer if
-the file ends earlier.
+"""A function `read_at(size, offset)` that returns the bytes [offset, offset + size) of
+a file, or fewer if the file ends earlier.
 """
 
 MAX_READ = 1 << 30
 """Largest number of bytes that a parser may read at once, to bound its memory.
 
-Valid files need large reads: the list of members of a zip, and a column of images in
-one page of a Parquet file. The limit applies after the size is cut to the end of the
-file, so a damaged size costs at most as much as a valid one.
+The limit is high, because some valid files need large reads: for the list of members of
+a zip, and for a Parquet file with all images in one page. A size beyond the end of the
+file is cut to the end before it is compared with the limit.
 """
 
 BLOCK_BYTES = 1 << 20
@@ -40,16 +40,16 @@ AHEAD_BLOCKS = 8
 """Largest number of blocks that are requested ahead of a reader."""
 
 KEPT_BLOCKS = 16
-"""Largest number of blocks that stay in memory, requested ones included."""
+"""Largest number of blocks in memory. Blocks that are being requested count, too."""
 
 KEPT_BYTES = 16 << 20
-"""Bytes of a stream that stay in memory after reading, because threads read
-slightly out of order.
+"""Number of bytes of a stream that stay in memory after they are read, because several
+threads read slightly out of order.
 """
 
 NEAR = 64
-"""A position that is at most this far ahead is read by reading on, even if the
-stream can begin nearer.
+"""If a requested position is at most this number of positions ahead, the stream is read
+on to it. Only for a position further ahead, the stream begins again at a later start.
 """
 
 
@@ -88,7 +88,8 @@ class RangedFile(io.RawIOBase):
         return self._read_at(size, offset) if size else b""
 
     def read(self, size: int = -1, /) -> bytes:
-        # The method of the base class would first take memory for `size` bytes.
+        # The method of the base class would first allocate `size` bytes, even for a
+        # short file.
         data = self.pread(self.length if size < 0 else size, self._position)
         self._position += len(data)
         return data
@@ -101,7 +102,8 @@ class RangedFile(io.RawIOBase):
             ]
         )
         if position < 0:
-            # as other files do: `zipfile` looks for a table before an empty archive
+            # Other file objects raise OSError, too. `zipfile` relies on it: in a short
+            # file, it seeks to a position before the first byte.
             raise OSError(f"the position {position} is before the first byte")
         self._position = position
         return position
@@ -125,8 +127,9 @@ def open_ranged(path: bytes, *, only_headers: bool = False) -> RangedFile:
     """Open a file to read byte ranges.
 
     Args:
-        only_headers: True if small parts of a local file are read. Read-ahead would
-            fetch the whole file.
+        only_headers: True if only small parts of the file are read. For a local file,
+            this turns off the read-ahead of the operating system, which would read the
+            whole file.
     """
     if is_url(path):
         url = os.fsdecode(path)
@@ -143,8 +146,10 @@ def open_ranged(path: bytes, *, only_headers: bool = False) -> RangedFile:
 
 
 def open_file(path: bytes) -> tuple[int, int]:
-    """Open a local file. Return its descriptor and length. Raises OSError, also if
-    it is not a regular file.
+    """Open a local file. Return its descriptor and its length in bytes.
+
+    Raises:
+        OSError: the file cannot be opened, or is not a regular file.
     """
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
     try:
@@ -166,7 +171,8 @@ def read_range(
     file ends earlier.
     """
     data = os.pread(fd, size, offset)
-    # Linux reads at most 2 GiB at once; network file systems may return less
+    # One call can return fewer bytes: Linux reads at most 2 GiB at once, and network
+    # file systems may return less.
     while 0 < len(data) < size:
         part = os.pread(fd, size - len(data), offset + len(data))
         if not part:
@@ -179,13 +185,15 @@ class BlockReader:
     """Reads byte ranges of a file in blocks, and keeps the latest blocks in memory.
     Thread-safe.
 
-    Threads request the blocks. If consecutive blocks are read, the following blocks are
-    requested ahead. If a request fails, its block is requested again by the next
-    reader, and only an error of its own request is raised.
+    Background threads request the blocks. While consecutive blocks are read, the blocks
+    after them are requested ahead. If such a request fails, the next reader of the
+    block requests it again. A reader raises only the error of a request that it made
+    itself.
 
     Args:
-        read_at: function that requests a byte range of the file. Threads call it at the
-            same time.
+        read_at: function that requests a byte range of the file. Several threads call
+            it at the same time.
+        length: number of bytes of the file.
     """
 
     def __init__(
@@ -216,8 +224,8 @@ class BlockReader:
         return data[offset - first * BLOCK_BYTES : stop - first * BLOCK_BYTES]
 
     def close(self) -> None:
-        """Request no further blocks. A request that is under way ends by itself; its
-        bytes are lost.
+        """Request no further blocks. Requests that are running end in the background,
+        and their bytes are discarded.
         """
         self._requests.shutdown(wait=False, cancel_futures=True)
 
@@ -233,6 +241,8 @@ class BlockReader:
                 if known is not None and known.done() and known.exception() is not None:
                     known = None
                 block = known or self._request(number)
+                # The number of consecutive blocks in memory before this block. The more
+                # there are, the more blocks are requested ahead.
                 run = next(
                     run
                     for run in itertools.count()
@@ -251,6 +261,7 @@ class BlockReader:
             try:
                 return block.result()
             except Exception:
+                # If an earlier request has failed, the loop requests the block again.
                 if known is None:
                     raise
 
@@ -269,7 +280,9 @@ class BlockReader:
 
 
 class StreamItem(NamedTuple):
-    """A part of a stream: the data at the positions [start, stop)."""
+    """A part of a stream: the data at the positions [start, stop). A position is a byte
+    of an archive or a row of a Parquet file.
+    """
 
     start: int
     stop: int
@@ -279,15 +292,16 @@ class StreamItem(NamedTuple):
 class StreamWindow:
     """The latest items of a stream that can only be read forward. Thread-safe.
 
-    Threads that wait read in the order of their positions. Reading backwards by more
-    than `KEPT_BYTES`, reading far ahead, and reading after an error of the operating
-    system begin the stream again.
+    If several threads wait, the thread with the lowest position reads first. The stream
+    begins again in three cases: a position is before the kept items (at least the last
+    `KEPT_BYTES`), a position is far ahead (see `NEAR`), or the last read failed with an
+    error of the operating system.
 
     Args:
         starts: the positions at which the stream can begin, ascending from 0.
-        begin: function that returns an iterator over the items from `starts[n]` on,
-            given n: pairs of the number of positions and the data. It raises ImageError
-            at damage.
+        begin: function with an index n of `starts`. It returns an iterator over the
+            items from position `starts[n]` on, as (number of positions, data). The
+            iterator raises ImageError if the stream is damaged.
     """
 
     def __init__(
@@ -300,7 +314,7 @@ class StreamWindow:
         self._changed = threading.Condition()
         self._waiting: list[tuple[int, int]] = []
         self._is_held = False
-        # by part: the first position that cannot be read
+        # Index of a part in `starts` -> (the first position that cannot be read, error)
         self._damages: dict[int, tuple[int, ImageError]] = {}
         self._restart(0)
 
@@ -316,8 +330,8 @@ class StreamWindow:
         first: int,
         stop: int,
     ) -> list[StreamItem]:
-        """Return the items that overlap with [first, stop), up to the end of the
-        stream.
+        """Return the items that overlap with the positions [first, stop), or fewer if
+        the stream ends earlier. Raises ImageError if the stream is damaged there.
         """
         part = bisect.bisect_right(self._starts, first) - 1
         start = self._starts[part]
@@ -328,8 +342,9 @@ class StreamWindow:
             if self._is_broken or first < self._first or is_far_ahead:
                 self._restart(part)
             while self._end < stop and not self._is_ended:
-                # After an exception, a generator has no more items. The next item says
-                # that there was none.
+                # After an exception, a generator yields no more items, which looks like
+                # the end of the stream. `_is_broken` stays True after an exception, so
+                # that the next read begins the stream again.
                 self._is_broken = True
                 try:
                     width, data = next(self._items, (0, None))
@@ -337,7 +352,7 @@ class StreamWindow:
                     if self._end >= start:
                         self._damages[part] = self._end, damage
                         raise
-                    # the damage is in an earlier part
+                    # The damage is before this part, which may still be readable.
                     self._restart(part)
                     continue
                 self._is_broken = False
@@ -351,7 +366,7 @@ class StreamWindow:
                     self._first = oldest.stop
                     self._kept_bytes -= len(oldest.data or b"")
             items = []
-            # most reads are near the end
+            # The search goes backwards, because most reads are near the last item.
             for item in reversed(self._kept):
                 if item.stop <= first:
                     break
@@ -361,8 +376,8 @@ class StreamWindow:
 
     @contextmanager
     def _turn(self, position: int) -> Iterator[None]:
-        """Hold a lock. Of the threads that wait for it, the one with the lowest
-        position gets it first, because the stream can only be read forward.
+        """Hold the lock of the stream. The waiting thread with the lowest position gets
+        the lock first, because the stream can only be read forward.
         """
         ticket = position, threading.get_ident()
         with self._changed:
@@ -373,7 +388,8 @@ class StreamWindow:
                 )
                 self._is_held = True
             finally:
-                # a thread that is interrupted while it waits delays no other
+                # The ticket is removed even if the thread is interrupted while it
+                # waits. Otherwise it would block the other threads.
                 self._waiting.remove(ticket)
                 self._changed.notify_all()
         try:

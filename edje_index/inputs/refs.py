@@ -1,4 +1,6 @@
-"""Defines `InputRef`, which locates one input of a build, and reads its bytes."""
+"""Defines `InputRef`, the location of one input of a build, and reads the bytes of an
+input.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +36,9 @@ class InputRef:
         path: path or URL of the file that contains the input, as bytes (`os.fsencode`).
             Any file name works.
         container: how the file packs the input; None if the input is the whole file.
-        offset: position of the input in its container: for an archive as its class
-            says, for a Parquet file the row, counted from 0.
+        offset: position of the input in its container. In a Parquet file, it is the
+            row, counted from 0. In an archive, the class of the archive defines it, see
+            `edje_index.inputs.containers`.
         size: number of bytes of the input when the build was planned; None if unknown.
         content_hash: SHA-256 of the input, 64 hex digits; None if the plan did not hash
             the input.
@@ -68,8 +71,8 @@ class InputRef:
 
 
 def rows_digest(refs: Iterable[InputRef]) -> str:
-    """Return the SHA-256 of everything that determines the rows of `refs` except
-    their metadata, in hexadecimal.
+    """Return a SHA-256 in hexadecimal. It covers everything that determines the rows of
+    `refs`, except their metadata.
     """
     digest = hashlib.sha256()
     for ref in refs:
@@ -99,13 +102,14 @@ def display_path(path: bytes) -> str:
 
 
 def read_bytes(ref: InputRef) -> bytes:
-    """Read all bytes of an input. Temporary storage errors are retried for some
-    seconds.
+    """Read all bytes of an input. After a temporary error of the storage, the read is
+    repeated for some seconds.
 
     Raises:
         ImageError: the input cannot be read. The reason is `ref.problem`, if planning
             found a problem. Otherwise it is for example "missing", "empty" or
             "changed-since-plan".
+        TransientInputError: a temporary error of the storage persists.
     """
     if ref.problem is not None:
         raise ImageError(ref.problem, "found while planning")
@@ -134,13 +138,14 @@ def read_bytes(ref: InputRef) -> bytes:
                 )
             return data
         except FileNotFoundError as error:
-            # the file was there
+            # The size and the container are known only of files that existed when the
+            # plan was made. If the directory of such a file is gone or empty, its file
+            # system may not be mounted. ESTALE makes `retry` wait for it.
             if not is_url(ref.path) and (
                 ref.size is not None or ref.container is not None
             ):
                 try:
                     with os.scandir(os.path.dirname(ref.path)) as entries:
-                        # for example after an unmount
                         is_vanished = next(entries, None) is None
                 except OSError as problem:
                     is_vanished = not isinstance(problem, NotADirectoryError)
@@ -150,8 +155,9 @@ def read_bytes(ref: InputRef) -> bytes:
                     ) from error
             raise
         except UnreachableError as error:
-            # A list can name many web servers, and some may no longer exist. Other
-            # servers are asked again.
+            # A list can name many web servers, and some may not exist any more. Only
+            # the inputs on such a server fail. For all other servers, `retry` repeats
+            # the request.
             if (
                 ref.container is not None
                 or scheme_of(os.fsdecode(ref.path)) not in WEB_SCHEMES
@@ -166,7 +172,7 @@ def read_bytes(ref: InputRef) -> bytes:
     except (ChangedFileError, EOFError) as error:
         raise ImageError("changed-since-plan", str(error)) from error
     except (OSError, ValueError) as error:
-        # ValueError: a NUL in the path
+        # A path with a NUL byte raises ValueError.
         is_too_large = getattr(error, "errno", None) == errno.EFBIG
         reason = "too-many-bytes" if is_too_large else "unreadable"
         raise ImageError(

@@ -18,16 +18,20 @@ from edje_index.inputs.ranges import RangedFile, StreamWindow
 
 MAX_EXPANSION = 100
 FREE_EXPANSION = 256 << 20
-"""A file may expand to at most `FREE_EXPANSION` bytes + `MAX_EXPANSION` times the
-compressed bytes read so far.
+"""A compressed tar may expand to at most `FREE_EXPANSION` bytes + `MAX_EXPANSION` times
+the number of compressed bytes read so far.
 """
 
+# number of bytes that are decompressed at once
 _CHUNK = 1 << 20
-# xz -9 needs 65 MiB; a damaged header asks for up to 4 GiB
+# Limit in bytes on the memory to decompress xz. A file of `xz -9` needs 65 MiB, but a
+# damaged header can require up to 4 GiB.
 _XZ_MEMORY = 256 << 20
-# bytes of one header; longer pax records and names are damage
+# Largest size of a header in bytes. An archive with a longer pax record or name is
+# treated as damaged.
 _MAX_HEADER = 1 << 20
-# bytes of one member; larger sizes exceed the range of file offsets
+# The size of a member in bytes must be below this limit, so that its end is a valid
+# file offset.
 _MAX_SIZE = 1 << 62
 _ZEROS = bytes(tarfile.BLOCKSIZE)
 
@@ -37,7 +41,8 @@ class Member:
     """One file in an archive.
 
     Attributes:
-        offset: position of the member. The kind of the archive defines its meaning.
+        offset: position of the member, which the class of the archive defines.
+        size: number of bytes of the content.
         problem: reason why the member cannot be read; None if it can be read.
     """
 
@@ -60,7 +65,7 @@ class TarArchive:
     """An open tar, uncompressed or compressed with gzip, bzip2, xz or zstd.
     Thread-safe.
 
-    The offset of a member is that of its data in the decompressed archive. See
+    The offset of a member is the offset of its data in the decompressed archive. See
     `containers.Archive`.
     """
 
@@ -79,17 +84,18 @@ class TarArchive:
         )
 
     def members(self) -> Iterator[Member]:
-        """Yield the members except directories, in order. Only headers are read.
+        """Yield all members but directories, in order. Only headers are read.
 
         The iterator does not use `tarfile.TarFile`, which ends without an error at a
         damaged header, reads only the first of several concatenated archives, and keeps
         all members in memory.
 
         Raises:
-            ImageError: the archive is damaged after the last yielded member. The reason
-                is "truncated-archive" if the file ends before the end-of-archive
-                marker, and "damaged-archive" if a header is invalid.
+            ImageError: the archive is damaged. The members before the damage are
+                yielded first. The reason is "truncated-archive" if the file ends before
+                the end-of-archive marker, and "damaged-archive" if a header is invalid.
         """
+        # the end of the last member, where the next header or the end marker begins
         end = 0
         while True:
             file = _HeaderFile(self, end)
@@ -145,8 +151,8 @@ class TarArchive:
                         "truncated-archive",
                         f"the file ends inside the header at byte {end}",
                     ) from error
-            # `tarfile` raises such an error both at a damaged header and at the end
-            # marker.
+            # `tarfile` raises one of these errors at a damaged header, but also at the
+            # end marker. The bytes there tell the two apart.
             marker = self.pread(tarfile.BLOCKSIZE, end)
             if len(marker) < tarfile.BLOCKSIZE:
                 detail = (
@@ -157,7 +163,8 @@ class TarArchive:
                 raise ImageError(
                     "damaged-archive", f"the header at byte {end} is invalid"
                 )
-            # a concatenated archive may follow, after padding of any length
+            # After the end marker and padding of any length, another archive may
+            # follow.
             while marker and not marker.strip(b"\0"):
                 end += len(marker)
                 marker = self.pread(_CHUNK, end)
@@ -179,8 +186,9 @@ class TarArchive:
         size: int,
         offset: int,
     ) -> bytes:
-        """Return the bytes [offset, offset + size) of the decompressed archive.
-        Raises as `read`.
+        """Return the bytes [offset, offset + size) of the decompressed archive, or
+        fewer if the archive ends earlier. Raises ImageError if the compressed data are
+        damaged.
         """
         if self._window is None:
             return self._file.pread(size, offset)
@@ -197,10 +205,11 @@ class TarArchive:
         self._file.close()
 
     def _chunks(self, decompress: _Decompress) -> Iterator[tuple[int, bytes]]:
-        """Yield (length, content) of the chunks of the decompressed archive. OS
-        errors stay unchanged.
+        """Yield (length, content) of the chunks of the decompressed archive. Errors of
+        the operating system stay unchanged.
         """
-        # a decompressor may close its file
+        # The decompressor gets a file object of its own, because it may close this
+        # object.
         compressed = RangedFile(self._file.pread, self._file.length)
         end = 0
         try:
@@ -231,8 +240,12 @@ class TarArchive:
 
 
 class _HeaderFile:
-    """File object from which `tarfile` reads headers. A damaged header can request
-    a long read: ImageError.
+    """File object from which `tarfile` reads headers. A damaged header can make
+    `tarfile` request a very long read, so `read` raises ImageError above `_MAX_HEADER`
+    bytes.
+
+    Attributes:
+        reached_end: True after a read that ended at the end of the file.
     """
 
     name = None
@@ -270,8 +283,8 @@ def _chunks_of(stream: Any) -> Iterator[bytes]:
 
 
 def _xz_chunks(file: RangedFile) -> Iterator[bytes]:
-    """Decompress an xz file with bounded memory, which `lzma.LZMAFile` does not
-    offer.
+    """Yield the content of an xz file in chunks. The memory is bounded, which
+    `lzma.LZMAFile` does not offer.
     """
     data = file.read(_CHUNK)
     while data:
@@ -284,7 +297,7 @@ def _xz_chunks(file: RangedFile) -> Iterator[bytes]:
                 data = file.read(_CHUNK)
                 if not data:
                     raise EOFError("the file ends inside the compressed data")
-        # zero bytes and further streams may follow
+        # After the end of an xz stream, zero bytes and further streams may follow.
         data = decompressor.unused_data.lstrip(b"\0")
         while not data and (following := file.read(_CHUNK)):
             data = following.lstrip(b"\0")
@@ -295,9 +308,9 @@ _DECOMPRESSORS: dict[bytes, _Decompress] = {
     b"\x1f\x8b": lambda file: _chunks_of(gzip.GzipFile(fileobj=file)),
     b"BZh": lambda file: _chunks_of(bz2.BZ2File(file)),
     b"\xfd7zXZ": _xz_chunks,
-    # Python has no zstd of its own before 3.14.
+    # The standard library has no zstd before Python 3.14.
     b"\x28\xb5\x2f\xfd": lambda file: _chunks_of(
         pa.CompressedInputStream(pa.PythonFile(file, "r"), "zstd")
     ),
 }
-"""Functions that yield the content of a compressed file, by its first bytes."""
+"""First bytes of a compressed file -> function that yields its content."""

@@ -51,12 +51,13 @@ PHOTO_ERRORS = (
     OSError,
     MemoryError,
 )
-"""What reading and decoding the photo of a row may raise. See
-`describe_photo_error`.
+"""Exceptions that reading and decoding the photo of a row can raise.
+`describe_photo_error` converts them to text.
 """
 
 _JPEG_QUALITY = 82
-# of one archive; the names of more would fill the memory
+# Largest number of members of an archive that are listed. The limit bounds the memory
+# for their names.
 _MAX_MEMBERS = 1_000_000
 
 
@@ -66,6 +67,7 @@ class Thumbnail:
 
     Attributes:
         jpeg: content of a JPEG file; None if the photo cannot be shown.
+        problem: the reason why the photo cannot be shown; empty if it can be shown.
     """
 
     row_id: int
@@ -75,8 +77,8 @@ class Thumbnail:
 
     @property
     def data_uri(self) -> str | None:
-        """The JPEG as a `data:` URI, which a web page can embed; None without a
-        JPEG.
+        """The JPEG as a `data:` URI, which a web page can embed; None if `jpeg` is
+        None.
         """
         return (
             None
@@ -90,8 +92,8 @@ def read_thumbnails(
     row_ids: Sequence[int],
     side: int = DEFAULT_SIDE,
 ) -> list[Thumbnail]:
-    """Return one thumbnail per row id, in the order of `row_ids`. That of a photo that
-    cannot be read has a `problem` and no image.
+    """Return one thumbnail per row id, in the order of `row_ids`. If a photo cannot be
+    read, its thumbnail has a `problem` and no JPEG.
 
     Args:
         row_ids: rows of the index; duplicates are allowed.
@@ -132,7 +134,8 @@ def read_photo(row: Json) -> bytes:
 
     Raises:
         ImageError: the row is not indexed, or its photo cannot be read, has no hash in
-            the index, or has changed since it was indexed.
+            the index, or has changed since it was indexed. For a row that is not
+            indexed, `ImageError.reason` is the status of the row.
     """
     if row["status"] != INDEXED:
         raise ImageError(row["status"], row["reason"] or "see the rows table")
@@ -179,6 +182,8 @@ def _locate(row: Json) -> InputRef:
             "the photo is on a server; only local photos are shown",
         )
     parts = split_uri(uri)
+    # The uri of an archive member looks like the path of a file with a "!" in its name.
+    # If such a file exists, it is the photo.
     if parts is not None and not os.path.isfile(path):
         path = row["uri_raw"] or os.fsencode(parts[0])
     if not os.path.isabs(path):
@@ -186,7 +191,8 @@ def _locate(row: Json) -> InputRef:
             "not-a-local-path",
             "the index names the photo by a relative path",
         )
-    # before `read_bytes`, which waits for a directory that has vanished
+    # This is checked here, because `read_bytes` would wait some seconds for a directory
+    # that has vanished.
     if not os.path.isfile(path):
         raise ImageError("missing", "no such file")
     if parts is None or path == os.fsencode(uri):
@@ -217,10 +223,11 @@ def _member_offsets(
     _modified: int,
     _size: int,
 ) -> tuple[dict[tuple[str, int], int], ImageError | None]:
-    """Return the offset of each member by (name, size), and the damage after the last
-    member that can be read.
+    """Return a dictionary from (name, size) of each member to its offset, and the error
+    if the archive is damaged after these members.
 
-    If several members have the same name and size, the first wins.
+    If several members have the same name and size, the first wins. `_modified` and
+    `_size` only distinguish cache entries.
     """
     offsets: dict[tuple[str, int], int] = {}
     with open_ranged(path, only_headers=True) as file:
