@@ -1,8 +1,8 @@
 """Sources of images: directories, archives, Parquet files, lists of paths, and single
 image files.
 
-Opens sources, lists their inputs, and finds duplicates. Sources that cannot be read or
-that overlap raise an error.
+This package opens sources, lists their inputs, and finds duplicates. Sources that
+cannot be read or that overlap are refused.
 """
 
 from __future__ import annotations
@@ -85,9 +85,9 @@ MAX_EXPANSIONS = 100_000
 _PACKED = (ArchiveSource, ParquetImagesSource)
 _BRACES = re.compile(r"\{(?:(-?\d{1,18})\.\.(-?\d{1,18})|([^{}]*,[^{}]*))\}")
 _MAX_THREADS = 8
-# inputs per thread that are being hashed or wait for the caller
+# number of inputs per thread that are hashed ahead of the caller
 _AHEAD = 4
-# at least between two progress events
+# shortest time between two progress events
 _REPORT_SECONDS = 0.5
 _STOPPED = "stopped while listing the sources"
 
@@ -99,11 +99,13 @@ def open_sources(
     clips: bool = False,
     patterns: Patterns | None = None,
 ) -> list[Source]:
-    """Open sources in order. A brace pattern opens one source per name.
+    """Open sources in order. A pattern opens one source per name that it stands for.
 
     Args:
-        specs: paths or brace patterns; `ACCEPTED` lists the kinds of sources.
+        specs: paths, URLs, or patterns with braces or wildcards; `ACCEPTED` lists the
+            kinds of sources.
         column: see `open_source`.
+        clips: True if video files are inputs, too.
         patterns: which inputs the sources yield; None for all.
 
     Raises:
@@ -151,8 +153,8 @@ def without_nested(sources: Sequence[Source]) -> list[Source]:
 
 def iter_all(sources: Sequence[Source]) -> Iterator[InputRef]:
     """Yield the inputs of all sources in row order."""
-    # Consecutive archives are read in parallel, because reading the headers mostly
-    # waits for the disk.
+    # Threads list consecutive archives and Parquet files in parallel, because a thread
+    # that reads their headers mostly waits for the disk.
     for are_packed, group in itertools.groupby(
         sources, lambda source: isinstance(source, _PACKED)
     ):
@@ -164,11 +166,11 @@ def iter_all(sources: Sequence[Source]) -> Iterator[InputRef]:
 
 
 def hash_and_mark_duplicates(refs: Iterable[InputRef]) -> Iterator[InputRef]:
-    """Yield the inputs with their content hashes. Each duplicate gets the attribute
-    `duplicate_of`.
+    """Yield the inputs with their content hashes. For each duplicate, `duplicate_of` is
+    set to the position of the first identical input in `refs`.
 
-    `duplicate_of` is the position of the first identical input. An input that cannot be
-    read gets a `problem`. The hashes are in a temporary database on disk.
+    An input that cannot be read gets a `problem`. The hashes are kept in a temporary
+    database on disk, to bound memory.
     """
     with contextlib.closing(temporary_database()) as database:
         database.execute("CREATE TABLE first(hash BLOB PRIMARY KEY, row) WITHOUT ROWID")
@@ -187,26 +189,28 @@ def hash_and_mark_duplicates(refs: Iterable[InputRef]) -> Iterator[InputRef]:
 
 
 def temporary_database() -> sqlite3.Connection:
-    """Return an empty database in a temporary file, which vanishes with the connection.
+    """Return an empty database in a temporary file. The file is removed when the
+    connection is closed.
 
-    It takes at most about 64 MiB of memory, half of them to sort. The environment
-    variable TMPDIR names the directory of the file.
+    The database takes at most about 64 MiB of memory, half of it for sorting. The
+    environment variable TMPDIR names the directory of the file.
     """
-    # an empty name means a temporary file
+    # For SQLite, an empty name means a temporary file.
     database = sqlite3.connect("", isolation_level=None, check_same_thread=False)
     database.execute("PRAGMA cache_size = -32768")
     database.execute("PRAGMA journal_mode = OFF")
-    # a transaction per statement would write each to the file
+    # All statements are in one transaction. Otherwise, each would be written to the
+    # file separately.
     database.execute("BEGIN")
     return database
 
 
 def hashed(refs: Iterable[InputRef]) -> Iterator[InputRef]:
     """Yield `refs` in order with their content hashes. Threads read and hash a limited
-    number of inputs ahead.
+    number of inputs ahead of the caller.
 
     An input that cannot be read gets a `problem`. An input that already has a content
-    hash is not read.
+    hash or a `problem` is not read.
     """
     threads = min(_MAX_THREADS, 2 * (os.cpu_count() or 1))
 
@@ -223,15 +227,17 @@ def hashed(refs: Iterable[InputRef]) -> Iterator[InputRef]:
 
 
 class Listing:
-    """The inputs of all `sources` in row order. An iteration lists them, and reports
-    its progress, and patterns that match no input.
+    """Iterable over the inputs of all `sources` in row order.
+
+    An iteration lists the sources. It reports its progress to `on_event`, and at the
+    end also the patterns that match no input.
 
     Attributes:
         inputs: number of inputs so far.
 
     Raises:
-        JobStopped: `should_stop()`, which is called before each input and after the
-            last, returned True.
+        JobStopped: `should_stop()` returned True. It is called before each input is
+            yielded and after the last input.
     """
 
     def __init__(
@@ -267,8 +273,8 @@ class Listing:
         for pattern in self.sources[0].patterns.unmatched if self.sources else ():
             text = f"no input matches the pattern {pattern!r}"
             self._on_event(StatusMessage(text, is_warning=True))
-        # Ctrl-C also ends the program that writes a list to standard input, so the
-        # list may be cut
+        # Ctrl-C also ends the program that writes a list to standard input. The list
+        # then ends early, and must not be taken for a complete list.
         if self._should_stop():
             raise JobStopped(_STOPPED)
 
@@ -295,9 +301,12 @@ def open_source(
     """Open one directory or file as a source. Archives are opened when they are listed.
 
     Args:
-        column: name of the path column, if the file is a list of paths, or of the
-            column of images in Parquet files; None selects the first column with a name
-            in `PATH_COLUMNS`.
+        spec: path or URL of the directory or file, or "-" for standard input.
+        column: for a table of paths, the name of the column with the paths; None
+            selects the first column with a name in `PATH_COLUMNS`. For Parquet files of
+            images, the name of the column with the images; None selects the column by
+            its content.
+        clips: True if video files are inputs, too.
 
     Raises:
         UsageError: the path does not exist, cannot be read, or is not a source.
@@ -349,7 +358,7 @@ def open_source(
         is_image = has_input_suffix(os.fsencode(file_name(spec)), clips) or is_input(
             head, clips
         )
-        # a URL with a query or a fragment names one file
+        # A URL with a query or a fragment names one file, and no directory.
         if is_image or (is_url(spec) and file_name(spec) != spec):
             return ImageFileSource(spec)
         if is_url(spec):
@@ -389,7 +398,9 @@ def _refuse_credentials(url: str) -> None:
 
 
 def _matches(pattern: str) -> list[str]:
-    """Return the sorted names that a pattern with wildcards matches."""
+    """Return the sorted names that a pattern with wildcards matches. A name without
+    wildcards is returned unchanged.
+    """
     if not glob.has_magic(pattern) or os.path.exists(pattern):
         return [pattern]
     if not is_url(pattern):
@@ -417,11 +428,11 @@ def _matches(pattern: str) -> list[str]:
 
 
 def expand_braces(pattern: str) -> list[str]:
-    """Return all names that `pattern` expands to, in order, as in shells and
-    WebDataset: `{0000..0127}`, `{train,val}`.
+    """Return all names that `pattern` expands to, in order. Braces are as in shells and
+    WebDataset, for example `{0000..0127}` or `{train,val}`.
 
     A range can count down. If a bound of a range starts with 0, all numbers of the
-    range are padded with zeros.
+    range are padded with zeros to the width of the longer bound.
     """
     parts: list[list[str]] = []
     end = 0
@@ -460,8 +471,8 @@ def _real_path(source: Source) -> bytes:
 
 
 def _contained(sources: Sequence[Source]) -> Iterator[tuple[Source, Source]]:
-    """Yield (source, other) of sources that repeat an earlier one, and of sources
-    whose inputs a directory contains.
+    """Yield (source, other) for each source that is the same as an earlier source
+    `other`, and for each source whose inputs `other`, a directory, reads, too.
     """
     source_of_path: dict[bytes, Source] = {}
     for source in sources:
@@ -473,7 +484,8 @@ def _contained(sources: Sequence[Source]) -> Iterator[tuple[Source, Source]]:
         for path, source in source_of_path.items()
         if isinstance(source, FolderSource)
     }
-    # of directories with archives, which can be thousands
+    # The file names in each directory with a packed source. One directory can have
+    # thousands of such sources, and is listed once.
     names_in: dict[bytes, list[bytes]] = {}
     for path, source in source_of_path.items():
         parents = [os.path.dirname(path)]
@@ -485,7 +497,8 @@ def _contained(sources: Sequence[Source]) -> Iterator[tuple[Source, Source]]:
         if outer is source:
             continue
         is_part = isinstance(source, FolderSource | ImageFileSource)
-        # a directory does not read archives beside images or clips
+        # A directory source reads an archive or a Parquet file only if there are no
+        # images or clips beside it.
         if isinstance(source, _PACKED):
             if not is_url(path) and parents[0] not in names_in:
                 names_in[parents[0]] = os.listdir(parents[0])

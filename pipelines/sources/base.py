@@ -1,5 +1,5 @@
-"""What all kinds of sources share: their interface, the choice of files, and inputs
-that are whole files.
+"""Code that all kinds of sources share: their interface, the rules by which files are
+inputs, and inputs that are whole files.
 """
 
 from __future__ import annotations
@@ -39,12 +39,13 @@ from storage_formats.remote.urls import WEB_SCHEMES, has_credentials, is_url, sc
 
 STANDARD_INPUT = "-"
 
-# control characters and lone surrogates; requests encode all others
+# Control characters and lone surrogates cannot be part of a URL. A request encodes all
+# other characters.
 _NOT_IN_URL = re.compile(r"[\0-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
 class Patterns:
-    """Which inputs are used, by patterns in the syntax of .gitignore.
+    """Patterns in the syntax of .gitignore that select the inputs to use.
 
     Args:
         include: only inputs that match are used; empty for all.
@@ -100,6 +101,7 @@ class Source(ABC):
     """A source of images and clips.
 
     Attributes:
+        spec: the source as the user named it: a path, a URL, or "-" for standard input.
         path: absolute path of the directory or file, or its URL.
         clips: True if video files are inputs, too. Otherwise they are ignored, unless a
             list names them.
@@ -108,7 +110,8 @@ class Source(ABC):
         inputs: number of inputs in the latest pass.
         patterns: which inputs are used; the others are ignored.
         unread: uris of the inputs with metadata that could not be read.
-        hidden: archives that the latest pass ignored, because images lie beside them.
+        hidden: paths of the archives and Parquet files that the latest pass ignored,
+            because their directory also contains images.
     """
 
     spec: str
@@ -144,9 +147,11 @@ class Source(ABC):
         contents: Mapping[str, bytes | None],
         values: Mapping[Any, Any],
     ) -> dict[str, Value] | None:
-        """Return the metadata of an input: the values in its sidecars, see
-        `sidecar_values`, and other values by name. Remember the input if a value
-        cannot be read.
+        """Return the metadata of an input by column name; None if there is none.
+
+        `contents` has the contents of its metadata files, see `sidecar_values`.
+        `values` has values from other places, such as the columns of a list. For equal
+        names, the metadata files win. If a value cannot be read, `unread` gets `uri`.
         """
         damaged = self.ignored.get(UNREADABLE, 0)
         metadata = {
@@ -158,8 +163,9 @@ class Source(ABC):
         return metadata or None
 
     def _path_in_source(self, uri: str) -> str:
-        """Return the path that patterns see: below the directory or archive, or below
-        the directory of a list or file.
+        """Return the path of an input that patterns are compared with. The path is
+        relative to the directory or archive of the source. For a list or a single file,
+        the path is relative to the directory of this file.
         """
         source = display_path(self.path).rstrip("/")
         for start in (source, os.path.dirname(source)):
@@ -171,8 +177,8 @@ class Source(ABC):
 
     @abstractmethod
     def _iter_inputs(self) -> Iterator[InputRef]:
-        """Yield every input, before the patterns are applied. Count entries that are no
-        inputs in `ignored`.
+        """Yield every input, before the patterns are applied. Entries that are not
+        inputs are counted in `ignored`.
         """
 
 
@@ -196,8 +202,8 @@ def unreadable(
     error: Exception,
     advice: str,
 ) -> SourceError:
-    """Return the error for a source that cannot be read. `advice` says what to
-    check.
+    """Return the error to raise for a source `what` that cannot be read because of
+    `error`. `advice` names what the user can check.
     """
     reason = getattr(error, "strerror", None) or error
     return SourceError(f"cannot read {what}: {reason}; check {advice}")
@@ -209,15 +215,15 @@ def absolute_path(spec: str) -> bytes:
 
 
 def absolute_spec(spec: str) -> str:
-    """Return a source as the index records it: an absolute path or a URL. `-` stays
-    as it is.
+    """Return a source in the form that the index records: an absolute path or a URL.
+    The name `-` of standard input is returned unchanged.
     """
     return spec if spec == STANDARD_INPUT else os.fsdecode(absolute_path(spec))
 
 
 def file_name(spec: str) -> str:
-    """Return the path or URL of a file. The query of a web URL is removed, so that
-    the URL ends in the file suffix.
+    """Return the path or URL of a file. The query and the fragment of a web URL are
+    removed, so that the URL ends with the file suffix.
     """
     if scheme_of(spec) not in WEB_SCHEMES:
         return spec
@@ -225,8 +231,8 @@ def file_name(spec: str) -> str:
 
 
 def holds_inputs(names: Iterable[bytes], clips: bool) -> bool:
-    """Return True if `names` contains the name of an image file, or with `clips`
-    the name of a video clip.
+    """Return True if `names` contains the name of an image file. If `clips` is True,
+    the name of a video file counts, too. Hidden files do not count.
     """
     return any(
         has_input_suffix(name, clips) and not name.startswith(b".") for name in names
@@ -234,8 +240,8 @@ def holds_inputs(names: Iterable[bytes], clips: bool) -> bool:
 
 
 def is_input(head: bytes, clips: bool) -> bool:
-    """Return True if a file begins like an image, or with `clips` like a clip.
-    `head` has `HEAD_BYTES` bytes.
+    """Return True if `head` is the beginning of an image file. If `clips` is True, that
+    of a clip counts, too. `head` has `HEAD_BYTES` bytes, or fewer for a shorter file.
     """
     return image_format(head) is not None or (clips and clip_format(head) is not None)
 
@@ -249,8 +255,11 @@ def ignored_as(
     """Return the key under which `Ignored` counts a regular file; None if the file is
     an input.
 
-    `read_head`, which returns the first bytes of the file or raises OSError, is called
-    only if `name` has no suffix.
+    Args:
+        name: name of the file without its directory.
+        read_head: function that returns the first bytes of the file or raises OSError.
+            It is called only if `name` has no suffix.
+        clips: True if video files are inputs, too.
     """
     if name.startswith(b"."):
         return "(hidden)"
@@ -272,9 +281,13 @@ def file_input(
     """Return an input for the file at `path`.
 
     The input has a `problem` if the file is missing, unreadable or not a regular file.
+    A file at a URL is not checked, because no request is sent.
 
-    No request is sent if `path` is a URL; `size` is its number of bytes, if it is
-    known. Without `uri`, the uri of the input is derived from `path`.
+    Args:
+        path: path or URL of the file.
+        uri: uri of the input; None derives the uri from `path`.
+        size: number of bytes of the file at a URL; None if unknown.
+        metadata: metadata of the input.
     """
     uri = display_path(path) if uri is None else uri
     if is_url(path):
@@ -290,12 +303,13 @@ def file_input(
 
 
 def listed_input(value: Any, directory: bytes) -> InputRef | None:
-    """Return the input with the path or URL `value`; None if `value` is neither, or is
-    a URL with credentials.
+    """Return the input with the path or URL `value`. Return None if `value` is not a
+    valid path or URL, or if it is a URL with credentials.
 
     Args:
-        directory: directory or URL at which relative paths start. A list on a server
-            cannot name local files.
+        value: the entry of a list that names the input.
+        directory: directory or URL at which relative paths start. If it is a URL, the
+            list is on a server and cannot name local files.
     """
     if isinstance(value, str):
         scheme = scheme_of(value)
@@ -304,7 +318,8 @@ def listed_input(value: Any, directory: bytes) -> InputRef | None:
             bucket, _, key = url.partition("://")[2].partition("/")
             is_valid = bucket.isprintable() and not re.search(r"\s", bucket)
             is_valid &= not _NOT_IN_URL.search(key)
-            # the index would store a password in clear text
+            # A URL with credentials is not used, because the index would store the
+            # password in clear text.
             if not is_valid or has_credentials(url):
                 return None
             path = os.fsencode(url)
@@ -320,7 +335,7 @@ def listed_input(value: Any, directory: bytes) -> InputRef | None:
                 else os.fsencode(value)
             )
         except UnicodeEncodeError:
-            # a lone surrogate, from a JSON escape
+            # The path contains a lone surrogate, which an escape in JSON can make.
             return None
         if scheme and is_url(directory):
             return None
@@ -328,13 +343,15 @@ def listed_input(value: Any, directory: bytes) -> InputRef | None:
         return None
     if is_url(directory):
         is_below = not value.startswith(b"/") and b".." not in value.split(b"/")
-        # object stores and the Hub take names as they are
+        # On a web server, "#" would begin a fragment. Object stores and the Hub use
+        # names unchanged.
         if scheme_of(os.fsdecode(directory)) in WEB_SCHEMES:
             value = value.replace(b"#", b"%23")
         return file_input(directory + b"/" + value) if is_below else None
     path = os.path.join(directory, value)
     ref = file_input(path)
-    # a list often has its names in NFC, and a disk written by macOS has them in NFD
+    # The names in a list are often in the Unicode form NFC, but those on a disk that
+    # macOS has written are in NFD. The other form of a missing name is tried, too.
     if ref.problem == "missing" and not path.isascii():
         for form in ("NFC", "NFD"):
             other = os.fsencode(unicodedata.normalize(form, os.fsdecode(path)))
@@ -368,12 +385,13 @@ def problem_of(error: Exception) -> str:
 
 
 def lost_file(source: Source, error: Exception) -> InputRef:
-    """Return the one input of an archive or Parquet file that cannot be read any
-    further because of `error`.
+    """Return the input that replaces the remaining inputs of an archive or Parquet
+    file, after it cannot be read any further because of `error`.
 
     Raises:
-        UsageError: a server refuses the file or does not have it. All images in the
-            file would be lost.
+        UsageError: a server refuses the file or does not have it, so that all images in
+            the file would be lost.
+        TransientInputError: as in `problem_of`.
     """
     is_damage = not isinstance(error, OSError | ImageError) or (
         isinstance(error, OSError) and error.errno is None

@@ -47,11 +47,13 @@ from storage_formats.threads import ordered_map
 _FILES_AT_ONCE = 16
 # device and inode: the same for every path to a file or directory
 _FileId = tuple[int, int]
-# names of the metadata files by suffix, by the name of the input
+# name of an input -> suffix of a metadata file -> name of the metadata file
 _Sidecars = dict[bytes, dict[str, bytes]]
 
 
 _LITTER = "(thumbnails, trash)"
+# Tables with the metadata of the images in a directory, as Hugging Face Datasets reads
+# them. Their column `_NAME` names the images.
 _TABLES = (b"metadata.jsonl", b"metadata.csv")
 _NAME = "file_name"
 
@@ -61,10 +63,11 @@ class _Directory:
     """The contents of a directory.
 
     Attributes:
-        files: sizes of the files by name; None for local files.
+        files: sizes of the files in bytes, by name. The size of a local file is None.
         links: names of the symbolic links to files, and of broken links with the suffix
             of an input.
-        directories: names of the subdirectories and of the links to directories.
+        directories: names of the subdirectories.
+        linked_directories: names of the symbolic links to directories.
     """
 
     path: bytes
@@ -79,33 +82,36 @@ class FolderSource(Source):
     """The images in a directory and its subdirectories.
 
     In each directory, the files come first and the subdirectories follow, both sorted
-    by the bytes of their names. Symbolic links are followed; those to directories come
-    last of all. If several paths lead to one file, only the first path is used. Hidden
-    files and directories are ignored. The files NAME.json and NAME.txt contain the
-    metadata of the image NAME.jpg, and metadata.jsonl or metadata.csv that of the
-    images in its column file_name.
+    by the bytes of their names. Symbolic links are followed. Links to directories are
+    read last, after the whole tree. If several paths lead to one file, only the first
+    path is used. Hidden files and directories are ignored.
+
+    The files NAME.json and NAME.txt contain the metadata of the image NAME.jpg. A table
+    metadata.jsonl or metadata.csv contains the metadata of the images that its column
+    file_name names.
 
     Archives and Parquet files are read if their directory contains no image files, as
     in the output of img2dataset. Otherwise they are ignored and counted.
 
-    Directories of indexes are ignored, because the output of a build may lie in its
+    Directories of indexes are ignored, because a build may write its index into its
     source.
 
     Attributes:
-        column: name of the column of images in Parquet files; None looks for it.
+        column: name of the column of images in Parquet files; None selects the column
+            by its content.
     """
 
     column: str | None = None
 
     def _iter_inputs(self) -> Iterator[InputRef]:
         self._visited: dict[_FileId, bytes] = {}
-        # files already used through a link, by directory
+        # directory -> names of its files that were used through a link
         self._linked: dict[_FileId, set[bytes]] = {}
         self._packed_seen: set[_FileId] = set()
-        # columns of tables in the directories, and captions of further lines, by path
-        # of the photo
+        # Path of a photo in a metadata table -> (values of its first line, captions of
+        # its further lines). The captions are the keys of a dictionary, to keep order.
         self._listed: dict[bytes, tuple[dict[Any, Any], dict[str, None]]] = {}
-        # directories of damaged tables
+        # directories whose metadata table is damaged
         self._damaged: list[bytes] = []
         pending = [self.path.rstrip(b"/") if is_url(self.path) else self.path]
         links = deque[bytes]()
@@ -129,6 +135,9 @@ class FolderSource(Source):
             self.ignored.count("(metadata without a file)", len(self._listed))
 
     def _list(self, path: bytes) -> _Directory:
+        """Return the contents of a directory or URL. The result is empty for a
+        directory that has been read before and for the directory of an index.
+        """
         directory = _Directory(path)
         if is_url(path):
             contents = list_remote_folder(os.fsdecode(path))
@@ -137,7 +146,8 @@ class FolderSource(Source):
                     f"the server of {self.spec} does not list directories; give the"
                     " URLs of files"
                 )
-            # Azure lists empty directories
+            # A directory on a server exists only if it contains files. Azure is the
+            # exception, because it lists empty directories, too.
             if not any(contents) and scheme_of(self.spec) != "az":
                 raise UnreachableError(
                     "the server lists no files there", os.fsdecode(path)
@@ -263,8 +273,8 @@ class FolderSource(Source):
         sidecars: _Sidecars,
         name: bytes,
     ) -> InputRef | None:
-        """Return the input for a file. Return None if it is no input, and count it
-        as ignored.
+        """Return the input for a file. If the file is not an input, count it as ignored
+        and return None.
         """
         path = os.path.join(directory.path, name)
         size = directory.files.get(name)
@@ -296,8 +306,8 @@ class FolderSource(Source):
         directory: _Directory,
         name: bytes,
     ) -> bool:
-        """Read the table of an image folder of Hugging Face Datasets, whose column
-        `file_name` names the photos. Return False if it has no such column.
+        """Read the metadata table `name` of a directory, whose column `file_name` names
+        the photos. Return False if the table has no such column.
         """
         try:
             table = ListSource(os.fsdecode(os.path.join(directory.path, name)), _NAME)
@@ -306,17 +316,18 @@ class FolderSource(Source):
                 raise
             if error.__cause__ is None:
                 return False
-            # it may have been such a table
+            # The table is damaged, and may have had this column.
             self.ignored.count(UNREADABLE)
             self._damaged.append(os.path.join(directory.path, b""))
             return True
         for values in table.values():
-            # as in an imagefolder, whose tables may come from Windows
+            # As in Hugging Face Datasets, a path may have the backslashes of Windows.
             listed = str(values.pop(_NAME, "")).replace("\\", "/")
             photo = listed_input(os.path.normpath(listed), directory.path)
             if photo is not None:
                 first, more = self._listed.setdefault(photo.path, (values, {}))
-                # one line per caption
+                # A photo can have several lines, one per caption. The first line gives
+                # all values, and the others only add their captions.
                 if first is not values:
                     more.update(dict.fromkeys(_texts(values)))
         if UNREADABLE in table.ignored:
@@ -334,8 +345,8 @@ class FolderSource(Source):
         name: bytes,
         ref: InputRef,
     ) -> bool:
-        """Return True if the file of an input was used before, under another path.
-        Record the target of a link.
+        """Return True if the file of an input is used under another path, too. If
+        `name` is a link, record its target as used.
         """
         if name not in directory.links:
             return bool(self._linked) and name in self._linked.get(
@@ -374,7 +385,8 @@ def _read_sidecar(path: bytes) -> bytes | None:
             is_too_large = os.fstat(file.fileno()).st_size > MAX_SIDECAR_BYTES
             return None if is_too_large else file.read(MAX_SIDECAR_BYTES)
     except OSError as error:
-        # raises TransientInputError, for example because the disk fails
+        # This raises TransientInputError if the error is temporary, for example a
+        # failing disk.
         problem_of(error)
         return None
 

@@ -63,40 +63,43 @@ PATH_COLUMNS = (
     "uri",
     "url",
 )
-"""Names of path columns. Unless the user names a column, the first of these names
-in the list is the path column.
+"""Names of path columns. Unless the user names a column, the path column of a table is
+the first of these names that the table has.
 """
 
 MORE_FIELDS = "(fields without a column)"
-# the key of the path in text and caption files
+# the name under which the entries of text and caption files have their path
 _PATH = "path"
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}
+# bytes; a longer line of a text file is an entry without a valid path
 _MAX_LINE = 1 << 16
 _PARQUET_BATCH = 8192
-# lines of JSON Lines in which an object with column names is looked for
+# number of lines of a JSON Lines file whose names are taken as its columns
 _LINES_WITH_COLUMNS = 1000
 
 _Entry: TypeAlias = tuple[int, dict[Any, Any]]
-"""The number of an entry and its values by name of the column. The values are empty
-if the entry cannot be read.
+"""(number of an entry, its values by column name). The values are empty if the entry
+cannot be read.
 """
 
 _Row: TypeAlias = tuple[int, list[str] | None]
-"""The number of the last line of a row of a table, and the fields of the row; None
-for an invalid row.
+"""(number of the last line of a table row, fields of the row). The fields are None if
+the row is invalid.
 """
 
 
 @dataclass
 class ListSource(Source):
-    """The files that a list names, in the order of the list. Other values of an entry
-    are the metadata of its file.
+    """The files that a list names, in the order of the list. The values of an entry,
+    except the path, are the metadata of its file.
 
-    The suffix determines the format, which is read as a stream:
+    The suffix of the list determines its format:
     - `.parquet`, `.csv`, `.tsv`, `.jsonl` and `.ndjson`: a table with a path column.
     - `.txt` and standard input: one path per line. Blank lines are skipped.
     - `.json`: a COCO caption file, a Karpathy split, or a list of records. If several
       records name one image, their captions are joined.
+
+    Tables and texts are read as a stream, so memory does not depend on their length.
 
     Relative paths start at the directory of the list, or at the working directory for
     standard input. A missing file becomes an input with the problem "missing". An entry
@@ -134,7 +137,7 @@ class ListSource(Source):
         try:
             if is_url(self.path):
                 self._directory = os.path.dirname(os.fsencode(name))
-                # it lives as long as this object
+                # The temporary file is removed when this object is deleted.
                 copy = tempfile.NamedTemporaryFile(prefix="edje-list-")  # noqa: SIM115
                 self._copy = copy
                 self._copy.write(read_remote(self.spec, MAX_INPUT_BYTES))
@@ -169,8 +172,8 @@ class ListSource(Source):
             yield dataclasses.replace(ref, metadata=metadata)
 
     def values(self) -> Iterator[dict[Any, Any]]:
-        """Yield the values of each entry by column, the path among them. Entries that
-        cannot be read are left out and counted.
+        """Yield the values of each entry by column name, including the path. Entries
+        that cannot be read are left out, and counted in `ignored`.
         """
         for _, values in self._entries():
             if values:
@@ -179,8 +182,8 @@ class ListSource(Source):
                 self.ignored.count(UNREADABLE)
 
     def _entries(self) -> Iterator[_Entry]:
-        """Yield the entries. Empty fields of CSV are left out. If two columns share
-        a name, the first wins.
+        """Yield the entries of the list. Empty fields of CSV and TSV files are left
+        out. If two columns share a name, the first wins.
         """
         if self._suffix == LINES_SUFFIX:
             yield from self._lines()
@@ -205,7 +208,8 @@ class ListSource(Source):
                     },
                 )
         elif self._suffix == ".parquet":
-            # columns with binary values are left out, except the path column
+            # Columns with binary values are not metadata. The path column may be
+            # binary.
             position = 0
             column = str(self.column)
             try:
@@ -237,20 +241,24 @@ class ListSource(Source):
                 if len(row or []) > len(names):
                     self.ignored.count(MORE_FIELDS)
                 yield number, values
-            # the end of the file is lost
+            # The last row has too few fields, so the end of the file is missing.
             if len(row or names) < len(names):
                 self.ignored.count(UNREADABLE)
         else:
-            # File names need not be UTF-8.
+            # A file name need not be UTF-8. Its other bytes become surrogates.
             for number, value, _ in read_json_lines(
                 self._file, decode_errors="surrogateescape"
             ):
                 yield number, value if isinstance(value, dict) else {}
 
     def _columns(self) -> list[str]:
+        """Return the names of the columns that can contain paths. Raise ValueError if
+        the file names no columns.
+        """
         if self._suffix in _DELIMITERS:
             for _, row in self._csv_rows():
-                # zeros or UTF-16, or the page of a server
+                # A zero byte means a damaged file or UTF-16. A "<" means the HTML page
+                # of a server.
                 if row and "\0" not in row[0] and not row[0].startswith("<"):
                     return row
                 break
@@ -273,6 +281,7 @@ class ListSource(Source):
         return [each.name for each in schema if column_kind(each.type) in (TEXT, BYTES)]
 
     def _lines(self) -> Iterator[_Entry]:
+        """Yield the entries of a text file or of standard input."""
         is_standard_input = self.spec == STANDARD_INPUT
         if is_standard_input and sys.stdin.closed:
             raise SourceError(
@@ -297,9 +306,8 @@ class ListSource(Source):
     def _csv_rows(self) -> Iterator[_Row]:
         """Yield the rows of a table, including the header.
 
-        Every line of a table with tabs is a row, because quotation marks have no
-        special meaning in most of these tables. In a table with commas, quoted text can
-        contain line breaks.
+        In a CSV file, quoted text can contain line breaks. In a TSV file, every line is
+        a row, because quotation marks have no special meaning in most TSV files.
         """
         with open(
             self._file, encoding="utf-8-sig", errors="surrogateescape", newline=""
@@ -313,7 +321,8 @@ class ListSource(Source):
                         csv.reader([line], delimiter="\t", strict=True)
                     )
                 except csv.Error:
-                    # quotation marks that quote no field, or a field that is too long
+                    # Either quotation marks are part of the text, or a field is too
+                    # long. A line with too long a field is an invalid row.
                     row = (
                         None
                         if len(line) > csv.field_size_limit()

@@ -50,11 +50,12 @@ from storage_formats.threads import ordered_map
 
 NO_IMAGE = "(row without an image)"
 _FILES_AT_ONCE = 8
-# rows of metadata in a batch
+# rows of a Parquet file in a batch without and with the bytes of images
 _ROWS = 256
 _ROWS_WITH_IMAGES = 8
-# values of a column among which an image is looked for
+# largest number of values of a column that are compared with image formats
 _ROWS_TO_TRY = 100
+# usual names of image columns, the most preferred first
 _PREFERRED = ("image", "img", "jpg", "jpeg", "png", "webp", "image_bytes", "bytes")
 
 
@@ -72,8 +73,8 @@ def packed_source(
     """Return the source for an archive or a Parquet file of images. The file is opened
     when it is listed.
 
-    If `column` is None, the column of a Parquet file that holds the images is looked
-    for.
+    `column` is the column of a Parquet file that holds the images. None selects the
+    column by its content.
     """
     if container_kind(file_name(spec)) == PARQUET:
         return ParquetImagesSource(spec, column, clips=clips)
@@ -82,8 +83,8 @@ def packed_source(
 
 @dataclass
 class ArchiveSource(Source):
-    """The images in one archive, in the order of the archive, with the metadata beside
-    them.
+    """The images in one archive, in the order of the archive. The metadata files in the
+    archive give their metadata.
 
     NAME.json and NAME.txt contain the metadata of NAME.jpg, see
     `edje_index.inputs.names.join_sidecars`. Other members that are not images are
@@ -128,12 +129,14 @@ class ArchiveSource(Source):
         member: Member,
     ) -> str | None:
         """Return the key under which a member is ignored; None if it is an input."""
-        # some zips of Windows have backslashes
+        # The names in some zips that Windows programs wrote contain backslashes.
         name = member.name.replace(b"\\", b"/")
         parts = [part for part in name.split(b"/") if part not in (b"", b".", b"..")]
         if not parts:
             return "(not a file)"
-        # macOS puts the attributes of files into a directory of its own
+        # A member inside a hidden directory is counted as hidden. macOS archives
+        # contain the attributes of files in a directory `__MACOSX`, which is treated
+        # like a hidden directory.
         name = next(
             (part for part in parts if part.startswith(b".") or part == b"__MACOSX"),
             parts[-1],
@@ -154,13 +157,15 @@ class ParquetImagesSource(Source):
     """The images in one column of a Parquet file, with the values of the other columns
     as metadata.
 
-    The column is binary, or a struct with the fields `bytes` and `path` (Hugging Face).
-    If `bytes` is null, `path` names an image file, relative to the directory of the
-    Parquet file. Rows without either are ignored, and counted.
+    The column is binary, or a struct with the fields `bytes` and `path`, as Hugging
+    Face Datasets writes images. If `bytes` is null, `path` names an image file,
+    relative to the directory of the Parquet file. A row with neither is ignored and
+    counted.
 
     Attributes:
-        column: name of the column. If the file has no such column, it is looked for
-            when the file is listed. A file without images is then ignored.
+        column: name of the column of images. If it is None or the file has no such
+            column, the column is selected by its content when the file is listed. A
+            file without a column of images is ignored and counted.
     """
 
     column: str | None = None
@@ -207,10 +212,11 @@ class ParquetImagesSource(Source):
         column: str,
         leaf: str,
     ) -> Iterator[tuple[bool, str | None, dict[str, Any]]]:
-        """Yield (whether it has bytes, path in its struct, metadata) of the image in
-        each row.
+        """Yield (has_bytes, path, metadata) for each row. `has_bytes` is False if the
+        bytes of the image are null, and `path` is the path in the struct.
 
-        The image bytes are read only if the column may contain nulls.
+        The image bytes are read only if the column may contain nulls. The statistics of
+        the file tell this.
         """
         names = metadata_columns(parquet.schema_arrow, column, self.ignored)
         index = [
@@ -273,11 +279,11 @@ def find_image_column(
 
     A column holds images if Hugging Face Datasets recorded the type Image for it.
     Without a recorded type, a binary column holds images if one of its first 100 values
-    begins like an image file. The same is true of a struct column with a binary field
-    `bytes`.
+    that are not empty begins like an image file. The same rule holds for the binary
+    field `bytes` of a struct column.
 
-    Unless `column` is None, it is the only column to consider. If several columns hold
-    images, the column with a usual name is returned.
+    If `column` is given, only this column is examined. If several columns hold images,
+    the column with a usual name, such as "image", is returned.
 
     Raises:
         UsageError: several columns hold images, and none of them has a usual name.
@@ -299,8 +305,8 @@ def find_image_column(
 
 
 def list_column(schema: Any) -> str | None:
-    """Return the first column whose values contain binary values, but cannot be images:
-    lists of images, for example. None if there is none.
+    """Return the first column that contains binary values but is not a column of
+    images, for example a column of lists of images. None if there is none.
     """
     return next(
         (
@@ -324,7 +330,8 @@ def _holds_images(parquet: Any, name: str) -> bool:
     for batch in iter_batches(parquet, 1, [leaf]):
         value = batch.column(0)[0].as_py()
         data = value["bytes"] if isinstance(value, dict) else value
-        # a damaged image, such as the error page of a server, may come first
+        # Several values are examined, because the first may be damaged, for example the
+        # error page of a server.
         if data:
             head = data[:HEAD_BYTES]
             if image_format(head) or undecoded_format(head):
@@ -332,13 +339,14 @@ def _holds_images(parquet: Any, name: str) -> bool:
             others += 1
             if others == _ROWS_TO_TRY:
                 return False
-    # images in files that the struct names
+    # All `bytes` are null or empty. The images are then in the files that the field
+    # `path` of the struct names.
     return leaf != name and not others
 
 
 def scan_ahead(sources: Sequence[Source]) -> Iterator[InputRef]:
-    """Yield the inputs of packed sources in order. Threads list those of the next
-    sources in advance.
+    """Yield the inputs of packed sources in order. Threads list the next sources ahead
+    of the caller.
     """
     if len(sources) == 1:
         yield from sources[0].iter_inputs()
