@@ -18,7 +18,7 @@ from typing import Any
 
 _DISTRIBUTION = "edje-index"
 _CGROUP = Path("/sys/fs/cgroup")
-# NVIDIA, WSL, AMD
+# device files of GPUs: NVIDIA, WSL and AMD
 _GPU_NODES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg", "/dev/kfd")
 _PROBE = "import torch; print(torch.cuda.device_count())"
 _PACKAGES = (
@@ -61,7 +61,7 @@ def dependencies() -> dict[str, str]:
     try:
         lines = requires(_DISTRIBUTION) or ()
     except PackageNotFoundError:
-        # run from a checkout that is not installed
+        # The code runs from a checkout that is not installed as a package.
         return {}
     names = {match[0] for line in lines if (match := re.match(r"[\w.-]+", line))}
     return _versions(sorted(names, key=str.lower))
@@ -87,7 +87,8 @@ def available_memory() -> int:
     used = _read_cgroup("memory.current")
     if limit.isdigit() and used.isdigit():
         fields = dict(line.split() for line in _read_cgroup("memory.stat").splitlines())
-        # freed when it is needed
+        # The limit counts the page cache, too, which the kernel frees when memory is
+        # needed.
         cache = sum(
             int(fields.get(name, 0)) for name in ("inactive_file", "active_file")
         )
@@ -96,7 +97,9 @@ def available_memory() -> int:
 
 
 def free_disk(path: Path) -> int:
-    """Return the free disk space at `path` in bytes. The path need not exist."""
+    """Return the free disk space at `path` in bytes. If `path` does not exist, its
+    nearest existing parent counts.
+    """
     existing = next(
         directory
         for directory in (path, *path.absolute().parents)

@@ -31,13 +31,16 @@ from storage_formats.format.source_columns import (
 CAPTIONS = "captions"
 """Name of the column with the lines of a `.txt` file beside an image."""
 
+# keys under which `Ignored` counts metadata that cannot be stored
 BINARY = "(binary column)"
 UNREADABLE = "(unreadable metadata)"
 NOT_FINITE = "(number not finite)"
 BAD_NAME = "(column name not allowed)"
-# surrogates stand for bytes that are not UTF-8, and come from JSON escapes
+# A text with lone surrogates is not valid Unicode. They stand for bytes that are not
+# UTF-8, or come from escapes in JSON.
 _BROKEN = re.compile("[\ud800-\udfff]")
 _INT64 = range(-(1 << 63), 1 << 63)
+# limits on the keys of `Ignored`: characters of a suffix, and number of keys
 _LONGEST_SUFFIX = 12
 _MAX_KEYS = 100
 
@@ -56,7 +59,9 @@ class Ignored(dict[str, int]):
         key: str,
         entries: int = 1,
     ) -> None:
-        """Count entries under `key`, or under "(other)" if the key is unusual."""
+        """Add `entries` to the count of `key`. A new key that is a very long suffix, or
+        comes after 100 other keys, is counted under "(other)".
+        """
         with self._lock:
             if key not in self and (
                 (len(key) > _LONGEST_SUFFIX and key[0] == ".") or len(self) >= _MAX_KEYS
@@ -73,9 +78,9 @@ def source_values(
     Nulls are left out. A value of a type that the rows table does not support, such as
     a JSON object, becomes text.
 
-    `ignored` counts names that a column cannot have, and values that are left out:
-    numbers that are not finite, texts that are not Unicode, and times that are not in
-    the years 1 to 9999 in UTC.
+    Values are left out and counted in `ignored` if their name is not allowed for a
+    column, or if they are numbers that are not finite, texts that are not Unicode, or
+    times outside the years 1 to 9999 in UTC.
     """
     from storage_formats.format.rows import ROW_SCHEMA
 
@@ -109,7 +114,7 @@ def sidecar_values(
     for a file that cannot be used.
     """
     values: Json = {}
-    # the object comes first, so that its captions win
+    # `.json` comes before `.txt`. If the object has captions, they win over the lines.
     for suffix, content in sorted(contents.items()):
         try:
             text = (content or b"").decode("utf-8-sig")
@@ -131,11 +136,11 @@ def metadata_columns(
     input_column: str | None,
     ignored: Ignored,
 ) -> list[str]:
-    """Return the names of the columns with metadata: all columns except `input_column`
-    and unusable columns.
+    """Return the names of the columns with metadata. These are all columns except
+    `input_column` and unusable columns.
 
     A column is unusable if it has binary values, or if another column has the same
-    name. `ignored` counts these columns.
+    name. Unusable columns are counted in `ignored`.
     """
     copies = Counter(schema.names)
     names: list[str] = []
@@ -152,7 +157,9 @@ def metadata_columns(
 
 
 def holds_binary(arrow_type: Any) -> bool:
-    """Return True if the values of a type are or contain binary values."""
+    """Return True if an Arrow type is binary, or contains a binary type, such as a list
+    or a struct of binary values.
+    """
     fields = [arrow_type.field(index) for index in range(arrow_type.num_fields)]
     return column_kind(arrow_type) == BYTES or any(
         holds_binary(field.type) for field in fields
@@ -160,8 +167,8 @@ def holds_binary(arrow_type: Any) -> bool:
 
 
 def features_of(schema: Any) -> dict[str, Json]:
-    """Return what Hugging Face Datasets recorded about each column; {} if another
-    program wrote the file.
+    """Return the features that Hugging Face Datasets recorded in a Parquet schema, by
+    column; {} if another program wrote the file.
     """
     with contextlib.suppress(
         AttributeError, KeyError, TypeError, ValueError, RecursionError
@@ -186,10 +193,15 @@ def parquet_rows(
     """Yield the values of the columns `names` of each row of an open Parquet file, as
     Python objects.
 
-    A class label of Hugging Face Datasets is its name. A text that is not UTF-8 becomes
-    bytes. A value without a Python object becomes text.
-    `rows` rows are read at once. `leaves` are the columns to read, if only parts of
-    structs are needed.
+    A class label of Hugging Face Datasets becomes the name of the class. A text that is
+    not UTF-8 becomes bytes. A value that no Python type can hold becomes text.
+
+    Args:
+        file: open Parquet file.
+        names: columns of the result, in its order.
+        rows: number of rows to read at once.
+        leaves: paths of the Parquet columns to read, if only parts of structs are
+            needed. None reads `names` completely.
     """
     features = features_of(file.schema_arrow)
     for batch in iter_batches(file, rows, names if leaves is None else leaves):
@@ -203,7 +215,7 @@ def parquet_rows(
             except (ValueError, OverflowError):
                 values.append(list(map(_python_value, column)))
             classes = features.get(name, {}).get("names")
-            # -1 is no label
+            # A label outside the range, such as -1, stands for no label.
             if isinstance(classes, list) and pa.types.is_integer(column.type):
                 values[-1] = [
                     classes[label] if label in range(len(classes)) else None
@@ -213,7 +225,7 @@ def parquet_rows(
 
 
 def _python_value(scalar: Any) -> Any:
-    """Return an Arrow value as a Python object, see `parquet_rows`."""
+    """Convert an Arrow value to a Python object by the rules of `parquet_rows`."""
     value = scalar.value if isinstance(scalar, pa.DictionaryScalar) else scalar
     try:
         return value.as_py()
@@ -221,15 +233,15 @@ def _python_value(scalar: Any) -> Any:
         is_text = column_kind(value.type) == TEXT
         return value.as_buffer().to_pybytes() if is_text else b""
     except (ValueError, OverflowError):
-        # a date after the year 9999, for example
+        # Python has no type for this value, for example for a date after the year 9999.
         with contextlib.suppress(pa.ArrowException):
             return value.cast(pa.string()).as_py()
         return b""
 
 
 def _checked(value: Any, ignored: Ignored) -> Any:
-    """Return a value without numbers that are not finite and texts that are not
-    Unicode, which are counted in `ignored`. In their place are nulls.
+    """Return a value in which None replaces numbers that are not finite, bytes, and
+    texts that are not Unicode. The replaced values are counted in `ignored`.
     """
     if isinstance(value, list):
         return [_checked(item, ignored) for item in value]
@@ -263,6 +275,6 @@ def _typed(value: Any) -> Value:
             return texts
     if not isinstance(value, list | dict):
         return str(value)
-    # names of members can have lone surrogates
+    # The keys of a JSON object can contain lone surrogates.
     text = json.dumps(value, ensure_ascii=False, default=str)
     return text.encode("utf-8", "backslashreplace").decode()

@@ -1,7 +1,7 @@
 """Model bundles in memory: load and save whole bundles, and load single parts.
 
-Importing this module and loading a part import only what is needed: searches use
-neither open_clip nor transformers if they can.
+Importing this module, or loading a part, imports only the libraries that are needed. A
+search imports open_clip and transformers only for text towers that need them.
 """
 
 from __future__ import annotations
@@ -90,7 +90,8 @@ class ModelBundle:
         pooled: linear maps of the pooled similarity, a part of the final score; None if
             the bundle has none.
         logit_range, pool, origins: see `BundleInfo`.
-        offset: see `read_bundle_offset`.
+        offset: offset block for new indexes, see `read_bundle_offset`; None if the
+            bundle has none.
         info: content of the ``bundle.json`` that was loaded, with the fingerprints of
             the files; None for a bundle made in memory.
 
@@ -165,7 +166,7 @@ class ModelBundle:
             device: device of the weights: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
                 ``auto`` is CUDA if torch finds a CUDA device, else the CPU.
             dtype: data type of matrix products in the joint encoder, see
-                `devices.resolve_dtype`.
+                `edje_index.models.devices.resolve_dtype`.
             verify: compare every file with the hash in ``bundle.json`` before loading,
                 and check that all weights are finite.
 
@@ -290,8 +291,8 @@ class ModelBundle:
 
 
 def _check_fit(bundle: ModelBundle) -> None:
-    """Raise ModelError if parts of the bundle do not fit each other, or if the
-    score needs a missing part.
+    """Raise ModelError if parts of the bundle do not fit each other, or if the final
+    score needs a part that the bundle lacks.
     """
     adapter = bundle.adapter.config
     vision = bundle.vision
@@ -302,7 +303,7 @@ def _check_fit(bundle: ModelBundle) -> None:
             f" of the vision tower {name} have width {vision.patch_dim}: use the vision"
             " tower that the adapter was trained with"
         )
-    # one token per patch
+    # These adapters make one token per patch.
     keeps_all = adapter.kind in (LOCAL, PATCHES)
     if (keeps_all and adapter.num_tokens != vision.num_patches) or (
         adapter.kind in REDUCTIONS and adapter.num_tokens > vision.num_patches
@@ -370,7 +371,7 @@ def load_adapter(info: BundleInfo) -> Adapter:
 
 
 def load_joint_encoder(info: BundleInfo) -> JointEncoder:
-    """Load the joint encoder of a bundle, for training."""
+    """Load the joint encoder of a bundle as a module that can be trained."""
     from edje_index.models.joint_encoder import JointEncoder, bert_config
 
     tokenizer = load_joint_tokenizer(
@@ -412,11 +413,13 @@ def load_pooled_similarity(
     """Load the pooled similarity of a bundle onto `device`. Return None if the bundle
     has none.
 
-    The hubness correction, which earlier versions subtracted, is ignored with a
-    warning.
+    Bundles of earlier versions can contain a hubness correction of the score. It is
+    ignored with a warning.
 
     Args:
+        info: description of the bundle.
         width: width of the joint encoder.
+        device: device of the weights.
     """
     if HUBNESS_BANK in info.joint:
         warnings.warn(
@@ -439,8 +442,11 @@ def load_pooled_similarity(
 def check_scorer_fit(
     adapter: AdapterConfig, models: Scorer, score: DirectionWeights
 ) -> None:
-    """Check that the adapter, the models of the parts, and the weights of the final
-    score fit together.
+    """Check that the adapter, the models that compute the parts of the final score, and
+    the weights of the final score fit together.
+
+    Raises:
+        ModelError: they do not fit together.
     """
     if adapter.language_dim != models.joint.width and not adapter.is_feature:
         raise ModelError(

@@ -1,9 +1,9 @@
-"""Reads models of others: checkpoints of the published EDJE training code, and plain
-towers. Makes bundles of them.
+"""Makes bundles from models that are not bundles: checkpoints of the published EDJE
+training code, and towers without an adapter.
 
-A bundle of a published checkpoint has the adapter and the joint encoder of the
+The bundle of a published checkpoint has the adapter and the joint encoder of the
 checkpoint. The frozen towers come from the checkpoint itself, or from the repository
-that its configuration or its model card names.
+that the configuration or the model card of the checkpoint names.
 """
 
 from __future__ import annotations
@@ -61,13 +61,14 @@ from edje_index.scoring.weights import DirectionWeights, ScoreWeights
 from storage_formats.atomic import Json
 from storage_formats.remote.urls import hub_kind
 
-# The names on the model card of the authors, for models that name nothing else.
+# Repositories that the model card of the EDJE authors names. They are used for
+# checkpoints that name no repositories.
 AUTHORS_TOWERS = "google/siglip2-large-patch16-384"
 AUTHORS_LANGUAGE = "microsoft/MiniLM-L12-H384-uncased"
 TOWERS_OF = ("siglip_path", r"siglip2?-[\w.-]+", AUTHORS_TOWERS)
-"""Where `_Checkpoint.named` finds the name of the towers."""
+"""Arguments of `_Checkpoint.named` that find the repository of the towers."""
 _CARD = "the model card of the authors' model"
-# Parts of a published model, and the beginnings of their tensor names.
+# part of a published model -> prefix of the names of its tensors
 PARTS = {
     "adapter": "vision_projection.",
     "language model": "language_model.",
@@ -79,7 +80,8 @@ ADAPTER_PREFIX = PARTS["adapter"]
 _LAST_PART = "classification_head.1.weight"
 WORDS = "language_model.bert.embeddings.word_embeddings.weight"
 POSITIONS = "language_model.bert.embeddings.position_embeddings.weight"
-# One tensor under several names, of which some files keep only one.
+# Groups of names that stand for the same tensor. Some files contain the tensor under
+# only one name of its group.
 _TIED = (
     (WORDS, "text_embeddings.weight", "language_model.cls.predictions.decoder.weight"),
     (
@@ -87,8 +89,9 @@ _TIED = (
         "language_model.cls.predictions.decoder.bias",
     ),
 )
-# Candidates per query in the evaluation of the paper: 10 to 50.
+# The default pool. The evaluation of the paper uses 10 to 50 candidates per query.
 _POOL = 50
+# A larger value of `k` in a configuration is not taken for a pool.
 _MAX_POOL = 1000
 
 
@@ -126,13 +129,15 @@ class PublishedModel:
 
 @dataclass
 class _Checkpoint:
-    """A published checkpoint: its weights under the published names, and the values
-    that the weights do not hold.
+    """A published checkpoint: its weights, and the settings that the weights do not
+    contain.
 
     Attributes:
-        config: settings of the training run, or the content of ``config.json``.
-        origins: the values that the weights do not hold and where each comes from, by
-            the name of the value.
+        source: location of the files.
+        files: paths of the weights files.
+        state: weights by their published names.
+        config: content of ``config.json`` and the settings of the training run.
+        origins: name of a setting -> description of the place it comes from.
     """
 
     source: Source
@@ -142,10 +147,11 @@ class _Checkpoint:
     origins: dict[str, str] = field(default_factory=dict)
 
     def towers(self) -> State:
-        """Return the SigLIP towers in the weights, under the names of transformers.
+        """Return the weights of the SigLIP towers in the checkpoint by the names of
+        transformers. A tower that is not complete is left out.
 
-        Training keeps the vision tower twice, as ``vision_encoder.*`` and
-        ``clip.vision_model.*``.
+        A checkpoint contains the vision tower twice, as ``vision_encoder.*`` and as
+        ``clip.vision_model.*``, because the training code saves both.
         """
         towers = {
             key.removeprefix("clip."): tensor
@@ -167,12 +173,16 @@ class _Checkpoint:
         return {k: v for k, v in towers.items() if k.partition(".")[0] in complete}
 
     def named(self, key: str, pattern: str, default: str) -> tuple[str, str]:
-        """Return the repository of a part of the model, and where its name comes from:
-        the entry `key` of the configuration, else the first match of `pattern` in the
-        model card, else the `default`.
+        """Return (name of the repository of a part of the model, where this name comes
+        from).
+
+        The name is the entry `key` of the configuration. Without such an entry, it is
+        the first name in the model card that matches ``ORG/`` and `pattern`. Otherwise,
+        it is `default`.
         """
         path = str(self.config.get(key) or "")
-        # the name may be a directory on the machine that trained
+        # The entry may be a path on the machine of the training run. Its last two parts
+        # are then taken as the name.
         if name := re.search(r"[\w.-]+/[\w.-]+$", path):
             return name[0], f"{key} in the configuration of {self.source.label}"
         if match := re.search(rf"[\w.-]+/{pattern}", self.source.card()):
@@ -199,11 +209,11 @@ def load_published_checkpoint(
             encoder. By default, the directory ``tokenizer/`` beside the weights, or the
             language model that the checkpoint names.
         vision_heads: number of attention heads of the vision tower. A compressed
-            adapter has the same number. By default, that of the vision tower that the
-            checkpoint names.
+            adapter has the same number. The default is the number in the configuration
+            of the vision tower that the checkpoint names.
         layer_norm_eps: epsilon of the layer norms of the vision tower. A compressed
-            adapter has the same epsilon. The default is 1e-6 with `vision_heads`, else
-            that of the vision tower.
+            adapter has the same epsilon. The default is 1e-6 if `vision_heads` is
+            given, and otherwise the epsilon in the configuration of the vision tower.
 
     Raises:
         HubUnreachableError: a file is missing and cannot be downloaded.
@@ -236,7 +246,11 @@ def load_published_checkpoint(
 
 
 def read_published(source: Source) -> _Checkpoint:
-    """Read the weights of a published model from its files."""
+    """Read the weights and the settings of a published model from its files.
+
+    Raises:
+        ModelError: the files are not a model of the published training code.
+    """
     files = source.weights()
     state, settings = read_weights_files(files)
     prefixes = {
@@ -259,9 +273,11 @@ def read_published(source: Source) -> _Checkpoint:
 
 
 def _unknown_layout(source: Source, state: State, missing: Sequence[str]) -> str:
-    """Return the message about weights whose layout is unknown, a report of it."""
+    """Return the error message for weights whose names are unknown. The message
+    describes the files, so that the user can report them.
+    """
     parts = [f"{part}: {'missing' if part in missing else 'found'}" for part in PARTS]
-    # of repeated layers only the first
+    # Only the first of the repeated layers is named.
     tensors = [
         f"{name} {list(tensor.shape)}"
         for name, tensor in state.items()
@@ -285,15 +301,20 @@ def _published_model(
     heads: int,
     eps: float,
 ) -> PublishedModel:
-    """Build the adapter and the joint encoder of a checkpoint. `language` is what
-    `_language` returns.
+    """Build the adapter and the joint encoder of a checkpoint.
+
+    Args:
+        language: result of `_language`.
+        heads: number of attention heads of the vision tower.
+        eps: epsilon of the layer norms of the vision tower.
     """
     state = read.state
     label = read.source.label
     folder, bert = language
     with limited_by(*read.files):
-        # Training adds the token <image> and may extend the position table. config.json
-        # may still have the old sizes, so the sizes are taken from the weights.
+        # Training adds the token <image>, and may extend the position table.
+        # config.json may still have the sizes before training, so the sizes are taken
+        # from the weights.
         config = bert_config(
             bert,
             vocab_size=state[WORDS].shape[0],
@@ -304,7 +325,8 @@ def _published_model(
             load_joint_tokenizer(folder),
             _need(label, state, "text_projection.weight").shape[0],
         )
-        # Older versions of transformers stored the position ids 0, 1, 2, ... as well.
+        # Older versions of transformers also stored the position ids 0, 1, 2, ... The
+        # joint encoder here does not store them.
         kept = {
             k: v
             for k, v in state.items()
@@ -330,8 +352,9 @@ def _published_model(
             )
         else:
             hidden, width = _need(label, weights, "0.weight").shape
-            # The checkpoint does not record the number of patches; import_checkpoint
-            # sets it.
+            # A local adapter makes one token per patch. The checkpoint does not record
+            # the number of patches, so 1 stands for it until `import_checkpoint` sets
+            # the number.
             adapter_config = AdapterConfig(
                 LOCAL,
                 1,
@@ -365,8 +388,8 @@ def _need(label: str, weights: State, name: str) -> Tensor:
 def _language(
     read: _Checkpoint, tokenizer_dir: str | Path | None, say: Say
 ) -> tuple[Path, Path | Json]:
-    """Find the directory with the tokenizer of the joint encoder, and the BERT
-    configuration: a file, or its content.
+    """Return (directory with the tokenizer of the joint encoder, BERT configuration of
+    the joint encoder). The configuration is a path or the content of the file.
     """
     source = read.source
     beside = source.folder / "tokenizer"
@@ -412,14 +435,18 @@ def _is_bert(config: Any) -> bool:
 def load_towers(
     vision: str | Source, checkpoint: _Checkpoint | None = None, say: Say = silent
 ) -> tuple[nn.Module, ClipConfig, Path | None]:
-    """Load towers. Return the open_clip model, its configuration, and the directory
-    with its tokenizer; None if open_clip finds the tokenizer.
+    """Load the vision and the text tower.
 
     Args:
         vision: a model for `load_clip`, or a directory or ``hf://ORG/REPO`` with the
             towers of open_clip, or SigLIP towers of transformers.
-        checkpoint: the SigLIP towers in its weights replace those of `vision`. If both
-            are there, `vision` needs no weights.
+        checkpoint: a checkpoint whose SigLIP towers replace those of `vision`. If the
+            checkpoint has both towers, `vision` needs no weights.
+        say: receives a line before a download.
+
+    Returns:
+        The open_clip model, its configuration, and the directory with its tokenizer.
+        The directory is None if open_clip finds the tokenizer itself.
     """
     inside = {} if checkpoint is None else checkpoint.towers()
     location: str | Path | Source = vision
@@ -467,7 +494,8 @@ def import_checkpoint(
 
     The final score of the bundle is the logit alone, as in the published code. If the
     checkpoint names a SigLIP2 tower, images are resized with a bilinear filter, as in
-    the published code. SigLIP towers in the weights are used; they may be fine-tuned.
+    the published code. SigLIP towers in the weights of the checkpoint replace those of
+    `vision`, because training may have changed them.
 
     Args:
         checkpoint: as for `load_published_checkpoint`.
@@ -475,7 +503,8 @@ def import_checkpoint(
             ``hf-hub:ORG/REPO`` or ``local-dir:DIRECTORY``, or a directory or
             ``hf://ORG/REPO`` with towers of open_clip or SigLIP towers of transformers.
             None means the repository that the configuration or the model card of the
-            checkpoint names, else that of the authors' model.
+            checkpoint names. If they name none, it means the repository of the towers
+            in the model of the EDJE authors.
         out: new directory for the bundle.
         tokenizer_dir: as for `load_published_checkpoint`.
         text_tokenizer_dir: directory with the tokenizer of the text tower. This
@@ -513,8 +542,9 @@ def import_checkpoint(
     published = _published_model(read, language, tower.num_heads, tower.layer_norm_eps)
     adapter = published.adapter
     sizes = re.search(r"patch(\d{1,3})-(\d{1,4})$", recorded)
-    # Only towers that the caller gave: the repository that the checkpoint names may
-    # have other sizes than its name says.
+    # The recorded name contains the sizes of the tower, such as "patch16-384". They are
+    # compared only with towers that the caller chose, because the repository that the
+    # checkpoint names may have other sizes than its name says.
     if (
         is_given
         and sizes
@@ -527,12 +557,13 @@ def import_checkpoint(
             " checkpoint was trained with"
         )
     if recorded.startswith("google/siglip2-"):
-        # transformers resizes the images of these towers with this filter, and
-        # open_clip with another.
+        # The published code resizes the images of these towers with transformers, which
+        # uses this filter. open_clip would use another filter.
         config = replace(
             config, preprocess={**config.preprocess, "interpolation": "bilinear"}
         )
-    # checkpoints lack the number of patches
+    # The checkpoint does not record the number of patches, which is the number of
+    # tokens of a local adapter.
     if adapter.config.kind == LOCAL:
         adapter.config = replace(adapter.config, num_tokens=tower.num_patches)
     published.joint.tokenizer.canonical = True
@@ -564,11 +595,11 @@ def import_checkpoint(
 
 
 def _pool(read: _Checkpoint) -> tuple[int, str]:
-    """Return the default number of candidates, and where it comes from."""
+    """Return (default number of candidates, where this number comes from)."""
     pool = read.config.get("k")
     if isinstance(pool, int) and 0 < pool <= _MAX_POOL:
         return pool, f"k in the configuration of {read.source.label}"
-    # such as "a pool of 50", "top-k = 50" or "top 50"
+    # The pattern finds texts such as "a pool of 50", "top-k = 50" or "top 50".
     pattern = r"(?i)\b(?:pool|top(?:.?k)?)\D{1,20}(\d{2,3})\b"
     if card := re.search(pattern, read.source.card()):
         return int(card[1]), f"model card of {read.source.label}"
@@ -578,11 +609,11 @@ def _pool(read: _Checkpoint) -> tuple[int, str]:
 def bundle_of_towers(
     vision: str | Source, out: str | Path, *, say: Say = silent
 ) -> BundleInfo:
-    """Make a bundle from towers. The final score of the bundle is the embedding
-    similarity alone.
+    """Make a bundle from a vision and a text tower alone. The final score of the bundle
+    is the embedding similarity.
 
-    A bundle always has an adapter and a joint encoder. In this bundle, the adapter
-    stores one patch per image, and searches do not use the joint encoder.
+    Every bundle has an adapter and a joint encoder. The adapter of this bundle stores
+    one patch per image, and searches do not use its joint encoder.
 
     Arguments and errors are as in `import_checkpoint`.
     """

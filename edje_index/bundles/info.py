@@ -1,5 +1,5 @@
-"""Reads and checks ``bundle.json``, the description of a model bundle, without torch.
-Finds the bundle of an index.
+"""Reads and checks ``bundle.json``, the description of a model bundle, and finds the
+bundle of an index. This module does not import torch.
 
 The files of a bundle are:
 
@@ -50,15 +50,15 @@ JOINT_WEIGHTS = "joint/model.safetensors"
 OFFSET_FILE = "offset.safetensors"
 OFFSET_TENSOR = "offset"
 HUBNESS_BANK = "hubness_bank"
-"""Entry of ``joint`` in bundles of earlier versions, whose score had a hubness
-correction. It is ignored.
+"""Entry of ``joint`` in bundles of earlier versions whose score had a hubness
+correction. The entry is ignored.
 """
 # The files that determine what an index stores. The text tower and the joint encoder
 # only affect searches.
 ENCODER_FILES = (VISION_CONFIG, VISION_WEIGHTS, ADAPTER_WEIGHTS)
-# Part of every fingerprint. It stays 1, so that saving a version 1 bundle again does
-# not change its fingerprint. An index built with the old bundle then accepts the new
-# one.
+# This number is part of every fingerprint. It is 1 in all format versions. If a bundle
+# of version 1 is saved again in version 2, its fingerprint therefore stays the same,
+# and an index built with the first bundle accepts the second.
 _FINGERPRINT_VERSION = 1
 
 
@@ -71,18 +71,20 @@ class BundleInfo:
         vision: ``name``, ``patch_dim``, ``num_patches``, ``num_heads``, ``embed_dim``
             and ``image_size`` of the vision tower.
         adapter: fields of the adapter's configuration.
-        joint: settings of the joint encoder, by name. ``text_embed_dim``: width of the
-            text-embedding head. ``canonical_captions``: True if captions are converted
-            to lower case without punctuation. ``pooled_similarity``: sizes
-            of the pooled similarity, if the bundle has one. ``logit_range``: smallest
-            and largest logit on the dev captions that the weights of the final score
-            were fitted to. ``bfloat16_recall_change``: see the property of this name.
+        joint: settings of the joint encoder, by name. ``text_embed_dim`` is the width
+            of the text-embedding head. ``canonical_captions`` is True if captions are
+            converted to lower case without punctuation. ``pooled_similarity`` has the
+            sizes of the pooled similarity, if the bundle has one. ``logit_range`` has
+            the smallest and the largest logit on the dev captions to which the weights
+            of the final score were fitted. For ``bfloat16_recall_change``, see the
+            property of this name.
         score: weights of the final score.
         trained: False if the weights are random.
         notes: origin of the weights, as free text.
         pool: default number of candidates of a search; None if the bundle names none.
-        origins: values that the weights of an imported model do not hold, and where
-            each comes from, by name.
+        origins: settings that the weights of an imported model do not contain. The
+            dictionary has the value and its source, as text, by the name of the
+            setting.
         files: size (``bytes``) and hash (``sha256``) of every file except
             ``bundle.json``, by relative path.
         fingerprint: SHA-256 of everything that affects an output.
@@ -154,8 +156,11 @@ class BundleInfo:
 
     @property
     def logit_range(self) -> tuple[float, float] | None:
-        """Smallest and largest logit of the candidates of dev captions. None if no
-        dev captions were scored.
+        """Smallest and largest logit of the candidates of dev captions; None if no dev
+        captions were scored.
+
+        Raises:
+            ValueError: the recorded range is not ascending or not finite.
         """
         if (value := self.joint.get("logit_range")) is None:
             return None
@@ -166,8 +171,9 @@ class BundleInfo:
 
     @property
     def bfloat16_recall_change(self) -> float | None:
-        """Largest change of R@1, R@5 and R@10 on dev captions with logits in
-        bfloat16, in points. None if unknown.
+        """Largest of the changes of R@1, R@5 and R@10 on dev captions, in percentage
+        points, if logits are computed in bfloat16 instead of float32. None if the
+        change was not measured.
         """
         value = self.joint.get("bfloat16_recall_change")
         return None if value is None else float(value)
@@ -301,15 +307,15 @@ def read_bundle_info(path: str | Path) -> BundleInfo:
 
 
 def encoder_fingerprint(adapter: Json, files: Mapping[str, Json]) -> str:
-    """Return the SHA-256 of everything that affects the stored tokens and
-    embeddings: the fields of a `BundleInfo`.
+    """Return the SHA-256 of everything that affects the stored tokens and embeddings.
+    `adapter` and `files` are the fields of a `BundleInfo`.
     """
     return _fingerprint(adapter, {}, {name: files[name] for name in ENCODER_FILES})
 
 
 def read_bundle_offset(info: BundleInfo) -> Offset | None:
-    """Return the offset block that a bundle gives to new indexes, see
-    `storage_formats.format.offset`; None if it has none.
+    """Return the offset block that a bundle gives to new indexes; None if the bundle
+    has none. `storage_formats.format.offset` explains offset blocks.
 
     Raises:
         ModelError: the file is damaged, or does not fit the bundle.
@@ -332,8 +338,11 @@ def read_bundle_offset(info: BundleInfo) -> Offset | None:
 
 
 def verify_files(info: BundleInfo, names: Iterable[str] | None = None) -> None:
-    """Compare the files `names` of a bundle, or all files, with the hashes in
-    ``bundle.json``.
+    """Compare the files `names` of a bundle with the hashes in ``bundle.json``. None
+    stands for all files.
+
+    Raises:
+        ModelError: a file is missing or has changed.
     """
     for name in info.files if names is None else names:
         file = info.path / name
@@ -352,15 +361,17 @@ def verify_files(info: BundleInfo, names: Iterable[str] | None = None) -> None:
 def matching_bundle(
     index: CommittedIndex, model: str | Path | None = None
 ) -> BundleInfo:
-    """Check that a bundle built `index`, and return the content of its ``bundle.json``.
+    """Find the bundle that built `index`. Return the content of its ``bundle.json``.
 
     Args:
-        model: directory of the bundle. None means the path recorded in the index, which
-            must be absolute: a relative one could lead to a bundle from another author.
-            `build` records absolute paths.
+        index: the opened index.
+        model: directory of the bundle. None means the path that is recorded in the
+            index. This path must be absolute, as `build` records it, because a relative
+            path could lead to a bundle from another author.
 
     Raises:
-        ModelError: the bundle did not build the index, or no bundle did.
+        ModelError: another bundle built the index, or the index was written from arrays
+            without a bundle.
         BundleNotFoundError: the recorded path is relative, or does not exist.
     """
     if model is None:
@@ -397,12 +408,13 @@ def matching_bundle(
 def _joint_and_score_of_version_1(
     joint: Json,
 ) -> tuple[Json, DirectionWeights]:
-    """Convert the entry ``joint`` of version 1, which release 0.1 wrote, to the entries
-    ``joint`` and ``score``.
+    """Convert the entry ``joint`` of format version 1, which release 0.1 wrote, to the
+    entries ``joint`` and ``score``.
 
-    In version 1, ``joint`` also contains the weights of the final score. The entry
-    ``caption_weights`` contains the weights for image-to-text search. The weight of a
-    part that the bundle lacks is left out.
+    In version 1, ``joint`` also contains the weights of the final score. Its entry
+    ``caption_weights`` has the weights for image-to-text search. Without this entry,
+    both directions have the same weights. A bundle without a pooled similarity gets the
+    weight 0 for this part.
     """
     renamed = {"pooled": "pooled_similarity", "bank": HUBNESS_BANK}
     sizes = {new: dict(joint[old]) for old, new in renamed.items() if old in joint}
@@ -422,16 +434,16 @@ def _joint_and_score_of_version_1(
 
 
 def _stored_fingerprint(content: Json) -> str:
-    """Compute the fingerprint of the bundle that `content`, read from a
-    `bundle.json`, describes.
+    """Return the fingerprint of a bundle. `content` is the content of its
+    ``bundle.json``.
     """
-    # A score of the logit alone is left out. Such bundles keep the fingerprint that
-    # they had in format version 1.
+    # If the final score is the logit alone, its weights are left out. The fingerprint
+    # is then the same as in format version 1.
     score = content.get("score")
     if (
         score is not None
         and DirectionWeights.from_json(score) == DirectionWeights()
-        # the hubness correction, which is ignored, still counts
+        # The score ignores a hubness correction, but the fingerprint includes it.
         and not any(weights.get("hubness") for weights in score.values())
     ):
         score = None
@@ -444,8 +456,8 @@ def _fingerprint(
     files: Mapping[str, Json],
     score: Json | None = None,
 ) -> str:
-    """Compute the SHA-256 of the configurations, the file hashes and the score
-    weights.
+    """Return the SHA-256 of the configurations of the adapter and the joint encoder,
+    the hashes of the files, and the score weights.
     """
     hashes = {name: record["sha256"] for name, record in files.items()}
     parts = {

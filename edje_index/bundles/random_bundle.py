@@ -1,7 +1,8 @@
-"""Makes bundles with random weights, to try all commands without a trained model.
+"""Makes bundles with random weights, with which all commands can be tried without a
+trained model.
 
-All commands take as long as with trained weights. The order of search results has no
-meaning.
+All commands take as long as with trained weights of the same sizes, but the order of
+search results has no meaning.
 """
 
 from __future__ import annotations
@@ -42,8 +43,9 @@ from open_clip.tokenizer import SimpleTokenizer  # noqa: E402
 from open_clip.transform import PreprocessCfg  # noqa: E402
 
 NOTES = "untrained: random weights; scores and the order of results have no meaning"
-# in the order of `SPECIAL_TOKEN_NAMES`
+# special tokens, in the order of `SPECIAL_TOKEN_NAMES`
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+# end of the entries in open_clip's vocabulary that end a word
 WORD_END = "</w>"
 
 
@@ -55,8 +57,8 @@ class UntrainedSizes:
     model). Blocks are 64 x 384.
     """
 
-    # With 8192, as in the EDJE paper, the adapter would be nearly as slow as such a
-    # small tower.
+    # `adapter_hidden` is 8192 in the EDJE paper. With this size, the adapter would be
+    # nearly as slow as this small vision tower.
     image_size: int = 224
     patch_size: int = 16
     vision_width: int = 384
@@ -196,11 +198,13 @@ def untrained_tokenizer(words: int) -> JointTokenizer:
     """Make a WordPiece tokenizer with ``words`` entries from the vocabulary of
     open_clip, without a download.
 
-    The last entry is ``<image>``.
+    Special tokens, punctuation and single letters are added to these entries. The last
+    entry is ``<image>``.
     """
-    # Entries that end a word (``</w>``) become words, other entries become pieces
-    # (``##``). Single letters and digits are added, so that no lower-case ASCII word is
-    # unknown.
+    # In the vocabulary of open_clip, an entry that ends a word ends with ``</w>``. It
+    # becomes a whole word. All other entries become pieces that continue a word
+    # (``##``). Single letters and digits are added, so that the tokenizer can split
+    # every word of lower-case ASCII letters.
     letters = string.ascii_lowercase + string.digits
     pieces = [*SPECIAL, *string.punctuation, *letters, *("##" + c for c in letters)]
     most = len(pieces) + words

@@ -1,10 +1,10 @@
-"""Finds the files of models of others: on this machine, or in repositories of the
-Hugging Face Hub, ``hf://ORG/REPO[@REVISION][/PATH]``.
+"""Finds the files of models that are not bundles, on this machine or in a repository of
+the Hugging Face Hub, ``hf://ORG/REPO[@REVISION][/PATH]``.
 
 Downloads go through ``huggingface_hub`` into its cache, which other programs share. Its
-variables apply: ``HF_ENDPOINT``, ``HF_HOME``, ``HF_HUB_OFFLINE`` and ``HF_TOKEN``. Only
-weights, JSON and text files are downloaded, and each is compared with the hash that the
-Hub names.
+environment variables apply: ``HF_ENDPOINT``, ``HF_HOME``, ``HF_HUB_OFFLINE`` and
+``HF_TOKEN``. Only weights, JSON and text files are downloaded. Each downloaded file is
+compared with the hash that the Hub reports for it.
 """
 
 from __future__ import annotations
@@ -28,18 +28,19 @@ from storage_formats.extras import name_missing_extra
 from storage_formats.remote.urls import HUB_CREDENTIALS, hub_address, hub_kind
 
 Say = Callable[[str], None]
-"""Receives a line for the user before a download starts."""
+"""Function that gets a line of text for the user before a download starts."""
 
 
 def silent(text: str) -> None:
-    """Ignore a line for the user."""
+    """Show nothing to the user."""
 
 
 _TEXT_SUFFIXES = (".json", ".txt", ".model", "README.md")
-# in the order of preference
+# suffixes of weights files, the most preferred first
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pth", ".pt")
+# end of the name of one file of sharded weights, without the suffix
 _SHARD = re.compile(r"-\d+-of-(\d+)$")
-# what trainers save beside the weights
+# beginnings of the names of files that training code saves beside the weights
 _OTHER_STATES = ("optimizer", "rng_state", "scheduler", "training_args")
 _MAX_CARD_BYTES = 1 << 20
 
@@ -52,7 +53,8 @@ class Source:
         folder: directory of the files.
         label: name of the source for messages, with the commit of a repository.
         names: names of the files, relative to `folder`.
-        file: name of the weights file that the user named; None to choose one.
+        file: name of the weights file, if the user named a file; None if `weights`
+            chooses the file.
     """
 
     folder: Path
@@ -93,9 +95,14 @@ class Source:
 
 
 def weights_among(names: Iterable[str], label: str) -> list[str]:
-    """Choose the weights file among the names of files, or all shards of one.
+    """Return the name of the weights file among `names`, or the names of all shards of
+    a sharded file.
 
-    safetensors files come first, then those of ``torch.save``.
+    safetensors files are preferred to files of ``torch.save``.
+
+    Raises:
+        ModelError: there is no weights file, or several could be meant. The message
+            names the model by `label`.
     """
     names = [
         name
@@ -123,15 +130,15 @@ def weights_among(names: Iterable[str], label: str) -> list[str]:
 
 
 def all_files(names: list[str], label: str) -> list[str]:
-    """Choose the configurations, the tokenizers, the card and the weights among the
-    names of files.
+    """Return the names of the configurations, the tokenizers, the model card and the
+    weights among `names`.
     """
     return [*text_files(names, label), *weights_among(names, label)]
 
 
 def text_files(names: list[str], _label: str) -> list[str]:
-    """Choose the configurations, the tokenizers and the card among the names of
-    files.
+    """Return the names of the configurations, the tokenizers and the model card among
+    `names`.
     """
     return [name for name in names if name.endswith(_TEXT_SUFFIXES)]
 
@@ -141,12 +148,15 @@ def open_source(
     choose: Callable[[list[str], str], list[str]] = all_files,
     say: Say = silent,
 ) -> Source:
-    """Return the files of a model: of a file with its directory, of a directory, or of
-    a repository of the Hub, which are downloaded.
+    """Return the files of a model. If `source` is a repository of the Hub, the files
+    are downloaded.
 
     Args:
-        choose: returns the names of the files to download, from the names of all files
-            and the name of the source.
+        source: a weights file, whose directory is used, too; a directory; or a URL
+            ``hf://ORG/REPO``. A `Source` is returned unchanged.
+        choose: function that returns the names of the files to download, given the
+            names of all files and the label of the source.
+        say: receives a line before a download.
 
     Raises:
         HubUnreachableError: the Hub cannot be reached, and the files are not in its
@@ -199,7 +209,8 @@ def _download(
             if getattr(error, "response", None) is not None:
                 raise
             try:
-                # Without patterns, a part of the files is enough.
+                # The empty list of patterns accepts a cache that contains only some of
+                # the files.
                 cached = snapshot_download(
                     repository,
                     revision=revision,
@@ -217,7 +228,8 @@ def _download(
                 " this model"
             )
         label = f"{repository}@{str(info.sha)[:12]}"
-        # the directory that the URL names, or that of the file that it names
+        # `base` is the directory that the URL names. If the URL names a file, `base` is
+        # the directory of the file.
         is_file = path in files
         base = PurePosixPath(path).parent if is_file else PurePosixPath(path)
         names = [
@@ -273,14 +285,15 @@ def _download(
 
 
 def _check_content(file: Path, expected: Any, label: str) -> None:
-    """Compare a downloaded file with the hash that the Hub names for it. Remove a file
-    that differs from the cache.
+    """Compare a downloaded file with the hash that the Hub reports for it. If the
+    hashes differ, remove the file from the cache, and raise ModelError.
     """
     if expected.lfs is not None:
         digest = hashlib.sha256()
         wanted = expected.lfs.sha256
     else:
-        # the name of the file in Git
+        # The Hub reports the Git hash of a file that is not in Git LFS: the SHA-1 of
+        # this header and the content.
         digest = hashlib.sha1(b"blob %d\0" % file.stat().st_size)
         wanted = expected.blob_id
     with file.open("rb") as opened:
@@ -297,16 +310,18 @@ def _check_content(file: Path, expected: Any, label: str) -> None:
 
 @contextmanager
 def hub_errors(action: str, remedy: str | None = None) -> Iterator[None]:
-    """Raise a ModelError that begins with `action` and says what to do, if a call of
-    ``huggingface_hub`` fails. If the Hub cannot be reached, the error has the
-    `remedy`.
+    """Convert the exceptions of ``huggingface_hub`` to ModelError. The message begins
+    with `action` and says what to do.
+
+    If the Hub cannot be reached, the error is a HubUnreachableError with `remedy`.
     """
     try:
         yield
     except EdjeError:
         raise
     except Exception as error:
-        # the HTTP library differs between versions of huggingface_hub
+        # The response is read by attribute names, because versions of huggingface_hub
+        # use different HTTP libraries with different exceptions.
         cause = error.__cause__ or error if isinstance(error, RuntimeError) else error
         status = getattr(getattr(cause, "response", None), "status_code", None)
         reason = (str(cause).strip() or type(cause).__name__).splitlines()[0]
@@ -327,7 +342,9 @@ def hub_errors(action: str, remedy: str | None = None) -> Iterator[None]:
 
 
 def _whole(name: str) -> str:
-    """Return the path of the file that the file `name` is, or is a shard of."""
+    """Return `name` without the shard number. All shards of a file have the same
+    result, and a file that is not sharded has its own name.
+    """
     path = PurePosixPath(name)
     return str(path.with_name(f"{_SHARD.sub('', path.stem)}{path.suffix}"))
 

