@@ -219,8 +219,8 @@ def _download(
                 )
             except FileNotFoundError:
                 raise error from None
-            found = open_source(Path(cached, path))
-            return replace(found, label=f"{repository}@{Path(cached).name[:12]}")
+            source = open_source(Path(cached, path))
+            return replace(source, label=f"{repository}@{Path(cached).name[:12]}")
         files = {file.rfilename: file for file in info.siblings or ()}
         if outside := [name for name in files if not _is_inside(name)]:
             raise ModelError(

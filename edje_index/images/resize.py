@@ -120,15 +120,15 @@ def resize(
         result = _scratch.take("result", math.prod(shape))
         _resize_rows(narrow, *across, width, result)
         return result.reshape(shape)
-    # The source rows [first, used) contribute to the crop.
+    # The source rows [first, end) contribute to the crop.
     first = int(down[0][0])
     taps = down[1].size // len(down[0])
-    used = min(image.height, int(down[0][-1]) + taps)
+    end = min(image.height, int(down[0][-1]) + taps)
     row = shape[1] * shape[2]
-    narrow = _scratch.take("narrow", (used - first) * row)
-    for start, stop, pixels in _bands(image, first, used):
-        place = narrow[(start - first) * row : (stop - first) * row]
-        _resize_rows(pixels, *across, np.uint64(image.width), place)
+    narrow = _scratch.take("narrow", (end - first) * row)
+    for start, stop, pixels in _bands(image, first, end):
+        band = narrow[(start - first) * row : (stop - first) * row]
+        _resize_rows(pixels, *across, np.uint64(image.width), band)
     starts = down[0] - np.uint64(first)
     result = _scratch.take("result", math.prod(shape))
     _resize_columns(narrow, starts, down[1], np.uint64(shape[1]), result)

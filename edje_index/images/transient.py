@@ -22,22 +22,18 @@ PAUSES = (0.5, 1.5, 4.0)
 """Seconds to wait before the second, the third and the fourth attempt."""
 
 _NETWORK = {
-    *(
-        errno.ETIMEDOUT,
-        errno.EAGAIN,
-        errno.EBUSY,
-        errno.ENOLINK,
-        errno.ECONNABORTED,
-        errno.ECONNREFUSED,
-    ),
-    *(
-        errno.ECONNRESET,
-        errno.EHOSTDOWN,
-        errno.EHOSTUNREACH,
-        errno.ENETDOWN,
-        errno.ENETRESET,
-        errno.ENETUNREACH,
-    ),
+    errno.ETIMEDOUT,
+    errno.EAGAIN,
+    errno.EBUSY,
+    errno.ENOLINK,
+    errno.ECONNABORTED,
+    errno.ECONNREFUSED,
+    errno.ECONNRESET,
+    errno.EHOSTDOWN,
+    errno.EHOSTUNREACH,
+    errno.ENETDOWN,
+    errno.ENETRESET,
+    errno.ENETUNREACH,
 }
 # (numbers of transient errors, advice to the user)
 _ADVICE = (

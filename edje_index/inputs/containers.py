@@ -51,8 +51,16 @@ _UTF8 = 0x800
 _PARQUET_BUFFER = 1 << 20
 # exceptions that the parsers raise on damaged files
 _DAMAGE = (
-    *(zipfile.BadZipFile, zlib.error, struct.error, EOFError, OSError, ValueError),
-    *(RuntimeError, LookupError, OverflowError, pa.ArrowException),
+    zipfile.BadZipFile,
+    zlib.error,
+    struct.error,
+    EOFError,
+    OSError,
+    ValueError,
+    RuntimeError,
+    LookupError,
+    OverflowError,
+    pa.ArrowException,
 )
 # number of containers that a process keeps open
 _MAX_OPEN = 8
@@ -343,8 +351,8 @@ def members_with_sidecars(
     _read_sidecars(archive, used, contents)
     for member in members:
         if member not in used:
-            found = sidecars[member].items()
-            yield member, {suffix: contents[sidecar] for suffix, sidecar in found}
+            own = sidecars[member].items()
+            yield member, {suffix: contents[sidecar] for suffix, sidecar in own}
     if damage is not None:
         raise damage
 

@@ -237,10 +237,14 @@ class BlockReader:
         """Return block `number`. The caller needs the blocks up to `last` next."""
         while True:
             with self._lock:
-                known = self._blocks.get(number)
-                if known is not None and known.done() and known.exception() is not None:
-                    known = None
-                block = known or self._request(number)
+                earlier = self._blocks.get(number)
+                if (
+                    earlier is not None
+                    and earlier.done()
+                    and earlier.exception() is not None
+                ):
+                    earlier = None
+                block = earlier or self._request(number)
                 # The number of consecutive blocks in memory before this block. The more
                 # there are, the more blocks are requested ahead.
                 run = next(
@@ -262,7 +266,7 @@ class BlockReader:
                 return block.result()
             except Exception:
                 # If an earlier request has failed, the loop requests the block again.
-                if known is None:
+                if earlier is None:
                     raise
 
     def _request(self, number: int) -> Future[bytes]:

@@ -271,8 +271,8 @@ class ListSource(Source):
                 if value and isinstance(value, dict):
                     names |= value
                     continue
-                found = error or "the line is not a JSON object"
-                problem = problem or f"line {number} cannot be used: {found}"
+                reason = error or "the line is not a JSON object"
+                problem = problem or f"line {number} cannot be used: {reason}"
             if names:
                 return list(names)
             raise ValueError(problem or "the file has no lines")
