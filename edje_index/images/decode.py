@@ -506,7 +506,7 @@ class _PerThread:
     depends on the thread.
 
     The value is true in a thread that is inside `loading_truncated`. In all other
-    threads, its truth value is `otherwise`, the value of the setting before.
+    threads, its truth value is `otherwise`, the value that it replaces in Pillow.
     """
 
     def __init__(self, otherwise: bool) -> None:

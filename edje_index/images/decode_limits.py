@@ -33,8 +33,8 @@ number of pixels.
 """
 
 MAX_READS = 2_500_000
-"""Largest number of times that a decoder may read from a file. Pillow reads headers in
-small steps, and a few formats completely in this way.
+"""Largest number of times that a decoder may read from a file. The limit is high,
+because Pillow reads headers, and in a few formats also the pixels, in small steps.
 """
 
 MAX_PYTHON_PIXELS = 1 << 21

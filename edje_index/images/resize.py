@@ -38,7 +38,7 @@ Index: TypeAlias = np.uint64
 Taps: TypeAlias = tuple[NDArray[np.uint64], I32]
 
 SUPPORT = {Image.Resampling.BILINEAR: 1.0, Image.Resampling.BICUBIC: 2.0}
-"""Filter -> its radius: the weights of pixels further away than this are 0."""
+"""Filter -> its radius in pixels. The weights of pixels further away are 0."""
 
 _ZERO = np.uint64(0)
 _ONE = np.uint64(1)
@@ -47,7 +47,7 @@ _THREE = np.uint64(3)
 _FOUR = np.uint64(4)
 # bytes per pixel of an image in memory: red, green, blue and an unused byte
 _PIXEL = _FOUR
-# The weights are in units of 2**-22, and `_HALF` is 0.5 in this unit.
+# The weights are integers in units of 2**-22. `_HALF` is 0.5 in this unit.
 _WEIGHT_BITS = np.int32(22)
 _HALF = np.int32(1 << 21)
 _BLACK = np.int32(0)
@@ -56,8 +56,8 @@ _WHITE = np.int32(255)
 # have in one column get the same weights, so that SIMD instructions can sum them.
 _ROWS = np.uint64(16)
 _LANES = _ROWS * _PIXEL
-# Number of pixels in a band. A band takes at most 4 MB, which fit into the processor's
-# cache.
+# Number of pixels that are copied and resized at once. They take 4 MB, which fit into
+# the processor's cache.
 _BAND_PIXELS = 1 << 20
 # Larger arrays, in bytes, are not kept for the next image.
 _MAX_KEPT = 1 << 24

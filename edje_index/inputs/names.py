@@ -75,7 +75,8 @@ def join_sidecars(names: Iterable[bytes], clips: bool) -> dict[bytes, dict[str, 
             inputs_of_name.setdefault(stem, []).append(name)
             inputs_of_sample.setdefault(sample_of(name), []).append(name)
     joined: dict[bytes, dict[str, bytes]] = {}
-    # Files that belong to one name come first, and win over files of the whole sample.
+    # Metadata files with the exact name of an input come first, so that they win over
+    # those of the whole sample.
     sidecars.sort(key=lambda each: (each[0] not in inputs_of_name, each))
     for stem, suffix, name in sidecars:
         for each in inputs_of_name.get(stem, []) or inputs_of_sample.get(stem, []):

@@ -285,7 +285,7 @@ class BlockReader:
 
 class StreamItem(NamedTuple):
     """A part of a stream: the data at the positions [start, stop). A position is a byte
-    of an archive or a row of a Parquet file.
+    of a decompressed tar or a row of a Parquet file.
     """
 
     start: int

@@ -109,7 +109,8 @@ class FolderSource(Source):
         self._linked: dict[_FileId, set[bytes]] = {}
         self._packed_seen: set[_FileId] = set()
         # Path of a photo in a metadata table -> (values of its first line, captions of
-        # its further lines). The captions are the keys of a dictionary, to keep order.
+        # its further lines). The keys of the inner dictionary are the captions, so that
+        # each caption is kept once and in order.
         self._listed: dict[bytes, tuple[dict[Any, Any], dict[str, None]]] = {}
         # directories whose metadata table is damaged
         self._damaged: list[bytes] = []

@@ -83,8 +83,8 @@ def packed_source(
 
 @dataclass
 class ArchiveSource(Source):
-    """The images in one archive, in the order of the archive. The metadata files in the
-    archive give their metadata.
+    """The images in one archive, in the order of the archive. Their metadata are read
+    from other members of the archive.
 
     NAME.json and NAME.txt contain the metadata of NAME.jpg, see
     `edje_index.inputs.names.join_sidecars`. Other members that are not images are
