@@ -87,8 +87,8 @@ def available_memory() -> int:
     used = _read_cgroup("memory.current")
     if limit.isdigit() and used.isdigit():
         fields = dict(line.split() for line in _read_cgroup("memory.stat").splitlines())
-        # The limit counts the page cache, too, which the kernel frees when memory is
-        # needed.
+        # `memory.current` includes the page cache, which the kernel frees when it needs
+        # the memory.
         cache = sum(
             int(fields.get(name, 0)) for name in ("inactive_file", "active_file")
         )

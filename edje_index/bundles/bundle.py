@@ -1,7 +1,7 @@
 """Model bundles in memory: load and save whole bundles, and load single parts.
 
 Importing this module, or loading a part, imports only the libraries that are needed. A
-search imports open_clip and transformers only for text towers that need them.
+search for a caption with a BERT text tower imports neither open_clip nor transformers.
 """
 
 from __future__ import annotations
