@@ -1,9 +1,9 @@
-"""From prepared captions to the batches of the alignment phase and the joint phase, on
-the CPU.
+"""Makes the batches of the alignment phase and the joint phase from prepared captions.
+Batches are made on the CPU.
 
-A batch depends only on the data, the settings, the batch number and the rank of the
-worker. A batch spans all workers, and each worker makes its own part, so workers need
-not communicate.
+A batch is divided among all workers, and each worker makes only its own part. This part
+depends only on the data, the settings, the batch number, the rank of the worker and the
+number of workers. Workers therefore make their parts without communicating.
 """
 
 from __future__ import annotations
@@ -38,23 +38,27 @@ from storage_formats.errors import UsageError
 
 TokenIds = list[int]
 _ALIGNMENT, _JOINT = range(2)
-# More buckets have less padding, but smaller matrix products.
+# Number of buckets of input rows, see `InputRows`. With more buckets, rows have less
+# padding, but matrix products are smaller and less efficient.
 _BUCKETS = 4
-# A GPU waits for the CPU, which starts each operation: a step of twenty passes took
-# 0.9 s, one of two passes 0.31 s, and one of a single pass 0.25 s.
+# The joint encoder computes each bucket in a separate pass. On a GPU, many passes are
+# slow, because the GPU waits while the CPU starts each operation: a step with 20 passes
+# took 0.9 s, a step with 2 passes 0.31 s, and a step with 1 pass 0.25 s.
 _BUCKETS_ON_GPU = 1
+# smallest number of rows per bucket; fewer buckets are made if there are too few rows
 _BUCKET_ROWS = 24
 Batch = TypeVar("Batch", "JointBatch", "AlignmentBatch")
 
 
 @dataclass(frozen=True)
 class Sampler:
-    """Draws batches of `batch_size` pairs. If the last batch of an epoch is incomplete,
-    it is left out.
+    """Draws the pairs, or the images, of each batch in random order.
+
+    An incomplete batch at the end of an epoch is left out.
 
     Attributes:
-        batch_size: pairs per batch, summed over all workers.
-        seed: seed of the random order, which is new in every epoch.
+        batch_size: number of pairs or images per batch, summed over all workers.
+        seed: seed of the random order. Each epoch has a different order.
     """
 
     data: TrainingData
@@ -62,11 +66,11 @@ class Sampler:
     seed: int
 
     def pairs(self, batch: int) -> tuple[Ints, Ints]:
-        """Return the image numbers and the caption numbers of one batch, int64
-        [batch_size] each.
+        """Draw captions. Return the number of the image of each caption, and the
+        numbers of the captions, int64 [batch_size] each.
 
-        `batch` is the batch number, counted from 0 over all epochs. An epoch visits
-        every caption once.
+        `batch` is the batch number, counted from 0 over all epochs. An epoch contains
+        each caption at most once.
         """
         captions, _ = self._members(batch, len(self.data.caption_keys))
         return (
@@ -75,8 +79,8 @@ class Sampler:
         )
 
     def sets(self, batch: int, count: int) -> tuple[Ints, Ints]:
-        """Draw distinct images and `count` captions per image for the batch number
-        `batch`.
+        """Draw distinct images, and `count` captions of each image, for the batch
+        number `batch`. If an image has fewer captions, some of them are repeated.
 
         Returns:
             Image numbers, int64 [batch_size], and caption numbers, int64 [count,
@@ -85,13 +89,15 @@ class Sampler:
         images, epoch = self._members(batch, self.data.images)
         starts = self.data.caption_starts
         counts = starts[images + 1] - starts[images]
-        # so that an epoch does not use the first caption of every image
+        # The captions of an image are taken in a cycle. Its start changes with each
+        # epoch, so that later epochs use other captions of the image.
         first = images + epoch
         return images, starts[images] + (first + np.arange(count)[:, None]) % counts
 
     def _members(self, batch: int, count: int) -> tuple[Ints, int]:
-        """Draw a batch from `count` captions or images. Return their numbers, int64
-        [batch_size], and the epoch.
+        """Draw the batch number `batch` from `count` captions or images. Return the
+        numbers of the drawn captions or images, int64 [batch_size], and the number of
+        the epoch.
         """
         epoch, batch_of_epoch = divmod(batch, count // self.batch_size)
         order = _permutation(count, self.seed, epoch)
@@ -112,15 +118,19 @@ def _permutation(count: int, seed: int, epoch: int) -> Ints:
 def hard_negatives(
     similarities: NDArray[np.floating[Any]], masked: Bools, count: int
 ) -> Ints:
-    """Return the `count` most similar candidates of each of r queries, best first,
-    int64 [r, count].
+    """Return the indices of the `count` candidates that are most similar to each of r
+    queries, in order of decreasing similarity, int64 [r, count].
 
-    Of equally similar candidates, the first comes first. If a query has fewer than
-    `count` candidates, they are repeated.
+    Masked candidates are left out. If candidates are equally similar, the candidate
+    with the lowest index comes first. If fewer than `count` candidates are left, they
+    are repeated.
 
     Args:
         similarities: similarity of each query with each of b candidates [r, b].
-        masked: which candidates cannot be negatives of each query, bool [r, b].
+        masked: True for candidates that must not be negatives of a query, bool [r, b].
+
+    Raises:
+        UsageError: all candidates of a query are masked.
     """
     free = (~masked).sum(axis=1)
     if not free.all():
@@ -130,7 +140,7 @@ def hard_negatives(
         )
     left = np.where(masked, -np.inf, similarities)
     chosen = np.empty((len(left), count), dtype=np.int64)
-    # a few passes are faster than sorting
+    # `count` is small, so searching the maximum `count` times is faster than sorting.
     for place in range(count):
         chosen[:, place] = left.argmax(axis=1)
         left[np.arange(len(left)), chosen[:, place]] = -np.inf
@@ -144,7 +154,8 @@ def text_rows(captions: Sequence[TokenIds], tokenizer: JointTokenizer) -> JointI
     """Return the input rows ``[CLS] caption [SEP]``, one per caption, without image
     tokens.
     """
-    # with a second [SEP], which has token type 1
+    # These rows end with a second [SEP], the only token of type 1. The second [SEP] is
+    # replaced by padding. Then the last column contains only padding, and is removed.
     rows = tokenizer.inputs_of_ids(captions, 0)
     is_text = (rows.attention_mask - rows.token_type_ids)[:, :-1]
     ids = torch.where(
@@ -159,10 +170,10 @@ def mask_captions(
     tokenizer: JointTokenizer,
     rng: np.random.Generator,
 ) -> list[TokenIds]:
-    """Replace random tokens by ``[MASK]``. Each token that is not special is replaced
-    with the given `probability`.
+    """Return a copy of `captions` in which random tokens are replaced by ``[MASK]``.
 
-    As in the published code, special tokens include ``[UNK]``.
+    Each token is replaced with the given `probability`. Special tokens are never
+    replaced. As in the published code, ``[UNK]`` is a special token.
     """
     flat = np.concatenate(captions).astype(np.int64)
     special = [
@@ -180,12 +191,13 @@ def masked_targets(
     masked: Sequence[TokenIds],
     starts: Ints,
 ) -> tuple[Tensor, Tensor]:
-    """Return the positions of the masked tokens and their original token ids, int64
-    [masked] each.
+    """Return the positions of the masked tokens in the concatenated input rows, and the
+    original token ids, int64 [number of masked tokens] each.
 
     Args:
         captions, masked: the captions before and after masking.
-        starts: position of ``[CLS]`` of the input row of each masked caption.
+        starts: position of the ``[CLS]`` token of each caption's input row, see
+            `InputRows.starts`.
     """
     flat = np.concatenate(captions).astype(np.int64)
     is_masked = flat != np.concatenate(masked)
@@ -196,8 +208,8 @@ def masked_targets(
 
 
 def to_device(value: Any, device: torch.device) -> Any:
-    """Return a batch with all tensors on `device`. On a CPU the tensors are not
-    copied.
+    """Return `value`, a batch or a part of a batch, with all tensors on `device`. If
+    `device` is a CPU, nothing is copied.
     """
     if isinstance(value, Tensor):
         return (
@@ -219,14 +231,14 @@ def to_device(value: Any, device: torch.device) -> Any:
 
 @dataclass(frozen=True)
 class InputRows:
-    """r input rows of the joint encoder, in buckets of rows of similar length.
+    """r input rows of the joint encoder, in buckets of rows with similar lengths.
 
-    A row is padded to the longest row of its bucket.
+    Each row is padded to the length of the longest row in its bucket.
 
     Attributes:
-        buckets: the input rows of each bucket, and the index of the image of each row,
-            int64. The images are those of the positive pairs of all workers, in rank
-            order. A bucket of rows without image tokens has no images.
+        buckets: for each bucket, the input rows, and the index of the image of each
+            row, int64. An index counts the images of the positive pairs of all workers,
+            in rank order. A bucket of rows without image tokens has no indices.
         starts: position of ``[CLS]`` of each row in the concatenated rows of all
             buckets, int64 [r].
     """
@@ -244,8 +256,15 @@ class InputRows:
         buckets: int,
         plain: Sequence[TokenIds] = (),
     ) -> InputRows:
-        """Return the rows of the captions `texts`, each with an image, in at most
-        `buckets` buckets, followed by rows of the captions `plain` without image.
+        """Make the input rows of captions.
+
+        Args:
+            texts: token ids of the captions whose rows contain image tokens. These rows
+                are divided into at most `buckets` buckets.
+            images: index of the image of each caption in `texts`, int64.
+            image_tokens: number of image tokens per row.
+            plain: token ids of the captions whose rows contain no image tokens. These
+                rows are the last ones, and have a bucket of their own.
         """
         order = np.argsort([len(text) for text in texts], kind="stable")
         parts = np.array_split(order, max(1, min(buckets, len(order) // _BUCKET_ROWS)))
@@ -270,19 +289,20 @@ class InputRows:
 
 @dataclass(frozen=True)
 class PairChunk:
-    """Some pairs of a joint-phase batch: b pairs with k negative images and k negative
-    texts each.
+    """A part of a joint-phase batch: b positive pairs, with k negative images and k
+    negative texts for each pair.
 
     Attributes:
         pairs: number of positive pairs, b.
-        negatives: number of negative images per pair, and number of negative texts per
-            pair, k.
-        rows: input rows of the joint encoder, in this order: positive pairs, pairs
-            with negative images, pairs with negative texts, masked captions (only with
-            masked language modelling), captions without images (only with
-            text-embedding recovery).
-        masked: positions and original token ids of the masked tokens; None without
-            masked language modelling. A position counts the tokens of all rows.
+        negatives: number of negative images per pair, k. It is also the number of
+            negative texts per pair.
+        rows: input rows of the joint encoder. Their order in ``rows.starts`` is:
+            positive pairs, pairs with negative images, pairs with negative texts,
+            positive pairs with masked captions (only with masked language modelling),
+            and captions without images (only with text-embedding recovery).
+        masked: positions of the masked tokens in the concatenated rows of all buckets,
+            and original token ids of these tokens; None without masked language
+            modelling.
         embeddings: embeddings of the captions of the positive pairs [b, e]; None
             without text-embedding recovery.
         teacher: input rows of the teacher for all positive and negative pairs; None
@@ -302,11 +322,13 @@ class JointBatch:
     """One worker's part of a joint-phase batch.
 
     Attributes:
-        patches: patch features of the images of the positive pairs [b, n, d_v], or the
-            values from which `Features.finish` computes the patch features.
+        patches: patch features of the images of the positive pairs [b, n, d_v]. With
+            online features, `patches` are the decoded images until
+            `BatchSource.with_features` replaces them by their features.
         chunks: the pairs, in chunks of at most ``run.chunk_pairs``.
         teacher_tokens: the teacher's stored tokens of the images of the positive pairs;
-            None instead of tokens that the teacher's adapter computes from `patches`.
+            None if there is no teacher, or if the teacher's adapter computes the tokens
+            from `patches`.
     """
 
     patches: Tensor
@@ -319,12 +341,12 @@ class AlignmentBatch:
     """One worker's part of an alignment-phase batch: b images with s captions each.
 
     Attributes:
-        patches: patch features [b, n, d_v], or the values from which `Features.finish`
-            computes the patch features.
-        words: distinct token ids in all captions, without special tokens and stop
-            words, int64 [w].
+        patches: patch features [b, n, d_v], or decoded images, see `JointBatch`.
+        words: distinct token ids of the words in all captions, int64 [w]. Special
+            tokens and stop words are left out.
         shares: relative frequency of each word in each caption, float32 [w, s b]. The
-            columns are s sets of b captions, one caption per image.
+            columns are ordered in s sets of b captions. A set has one caption of each
+            image.
     """
 
     patches: Tensor
@@ -337,17 +359,21 @@ class BatchSource:
     """Makes the batches of one worker.
 
     Attributes:
+        data: the n training images and their captions.
+        features: the features of these images.
         image_tokens: number of image tokens per input row of the joint encoder.
         rank: rank of this worker, counted from 0.
         chunk_pairs: maximum number of pairs in a `PairChunk`.
         on_gpu: whether a GPU computes the steps.
-        views: reads features of augmented views, and the row of each view of each image
-            in these features, int64 [n, views], -1 for a missing view; None without
-            views. For each image, a batch uses the image or a random view.
+        views: the features of augmented views, and the row of each view of each image
+            in these features, int64 [n, views]. The row is -1 if a view is missing.
+            None without augmented views. A batch contains, for each of its images,
+            either the image itself or one random view.
         teacher_tokens: number of tokens per image that the teacher reads; 0 without a
             teacher.
-        teacher: stored tokens of the teacher, and the row of each of the n training
-            images, int64 [n]; None if the teacher's adapter computes the tokens.
+        teacher: the stored tokens of the teacher, and the row of each training image in
+            these tokens, int64 [n]. None without a teacher, or if the teacher's adapter
+            computes the tokens.
     """
 
     data: TrainingData
@@ -368,6 +394,9 @@ class BatchSource:
         over all epochs.
 
         A pair whose image cannot be read is replaced by another pair of the same part.
+
+        Raises:
+            EdjeError: no image of the part can be read.
         """
         loop = self.config.loop
         objective = self.config.objective
@@ -380,15 +409,17 @@ class BatchSource:
         readable = np.flatnonzero(is_readable)
         if not len(readable):
             raise nothing_readable()
-        # the next readable pair
+        # Each pair whose image cannot be read is replaced by the next pair with a
+        # readable image. After the last pair, the search goes on at the first pair.
         chosen = readable[np.searchsorted(readable, np.arange(pairs)) % len(readable)]
         own = part[chosen]
         other_images, other_texts = (
             n[chosen] for n in self.negatives(images, captions)
         )
+        # A row without image tokens has room for a longer caption, the one in `whole`.
+        # A row with image tokens contains the caption in `texts`.
         whole = [self.data.caption(caption) for caption in captions.tolist()]
         texts = [*map(tokenizer.truncated, whole)]
-        # of the pairs of this worker
         own_texts = [texts[pair] for pair in own]
         hidden: list[TokenIds] = []
         if objective.mlm_weight:
@@ -402,8 +433,11 @@ class BatchSource:
         buckets = _BUCKETS_ON_GPU if self.on_gpu else _BUCKETS
 
         def chunk(members: Ints) -> PairChunk:
-            """Return the chunk of the `members`, numbers of pairs of this worker."""
+            """Return the chunk of the pairs `members`. A member is an index into the
+            pairs of this worker, int64.
+            """
             pairs = own[members]
+            # The order of the rows is that of `PairChunk.rows`.
             row_images = np.concatenate(
                 [pairs, other_images[members].ravel(), np.repeat(pairs, count)]
             )
@@ -444,20 +478,22 @@ class BatchSource:
                 )
             return PairChunk(len(pairs), count, rows, masked, embeddings, teacher)
 
-        # pairs with captions of similar lengths come into one chunk
+        # Pairs with captions of similar length share a chunk, so that its rows have
+        # little padding.
         order = np.argsort([len(text) for text in own_texts], kind="stable")
         chunks = np.array_split(order, math.ceil(len(order) / self.chunk_pairs))
         return JointBatch(patches, tuple(map(chunk, chunks)), teacher_tokens)
 
     def negatives(self, images: Ints, captions: Ints) -> tuple[Ints, Ints]:
-        """Mine the negatives of this worker's part of a batch, within the whole batch.
+        """Mine hard negatives for the b pairs in this worker's part of a batch. All
+        pairs of the batch are candidates.
 
         Pairs with the same image, or with captions of the same words, are not negatives
         of each other.
 
         Returns:
-            Negative images of each caption and negative texts of each image, int64 [b,
-            k] each. The values are positions in the batch.
+            Negative images of each caption, and negative texts of each image, int64 [b,
+            k] each. The values are indices of pairs in the batch.
         """
         pairs = len(images) // self.world_size
         count = self.config.negatives.count
@@ -474,11 +510,11 @@ class BatchSource:
 
     def alignment(self, counted: Bools) -> Callable[[int], AlignmentBatch]:
         """Return a function that maps a batch number to this worker's part of the
-        alignment-phase batch.
+        alignment-phase batch. Images that cannot be read are left out.
 
         Args:
-            counted: which token ids are words to align, bool [v], see
-                `scoring.parts.content_token_mask`.
+            counted: True for the token ids of words that the alignment uses, bool [v].
+                See `scoring.parts.content_token_mask`.
         """
         settings = self.config.alignment
         seed = self.config.loop.seed
@@ -509,14 +545,16 @@ class BatchSource:
         return batch
 
     def with_features(self, batch: Batch) -> Batch:
-        """Return `batch` with its patch features, on the device of the batch.
+        """Return `batch` with patch features in ``patches``, on the device of `batch`.
 
-        For online features, this method runs the vision tower.
+        With online features, this method runs the vision tower on the decoded images.
         """
         return replace(batch, patches=self.features.finish(batch.patches))
 
     def _load(self, images: Ints, phase: int, number: int) -> Loaded:
-        """Load each image, or a random view of the image."""
+        """Load each of the `images`, or a random view of the image, with the method
+        `load` of the features.
+        """
         rows = self.data.rows[images]
         if self.views is None:
             return self.features.load(rows)
@@ -527,6 +565,8 @@ class BatchSource:
         is_view = shown >= 0
         photos, are_readable = self.features.load(rows[~is_view])
         views, views_are_readable = source.load(shown[is_view])
+        # `order` is the position of each of the `images` in the concatenation of
+        # `photos` and `views`.
         order = np.argsort(np.argsort(is_view, kind="stable"), kind="stable")
         values = torch.cat([photos, views])[torch.from_numpy(order)]
         return values, np.concatenate([are_readable, views_are_readable])[order]

@@ -1,8 +1,8 @@
-"""Prepares captions in shards: token ids, embeddings and mining data. Then joins the
-shards to the training data.
+"""Prepares the captions of a training run: computes their token ids, embeddings and
+mining data in shards, and then joins the shards to the training data.
 
-The workers of a training run share the shards. A finished shard is kept when the run
-stops. The training data do not depend on the number of workers.
+Each worker of the training run prepares some of the shards. If the run stops, finished
+shards are kept. The training data do not depend on the number of workers.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ SHARD_CAPTIONS = 256, 1 << 14
 """Lowest and highest number of captions per shard. The embeddings depend on it by
 rounding errors.
 """
-# of few captions, so that several workers share the captions of a dev set evenly
+# Number of shards, unless `SHARD_CAPTIONS` requires fewer or more. With several shards,
+# the workers share even the captions of a small dev set evenly.
 _SHARDS = 32
 
 _TABLE = "captions.arrow"
@@ -49,7 +50,8 @@ _ROWS = "rows.npy"
 _SCHEMA = pa.schema(
     [
         pa.field("caption", pa.large_string(), nullable=False),
-        # set for the first caption of each image only
+        # row of the image in the index of the mining model; null except for the first
+        # caption of each image
         pa.field("mining_row", pa.int64()),
     ]
 )
@@ -84,13 +86,16 @@ class TrainingData:
         token_starts: offsets of the tokens of each caption, int64 [c + 1]. Caption i
             has the tokens ``tokens[token_starts[i]:token_starts[i + 1]]``.
         tokens: token ids of all captions in order, without special tokens, int32.
-            Captions are truncated to the 62 tokens that a row without an image has room
-            for.
+            Captions are truncated to 62 tokens, because an input row without an image
+            has room for 62 caption tokens.
         caption_keys: a number per caption, int64 [c]. Captions with the same words have
             the same number.
-        text_embeddings: embeddings of the captions by the text tower, float32 [c, e].
-        image_mining: embeddings of the images by the mining model, float32 [n, e'].
-        text_mining: embeddings of the captions by the mining model, float32 [c, e'].
+        text_embeddings: embeddings of the captions, computed by the text tower, float32
+            [c, e].
+        image_mining: embeddings of the images, computed by the mining model, float32
+            [n, e'].
+        text_mining: embeddings of the captions, computed by the mining model, float32
+            [c, e'].
     """
 
     rows: Ints
@@ -104,8 +109,8 @@ class TrainingData:
 
     @classmethod
     def open(cls, folder: Path) -> TrainingData:
-        """Memory-map the arrays that `prepare_captions` wrote to `folder`. Without a
-        mining model, the text tower mines.
+        """Memory-map the arrays that `prepare_captions` wrote to `folder`. If there is
+        no mining model, `text_mining` are the embeddings of the text tower.
         """
         paths = {entry.name: folder / f"{entry.name}.npy" for entry in fields(cls)}
         if not paths["text_mining"].exists():
@@ -122,7 +127,8 @@ class TrainingData:
     def caption(self, number: int) -> list[int]:
         """Return the token ids of caption `number`, at most 62.
 
-        A row with several images has room for fewer: see `JointTokenizer.truncated`.
+        An input row with image tokens has room for 61 caption tokens.
+        `JointTokenizer.truncated` truncates token ids to this number.
         """
         part: list[int] = self.tokens[
             self.token_starts[number] : self.token_starts[number + 1]
@@ -131,11 +137,11 @@ class TrainingData:
 
 
 def write_caption_table(folder: Path, items: CaptionSet, mining_rows: Ints) -> None:
-    """Write the captions that `prepare_captions` prepares, in order, unless an earlier
-    call wrote them.
+    """Write the table of the captions that `prepare_captions` prepares. If an earlier
+    call wrote the table of the same images, do nothing.
 
-    The table has one Arrow record batch per shard, so that a worker reads only its
-    shards.
+    The table contains the captions in order, in one Arrow record batch per shard, so
+    that a worker reads only its own shards.
 
     Args:
         mining_rows: row of each image in the index of the mining model, int64 [n].
@@ -174,7 +180,7 @@ def write_caption_table(folder: Path, items: CaptionSet, mining_rows: Ints) -> N
                 pa.record_batch([*map(list, zip(*batch, strict=True))], schema=_SCHEMA)
             )
     np.save(root / "caption_starts.npy", _starts(counts))
-    # the rows are written last: with them, the table is complete
+    # The file of the rows is written last. It shows that the table is complete.
     fsync_paths([*root.iterdir()])
     content = io.BytesIO()
     np.save(content, np.asarray(items.rows, dtype=np.int64))
@@ -191,12 +197,12 @@ def prepare_captions(
     should_stop: Callable[[], bool],
     on_shard: Callable[[int, int], None],
 ) -> bool:
-    """Write the `TrainingData` to `folder`, or keep what an earlier call wrote. All
-    workers call this function.
+    """Write the `TrainingData` to `folder`, unless an earlier call wrote them. All
+    workers must call this function.
 
     Args:
-        folder: directory of the training data. It appears when it is complete.
-            `write_caption_table` was called before.
+        folder: directory of the training data. It does not exist until all of its files
+            are complete. `write_caption_table` must be called first.
         bundle: bundle with the tokenizer of the joint encoder and the text tower.
         miner: bundle of the mining model; None if the text tower of `bundle` mines hard
             negatives.
@@ -207,7 +213,11 @@ def prepare_captions(
         on_shard: called with the number of finished shards and the number of shards.
 
     Returns:
-        False if a worker stopped. Finished shards are kept.
+        True if the training data are complete, and False if `should_stop` stopped a
+        worker. In the second case, finished shards are kept.
+
+    Raises:
+        CorruptIndexError: the table of captions, or a shard, cannot be read.
     """
     if not group.any(not folder.exists()):
         return True
@@ -222,7 +232,8 @@ def prepare_captions(
     missing = [number for number, path in enumerate(shards) if not path.exists()][
         group.rank :: group.size
     ]
-    # a worker that finishes a shard now would change which shards are missing
+    # All workers must list the missing shards before a worker finishes another shard.
+    # Otherwise, the workers would divide different lists.
     group.any(False)
     stopped = False
     if missing:
@@ -233,7 +244,8 @@ def prepare_captions(
                 info = read_bundle_info(path)
                 verify_files(info)
                 towers[name] = load_text_tower(info, device)
-                # as in the published code, also for the tower of the mining model
+                # As in the published code, the text tower of the mining model reads
+                # captions in the same form as the tower of `bundle`.
                 towers[name].canonical = canonical
         tokenizer = load_joint_tokenizer(bundle / JOINT_FOLDER, canonical=canonical)
 
@@ -270,7 +282,7 @@ def prepare_captions(
         return False
     if group.rank == 0:
         _join_shards(root, shards, folder)
-    # no worker opens the data before they are complete
+    # The other workers wait here until worker 0 has written the training data.
     group.any(False)
     return True
 
@@ -281,8 +293,8 @@ def _parts(folder: Path) -> Path:
 
 
 def _key(text: str, canonical: bool) -> int:
-    """Return a number that captions with the same words share. Other captions share
-    it with probability 2**-64.
+    """Return a number that is equal for captions with the same words. For two captions
+    with different words, it is equal with probability 2**-64.
     """
     words = (
         clean_canonicalize(text)
@@ -295,8 +307,9 @@ def _key(text: str, canonical: bool) -> int:
 
 
 def _join_shards(root: Path, shards: Sequence[Path], folder: Path) -> None:
-    """Write the arrays of the `TrainingData`. The memory use does not depend on the
-    number of shards.
+    """Join the arrays of all `shards`, and write them as `TrainingData` to `folder`.
+
+    Memory holds the lengths of all captions, and one array of one shard at a time.
     """
     out = root / folder.name
     shutil.rmtree(out, ignore_errors=True)
@@ -325,7 +338,9 @@ def _join_shards(root: Path, shards: Sequence[Path], folder: Path) -> None:
 
 
 def _read(path: Path, name: str) -> Array:
-    """Read an array of a shard. Its checksum is compared."""
+    """Read the array `name` of the shard `path`, and compare its checksum. A damaged
+    shard is removed, so that the next run prepares it again.
+    """
     try:
         array: Array = np.load(path)[name]
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
@@ -337,7 +352,7 @@ def _read(path: Path, name: str) -> Array:
 
 
 def _starts(lengths: Sequence[int] | Ints) -> Ints:
-    """Return the offsets of consecutive parts with the given `lengths`, and the end
-    of the last part.
+    """Return the offset of each of k consecutive parts with the given `lengths`, and
+    the end of the last part, int64 [k + 1].
     """
     return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])

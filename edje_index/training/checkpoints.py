@@ -1,7 +1,7 @@
 """The checkpoints and the log of a training run.
 
-A resumed training run gives the same weights as a run without interruption. If writing
-a checkpoint fails, the file does not exist.
+A resumed training run gives the same weights as a run without interruption. Checkpoints
+are written atomically: if writing fails, no incomplete checkpoint is left.
 """
 
 from __future__ import annotations
@@ -18,11 +18,14 @@ from edje_index.inputs.json_lines import read_json_lines
 from edje_index.models.weights import check_finite, read_checkpoint
 from storage_formats.atomic import Json, fsync_path, replacing, write_bytes_atomic
 
+# number of latest checkpoints that are always kept
 KEEP = 2
 LOG = "log.jsonl"
 DEV = "dev"
-# mean R@1 of both directions; evaluations are ranked by this value
+# Key of a log record: the mean of the R@1 of both directions on the dev captions.
+# Checkpoints are ranked by this value.
 RECALL = "recall"
+# number of the phase, and number of steps
 _NAME = re.compile(r"(\d{2})-(\d{9})\.pt")
 
 
@@ -34,11 +37,13 @@ class TrainState:
         run: fingerprint of the settings, data and initial weights of the training run.
         stage: number of the phase, counted from 0.
         step: number of finished optimiser steps of this phase.
-        epochs: number of finished epochs, with those of the runs that this run
-            continues.
+        epochs: number of finished epochs. It includes the epochs of earlier training
+            runs that this run continues.
         weights: weights of the module that this phase trains, by name.
-        skipped: number of steps without a finite gradient in this phase, and number of
-            such steps in a row immediately before the checkpoint.
+        optimizer: state of the optimiser.
+        skipped: two numbers of optimiser steps that were skipped, because their
+            gradient was not finite: all such steps of this phase, and the consecutive
+            ones immediately before the checkpoint.
     """
 
     run: str
@@ -70,8 +75,9 @@ class Checkpoints:
     def save(self, state: TrainState, keep_best: int) -> None:
         """Write `state` as a checkpoint, and remove old checkpoints.
 
-        The last two checkpoints, and the `keep_best` ones with the highest dev recall,
-        are not removed. Of equal recalls, the latest count.
+        The last two checkpoints, and the `keep_best` checkpoints with the highest dev
+        recall, are kept. If checkpoints have equal recalls, the later one counts as
+        better.
         """
         evaluations = sorted(
             (record[RECALL], (record["stage"], record["step"]))
@@ -83,7 +89,7 @@ class Checkpoints:
         with replacing(self._path(state.stage, state.step)) as file:
             torch.save(vars(state), file)
         fsync_path(self._folder)
-        # files of processes that were killed while writing a checkpoint
+        # temporary files of processes that were killed while writing a checkpoint
         unfinished = self._folder.glob(".*.pt.*")
         old = [
             self._path(*position)
@@ -96,6 +102,10 @@ class Checkpoints:
     def latest(self) -> TrainState | None:
         """Read the newest readable checkpoint. Return None if there are no
         checkpoints.
+
+        Raises:
+            ModelError: no checkpoint can be read, or the newest readable checkpoint
+                belongs to another training run.
         """
         problem: _UnreadableError | None = None
         for position in reversed(self._positions()):
@@ -108,7 +118,11 @@ class Checkpoints:
         raise problem
 
     def at(self, step: int) -> TrainState:
-        """Read the checkpoint of `step`, in the last phase that has checkpoints."""
+        """Read the checkpoint of `step` in the last phase that has checkpoints.
+
+        Raises:
+            ModelError: there is no such checkpoint, or it cannot be read.
+        """
         positions = self._positions()
         last = max((stage for stage, _ in positions), default=0)
         steps = [kept for stage, kept in positions if stage == last]
@@ -149,12 +163,12 @@ class Checkpoints:
 
 
 class _UnreadableError(ModelError):
-    """A checkpoint cannot be read. Other checkpoints may be readable."""
+    """A checkpoint file cannot be read. Other checkpoints may still be readable."""
 
 
 def begin_log(run_dir: Path, stage: int, step: int) -> None:
-    """Remove all records after `step` of `stage` from ``log.jsonl``. A killed run may
-    have left such records.
+    """Remove all records of later steps than `step` of `stage` from ``log.jsonl``. A
+    run that is killed after its last checkpoint leaves such records.
 
     `stage` is the number of a phase, counted from 0.
     """

@@ -1,5 +1,5 @@
-"""Scores pools of dev captions and dev images with a bundle: recall during
-training, and the fit of the final score.
+"""Scores pools of dev captions and dev images with a bundle. Training measures its
+recall on these pools, and the weights of the final score are fitted to them.
 """
 
 from __future__ import annotations
@@ -38,15 +38,19 @@ def dev_pools(
     names: tuple[str, ...] = JOINT_PARTS,
     on_progress: OnProgress = lambda activity, done, total: None,
 ) -> dict[str, DevPools]:
-    """Score pools of the candidates most similar to each dev query. Return the pools by
-    direction.
+    """Score the candidates whose embeddings are most similar to each dev query. Return
+    the pools of each direction.
 
-    The modules of `bundle` must be in evaluation mode. An exception raised by
-    `on_progress` stops this function.
+    The modules of `bundle` must be in evaluation mode. An image that can no longer be
+    read counts as a blank image.
 
-    `dev` are the dev captions, and the folder of their `TrainingData`. A part of the
-    score in `names` that `bundle` lacks is left out. An image that cannot
-    be read any more counts as a blank image.
+    Args:
+        dev: the dev captions, and the folder of their `TrainingData`.
+        features: features of the dev images.
+        names: parts of the final score to compute. Parts that `bundle` lacks are left
+            out. The embedding similarity is always part of the result.
+        on_progress: called with the number of scored pairs. An exception raised by
+            `on_progress` stops this function.
     """
     captions, data = dev
     queries = split_set(captions.captions, captions.rows)
@@ -60,13 +64,13 @@ def dev_pools(
         for direction in DIRECTIONS
     }
     pairs = [queries.pairs(direction, pools) for direction, pools in nearest.items()]
-    # each image is read once
+    # Most images are in several pools. The features of each image are read once.
     shown = np.unique(np.concatenate([rows.ravel() for _, rows in pairs]))
     adapter = trained_part(bundle.adapter)
     blocks = []
     for first in range(0, len(shown), _ADAPTER_BATCH):
         values, _ = features.fetch(shown[first : first + _ADAPTER_BATCH])
-        # as an index stores tokens
+        # The tokens are rounded to bfloat16, as in an index.
         blocks.append(adapter(values.to(bundle.joint.device).float()).bfloat16().cpu())
     tokens = torch.cat(blocks)
     scorer = bundle.scorer

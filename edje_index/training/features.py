@@ -1,5 +1,5 @@
-"""Patch features of images, made by the frozen vision tower: stored in an index, or
-computed in the training steps.
+"""Provides the patch features of images, which the frozen vision tower computes. They
+are either read from an index, or computed in the training steps.
 """
 
 from __future__ import annotations
@@ -33,13 +33,15 @@ from storage_formats.token_store import TokenStore
 TOWER_BATCH = 32
 Loaded = tuple[Tensor, Bools]
 _UNREADABLE = "unreadable-*.jsonl"
+# Ranges of a random crop: its area as a fraction of the area of the photo, and its
+# width divided by its height.
 _AREA = (0.35, 1.0)
 _ASPECT = (3 / 4, 4 / 3)
 
 
 class StoredFeatures:
-    """Features that an index stores as blocks. They are read in the precision of
-    the highest fidelity.
+    """Features that an index stores as blocks. They are read in the highest-fidelity
+    precision that the index stores.
     """
 
     def __init__(self, index: CommittedIndex) -> None:
@@ -47,8 +49,12 @@ class StoredFeatures:
         self._store = TokenStore(index)
 
     def load(self, rows: Ints) -> Loaded:
-        """Read the features of the k `rows`, bfloat16 [k, n, d]. All rows are readable.
-        Raises CorruptIndexError if a row is a hole.
+        """Return the features of the k `rows`, bfloat16 [k, n, d], and which rows could
+        be read, bool [k]. The second value is always True, because a row without
+        features is an error.
+
+        Raises:
+            CorruptIndexError: a row is a hole.
         """
         blocks = self._store.fetch(rows)
         holes = self._store.holes(blocks)
@@ -62,11 +68,11 @@ class StoredFeatures:
     fetch = load
 
     def finish(self, values: Tensor) -> Tensor:
-        """Return the features, which `load` has read already."""
+        """Return `values` unchanged, because `load` returns features."""
         return values
 
     def unreadable(self) -> int:
-        """Return 0, because all rows of the index have features."""
+        """Return 0, because a row that cannot be read is an error."""
         return 0
 
 
@@ -75,15 +81,19 @@ class OnlineFeatures:
     """Features that the frozen vision tower computes from the images, with the same
     code as an index build.
 
-    Each image that cannot be read, although it could be read before, gets one line in
-    the file ``unreadable-RANK.jsonl`` of the run folder.
+    An image that could be read when the training run started may become unreadable
+    later. Each such image is recorded in one line of the file
+    ``unreadable-RANK.jsonl`` in the run folder.
 
     Args:
         index: index with the rows and embeddings of the images. Its blocks are not
             read.
+        inputs: where to read the image of each row.
         encoder: the vision tower of the initial bundle, and an adapter without weights.
-        views: number of augmented views of every photo; 0 for the photos. Row r is view
-            r % views of photo r // views.
+        pool: threads that read and decode images.
+        views: number of augmented views of each photo. If it is 0, row r is photo r.
+            Otherwise, row r is view ``r % views`` of photo ``r // views``.
+        seed: seed of the augmented views.
     """
 
     index: CommittedIndex
@@ -104,11 +114,12 @@ class OnlineFeatures:
         return sum(unreadable_by_reason(self.run_dir).values())
 
     def load(self, rows: Ints) -> Loaded:
-        """Read and decode the images of the k `rows`, uint8 [k, 3, h, w], and return
-        which images could be read, bool [k]. An image that cannot be read is blank.
+        """Return the decoded images of the k `rows`, uint8 [k, 3, h, w], and which
+        images could be read, bool [k]. An image that cannot be read is black.
         """
         images, views = np.divmod(rows, max(1, self.views))
-        # the threads write to the tensor, and are never in inference mode
+        # The threads of the pool write to this tensor. They are not in inference mode,
+        # so the tensor must not be an inference tensor, even if this thread is.
         with torch.inference_mode(False):
             size = self.encoder.vision.image_size
             pixels = torch.zeros(len(rows), 3, *size, dtype=torch.uint8)
@@ -158,9 +169,14 @@ class OnlineFeatures:
         )
 
     def fetch(self, rows: Ints) -> Loaded:
-        """Compute the features of the k `rows`, bfloat16 [k, n, d] on the CPU, and
-        return which images could be read, bool [k]. Only a few images are in memory at
-        once.
+        """Return the features of the k `rows`, bfloat16 [k, n, d] on the CPU, and which
+        images could be read, bool [k].
+
+        At most 32 decoded images are in memory at once.
+
+        Raises:
+            EdjeError: there are at least 32 `rows`, and none of their images can be
+                read.
         """
         features = []
         readable = []
@@ -183,15 +199,15 @@ The thread that makes batches calls `load`, which uses the CPU. The training ste
 
 
 def unreadable_by_reason(run_dir: Path) -> dict[str, int]:
-    """Return the number of images that the workers of a training run could not
-    read, also before it was resumed.
+    """Return the number of images that the workers of a training run could not read, by
+    reason. Images that could not be read before the run was resumed are counted too.
     """
     values = [
         value
         for path in sorted(run_dir.glob(_UNREADABLE))
         for _, value, _ in read_json_lines(path)
     ]
-    # a killed worker may leave half a line
+    # A killed worker may leave an incomplete line, whose value is None.
     reasons = {value["uri"]: value["reason"] for value in values if value}
     return dict(sorted(Counter(reasons.values()).items()))
 
@@ -211,7 +227,8 @@ def photo_view(
     """Return augmented view number `view` of `photo`, which was decoded from the
     file contents `data`.
     """
-    # the views of a moved photo do not change
+    # The random numbers depend on the content of the file instead of its path, so that
+    # a photo that is moved keeps its views.
     content = int(content_hash(data)[:32], 16)
     return random_view(photo, size, stream(seed, VIEWS, content, view))
 
@@ -222,7 +239,9 @@ def random_view(
     """Return a random crop of `photo`, resized to `size` (height, width), mirrored with
     probability 1/2.
 
-    As in Szegedy et al. (2015), the crop has 35 % to 100 % of the area of the photo.
+    The method is that of Szegedy et al. (2015). The crop has 35 % to 100 % of the area
+    of the photo (8 % to 100 % in the paper), and its width is 3/4 to 4/3 of its height.
+    A crop that would exceed the width or the height of the photo is cut.
     """
     area = rng.uniform(*_AREA)
     aspect = np.exp(rng.uniform(*np.log(_ASPECT)))

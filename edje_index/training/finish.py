@@ -26,7 +26,8 @@ from edje_index.training.workers import WorkerGroup
 from storage_formats.codecs import BF16, Blocks
 from storage_formats.format.offset import Offset, estimate_offset
 
-# the noise of a mean of n blocks adds 1/n to the squared error
+# Number of training images that estimate the offset block. The noise of a mean of n
+# blocks adds about 1/n to the squared error of quantized tokens.
 _OFFSET_IMAGES = 256
 _OFFSET_BATCH = 16
 
@@ -34,24 +35,29 @@ _OFFSET_BATCH = 16
 def finish_model(
     task: TrainTask, step: int | None, on_progress: OnProgress
 ) -> tuple[ModelBundle, int, dict[str, WeightChoice]]:
-    """Make a bundle from a checkpoint. Its final score follows the settings in
+    """Make a bundle from a checkpoint, and fit its final score with the settings in
     ``task.config.fitting``.
 
-    The weights are fitted to the dev captions. Without dev captions, the final score is
-    the logit alone.
+    The weights of the final score are fitted to the dev captions. Without dev captions,
+    the final score is the logit alone.
 
     Args:
         step: step of the checkpoint; None means the last checkpoint.
-        on_progress: called with the progress. An exception raised by `on_progress`
-            stops this function.
+        on_progress: called with the activity and its progress. An exception raised by
+            `on_progress` stops this function.
 
     Returns:
-        The trained bundle, not saved yet; the number of finished steps of the joint
-        phase; and the weights and recall by direction, empty if no weights were fitted.
+        The trained bundle, which is not saved yet; the number of finished steps of the
+        joint phase; and the fitted weights and the recall of each direction. The last
+        value is empty if no weights were fitted.
+
+    Raises:
+        ModelError: the run folder has no checkpoint of the joint phase.
     """
     fitting = task.config.fitting
     run_dir = task.config.run.folder
-    # the workers may have had a GPU that this process lacks
+    # The workers may have used a GPU that this process does not have. In this case, the
+    # CPU is used.
     cuda = torch.cuda.is_available()
     device = resolve_device(task.config.run.device if cuda else "cpu")
     bundle, source = open_start(task, WorkerGroup(), device)
@@ -78,7 +84,9 @@ def finish_model(
     began = None
     if init is not None and task.dev is not None:
         loaded = ModelBundle.load(init, device=str(device))
-        # features of another tower fit no other adapter
+        # The initial bundle scores the same pools, for comparison, and provides its
+        # pooled similarity. This is possible only if its vision tower and its language
+        # model have the same widths as in the trained bundle.
         if (loaded.vision.patch_dim, loaded.joint.width) == (
             bundle.vision.patch_dim,
             bundle.joint.width,
@@ -119,7 +127,9 @@ def finish_model(
 def _offset(
     adapter: nn.Module, source: BatchSource, device: torch.device
 ) -> Offset | None:
-    """Return the offset block of the tokens of evenly spaced training images."""
+    """Estimate the offset block from the tokens of evenly spaced training images.
+    Return None if an offset would not pay, see `estimate_offset`.
+    """
     rows = source.data.rows
     rows = rows[:: max(1, len(rows) // _OFFSET_IMAGES)]
 

@@ -1,8 +1,8 @@
-"""Fits the weights of the final score by maximum likelihood, to captions and images
-that were not trained on.
+"""Fits the weights of the final score by maximum likelihood. The fit uses dev captions
+and dev images, on which the model was not trained.
 
-The fit maximises the softmax probability of the relevant candidates of each query.
-Candidate and query are relevant to each other if one is a caption of the other.
+The fit maximises the softmax probability of the relevant candidates of each query. A
+candidate is relevant to a query if one of the two is a caption of the other.
 Maximising recall directly overfits a small dev set (docs/lab/score.md).
 """
 
@@ -24,13 +24,15 @@ from storage_formats.arrays import Bools, Ints
 
 Scores = NDArray[np.floating[Any]]
 
-# penalty on the squares of the fitted factors, after each column is scaled to standard
-# deviation 1
+# Weight of the penalty on the squares of the fitted numbers. Before a fit, the values
+# that these numbers multiply are scaled to standard deviation 1.
 _REGULARISATION = 0.01
-# of a column during the fit: a factor of 0 would leave the column out of the sum
+# Smallest factor of a part during the fit. It is not 0, because `FinalScore.sum` leaves
+# out parts with the weight 0, and raises an error if no part is left.
 _LEAST_FACTOR = 1e-9
-# smallest factor of the logit, as a share of the largest factor
+# smallest factor of the logit, as a fraction of the largest factor
 _LEAST_LOGIT = 1e-3
+# number of folds of the cross-validation
 _FOLDS = 5
 
 
@@ -40,9 +42,9 @@ class DevPools:
 
     Attributes:
         parts: value of each part of the final score, float32 [q, p] by name.
-        right: which candidates are relevant to each query, bool [q, p].
-        images: row id of the image of each query, int64 [q]. Cross-validation keeps
-            queries of one image together.
+        right: True for candidates that are relevant to the query, bool [q, p].
+        images: row id of the image of each query, int64 [q]. Cross-validation puts all
+            queries of an image into the same fold.
     """
 
     parts: Mapping[str, Scores]
@@ -77,15 +79,23 @@ class DevPools:
 
 @dataclass(frozen=True)
 class WeightChoice:
-    """The weights of one direction, and R@1 between 0 and 1.
+    """The fitted weights of one direction, and recalls that were measured with them.
+
+    All recalls are R@1, as a fraction of the queries.
 
     Attributes:
         recall: R@1 with `weights`, on the queries that were used for the fit.
         held_out_recall: R@1 by 5-fold cross-validation over images; None if all queries
             have the same image.
-        start_recall: the same of the bundle that the training began from; None without
-            such a bundle.
-        change: `held_out_recall` - `start_recall`, with a 95 % confidence interval.
+        logit_recall: R@1 with the logit alone.
+        embedding_recall: R@1 with the embedding similarity alone.
+        queries: number of queries.
+        pool: number of candidates per query.
+        logit_range: smallest and largest logit in the pools.
+        start_recall: R@1 by cross-validation, like `held_out_recall`, of the bundle
+            from which the training started; None without such a bundle.
+        change: `held_out_recall` - `start_recall`, with a 95 % confidence interval;
+            None if `start_recall` is None.
     """
 
     weights: ScoreWeights
@@ -103,8 +113,9 @@ class WeightChoice:
 def choose_weights(pools: DevPools, start: DevPools | None = None) -> WeightChoice:
     """Fit the weights of one direction to `pools`, and measure R@1.
 
-    `start` are the same pools, scored by the bundle that the training began from. Both
-    are compared by cross-validation.
+    `start` contains the same pools, scored by the bundle from which the training
+    started; None without such a bundle. The R@1 of the two bundles is compared by
+    cross-validation.
     """
     weights = fit_weights(pools)
     weights = replace(
@@ -140,8 +151,8 @@ def choose_weights(pools: DevPools, start: DevPools | None = None) -> WeightChoi
 
 
 def _held_out_hits(pools: DevPools) -> Bools:
-    """Return which queries have a relevant candidate at rank 0 with weights that were
-    fitted to other images, bool [q].
+    """Return which queries have a relevant candidate at rank 0, bool [q]. The weights
+    that score a query are fitted to the queries of other images.
     """
     folds = np.unique(pools.images, return_inverse=True)[1] % _FOLDS
     hits = np.zeros(len(folds), dtype=np.bool_)
@@ -172,7 +183,7 @@ def fit_weights(pools: DevPools) -> ScoreWeights:
             for part, values in pools.parts.items()
         }
 
-        # If each query has one relevant candidate, the problem is convex.
+        # This loss is convex if each query has exactly one relevant candidate.
         def loss(factors: NDArray[np.float64]) -> float:
             weighted = FinalScore(dict(zip(columns, factors, strict=True)))
             scores = weighted.sum(columns)
@@ -187,8 +198,9 @@ def fit_weights(pools: DevPools) -> ScoreWeights:
             part: float(factor) / scales[part] if factor > _LEAST_FACTOR else 0.0
             for part, factor in zip(columns, found, strict=True)
         }
-        # If the factor of the logit is close to 0, the weights of the other parts are
-        # limited to 1 / _LEAST_LOGIT.
+        # All factors are divided by the factor of the logit, so that the weight of the
+        # logit is 1. If this factor is close to 0, the divisor is larger, which limits
+        # the other weights to 1 / _LEAST_LOGIT.
         unit = max(factors[LOGIT], max(factors.values()) * _LEAST_LOGIT, 1e-9)
         weights = {part: factor / unit for part, factor in factors.items()}
         weights[LOGIT] = 1.0
@@ -196,9 +208,12 @@ def fit_weights(pools: DevPools) -> ScoreWeights:
 
 
 def part_shares(pools: DevPools, weights: ScoreWeights) -> tuple[float, ...] | None:
-    """Return the share of each part in the spread of the final score over the pools, in
-    the order of `PART_NAMES`: its standard deviation times its weight, divided by the
-    sum of these products. None if no part varies.
+    """Return the share of each part in the spread of the final score, in the order of
+    `PART_NAMES`; None if no part varies.
+
+    The spread of a part is its standard deviation over the pools, multiplied by its
+    absolute weight. The share of a part is its spread, divided by the sum of the
+    spreads of all parts.
     """
     spreads = [
         abs(weight) * float(np.std(pools.parts[part], dtype=np.float64))
@@ -213,18 +228,20 @@ def part_shares(pools: DevPools, weights: ScoreWeights) -> tuple[float, ...] | N
 def fit_calibration(scores: Scores, right: Bools) -> tuple[float, float] | None:
     """Fit the relevance as a logistic function of the final score.
 
-    The relevant candidates have half of the weight. The others share the other half:
-    one quarter belongs to all of them, and one quarter to the best of each pool, which
-    is the first hit if the collection has no match for the query. So the size of the
-    pools has little effect.
+    The weights of the candidates are chosen so that the size of the pools has little
+    effect on the fit. All relevant candidates together have the weight 1/2, and all
+    other candidates together have the weight 1/4. The best other candidate of each pool
+    is counted a second time, with the weight 1/4 for all pools together. It would be
+    the first hit if the collection contained no match for the query.
 
     Args:
         scores: final scores of the candidates of each query [q, p].
-        right: which candidates are relevant, bool [q, p].
+        right: True for candidates that are relevant to the query, bool [q, p].
 
     Returns:
-        (slope, offset) of the logit of the relevance; None if the scores of relevant
-        candidates are not higher.
+        (slope, offset) of the logit of the relevance. None if relevant candidates do
+        not have higher scores than other candidates, or if there are no candidates of
+        one of these kinds.
     """
     has_other = ~right.all(axis=1)
     if not right.any() or not has_other.any():

@@ -1,5 +1,5 @@
-"""The training loop of one worker: opens the files of the run, and runs the
-optimiser steps of both phases.
+"""Runs the training of one worker: opens the files of the training run, and runs the
+optimiser steps of the alignment phase and of the joint phase.
 """
 
 from __future__ import annotations
@@ -60,26 +60,28 @@ end of a phase, two of them and more than 1 % of its steps are enough.
 Record = dict[str, Any]
 # warm-up steps as a fraction of the alignment steps
 _ALIGNMENT_WARMUP = 0.1
-# batches that are made ahead
+# number of batches that are made in advance
 _AHEAD = 2
 _MAX_DECODE_THREADS = 16
-# number of images whose patch features the queries of a new adapter start from
+# Number of sample images. The queries of a new adapter start at cluster centres of the
+# patch features of these images.
 _SAMPLE_IMAGES = 300
 
 
 class TrainingStopped(EdjeError):
-    """The training run was stopped on request. A checkpoint was saved first."""
+    """The training run was stopped on request. Its finished work was saved first."""
 
 
 @dataclass(frozen=True)
 class TrainTask:
-    """Everything that a train worker needs. Other processes can receive a task, because
-    it contains only plain values.
+    """Everything that a train worker needs. A task can be sent to another process,
+    because all of its values can be pickled.
 
     Attributes:
         run: fingerprint of the settings, data and initial weights of the training run.
-        features: index of the features that the adapter is trained on. For online
-            features, only its embeddings are read.
+        start: path of the initial bundle.
+        features: index with the features on which the adapter is trained. With online
+            features, only the embeddings of this index are read.
         data: folder of the `TrainingData`, see `captions.prepare_captions`.
         mining: index of the embeddings of the mining model.
         miner: path of the bundle of the mining model; None if the frozen towers mine
@@ -88,15 +90,16 @@ class TrainTask:
         new_adapter: True if the adapter in `start` has random weights.
         inputs: file of an `edje_index.inputs.input_lists.InputTable` with the image of
             each row, for online features; None for stored features.
-        views: index of the stored features of augmented views, and the row of each view
-            of each training image, int64 [n, views], -1 for a missing view; None
-            without stored views.
+        views: index with the stored features of augmented views, and the row of each
+            view of each training image in this index, int64 [n, views]. The row is -1
+            if a view is missing. None without stored views.
         teacher: path of the bundle of the teacher; None without distillation.
-        teacher_tokens: index of the teacher's tokens, and the row of each training
-            image, int64 [n]. None if the teacher's adapter reads the features of the
-            batch.
-        continued: run folder, fingerprint and last step of the training run whose
-            optimiser state and epochs go on; None for a new optimiser.
+        teacher_tokens: index with the teacher's tokens, and the row of each training
+            image in this index, int64 [n]. None if the teacher's adapter computes the
+            tokens from the features of the batch.
+        continued: run folder, fingerprint and last step of the training run that this
+            run continues, with the same optimiser state and number of epochs; None for
+            a new optimiser.
         dev: dev captions, and the folder of their `TrainingData`; None without dev
             captions.
     """
@@ -121,9 +124,10 @@ class TrainTask:
 def open_start(
     task: TrainTask, group: WorkerGroup, device: torch.device
 ) -> tuple[ModelBundle, BatchSource]:
-    """Return the bundle with the initial weights, and what makes the batches.
+    """Return the bundle with the initial weights, and the source of the batches of this
+    worker.
 
-    `device` computes online features.
+    Online features are computed on `device`.
     """
     config = task.config
     start = ModelBundle.load(task.start, verify=False)
@@ -143,7 +147,7 @@ def open_start(
         encoder = ImageEncoder(
             start.info, vision, frozen, Preprocessor(start.clip_config), dtype
         )
-        # workers share their machine
+        # The workers on a machine share its CPUs.
         threads = config.run.threads or max(1, usable_cpus() // group.on_machine)
         pool = ThreadPoolExecutor(min(threads, _MAX_DECODE_THREADS), "edje-decode")
         images = InputTable(task.inputs), encoder, config.run.folder, group.rank, pool
@@ -185,6 +189,11 @@ def run_worker(
         should_stop: called after every step. If the result is True, the run saves a
             checkpoint and stops.
         on_record: called with every log record, only on worker 0.
+
+    Raises:
+        TrainingStopped: `should_stop` returned True.
+        ModelError: the training diverged, or a step needs more memory than the device
+            has.
     """
     run_dir = task.config.run.folder
     config = task.config
@@ -225,12 +234,12 @@ def run_worker(
         source = replace(source, teacher_tokens=bundle.block_shape[0], teacher=tokens)
     make_trainable(start, config.architecture, device)
     state = Checkpoints(run_dir, task.run).latest()
-    # no worker writes a checkpoint while another worker still reads one
+    # Wait until all workers have read the checkpoint, before worker 0 writes another.
     group.any(False)
 
     def evaluate() -> dict[str, float]:
-        """Measure R@1 on the dev captions, with the logit alone as in the published
-        code.
+        """Return the R@1 of each direction on the dev captions, and the mean of both.
+        As in the published code, candidates are sorted by the logit alone.
         """
         assert task.dev is not None
         start.adapter.eval()
@@ -277,7 +286,8 @@ def run_worker(
                 optimization=config.optimizer.model_copy(update=changes),
                 epoch=1,
             )
-        # unused gradients would cost time and count in the norm
+        # A frozen adapter needs no gradients. They would take time to compute, and would
+        # be part of the gradient norm.
         if not config.optimizer.adapter_lr_factor:
             start.adapter.requires_grad_(False)
         epoch = len(source.data.caption_keys) // config.loop.batch_size
@@ -333,7 +343,8 @@ def _run_phase(
     evaluate: Callable[[], dict[str, float]] = dict,
     evaluate_every: int = 0,
 ) -> None:
-    """Run the steps of the phase `name` that follow `state`, the last checkpoint.
+    """Run the phase `name`. If `state`, the last checkpoint, belongs to this phase, run
+    only the steps that follow it.
 
     Args:
         write: adds a record to the log, on worker 0.
@@ -345,8 +356,8 @@ def _run_phase(
         epoch: number of optimiser steps per epoch.
         previous: last checkpoint of the training run that this phase continues; None
             for a new optimiser.
-        evaluate: returns recalls by name; called every `evaluate_every` steps, or never
-            if that is 0.
+        evaluate: returns recalls by name. It is called every `evaluate_every` steps, or
+            never if `evaluate_every` is 0.
     """
     first = 0
     skipped = (0, 0)
@@ -376,7 +387,7 @@ def _run_phase(
     if group.rank == 0:
         begin_log(run_dir, stage, first)
 
-    # of the losses since the last log record
+    # sums of the losses since the last log record
     sums: Any = Counter()
     started = time.monotonic()
     waited = 0.0
@@ -392,8 +403,8 @@ def _run_phase(
             waiting_since = time.monotonic()
             batch = next(batches)
             waited += time.monotonic() - waiting_since
-            # Seeds dropout, so that a resumed training run draws the same random
-            # numbers.
+            # Dropout and the choice of tokens use torch's random numbers. They are
+            # seeded in each step, so that a resumed training run draws the same numbers.
             dropout = stream(loop.seed, DROPOUT, stage, step, group.rank)
             torch.manual_seed(int(dropout.integers(2**63)))
             try:
@@ -417,7 +428,8 @@ def _run_phase(
             sums.update({**losses, "gradient": norm})
             skipped = (skipped[0] + 1, skipped[1] + 1) if is_bad else (skipped[0], 0)
             done = step + 1
-            # the end of a short phase
+            # A short phase may end before `MAX_BAD_STEPS` steps are skipped in a row. It
+            # also fails if more than `few` steps in a row are skipped at its end.
             few = max(steps // 100, min(steps - 1, 1))
             has_diverged = done == steps and skipped[1] > few
             if has_diverged or skipped[1] >= MAX_BAD_STEPS:
@@ -434,9 +446,10 @@ def _run_phase(
                 if group.rank == 0:
                     write({**place, "phase": DEV, **evaluate()})
                     module.train()
-                # the other workers wait
+                # The other workers wait here while worker 0 evaluates.
                 group.any(False)
-            # first: the time left
+            # The first step is logged too, so that a progress display can estimate the
+            # remaining time.
             if done % run.log_every == 0 or done in (first + 1, steps):
                 means = group.mean(
                     {loss: total / (done - since) for loss, total in sums.items()}
@@ -478,6 +491,7 @@ def _run_phase(
                         skipped,
                     )
                     Checkpoints(run_dir, task.run).save(saved, run.keep_best)
+                # The other workers wait until the checkpoint is written.
                 group.any(False)
             if stop and done < steps:
                 raise TrainingStopped(
@@ -491,12 +505,13 @@ def batches_on_device(
 ) -> Callable[[int], Any]:
     """Return a function that makes the same batches as `make_batch`, on `device`.
 
-    On CUDA, the calling thread copies a batch while the steps before it run. A batch
-    must be kept until the work on it is done.
+    On CUDA, the thread that calls the function copies a batch to the device while the
+    device still computes earlier steps. The caller must keep a batch until all work on
+    it is done, because the memory of a released batch may be overwritten.
     """
     if device.type == "cpu":
         return make_batch
-    # other threads have another current device
+    # The current device differs between threads, so the stream is made for `device`.
     stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def make(number: int) -> Any:
@@ -511,8 +526,9 @@ def batches_on_device(
 def make_optimizer(module: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
     """Return an AdamW optimiser for the trainable parameters of `module`.
 
-    Each parameter group has a ``factor``. The training loop multiplies the learning
-    rate by this factor.
+    Each parameter group has a ``factor``, by which the training loop multiplies the
+    learning rate. The factor of the adapter is ``config.adapter_lr_factor``. The factor
+    of all other parameters is 1.
     """
     groups: dict[float, list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in module.named_parameters():
@@ -532,8 +548,8 @@ def make_optimizer(module: nn.Module, config: OptimizerConfig) -> torch.optim.Ad
 
 
 def continue_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Copy the moments of every parameter that has the same name and shape in
-    `state`, another optimiser's state.
+    """Copy Adam's moments from `state`, the state of another optimiser, into
+    `optimizer`. Only parameters with the same name and shape in both are changed.
     """
     moments = {
         name: state["state"].get(number)
@@ -577,12 +593,17 @@ def learning_rate(
     During warm-up, the learning rate rises linearly from `config.warmup_lr` to
     `config.lr`. After warm-up, `config.decay` selects the learning rate:
 
-    - "epoch": ``max(config.min_lr, config.lr * config.decay_rate ** finished_epochs)``,
-      where `epochs_before` epochs of a run that this run continues count too.
-    - "cosine": falls along a cosine to `config.min_lr` at the last step.
+    - "epoch": ``max(config.min_lr, config.lr * config.decay_rate ** finished_epochs)``.
+      The finished epochs include `epochs_before`, the epochs of the training run that
+      this run continues.
+    - "cosine": the learning rate falls along a cosine to `config.min_lr` at the last
+      step.
+
+    A run that continues another run has no warm-up, unless `epochs_before` is 0.
     """
     epoch = epochs_before + step // steps_per_epoch
-    # As in the published code, warm-up with decay ``epoch`` is in the first epoch only.
+    # As in the published code, warm-up with the decay "epoch" ends after the first epoch
+    # at the latest.
     if step < config.warmup_steps and (
         epoch == 0 or (config.decay == "cosine" and not epochs_before)
     ):
