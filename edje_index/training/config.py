@@ -3,7 +3,8 @@
 The defaults are the hyperparameters of the EDJE paper.
 
 A setting is named ``group.key`` everywhere: in Python, in settings files, on the
-command line and in error messages. The module does not import torch.
+command line and in error messages. This module does not import torch, so that the
+command line can read and list settings quickly.
 """
 
 from __future__ import annotations
@@ -123,8 +124,8 @@ class NegativesConfig(Settings):
 class AlignmentConfig(Settings):
     """Settings of the alignment phase, which runs before the joint phase.
 
-    The alignment phase trains the adapter, without the language model, to make tokens
-    that match caption words.
+    The alignment phase trains the adapter to make tokens that are similar to the word
+    embeddings of the captions. It does not use the layers of the language model.
     """
 
     steps: NonNegativeInt = 0
@@ -323,8 +324,8 @@ class TrainConfig(Settings):
         return self
 
     def _problems(self) -> dict[str, bool]:
-        """Return all possible contradictions between settings, each as the line that
-        describes it, with True if the settings have it.
+        """Check for contradictions between settings. Each key describes a contradiction
+        in one line. Its value is True if the settings contain this contradiction.
         """
         loop = self.loop
         return {
@@ -427,8 +428,8 @@ def merge_settings(preset: str, *sources: Mapping[str, Mapping[str, Any]]) -> Va
     """Merge the settings of `preset` and of `sources`, each ``{group: {key: value}}``.
     Later values win.
 
-    If a source sets one of ``loop.steps`` and ``loop.epochs``, the other of an earlier
-    source is dropped.
+    If a source sets only one of ``loop.steps`` and ``loop.epochs``, the value that an
+    earlier source gave to the other setting is dropped.
     """
     if preset not in PRESETS:
         raise UsageError(
@@ -450,18 +451,20 @@ def merge_settings(preset: str, *sources: Mapping[str, Mapping[str, Any]]) -> Va
 
 
 PRESETS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
-    # The defaults: the first phase of the EDJE paper.
+    # This preset has only default values: those of the first phase of the EDJE paper.
     "paper": {},
-    # The second phase of the EDJE paper: starts from the bundle of the first phase,
-    # with the matching and distillation losses only. As in the published code, the
-    # state of Adam and the number of epochs go on.
+    # This preset is the second phase of the EDJE paper. It starts from the bundle of
+    # the first phase, and uses only the matching and distillation losses. As in the
+    # published code, the optimiser state and the number of epochs continue from the
+    # first phase.
     "paper-finetune": {
         "objective": {"mlm_weight": 0.0, "recovery_weight": 0.0},
         "optimizer": {"lr": 2e-5, "continued": True},
     },
-    # Nearly the recipe of the shipped model, for thousands of images and hours on a
-    # CPU. The adapter is aligned first and then frozen. The joint encoder is small and
-    # trained on the matching loss alone.
+    # This preset is for a few thousand images and a few hours on a CPU. Its settings
+    # are almost those of the shipped model. The alignment phase trains the adapter,
+    # which is then frozen. The joint encoder is small, and is trained with the matching
+    # loss only.
     "small-data": {
         "architecture": {
             "canonical_captions": False,

@@ -286,8 +286,8 @@ def run_worker(
                 optimization=config.optimizer.model_copy(update=changes),
                 epoch=1,
             )
-        # A frozen adapter needs no gradients. They would take time to compute, and would
-        # be part of the gradient norm.
+        # A frozen adapter needs no gradients. They would take time to compute, and
+        # would be part of the gradient norm.
         if not config.optimizer.adapter_lr_factor:
             start.adapter.requires_grad_(False)
         epoch = len(source.data.caption_keys) // config.loop.batch_size
@@ -403,8 +403,8 @@ def _run_phase(
             waiting_since = time.monotonic()
             batch = next(batches)
             waited += time.monotonic() - waiting_since
-            # Dropout and the choice of tokens use torch's random numbers. They are
-            # seeded in each step, so that a resumed training run draws the same numbers.
+            # Dropout and the choice of tokens use torch's random numbers. The seed is
+            # set in each step, so that a resumed training run draws the same numbers.
             dropout = stream(loop.seed, DROPOUT, stage, step, group.rank)
             torch.manual_seed(int(dropout.integers(2**63)))
             try:
@@ -428,8 +428,8 @@ def _run_phase(
             sums.update({**losses, "gradient": norm})
             skipped = (skipped[0] + 1, skipped[1] + 1) if is_bad else (skipped[0], 0)
             done = step + 1
-            # A short phase may end before `MAX_BAD_STEPS` steps are skipped in a row. It
-            # also fails if more than `few` steps in a row are skipped at its end.
+            # A short phase may end before `MAX_BAD_STEPS` steps in a row are skipped.
+            # It also fails if its last steps are skipped and are more than `few`.
             few = max(steps // 100, min(steps - 1, 1))
             has_diverged = done == steps and skipped[1] > few
             if has_diverged or skipped[1] >= MAX_BAD_STEPS:
@@ -602,8 +602,8 @@ def learning_rate(
     A run that continues another run has no warm-up, unless `epochs_before` is 0.
     """
     epoch = epochs_before + step // steps_per_epoch
-    # As in the published code, warm-up with the decay "epoch" ends after the first epoch
-    # at the latest.
+    # As in the published code, warm-up with the decay "epoch" ends after the first
+    # epoch at the latest.
     if step < config.warmup_steps and (
         epoch == 0 or (config.decay == "cosine" and not epochs_before)
     ):

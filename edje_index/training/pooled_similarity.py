@@ -23,16 +23,19 @@ from edje_index.training.features import Features
 from edje_index.training.random_streams import POOLING, stream
 from storage_formats.arrays import Ints
 
-# bounds memory: 50,000 captions as bags of 4,000 words take 3 GB
+# Largest number of images, which limits the memory. With 5 captions per image, the
+# bags of 4,000 words of all captions take 3 GB.
 FIT_IMAGES = 10_000
 # a word is used if at least this many captions contain it
 MIN_CAPTIONS = 10
 MAX_WORDS = 4_000
-# norm of a caption's bag of words; the norm of the caption's hidden state is about 1
+# Norm of the bag of words of a caption in the analysis. The norm of the mean hidden
+# state of a caption is about 1.
 _WORDS_SHARE = 3.0
 _IMAGE_BATCH = 64
 _CAPTION_BATCH = 256
-# Chosen on the dev captions of Flickr8k. A ridge is a fraction of the mean variance.
+# These values were chosen on the dev captions of Flickr8k. A ridge is a fraction of the
+# mean variance. `POWER` is an exponent of the canonical correlations.
 PATCH_RIDGE = 0.1
 CAPTION_RIDGE = 0.1
 TOKEN_RIDGE = 0.01
@@ -71,9 +74,10 @@ def fit_pooled_similarity(
     image_of_caption = np.repeat(
         np.arange(len(chosen)), np.diff(data.caption_starts)[chosen]
     )
-    # The captions as vectors: the mean hidden state and the bag of words of each
-    # caption, centred and scaled. A bag has the most frequent token ids in ascending
-    # order, weighted by their inverse document frequencies.
+    # Each caption becomes a vector, a row of `columns`. The vector is the mean hidden
+    # state of the caption, followed by the bag of words of the caption, and is centred
+    # and scaled. The words of a bag are the most frequent token ids in ascending order,
+    # weighted by their inverse document frequencies.
     texts = [joint.tokenizer.truncated(data.caption(caption)) for caption in captions]
     distinct = np.concatenate([np.unique(text) for text in texts])
     token_ids, counts = np.unique(distinct, return_counts=True)
@@ -144,13 +148,14 @@ def _pool_images(
     device: torch.device,
     on_progress: OnProgress,
 ) -> tuple[Tensor, Tensor, Ints]:
-    """Compute the statistics of the images with the numbers `chosen`, then of all views
-    of these images.
+    """Compute statistics of the images with the numbers `chosen`, and of all views of
+    these images. Images and views that cannot be read are left out.
 
     Returns:
-        Mean and standard deviation of the patch features, float64 [r, 2 d_v];
-        statistics of the tokens, see `token_statistics`, float64 [r, 3 d]; and the
-        position of each image or view in `chosen`, int64 [r].
+        Three arrays with one row for each of r images and views: mean and standard
+        deviation of the patch features, float64 [r, 2 d_v]; statistics of the tokens,
+        see `token_statistics`, float64 [r, 3 d]; and the index of the image in
+        `chosen`, int64 [r].
     """
     parts: list[tuple[Features, Ints]] = [(source.features, source.data.rows[chosen])]
     if source.views is not None:
@@ -169,7 +174,7 @@ def _pool_images(
             if len(existing):
                 deviation, mean = torch.std_mean(blocks, dim=1, correction=0)
                 patches.append(torch.cat([mean, deviation], dim=1).cpu())
-                # bfloat16, as an index stores tokens
+                # The tokens are rounded to bfloat16, as in an index.
                 tokens.append(token_statistics(adapter(blocks).bfloat16()).cpu())
                 image.append(existing)
             on_progress(

@@ -1,5 +1,5 @@
-"""Random numbers of a training run. Each purpose has its own stream, seeded by
-[seed, purpose, ...].
+"""Makes the random number generators of a training run. Each purpose has its own random
+numbers, which do not depend on how many numbers other purposes draw.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ ORDER, MASKING, DROPOUT, CLUSTERING, VIEWS, VIEW_CHOICE, POOLING = range(7)
 def stream(seed: int, purpose: int, *position: int) -> np.random.Generator:
     """Return a random number generator that depends only on the arguments.
 
-    `purpose` is a constant of this module, such as `MASKING`. `position` is, for
-    example, a batch number and a rank.
+    `purpose` is a constant of this module, such as `MASKING`. `position` are numbers
+    that select one generator of this purpose, for example a batch number and a rank.
     """
     return np.random.default_rng([seed, purpose, *position])

@@ -1,5 +1,5 @@
-"""The initial weights of a training run: the initial bundle, and the cluster
-centres at which a new adapter starts.
+"""Makes the initial weights of a training run. The queries of a new adapter start at
+cluster centres of patch features.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ from edje_index.training.config import ArchitectureConfig
 
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 _WORD_EMBEDDINGS = "bert.embeddings.word_embeddings.weight"
-# The scoring head has a new pooler, and the decoder shares the word embeddings.
+# Endings of the names of BERT weights that are not loaded. The scoring head has a new
+# pooler, and the decoder shares its weights with the word embeddings and its bias with
+# the language-model head.
 _UNUSED = (
     "position_ids",
     "pooler.dense.weight",
@@ -53,9 +55,10 @@ _UNUSED = (
     "decoder.bias",
 )
 _HEAD_BIAS = "cls.predictions.bias"
+# largest number of patches that are clustered
 _SAMPLE_PATCHES = 20_000
-# standard deviation of attention scores over patches; one deviation gives e**4 times
-# the weight
+# Standard deviation over patches of the initial attention scores. If the score of a patch
+# is one standard deviation higher, its attention weight is e**4 times higher.
 _SHARPNESS = 4.0
 
 
@@ -68,7 +71,8 @@ def make_start(
     language: Path | None = None,
     init: Path | None = None,
 ) -> ModelBundle:
-    """Make the initial bundle of a training run. Weights without a source are random.
+    """Make the initial bundle of a training run. Weights that none of the given models
+    provides are random, and depend on `seed`.
 
     Args:
         model: bundle that provides the towers; None takes the towers from `vision`.
@@ -79,6 +83,10 @@ def make_start(
         init: bundle that provides the joint encoder instead of `language`. If the
             adapter of this bundle has the configuration in the settings, the bundle
             also provides the adapter.
+
+    Raises:
+        ModelError: no model provides the joint encoder, the language model has fewer
+            layers than `architecture` keeps, or a model cannot be read.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -137,7 +145,8 @@ def make_start(
         embeddings = joint.language_model.bert.embeddings
         count = MAX_TEXT_TOKENS + adapter.config.num_tokens
         table: nn.Embedding = embeddings.position_embeddings
-        # the new positions are copies of the last one
+        # A row with image tokens may need more positions than the language model has.
+        # The additional positions are copies of the last position.
         if table.num_embeddings < count:
             embeddings.position_embeddings = nn.Embedding(count, table.embedding_dim)
             rows = torch.arange(count).clamp(max=table.num_embeddings - 1)
@@ -188,7 +197,7 @@ def load_language_model(folder: Path, embed_dim: int) -> JointEncoder:
         bert_config(folder / "config.json", vocab_size=vocabulary), tokenizer, embed_dim
     )
     target = joint.language_model.state_dict()
-    # stays without a head in `path`
+    # The random weights of the language-model head stay if the file has no such head.
     state = {name: tensor for name, tensor in target.items() if name.startswith("cls.")}
     for short, tensor in (
         read_weights(path) if path.suffix == ".safetensors" else read_checkpoint(path)
@@ -196,6 +205,8 @@ def load_language_model(folder: Path, embed_dim: int) -> JointEncoder:
         name = short if short.startswith(("bert.", "cls.")) else f"bert.{short}"
         if name.endswith(_UNUSED) or (name.startswith("cls.") and name not in target):
             continue
+        # The file has no values for new token ids, such as that of <image>. Their
+        # values stay random.
         has_words = (
             name in (_WORD_EMBEDDINGS, _HEAD_BIAS) and len(tensor) == config.vocab_size
         )
@@ -212,10 +223,10 @@ def load_language_model(folder: Path, embed_dim: int) -> JointEncoder:
 def make_trainable(
     bundle: ModelBundle, architecture: ArchitectureConfig, device: torch.device
 ) -> None:
-    """Set trainable parameters, dropout and the attention implementation of `bundle`
-    for training on `device`.
+    """Set the trainable parameters, the dropout and the attention implementation of
+    `bundle` for training on `device`.
 
-    The configuration of the language model does not change.
+    The sizes and the dropout in the configuration of the language model do not change.
     """
     bundle.adapter.requires_grad_(True)
     bundle.joint.requires_grad_(True)
@@ -241,8 +252,11 @@ def trained_part(adapter: Adapter) -> nn.Module:
 
 
 def feature_fingerprint(info: BundleInfo, trained: AdapterConfig) -> str:
-    """Return the encoder fingerprint of an index of features: of the vision tower of
-    the bundle `info` and what an adapter like `trained` reads of it.
+    """Return the encoder fingerprint of an index of features.
+
+    The encoder of such an index is the vision tower of the bundle `info`, with the
+    adapter without weights that computes the training input of an adapter with the
+    configuration `trained`.
     """
     features = trained.features(int(info.vision["num_patches"]))
     digest = hashlib.sha256(save(build_adapter(features).state_dict())).hexdigest()
@@ -281,6 +295,9 @@ def init_queries(
     ]
     scores = by_head[0] @ by_head[1].transpose(1, 2) / (width // heads) ** 0.5
     adapter.query.copy_(centres * (_SHARPNESS / scores.std(dim=2).mean()))
+    # With these weights, the attention score of a patch is its scaled dot product with
+    # a query. The result of the attention is a weighted mean of patches, from which the
+    # mean of all patches is subtracted.
     identity = torch.eye(width)
     for linear in (adapter.key, adapter.value, adapter.attention.out_proj):
         linear.weight.copy_(identity)

@@ -1,7 +1,8 @@
-"""The losses of a training step, and the objectives of both phases, which map a batch
-to losses.
+"""Computes the losses of a training step. The objective of a phase maps a batch to its
+losses, and computes the gradients.
 
-For the losses, see the section "Effective Discriminative Training" of the EDJE paper.
+The section "Effective Discriminative Training" of the EDJE paper describes the losses
+of the joint phase.
 Shape letters: b pairs per batch, k negatives per pair, m tokens per image, w distinct
 words, d width of a token, e width of an embedding.
 """
@@ -63,6 +64,7 @@ def mlm_loss(logits: Tensor, targets: Tensor) -> Tensor:
         logits: logits of the masked tokens over the vocabulary [masked, vocabulary].
         targets: original token ids of the masked tokens, int64 [masked].
     """
+    # The sum over no tokens is 0. Unlike a constant, it has gradients, which are 0.
     if not targets.shape[0]:
         return logits.sum()
     return functional.cross_entropy(logits, targets)
@@ -89,6 +91,7 @@ def distillation_loss(student: Sequence[Tensor], teacher: Sequence[Tensor]) -> T
     Args:
         student: logits of the student for three groups of pairs: positive pairs, pairs
             with negative images, and pairs with negative texts.
+        teacher: logits of the teacher for the same groups.
     """
     losses = [
         functional.binary_cross_entropy_with_logits(ours, torch.sigmoid(theirs))
@@ -122,6 +125,9 @@ def alignment_loss(scores: Tensor, temperature: Tensor) -> Tensor:
 def alignment_scores(tokens: Tensor, words: Tensor, shares: Tensor) -> Tensor:
     """Return the late-interaction scores of all b images with all c captions, [b, c].
 
+    For each word of a caption, take the largest cosine similarity with a token of the
+    image. The score is the mean over the words.
+
     Args:
         tokens: tokens of the images [b, m, d].
         words: word embeddings of the distinct words of all captions [w, d].
@@ -138,7 +144,7 @@ def alignment_scores(tokens: Tensor, words: Tensor, shares: Tensor) -> Tensor:
 
 
 class Teacher:
-    """A trained joint encoder on `device`. The student learns to imitate its logits.
+    """A trained joint encoder on `device`, whose logits the student learns to imitate.
 
     Args:
         joint: the joint encoder of the teacher. It is frozen.
@@ -162,8 +168,9 @@ class Teacher:
 
     @torch.no_grad()
     def logits(self, rows: InputRows, tokens: Tensor) -> Tensor:
-        """Return the teacher's logit of each of r rows, float32 [r]. `tokens` are the
-        teacher's tokens of the images of all workers.
+        """Return the teacher's logit of each of r rows, float32 [r].
+
+        `tokens` [images, m, d] are the teacher's tokens of the images of all workers.
         """
         cls = hidden_states(self.joint, rows, tokens).index_select(0, rows.starts)
         logits: Tensor = self.joint.classification_head(cls[:, None].float())
@@ -218,8 +225,9 @@ class JointObjective(nn.Module):
         """Add the gradients of the loss of `batch` to the gradients of the parameters.
         Matrix products are computed in `dtype`.
 
-        The adapter runs once, forward and backward. The joint encoder runs for one
-        chunk after the other, so memory holds the activations of one chunk.
+        The adapter runs forward and backward once for the whole batch. The joint
+        encoder runs forward and backward for each chunk in turn, so that memory holds
+        its activations for one chunk only.
 
         Returns:
             Each loss by name, the weighted sum ``loss``, and ``accuracy``: the fraction
@@ -233,7 +241,9 @@ class JointObjective(nn.Module):
             teacher_tokens = None
             if (teacher := self._teacher[0]) is not None:
                 teacher_tokens = self._gather(teacher.tokens(batch))
-        # The chunks add their gradients to those of this copy, in full precision.
+        # The joint encoder reads `leaf`, a copy of the tokens in full precision. All
+        # chunks add their gradients to those of `leaf`, and the backward pass of the
+        # adapter starts from the sum.
         leaf = tokens.detach().to(self.joint.text_projection.weight.dtype)
         leaf.requires_grad_(tokens.requires_grad)
         pairs = sum(chunk.pairs for chunk in batch.chunks)
@@ -242,7 +252,9 @@ class JointObjective(nn.Module):
         for chunk in batch.chunks:
             with autocast(dtype, device):
                 losses = self.losses(chunk, leaf, teacher_tokens)
-            # Each loss is a mean: over masked tokens, or over pairs.
+            # The losses of a chunk are means over its pairs, or over its masked tokens.
+            # Weighted by the share of the chunk in the batch, they sum up to the means
+            # of the batch.
             shares = dict.fromkeys(losses, chunk.pairs / pairs)
             if chunk.masked is not None:
                 shares["mlm"] = len(chunk.masked[1]) / max(1, masked)
@@ -266,7 +278,8 @@ class JointObjective(nn.Module):
     ) -> Losses:
         """Return each loss of a chunk by name, without its weight, and ``accuracy``.
 
-        `tokens` and `teacher_tokens` are those of the images of all workers.
+        `tokens` [images, m, d] are the tokens of the images of all workers, and
+        `teacher_tokens` are the teacher's tokens of the same images.
         """
         hidden = hidden_states(self.joint, chunk.rows, tokens)
         cls = hidden.index_select(0, chunk.rows.starts)
@@ -301,8 +314,10 @@ class JointObjective(nn.Module):
 
 
 def hidden_states(joint: JointEncoder, rows: InputRows, tokens: Tensor) -> Tensor:
-    """Return the last hidden states of all tokens of all `rows`, one bucket after the
-    other. `tokens` are those of the images [b, m, d].
+    """Return the last hidden states of all tokens in all `rows`, bucket by bucket, [t,
+    d].
+
+    `tokens` [images, m, d] are the tokens of the images of all workers.
     """
     return torch.cat(
         [
@@ -313,12 +328,12 @@ def hidden_states(joint: JointEncoder, rows: InputRows, tokens: Tensor) -> Tenso
 
 
 class AlignmentObjective(nn.Module):
-    """Objective of the alignment phase: late interaction of adapter tokens with
-    caption words.
+    """Objective of the alignment phase, which trains the late interaction between the
+    tokens of the adapter and the words of captions.
     """
 
-    # The mean word embedding is subtracted from word embeddings and tokens first,
-    # because it carries no information.
+    # All word embeddings contain their mean, so the mean carries no information. It is
+    # subtracted from word embeddings and tokens before they are compared.
     words: Tensor
     mean: Tensor
 
@@ -338,8 +353,8 @@ class AlignmentObjective(nn.Module):
         Matrix products are computed in `dtype`.
 
         Returns:
-            ``loss``, and ``accuracy``: the i2t R@1, between 0 and 1, of the images and
-            the first set of captions.
+            ``loss``, and ``accuracy``: the fraction of images whose own caption has the
+            highest score in the first set of captions.
         """
         with autocast(dtype, batch.patches.device):
             tokens = self.adapter(as_input(batch.patches)) - self.mean
@@ -356,8 +371,10 @@ class AlignmentObjective(nn.Module):
 
 
 def as_input(patches: Tensor) -> Tensor:
-    """Return stored features in a data type that the adapter can read now."""
-    # autocast converts the weights to the type of stored features
+    """Return `patches` in a data type that the adapter can multiply with its weights:
+    unchanged under autocast, and in at least float32 otherwise.
+    """
+    # Autocast converts features and weights to the same data type.
     if torch.is_autocast_enabled(patches.device.type):
         return patches
     return patches.to(torch.promote_types(patches.dtype, torch.float32))

@@ -1,5 +1,5 @@
-"""The workers of a training run: their process group, and their operations that
-involve all workers.
+"""Connects the workers of a training run in a process group, and defines the operations
+in which all workers take part.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from storage_formats.errors import EdjeError, UsageError
 
-# the other workers wait while worker 0 computes features or evaluates
+# Time limit of operations in the patient group. It is long, because the other workers
+# wait while worker 0 computes features or evaluates.
 _PATIENCE = timedelta(days=30)
 
 
@@ -40,8 +41,9 @@ class WorkerGroup:
         rank: rank of this worker, counted from 0. Worker 0 writes the checkpoints and
             the log.
         on_machine: number of workers on the machine of this worker.
-        patient: group of the same workers whose operations do not time out; None for
-            one worker.
+        size: number of workers.
+        patient: process group of the same workers, with a time limit of 30 days; None
+            for one worker.
     """
 
     rank: int = 0
@@ -50,8 +52,8 @@ class WorkerGroup:
     patient: distributed.ProcessGroup | None = None
 
     def any(self, flag: bool) -> bool:
-        """Return True if `flag` is True on at least one worker. Wait until all
-        workers call this method.
+        """Wait until all workers have called this method. Return True if `flag` is
+        True on at least one worker.
         """
         if self.size == 1:
             return flag
@@ -76,21 +78,21 @@ class WorkerGroup:
         vector_to_parameters(flat / self.size, gradients)
 
     def gather(self, rows: Tensor) -> Tensor:
-        """Return the rows of all workers, in rank order. Gradients flow back to the
-        worker that the rows come from.
+        """Return the rows of all workers, in rank order. The gradient of a row is sent
+        back to the worker that passed the row.
 
-        All workers have the same number of rows.
+        All workers must pass the same number of rows.
         """
         if self.size == 1:
             return rows
         return torch.cat(all_gather(rows.contiguous()))  # type: ignore
 
     def share(self, value: Any) -> Any:
-        """Return the `value` of worker 0. The other workers wait for it, for days if
-        necessary.
+        """Return the `value` of worker 0. The other workers wait for this value, for up
+        to 30 days.
 
         Raises:
-            EdjeError: another worker has ended.
+            EdjeError: another worker ended before all workers called this method.
         """
         box = [value]
         try:
@@ -103,7 +105,7 @@ class WorkerGroup:
 
 
 def patient_group() -> Any:
-    """Return a new group of all workers whose operations do not time out."""
+    """Return a new process group of all workers, with a time limit of 30 days."""
     return distributed.new_group(backend="gloo", timeout=_PATIENCE)
 
 
@@ -113,11 +115,12 @@ def joined_group(device: torch.device) -> Iterator[WorkerGroup]:
     leave it on exit.
 
     Args:
-        device: device of the training run. On CUDA, each worker of a machine uses the
-            device of its local rank.
+        device: device of the training run. On CUDA, each worker uses the device whose
+            number is the rank of the worker on its machine, ``LOCAL_RANK``.
 
     Raises:
-        UsageError: the variables are wrong, or the other workers cannot be reached.
+        UsageError: the environment variables are wrong, or the other workers cannot be
+            reached.
     """
     backend = "nccl" if device.type == "cuda" else "gloo"
     try:
