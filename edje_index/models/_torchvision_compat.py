@@ -1,8 +1,8 @@
 """Makes torchvision importable if its compiled operators do not load.
 
-They do not load if torchvision is a CUDA build and torch is a CPU build. Then open_clip
-and transformers cannot be imported either, because both import torchvision. Call
-:func:`prepare_torchvision` before importing torchvision, open_clip, timm or
+The operators do not load if torchvision is a CUDA build and torch is a CPU build. Then
+open_clip and transformers cannot be imported either, because they import torchvision.
+Call :func:`prepare_torchvision` before importing torchvision, open_clip, timm or
 transformers.
 """
 
@@ -13,19 +13,22 @@ from typing import Any
 
 import torch
 
-# torchvision registers functions for these when it is imported
+# When torchvision is imported, it registers functions for these operators.
 OPERATORS = ("nms", "qnms")
-# a torch.library.Library removes its definitions when it is garbage-collected
+# A torch.library.Library removes its definitions when it is garbage-collected, so it is
+# kept here.
 _libraries: list[Any] = []
 
 
 @functools.cache
 def prepare_torchvision() -> None:
-    """Import torchvision. If its operators are missing, declare them first."""
+    """Import torchvision. If the import fails, because the operators of torchvision are
+    missing, declare these operators, so that the next import succeeds.
+    """
     try:
         import torchvision  # noqa: F401
     except ImportError:
-        # the library that needs torchvision reports this
+        # torchvision is not installed. A library that needs torchvision reports this.
         pass
     except RuntimeError:
         library = torch.library.Library(  # type: ignore[no-untyped-call]

@@ -44,6 +44,8 @@ class AdapterConfig:
             change, for training.
         num_tokens: number of tokens per image, m. For ``local`` and ``patches``, m is
             n.
+        vision_dim: width of the vision tower, d_v.
+        language_dim: width of the language model, d.
         hidden_dim: hidden width of the MLP. If it is 0, there is no MLP, and d must be
             d_v.
         num_heads: number of attention heads of a ``compressed`` adapter, the same as in
@@ -77,8 +79,8 @@ class AdapterConfig:
 
     @property
     def is_feature(self) -> bool:
-        """True if the adapter has no weights. Other adapters are trained on the
-        tokens of such an adapter.
+        """True if the adapter has no weights. The tokens of such an adapter are the
+        features on which other adapters are trained.
         """
         return self.hidden_dim == 0
 
@@ -88,8 +90,8 @@ class AdapterConfig:
 
         `patches` is the number of patches per image.
         """
-        # This is the output of the training-free reduction if there is one, else the
-        # features of all patches.
+        # If this adapter reduces patches, its training input is the reduced patches.
+        # Otherwise, its training input is the features of all patches.
         width = self.vision_dim
         if self.kind in REDUCTIONS:
             return AdapterConfig(self.kind, self.num_tokens, width, width, 0)
@@ -154,7 +156,7 @@ class LocalAdapter(Adapter):
 
     def __init__(self, config: AdapterConfig) -> None:
         super().__init__(config)
-        # Published checkpoints have the names "0" and "2".
+        # The linear layers have the names "0" and "2" in published checkpoints.
         self.add_module("0", nn.Linear(config.vision_dim, config.hidden_dim))
         self.add_module("1", activation(config.activation))
         self.add_module("2", nn.Linear(config.hidden_dim, config.language_dim))
@@ -169,8 +171,9 @@ class LocalAdapter(Adapter):
 class ReducedAdapter(Adapter):
     """A ``strided``, ``clustered``, ``pruned`` or ``patches`` adapter.
 
-    The first three reduce the patches to m and then apply a ``local`` adapter, which is
-    missing if ``hidden_dim`` is 0. ``patches`` returns the patches as they are.
+    The first three kinds reduce the patches of an image to m patches. If ``hidden_dim``
+    is not 0, they then apply a ``local`` adapter. An adapter of the kind ``patches``
+    returns the patches unchanged.
     """
 
     def __init__(self, config: AdapterConfig) -> None:
@@ -194,7 +197,8 @@ class ReducedAdapter(Adapter):
         elif self.config.kind == CLUSTERED:
             with torch.autocast(patches.device.type, enabled=False):
                 tokens = cluster_tokens(patches, count)
-            # the weights may be bfloat16, or there may be none
+            # The reduced patches are float32. They are converted to the data type of
+            # the weights, which may be bfloat16. Without weights, they stay float32.
             tokens = tokens.to(next(self.local.parameters(), tokens).dtype)
         else:
             assert received is not None
@@ -203,7 +207,7 @@ class ReducedAdapter(Adapter):
         return result
 
 
-# published checkpoints have the names of these layers
+# The layers have the same names as in published checkpoints.
 class _ResidualMlp(nn.Module):
     def __init__(self, width: int, hidden: int, activation_name: str) -> None:
         super().__init__()
@@ -255,7 +259,8 @@ def activation(name: str) -> nn.Module:
     """Return the activation that transformers calls ``name``, for example ``gelu``
     or ``relu``.
     """
-    # the activation of all published models; they then do not import transformers
+    # All published models have this activation. Without this branch, they would import
+    # transformers, which takes two seconds.
     if name == "gelu":
         return nn.GELU()
     prepare_torchvision()
@@ -269,8 +274,8 @@ def activation(name: str) -> nn.Module:
     return module
 
 
-# Reductions without trained weights, see the appendix of the EDJE paper. The tokens of
-# an image do not depend on the other images of the batch.
+# The functions below reduce patches without trained weights, see the appendix of the
+# EDJE paper. The tokens of an image do not depend on the other images of the batch.
 
 
 def stride_tokens(patches: Tensor, count: int) -> Tensor:
@@ -297,14 +302,15 @@ def prune_tokens(patches: Tensor, received: Tensor, count: int) -> Tensor:
 
 
 def cluster_tokens(patches: Tensor, count: int) -> Tensor:
-    """Group the patches [b, n, d_v] of each image into `count` clusters. Return their
-    centres, float32 [b, m, d_v].
+    """Group the patches [b, n, d_v] of each image into m = `count` clusters. Return the
+    centres of the clusters, float32 [b, m, d_v].
 
     The method is k-means with k-means++ seeding (Arthur and Vassilvitskii, 2007) and at
     most 25 Lloyd iterations.
     """
-    # Every image uses the same fixed random numbers. A cluster that loses all its
-    # patches keeps its last centre.
+    # All images use the same fixed random numbers, so that the result for an image does
+    # not depend on the other images. A cluster that loses all its patches keeps its
+    # last centre.
     points = patches.float()
     b, n, _ = points.shape
     draws = torch.rand(count, generator=torch.Generator().manual_seed(CLUSTER_SEED)).to(

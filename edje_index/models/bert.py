@@ -1,8 +1,8 @@
 """A BERT encoder for inference. It does not use transformers, because importing
 transformers takes two seconds.
 
-The weights have the same names as in `BertModel` of transformers. Results are equal up
-to rounding.
+The weights have the same names as in `BertModel` of transformers. The results equal
+those of `BertModel` up to rounding.
 
 Shape letters: b rows, t tokens per row, d width of the model, h heads, c width of a
 head, v size of the vocabulary.
@@ -23,7 +23,8 @@ from edje_index.models.devices import fused_on_cuda
 from edje_index.models.linear import Linear
 from storage_formats.atomic import Json
 
-# about 250 pairs of a caption and an image
+# Smallest number of hidden-state values for which a fused kernel is used. This is about
+# 250 pairs of a caption and an image.
 _FUSED_VALUES = 1 << 23
 
 
@@ -53,11 +54,13 @@ def check_bert(config: Json, source: str) -> None:
 
 @dataclass(frozen=True)
 class BertWeights:
-    """The weights of a BERT model. Names and shapes are checked.
+    """The weights of a BERT model. All methods raise ModelError if a tensor is missing
+    or has another shape than expected.
 
     Args:
         prefix: prefix of the names in `tensors`. The rest of each name is a name in
             `BertModel`.
+        source: name of the weights in error messages.
     """
 
     tensors: Mapping[str, Tensor]
@@ -66,8 +69,8 @@ class BertWeights:
     device: torch.device = field(kw_only=True)
 
     def take(self, name: str, *shape: int) -> Tensor:
-        """Return the tensor `name`, float32. A size of -1 in `shape` matches any
-        size.
+        """Return the tensor `name` of the given `shape`, float32 on `device`. A size of
+        -1 in `shape` matches any size.
         """
         tensor = self.tensors.get(self.prefix + name)
         sizes = [] if tensor is None else list(tensor.shape)
@@ -176,13 +179,19 @@ class Bert:
         token_types: Tensor,
         positions: Tensor | None = None,
     ) -> Tensor:
-        """Return the input of the first layer, float32 [b, t, d], from word
-        embeddings or image tokens [b, t, d]. By default, their positions are 0 to
-        t - 1.
+        """Return the input of the first layer, float32 [b, t, d].
+
+        Args:
+            words: word embeddings. Image tokens replace the embeddings of some of the
+                words [b, t, d].
+            token_types: token type of each token, int64 [b, t] or [1, t].
+            positions: position of each token, int64 [b, t]; None for the positions 0 to
+                t - 1 in every row.
         """
         if positions is None:
             positions = torch.arange(words.shape[1], device=words.device)
-        # positions beyond the table repeat its last one, as in published models
+        # Positions beyond the position table have the embedding of its last position,
+        # as in published models.
         last = len(self._positions) - 1
         embedded: Tensor = self._norm(
             words
@@ -199,8 +208,8 @@ class Bert:
         Args:
             mask: False for padding, bool [b, t]. None if there is no padding, which is
                 faster.
-            outputs: number of tokens whose states are computed, from the first; None
-                for all.
+            outputs: compute the states of only the first `outputs` tokens; None for all
+                tokens.
         """
         states = embedded, embedded.to(self._dtype)
         for layer in self._layers[:-1]:
@@ -209,9 +218,9 @@ class Bert:
 
 
 class _Layer:
-    """One layer. Queries, keys and values share one matrix product, because this is
-    faster. States pass from layer to layer in float32 and in the data type of matrix
-    products.
+    """One layer of a BERT model. Except in the last layer, queries, keys and values are
+    computed in one matrix product, which is faster than three. Layers pass on their
+    states both in float32 and in the data type of matrix products.
     """
 
     def __init__(
@@ -232,8 +241,8 @@ class _Layer:
         wide = len(weights.take(f"{name}intermediate.dense.bias", -1))
         self._heads = heads
         self._activation = act
-        # The last layer has a query projection of its own, which may be computed for
-        # the first token only.
+        # The last layer has a separate query projection, which can be computed for the
+        # first `outputs` tokens only.
         self._query = (
             weights.linear([query], width, width, dtype=dtype) if last else None
         )
@@ -259,7 +268,9 @@ class _Layer:
         mask: Tensor | None,
         outputs: int | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return the output for the first `outputs` tokens. None means all tokens.
+        """Return the states of the first `outputs` tokens after this layer, in float32
+        and in the data type of matrix products. If `outputs` is None, return the states
+        of all tokens.
 
         Args:
             x: states in float32 [b, t, d].
@@ -288,8 +299,11 @@ class _Layer:
 def _add_and_normalize(
     x: Tensor, change: Tensor, norm: nn.LayerNorm
 ) -> tuple[Tensor, Tensor]:
-    """Return the layer norm of `x` + `change`, in the data types of both."""
-    # one axis of any length, so that one kernel serves all batches and captions
+    """Return the layer norm of `x` + `change` twice: in the data type of `x`, and in
+    the data type of `change`.
+    """
+    # The axes of batch and tokens are joined to one axis, so that one compiled kernel
+    # fits all batch sizes and caption lengths.
     rows, low = _sum_and_norm(
         x.flatten(0, 1), change.flatten(0, 1), norm.weight, norm.bias, norm.eps
     )

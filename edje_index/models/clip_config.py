@@ -13,7 +13,7 @@ from storage_formats.atomic import Json
 CONFIG_FILE = "open_clip_config.json"
 WEIGHTS_FILE = "open_clip_model.safetensors"
 HF_CONFIG_FILE = "config.json"
-# configuration of a Hugging Face text tower, beside the weights
+# folder beside the weights, with the configuration of a Hugging Face text tower
 HF_TEXT_FOLDER = "hf_text"
 
 
@@ -58,8 +58,12 @@ class ClipConfig:
 
 
 def read_clip_config(folder: Path, name: str) -> ClipConfig:
-    """Read ``open_clip_config.json`` from `folder`; `name` is the display name of
-    the model.
+    """Read ``open_clip_config.json`` from `folder`. `name` is the display name of the
+    model.
+
+    Raises:
+        ModelError: the file is not a configuration of open_clip, or names a timm model
+            that timm would download.
     """
     try:
         content = read_configuration(folder / CONFIG_FILE)
@@ -67,7 +71,7 @@ def read_clip_config(folder: Path, name: str) -> ClipConfig:
             name, dict(content["model_cfg"]), dict(content.get("preprocess_cfg") or {})
         )
         tower = str(config.model["vision_cfg"].get("timm_model_name") or "")
-        # raises TypeError for another type
+        # raises TypeError if `tokenizer_kwargs` is not a mapping
         _ = {**(config.text.get("tokenizer_kwargs") or {})}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelError(

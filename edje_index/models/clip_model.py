@@ -51,6 +51,9 @@ def build_clip(config: ClipConfig, hf_text: Path | None = None) -> nn.Module:
     Args:
         hf_text: folder with the ``config.json`` of the text tower, if the text tower is
             a Hugging Face model.
+
+    Raises:
+        ModelError: ``config.json`` is missing, or open_clip does not support the model.
     """
     arguments = _without_downloads(config)
     if config.hf_text_name:
@@ -125,8 +128,8 @@ def _build(name: str, make: Callable[[], nn.Module]) -> nn.Module:
 
 
 def _configure_trunk(visual: Any, config: ClipConfig) -> None:
-    """Give a timm ViT the image size and the GELU in the configuration, because
-    open_clip uses timm's defaults.
+    """Set the image size and the GELU of a timm ViT to those in `config`, because
+    open_clip builds a timm ViT with timm's defaults.
     """
     if not isinstance(visual, TimmModel):
         return
@@ -147,8 +150,8 @@ def load_clip(vision: str) -> tuple[nn.Module, ClipConfig]:
     Args:
         vision: the model: ``NAME``, ``NAME:TAG``, ``NAME:WEIGHTS_FILE``,
             ``hf-hub:ORG/REPO`` or ``local-dir:FOLDER``. ``NAME`` is a model name of
-            open_clip, such as ``ViT-B-16-SigLIP2``. Without a tag, it must have only
-            one.
+            open_clip, such as ``ViT-B-16-SigLIP2``. A model with several sets of
+            weights needs a ``TAG``, which selects one of them.
 
     Raises:
         HubUnreachableError: the weights are not in the local cache and cannot be
@@ -159,8 +162,8 @@ def load_clip(vision: str) -> tuple[nn.Module, ClipConfig]:
     preprocess: Json | None = None
     folder = local_folder(vision)
     if folder is not None:
-        # open_clip does not load it, because it would request the configuration of the
-        # text tower from the hub.
+        # open_clip's own function for folders is not used, because it would request the
+        # configuration of the text tower from the hub.
         config = read_clip_config(folder, folder.name)
         clip = load_module(
             folder / WEIGHTS_FILE, lambda: build_clip(config, folder / HF_TEXT_FOLDER)
@@ -196,8 +199,8 @@ def load_clip(vision: str) -> tuple[nn.Module, ClipConfig]:
                 f" tags {', '.join(tags)}"
             )
         if tag not in tags and tags:
-            # For every file open_clip would use OpenAI's preprocessing, which is wrong
-            # for SigLIP.
+            # For a weights file, open_clip would use OpenAI's preprocessing, which is
+            # wrong for SigLIP. The preprocessing of the first tag is used instead.
             pretrained = open_clip.get_pretrained_cfg(name, tags[0])
             preprocess = {
                 key: value for key, value in pretrained.items() if key != "size"
@@ -229,7 +232,8 @@ def load_clip(vision: str) -> tuple[nn.Module, ClipConfig]:
         "model": model_config,
         "preprocess": dict(open_clip.get_model_preprocess_cfg(model)),
     }
-    # tuples become lists
+    # JSON converts tuples to lists, so that the configuration equals one that is read
+    # from a file.
     described = json.loads(json.dumps(described))
     return model.eval(), ClipConfig(name, **described)
 
@@ -243,25 +247,27 @@ def local_folder(vision: str) -> Path | None:
 
 @contextmanager
 def hub_access(*, local_only: bool = False) -> Iterator[bool]:
-    """Context manager for calls that may download from the Hugging Face hub. Threads
-    wait for one another.
+    """Context manager for calls that may download from the Hugging Face hub. Only one
+    thread at a time runs such calls. Its value is True if the hub is reachable.
 
-    The client of the hub retries for most of a minute. This function first tries one
-    connection. If the connection fails, the client uses only the local cache, and the
-    value is False. Behind a proxy, the hub counts as reachable.
+    If the hub is not reachable, its client retries for most of a minute. To avoid this
+    wait, the context manager first tries to connect to the hub. If the connection
+    fails, the client uses only the local cache. If a proxy is configured, no connection
+    is tried, and the hub counts as reachable.
 
     Args:
-        local_only: if True, nothing is downloaded.
+        local_only: if True, nothing is downloaded, and the value is False.
     """
     from huggingface_hub import constants
 
-    # both settings are of the process
+    # The offline mode of the client and the log level are settings of the process, so
+    # only one thread at a time may change them.
     with _HUB_SETTINGS:
         offline = constants.HF_HUB_OFFLINE
         disabled = logging.root.manager.disable
         handler = logging.NullHandler()
-        # open_clip logs through the root logger, which would otherwise add a handler
-        # that prints.
+        # open_clip calls `logging.info`, which adds a handler that prints if the root
+        # logger has no handler.
         logging.root.addHandler(handler)
         logging.disable(logging.CRITICAL)
         is_reachable = not (offline or local_only)

@@ -1,5 +1,5 @@
-"""Devices, data types and CPU threads of torch, and conversion between tensors and
-NumPy arrays.
+"""Functions for the devices, data types and CPU threads of torch, and for conversions
+between tensors and NumPy arrays.
 """
 
 from __future__ import annotations
@@ -29,6 +29,9 @@ DTYPES = ("auto", "float32", "bfloat16")
 def resolve_device(device: str | torch.device) -> torch.device:
     """Return the device named `device`. ``auto`` is CUDA if torch finds a CUDA
     device, else the CPU.
+
+    Raises:
+        ModelError: the name is unknown, or there is no such device.
     """
     device = (
         str(device) if isinstance(device, torch.device) else as_text(device, "device")
@@ -63,8 +66,8 @@ def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
 
 
 def peak_gpu_bytes(device: torch.device) -> int:
-    """Return the most memory that tensors of this process have taken at one time on a
-    GPU, in bytes. It is 0 on a CPU.
+    """Return the peak memory of the tensors of this process on a GPU, in bytes. On a
+    CPU, return 0.
     """
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
@@ -74,7 +77,7 @@ def peak_gpu_bytes(device: torch.device) -> int:
 def autocast(
     dtype: torch.dtype, device: torch.device
 ) -> contextlib.AbstractContextManager[Any]:
-    """Return a context manager that computes matrix products in `dtype`."""
+    """Return a context manager in which torch computes matrix products in `dtype`."""
     if dtype == torch.float32:
         return contextlib.nullcontext()
     return torch.autocast(device.type, dtype=dtype)
@@ -83,17 +86,18 @@ def autocast(
 def fused_on_cuda(
     is_large: Callable[[Tensor], bool], *, dynamic: bool
 ) -> Callable[[Callable[_Arguments, _Result]], Callable[_Arguments, _Result]]:
-    """Decorator for a function of tensors. On a CUDA device, the function becomes one
-    kernel, which reads and writes the memory once.
+    """Return a decorator that compiles a function of tensors to one kernel on CUDA
+    devices. The kernel reads its inputs and writes its results only once.
 
-    The kernel is compiled at the first call, in about two seconds. Where no compiler is
-    found, the function runs as it is, and a warning says so.
+    The kernel is compiled at the first call, in about two seconds. If no compiler is
+    found, the function runs without compilation, and a warning says so.
 
     Args:
-        is_large: given the first argument, a tensor, whether the kernel saves more time
-            than it takes to find the kernel.
-        dynamic: whether one kernel is made for all shapes. A kernel for one shape is
-            faster.
+        is_large: function of the first argument, a tensor. It returns whether to use
+            the kernel. For small tensors, looking up the compiled kernel takes more
+            time than the kernel saves.
+        dynamic: True compiles one kernel for all shapes. False compiles a kernel for
+            each shape, which is faster.
     """
 
     def decorate(
@@ -106,7 +110,8 @@ def fused_on_cuda(
             nonlocal kernel
             first: Any = args[0]
             if first.device.type == "cuda" and is_large(first):
-                # imports the compiler, which takes seconds
+                # torch.compile is called here, because it imports the compiler, which
+                # takes seconds.
                 kernel = kernel or torch.compile(function, dynamic=dynamic)
                 try:
                     return kernel(*args, **kwargs)
@@ -130,7 +135,8 @@ def fused_on_cuda(
 @contextlib.contextmanager
 def threads_kept() -> Iterator[None]:
     """Context manager that restores torch's number of CPU threads on exit."""
-    # An image encoder changes this number, and sums of floats depend on it.
+    # An image encoder changes the number of threads, which changes the rounding of
+    # floating-point sums.
     threads = torch.get_num_threads()
     try:
         yield
@@ -152,7 +158,7 @@ def as_tensor(array: Tensor | Array) -> Tensor:
     """
     if isinstance(array, Tensor):
         return array
-    # torch warns about read-only arrays
+    # A read-only array is copied, because torch warns about read-only arrays.
     array = np.require(array, requirements=["C", "W"])
     if array.dtype == ml_dtypes.bfloat16:
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)

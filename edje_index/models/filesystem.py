@@ -22,8 +22,10 @@ def write_json(path: Path, content: Json) -> None:
 
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """Create a temporary folder for the `with` block, and rename it to ``out``,
-    which must be new, after the block.
+    """Context manager that creates the folder ``out``, which must not exist.
+
+    The `with` block writes to a temporary folder, which is renamed to ``out`` at the
+    end of the block. If the block raises an exception, the temporary folder is removed.
     """
     if out.exists():
         raise ModelError(f"{out} exists already: give another path, or remove {out}")
@@ -31,8 +33,8 @@ def new_folder(out: Path) -> Iterator[Path]:
     staging = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
     try:
         yield staging
-        # All users may read the folder. Temporary folders and safetensors files are
-        # created for their owner only.
+        # Only the owner can read temporary folders and safetensors files. These
+        # permissions let all users read the new folder.
         for path in (staging, *staging.rglob("*")):
             path.chmod(0o755 if path.is_dir() else 0o644)
         staging.rename(out)

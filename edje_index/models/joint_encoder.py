@@ -55,7 +55,7 @@ class JointEncoder(nn.Module):
         self.tokenizer = tokenizer
         self.compute_dtype = torch.float32
         self.language_model = BertForMaskedLM(config)
-        # One tensor under two names, as in published checkpoints.
+        # The word embeddings have a second name, as in published checkpoints.
         self.text_embeddings = self.language_model.get_input_embeddings()
         pooler: nn.Module = BertPooler(config)  # type: ignore[no-untyped-call]
         self.classification_head = nn.Sequential(
@@ -111,18 +111,20 @@ class JointEncoder(nn.Module):
         return self.scorer().score(captions, tokens)
 
     def forward(self, inputs: JointInputs, tokens: Tensor) -> Tensor:
-        """Return one matching logit per row, float32 [b]. `tokens` are the image
-        tokens of the rows [b, m, d].
+        """Return one matching logit per input row, float32 [b].
+
+        `tokens` [b, m, d] are the image tokens of the rows.
         """
         with autocast(self.compute_dtype, self.device):
             hidden = self.hidden_states(inputs, tokens)
         logits: Tensor = self.classification_head(hidden.float())
-        # the logits are not float32 under the autocast of a training run
+        # Under the autocast of a training run, the logits may be bfloat16.
         return logits[:, 0].float()
 
     def hidden_states(self, inputs: JointInputs, tokens: Tensor) -> Tensor:
-        """Return the last hidden states [b, t, d]. `tokens` are the image tokens of
-        the rows [b, m, d].
+        """Return the last hidden states of the input rows [b, t, d].
+
+        `tokens` [b, m, d] are the image tokens of the rows.
         """
         device = self.device
         ids = inputs.input_ids.to(device)
@@ -136,7 +138,7 @@ class JointEncoder(nn.Module):
             inputs_embeds=embedded,
             token_type_ids=inputs.token_type_ids.to(device),
             attention_mask=inputs.attention_mask.to(device),
-            # Positions beyond the position table become its last position.
+            # Positions beyond the position table are replaced by its last position.
             position_ids=torch.arange(ids.shape[1], device=device).clamp(
                 max=positions - 1
             )[None],
@@ -146,8 +148,11 @@ class JointEncoder(nn.Module):
 
 
 def bert_config(source: Path | Json, **overrides: int) -> BertConfig:
-    """Read a BERT configuration from the file ``config.json`` or from its content.
-    `overrides` replace values.
+    """Return the BERT configuration in `source`, the path of a file ``config.json`` or
+    its content. `overrides` replace values of the configuration.
+
+    Raises:
+        ModelError: `source` is not a valid configuration of a BERT encoder.
     """
     values = read_configuration(source) if isinstance(source, Path) else source
     check_bert(values, str(source) if isinstance(source, Path) else "the joint encoder")

@@ -31,7 +31,7 @@ from edje_index.models.safety import check_tokenizer_folder, read_configuration
 from edje_index.models.weights import one_line
 
 IMAGE_TOKEN = "<image>"
-# limit for [CLS], the caption and both [SEP] together
+# largest number of tokens per row, without image tokens: [CLS], caption and two [SEP]
 MAX_TEXT_TOKENS = 64
 NUM_SPECIAL_TOKENS = 3
 MAX_CAPTION_TOKENS = MAX_TEXT_TOKENS - NUM_SPECIAL_TOKENS
@@ -61,8 +61,8 @@ class JointTokenizer:
     Attributes:
         special_tokens: text of each special token, such as ``[SEP]``, by the names in
             `SPECIAL_TOKEN_NAMES`.
-        truncation_side: end where long captions are truncated, "right" or "left".
-        canonical: whether captions are converted to lower case without punctuation
+        truncation_side: side on which long captions are truncated, "right" or "left".
+        canonical: True if captions are converted to lower case without punctuation
             before they are tokenised, see `clean_canonicalize`.
     """
 
@@ -73,9 +73,9 @@ class JointTokenizer:
 
     def __post_init__(self) -> None:
         tokenizer = self.tokenizer
-        # does nothing if the vocabulary has the token
+        # This call changes nothing if the vocabulary already contains the token.
         tokenizer.add_special_tokens([IMAGE_TOKEN])
-        # a tokenizer file may switch on truncation and padding
+        # A tokenizer file may switch on truncation and padding, which are not wanted.
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._special_ids: dict[str, int] = {}
@@ -95,8 +95,8 @@ class JointTokenizer:
         return int(self.tokenizer.get_vocab_size(with_added_tokens=True))
 
     def check_fits(self, words: int) -> None:
-        """Raise ModelError if a language model with `words` token ids lacks the
-        placeholder.
+        """Raise ModelError if the token id of the ``<image>`` placeholder is out of
+        range for a language model with `words` token ids.
         """
         if self.image_token_id >= words:
             raise ModelError(
@@ -115,7 +115,7 @@ class JointTokenizer:
         """Write the tokenizer files into ``folder``. Equal tokenizers give equal
         files.
         """
-        # The fingerprint of a bundle covers these files.
+        # The files must be equal, because the fingerprint of a bundle covers them.
         self.tokenizer.save(str(folder / TOKENIZER_FILE))
         settings = {
             "tokenizer_class": OWN_CLASS,
@@ -132,7 +132,7 @@ class JointTokenizer:
     def inputs_of_ids(
         self, texts: Sequence[Sequence[int]], image_tokens: int
     ) -> JointInputs:
-        """Return one input row per caption, like `inputs`. ``texts`` are the token
+        """Return one input row per caption, like `inputs`. ``texts`` contains the token
         ids of each caption.
         """
         pad, start, separator = map(
@@ -144,7 +144,7 @@ class JointTokenizer:
             pad,
             dtype=np.int64,
         )
-        # of the last [SEP]
+        # `end` is the position of the last [SEP] of each row.
         position = np.arange(ids.shape[1])
         end = lengths + 2 + image_tokens
         is_image = (position >= lengths + 2) & (position < end)
@@ -179,6 +179,7 @@ class JointTokenizer:
         )
         with tokenizing():
             encoded = self.tokenizer.encode_batch(texts, add_special_tokens=False)
+        # A caption may contain the text "<image>". It must not become a placeholder.
         unknown = self.special_id("unk_token")
         placeholder = self.image_token_id
         ids = [
@@ -192,22 +193,22 @@ class JointTokenizer:
         return [ids_of_caption[caption] for caption in captions]
 
     def truncated(self, ids: list[int], longest: int = MAX_CAPTION_TOKENS) -> list[int]:
-        """Return the first `longest` of the token ids of a caption, or the last
-        ones, see `truncation_side`.
+        """Truncate the token ids of a caption to `longest` ids, on the side
+        `truncation_side`.
         """
         return ids[-longest:] if self.truncation_side == "left" else ids[:longest]
 
 
 @contextmanager
 def tokenizing() -> Iterator[None]:
-    """Context manager for calls of a tokenizer. A tokenizer that cannot split a
-    text raises ModelError.
+    """Context manager for calls of a tokenizer. It raises ModelError if the tokenizer
+    cannot split a text.
     """
     try:
         yield
     except BaseException as error:
-        # The library panics at a regular expression that takes too long. The class of a
-        # panic cannot be imported.
+        # If a regular expression takes too long, the tokenizers library panics. The
+        # class of this exception cannot be imported, so its name is compared.
         if type(error).__name__ != "PanicException":
             raise
         raise ModelError(
@@ -216,8 +217,11 @@ def tokenizing() -> Iterator[None]:
 
 
 def load_joint_tokenizer(folder: Path, *, canonical: bool = False) -> JointTokenizer:
-    """Read a BERT tokenizer. If the vocabulary lacks the ``<image>`` placeholder,
-    it is added.
+    """Read the BERT tokenizer in `folder`. If its vocabulary lacks the ``<image>``
+    placeholder, the placeholder is added. `canonical` sets `JointTokenizer.canonical`.
+
+    Raises:
+        ModelError: the folder contains no BERT tokenizer that can be read.
     """
     if not folder.is_dir():
         raise ModelError(
@@ -238,7 +242,8 @@ def load_joint_tokenizer(folder: Path, *, canonical: bool = False) -> JointToken
             "tokenizer_class",
             "truncation_side",
         }:
-            # `JointTokenizer.save` wrote these files, and transformers is not needed.
+            # `JointTokenizer.save` wrote these files, so they can be read without
+            # transformers.
             return JointTokenizer(
                 Tokenizer.from_file(str(file)),
                 {name: str(settings[name]) for name in SPECIAL_TOKEN_NAMES},
@@ -289,7 +294,7 @@ def clean_canonicalize(text: str) -> str:
 
 
 def _repaired(text: str) -> str:
-    # only some bundles need it
+    # ftfy is imported here, because only some bundles need it.
     import ftfy
 
     return html.unescape(html.unescape(ftfy.fix_text(text)))

@@ -28,10 +28,13 @@ from edje_index.models.joint_inputs import (
 from storage_formats.arrays import Array
 from storage_formats.atomic import Json
 
+# pairs per batch on a GPU
 _BATCH = 1024
-# hidden states and tokens stay in the cache of the CPU
+# Pairs per batch on a CPU. The hidden states and tokens of such a batch stay in the
+# cache of the CPU.
 _CPU_BATCH = 32
-# a GPU computes a larger batch in more time than Python takes to start its kernels
+# Largest number of pairs that are scored with a CUDA graph. For more pairs, the kernels
+# run longer than Python takes to start them, so a graph saves no time.
 _GRAPHED = 512
 _BERT = "language_model.bert."
 
@@ -74,7 +77,8 @@ class JointScorer:
         )
         self._pooler = head.linear(["0.dense"], self.width, self.width)
         self._head = head.linear(["1"], 1, self.width)
-        # most programs score a few captions
+        # Most programs score few captions, so most shapes of inputs occur only once. A
+        # shape is recorded when it occurs for the second time.
         self._graphs = CudaGraphs(self._logits, self.device, records_at=2)
 
     @property
@@ -84,8 +88,8 @@ class JointScorer:
 
     @property
     def batch(self) -> int:
-        """Number of pairs to score at a time. It bounds the memory for pools of any
-        size.
+        """Number of pairs to score in one batch. A limit is needed, because pools may
+        have any size.
         """
         return _CPU_BATCH if self.device.type == "cpu" else _BATCH
 
@@ -125,8 +129,9 @@ class JointScorer:
                 self.logits(row, batch) for batch in torch.split(tokens, self.batch)
             ]
             return torch.cat(logits).cpu()
-        # Everything is copied to the device before the first batch, and from it after
-        # the last, because a copy waits for the work under way.
+        # A copy between CPU and device waits until the device has finished its work.
+        # Captions are therefore copied before the first batch, and logits are copied
+        # after the last batch.
         lengths = np.array([len(caption) for caption in ids])
         order = np.argsort(lengths, kind="stable")
         lengths = lengths[order]
@@ -145,11 +150,14 @@ class JointScorer:
         return result
 
     def _batches(self, lengths: NDArray[np.int64]) -> Iterator[slice]:
-        """Yield batches of captions, whose `lengths` ascend."""
+        """Yield batches of captions as slices. The captions must be sorted by length,
+        so that `lengths` ascends.
+        """
         starts = {*range(0, len(lengths), self.batch)}
         if self.device.type == "cpu":
-            # Captions of one length need no mask and no padding. A GPU computes with
-            # padding in less time than it starts the kernels of more batches.
+            # On a CPU, the captions of a batch have equal lengths, so that they need no
+            # padding and no mask. On a GPU, padding takes less time than the start of
+            # the kernels of more batches.
             firsts = np.unique(lengths, return_index=True)[1].tolist()
             starts = {
                 start
@@ -175,8 +183,9 @@ class JointScorer:
         """Return one matching logit per pair, float32 [b], on the device.
 
         Args:
-            word_ids: input rows of b captions or of one, without image tokens, int64
-                [b, t] on the device. The last row has no padding.
+            word_ids: input rows of b captions, or of one caption for all pairs,
+                without image tokens, int64 [b, t] or [1, t] on the device. The last row
+                must be the longest, without padding.
             tokens: image tokens of the pairs [b, m, d].
             lengths: number of tokens of each caption, int64 [b] on the device; None if
                 no row has padding.
@@ -197,17 +206,18 @@ class JointScorer:
         image = tokens.to(self.device).float()
         rows = functional.embedding(word_ids, self.word_vectors)
         rows = rows.expand(len(image), -1, -1)
-        # the last row is the longest, so it ends with the second [SEP]
+        # The last row has no padding, so its last token is the second [SEP].
         separator = rows[-1:, -1:].expand(len(image), -1, -1)
         words = torch.cat([rows[:, :-1], image, separator], dim=1)
         place = torch.arange(words.shape[1], device=self.device)
         second = word_ids.shape[1] - 1
-        # the second [SEP] and the image tokens before it have type 1
+        # The image tokens and the second [SEP] after them have token type 1.
         types = (place >= second).long()[None]
         mask = None
         positions = None
         if lengths is not None:
-            # the padding lies between the caption and the image
+            # The padding lies between the first [SEP] and the image tokens. Its
+            # positions are not counted.
             mask = (place < lengths[:, None] + 2) | (place >= second)
             positions = mask.cumsum(dim=1) - 1
         embedded = self._bert.embed(words, types, positions)

@@ -1,9 +1,9 @@
 """Linear layers for inference, with the fastest kernels in torch for CPUs.
 
-These kernels are in oneDNN. Only private operators of torch reach them with float32, or
-with weights that are rearranged once instead of at each call. The operators are tested
-with torch 2.8 to 2.13. If torch or the processor lacks them, this module uses the
-default matrix product.
+The kernels are part of oneDNN. They are fast if the weights are rearranged only once,
+instead of at each call. Only private operators of torch allow this, and only they use
+oneDNN for float32. The operators are tested with torch 2.8 to 2.13. If torch or the
+processor lacks them, this module uses the default matrix product of torch.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class Linear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """A copy of the weight matrix [outputs, inputs]. Some modules of timm use
-        it for a product of their own.
+        """A copy of the weight matrix [outputs, inputs]. Some modules of timm read the
+        weight of a layer, and compute the matrix product themselves.
         """
         return self._weight.to_dense()
 
@@ -64,10 +64,10 @@ class Linear(nn.Module):
 
 
 def replace_linear_layers(module: nn.Module, dtype: torch.dtype) -> None:
-    """Replace the linear layers in `module`, which is on a CPU and only computes, by
-    layers of class `Linear`.
+    """Replace the linear layers in `module` by layers of class `Linear`.
 
-    `dtype` is the data type of the matrix products and of the results.
+    `module` must be on a CPU, and cannot be trained afterwards. `dtype` is the data
+    type of the matrix products and of the results.
     """
     for name, child in module.named_children():
         if type(child) is nn.Linear:
@@ -79,5 +79,6 @@ def replace_linear_layers(module: nn.Module, dtype: torch.dtype) -> None:
             )
             setattr(module, name, Linear(weight, bias))
         elif not isinstance(child, nn.MultiheadAttention):
-            # it uses its weights without calling its layers
+            # The layers of a MultiheadAttention are not replaced, because it reads
+            # their weights instead of calling them.
             replace_linear_layers(child, dtype)

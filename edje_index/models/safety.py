@@ -1,9 +1,14 @@
 """Checks that the files of a model contain only data, so that loading a model runs no
 code from these files.
 
-The checks refuse three kinds of entries in configuration files. transformers runs the
-Python files under ``auto_map``. transformers downloads the kernels under
-``attn_implementation``. timm downloads models with names like ``hf-hub:ORG/REPO``.
+Three kinds of entries in configuration files are refused, because loading the model
+would run or download other files:
+
+- ``auto_map`` and similar keys: transformers runs the Python files that they name.
+- ``attn_implementation`` and similar keys, if the value names a repository of the hub:
+  transformers downloads kernels from it.
+- timm models with names like ``hf-hub:ORG/REPO``: timm downloads the model. This check
+  is in `clip_config.read_clip_config`.
 """
 
 from __future__ import annotations
@@ -23,7 +28,8 @@ IMPLEMENTATION_KEYS = frozenset(
     {"_attn_implementation", "attn_implementation", "experts_implementation"}
 )
 WEIGHT_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".safetensors"})
-# tokenizers of 256,000 words take 35 MB
+# Largest size of a file without weights. For comparison, the file of a tokenizer with
+# 256,000 words has 35 MB.
 MAX_TEXT_BYTES = 256 << 20
 TOKENIZER_CLASSES = frozenset(
     {
@@ -45,8 +51,8 @@ TOKENIZER_CLASSES = frozenset(
 
 
 def check_bundle_folder(folder: Path, files: Iterable[str]) -> None:
-    """Check that the bundle in `folder`, whose ``bundle.json`` lists the names
-    `files`, contains only data.
+    """Raise ModelError if the bundle in `folder` contains anything but data. `files`
+    are the names that its ``bundle.json`` lists.
     """
     for name in files:
         path = PurePosixPath(name)
@@ -91,7 +97,12 @@ def check_bundle_folder(folder: Path, files: Iterable[str]) -> None:
 
 
 def read_configuration(file: Path) -> Json:
-    """Read a JSON configuration file."""
+    """Read a JSON configuration file.
+
+    Raises:
+        ModelError: the file cannot be read, is not a JSON object, or names code that
+            would be run.
+    """
 
     def checked(pairs: list[tuple[str, Any]]) -> Json:
         for key, value in pairs:
@@ -118,7 +129,9 @@ def read_configuration(file: Path) -> Json:
 
 
 def check_tokenizer_folder(folder: Path) -> None:
-    """Check the tokenizer configuration in `folder`."""
+    """Raise ModelError if a configuration in `folder` names a tokenizer class that is
+    not in `TOKENIZER_CLASSES`.
+    """
     for name in ("tokenizer_config.json", "config.json"):
         file = folder / name
         if not file.is_file():

@@ -1,8 +1,8 @@
 """Reads SigLIP and SigLIP 2 towers in the format of transformers as open_clip models.
 
-All sizes come from the files ``config.json`` and ``preprocessor_config.json``, and
-values that these leave out from transformers. The outputs equal those of transformers'
-``SiglipModel`` up to rounding.
+All sizes come from the files ``config.json`` and ``preprocessor_config.json``. Values
+that these files leave out are the defaults of transformers. The outputs equal those of
+``SiglipModel`` of transformers up to rounding.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ prepare_torchvision()
 import timm  # noqa: E402
 from transformers import SiglipConfig  # noqa: E402
 
-# Name of the activation in transformers -> approximation of nn.GELU
+# Name of the activation in transformers -> argument `approximate` of nn.GELU
 _ACTIVATIONS = {"gelu": "none", "gelu_pytorch_tanh": "tanh"}
-# transformers' default
+# PIL's number of the bicubic filter, which is the default of transformers
 _BICUBIC = 3
-# numbers of PIL -> names of open_clip
+# PIL's number of a resampling filter -> open_clip's name of this filter
 _FILTERS = {2: "bilinear", _BICUBIC: "bicubic"}
-# Patterns in the names of transformers' SigLIP towers, and open_clip's names.
+# Each pair is a pattern in the names of weights in transformers, and its replacement in
+# open_clip.
 _VISION_NAMES = (
     (r"embeddings\.patch_embedding", "patch_embed.proj"),
     (r"embeddings\.position_embedding\.weight", "pos_embed"),
@@ -56,6 +57,7 @@ _TEXT_NAMES = (
     (r"final_layer_norm", "ln_final"),
     (r"^head", "text_projection"),
 )
+# for each tower, the prefix of its weights in transformers and in open_clip
 _TOWERS = (
     ("vision_model.", "visual.trunk.", _VISION_NAMES),
     ("text_model.", "text.", _TEXT_NAMES),
@@ -68,10 +70,11 @@ def siglip_config(config: Json, processor: Json, name: str) -> ClipConfig:
     Args:
         config: content of ``config.json``.
         processor: content of ``preprocessor_config.json``.
-        name: name of the model, also of its tokenizer.
+        name: name of the model. Its tokenizer has the same name.
 
     Raises:
-        ModelError: open_clip and timm have no such towers.
+        ModelError: the configuration is not valid, or open_clip or timm has no tower
+            with these sizes.
     """
     siglip = read_siglip(config)
     try:
@@ -125,8 +128,8 @@ def siglip_config(config: Json, processor: Json, name: str) -> ClipConfig:
 
 
 def load_siglip(clip: nn.Module, state: State, source: str) -> None:
-    """Copy the towers of a ``SiglipModel`` of transformers into the open_clip model
-    `clip`. A tower that `state` lacks is left as it is.
+    """Copy the weights `state` of a ``SiglipModel`` of transformers into the open_clip
+    model `clip`. A tower without weights in `state` does not change.
 
     Raises:
         ModelError: a tensor is missing, or has another size.
@@ -143,14 +146,16 @@ def load_siglip(clip: nn.Module, state: State, source: str) -> None:
         expected = module.state_dict()
         weights = _open_clip_weights(tower, names)
         for name, tensor in weights.items():
-            # position tables have one more axis in timm
+            # Position tables have one more axis in timm than in transformers.
             if name in expected and tensor.numel() == expected[name].numel():
                 weights[name] = tensor.reshape(expected[name].shape)
         assign_weights(module, weights, f"the tower {prefix}* of {source}")
 
 
 def towers_in(state: State) -> set[str]:
-    """Return which towers `state` has: "vision_model", "text_model"."""
+    """Return the names of the towers that `state` has weights of: "vision_model",
+    "text_model", both or neither.
+    """
     return {
         name
         for name in ("vision_model", "text_model")
@@ -159,18 +164,21 @@ def towers_in(state: State) -> set[str]:
 
 
 def read_siglip(config: Json) -> SiglipConfig:
-    """Return the configuration of the towers in the content of ``config.json``.
+    """Return the configuration of the towers that `config` describes. `config` is the
+    content of ``config.json``.
 
     Raises:
-        ModelError: it does not describe SigLIP towers.
+        ModelError: `config` does not describe SigLIP towers.
     """
     try:
         if config.get("model_type") != "siglip":
             raise ValueError(f"model_type is {config.get('model_type')!r}")
-        # `from_dict` warns of token ids of the default configuration
+        # The method `from_dict` is not used, because it warns about token ids of the
+        # default configuration.
         return SiglipConfig(**config)
     except Exception as error:
-        # the checks of transformers raise exceptions of several libraries
+        # The checks of transformers raise exceptions of several libraries, so all
+        # exceptions are caught.
         raise ModelError(
             f"config.json describes no SigLIP towers: {error!s:.300}; give towers of"
             " open_clip, or SigLIP or SigLIP 2 towers of a fixed image size"
@@ -178,7 +186,11 @@ def read_siglip(config: Json) -> SiglipConfig:
 
 
 def _timm_name(vision: Any) -> str:
-    """Return timm's name of a vision tower of these sizes."""
+    """Return the name that timm gives to a vision tower with the sizes in `vision`.
+
+    Raises:
+        ModelError: timm has no such tower.
+    """
     pattern = f"vit_*_patch{vision.patch_size}_siglip_{vision.image_size}"
     sizes = (
         vision.hidden_size,
@@ -206,13 +218,17 @@ def _timm_name(vision: Any) -> str:
 
 
 def _open_clip_weights(tower: State, renames: tuple[tuple[str, str], ...]) -> State:
-    """Convert names of transformers to names of open_clip, which joins the weights
-    of query, key and value.
+    """Return the weights of a tower with the names of open_clip.
+
+    open_clip joins the weights of query, key and value in one tensor. In the pooling
+    head, it separates the weights of the query, which transformers joins with the
+    others.
     """
     result = {}
     for key, tensor in tower.items():
         parts = {key: tensor}
         if match := re.fullmatch(r"(.*self_attn\.)([qkv])_proj\.(weight|bias)", key):
+            # The weights of key and value are joined to those of the query.
             if match[2] != "q":
                 continue
             joined = [

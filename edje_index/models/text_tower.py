@@ -1,8 +1,8 @@
-"""Text towers: those of open_clip models, and BERT models without open_clip and
-transformers.
+"""Text towers, which compute the embeddings of texts.
 
-Importing these two libraries takes longer than a search. Up to rounding, the embeddings
-of a BERT text tower equal the embeddings from open_clip.
+`TextTower` runs the text tower of any open_clip model. `BertTextTower` runs a BERT text
+tower without open_clip and transformers, because importing these two libraries takes
+longer than a search. The embeddings of both classes are equal up to rounding.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ from edje_index.progress import OnProgress
 from storage_formats.arguments import repr_of
 from storage_formats.arrays import Floats
 
-# where a tokenizer was read from
+# Settings that say where a tokenizer was read from. They are not written to files.
 ORIGIN_KEYS = ("is_local", "local_files_only", "name_or_path")
-# accepted tokenizer_kwargs
+# accepted keys of `tokenizer_kwargs`, for tokenizers of Hugging Face and of open_clip
 HF_OPTIONS = ("clean", "language", "strip_sep_token")
 SIMPLE_OPTIONS = ("additional_special_tokens", "clean", "reduction_mask")
-# open_clip's default
+# the default of open_clip, in tokens
 DEFAULT_CONTEXT_LENGTH = 77
-# supported options of open_clip's tokenizer
+# keys of `tokenizer_kwargs`, and tokenizer classes, that `BertTextTower` supports
 _TOKENIZER_OPTIONS = frozenset({"clean"})
 _TOKENIZER_CLASSES = frozenset({"BertTokenizer", "BertTokenizerFast"})
 
@@ -58,8 +58,9 @@ class TextEncoder(ABC):
     """Maps texts to L2-normalised embeddings in the space of the image embeddings.
 
     Attributes:
-        canonical: whether texts are converted to lower case without punctuation first,
-            as captions of the joint encoder of the same bundle are.
+        canonical: True if texts are first converted to lower case without punctuation.
+            It is set if the joint encoder of the same bundle converts its captions in
+            this way.
     """
 
     canonical = False
@@ -86,7 +87,7 @@ class TextEncoder(ABC):
         """
         if isinstance(texts, str) or not texts:
             raise ValueError("texts must be a list of at least one string")
-        # Texts of similar length share a batch, so that little padding is computed.
+        # Texts of similar length share a batch, so that batches have little padding.
         distinct = sorted(dict.fromkeys(texts), key=len)
         parts = []
         for start in range(0, len(distinct), batch_size):
@@ -123,7 +124,8 @@ class TextTower(TextEncoder):
         with tokenizing():
             ids = self.tokenizer(texts)
         text = getattr(self.clip, "text", None)
-        # masks padding, so padding after the longest row is not needed
+        # A Hugging Face text tower masks padding, so columns after the longest text are
+        # removed, which does not change the embeddings.
         if isinstance(text, HFTextEncoder):
             longest = int((ids != text.config.pad_token_id).sum(dim=1).max())
             ids = ids[:, : max(1, longest)]
@@ -193,7 +195,7 @@ def save_text_tokenizer(tokenizer: Any, folder: Path) -> None:
     """Write the files of a Hugging Face tokenizer to `folder`. Equal tokenizers
     give equal files.
     """
-    # open_clip's own tokenizer has no files.
+    # Nothing is written for open_clip's own tokenizer, which has no files.
     from open_clip.tokenizer import HFTokenizer
 
     if not isinstance(tokenizer, HFTokenizer):
@@ -245,8 +247,8 @@ class BertTextTower(TextEncoder):
 def load_bert_text_tower(
     folder: Path, config: ClipConfig, device: torch.device
 ) -> BertTextTower | None:
-    """Load the text tower from the folder ``vision/`` of a bundle. Return None if
-    the text tower is not supported.
+    """Load the text tower from `folder`, the folder ``vision/`` of a bundle. Return
+    None if `BertTextTower` does not support this text tower.
     """
     text = config.text
     options = text.get("tokenizer_kwargs") or {}
@@ -286,7 +288,7 @@ def load_bert_text_tower(
         pad = int(bert_config.get("pad_token_id", 0))
         tokenizer.enable_padding(pad_id=pad)
     except Exception as error:
-        # the tokenizers library raises plain exceptions
+        # The tokenizers library raises exceptions of the class Exception.
         raise ModelError(
             f"cannot read the tokenizer of the text tower in {folder}: {error}; copy"
             " the tokenizer files again"

@@ -1,13 +1,13 @@
 """The frozen vision tower computes the patch features and the pooled embedding of an
 image in one pass.
 
-The patch features are the same as in the published EDJE code. For timm models, they are
-the last hidden state. For vision transformers of open_clip, they are the output of the
-last but one layer.
+The patch features are the same as in the published EDJE code. For timm models, they
+are the last hidden states. For vision transformers of open_clip, they are the outputs of the
+second-to-last layer.
 
 Shape letters: b images, n patches, t positions, h heads, c width of a head, d width of
-the tower, e width of the embedding. The first positions are class and register tokens.
-The n patches follow.
+the tower, e width of the embedding. The t positions are class and register tokens,
+followed by the n patches.
 """
 
 from __future__ import annotations
@@ -84,9 +84,10 @@ class VisionTower(nn.Module, ABC):
     def encode_with_attention(self, pixels: Tensor) -> FeaturesAndAttention:
         """Return the results of ``encode``, and the attention that each patch
         receives [b, n].
+
+        The attention that a patch receives is the mean of its softmax weights in the
+        last layer, over all heads and over all queries, including the class token.
         """
-        # It is the mean of the softmax weights of the last layer over all heads and
-        # queries, class token included.
 
 
 class TimmTower(VisionTower):
@@ -147,7 +148,7 @@ class TimmTower(VisionTower):
 
 
 class ClipTower(VisionTower):
-    """A vision transformer from open_clip: CLIP, OpenAI, DFN and MetaCLIP weights."""
+    """A vision transformer from open_clip, for example CLIP, DFN or MetaCLIP."""
 
     def __init__(self, visual: Any, embed_dim: int) -> None:
         super().__init__(visual, embed_dim)
@@ -204,7 +205,10 @@ class ClipTower(VisionTower):
 
 def vision_tower(visual: Any, embed_dim: int) -> VisionTower:
     """Make a `VisionTower` from the image tower of an open_clip model,
-    ``model.visual``. `embed_dim` is the width of its embeddings.
+    ``model.visual``. `embed_dim` is the width of the embeddings.
+
+    Raises:
+        ModelError: the image tower is no vision transformer.
     """
     if isinstance(visual, TimmModel):
         return TimmTower(visual, embed_dim)
@@ -220,10 +224,11 @@ def received_attention(q: Tensor, k: Tensor, scale: float) -> Tensor:
     """Return the attention that each key receives, averaged over heads and queries,
     float32 [b, t].
 
-    `q` and `k` are the queries and keys [b, h, t, c], and `scale` is the factor of the
-    queries.
+    `q` and `k` are the queries and keys [b, h, t, c]. `scale` is a factor that
+    multiplies the queries.
     """
-    # The heads are computed one by one, which limits the memory to b x t x t values.
+    # The heads are computed one by one, so that only the b x t x t attention weights of
+    # one head are in memory.
     heads = q.shape[1]
     total = torch.zeros(k.shape[0], k.shape[2], dtype=torch.float32, device=k.device)
     for head in range(heads):

@@ -2,7 +2,7 @@
 code from a file.
 
 `limited_by` limits the size of a model to the size of its weights file. Without this
-limit, a configuration of a few bytes could allocate any amount of memory.
+limit, a configuration file of a few bytes could describe a model that fills the memory.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from storage_formats.atomic import Json
 State = dict[str, Tensor]
 Module = TypeVar("Module", bound=nn.Module)
 
+# functions of torch that create tensors
 _FACTORIES = frozenset(
     {
         torch.arange,
@@ -43,11 +44,11 @@ _FACTORIES = frozenset(
         torch.zeros,
     }
 )
-# An element takes at least 2 bytes in the file, but some models allocate a tensor
-# twice: 1 element per byte is allowed. for masks and other tensors that are not in the
-# file
+# A model may allocate one element per byte of its weights file. Each element takes at
+# least 2 bytes in the file, but some models allocate a tensor twice. The spare elements
+# are for masks and other tensors that are not in the file.
 _SPARE_ELEMENTS = 16 << 20
-# lower limit of the bytes that a tensor takes in the file, including its name
+# smallest number of bytes that a tensor takes in the file, including its name
 _TENSOR_BYTES = 16
 _SPARE_TENSORS = 10_000
 
@@ -80,7 +81,7 @@ def save_tensors(state: State, path: Path) -> None:
     try:
         save_file(tensors, path)
     except SafetensorError as error:
-        # of an OSError, only the text is left
+        # safetensors reports the text of an OSError, which contains the error number.
         number = re.search(r"os error (\d+)", str(error))
         code = int(number[1]) if number else errno.EIO
         raise OSError(code, os.strerror(code), str(path)) from error
@@ -91,7 +92,7 @@ def check_finite(state: Mapping[str, Tensor], source: str) -> None:
     for name, tensor in state.items():
         if not tensor.is_floating_point() or not tensor.numel():
             continue
-        # NaN if a value is NaN; one pass, without a copy
+        # Both are NaN if a value is NaN. `aminmax` reads the tensor only once.
         lowest, highest = tensor.aminmax()
         if not (lowest.isfinite() and highest.isfinite()):
             wrong = int((~torch.isfinite(tensor)).sum())
@@ -108,7 +109,7 @@ def read_weights(path: Path, prefix: str = "") -> State:
     """
     try:
         with safe_open(path, framework="pt") as file:
-            # safetensors files are no dictionaries
+            # `file` has the method `keys`, but cannot be iterated like a dictionary.
             every = file.keys()
             names = [name for name in every if name.startswith(prefix)]
             return {name.removeprefix(prefix): file.get_tensor(name) for name in names}
@@ -123,9 +124,14 @@ def assign_weights(module: nn.Module, state: Mapping[str, Tensor], source: str) 
     """Load the tensors in ``state`` into ``module``. `source` names the file or model
     that they come from.
 
-    Only names that share the tensor of an earlier name may be missing. A module
-    without such names takes the tensors themselves, where their data type fits: those
-    of a file stay mapped, and a large model is not in memory twice.
+    All names of the tensors in ``module`` must be in ``state``, except names that share
+    the tensor of an earlier name. If ``module`` has no such names, it takes the tensors
+    of ``state`` without a copy, unless their data type differs. Tensors that are mapped
+    from a file then stay mapped, so that a large model is not in memory twice.
+
+    Raises:
+        ModelError: a tensor is missing, is not in ``module``, or has another shape or
+            an integer type.
     """
     tied = tied_names(module)
     dtypes = {name: tensor.dtype for name, tensor in module.state_dict().items()}
@@ -163,8 +169,8 @@ def assign_weights(module: nn.Module, state: Mapping[str, Tensor], source: str) 
 
 
 def load_module(path: Path, build: Callable[[], Module], prefix: str = "") -> Module:
-    """Build a module, and load the tensors of the file `path` with names that begin
-    with `prefix` into it.
+    """Build a module, and load its tensors from the file `path`. Only tensors with
+    names that begin with `prefix` are loaded, and the prefix is removed.
     """
     with limited_by(path):
         module = build()
@@ -195,7 +201,7 @@ def read_checkpoint(path: Path) -> Json:
         )
     try:
         with warnings.catch_warnings():
-            # torch warns about pickle protocols before it refuses a file
+            # torch may warn about the pickle protocol of a file that it then refuses.
             warnings.simplefilter("ignore")
             checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
@@ -219,10 +225,11 @@ def read_checkpoint(path: Path) -> Json:
 
 
 def read_weights_files(files: Sequence[Path]) -> tuple[State, Json]:
-    """Read weights files of any kind: safetensors files, and files of ``torch.save``
-    with tensors, also below the key "model" or "state_dict".
+    """Read weights files: safetensors files, and files that ``torch.save`` wrote. In
+    the second kind, the tensors may be under the key "model" or "state_dict".
 
-    Return the tensors of all files, and the content of the key "config".
+    Return the tensors of all files, and the content of the key "config", or an empty
+    dictionary if no file has this key.
     """
     state: State = {}
     config: Json = {}
@@ -240,7 +247,8 @@ def read_weights_files(files: Sequence[Path]) -> tuple[State, Json]:
         for name, tensor in content.items():
             if not isinstance(tensor, Tensor):
                 continue
-            # A tensor may repeat a few values, and would fill the memory later.
+            # A small file may contain a large tensor that repeats a few stored values.
+            # Such a tensor would fill the memory when it is copied.
             if tensor.numel() * tensor.element_size() > length:
                 raise ModelError(
                     f"the tensor {name} is larger than its file {file}; do not use this"
@@ -295,7 +303,7 @@ class _Budget(TorchFunctionMode):
     ) -> Any:
         options = dict(kwargs or {})
         if func in _FACTORIES:
-            # a tensor on this device has a size and takes no memory
+            # On the device "meta", a tensor has a size but takes no memory.
             elements = func(*args, **{**options, "device": "meta"}).numel()
             self._tensors -= 1
             self._elements -= elements
@@ -309,6 +317,6 @@ class _Budget(TorchFunctionMode):
 
 
 def one_line(error: BaseException) -> str:
-    """Return the message of an error, shortened, without line breaks."""
+    """Return the message of an error in one line, truncated to 400 characters."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= 400 else text[:400] + " ..."

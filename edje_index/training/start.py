@@ -57,8 +57,8 @@ _UNUSED = (
 _HEAD_BIAS = "cls.predictions.bias"
 # largest number of patches that are clustered
 _SAMPLE_PATCHES = 20_000
-# Standard deviation over patches of the initial attention scores. If the score of a patch
-# is one standard deviation higher, its attention weight is e**4 times higher.
+# Standard deviation over patches of the initial attention scores. If the score of a
+# patch is one standard deviation higher, its attention weight is e**4 times higher.
 _SHARPNESS = 4.0
 
 
