@@ -1,8 +1,8 @@
 """Trains an embedding model from an image tower and a text tower that were trained
 separately.
 
-Use this where no CLIP weights can be downloaded. Both towers are frozen, so their
-features are computed once. Training updates contrastive heads on both towers, and the
+This is useful if no CLIP weights can be downloaded. Both towers are frozen, so their
+features are computed once. A head on each tower is trained with a contrastive loss. The
 result is an open_clip model.
 
 Shape letters: n images, c captions, b pairs, d width of a tower, e width of the
@@ -48,13 +48,13 @@ TOWER_WEIGHTS = "model.safetensors"
 CONTEXT_LENGTH = 64
 CUTOFFS = (1, 5, 10, 50)
 WEIGHT_DECAY = 0.5
-# upper bound of 1 / temperature, as in CLIP
+# largest value of 1 / temperature, as in CLIP
 MAX_SCALE = 100.0
 IMAGE_BATCH = 32
 TEXT_BATCH = 128
 EVALUATION_BATCH = 512
-# Fields of config.json that determine a BERT's output; the others differ between
-# versions of transformers.
+# Fields of config.json that determine the output of a BERT model. Other fields are not
+# written, because they differ between versions of transformers.
 _BERT_FIELDS = (
     "attention_probs_dropout_prob",
     "hidden_act",
@@ -113,8 +113,8 @@ def start_model(
     image_name: str = IMAGE_NAME,
     image_size: int = IMAGE_SIZE,
 ) -> EmbeddingModel:
-    """Build the initial model of a training run: towers with the weights in
-    `towers`, and heads with random weights.
+    """Build the initial model of a training run. Its towers have the weights in the
+    folder `towers`, and its heads have random weights.
     """
     text = towers / TEXT_TOWER
     vision_config = {
@@ -198,9 +198,9 @@ def pair_features(
     ids = model.tokenizer([caption for item in items for caption in item.captions])
     pad = model.text_config["pad_token_id"]
     lengths = (ids != pad).sum(dim=1)
-    # the mean of the last hidden states
+    # The features of a caption are the mean of its last hidden states.
     captions = torch.zeros(len(ids), model.text_config["hidden_size"])
-    # similar lengths, so there is little padding
+    # The captions of a batch have similar lengths, so that there is little padding.
     for rows in torch.split(lengths.argsort(stable=True), TEXT_BATCH):
         batch = ids[rows, : int(lengths[rows].max())]
         mask = batch != pad
@@ -224,13 +224,19 @@ def train_heads(
     lr: float = 1e-3,
     dropout: float = 0.3,
 ) -> dict[str, dict[str, float]]:
-    """Train the heads of `clip` in place. Keep the epoch with the highest mean of R@1
-    and R@10 on `dev`.
+    """Train the heads of `clip` in place, and keep the weights of the epoch with the
+    highest mean of R@1 and R@10 on `dev`.
 
-    docs/lab/training.md explains the defaults. The learning rate rises over 3 % of the
-    steps to `lr`, then falls along a cosine to 0. Biases, norms and the temperature
-    have no weight decay. Dropout affects the features and the hidden activations of
-    both heads. Return the recall of the epoch that was kept, see `recall`.
+    docs/lab/training.md says how the defaults were chosen. The learning rate rises over
+    the first 3 % of the steps to `lr`, and then falls along a cosine to 0. Biases,
+    norms and the temperature have no weight decay. Dropout is applied to the input
+    features and to the hidden activations of both heads.
+
+    Returns:
+        The recall of the epoch that was kept, see `recall`.
+
+    Raises:
+        ModelError: `data` has fewer captions than a batch, or the loss is not finite.
     """
     if len(data.captions) < batch_size:
         raise ModelError(
@@ -240,10 +246,10 @@ def train_heads(
     text_head = clip.text.proj
     log_scale = clip.logit_scale
     heads = nn.ModuleList([image_head, text_head])
-    # those with weight decay first
+    # The parameters with weight decay, which have at least two axes, come first.
     parameters = sorted([*heads.parameters(), log_scale], key=lambda p: p.ndim <= 1)
-    # Image features are standardised. In the end, this moves into the first layer of
-    # the image head.
+    # Image features are standardised for the training. After the training, the first
+    # layer of the image head is changed so that it accepts the original features.
     mean = data.images.mean(0)
     std = data.images.std(0).clamp(min=1e-3)
     data, dev = (
@@ -336,11 +342,13 @@ def contrastive_loss(
     log_scale: torch.Tensor,
     image_ids: torch.Tensor,
 ) -> torch.Tensor:
-    """Return the symmetric InfoNCE loss of a batch of pairs. Other pairs of the same
-    image are not negatives.
+    """Return the symmetric InfoNCE loss of a batch of pairs. Pairs of the same image
+    are not negatives of each other.
 
-    `images` and `texts` are embeddings of any length [b, e], and `log_scale` is log(1 /
-    temperature).
+    Args:
+        images, texts: embeddings [b, e], which this function normalises.
+        log_scale: log(1 / temperature), a scalar.
+        image_ids: number of the image of each pair, int64 [b].
     """
     similarities = (
         functional.normalize(images, dim=-1) @ functional.normalize(texts, dim=-1).T

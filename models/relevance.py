@@ -1,13 +1,14 @@
-"""Fits the relevance and the shares of the parts of the score of the shipped model, and
-checks both on photos of another kind.
+"""Fits the relevance of the shipped model, and the share of each part in its final
+score. Also checks the relevance and the ranking on photos of another kind.
 
     python -m models.relevance fit INDEX CAPTIONS MODEL BUNDLE_JSON
     python -m models.relevance check PHOTOS_INDEX MODEL
 
-`fit` needs an index of the photos of CAPTIONS, built with MODEL, and writes the
-numbers to the file `bundle.json` of the packed model. The logit is left out: it changes
-the score by at most 6. `check` needs the index of the photos of scikit-image that
-`make demo` builds. Its captions were written before any search.
+`fit` needs an index of the photos of CAPTIONS, built with MODEL. It writes the fitted
+numbers to BUNDLE_JSON, the file `bundle.json` of the packed model. The fit of the
+relevance leaves out the logit, which changes the score by at most 6. `check` needs the
+index of the photos of scikit-image that `make demo` builds. It searches with captions
+that were written before any search of these photos.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from storage_formats.reading.embeddings import read_embeddings
 
 POOL = 100
 QUERIES = 2500
-# standard deviation of the logits of 500 dev pools
+# standard deviation of the logits in the pools of 500 dev queries
 LOGIT_SPREAD = 2.0
 
 MATCHING = {
@@ -183,8 +184,11 @@ a kite in the sky|a tennis player|a herd of sheep
 
 
 def dev_pools(index: TokenIndex, captions: Path, direction: str) -> DevPools:
-    """Score the nearest candidates of random captions, or of all photos, of the file
-    `captions` by every part except the logit.
+    """Score the nearest candidates of each query by all parts of the final score except
+    the logit.
+
+    The queries are random captions in the file `captions` for text-to-image search, and
+    all photos of this file for image-to-text search.
     """
     items = read_captions(captions)
     table = read_all_rows(index.committed, NAME_COLUMNS)
@@ -219,7 +223,8 @@ def dev_pools(index: TokenIndex, captions: Path, direction: str) -> DevPools:
         parts[EMBEDDING].append(similarities[query, near])
         right.append(image_of_text[text_ids] == image_ids)
     stacked = {part: np.stack(values) for part, values in parts.items()}
-    # without a computation, only its spread is known
+    # The logit is not computed. Two alternating values give it its known spread, from
+    # which `part_shares` computes its share.
     alternating = np.where(np.arange(POOL) % 2, LOGIT_SPREAD, -LOGIT_SPREAD)
     stacked[LOGIT] = np.tile(alternating, (len(queries), 1))
     owners = queries
@@ -256,8 +261,8 @@ def fit(index_path: Path, captions: Path, model: Path, bundle_json: Path) -> Non
 
 
 def check(index_path: Path, model: Path) -> None:
-    """Print the relevance of first hits, and which captions have the right first hit
-    by the embeddings and after re-ranking.
+    """Print the relevance of the first hit of each caption, and whether the first hit
+    is right, with the ranking by embeddings and with re-ranking.
     """
     index = TokenIndex.open(index_path, model)
     without = WITHOUT_MATCH.strip().replace("\n", "|").split("|")
@@ -291,7 +296,7 @@ def check(index_path: Path, model: Path) -> None:
 
 
 def main() -> None:
-    """Run a command."""
+    """Run the command named on the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

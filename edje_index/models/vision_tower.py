@@ -2,8 +2,8 @@
 image in one pass.
 
 The patch features are the same as in the published EDJE code. For timm models, they
-are the last hidden states. For vision transformers of open_clip, they are the outputs of the
-second-to-last layer.
+are the last hidden states. For vision transformers of open_clip, they are the outputs
+of the second-to-last layer.
 
 Shape letters: b images, n patches, t positions, h heads, c width of a head, d width of
 the tower, e width of the embedding. The t positions are class and register tokens,
