@@ -20,13 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-
-# isort: skip  # after edje_index, which makes torchvision importable
-import timm
 import torch
-
-# isort: skip
-from timm.models.vision_transformer import checkpoint_filter_fn
 from torch import nn
 from torch.nn import functional
 
@@ -35,11 +29,17 @@ from edje_index.captions.reading import CaptionedImage
 from edje_index.errors import ModelError
 from edje_index.images.decode import decode_rgb
 from edje_index.images.preprocessing import Preprocessor, normalize
+from edje_index.models._torchvision_compat import prepare_torchvision
 from edje_index.models.clip_config import HF_TEXT_FOLDER, WEIGHTS_FILE, ClipConfig
 from edje_index.models.clip_model import build_clip
 from edje_index.models.filesystem import new_folder, write_json
 from edje_index.models.text_tower import save_text_tokenizer, text_tokenizer
 from edje_index.models.weights import assign_weights, read_weights, save_weights
+
+prepare_torchvision()
+
+import timm  # noqa: E402
+from timm.models.vision_transformer import checkpoint_filter_fn  # noqa: E402
 
 IMAGE_NAME = "vit_small_patch14_dinov2"
 IMAGE_SIZE = 224

@@ -79,10 +79,10 @@ class BertWeights:
             or len(sizes) != len(shape)
             or any(a not in (b, -1) for a, b in zip(shape, sizes, strict=True))
         ):
-            found = "missing" if tensor is None else f"of the shape {sizes}"
+            problem = "missing" if tensor is None else f"of the shape {sizes}"
             raise ModelError(
                 f"{self.source} does not fit the configuration of the model: the"
-                f" tensor {self.prefix + name} of the shape {list(shape)} is {found};"
+                f" tensor {self.prefix + name} of the shape {list(shape)} is {problem};"
                 " give weights and a configuration of the same model"
             )
         return tensor.detach().to(self.device, torch.float32)

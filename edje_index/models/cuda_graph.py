@@ -68,27 +68,27 @@ class CudaGraphs:
                 self._graphs[shapes] = self._record(inputs)
             replay = self._graphs.get(shapes)
             if replay is None:
-                return self._function(*self._there(inputs))
-            graph, places, results = replay
-            for place, each in zip(places, inputs, strict=True):
-                place.copy_(each, non_blocking=True)
+                return self._function(*self._on_device(inputs))
+            graph, graph_inputs, results = replay
+            for graph_input, each in zip(graph_inputs, inputs, strict=True):
+                graph_input.copy_(each, non_blocking=True)
             graph.replay()
             # The results are copied, because the next call overwrites them.
             return tuple(each.clone() for each in results)
 
-    def _there(self, inputs: Tensors) -> Tensors:
+    def _on_device(self, inputs: Tensors) -> Tensors:
         return tuple(each.to(self._device, non_blocking=True) for each in inputs)
 
     def _record(self, inputs: Tensors) -> _Replay | None:
-        places = tuple(each.clone() for each in self._there(inputs))
+        graph_inputs = tuple(each.clone() for each in self._on_device(inputs))
         # This call loads libraries and compiles kernels, which is not possible while
         # kernels are recorded.
-        self._function(*places)
+        self._function(*graph_inputs)
         graph = torch.cuda.CUDAGraph()
         try:
             # With this mode, other threads may allocate memory during the recording.
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                results = self._function(*places)
+                results = self._function(*graph_inputs)
         except RuntimeError as error:
             warnings.warn(
                 "the GPU is slower than it could be, because its kernels cannot be"
@@ -97,4 +97,4 @@ class CudaGraphs:
                 stacklevel=2,
             )
             return None
-        return graph, places, results
+        return graph, graph_inputs, results

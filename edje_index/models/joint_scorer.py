@@ -136,17 +136,17 @@ class JointScorer:
         order = np.argsort(lengths, kind="stable")
         lengths = lengths[order]
         rows = self._word_ids([ids[pair] for pair in order])
-        rows_of = torch.from_numpy(lengths).to(self.device)
-        places = torch.from_numpy(order)
-        images = places.to(tokens.device)
+        lengths_on_device = torch.from_numpy(lengths).to(self.device)
+        pairs = torch.from_numpy(order)
+        images = pairs.to(tokens.device)
         logits = []
         for batch in self._batches(lengths):
             shortest, longest = lengths[[batch.start, batch.stop - 1]]
             texts = rows[batch, : int(longest) + NUM_SPECIAL_TOKENS]
-            padded = rows_of[batch] if shortest < longest else None
-            logits.append(self.logits(texts, tokens[images[batch]], padded))
+            batch_lengths = lengths_on_device[batch] if shortest < longest else None
+            logits.append(self.logits(texts, tokens[images[batch]], batch_lengths))
         result = torch.empty(len(tokens))
-        result[places] = torch.cat(logits).cpu()
+        result[pairs] = torch.cat(logits).cpu()
         return result
 
     def _batches(self, lengths: NDArray[np.int64]) -> Iterator[slice]:
@@ -209,16 +209,16 @@ class JointScorer:
         # The last row has no padding, so its last token is the second [SEP].
         separator = rows[-1:, -1:].expand(len(image), -1, -1)
         words = torch.cat([rows[:, :-1], image, separator], dim=1)
-        place = torch.arange(words.shape[1], device=self.device)
-        second = word_ids.shape[1] - 1
+        column = torch.arange(words.shape[1], device=self.device)
+        image_start = word_ids.shape[1] - 1
         # The image tokens and the second [SEP] after them have token type 1.
-        types = (place >= second).long()[None]
+        types = (column >= image_start).long()[None]
         mask = None
         positions = None
         if lengths is not None:
             # The padding lies between the first [SEP] and the image tokens. Its
             # positions are not counted.
-            mask = (place < lengths[:, None] + 2) | (place >= second)
+            mask = (column < lengths[:, None] + 2) | (column >= image_start)
             positions = mask.cumsum(dim=1) - 1
         embedded = self._bert.embed(words, types, positions)
         first = self._bert.hidden_states(embedded, mask, outputs=1)[:, 0]

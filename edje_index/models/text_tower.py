@@ -284,7 +284,9 @@ def load_bert_text_tower(
         return None
     try:
         tokenizer = Tokenizer.from_file(str(folder / TOKENIZER_FILE))
-        tokenizer.enable_truncation(max_length=int(text.get("context_length", 77)))
+        tokenizer.enable_truncation(
+            max_length=int(text.get("context_length", DEFAULT_CONTEXT_LENGTH))
+        )
         pad = int(bert_config.get("pad_token_id", 0))
         tokenizer.enable_padding(pad_id=pad)
     except Exception as error:

@@ -141,9 +141,9 @@ def hard_negatives(
     left = np.where(masked, -np.inf, similarities)
     chosen = np.empty((len(left), count), dtype=np.int64)
     # `count` is small, so searching the maximum `count` times is faster than sorting.
-    for place in range(count):
-        chosen[:, place] = left.argmax(axis=1)
-        left[np.arange(len(left)), chosen[:, place]] = -np.inf
+    for rank in range(count):
+        chosen[:, rank] = left.argmax(axis=1)
+        left[np.arange(len(left)), chosen[:, rank]] = -np.inf
     repeated: Ints = np.take_along_axis(
         chosen, np.arange(count) % np.minimum(free, count)[:, None], 1
     )
@@ -421,10 +421,12 @@ class BatchSource:
         whole = [self.data.caption(caption) for caption in captions.tolist()]
         texts = [*map(tokenizer.truncated, whole)]
         own_texts = [texts[pair] for pair in own]
-        hidden: list[TokenIds] = []
+        masked_texts: list[TokenIds] = []
         if objective.mlm_weight:
             rng = stream(loop.seed, MASKING, number, self.rank)
-            hidden = mask_captions(own_texts, objective.mlm_probability, tokenizer, rng)
+            masked_texts = mask_captions(
+                own_texts, objective.mlm_probability, tokenizer, rng
+            )
         teacher_tokens = None
         if self.teacher is not None:
             stored, teacher_rows = self.teacher
@@ -461,20 +463,22 @@ class BatchSource:
                 embeddings = torch.from_numpy(
                     self.data.text_embeddings[captions[pairs]]
                 )
-            covered = [hidden[member] for member in members] if hidden else []
+            masked_of_chunk = (
+                [masked_texts[member] for member in members] if masked_texts else []
+            )
             rows = InputRows.of(
-                row_texts + covered,
-                np.concatenate([row_images, pairs[: len(covered)]]),
+                row_texts + masked_of_chunk,
+                np.concatenate([row_images, pairs[: len(masked_of_chunk)]]),
                 tokenizer,
                 self.image_tokens,
                 buckets,
                 plain,
             )
             masked = None
-            if covered:
-                starts = rows.starts.numpy()[len(row_texts) :][: len(covered)]
+            if masked_of_chunk:
+                starts = rows.starts.numpy()[len(row_texts) :][: len(masked_of_chunk)]
                 masked = masked_targets(
-                    [own_texts[member] for member in members], covered, starts
+                    [own_texts[member] for member in members], masked_of_chunk, starts
                 )
             return PairChunk(len(pairs), count, rows, masked, embeddings, teacher)
 

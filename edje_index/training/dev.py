@@ -65,11 +65,11 @@ def dev_pools(
     }
     pairs = [queries.pairs(direction, pools) for direction, pools in nearest.items()]
     # Most images are in several pools. The features of each image are read once.
-    shown = np.unique(np.concatenate([rows.ravel() for _, rows in pairs]))
+    image_rows = np.unique(np.concatenate([rows.ravel() for _, rows in pairs]))
     adapter = trained_part(bundle.adapter)
     blocks = []
-    for first in range(0, len(shown), _ADAPTER_BATCH):
-        values, _ = features.fetch(shown[first : first + _ADAPTER_BATCH])
+    for first in range(0, len(image_rows), _ADAPTER_BATCH):
+        values, _ = features.fetch(image_rows[first : first + _ADAPTER_BATCH])
         # The tokens are rounded to bfloat16, as in an index.
         blocks.append(adapter(values.to(bundle.joint.device).float()).bfloat16().cpu())
     tokens = torch.cat(blocks)
@@ -79,7 +79,7 @@ def dev_pools(
         [name for name in names if name in scorer.part_names],
         queries.captions,
         pairs,
-        lambda rows: tokens[torch.from_numpy(np.searchsorted(shown, rows))],
+        lambda rows: tokens[torch.from_numpy(np.searchsorted(image_rows, rows))],
         on_progress,
         "pairs of dev captions and images scored",
     )

@@ -81,7 +81,7 @@ def finish_model(
     bundle.joint.to(device).eval()
     bundle = replace(bundle, offset=_offset(adapter, source, device))
     init = task.config.inputs.init
-    began = None
+    initial = None
     if init is not None and task.dev is not None:
         loaded = ModelBundle.load(init, device=str(device))
         # The initial bundle scores the same pools, for comparison, and provides its
@@ -91,8 +91,8 @@ def finish_model(
             bundle.vision.patch_dim,
             bundle.joint.width,
         ):
-            began = loaded
-            bundle = replace(bundle, pooled=began.pooled)
+            initial = loaded
+            bundle = replace(bundle, pooled=initial.pooled)
     if fitting.pooled_dim:
         pooled = fit_pooled_similarity(
             adapter, bundle.joint, source, fitting.pooled_dim, on_progress
@@ -104,7 +104,7 @@ def finish_model(
     if task.dev is not None:
         pools, *before = [
             dev_pools(each, task.dev, source.features, fitting, on_progress=on_progress)
-            for each in (bundle, began)
+            for each in (bundle, initial)
             if each is not None
         ]
         choices = {

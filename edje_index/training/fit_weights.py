@@ -193,10 +193,10 @@ def fit_weights(pools: DevPools) -> ScoreWeights:
 
         start = np.ones(len(columns))
         bounds = [(_LEAST_FACTOR, None)] * len(columns)
-        found = minimize(loss, start, bounds=bounds, options={"ftol": 1e-12}).x
+        fitted = minimize(loss, start, bounds=bounds, options={"ftol": 1e-12}).x
         factors = {
             part: float(factor) / scales[part] if factor > _LEAST_FACTOR else 0.0
-            for part, factor in zip(columns, found, strict=True)
+            for part, factor in zip(columns, fitted, strict=True)
         }
         # All factors are divided by the factor of the logit, so that the weight of the
         # logit is 1. If this factor is close to 0, the divisor is larger, which limits

@@ -150,11 +150,11 @@ def open_start(
         # The workers on a machine share its CPUs.
         threads = config.run.threads or max(1, usable_cpus() // group.on_machine)
         pool = ThreadPoolExecutor(min(threads, _MAX_DECODE_THREADS), "edje-decode")
-        images = InputTable(task.inputs), encoder, config.run.folder, group.rank, pool
-        features = OnlineFeatures(task.features, *images)
+        shared = InputTable(task.inputs), encoder, config.run.folder, group.rank, pool
+        features = OnlineFeatures(task.features, *shared)
         if count := config.augmentation.views:
             cropped = OnlineFeatures(
-                task.features, *images, views=count, seed=config.loop.seed
+                task.features, *shared, views=count, seed=config.loop.seed
             )
             views = cropped, data.rows[:, None] * count + np.arange(count)
     on_gpu = device.type == "cuda"
@@ -284,16 +284,16 @@ def run_worker(
                 steps=settings.steps,
                 images=min(settings.batch_size, source.data.images),
                 optimization=config.optimizer.model_copy(update=changes),
-                epoch=1,
+                steps_per_epoch=1,
             )
         # A frozen adapter needs no gradients. They would take time to compute, and
         # would be part of the gradient norm.
         if not config.optimizer.adapter_lr_factor:
             start.adapter.requires_grad_(False)
-        epoch = len(source.data.caption_keys) // config.loop.batch_size
+        steps_per_epoch = len(source.data.caption_keys) // config.loop.batch_size
         every = config.run.evaluate_every
         if every is None:
-            every = epoch
+            every = steps_per_epoch
         previous = None
         if task.continued is not None:
             folder, run, last = task.continued
@@ -315,7 +315,7 @@ def run_worker(
             steps=task.steps,
             images=config.loop.batch_size,
             optimization=config.optimizer,
-            epoch=epoch,
+            steps_per_epoch=steps_per_epoch,
             previous=previous,
             evaluate=evaluate,
             evaluate_every=0 if task.dev is None else every,
@@ -338,7 +338,7 @@ def _run_phase(
     steps: int,
     images: int,
     optimization: OptimizerConfig,
-    epoch: int,
+    steps_per_epoch: int,
     previous: TrainState | None = None,
     evaluate: Callable[[], dict[str, float]] = dict,
     evaluate_every: int = 0,
@@ -353,14 +353,16 @@ def _run_phase(
         make_batch: makes a batch from the batch number, which counts from 0 in each
             phase.
         images: number of images per optimiser step, over all workers.
-        epoch: number of optimiser steps per epoch.
+        steps_per_epoch: number of optimiser steps per epoch. It has no effect on the
+            cosine decay of the alignment phase.
         previous: last checkpoint of the training run that this phase continues; None
             for a new optimiser.
         evaluate: returns recalls by name. It is called every `evaluate_every` steps, or
             never if `evaluate_every` is 0.
     """
     first = 0
-    skipped = (0, 0)
+    skipped = 0
+    skips_in_row = 0
     run_dir = task.config.run.folder
     loop = task.config.loop
     run = task.config.run
@@ -383,7 +385,7 @@ def _run_phase(
                 f" the parameters ({error}); resume with the version of edje-index that"
                 " wrote the checkpoint, or use another run folder"
             ) from error
-        skipped = resumed.skipped
+        skipped, skips_in_row = resumed.skipped
     if group.rank == 0:
         begin_log(run_dir, stage, first)
 
@@ -397,7 +399,9 @@ def _run_phase(
     batches = ordered_map(on_device, range(first, steps), 1, 1 + _AHEAD)
     with contextlib.closing(batches):
         for step in range(first, steps):
-            rate = learning_rate(step, steps, epoch, optimization, epochs_before)
+            rate = learning_rate(
+                step, steps, steps_per_epoch, optimization, epochs_before
+            )
             for parameters in optimizer.param_groups:
                 parameters["lr"] = rate * parameters["factor"]
             waiting_since = time.monotonic()
@@ -426,25 +430,26 @@ def _run_phase(
                 optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             sums.update({**losses, "gradient": norm})
-            skipped = (skipped[0] + 1, skipped[1] + 1) if is_bad else (skipped[0], 0)
+            skipped += is_bad
+            skips_in_row = skips_in_row + 1 if is_bad else 0
             done = step + 1
             # A short phase may end before `MAX_BAD_STEPS` steps in a row are skipped.
             # It also fails if its last steps are skipped and are more than `few`.
             few = max(steps // 100, min(steps - 1, 1))
-            has_diverged = done == steps and skipped[1] > few
-            if has_diverged or skipped[1] >= MAX_BAD_STEPS:
+            has_diverged = done == steps and skips_in_row > few
+            if has_diverged or skips_in_row >= MAX_BAD_STEPS:
                 raise ModelError(
-                    f"{skipped[1]} steps in a row had no finite gradient, up to step"
+                    f"{skips_in_row} steps in a row had no finite gradient, up to step"
                     f" {done} of the {name} phase; train again in a new run folder with"
                     " a lower optimizer.lr, a higher optimizer.warmup_steps, or"
                     " loop.dtype float32"
                 )
-            place = {"stage": stage, "phase": name, "step": done, "steps": steps}
+            position = {"stage": stage, "phase": name, "step": done, "steps": steps}
             stop = group.any(should_stop())
             is_evaluated = evaluate_every > 0 and done % evaluate_every == 0
             if is_evaluated:
                 if group.rank == 0:
-                    write({**place, "phase": DEV, **evaluate()})
+                    write({**position, "phase": DEV, **evaluate()})
                     module.train()
                 # The other workers wait here while worker 0 evaluates.
                 group.any(False)
@@ -457,7 +462,7 @@ def _run_phase(
                 seconds = time.monotonic() - started
                 write(
                     {
-                        **place,
+                        **position,
                         "lr": rate,
                         **means,
                         "images_per_second": (done - since) * images / seconds,
@@ -465,7 +470,7 @@ def _run_phase(
                         "seconds": seconds,
                         "data_wait": waited,
                         "gpu_bytes": peak_gpu_bytes(device),
-                        "skipped": skipped[0],
+                        "skipped": skipped,
                         "unreadable": source.features.unreadable(),
                     }
                 )
@@ -480,7 +485,7 @@ def _run_phase(
                         key: tensor.detach().cpu()
                         for key, tensor in module.state_dict().items()
                     }
-                    epochs = round(epochs_before + done / epoch, 6)
+                    epochs = round(epochs_before + done / steps_per_epoch, 6)
                     saved = TrainState(
                         task.run,
                         stage,
@@ -488,7 +493,7 @@ def _run_phase(
                         epochs,
                         weights,
                         optimizer.state_dict(),
-                        skipped,
+                        (skipped, skips_in_row),
                     )
                     Checkpoints(run_dir, task.run).save(saved, run.keep_best)
                 # The other workers wait until the checkpoint is written.
