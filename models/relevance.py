@@ -162,7 +162,7 @@ MATCHING = {
     "a collection of coins": "coins",
     "money": "coins",
 }
-"""Captions, and the names of the photos that they describe."""
+"""Captions, and the names of the photos that each caption describes."""
 
 WITHOUT_MATCH = """
 a dog on the beach|a dog runs through the snow|two children play football

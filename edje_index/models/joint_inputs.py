@@ -305,4 +305,4 @@ CLEANERS: Final[dict[str, Callable[[str], str]]] = {
     "lower": lambda text: clean_whitespace(text).lower(),
     "canonicalize": clean_canonicalize,
 }
-"""By open_clip's names."""
+"""Functions that clean a text before tokenisation, by their names in open_clip."""

@@ -38,8 +38,8 @@ from storage_formats.format.manifest import CommittedIndex
 from storage_formats.reading.embeddings import read_embeddings
 
 SHARD_CAPTIONS = 256, 1 << 14
-"""Lowest and highest number of captions per shard. The embeddings depend on it by
-rounding errors.
+"""Smallest and largest number of captions per shard. The number of captions in a shard
+changes the embeddings by rounding errors.
 """
 # Number of shards, unless `SHARD_CAPTIONS` requires fewer or more. With several shards,
 # the workers share even the captions of a small dev set evenly.

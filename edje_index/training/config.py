@@ -59,15 +59,15 @@ class ArchitectureConfig(Settings):
 
     adapter: AdapterKind = "compressed"
     """Kind of adapter. compressed: learned queries attend to the patches. local: one
-    token per patch. strided, clustered, pruned: the patches are reduced without
-    training.
+    token per patch. strided, clustered, pruned: a method without trained weights
+    reduces the patches.
     """
     tokens: PositiveInt = 64
     """Stored tokens per image. A local adapter ignores this setting and stores one
     token per patch.
     """
     adapter_hidden: PositiveInt = 8192
-    """Width of the adapter's MLP."""
+    """Hidden width of the adapter's MLP."""
     language_layers: PositiveInt | None = None
     """Number of language model layers to keep, counted from the input. None keeps
     all layers.
@@ -75,8 +75,8 @@ class ArchitectureConfig(Settings):
     canonical_captions: bool = True
     """Convert captions to lower case without punctuation, in training and in search."""
     word_embeddings: Literal["trained", "frozen"] = "trained"
-    """Train or freeze the word embeddings. A packed model does not store frozen
-    word embeddings.
+    """Whether the word embeddings are trained. A packed model is smaller with frozen
+    word embeddings, because it does not store them.
     """
     dropout: Fraction | None = None
     """Dropout of hidden states and attention weights. None keeps the values of the
@@ -88,12 +88,12 @@ class AugmentationConfig(Settings):
     """Settings of random augmentation, which is drawn anew at every step."""
 
     views: NonNegativeInt = 0
-    """Random crops per image, half of them mirrored. Each crop costs one pass of
-    the vision tower.
+    """Number of random crops per image. Each crop is mirrored with probability 1/2, and
+    needs one pass of the vision tower.
     """
     step_tokens: PositiveInt | None = None
-    """Tokens per image that the joint encoder reads in a training step. None reads
-    all tokens.
+    """Number of random tokens per image that the joint encoder reads in a training
+    step. None reads all tokens.
     """
 
 
@@ -107,7 +107,7 @@ class ObjectiveConfig(Settings):
     mlm_weight: NonNegativeFloat = 1.0
     """Weight of the masked language modelling loss; 0 leaves out this loss."""
     mlm_probability: Annotated[float, Field(ge=0, le=1)] = 0.5
-    """Fraction of caption tokens that are masked."""
+    """Probability with which a caption token is masked."""
     recovery_weight: NonNegativeFloat = 1.0
     """Weight of the text-embedding recovery loss; 0 leaves out this loss."""
 
@@ -148,8 +148,8 @@ class OptimizerConfig(Settings):
     weight_decay: NonNegativeFloat = 0.05
     """Weight decay of AdamW."""
     continued: bool = False
-    """Continue the optimiser state and the number of epochs of the training run that
-    made inputs.init, without warm-up. Its run folder must be INIT.run.
+    """Continue the training run that made inputs.init, with its optimiser state, its
+    number of epochs and no new warm-up. The run folder of this run must be INIT.run.
     """
     warmup_steps: NonNegativeInt = 100
     """Steps of linear warm-up. With decay=epoch, warm-up ends after the first epoch
@@ -158,7 +158,7 @@ class OptimizerConfig(Settings):
     warmup_lr: NonNegativeFloat = 1e-6
     """Learning rate at the first step of the warm-up."""
     min_lr: NonNegativeFloat = 1e-6
-    """Lowest learning rate of the decay."""
+    """Lowest learning rate that the decay reaches."""
     decay: Literal["epoch", "cosine"] = "epoch"
     """Decay of the learning rate. epoch: multiply by decay_rate after every epoch.
     cosine: fall along a cosine to min_lr.
@@ -192,8 +192,8 @@ class FittingConfig(Settings):
     """Settings of the final score, whose weights are fitted to the dev captions."""
 
     pooled_dim: NonNegativeInt = 0
-    """Dimensions of the pooled similarity. 0 fits none: with inputs.init and
-    inputs.dev, that of the initial bundle is kept.
+    """Width of the vectors of the pooled similarity. 0 fits no pooled similarity. With
+    inputs.init and inputs.dev, 0 keeps the pooled similarity of the initial bundle.
     """
     dev_captions: PositiveInt = 500
     """Maximum number of dev captions, and of dev images, used as queries."""
@@ -225,8 +225,8 @@ class TrainingInputs(Settings):
     language: SettingPath | None = None
     """Initial language model: directory of a Hugging Face BERT model, or a bundle."""
     init: SettingPath | None = None
-    """Bundle with the initial joint encoder. The adapter of the bundle is used too
-    if its sizes match.
+    """Bundle with the initial joint encoder. The adapter of this bundle is used too if
+    its kind and sizes equal those of the settings.
     """
     features: Literal["online"] | SettingPath | None = None
     """Index that stores the features of the vision tower. None computes and stores the
@@ -235,14 +235,14 @@ class TrainingInputs(Settings):
     """
     feature_precision: Literal["bf16", "fp8", "nvfp4"] = "bf16"
     """Precision in which the run stores the features. fp8 takes half the disk space of
-    bf16, and nvfp4 about 28 %. Given features are read in the stored precision of the
-    highest fidelity.
+    bf16, and nvfp4 about 28 %. With an index in inputs.features, leave this setting
+    out: the features are read in the highest-fidelity precision that the index stores.
     """
     teacher: SettingPath | None = None
     """Bundle of the teacher model, for distillation."""
     teacher_features: SettingPath | None = None
-    """Index that the teacher built. None gives the features of the student to the
-    teacher's adapter.
+    """Index with tokens that the teacher made. With None, the teacher's adapter makes
+    the tokens from the features of the student.
     """
     miner: SettingPath | None = None
     """Bundle of the mining model for hard negatives. None uses the frozen towers."""
@@ -272,19 +272,22 @@ class RunSettings(Settings):
     thread for several workers.
     """
     chunk_pairs: PositiveInt | None = None
-    """Pairs per forward and backward pass of the joint encoder, within a step and a
-    worker. Fewer pairs need less memory. None is 128 on a GPU, and 64 elsewhere.
+    """Largest number of pairs in a forward and backward pass of the joint encoder. A
+    worker divides its pairs of a step into several passes. Fewer pairs per pass need
+    less memory. None is 128 on a GPU, and 64 elsewhere.
     """
     checkpoint_every: PositiveInt = 200
     """Number of steps between checkpoints."""
     log_every: PositiveInt = 10
-    """Number of steps between log lines. The first step of a phase has a line too."""
+    """Number of steps between log lines. The first and the last step of a phase have a
+    line too.
+    """
     evaluate_every: NonNegativeInt | None = None
     """Number of steps between evaluations on the dev captions. None: evaluate after
     every epoch. 0: never evaluate.
     """
     keep_best: NonNegativeInt = 0
-    """Number of checkpoints with the highest dev recall to keep. The last two
+    """Keep this number of checkpoints, those with the highest dev recall. The last two
     checkpoints are kept too.
     """
     export_step: PositiveInt | None = None

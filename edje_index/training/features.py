@@ -194,7 +194,7 @@ Features = StoredFeatures | OnlineFeatures
 """Patch features of the images of an index.
 
 The thread that makes batches calls `load`, which uses the CPU. The training step calls
-`finish`, which uses the device. `fetch` does both.
+`finish` with the result, which uses the device. `fetch` does the work of both methods.
 """
 
 

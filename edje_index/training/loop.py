@@ -54,8 +54,10 @@ ALIGNMENT = "alignment"
 JOINT = "joint"
 BETAS = (0.9, 0.999)
 MAX_BAD_STEPS = 10
-"""Number of steps without a finite gradient in a row after which training fails. At the
-end of a phase, two of them and more than 1 % of its steps are enough.
+"""Training fails if the gradients of this many steps in a row are not finite.
+
+A phase also fails if it ends with such steps, provided that they are at least two and
+more than 1 % of the steps of the phase.
 """
 Record = dict[str, Any]
 # warm-up steps as a fraction of the alignment steps
