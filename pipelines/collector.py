@@ -1,8 +1,10 @@
-"""Keeps Python's garbage collector away from large libraries.
+"""Saves the time that Python's garbage collector spends on the objects of large
+libraries.
 
 torch, open_clip and transformers create about a million objects that live until the
-process ends. By default, the collector visits them many times during their import,
-three times soon after it, and again at the end of the process.
+process ends. By default, the collector visits these objects many times while the
+libraries are imported, three times soon afterwards, and once more at the end of the
+process.
 """
 
 from __future__ import annotations
@@ -17,8 +19,10 @@ _owns_process = False
 
 @contextlib.contextmanager
 def paused_collector() -> Iterator[None]:
-    """Context manager for imports: no garbage is collected in it. After
-    `own_process`, the collector never visits what was created in it.
+    """Pause the garbage collector inside the context, in which libraries are imported.
+
+    If `own_process` was called before, the collector never visits the objects that
+    exist at the end of the context.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -32,10 +36,12 @@ def paused_collector() -> Iterator[None]:
 
 
 def own_process() -> None:
-    """Say that nobody else's objects are in this process, which ends after one command.
-    It then ends without a last collection.
+    """Declare that this process runs one command and no other program's code.
+
+    `paused_collector` then exempts all objects of the process from collection, and the
+    process ends without a last collection.
     """
     global _owns_process
     _owns_process = True
-    # its memory goes back to the operating system anyway
+    # When the process ends, the operating system takes back all its memory anyway.
     atexit.register(gc.freeze)

@@ -296,8 +296,8 @@ def update(
 
     Options:
         --dry-run: Show the changes without applying them.
-        --retry-failed: Also try to index failed inputs again whose content is the same.
-        --restore: Also index files again whose rows 'edje-index delete' removed.
+        --retry-failed: Also try again to index failed inputs that have not changed.
+        --restore: Also index again the files whose rows 'edje-index delete' removed.
         --max-vanished: Stop if the files of more than this share of the rows are
             missing.
     """

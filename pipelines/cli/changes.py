@@ -1,5 +1,5 @@
-"""The commands that change a finished index without encoding images, check it, and
-show its snapshots.
+"""The commands for a finished index: they delete and edit rows, copy, compact and
+merge indexes, add precisions, check and repair files, and list snapshots.
 """
 
 from __future__ import annotations
@@ -99,7 +99,9 @@ def delete(index: IndexLocation, **options: Any) -> None:
 
 
 def row_or_filter(text: str) -> int | str:
-    """Return a row id, or a filter expression as it is."""
+    """Return `text` as a row id if it consists of decimal digits. Otherwise return it
+    unchanged, as a filter.
+    """
     return int(text) if text.strip().isdecimal() else text
 
 
@@ -229,10 +231,10 @@ def merge(indexes: tuple[Path, ...], out: Path) -> None:
     """Copy several indexes of the same model into one new index.
 
     All indexes must have the same shard size and precisions. Tokens and embeddings are
-    copied, so the model is not needed. Rows of the first INDEX keep their ids. A
-    constant is added to the row ids of each other INDEX; the command prints this
-    constant. If several indexes contain the same image, the new index keeps the row
-    from the first INDEX and marks the other rows as deleted. The given indexes do not
+    copied, so the model is not needed. Rows of the first INDEX keep their ids. The row
+    ids of every further INDEX are increased by a constant, which the command prints for
+    each INDEX. If several indexes contain the same image, the new index keeps the row
+    from the first of them and marks the other rows as deleted. The given indexes do not
     change.
 
     Run the same command again to resume a stopped merge.
@@ -284,20 +286,21 @@ def copy(
     the environment, for example AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY.
     AWS_ENDPOINT_URL selects a server that is compatible with S3.
 
-    hf://datasets/OWNER/NAME is a repository of the Hugging Face Hub. The copy creates
-    it, private, with a card that describes the index. A model bundle is copied to and
-    from hf://OWNER/NAME in the same way. The token is HF_TOKEN, or that of 'hf auth
-    login'.
+    hf://datasets/OWNER/NAME is a repository of the Hugging Face Hub. If it does not
+    exist, the command creates a private repository with a card that describes the
+    index. A model bundle is copied to and from hf://OWNER/NAME in the same way. The
+    token is HF_TOKEN, or the token that 'hf auth login' stored.
 
-    The current snapshot is copied. Blocks are not decoded. If the file system can share
-    disk blocks, a copy to a directory takes no disk space until INDEX or OUT changes.
+    Only the current snapshot is copied. Blocks are not decoded. If the file system can
+    share disk blocks, a copy to a directory takes no disk space until INDEX or OUT
+    changes.
 
     If OUT is a URL that holds an earlier snapshot of INDEX, only the missing files are
     copied. Readers see the new snapshot once the copy is complete. If two commands copy
     to the same URL, one command succeeds and the other fails.
 
-    With --rows or --where, only the selected rows are copied, to a directory. They get
-    the row ids from 0.
+    With --rows or --where, OUT is a directory, and only the selected rows are copied.
+    Their new row ids count from 0.
 
     Run the same command again to resume a stopped copy.
 
@@ -462,10 +465,11 @@ def gc(index: IndexLocation, keep: int | None) -> None:
 
 
 def share(sample: str) -> float:
-    """Return the number that `sample` means, for example 0.01 for "1%".
+    """Parse the value of `verify --sample`. A percentage is divided by 100, so that
+    "1%" gives 0.01. Other numbers are returned as they are.
 
     Raises:
-        click.BadParameter: `sample` is no number.
+        click.BadParameter: `sample` is not a number.
     """
     try:
         return float(sample.removesuffix("%")) / (100 if sample.endswith("%") else 1)
@@ -503,9 +507,10 @@ def verify(
     command finds a problem.
 
     With --sample or --max-duration, the command checks the metadata of the index and
-    every file of some of the shards. It takes those first that it has not checked for
-    the longest time, so that repeated runs cover a large index. The files of other
-    shards are not checked. 'edje-index info' says when all shards were last checked.
+    every file of some of the shards. It begins with the shards whose last check was the
+    longest time ago, so that repeated runs cover a large index. The files of other
+    shards are not checked. 'edje-index info' shows since when every shard has been
+    checked.
 
     \b
     Examples:
@@ -518,8 +523,8 @@ def verify(
     Options:
         --sample: Check only some of the shards: a share such as 1% or 0.01, or a number
             of shards.  [default: all shards]
-        --max-duration: Begin with no further shard after this time.  [default: no
-            limit]
+        --max-duration: Do not start to check another shard after this time.  [default:
+            no limit]
     """
     from pipelines.progress.events import stop_at_events
     from storage_formats.errors import CorruptIndexError

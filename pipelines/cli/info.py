@@ -1,4 +1,4 @@
-"""The command `edje-index info`."""
+"""The commands `edje-index info` and `failures`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from storage_formats.errors import UsageError
 from storage_formats.format.layout import Layout
 from storage_formats.remote.urls import IndexLocation
 
-# from then on, 'info' says that the index should be compacted
+# 'info' advises to compact an index if that saves at least this number of shards, or if
+# more than this share of the rows is deleted.
 _PART_FULL_SHARDS = 32
 _DELETED_SHARE = 0.2
 
@@ -124,8 +125,8 @@ def describe_index(root: Path | str) -> Json:
 
 
 def _describe_upkeep(index: CommittedIndex) -> Json:
-    """Return when the shards were last verified, the numbers of the kept snapshots,
-    and why the index should be compacted.
+    """Return a JSON object with the time since which every shard has been verified, the
+    number of kept snapshots, and the reasons to compact the index.
     """
     from storage_formats.change import MOST_SNAPSHOTS
     from storage_formats.format.manifest import earlier_snapshots
@@ -135,8 +136,10 @@ def _describe_upkeep(index: CommittedIndex) -> Json:
     spec = manifest.spec
     times = last_verified(index)
     reasons = []
+    # number of rows in the last shard of each segment, or 0 if that shard is full
     ends = [segment.rows % spec.shard_size for segment in spec.used_segments]
     part_full = len(ends) - ends.count(0)
+    # A compaction joins these rows in as few shards as possible.
     saved = part_full - -(-sum(ends) // spec.shard_size)
     if saved >= _PART_FULL_SHARDS:
         reasons.append(
@@ -171,8 +174,8 @@ def _describe_spec(spec: IndexSpec) -> Json:
 
 
 def _describe_begun(root: Path) -> Json | None:
-    """Return a JSON object that describes the unfinished index at `root`; None if
-    there is no unfinished index.
+    """Return a JSON object that describes the unfinished index at `root`. Return None
+    if the index is finished, or if there is no index.
     """
     from pipelines.jobs.plan import Plan
     from storage_formats.change import unfinished_journal
@@ -197,8 +200,8 @@ def _describe_begun(root: Path) -> Json | None:
 
 
 def _unfinished(root: Path) -> Json | None:
-    """Return the kind and the number of finished shards of an unfinished change;
-    None if there is none.
+    """Return the kind of the unfinished change of an index, and the number of shards
+    that it has finished. Return None if no change is unfinished.
     """
     from storage_formats.change import unfinished_journal
 
@@ -262,7 +265,9 @@ def _lines(value: Json) -> Iterator[tuple[str, str]]:
 
 
 def _content_lines(value: Json) -> Iterator[tuple[str, str]]:
-    """Yield what `_lines` shows only of a finished index."""
+    """Yield the entries that `_lines` shows only for a finished index, as (name, text)
+    pairs.
+    """
     counts = value["counts"]
     for name in ("inputs", "indexed", "duplicates"):
         yield name, f"{counts[name]:,}"
@@ -308,7 +313,7 @@ def _content_lines(value: Json) -> Iterator[tuple[str, str]]:
     columns = value["columns"]
     standard = [each["name"] for each in columns if each["values"] is None]
     yield "columns", ", ".join(standard)
-    # from the sources
+    # A column from the sources has a line of its own.
     for each in columns:
         if each["values"] is not None:
             values = counted(each["values"], "value")
@@ -340,8 +345,8 @@ def failures(index: IndexLocation) -> None:
 
 
 def failed_rows(index: IndexLocation) -> Iterator[Json]:
-    """Yield the row id, reason, URI and detail of each failed row, also of an
-    unfinished build.
+    """Yield the row id, reason, URI and detail of each failed row. If a first build is
+    unfinished, these are the failed rows of its finished shards.
     """
     from storage_formats.change import unfinished_journal
     from storage_formats.format.remote import open_index

@@ -27,13 +27,17 @@ from storage_formats.errors import EdjeError, UsageError
 from storage_formats.extras import missing_extra
 
 _PROGRAM = "edje-index"
-# the variable that click's completion scripts set
+# environment variable that click's scripts for shell completion set
 _COMPLETION = "_EDJE_INDEX_COMPLETE"
+# What the user can do about an error of the operating system. The text is appended to
+# the message.
 _ADVICE = {
     errno.EROFS: "; give a place on a disk that can be written",
     errno.ENOSPC: "; free some space, or give a place on another disk",
     errno.EACCES: "; check the permissions, or give another place",
 }
+# What the user can do about an EdjeError, by the value of its attribute `remedy`. The
+# texts are here because libraries do not know the names of commands and options.
 _REMEDIES = {
     "bundle": (
         "; 'edje-index model get --out DIR' writes a small trained model, and 'model"
@@ -58,7 +62,7 @@ _REMEDIES = {
         " --model MODEL'"
     ),
 }
-# the exit code of a program that SIGPIPE ends
+# exit code of a program that the signal SIGPIPE ends
 _BROKEN_PIPE = 128 + signal.SIGPIPE
 
 SECTIONS = {
@@ -188,10 +192,17 @@ def cli(as_json: bool) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code."""
+    """Run the command line and return its exit code.
+
+    Args:
+        arguments: arguments after the name of the program. None means those of this
+            process, which then belongs to the command line: its standard streams and
+            its handler of SIGINT are replaced.
+    """
     if completion := os.environ.get(_COMPLETION):
         return shell_complete(cli, {}, _PROGRAM, _COMPLETION, completion)
-    # native code of libraries may turn a KeyboardInterrupt into another error
+    # Received signals. Native code of libraries may turn a KeyboardInterrupt into
+    # another error; this list then tells `_run` what happened.
     interrupts: list[int] = []
 
     def interrupt(number: int, _frame: FrameType | None) -> None:
@@ -201,7 +212,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if is_process := arguments is None:
         open_standard_streams()
         own_process()
-        # not ignored, as by nohup
+        # Shells start background commands of scripts with SIGINT ignored. In that case
+        # SIGINT stays ignored.
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, interrupt)
     if arguments is None:
@@ -214,14 +226,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         return _BROKEN_PIPE
     if code == INTERRUPTED and is_process:
-        # not once a thread has its answer from a server
+        # A normal exit would first wait for threads that wait for a server.
         os._exit(code)
     return code
 
 
 def _run(arguments: list[str], interrupts: Sequence[int]) -> int:
-    # Not `cli.main`: it turns a broken pipe into a SystemExit that cannot be told from
-    # others.
+    # `cli.main` is not used, because it turns a broken pipe into a SystemExit that
+    # looks like the SystemExit of other errors.
     try:
         with cli.make_context(_PROGRAM, list(arguments)) as context:
             code = cli.invoke(context)
@@ -234,13 +246,15 @@ def _run(arguments: list[str], interrupts: Sequence[int]) -> int:
         command = next(
             (argument for argument in arguments if argument in _COMMANDS), ""
         )
+        # After Ctrl-C, any other error is a consequence of the interrupt.
         if interrupts and getattr(raised, "exit_code", None) != INTERRUPTED:
             raised = KeyboardInterrupt()
         error = missing_extra(raised, preferred=command) or raised
         code, message = _explain(error)
         if os.environ.get("EDJE_DEBUG"):
             traceback.print_exception(error)
-        # settings have one problem per line
+        # The message of invalid settings has one line per problem. Each line is escaped
+        # alone, because `printable` would escape the line breaks.
         lines = map(printable, message.splitlines())
         click.echo("error: " + "\n".join(lines), err=True)
         if "--json" in arguments:

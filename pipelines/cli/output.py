@@ -29,20 +29,22 @@ LOG_KEY = "pipelines.cli.log"
 
 
 class _Standard(io.FileIO):
-    """Standard output or standard error, which waits for a slow reader.
+    """Standard output or standard error, as a file that waits for a slow reader.
 
-    Of standard output, the first error ends the command, and what follows is dropped.
-    Of standard error, every error is ignored: no command fails for want of a reader of
-    its messages.
+    The first error of standard output is raised and ends the command; later output is
+    dropped. All errors of standard error are ignored, so that a command does not fail
+    only because nobody can read its messages.
     """
 
     def __init__(self, descriptor: int) -> None:
         super().__init__(descriptor, "w", closefd=False)
+        # True: errors are ignored
         self._is_lost = descriptor == 2
 
     def write(self, data: Any, /) -> int:
         try:
-            # None: the descriptor does not block, and its buffer is full
+            # `write` returns None if the descriptor is non-blocking and its buffer is
+            # full.
             while (count := super().write(data)) is None:
                 select.select([], [self], [])
             return count
@@ -60,14 +62,16 @@ class _Standard(io.FileIO):
 
 def open_standard_streams() -> None:
     """Replace standard output and standard error of this process by streams that
-    escape what the terminal cannot show.
+    escape characters that their encoding cannot represent.
 
-    A closed descriptor becomes /dev/null, else the next file of the index that is
-    opened would receive the messages.
+    A standard stream that is closed becomes /dev/null. Otherwise, the next file that
+    the process opens would get the descriptor of that stream, and messages would be
+    written to that file, for example to a file of the index.
     """
     for stream in (sys.stdin, sys.stdout, sys.stderr):
         if stream is None:
-            # the lowest free descriptor
+            # The system gives a new file the lowest free descriptor, which is the
+            # descriptor of this closed stream.
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
     if sys.stdin is None:
         sys.stdin = io.TextIOWrapper(io.FileIO(0, closefd=False))
@@ -85,8 +89,8 @@ def open_standard_streams() -> None:
 
 
 def finite(value: Any) -> Any:
-    """Return a JSON value with null in place of the numbers that are not finite, for
-    which JSON has no notation.
+    """Return a JSON value in which None replaces NaN and infinity, because JSON cannot
+    represent these numbers.
     """
     if isinstance(value, dict):
         return {name: finite(each) for name, each in value.items()}
@@ -97,7 +101,7 @@ def finite(value: Any) -> Any:
 
 def print_json(value: dict[str, Any]) -> None:
     """Print `value` as a JSON object on one line of standard output."""
-    # times as text
+    # `default=str` turns values of other types, such as times and paths, into text.
     click.echo(json.dumps(finite(value), sort_keys=True, default=str))
 
 
@@ -107,7 +111,9 @@ def print_line(text: str) -> None:
 
 
 def is_given(option: str) -> bool:
-    """Return True if the flag `option` of the command is given: --json or --quiet."""
+    """Return True if the running command was given the flag `option`, which is "--json"
+    or "--quiet".
+    """
     context = click.get_current_context(silent=True)
     return context is not None and bool(context.meta.get(option))
 
@@ -118,7 +124,9 @@ def wants_json() -> bool:
 
 
 def print_result(result: Any, *lines: str) -> None:
-    """Print a dataclass or JSON object as JSON, or `lines` that describe it."""
+    """Print the result of a command. With --json, print `result`, a dataclass or a JSON
+    object; otherwise print `lines`, which describe the result.
+    """
     if wants_json():
         print_json(result if isinstance(result, dict) else asdict(result))
         return
@@ -143,12 +151,14 @@ def running_job(
     """Yield two callbacks for a job: `on_event` shows progress, and `should_stop`
     returns True after a signal to stop.
 
-    With the option `--log`, the events are also written to the file that it names. If
-    the job stops early and can be resumed, the error message says how.
+    With the option `--log FILE`, the events are also written to FILE. If the job stops
+    early and can be resumed, the error message contains the command that resumes it.
 
     Args:
-        resume: whether the same command resumes a stopped job. A job that changes an
-            index gives the index: it can be resumed once the index has a journal.
+        resume: whether the same command can resume a stopped job. For a job that
+            changes an index, `resume` is the path or URL of the index. A job on a path
+            can be resumed only if the index has a journal.
+        quiet: do not show progress, even without the option `--quiet`.
     """
     from pipelines.progress.display import Display, log_file
     from pipelines.progress.events import stop_on_signals
@@ -158,7 +168,8 @@ def running_job(
     display = Display(sys.stderr, quiet=quiet or is_given("--quiet"))
     try:
         with (
-            # text that libraries print: standard output has only the result
+            # Standard output must contain nothing but the result, so text that
+            # libraries print goes to standard error.
             contextlib.redirect_stdout(sys.stderr),
             stop_on_signals() as should_stop,
             display.bar,
@@ -183,8 +194,8 @@ def run_job(
     resume: IndexLocation | bool = False,
     **options: Any,
 ) -> _Result:
-    """Run a job as `running_job` does, and return its result. `job` takes `on_event`
-    and `should_stop` beside `arguments` and `options`.
+    """Call `job` inside `running_job`, and return its result. Besides `arguments` and
+    `options`, `job` gets the callbacks `on_event` and `should_stop`.
     """
     with running_job(resume=resume) as (on_event, should_stop):
         return job(*arguments, on_event=on_event, should_stop=should_stop, **options)
@@ -196,9 +207,11 @@ def run_steps(
     stopped: str,
     **options: Any,
 ) -> _Result:
-    """Call a function of a library that reports its steps to `on_progress`, and return
-    its result. After a signal to stop, it ends at its next step with the message
-    `stopped`.
+    """Call `function` inside `running_job`, and return its result.
+
+    Besides `arguments` and `options`, the function gets the callback `on_progress`, to
+    which it reports each step. After a signal to stop, the callback raises JobStopped
+    with the message `stopped`.
     """
     from pipelines.progress.events import progress_callback, stop_at_events
 

@@ -43,8 +43,10 @@ if TYPE_CHECKING:
     from edje_index.search.hits import Hits
 
 
-# their hits appear together
+# Number of queries that are searched in one call. Their hits are printed when the call
+# returns.
 _QUERIES_AT_ONCE = 64
+# number of frequent words that `explain` prints
 _FREQUENT = 10
 
 
@@ -176,7 +178,8 @@ def search(
             f"note: {text} is searched as a text, but is an image file: did you mean"
             f" --image {text}?"
         )
-    # for one query, threads that spin between products cost more
+    # By default, OpenMP threads spin between two matrix products. For a single query,
+    # spinning costs more time than it saves.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     names = None if columns is None else [name.strip() for name in columns.split(",")]
     with paused_collector():
@@ -209,6 +212,7 @@ def search(
         hits = opened.search_image(image, k, where=where)
         _print_hits(str(image), hits.at_least(min_relevance), empty)
         return
+    # The page ranks all candidates, so the search has to return all of them.
     shown = k if html is None else pool or max(k, opened.default_pool)
     for start in range(0, len(query_texts), _QUERIES_AT_ONCE):
         batch = query_texts[start : start + _QUERIES_AT_ONCE]
@@ -257,7 +261,8 @@ def _print_hits(
     print_line(f"relevance {'row':>9}  image")
     for hit in hits:
         if marks_weak and hit.relevance is not None and hit.relevance < WEAK_RELEVANCE:
-            # standard output has one line per hit, for other programs
+            # The separator goes to standard error, because programs that read standard
+            # output expect one line per hit.
             note("--------- weak matches from here")
             marks_weak = False
         numbers = f"{hit.relevance:>9.3f} {hit.row_id:>9}"
@@ -346,7 +351,8 @@ def explain(
     write_bytes_atomic(out, page.encode(errors="backslashreplace"))
     note(f"page: {out}")
     if wants_json():
-        # the arrays are on the page only
+        # The JSON object leaves out the arrays, such as attention maps. The page shows
+        # them.
         of_match = ("query", "relevance", "score", "parts")
         explained = [
             {

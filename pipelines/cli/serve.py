@@ -122,13 +122,15 @@ def serve(
     try:
         is_local = host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
-        # a name
+        # `host` is a host name, which may belong to any address.
         is_local = False
     if not (is_local or keys or insecure):
         raise UsageError(
             f"every machine that can reach {host} could search and see thumbnails: set"
             f" {_KEYS_VARIABLE}, or give --insecure"
         )
+    # An empty list allows every name, because the names under which other machines know
+    # this one are unknown here.
     allowed = [] if not is_local and not hosts else [*_LOCAL_NAMES, host, *hosts]
     with name_missing_extra("serve"):
         from pipelines.service.guard import Limits

@@ -28,8 +28,9 @@ from pipelines.progress.wording import counted, duration, printable
 from storage_formats.errors import UsageError
 from storage_formats.remote.urls import without_credentials
 
-# rates are averages over this time; it has to span several batches of a slow model
+# Speeds are averages over this time, which has to span several batches of a slow model.
 _RATE_SECONDS = 120.0
+# minimum time between two plain lines, or two log records, of the same activity
 _LINE_SECONDS = 10.0
 
 _LOGGER = logging.getLogger("edje_index.job")
@@ -40,8 +41,8 @@ class Display:
     """Callback that shows events on a stream and logs them. If `quiet` is True, it only
     logs.
 
-    On a terminal, it redraws the line of the current activity inside `with
-    display.bar`. Elsewhere, it prints plain lines.
+    On a terminal, inside `with display.bar`, the display redraws one line that shows
+    the current activity. On any other stream, the display prints plain lines.
 
     Attributes:
         bar: progress bar that shows the line on a terminal, and measures speeds.
@@ -109,7 +110,8 @@ class Display:
         if is_new:
             for old in self.bar.task_ids:
                 self.bar.remove_task(old)
-            # what was done before the first event, as in a resumed job, is no speed
+            # Work that an earlier run has done, before this job was resumed, must not
+            # count in the speed. The first event therefore sets the start.
             self.bar.add_task(event.activity, completed=event.done, line="")
         (task,) = self.bar.tasks
         self.bar.update(task.id, total=event.total, completed=event.done)
@@ -183,14 +185,15 @@ def describe_progress(
 
 @contextlib.contextmanager
 def log_file(path: Path, command: str) -> Iterator[None]:
-    """Context manager that appends what is logged to the file at `path`, one JSON
-    object per line.
+    """Append the log records of the context to the file at `path`, one JSON object per
+    line.
 
-    The first line names the command line `command`, without passwords in its URLs. The
-    last line says how the job ended.
+    The first line contains the command line `command`, without the passwords in its
+    URLs. The last line says how the job ended.
     """
     try:
-        # a buffer that cannot be flushed would fail the job at the end
+        # The file has no buffer: if a buffer cannot be flushed when the file is closed,
+        # a finished job would fail.
         file = path.open("ab", buffering=0)
     except OSError as error:
         problem = f"cannot write the log {path}: {error.strerror}; choose another file"

@@ -15,7 +15,8 @@ from edje_index.progress import OnProgress, ShardProgress
 from storage_formats.errors import EdjeError
 
 Bottleneck = Literal["decode", "model", "write"]
-# a worker is in one of them
+# A worker is always in one of these stages. Each stage maps to what limits the build if
+# workers spend most of their time in it: a worker that waits, waits for decoded images.
 _STAGES: dict[str, Bottleneck] = {"wait": "decode", "encode": "model", "write": "write"}
 # exit code of a program that Ctrl-C ends
 INTERRUPTED = 128 + signal.SIGINT
@@ -59,6 +60,8 @@ class Progress:
 
     Attributes:
         activity: name of the activity, for example "indexing".
+        done: number of finished units of work, for example rows.
+        total: number of all units of work; None if it is unknown.
         shards: number of shards of the job; None if the job does not process shards.
         finished_shards: number of finished shards, including those that earlier runs
             finished.
@@ -104,7 +107,9 @@ def progress_callback(on_event: OnEvent) -> OnProgress:
 
 
 def bottleneck(stage_seconds: Mapping[str, float]) -> Bottleneck | None:
-    """Return the slowest stage, or None if no stage took any time."""
+    """Return what limits a job whose workers spent `stage_seconds` in their stages, or
+    None if no stage took any time.
+    """
     slowest = max(_STAGES, key=lambda stage: stage_seconds.get(stage, 0.0))
     return _STAGES[slowest] if stage_seconds.get(slowest, 0.0) > 0 else None
 
@@ -136,8 +141,9 @@ class ShardMeter:
         """Record the progress of a shard, and return the progress of the job.
 
         Args:
-            shard: replaces what was recorded for the shard, except after its final
-                progress: reports of a worker may arrive late.
+            shard: the latest progress of a shard, which replaces its earlier progress.
+                If the shard is already finished, `shard` is ignored, because reports of
+                a worker may arrive late.
             is_final: True if the shard is finished.
         """
         if shard.shard not in self._finished:
@@ -217,7 +223,8 @@ def stop_on_signals() -> Iterator[ShouldStop]:
     SIGHUP.
 
     The second signal raises KeyboardInterrupt. The third signal ends the process at
-    once. After SIGINT, the exit code of the error of a stopped job is `INTERRUPTED`.
+    once. If the first signal was SIGINT, the JobStopped of the stopped job gets the
+    exit code `INTERRUPTED`.
     """
     received: list[int] = []
 
@@ -233,7 +240,7 @@ def stop_on_signals() -> Iterator[ShouldStop]:
             os._exit(1)
 
     previous = {}
-    # only that thread can set handlers
+    # Python lets only the main thread set signal handlers.
     if threading.current_thread() is threading.main_thread():
         # Signals that were ignored before (by nohup, for example) stay ignored.
         handled = [
