@@ -10,8 +10,8 @@ from typing import Any
 import click
 
 Sections = Mapping[str, Mapping[str, str]]
-"""Maps each heading to its commands, and each command name to the place of its
-definition, "module:attribute".
+"""Maps each heading to its commands. The commands of a heading map each name to the
+module and attribute that define the command, as "module:attribute".
 """
 
 
@@ -57,7 +57,8 @@ class LazyGroup(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         name = args[0]
         nearest = difflib.get_close_matches(name, self._listed, 1)
-        # a shell that completes gets no error
+        # During shell completion (`resilient_parsing`), the name may be incomplete, and
+        # there is no error.
         if nearest and name not in self._listed and not ctx.resilient_parsing:
             ctx.fail(f"No such command '{name}'. Did you mean '{nearest[0]}'?")
         return super().resolve_command(ctx, args)
@@ -68,6 +69,7 @@ class LazyGroup(click.Group):
         formatter: click.HelpFormatter,
     ) -> None:
         column = max(map(len, self._listed))
+        # click reserves 6 columns, which is three times its space between columns.
         width = formatter.width - 6 - column
         for heading, section in self._sections.items():
             rows = []

@@ -19,8 +19,8 @@ from storage_formats.remote.urls import index_location, local_path
 
 
 class _LocalPath(click.Path):
-    """A path on this machine. A URL is refused, because it would become the path of
-    a directory such as `s3:`.
+    """Parameter type of paths on this machine. A URL is refused, because otherwise it
+    would be taken for a path inside a directory such as `s3:`.
     """
 
     def __init__(
@@ -53,13 +53,13 @@ LOCAL_INDEX = _LocalPath(
 
 
 location = index_location
-"""Type of an index: a URL on an object store stays a text, any other argument becomes a
-path.
+"""Parameter type of an index. The URL of an index stays a string, and any other
+argument becomes a `Path`.
 """
 
 
 def size(value: str | int) -> int:
-    """Return a size such as "8G" in bytes.
+    """Parse a size such as "8G", and return the number of bytes.
 
     Raises:
         click.BadParameter: `value` is not a size.
@@ -90,21 +90,21 @@ class Command(click.Command):
                 parameter.help = re.sub(r"\n +", " ", text)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command. Prefix the message of an error about a parameter with
-        the option or argument.
+        """Run the command. If an EdjeError names a parameter, its message gets the
+        option or argument of the command line as a prefix.
 
         Raises:
-            click.BadParameter: a parameter is not a number (nan).
+            click.BadParameter: the value of a parameter is NaN.
         """
         for parameter in self.params:
-            # the ranges of click accept nan
+            # `click.FloatRange` accepts NaN, which is neither below nor above a limit.
             value = ctx.params.get(parameter.name)
             if isinstance(value, float) and math.isnan(value):
                 raise click.BadParameter("nan is not a number", ctx, parameter)
         try:
             return super().invoke(ctx)
         except EdjeError as error:
-            # the program has options, too
+            # The parameter may be an option of the program, such as --log.
             for parameter in (*self.params, *ctx.find_root().command.params):
                 if parameter.name == error.parameter:
                     name = max(parameter.opts, key=len)
@@ -114,7 +114,8 @@ class Command(click.Command):
             raise
 
 
-# an option and its help, which can have several lines
+# Matches an option of the section "Options:" and its help. Further lines of the help
+# are indented by 8 spaces.
 _DESCRIBED = re.compile(r"^    (-\S+): (.*(?:\n {8}.*)*)", re.MULTILINE)
 command = functools.partial(click.command, cls=Command)
 
@@ -125,9 +126,11 @@ def option(
     key: str | None = None,
     **settings: Any,
 ) -> Callable[[Any], Any]:
-    """Return an option with help in the docstring of its command. The kind bool makes a
-    flag without a value. `key` is the name of the parameter, if it is not that of the
-    flag.
+    """Return a decorator that adds the option `flag` to a command, whose docstring
+    contains the help of the option.
+
+    If `kind` is bool, the option takes no value. `key` is the name of the function's
+    parameter; by default, click derives the name from `flag`.
     """
     names = [flag, key] if key else [flag]
     if kind is bool:
@@ -145,7 +148,9 @@ DTYPE = click.Choice(["auto", "float32", "bfloat16"])
 
 
 def _flag(option: str, description: str) -> Callable[[Any], Any]:
-    """Return a flag that no command takes: `pipelines.cli.output` looks it up."""
+    """Return a decorator that adds a flag. The function of the command does not get the
+    flag: `pipelines.cli.output.is_given` reads it from the context of click.
+    """
     return click.option(
         option,
         is_flag=True,

@@ -42,7 +42,7 @@ DEDICATED_OPTIONS = {
     "steps": "loop.steps",
     "epochs": "loop.epochs",
 }
-"""The setting that each option or argument of `train` changes."""
+"""Maps the option or argument of `train` to the setting that it changes."""
 
 
 @command()
@@ -142,14 +142,16 @@ def train(
     from edje_index.training.workers import is_worker
     from pipelines.jobs.training.job import run_training
 
-    # of the workers that torchrun starts, the first one speaks
+    # torchrun starts several workers. Only the first worker shows progress and prints
+    # the result.
     is_first = not is_worker() or os.environ["RANK"] == "0"
     try:
         settings = validated(TrainSettings, values)
         with running_job(resume=True, quiet=not is_first) as (on_event, should_stop):
             result = run_training(settings, on_event=on_event, should_stop=should_stop)
     except UsageError as error:
-        # an option is named beside its setting, for example "loop.steps (--steps)"
+        # The message names settings. Name the option of a setting, too, for example
+        # "loop.steps (--steps)".
         flags = {
             name: f"--{option.replace('_', '-')}"
             for option, name in DEDICATED_OPTIONS.items()
@@ -194,7 +196,7 @@ def describe_result(result: TrainResult) -> list[str]:
         f"{direction} score: {ScoreWeights.from_json(values).described()}"
         for direction, values in result.score.items()
     ]
-    # candidates: "images" or "captions"
+    # `candidates` is "images" or "captions", and the queries are of the other kind.
     for candidates, choice in (result.dev or {}).items():
         queries = "images" if candidates == "captions" else "captions"
         held_out = choice["held_out_recall"]
@@ -297,6 +299,8 @@ def _read_toml(path: Path) -> Values:
 
 
 def _located(folder: Path, value: Any) -> Any:
+    # `value` is a path setting or a list of paths, which are relative to `folder`. The
+    # value "online" is not a path and stays unchanged.
     if isinstance(value, list):
         return [_located(folder, part) for part in value]
     return folder / value if isinstance(value, str) and value != "online" else value
@@ -336,5 +340,5 @@ def describe_settings(values: Values) -> str:
 def _toml(value: Any) -> str:
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(_toml, value))}]"
-    # paths are texts
+    # JSON strings and numbers are also TOML. `default=str` turns paths into strings.
     return json.dumps(value, default=str)

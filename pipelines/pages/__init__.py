@@ -29,14 +29,14 @@ if TYPE_CHECKING:
     from edje_index.search.token_index import TokenIndex
 
 MAX_SHOWN = 100
-"""Maximum number of hits that a page shows before and after re-ranking. The page
-contains a thumbnail of each hit.
+"""Maximum number of hits in each of the two lists of a page, before and after
+re-ranking. The page contains a thumbnail of each hit.
 """
-# words of the table
+# number of words in the table of frequent words
 _FREQUENT = 50
-# pixels of the image under an attention map
+# length in pixels of the longer side of the image under an attention map
 _MAP_SIDE = 160
-# opacity, of 255, over a patch without attention
+# opacity between 0 and 255 of the black over a patch that gets no attention
 _DARKEST = 230
 
 
@@ -56,10 +56,12 @@ def search_page(
         index: the searched index.
         query: text of the query.
         hits: every candidate of the search, best first.
-        k: number of hits to show before and after re-ranking, at most `MAX_SHOWN`.
-        score: the final score.
-        min_relevance: relevance of the hits to show; all candidates have a rank.
-        is_filtered: whether only some rows were searched.
+        k: number of hits to show before and after re-ranking. At most `MAX_SHOWN` hits
+            are shown.
+        score: the final score, as in `TokenIndex.open`.
+        min_relevance: hits with a lower relevance are not shown, but they count in the
+            ranks of the other hits.
+        is_filtered: whether the search was limited to the rows that pass a filter.
     """
     shown = min(k, MAX_SHOWN)
     ranked = [
@@ -128,11 +130,15 @@ def explain_page(explanation: Explanation) -> str:
 
 
 def _match_maps(match: QueryMatch, attention: Floats) -> list[tuple[str, str]]:
-    """Return (map, label) of the whole query by late interaction and for the joint
-    encoder, then of each word.
+    """Return attention maps that show where the image matches the query, as (data URI,
+    label) pairs: one map of the late interaction, one of the joint encoder, and one of
+    each word of the query.
 
-    A token lights up its patches, with the `attention` [m, rows, columns] of its query.
+    A map is a weighted sum of the attention of the tokens. `attention` [m, rows,
+    columns] says for each of the m tokens which patches the token was computed from.
     """
+    # Late interaction compares each word with its most similar token only. `nearest`
+    # [words, m] holds these similarities, and 0 elsewhere.
     nearest = np.zeros_like(match.similarities)
     best = match.similarities.argmax(axis=1)
     words = np.arange(len(best))
@@ -151,12 +157,13 @@ def _match_maps(match: QueryMatch, attention: Floats) -> list[tuple[str, str]]:
 
 
 def _mask(weights: Floats) -> str:
-    """Return an image that darkens the patches of an attention map [rows, columns]
-    that get little attention.
+    """Return the data URI of a PNG image that is laid over a photo. The image darkens
+    the patches that have small `weights` [rows, columns].
     """
     from PIL import Image
 
-    # without the root, only the peaks would be visible
+    # The square root brightens medium weights. Without it, only the patches with the
+    # largest weights would be visible.
     alpha = _DARKEST * (1 - np.sqrt(weights / weights.max()))
     pixels = np.stack([np.zeros_like(alpha), alpha], axis=2).astype(np.uint8)
     return _data_uri(Image.fromarray(pixels), "PNG")
