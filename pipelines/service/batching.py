@@ -16,13 +16,17 @@ from typing import Any, NamedTuple
 
 from pipelines.service.guard import Limits, Metrics, overloaded
 
-# weight of the newest batch in the estimated rate
+# weight of the newest batch in the moving average of tokens per second
 _SMOOTHING = 0.3
 
 
 class Timing(NamedTuple):
-    """Seconds that a request waited in the queue, seconds and number of requests of
-    its batch.
+    """Times of a request.
+
+    Attributes:
+        waited: seconds that the request waited in the queue.
+        computed: seconds that the model took for the batch of the request.
+        batch: number of requests in that batch.
     """
 
     waited: float
@@ -80,15 +84,16 @@ class Batcher:
             run: function that takes the payloads of several requests and returns their
                 results, in order.
             cost: number of image tokens that the model reads for this work.
-            kind: work of equal kinds may share a batch. Its `run` must do the same.
-                None is for work that runs alone.
+            kind: work of equal kinds may share a batch. `run` must therefore be
+                equivalent for all work of one kind. Work of kind None runs alone.
 
         Raises:
             HTTPException: status 429 if the queue is full, or if the result would come
                 after the deadline.
             Exception: the error that `run` raised.
         """
-        # until this work is finished, as far as the batches so far tell
+        # Estimate from earlier batches when this work will be finished. It is 0 before
+        # the first batch.
         seconds = 0.0
         if self._tokens_per_second is not None:
             seconds = (
@@ -101,8 +106,8 @@ class Batcher:
             )
         deadline = self._limits.deadline_seconds
         if self._jobs and seconds > deadline:
-            # Without this check, all requests of an overload would wait until their
-            # deadlines, and none be answered.
+            # Without this check, all requests would wait until their deadlines during
+            # an overload, and none would be answered.
             raise overloaded(
                 f"this request would take about {seconds:.0f} s because other requests"
                 f" are waiting, longer than the deadline of {deadline:g} s; try again"
@@ -179,5 +184,6 @@ def _run(batch: Sequence[_Job]) -> list[Any]:
             else [result for job in batch for result in _run([job])]
         )
     except BaseException as error:
-        # a panic in Rust code; without a result, the queue would stand still
+        # A panic in Rust code is not an Exception. It must not leave this function:
+        # `_run_batches` would end, and no later request would be answered.
         return [RuntimeError(f"{type(error).__name__}: {error}") for _ in batch]

@@ -119,7 +119,7 @@ async def answer_error(_: Request | None, error: Exception) -> JSONResponse:
         status = error.status_code
         message = str(error.detail)
     elif isinstance(error, RequestValidationError):
-        # The values that the client sent are left out.
+        # The message names the invalid fields, but does not repeat their values.
         problems = []
         for problem in error.errors():
             field = ".".join(str(part) for part in problem["loc"][1:]) or "body"
@@ -148,7 +148,7 @@ async def answer_error(_: Request | None, error: Exception) -> JSONResponse:
     else:
         logger.error("request failed", exc_info=error)
         message = "internal error; see the log of the service"
-    # a lone surrogate cannot be sent
+    # The response is UTF-8, which cannot represent a lone surrogate.
     message = message.encode("utf-8", "replace").decode()
     return JSONResponse(
         {"error": {"code": CODES.get(status, "error"), "message": message}},
@@ -204,7 +204,7 @@ class Metrics:
 @dataclass
 class Guard:
     """ASGI middleware that checks the API key, limits bodies and durations, and cancels
-    requests of absent clients.
+    a request if its client closes the connection.
 
     Args:
         app: the application.
@@ -217,7 +217,7 @@ class Guard:
     _limits: Limits
     _api_keys: Sequence[str]
     _metrics: Metrics
-    # of all requests together
+    # number of body bytes of all current requests together
     _body_bytes: int = 0
 
     async def __call__(
@@ -232,7 +232,7 @@ class Guard:
         limits = self._limits
         method = scope["method"]
         if method == "HEAD":
-            # the server sends the headers of GET alone
+            # The application answers as to GET, and the server sends only the headers.
             scope = {**scope, "method": "GET"}
         headers = Headers(scope=scope)
         started = time.perf_counter()
@@ -252,7 +252,7 @@ class Guard:
 
         async def cancel_if_client_leaves() -> None:
             nonlocal is_abandoned
-            # after the body, the only message is the end of the connection
+            # After the body, `receive` returns only when the connection ends.
             await receive()
             if not is_answered:
                 is_abandoned = True
@@ -283,7 +283,8 @@ class Guard:
                 for name, value in _HEADERS.items():
                     response_headers.setdefault(name, value)
                 if not is_received:
-                    # the rest of the body is not read
+                    # The rest of the body is not read, so the connection cannot carry
+                    # another request.
                     response_headers["Connection"] = "close"
             elif not message.get("more_body"):
                 is_answered = True
@@ -293,7 +294,8 @@ class Guard:
         try:
             if self._api_keys and scope["path"] not in OPEN_PATHS:
                 scheme, _, sent = headers.get("authorization", "").partition(" ")
-                # Every key is compared, in constant time.
+                # Every key is compared in constant time, so that the duration of the
+                # comparison tells nothing about the keys.
                 matches = [
                     hmac.compare_digest(sent.strip().encode(), key.encode())
                     for key in self._api_keys
@@ -307,7 +309,8 @@ class Guard:
                     )
             kind = headers.get("content-type", "").partition(";")[0].strip().lower()
             if method == "POST" and kind != "application/json":
-                # a form on another web page could send any other type unasked
+                # A form on another web page can make the browser send other types
+                # without permission of this service.
                 raise HTTPException(
                     415,
                     "send JSON with the header 'Content-Type: application/json'; with"
@@ -335,7 +338,8 @@ class Guard:
                 raise
             request.uncancel()
         except Exception as problem:
-            # a refusal, or a defect that the application has answered with status 500
+            # Either this layer refused the request, or the application failed. In the
+            # second case, it has already sent status 500.
             error = problem
         finally:
             if watch is not None:

@@ -30,7 +30,9 @@ _INSTRUCTIONS = (
 
 @contextlib.contextmanager
 def _refused() -> Iterator[None]:
-    """Answer an error of the index with its message, which says what to do."""
+    """Turn an error of the index into a ToolError, so that the assistant gets the
+    message, which says what to do.
+    """
     try:
         yield
     except (EdjeError, OSError, MemoryError) as error:
@@ -41,7 +43,7 @@ def mcp_server(index: TokenIndex) -> MCPServer[Any]:
     """Return a server whose tools search `index`. After a change of the index, they
     search its current snapshot.
     """
-    # One search uses all processors, so that searches side by side gain nothing.
+    # A single search uses all processors, so nothing is gained by searches in parallel.
     turn = threading.Lock()
 
     @contextlib.contextmanager
@@ -101,7 +103,8 @@ def mcp_server(index: TokenIndex) -> MCPServer[Any]:
         for function in (search_by_text, search_by_image, describe_row, show_thumbnail)
     ]
     for tool in tools:
-        # an unknown argument could change the answer
+        # Refuse unknown arguments. If a misspelt filter were ignored, for example, the
+        # assistant would get an answer to another request.
         model = tool.fn_metadata.arg_model
         model.model_config["extra"] = "forbid"
         model.model_rebuild(force=True)

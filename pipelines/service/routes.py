@@ -64,14 +64,16 @@ RowId = Annotated[int, Field(ge=0, lt=_MAX_ROW_ID, strict=True)]
 Text = Annotated[str, Field(min_length=1, max_length=1 << 24)]
 Name = Annotated[str, Field(min_length=1, max_length=255)]
 Count = Annotated[int, Field(ge=1, le=1000, strict=True)]
-# Validation blocks all requests, and each error takes a kilobyte, so it ends at the
-# first error or too many items. The limits of the service on the number of items are
-# lower and have better messages.
+# Validation blocks all other requests, and each error takes a kilobyte of memory.
+# Validation therefore ends at the first error, and refuses a list that is far too long.
+# The routes check lower limits on the number of items, with better messages.
 Items = Annotated[list[_Item], Field(max_length=10_000, fail_fast=True)]
 
 
 class _Request(BaseModel):
-    """A request. An unknown member is refused: it could change the answer."""
+    """A request. Unknown members are refused, because a misspelt member would otherwise
+    be ignored.
+    """
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
@@ -109,8 +111,8 @@ class _Search(_Request):
 
 
 class SearchRequest(_Search):
-    """A search by text, for images that are similar to an image or a row, or by
-    text and image together.
+    """A search by `query`, by `image` or `row_id`, or by `query` and one of the other
+    two together.
     """
 
     query: Text | None = None
@@ -120,13 +122,13 @@ class SearchRequest(_Search):
     /info lists the columns.
     """
     columns: list[Name] | None = Field(None, max_length=MAX_COLUMNS + 16)
-    """Columns of the rows that each hit brings; the default is the captions."""
+    """Columns of its row that each hit contains; the default is the captions."""
     skip: int = Field(0, ge=0, le=10_000, strict=True)
     """Number of the best hits to leave out."""
     min_relevance: float = Field(0.0, ge=0, le=1)
     """Leave out hits with a lower relevance."""
     embedding_order: bool = False
-    """Also return the first k candidates in the order by embedding."""
+    """Also return the first k candidates, sorted by embedding similarity."""
 
     @model_validator(mode="after")
     def _check_search(self) -> Self:
@@ -193,7 +195,9 @@ class CohereRerankRequest(_Request):
 
 
 def _dialect(body: Any) -> str:
-    """Return the format of a re-ranking request, which its members show."""
+    """Return the format of a re-ranking request: "cohere" if the request has the member
+    `documents`, else "tei".
+    """
     has_documents = isinstance(body, dict) and "documents" in body
     return "cohere" if has_documents else "tei"
 
@@ -219,11 +223,13 @@ class EmbedRequest(_Request):
     """Embeddings always have unit length."""
 
 
+# A document of at most this many digits is a row id. Such row ids are below
+# `_MAX_ROW_ID`.
 _MAX_DIGITS = 15
-# of a photo, sent at once
+# number of bytes in each piece of a photo that is sent
 _PIECE_BYTES = 1 << 16
-# one pass of the vision tower takes about as long as this many pairs of the joint
-# encoder
+# Encoding one image with the vision tower takes about as long as scoring this many
+# pairs with the joint encoder.
 _PAIRS_PER_IMAGE = 16
 
 
@@ -232,20 +238,19 @@ class ServiceState:
     """The state that all routes share.
 
     Attributes:
-        index: the open index. After a change of the index, a new object takes its
-            place.
+        index: the open index. After a change of the index, a new object replaces it.
         name: name of the index in requests and responses.
         limits: limits on the size and duration of requests.
         metrics: metrics for Prometheus.
         batcher: queue of requests for the model.
         file_threads: limiter for the number of threads that read files.
         image_requests: limiter for the number of requests whose images are decoded or
-            encoded. Two requests with images leave the model free for searches most of
-            the time.
-        photos: limiter for the number of photos that are being sent. A photo takes up
-            to 64 MB.
-        decoding: the thread that decodes the images of requests, one after the other.
-            An image takes up to 400 MB.
+            encoded at the same time. Two such requests leave the model free for
+            searches most of the time.
+        photos: limiter for the number of photos that are sent at the same time, because
+            a photo takes up to 64 MB of memory.
+        decoding: the thread that decodes the images of requests, one after the other,
+            because decoding an image takes up to 400 MB of memory.
     """
 
     index: TokenIndex
@@ -294,15 +299,20 @@ class ServiceState:
         run: Callable[[list[Image.Image]], Sequence[Any]],
         pairs: int = 0,
     ) -> tuple[list[Any], Timing]:
-        """Decode encoded images, and return the results of `run` for them, with the
-        times of the last turn.
+        """Decode images, and return the results of `run` for them, with the times of
+        the last batch.
 
         Args:
             index: index whose vision tower encodes the images.
-            images: the encoded images of one request.
-            run: function that the model runs: takes images as the vision tower reads
-                them, returns their results.
-            pairs: number of pairs that `run` scores besides its images.
+            images: image files of one request.
+            run: function that the thread of the model calls. It takes images in the
+                size that the vision tower reads, and returns one result per image.
+            pairs: number of (text, image) pairs that each call of `run` scores. It
+                counts in the cost of the call, besides the images.
+
+        Raises:
+            HTTPException: an image cannot be read, the images are too large, or the
+                queue refuses the work.
         """
         encoder = index.model.image_encoder
         limits = self.limits
@@ -363,8 +373,8 @@ def _check_count(
 
 
 def _image_bytes(text: str) -> bytes:
-    """Return the bytes of an image file that a client sent as a data URI with
-    base64, or as base64 alone.
+    """Return the bytes of an image file that a client sent as base64, alone or in a
+    data URI.
     """
     header = text[:200].partition(",")[0]
     is_data = header[:5].lower() == "data:" and header[-7:].lower() == ";base64"
@@ -464,15 +474,14 @@ async def metrics(state: State) -> Response:
 
 @router.post("/search")
 async def search(state: State, body: SearchRequest) -> Json:
-    """Search by text, or search for images that are similar to an image or to a
-    row, or by both together.
-    """
+    """Search by text, by an image or the image of a row, or by text and image."""
     index = await state.opened(body.precision)
     where = body.where
     tokens = index.manifest.spec.block_shape[0]
     weights = index.model.weights(TEXT_TO_IMAGE, body.score or "bundle").by_part()
     is_reranked = any(weight for part, weight in weights.items() if part != EMBEDDING)
-    # the rows are read before the model is busy with the request
+    # A thread for files evaluates the filter now, so that the thread of the model need
+    # not read rows.
     if where is not None:
         await state.in_thread(
             index.rows.passing, where, time.monotonic() + state.limits.deadline_seconds
@@ -520,7 +529,7 @@ async def search(state: State, body: SearchRequest) -> Json:
             replace(hit, columns=columns)
             for hit, (_, columns) in zip(hits, described, strict=True)
         ]
-    # the ranks are those among all candidates
+    # Ranks also count the hits that `min_relevance` leaves out.
     best = [
         {**vars(hit), "rank": rank, "embedding_rank": embedding_rank}
         for hit, rank, embedding_rank in rank_hits(hits)
@@ -536,7 +545,8 @@ async def search(state: State, body: SearchRequest) -> Json:
         "hits": best[: body.k],
         "by_embedding": by_embedding,
         "weights": {part: weight for part, weight in weights.items() if weight},
-        # milliseconds in the queue, of the batch, and of each stage of the batch
+        # Milliseconds that the request waited in the queue, that its batch took, and
+        # that each stage of the batch took.
         "timing": {
             "waited_ms": 1000 * timing.waited,
             "computed_ms": 1000 * timing.computed,
@@ -550,7 +560,7 @@ async def search(state: State, body: SearchRequest) -> Json:
 
 @router.post("/search/texts")
 async def search_texts(state: State, body: TextSearchRequest) -> Json:
-    """Search for the texts that describe an image, or the image of a row, best."""
+    """Return the texts that best describe an image or the image of a row."""
     texts = body.texts
     _check_count(len(texts), state.limits.documents, "texts")
     state.check_query(*texts)
@@ -562,7 +572,8 @@ async def search_texts(state: State, body: TextSearchRequest) -> Json:
             for query in queries
         ]
 
-    # a text takes the text tower about as long as a pair takes
+    # Encoding a text with the text tower takes about as long as scoring a pair with the
+    # joint encoder.
     pool = body.pool or max(body.k, index.default_pool)
     pairs = min(pool, len(texts)) + len(texts)
     if body.image is None:
@@ -593,12 +604,13 @@ async def rerank(
 ) -> list[Json] | Json:
     """Score documents for a query, best first.
 
-    Requests and responses have the format of text-embeddings-inference, or the common
-    format of Cohere and Jina. A document is an image, or the row id or uri of a row of
-    the index. The score of the first format and the relevance_score of the second are
-    relevances between 0 and 1. The final score, by which documents are sorted, is the
-    member score of the second format, and the score of the first format with
-    raw_scores.
+    A document is an image, or the row id or uri of a row of the index. Documents are
+    sorted by the final score.
+
+    Requests and responses have one of two formats. In the format of
+    text-embeddings-inference, score is the relevance, a number between 0 and 1; with
+    raw_scores, it is the final score. In the common format of Cohere and Jina,
+    relevance_score is the relevance, and score is the final score.
     """
     if isinstance(body, TeiRerankRequest):
         scores = await _rerank(state, body.query, body.texts)
@@ -730,7 +742,8 @@ async def embed(state: State, body: EmbedRequest) -> list[list[float]]:
             )
             return [list(islice(every, len(texts))) for texts in payloads]
 
-        # A text takes the text tower about as long as one pair takes the joint encoder.
+        # Encoding a text with the text tower takes about as long as scoring a pair with
+        # the joint encoder.
         embeddings, _ = await state.batcher.submit(
             texts,
             embed_texts,
@@ -751,8 +764,8 @@ async def _photo_row(
     request: Request,
     row_id: int,
 ) -> tuple[Json | None, dict[str, str]]:
-    """Return a row and the headers of its photo. Without a row, the client has the
-    photo.
+    """Return a row, and the headers of a response with its photo. The row is None if
+    the client already has the photo, as the header If-None-Match of the request says.
     """
     try:
         rows = await state.in_thread(
@@ -761,7 +774,8 @@ async def _photo_row(
     except RowIdError as error:
         raise HTTPException(404, str(error)) from error
     (row,) = rows.to_pylist()
-    # another index may be served at this address later
+    # The ETag depends on the content, because another index may later be served at this
+    # address, with other photos of the same row ids.
     etag = f'"{row["content_hash"]}"'
     headers = {"Cache-Control": "private, no-cache", "ETag": etag}
     is_kept = etag in request.headers.get("If-None-Match", "")
@@ -779,8 +793,8 @@ async def thumbnail(
     row_id: PathRowId,
     side: int = Query(256, ge=16, le=2048),
 ) -> Response:
-    """Return a JPEG of the image of a row with at most `side` pixels, or status 404
-    if there is no image.
+    """Return a JPEG of the image of a row, whose longer side has at most `side` pixels.
+    Return status 404 if the image cannot be read.
     """
     row, headers = await _photo_row(state, request, row_id)
     if row is None:
@@ -797,8 +811,8 @@ async def thumbnail(
     responses={200: {"content": {"application/octet-stream": {}}}},
 )
 async def photo(state: State, request: Request, row_id: PathRowId) -> Response:
-    """Return the file of the image of a row as it was indexed, or status 404 if
-    there is none.
+    """Return the image file of a row, with the bytes that were indexed. Return status
+    404 if these bytes cannot be read.
     """
     row, headers = await _photo_row(state, request, row_id)
     if row is None:
@@ -813,7 +827,8 @@ async def photo(state: State, request: Request, row_id: PathRowId) -> Response:
 
     pieces = content()
     try:
-        # reads the photo, before the response begins
+        # Run `content` up to its first `yield`. It reads the photo, so that an error
+        # becomes status 404 before the response begins.
         await anext(pieces)
     except PHOTO_ERRORS as error:
         raise HTTPException(

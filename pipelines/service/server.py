@@ -26,8 +26,10 @@ from pipelines.service.routes import ServiceState, router
 from storage_formats.errors import EdjeError, UsageError
 
 _WARM_UP_POOL = 32
+# time between two checks whether the index has changed
 _WATCH_SECONDS = 2.0
-# for the headers of a request, and for a client that does not read an answer
+# A connection is closed if the headers of a request take longer than this time, or if
+# the client does not read an answer for this time.
 _PATIENCE_SECONDS = 10.0
 
 
@@ -45,11 +47,12 @@ def listen(host: str, port: int) -> socket.socket:
             f"cannot listen on {host}:{port}: {error.strerror or error}; choose another"
             " host or port"
         ) from error
-    # Connections inherit it. asyncio sets it only if the socket names its protocol; the
-    # body of a response would wait 40 ms for the client's acknowledgement of the
-    # headers.
+    # Without TCP_NODELAY, the body of a response would wait 40 ms until the client has
+    # acknowledged the headers. Connections inherit the option from this socket. asyncio
+    # does not set it, because this socket was created without a protocol number.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    # The system closes a connection whose client does not read. Only Linux has it.
+    # With TCP_USER_TIMEOUT, which only Linux has, the system closes a connection whose
+    # client does not read.
     if hasattr(socket, "TCP_USER_TIMEOUT"):
         milliseconds = int(1000 * _PATIENCE_SECONDS)
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
@@ -82,9 +85,10 @@ def open_warm(
 
 
 async def follow_changes(state: ServiceState) -> None:
-    """Check the index every two seconds, and open it again after a change. Runs
-    until the task is cancelled.
+    """Check every two seconds whether the index has changed, and open its new snapshot.
+    This coroutine runs until its task is cancelled.
     """
+    # The same problem is logged once, not at every check.
     before = ""
     while True:
         await asyncio.sleep(_WATCH_SECONDS)
@@ -113,7 +117,8 @@ class Connection(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        # the headers have arrived; `Guard` limits the time for the body
+        # If a request is being answered, its headers have arrived. `Guard` limits the
+        # time for its body. Otherwise, the data begin the headers of another request.
         if self.cycle is not None and not self.cycle.response_complete:
             self._deadline.cancel()
         elif self._deadline.cancelled():
@@ -138,11 +143,11 @@ def run_service(
     """Answer requests until SIGTERM or SIGINT. Then answer the requests that have
     arrived, and return.
 
-    A connection is closed if the headers of a request do not arrive within 10 seconds,
-    or if, on Linux, the client reads nothing of an answer for 10 seconds. Uvicorn has
-    no limit on this time: 600 connections that sent nothing, or a part of the headers,
-    kept the service from answering anybody until they ended. A connection that waits
-    for its next request is closed after 75 seconds.
+    A connection is closed if the headers of a request do not arrive within 10 seconds.
+    Uvicorn has no such limit: 600 connections that send nothing, or only a part of the
+    headers, would keep the service from answering other clients. On Linux, a connection
+    is also closed if the client reads nothing of an answer for 10 seconds. A connection
+    that waits for its next request is closed after 75 seconds.
 
     Args:
         index: the open index.
@@ -178,7 +183,9 @@ def run_service(
         redoc_url=None,
     )
     app.include_router(router)
-    # not a mount, which would answer a wrong method with 404
+    # Static files answer the paths that have no route. They are not mounted, because a
+    # mount would also answer a request to a route with a wrong method, with status 404
+    # instead of 405.
     app.router.default = StaticFiles(directory=STATIC, html=True)
     for kind in (
         HTTPException,
@@ -206,15 +213,15 @@ def run_service(
         proxy_headers=False,
         limit_concurrency=limits.connections,
         h11_max_incomplete_event_size=64 << 10,
-        # a reverse proxy reuses a connection for 60 s; its request must not meet the
-        # end of it
+        # Reverse proxies reuse a connection for up to 60 s. The service keeps its
+        # connections longer, so that it closes none while a proxy sends a request.
         timeout_keep_alive=75,
         timeout_graceful_shutdown=int(limits.deadline_seconds) + 1,
     )
     server = uvicorn.Server(config)
-    # Uvicorn raises a signal again after it has stopped. With these handlers, a
-    # requested stop is no failure, and a signal is not lost before uvicorn has set its
-    # own.
+    # After uvicorn has stopped because of a signal, it raises the signal again. These
+    # handlers receive it, so that a requested stop does not end the process as a
+    # failure. They also receive a signal that comes before uvicorn sets its handlers.
     handlers = {
         number: signal.signal(number, server.handle_exit)
         for number in (signal.SIGTERM, signal.SIGINT)
