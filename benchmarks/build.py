@@ -27,12 +27,12 @@ from benchmarks.report import Report
 from pipelines.environment import environment
 from storage_formats.errors import EdjeError
 
-# those of a build by default
+# batch size that a build uses by default, by device
 _BATCH = {"cpu": 8, "cuda": 128}
 _THREADS = 2
-# two share a GPU
+# workers of a build, by device; two workers share a GPU
 _WORKERS = {"cpu": 1, "cuda": 2}
-# <linux/prctl.h>
+# option of prctl(2), from <linux/prctl.h>
 _PR_SET_CHILD_SUBREAPER = 36
 _SAMPLE_SECONDS = 0.5
 
@@ -56,7 +56,8 @@ def bench_build(
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "images.jsonl"
         index = Path(folder) / "index"
-        # paths of a list are relative to the list
+        # Paths in a list are relative to the directory of the list, so write absolute
+        # paths.
         lines = [json.dumps({"path": str(path.absolute())}) + "\n" for path in images]
         source.write_text("".join(lines))
         python = [sys.executable, "-m"]
@@ -85,7 +86,7 @@ def bench_build(
     }
     summary = {}
     for name, of_name in runs.items():
-        # ratios and differences are of runs in the same round
+        # Ratios and differences compare a build with the loop of the same round.
         rounds = list(zip(of_name, runs["bare loop"], strict=True))
         stages = {
             stage: statistics.median(
@@ -176,7 +177,8 @@ def measure(*command: str) -> Report:
         of the proportional set sizes of all processes, in bytes; `stdout`: the object
         that the command printed.
     """
-    # daemons of Ray become children of this process
+    # Daemons of Ray outlive the process that started them. As a subreaper, this process
+    # becomes their parent and can measure them.
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     peak = 0
     cpu_of_process = dict[int, float]()
@@ -187,7 +189,7 @@ def measure(*command: str) -> Report:
         while process.poll() is None:
             pss = 0
             for child in here.children(recursive=True):
-                # psutil raises an error if the child has ended meanwhile
+                # psutil raises an error if the child ended after it was listed.
                 with contextlib.suppress(psutil.Error):
                     times = child.cpu_times()
                     cpu_of_process[child.pid] = max(
@@ -206,7 +208,8 @@ def measure(*command: str) -> Report:
                 f" {' '.join(stderr.read().splitlines()[-3:])}"
             )
         printed = json.load(stdout)
-    # without daemons, which end later
+    # `usage` includes only children that have ended. The sampled times also include
+    # daemons that are still running.
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu = max(usage.ru_utime + usage.ru_stime, sum(cpu_of_process.values()))
     return {"wall": wall, "cpu": cpu, "peak_pss": peak, "stdout": printed}

@@ -46,8 +46,8 @@ def _finish(
     folder: Path | None = None,
     name: str = "",
 ) -> None:
-    """Print a report, as one JSON object with --json. Also write it to
-    `folder`, if that is given.
+    """Print a report as `lines`, or as one JSON object with --json. If `folder` is
+    given, also write both forms to files in `folder`, named after the date and `name`.
     """
     if folder is not None:
         from edje_index.evaluation.report import write_report
@@ -55,7 +55,7 @@ def _finish(
         dated = f"{report['environment']['date']}-{name}"
         write_report(folder, "\n".join(lines) + "\n", report, dated)
         note(f"wrote {folder / dated}.md and .json")
-    # in the order of the measurements
+    # `print_json` would sort the keys. Here they keep the order of the measurements.
     text = json.dumps(report, default=str) if wants_json() else "\n".join(lines)
     click.echo(text)
 
@@ -116,9 +116,10 @@ def fetch_command(index: Path, report: Path | None, **options: Any) -> None:
     """Measure how fast blocks of INDEX are fetched, and compare the rate with the disk
     and with other libraries. Linux only.
 
-    The first line says how long this takes. The libraries of the extra `bench` are
-    compared if they are installed. Their copies of the blocks are written beside INDEX,
-    and removed at the end. If the command is interrupted, run it again to continue.
+    The first line says how long the benchmark takes. The libraries of the extra `bench`
+    are compared if they are installed. Some libraries need a copy of the blocks, which
+    is written beside INDEX and removed at the end. If the command is interrupted, run
+    it again to continue.
 
     \b
     Examples:
@@ -126,8 +127,9 @@ def fetch_command(index: Path, report: Path | None, **options: Any) -> None:
       edje-index bench fetch photos.edje --precision fp8 --pool 5000 --report out
 
     Options:
-        --precision: Precision to compare with other libraries; repeatable. Of the
-            others, only the large fetch is measured.  [default: all that are stored]
+        --precision: Precision to compare with other libraries; repeatable. For the
+            other stored precisions, only the large fetch of this package is
+            measured.  [default: all stored precisions]
         --pool: Number of blocks per large fetch, limited to half the rows of the index.
         --quick: Take at most three minutes: fewer runs of the first GiB, and other
             libraries at one precision only.
@@ -138,7 +140,7 @@ def fetch_command(index: Path, report: Path | None, **options: Any) -> None:
     from benchmarks.fetch.bench import bench_fetch
     from benchmarks.fetch.report import draw, report_lines
 
-    # removes the temporary files
+    # SIGTERM raises KeyboardInterrupt, so that temporary files are removed.
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         result = bench_fetch(index, note, **options)
@@ -228,7 +230,7 @@ def rerank_command(**options: Any) -> None:
     Options:
         --model: Directory of the model bundle.  [default: random weights with the sizes
             of MiniLM-L12]
-        --index: Index on which each stage of a query is measured too.
+        --index: Index to search. Each stage of a query is then measured, too.
         --pool: Number of candidates per query.
         --device: Device that runs the model: auto, cpu, cuda or cuda:N.
     """
@@ -292,8 +294,8 @@ def end_to_end_command(
     bytes per image.
 
     All systems get the embeddings and tokens of INDEX. The queries are the captions in
-    the file CAPTIONS. Systems that are not installed are left out. The report names a
-    system that stops, and why.
+    the file CAPTIONS. If a system is not installed or fails, the report names it with
+    the reason, and the other systems are measured.
 
     The systems rank by late interaction: this package in four precisions, and FAISS
     with each library of `bench fetch`.

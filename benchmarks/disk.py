@@ -45,7 +45,7 @@ def evict(files: Iterable[Path]) -> float:
         for path in paths:
             fd = os.open(path, os.O_RDONLY)
             try:
-                # dirty pages cannot be dropped
+                # Pages with unwritten changes cannot be dropped, so write them first.
                 os.fsync(fd)
                 os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
             finally:
@@ -55,7 +55,7 @@ def evict(files: Iterable[Path]) -> float:
         if attempt and os.access(_DROP_CACHES, os.W_OK):
             os.sync()
             _DROP_CACHES.write_text("1")
-        # pages that are still written cannot be dropped
+        # Pages that are being written to the disk cannot be dropped. Wait for the end.
         time.sleep(0.2)
     return left
 
@@ -74,11 +74,11 @@ def load(files: Iterable[Path]) -> float:
 
 
 def resident(files: Iterable[Path]) -> float:
-    """Return the fraction of the pages of `files` that are in the page cache, as
-    mincore(2) counts them.
+    """Return the fraction of the pages of `files` that are in the page cache, according
+    to mincore(2).
 
-    The kernel counts only files that the caller owns or may write. It calls all pages
-    of other files cached.
+    The result is right only for files that the caller owns or may write. For other
+    files, the kernel reports all pages as cached.
     """
     cached = pages = 0
     for path in files:
@@ -92,7 +92,7 @@ def resident(files: Iterable[Path]) -> float:
                 address = ctypes.c_void_p(view.ctypes.data)
                 result = ctypes.c_void_p(flags.ctypes.data)
                 failed = _LIBC.mincore(address, ctypes.c_size_t(size), result)
-                # the mapping cannot be closed while a view exists
+                # `mapped` cannot be closed while an array refers to its memory.
                 del view
             if failed:
                 raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
@@ -109,22 +109,26 @@ def bytes_read() -> int:
 
 
 def peak_memory(process: int | str = "self") -> int:
-    """Return the peak resident memory of a process in bytes. `getrusage` would
-    include its parent before exec.
+    """Return the peak resident memory of a process in bytes.
+
+    `getrusage` is not used, because its peak includes the memory that the process
+    shared with its parent between fork and exec.
     """
     status = Path(f"/proc/{process}/status").read_text()
     return int(status.partition("VmHWM:")[2].split()[0]) << 10
 
 
 def describe_disk(path: Path) -> dict[str, str | None]:
-    """Return the file system, its mount options, the device, its model, scheduler and
-    limits, and the version of fio. Unknown values are None.
+    """Return the file system of `path`, its mount options, its device, the model,
+    scheduler and queue settings of the device, and the version of the program fio.
+    Unknown values are None.
     """
     number = os.stat(path).st_dev
     folder = Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}").resolve()
 
     def read(name: str) -> str | None:
-        # a partition has neither a model nor a queue of its own
+        # If the device is a partition, its disk (the parent) has the model and the
+        # queue.
         for parent in (folder, folder.parent):
             if (parent / name).exists():
                 return (parent / name).read_text().strip()

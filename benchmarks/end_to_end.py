@@ -1,10 +1,10 @@
 """Compares whole search systems on the same embeddings, tokens and queries: recall,
 latency, memory and disk space.
 
-A model bundle computes the vectors for late interaction. It subtracts the mean word
-vector from the image tokens and from the word vectors, and scales all vectors to unit
-length. The exact score of an image is the MaxSim between the tokens of the image and
-the content words of the caption.
+The vectors for late interaction come from a model bundle. Its mean word vector is
+subtracted from the image tokens and from the word vectors, and all vectors are scaled
+to unit length. The exact score of an image is the MaxSim between the tokens of the
+image and the content words of the caption.
 
 Each step of a system runs in a process of its own.
 """
@@ -53,7 +53,7 @@ CUTOFFS = (1, 5, 10)
 POOLS = (20, 100, 400)
 _PRECISIONS = ("bf16", "fp8", "nvfp4", "sign1")
 _CHUNK = 256
-# searches before the timed ones
+# number of searches before the timed searches
 _WARM_UP = 3
 
 
@@ -78,7 +78,7 @@ def bench_end_to_end(
         UsageError: no caption can be searched for.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    # Lance takes a URL
+    # Lance opens its files by a URL, which needs an absolute path.
     with tempfile.TemporaryDirectory(dir=folder.resolve()) as directory:
         scratch = Path(directory)
         opened = TokenIndex.open(index, model)
@@ -149,8 +149,8 @@ def figures(
 ) -> Report:
     """Return the recall in percent, the latency, and the memory of one run.
 
-    `searched` is the result of `search_system`. `exact` has the positions of the exact
-    best images for each query.
+    `searched` is the result of `search_system`. `exact` has, for each query, the
+    positions of the images with the highest exact scores.
     """
     answers = searched["positions"]
     hits = [
@@ -365,7 +365,8 @@ class EdjeIndex:
 
     def build(self, collection: Collection, folder: Path) -> list[Path]:
         """Write the files of the system to `folder`, and return the paths of all files
-        that a search reads: those of the index, of its precisions only one.
+        that a search reads. This system writes no files. It reads the files of the
+        index, except those of other precisions.
         """
         index = collection.index
         others = set(Manifest.load(index).spec.precisions) - {self.precision}
@@ -439,15 +440,17 @@ def search_system(
     k: int,
     pool: int,
 ) -> Report:
-    """Search for every query, first cold, then warm.
+    """Search for every query, first with a cold page cache, then with a warm one.
 
-    Return the hits, the milliseconds of each search in both passes, and the peak memory
-    in bytes.
+    Returns:
+        `positions`: positions of the hits of each query; `milliseconds`: duration of
+        each search in the cold and in the warm pass; `libraries_bytes`: peak memory
+        after the imports; `peak_bytes`: peak memory of the process.
     """
     libraries_bytes = peak_memory()
     system = SYSTEMS[name]
     collection = Collection.open(Path(folder))
-    # before they are mapped
+    # Mapped files cannot be evicted, so evict them before the system opens them.
     evict(map(Path, files))
     system.open(collection, Path(copy))
     for query in collection.queries[:_WARM_UP]:

@@ -1,12 +1,12 @@
-"""`make gpu-check`: are the results on a GPU right, and how near do the rates come to
-the limits of the device?
+"""`make gpu-check` checks whether the results on a GPU are right, and measures how near
+the rates come to the limits of the device.
 
     python -m benchmarks.gpu_check PHOTOS --report DIRECTORY
 
 Models have the sizes of the EDJE paper and random weights, so no model is read. Each
-line is printed and saved at once. A part that fails does not stop the next, and a part
-for which too little time is left is skipped. Without a GPU, everything runs on the CPU,
-and the report says so; `--tiny` does this with small models.
+line is printed and saved at once. If a part fails, the next part still runs. A part is
+skipped if too little time is left for it. Without a GPU, everything runs on the CPU,
+and the report says so. `--tiny` uses small models, which are fast enough for a CPU.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _SHAPE = (64, 384)
 _STORED = ("bf16", "fp8", "nvfp4")
 _WORDS = 16000
 _EXTENSIONS = {".jpg", ".jpeg", ".png"}
-# the vision towers of the EDJE paper, and images to build from
+# sizes of the vision towers of the EDJE paper, and the number of images to build from
 _TOWERS = {
     "ViT-L/16 at 384": (
         UntrainedSizes(384, 16, 1024, 24, adapter_hidden=8192, language_layers=12),
@@ -69,7 +69,7 @@ _TOWERS = {
     ),
 }
 _BATCH = 128
-# seconds that a part needs at least
+# A part is skipped if fewer than this number of seconds are left.
 _SECONDS = {
     "limits": 10,
     "decode": 20,
@@ -88,10 +88,12 @@ class Line(NamedTuple):
     """One result.
 
     Attributes:
-        value: a rate per second, or a difference, or words.
+        value: a rate per second, a difference, or a text.
+        unit: what the rate counts per second; empty if `value` is not a rate.
         of_limit: `value` divided by the rate that the device or a bare loop reaches;
             None if there is no such rate.
-        is_right: False if results on the device are not those of the CPU.
+        is_right: False if a result differs from the expected result, for example from
+            that of the CPU.
     """
 
     part: str
@@ -103,7 +105,11 @@ class Line(NamedTuple):
 
 
 class GpuCheck:
-    """Runs the parts. `lines` has all results so far."""
+    """Runs the parts of the check. Each public method that yields lines is a part.
+
+    Attributes:
+        lines: all results so far.
+    """
 
     def __init__(
         self, photos: Path, report: Path, *, device: str = "auto", tiny: bool = False
@@ -121,7 +127,9 @@ class GpuCheck:
             raise EdjeError(f"{photos} has no photos: give a folder with JPEG files")
 
     def run(self, parts: list[str], seconds: float) -> bool:
-        """Run `parts`, for at most about `seconds`. Return True if all are right."""
+        """Run `parts`, for about `seconds` at most. Return True if all results are
+        right.
+        """
         started = time.perf_counter()
         with tempfile.TemporaryDirectory() as scratch:
             self._scratch = Path(scratch)
@@ -133,7 +141,7 @@ class GpuCheck:
                 try:
                     for line in getattr(self, part)():
                         self._add(line)
-                # the next part may succeed
+                # The error of a part must not stop the next parts.
                 except Exception as error:
                     traceback.print_exc()
                     message = f"{type(error).__name__}: {str(error)[:200]}"
@@ -167,11 +175,11 @@ class GpuCheck:
         return "the CPU: nothing was measured on a GPU"
 
     def _rate(self, amount: float, work: Callable[[], object]) -> float:
-        """Return `amount` per median second of `work`, which may return before the
-        device has ended.
+        """Return `amount` divided by the median seconds of a call of `work`. If `work`
+        only queues kernels, the seconds include the time until they have ended.
         """
         times = []
-        # the first runs are the warm-up, which compiles kernels
+        # The first two runs are the warm-up, which compiles kernels.
         for _ in range(2 + self._repeats):
             started = time.perf_counter()
             work()
@@ -200,7 +208,7 @@ class GpuCheck:
         dtype = str(self.dtype).removeprefix("torch.")
         yield Line("limits", f"matrix product, {dtype}", self._product / 1e12, "TFLOP")
         large = torch.ones(64 << 20, dtype=torch.uint8, device=self.device)
-        # each byte is read and written
+        # A copy moves each byte twice, because it reads and writes the byte.
         memory = self._rate(2 * len(large), large.clone)
         yield Line("limits", "copy in the memory", memory / 1e9, "GB")
         yield Line("limits", "copy from pinned memory", self._bus / 1e9, "GB")
@@ -269,7 +277,8 @@ class GpuCheck:
                 for kind, captions in (("one caption", [CAPTION]), ("mixed", mixed)):
                     some = captions[:32]
                     expected = reference.score(some, blocks[:32])
-                    # the first calls run kernel by kernel, later ones a recorded graph
+                    # The first calls run kernel by kernel. Later calls replay a recorded
+                    # graph, whose result is checked.
                     for _ in range(3):
                         found = scorer.score(some, there[:32])
                     worst = float((found - expected).abs().max())
@@ -344,7 +353,7 @@ class GpuCheck:
         folder.mkdir()
         for at in range(count):
             source = self._photos[at % len(self._photos)]
-            # a copy of each photo, then links to the copy
+            # The first link of a photo is a copy, and all others are hard links to it.
             first = folder / f"{at % len(self._photos):06d}.jpg"
             if at < len(self._photos):
                 shutil.copy(source, first)
@@ -432,7 +441,7 @@ class GpuCheck:
         work = partial(image_tokens, vision, adapter, pixels)
         rates = [self._rate(batch, work)]
         if self.device.type == "cuda":
-            # one kernel serves all layers
+            # All layers have the same shapes, so the kernel is compiled only once.
             layers = vision.visual.transformer.resblocks
             for at, layer in enumerate(layers):
                 layers[at] = torch.compile(layer, dynamic=False)
@@ -442,7 +451,9 @@ class GpuCheck:
     def _build(
         self, name: str, photos: Path, model: Path, *given: object
     ) -> NDArray[np.uint16]:
-        """Return the blocks of an index of `photos` in files called `name`."""
+        """Build an index of `photos`, and return its first 1,024 blocks. `name` is the
+        name of the index and of its log.
+        """
         out = self._scratch / f"{name}.edje"
         log = ("--log", self._scratch / f"{name}.jsonl")
         options = ("--out", out, "--model", model, "--quiet", *given)
@@ -453,8 +464,9 @@ class GpuCheck:
     def _build_rate(
         self, photos: Path, model: Path, at_once: int, *given: object
     ) -> float:
-        """Images per second of a build that encodes `at_once` shards at once, from the
-        end of the first `at_once` shards to the end of the last.
+        """Return the images per second of a build that encodes `at_once` shards at the
+        same time. The first `at_once` shards are not counted, because they include the
+        start of the build.
         """
         shard = 8 if self._tiny else 256
         batch = 8 if self._tiny else _BATCH
@@ -509,8 +521,8 @@ class GpuCheck:
     def _train(
         self, model: Path, photos: list[Path], device: str, *settings: str
     ) -> list[dict[str, Any]]:
-        """Train `model` for a few steps on photos with made-up captions. Return the
-        log.
+        """Train `model` for 6 steps on photos with made-up captions. Return the events
+        of the log.
         """
         name = f"trained-{len(list(self._scratch.glob('*.run')))}"
         captions = self._scratch / f"{name}.jsonl"
@@ -549,7 +561,9 @@ def _prepare_all(
 
 
 def _shard_ends(log: Path) -> list[float]:
-    """Return when each shard of a build ended, in seconds since 1970."""
+    """Return the time at which each shard of a build ended, in seconds since 1970, from
+    the log of the build.
+    """
     events = [json.loads(line) for line in log.read_text().splitlines()]
     return [
         datetime.fromisoformat(event["time"]).timestamp()
@@ -571,10 +585,11 @@ def _rgb(path: Path) -> Any:
 
 
 def _pair_flops(layers: int, caption: str) -> float:
-    """Operations of one pair. The last layer computes keys and values of all tokens,
-    but only one query.
+    """Return the number of floating-point operations that the joint encoder needs for
+    one pair. The last layer computes the keys and values of all tokens, but only one
+    query, because only the first token is used afterwards.
     """
-    # each word of the caption is one token; [CLS] and both [SEP]
+    # A pair has one token per word, [CLS], two [SEP], and the tokens of the image.
     tokens = len(caption.split()) + 3 + _SHAPE[0]
     width = _SHAPE[1]
     layer = tokens * (24 * width**2 + 4 * tokens * width)

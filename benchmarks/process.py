@@ -1,5 +1,5 @@
-"""Calls functions in new processes, so that no measurement depends on what an
-earlier one imported or cached.
+"""Calls functions in new processes, so that no measurement depends on what earlier
+measurements imported or cached.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ def call_in_process(
 
     Args:
         function: module and name, for example "benchmarks.fetch.bench:measure".
-        *arguments: arguments that JSON can express, as it must the result.
+        *arguments: arguments of the function. They and the result must be JSON values.
         timeout: seconds after which the process is killed; None for no limit.
 
     Raises:
-        EdjeError: the function raised an error, the process died, or took too long.
+        EdjeError: the function raised an error, or the process died or took too long.
     """
     paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
     command = [
@@ -73,7 +73,8 @@ def run_command(*arguments: object) -> Report:
 
 if __name__ == "__main__":
     answers = os.fdopen(os.dup(1), "w")
-    # libraries may print to stdout, which must not look like an answer
+    # Libraries may print to standard output, where only the result may appear. Their
+    # output goes to standard error.
     os.dup2(2, 1)
     module, _, name = sys.argv[1].partition(":")
     json.dump(getattr(import_module(module), name)(*json.loads(sys.argv[2])), answers)

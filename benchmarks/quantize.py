@@ -25,12 +25,13 @@ TASKS = ("encode", "decode", "gather")
 
 
 def bench_quantize(*, blocks: int = 512, repeats: int = 7) -> Report:
-    """Measure each codec `repeats` times on `blocks` blocks. The codecs take turns.
+    """Measure each codec `repeats` times on `blocks` blocks, in GB/s of bfloat16
+    tokens. The codecs take turns.
 
     The task `gather` decodes random records of a memory-mapped temporary file.
 
     Returns:
-        The rates of each run by codec and task, and their medians.
+        The rates of all runs, by codec and task, and the median of the runs.
     """
     rng = np.random.default_rng(0)
     tokens = rng.standard_normal((blocks, *BLOCK_SHAPE), dtype=np.float32).astype(BF16)
@@ -55,7 +56,8 @@ def bench_quantize(*, blocks: int = 512, repeats: int = 7) -> Report:
     rates: dict[str, dict[str, list[float]]] = {
         name: {task: [] for task in TASKS} for name in codecs
     }
-    # the first turn compiles the kernels and touches the output
+    # The first turn is not counted, because it compiles the kernels, and because its
+    # first writes to the output array cause page faults.
     for turn in range(repeats + 1):
         for name, steps in codecs.items():
             for task, convert in zip(TASKS, steps, strict=True):

@@ -24,13 +24,13 @@ from storage_formats.format.manifest import Manifest
 from storage_formats.threads import usable_cpus
 
 CAPTION = "a brown dog runs over wet sand towards a red ball near the sea"
-"""13 common words: 16 tokens with [CLS] and both [SEP], 80 with the 64 tokens of an
-image.
+"""Caption of 13 common words, one token each. With [CLS], two [SEP] and the 64 tokens
+of an image, a pair has 80 tokens.
 """
-# pairs per forward pass
+# numbers of pairs per forward pass
 _BATCHES = (1, 32, 64, 128)
 _BLOCK_SHAPE = (64, 384)
-# of MiniLM-L12-H384
+# sizes of the language model MiniLM-L12-H384
 _SIZES = {
     "words": 16000,
     "width": 384,
@@ -38,6 +38,7 @@ _SIZES = {
     "layers": 12,
     "heads": 12,
 }
+# Stages of the report, and the stages of `Hits.stages` whose times they sum.
 _QUERY_STAGES = {
     "text": ("text_tower",),
     "nearest": ("nearest",),
@@ -57,8 +58,9 @@ def bench_rerank(
     dtype: str,
     repeats: int = 5,
 ) -> Report:
-    """Return pairs per second of the joint encoder, with one thread and with one per
-    CPU, and milliseconds of each query stage.
+    """Measure the pairs per second of the joint encoder, with one thread and with one
+    thread per CPU. If `index` is given, also measure the milliseconds of each stage of
+    a query.
 
     The arguments are options of `edje-index bench rerank`.
     """

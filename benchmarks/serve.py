@@ -2,8 +2,8 @@
 
 Searches are sent at the times of a Poisson process, without waiting for earlier
 responses. The latency is measured from the planned time of a search, so that time in
-queues is included. The load grows until the service does not keep up. The knee is the
-highest load that it keeps up with.
+queues is included. The load grows until the service does not keep up with it. The knee
+is the highest load that the service keeps up with.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from storage_formats.format.manifest import Manifest
 
 _ANSWERED = 0.99
 _SLOWDOWN = 5.0
-"""Up to the knee, this share of searches is answered, and p95 is at most this
-multiple of p95 at the lowest load.
+"""The service keeps up with a load if it answers at least the share `_ANSWERED` of the
+searches, and if p95 is at most `_SLOWDOWN` times p95 at the lowest load.
 """
-# searches per second
+# lowest offered load in searches per second
 _LOWEST = 0.5
-# from one offered load to the next
+# ratio of an offered load to the load before it
 _GROWTH = 1.3
-# below the limit of the service
+# number of connections, which is below the limit of the service (512)
 _CONNECTIONS = 400
 _STOP_SECONDS = 60
 
@@ -70,9 +70,9 @@ def bench_serve(
 ) -> Report:
     """Measure every pool, and return the report. Linux only.
 
-    The other arguments are options of `edje-index bench serve`. After the last of
-    `queries`, the first is used again. `say` receives one line of text after each
-    measurement.
+    `queries` are sent in turn, from the first again after the last. `say` receives one
+    line of text after each measurement. The other arguments are options of `edje-index
+    bench serve`.
     """
     options = [] if model is None else ["--model", str(model)]
     command = [sys.executable, "-m", "pipelines.cli", "serve", str(index)]
@@ -160,7 +160,7 @@ async def _send(client: httpx.AsyncClient, body: Report, planned: float) -> Exch
         if answer.status_code == 200:
             timing = answer.json()["timing"]
     except httpx.HTTPError as error:
-        # the report counts it as a search without an answer
+        # The report counts a failed request as a search without an answer.
         status = type(error).__name__
     return Exchange(time.perf_counter() - planned, status, timing)
 
@@ -168,8 +168,8 @@ async def _send(client: httpx.AsyncClient, body: Report, planned: float) -> Exch
 async def open_loop(
     url: str, bodies: Sequence[Report], times: Sequence[float]
 ) -> list[Exchange]:
-    """Send one search at each time in `times`, in seconds from now. Return the
-    exchanges in the order of `times`.
+    """Send one search at each of `times`, which are seconds from the start of this
+    call. Return the exchanges in the order of `times`.
     """
     limits = httpx.Limits(
         max_connections=_CONNECTIONS, max_keepalive_connections=_CONNECTIONS
@@ -188,10 +188,11 @@ async def open_loop(
 
 
 def summary(exchanges: Sequence[Exchange], seconds: float) -> Report:
-    """Return the rate and share of answered requests, quantiles of the latency, and
-    medians of the stages.
+    """Return the rate and share of answered requests, quantiles of the latency, and the
+    median duration of each stage.
 
-    Searches in the same batch have the same stage times.
+    `seconds` is the duration of the measurement. All searches of a batch have the stage
+    times of the batch.
     """
     statuses = [exchange.status for exchange in exchanges]
     timings = [exchange.timing for exchange in exchanges if exchange.timing is not None]
@@ -222,8 +223,8 @@ def summary(exchanges: Sequence[Exchange], seconds: float) -> Report:
 
 
 def keeps_up(load: Report, lowest: Report) -> bool:
-    """Return whether nearly all requests of a load are answered, with a p95 that is not
-    much higher than at the lowest load.
+    """Return True if nearly all requests of `load` are answered, and if its p95 is not
+    much higher than that of the lowest load, see `_SLOWDOWN`.
     """
     return (
         load["p95_ms"] is not None

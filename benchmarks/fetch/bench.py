@@ -1,9 +1,9 @@
 """Measures how fast blocks of a local index are fetched, beside other libraries and the
 disk itself.
 
-Every run is a process of its own, which measures one subject once, cold and then warm.
-The subjects of a workload take turns, so that a change of the disk's speed affects all
-of them, and ratios compare runs of the same turn.
+Every run is a process of its own, which measures one subject once, first with a cold
+page cache and then with a warm one. The subjects of a workload take turns, so that a
+change of the disk's speed affects all of them. Ratios compare runs of the same turn.
 """
 
 from __future__ import annotations
@@ -43,50 +43,60 @@ from storage_formats.reading.memory import aligned_bytes
 from storage_formats.token_store import TokenStore
 
 FIO = "the device"
+# number of candidates in a typical query
 QUERY = 100
-# smaller calls are repeated up to this number of blocks
+# A workload with small calls repeats them until it has fetched about this number of
+# blocks.
 _BLOCKS = 5_000
-# `--quick`: blocks per large fetch, runs, and bytes of the finest precision
+# limits of `--quick`: blocks per large fetch, number of runs, and bytes that the rows
+# take in the largest precision
 _QUICK_POOL = 2_000
 _QUICK_REPEATS = 2
 _QUICK_BYTES = 1 << 30
+# free disk space that must remain beside the copies
 _SPARE_BYTES = 1 << 30
-# of LMDB, in which a long value takes whole pages; other copies are smaller
+# Largest size of a copy, relative to the stored records. It is that of LMDB, which
+# stores a long value in whole pages.
 _COPY_RATIO = 1.4
-# a smaller index may fit in a cache of the host or of the drive
+# The report warns about smaller indexes, which may fit in a cache of the host or of the
+# drive.
 _SMALL_BYTES = 1 << 30
-# of a run with its warm-up and the copy of a peer
+# limit for a run, including its warm-up and the copy for a peer
 _TIMEOUT_SECONDS = 1800.0
-# blocks of the warm-up call: enough to trigger imports and compilation of large calls
+# number of blocks in the warm-up call, which is enough to trigger the imports and the
+# compilation that large calls need
 _WARM_UP = 1024
-# blocks of the last call that are compared with plain reads
+# number of blocks in the last call whose contents are compared with plain file reads
 _CHECKED = 32
 DEPTH = 64
-"""Reads of fio in flight in a large fetch."""
+"""Largest number of reads that fio has in flight."""
 SEQUENTIAL_BYTES = 1 << 20
-"""Length of a contiguous read of fio."""
+"""Number of bytes in a contiguous read of fio."""
 _FIO_OPTIONS = ("--readonly", "--ioengine=io_uring", "--direct=1")
-# a sample of a larger index, because fio opens all files at once
+# Largest number of files that fio reads. Of a larger index, it reads a sample of the
+# files, because it opens all files at once.
 _FIO_FILES = 100
 _PERCENTILES = (50, 95, 99)
 # smallest fraction of the requested bytes that a cold run must read from the disk
 _READ_AT_LEAST = 0.9
-# for the forecast: of a process, and of each gigabyte that it touches
+# assumed duration of a run, for the forecast: a fixed part, and a part per gigabyte
+# that the run reads
 _RUN_SECONDS = 2.0
 _GIGABYTE_SECONDS = 1.0
 
 Run: TypeAlias = Report
-"""One run in one state of the page cache, see `measure`."""
+"""The result of one run in one state of the page cache, as `measure` describes it."""
 
 
 class Workload(NamedTuple):
     """The blocks that a run fetches.
 
     Attributes:
-        rows: the blocks are among the first `rows` rows of the index.
+        rows: blocks are drawn from the first `rows` rows of the index.
         blocks: number of blocks in all calls together. No row is requested twice.
         pool: number of blocks per call.
-        is_contiguous: whether the rows are contiguous. Otherwise they are random.
+        is_contiguous: True if the requested rows are contiguous, False if they are
+            random.
     """
 
     rows: int
@@ -103,7 +113,9 @@ class Workload(NamedTuple):
 
 
 PAPER = Workload(rows=100_000, blocks=50_000, pool=50_000)
-"""The test of the EDJE paper, which also reads contiguous blocks."""
+"""The test of the EDJE paper with random blocks. The paper repeats it with contiguous
+blocks.
+"""
 
 
 class Task(NamedTuple):
@@ -127,15 +139,16 @@ def bench_fetch(
 ) -> Report:
     """Run the benchmark and return the report.
 
-    The other arguments are options of `edje-index bench fetch`. Of stored precisions
-    that are not in `precisions`, only the large fetch is measured. `say` receives one
-    line of text after each run. Copies for peers and finished runs are kept in a
-    directory beside the index until the end, so that the same call continues after an
+    `say` receives one line of text after each run. The other arguments are options of
+    `edje-index bench fetch`. If a stored precision is not in `precisions`, only its
+    large fetch is measured. Copies for peers and finished runs are kept in a directory
+    beside the index until the end, so that the same call continues after an
     interruption.
 
     Raises:
         UsageError: the index or a precision does not exist, the index is too small, or
-            disk space is short. No file has been written then.
+            the disk has too little free space. The error is raised before any file is
+            written.
     """
     if platform.system() != "Linux":
         raise UsageError(
@@ -178,7 +191,7 @@ def bench_fetch(
         for number, (workload, with_peers) in enumerate(workloads(rows, pool, paper))
         if name in compared or not number
         for repeat in range(repeats)
-        # the subjects take turns
+        # The subjects take turns, and each repeat begins with another subject.
         for subject in np.roll(
             [*device, READER, *(peers if with_peers and name in compared else [])],
             -repeat,
@@ -241,7 +254,8 @@ def bench_fetch(
         "quick": quick,
         "paper": paper,
     }
-    # an index with another plan has other blocks
+    # Finished runs of an interrupted benchmark are used only if this key is equal. The
+    # plan is a part of it, because an index with another plan has other blocks.
     log_key = json.dumps([settings, versions, manifest.plan])
     log_path = scratch / "runs.jsonl"
     runs = dict[Task, dict[str, Run]]()
@@ -261,7 +275,7 @@ def bench_fetch(
             continue
         states = _measure_task(index, scratch, task)
         runs[task] = states
-        # a killed process leaves whole lines
+        # The file is closed after each line, so that a killed process loses no run.
         with log_path.open("a") as log:
             log.write(json.dumps([task, states]) + "\n")
         passed = (time.monotonic() - started) / sum(costs[before:number])
@@ -274,7 +288,7 @@ def bench_fetch(
             f" {task.subject}: {text} ({passed * sum(costs[number:]) / 60:.1f} minutes"
             " left)"
         )
-        # the next task has another precision or there is none
+        # After the last task of a precision, its copies are not needed any more.
         if [each.precision for each in tasks[number : number + 1]] != [task.precision]:
             for copy in scratch.glob(f"{task.precision}-*"):
                 shutil.rmtree(copy)
@@ -290,8 +304,8 @@ def bench_fetch(
 
 
 def workloads(rows: int, pool: int, paper: bool = False) -> list[tuple[Workload, bool]]:
-    """Return the workloads for an index of `rows` rows, and whether other libraries
-    take part in each.
+    """Return (workload, with_peers) for each workload on an index of `rows` rows, the
+    large random fetch first. `with_peers` is True if other libraries are measured, too.
     """
     count = max(1, min(pool, rows // 2))
     large = [
@@ -311,8 +325,9 @@ def workloads(rows: int, pool: int, paper: bool = False) -> list[tuple[Workload,
 
 
 def _measure_task(index: Path, scratch: Path, task: Task) -> dict[str, Run]:
-    """Measure one run in a new process, see `measure`. A run that fails is discarded,
-    except one of this project.
+    """Measure one run in a new process, and return the result of `measure`. If a run of
+    another library fails, it is discarded. If a run of this project fails, EdjeError is
+    raised.
     """
     if task.subject == FIO:
         source = StoredRecords(index, task.precision, task.workload.rows)
@@ -334,8 +349,8 @@ def _measure_task(index: Path, scratch: Path, task: Task) -> dict[str, Run]:
 
 
 def command_line(index: str, task: Task) -> str:
-    """Return the command that repeats the run of a library. It writes a copy of the
-    records to the working directory if the library needs one.
+    """Return the command that repeats the run of a library. If the library needs a copy
+    of the records, the command writes the copy to the working directory.
     """
     arguments = json.dumps([index, f"{task.precision}-{task.subject}", *task])
     function = "benchmarks.fetch.bench:measure"
@@ -346,8 +361,8 @@ def run_fio(source: StoredRecords, workload: Workload, seed: int) -> Run:
     """Read as many records as `workload` from the files of the index with the program
     fio, without the page cache.
 
-    A random read takes the whole sectors of one record. Contiguous records are read
-    with 1 MiB per read. As many reads are in flight as a call has blocks, at most 64.
+    A random read takes all sectors of one record. A contiguous read takes 1 MiB. The
+    number of reads in flight is the number of blocks per call, but at most 64.
     """
     files = source.files()
     files = files[:: -(-len(files) // _FIO_FILES)]
@@ -376,7 +391,7 @@ def run_fio(source: StoredRecords, workload: Workload, seed: int) -> Run:
     )
     if done.returncode:
         return {"discarded": f"failed: {(done.stderr or done.stdout).strip()[-500:]}"}
-    # notes may precede the report
+    # fio may print notes before the JSON object.
     (job,) = json.loads(done.stdout[done.stdout.index("{") :])["jobs"]
     read = job["read"]
     blocks = read["total_ios"]
@@ -392,7 +407,7 @@ def run_fio(source: StoredRecords, workload: Workload, seed: int) -> Run:
             (job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1e3
         ),
         "read_bytes": read["io_bytes"],
-        # of single reads
+        # percentiles of single reads, not of calls
         "latency_ms": [
             read["clat_ns"]["percentile"][f"{each:.6f}"] / 1e6 for each in _PERCENTILES
         ],
@@ -410,12 +425,14 @@ def measure(
     """Measure all calls of a subject, first with a cold page cache and then with a
     warm one.
 
-    `copy` is the directory of the copy of the records, which is written first if the
-    subject needs it. `workload_values` are the attributes of a `Workload`.
+    `copy` is the directory for a copy of the records. If the subject needs a copy, the
+    copy is written before the measurement. `workload_values` are the attributes of a
+    `Workload`.
 
     Returns:
-        For the states "cold" and "warm": `discarded`: the reason why the run does not
-        count, or None; otherwise blocks, seconds, processor seconds, bytes read, and
+        For each of the states "cold" and "warm", an object. Its key `discarded` is the
+        reason why the run does not count, or None. If it is None, `blocks`, `seconds`,
+        `cpu_seconds` and `read_bytes` are sums over all calls, and `latency_ms` has
         percentiles of the milliseconds of a call.
 
     Raises:
@@ -426,7 +443,8 @@ def measure(
     folder = Path(copy)
     kind = SUBJECTS[name]
     if kind.copies and not folder.exists():
-        # a directory without this ending is complete
+        # The copy is renamed when it is complete, so that an interruption leaves no
+        # incomplete copy under the final name.
         part = folder.with_name(f"{folder.name}.part")
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
@@ -440,20 +458,22 @@ def measure(
     buffer = aligned_bytes(len(calls[0]) * subject.output_bytes).reshape(
         len(calls[0]), subject.output_bytes
     )
-    # page faults of fresh memory would be measured as reading
+    # Write to the buffer once. Otherwise, the page faults of fresh memory would be
+    # measured as a part of the first fetch.
     buffer.fill(1)
     files = subject.files()
     subject.open()
-    # rows that no timed call requests
+    # The warm-up fetches rows that no timed call requests, if there are any.
     unused = np.setdiff1d(source.row_ids, np.concatenate(calls))
     if not len(unused):
         unused = calls[0]
     warm_up = np.random.default_rng(0).permutation(unused)[:_WARM_UP]
     records = aligned_bytes(len(warm_up) * subject.output_bytes)
     subject.fetch(warm_up, records.reshape(len(warm_up), subject.output_bytes))
-    # shorter calls may take another path
+    # A subject may have other code for short calls. Warm it up, too.
     subject.fetch(warm_up[: len(buffer)], buffer[: len(warm_up)])
-    # pages that the subject of the warm-up mapped could not be evicted
+    # Open the subject again, which closes the files of the warm-up. Pages that are
+    # mapped into memory cannot be evicted.
     subject = kind(source, folder)
     subject.open()
     left = evict(files)
@@ -471,7 +491,8 @@ def measure(
     if sum(path.stat().st_size for path in files) > available_memory():
         return {"cold": cold, "warm": {"discarded": "the files do not fit in memory"}}
     load(files)
-    # a reader may remember for seconds that the files were not in the page cache
+    # Open the subject again, because a reader may remember for some seconds that the
+    # files were not in the page cache.
     subject = kind(source, folder)
     subject.open()
     for ids in calls:
@@ -509,7 +530,7 @@ def _timed(subject: Subject, calls: Sequence[Ints], buffer: Records) -> Run:
 
 
 def draw_calls(workload: Workload, rows: int, seed: int) -> Sequence[Ints]:
-    """Draw the rows of each call. A row is given by its position among all `rows` rows.
+    """Draw the rows of each call. A row is a number from 0 to `rows` - 1.
 
     Equal seeds give equal rows for all subjects. No row is drawn twice, so that a cold
     run does not read rows that earlier calls have cached.
@@ -540,9 +561,10 @@ def summaries(
     """Return one row for each precision, workload, subject and state of the page cache,
     with medians over the valid runs.
 
-    `ratio` is the rate of the reader divided by the rate of the row, as the median over
-    the repeats in which both are valid, or None. Rows without a valid run have no
-    rates. Rates count stored bytes, not decoded bytes.
+    `ratio` is the rate of edje-index divided by the rate of the row, computed in each
+    repeat in which both runs are valid. The median over these repeats is returned, or
+    None if there is no such repeat. Rows without a valid run have no rates. Rates count
+    stored bytes, not decoded bytes.
     """
     groups = dict[tuple[str, Workload, str, str], dict[int, Run]]()
     for task, states in runs.items():

@@ -29,16 +29,18 @@ from storage_formats.threads import default_threads
 from storage_formats.token_store import TokenStore
 
 _TENSORSTORE_REQUESTS = 128
-# Lance rejects larger result arrays of fixed-size binaries
+# largest array of fixed-size binary values that Lance returns
 _ARROW_BYTES = 2**31 - 1
+# number of rows in each batch that is written to Lance
 _LANCE_BATCH = 256
-# rows per selection; the cost of a selection grows faster than its number of rows
+# Number of rows per selection. The cost of a selection grows faster than its number of
+# rows, so that several small selections are faster than one large one.
 _HDF5_SELECTION = 1000
 
 
 class StoredRecords:
-    """The first `rows` records of one precision, read with plain file reads: for
-    copies, and to check results.
+    """Reads the first `rows` records of one precision with plain file reads, to copy
+    them for a peer and to check results.
 
     Record i of a shard starts at byte i x record_bytes (SPEC.md section 6).
     """
@@ -73,8 +75,8 @@ class StoredRecords:
         """Yield the first row id and the records, uint8 [k, record_bytes], of each
         shard.
 
-        Unused row ids get the records of holes. In a concatenation of all records,
-        record i therefore has the row id i.
+        Row ids that the index does not use get the records of holes. If all records are
+        concatenated, record i therefore belongs to row id i.
         """
         for first in range(0, self.rows, self.spec.shard_size):
             shard = first // self.spec.shard_size
@@ -115,7 +117,8 @@ class Subject(ABC):
 
     Attributes:
         package: distribution that must be installed; None for this project.
-        setting: how the library is used, in its fastest known configuration.
+        setting: description of how the library is used, which is its fastest known
+            configuration.
         copies: True if the subject reads a copy of the records, which `prepare` writes
             to `folder`.
     """
@@ -145,14 +148,14 @@ class Subject(ABC):
     def open(self) -> None:
         """Open the files, and prepare everything that the first fetch needs.
 
-        Files and memory maps must be closed with the last reference to the subject, as
-        Python objects usually do.
+        Files and memory maps must be closed when the last reference to the subject is
+        deleted. This is usually the case if they belong to Python objects.
         """
 
     @abstractmethod
     def fetch(self, ids: Ints, out: Records) -> Records:
-        """Fetch the rows `ids`, in this order. Return `out` or a new array, uint8
-        [k, output_bytes].
+        """Fetch the rows `ids`, in the order of `ids`. The result is uint8 [k,
+        output_bytes], either written to `out` and returned, or a new array.
         """
 
     def expected(self, ids: Ints) -> Records:
@@ -212,7 +215,8 @@ class Memmap(Subject):
         )
 
     def fetch(self, ids: Ints, out: Records) -> Records:
-        # mode="raise" would copy twice
+        # With the default mode="raise", NumPy fills a temporary array and copies it to
+        # `out`.
         return np.take(self._mapped, ids, axis=0, out=out, mode="clip")
 
 
@@ -333,7 +337,7 @@ class Lmdb(Subject):
 
     def prepare(self) -> None:
         lmdb: Any = import_module("lmdb")
-        # the map is sparse
+        # A large map costs no disk space, because its file grows only as needed.
         with lmdb.open(str(self.folder), map_size=1 << 42) as environment:
             for first, records in self.source.shards():
                 with environment.begin(write=True) as transaction:
@@ -400,7 +404,9 @@ SUBJECTS: Mapping[str, type[Subject]] = {READER: EdjeReader, **PEERS}
 
 
 def installed_version(name: str) -> str | None:
-    """Return the version of the package of a subject, None if it is not installed."""
+    """Return the version of the package of a subject. Return None if the package is not
+    installed.
+    """
     package = SUBJECTS[name].package
     if package is None:
         return __version__

@@ -19,7 +19,7 @@ from benchmarks.fetch.peers import READER
 from benchmarks.report import Report, machine
 from edje_index.evaluation.report import table
 
-# below this ratio to the reader, a row is called faster
+# A row is called faster if the rate of edje-index is below this multiple of its rate.
 _FASTER = 0.95
 _BAR = 40
 _COLUMNS = (
@@ -128,7 +128,9 @@ def report_lines(report: Report, picture: str | None = None) -> Iterator[str]:
 
 
 def verdict(rows: list[Report]) -> Iterator[str]:
-    """Yield sentences that say what the disk delivers, and which library is faster."""
+    """Yield sentences about the rates of the disk, the pairs per second for which it
+    delivers blocks, and the cases in which a library is faster.
+    """
     large = _large(rows)
     for precision, title in large.items():
         of_table = _select(rows, precision=precision, title=title, cache="cold")
@@ -180,8 +182,9 @@ def bars(rows: list[Report]) -> Iterator[str]:
 
 
 def summary_tables(rows: list[Report]) -> dict[str, list[str]]:
-    """Return tables of rates, by title: cold random fetches at all precisions, and for
-    each precision all workloads that were compared with other libraries.
+    """Return tables of rates, by title. One table shows cold random fetches at all
+    precisions. For each precision that was compared with other libraries, a further
+    table shows all compared workloads.
     """
     versions = {row["subject"]: row["version"] for row in rows}
     large = _large(rows)
@@ -211,8 +214,8 @@ def summary_tables(rows: list[Report]) -> dict[str, list[str]]:
 
 
 def draw(rows: list[Report], path: Path) -> None:
-    """Draw throughput by blocks per call, latency of queries, and ratios to other
-    libraries, as a picture at `path`.
+    """Write a picture to `path` with three diagrams: throughput by blocks per call,
+    latency of queries, and how much faster edje-index is than each library.
     """
     from matplotlib.figure import Figure
 
@@ -278,7 +281,9 @@ def _select(rows: list[Report], **values: object) -> list[Report]:
 
 
 def _large(rows: list[Report]) -> dict[str, str]:
-    """Return the title of the large random workload of each precision."""
+    """Return the title of the large random workload of each precision, which is the
+    first workload in the rows of the precision.
+    """
     titles = dict[str, str]()
     for row in rows:
         titles.setdefault(row["precision"], row["title"])
@@ -295,7 +300,7 @@ def _is_faster(row: Report) -> bool:
 
 
 def _device_cells(row: Report) -> list[str]:
-    # whole sectors
+    # A read of fio takes whole sectors, which can be more than a record.
     size = round(row["record_bytes"] * row["read_per_requested"])
     reads = row["blocks_per_s"]
     if row["workload"]["is_contiguous"]:
@@ -329,6 +334,6 @@ def _cells(row: Report) -> list[str]:
         ratio,
         f"{row['cpu_us_per_block']:.1f}",
         f"{row['read_per_requested']:.3f}",
-        # a single call has one latency
+        # If there was only one call, its percentiles are equal and shown once.
         " / ".join(dict.fromkeys(f"{value:.2f}" for value in row["latency_ms"])),
     ]

@@ -31,8 +31,8 @@ from edje_index.evaluation.report import scatter_plot, table
 from storage_formats.atomic import write_bytes_atomic
 
 Values: TypeAlias = Sequence[float | Estimate | None]
-"""Values by column, without the last columns if they are unknown. None is an
-unknown value.
+"""Measured values of a row, in the order of the columns. None is an unknown value.
+Unknown values at the end can be left out.
 """
 
 
@@ -42,9 +42,11 @@ class Experiment:
 
     Attributes:
         source: table, figure or section of the EDJE paper.
-        rows: published values by row; a value that the paper does not give is NaN.
-        measurements: function and arguments by row: `function(study, *arguments)`
-            measures the row. Other rows show only the published values.
+        rows: published values of each row, by label. NaN stands for a value that the
+            paper does not give.
+        measurements: how a row is measured, by label: a function and its arguments,
+            called as `function(study, *arguments)`. Rows without an entry show only
+            published values.
     """
 
     title: str
@@ -74,9 +76,10 @@ def measured(experiment: Experiment, study: Study) -> Report:
     """Measure all rows of an experiment.
 
     Returns:
-        The table as a JSON object. The key `missing` of a row names data that are
-        missing to measure it. `state` is "complete" if all rows have measured values,
-        "partial" if some have, and "needs data" if none has.
+        The table as a JSON object. If a row cannot be measured because data are
+        missing, the key `missing` of the row names these data. Of the rows that have a
+        measurement, all have values if `state` is "complete", some if it is "partial",
+        and none if it is "needs data".
     """
     rows = []
     has_values = []
@@ -151,7 +154,7 @@ def report_lines(report: Report) -> Iterator[str]:
     )
     yield ""
     yield from (f"- {note}" for note in report["notes"])
-    # the first row that lacks the data
+    # Several rows can lack the same data. Only the first of these rows is named.
     missing: dict[str, str] = {}
     for row in report["rows"]:
         missing.setdefault(row["missing"], row["label"])
@@ -161,8 +164,8 @@ def report_lines(report: Report) -> Iterator[str]:
 
 
 def prior_art_figure(rows: Sequence[Report]) -> str:
-    """Return an SVG image of the recall over the milliseconds of each row. Published
-    values are circles, and measured values are discs.
+    """Return an SVG image that plots the recall of each row against its milliseconds.
+    Published values are circles, and measured values are filled discs.
     """
     x = "64 pairs, ms"
     y = "Flickr T2I"
@@ -197,7 +200,7 @@ _FULL_RECALLS = tuple(
 _POOLS = (5, 10, 20, 50, 100)
 _PRECISIONS = ("bf16", "fp8", "nvfp4", "sign1")
 FIGURE = "prior-art.svg"
-# pairs and images per timed batch, as in the paper
+# number of pairs, or of images, in a timed batch, as in the paper
 _BATCH = 64
 _STAGES = ("text", "nearest", "fetch", "score")
 _COMPRESSED = Variant()
@@ -228,8 +231,8 @@ def _recalls(
     pool: int | None = POOL,
     pools: Sequence[int] = (POOL,),
 ) -> Values:
-    """Return the recalls on Flickr30k after the first training phase. None as
-    `pool` evaluates embeddings alone.
+    """Return the recalls on Flickr30k after the first training phase. If `pool` is
+    None, return the recalls of the embeddings alone, without re-ranking.
     """
     if pool is None:
         results = study.results(study.tower(variant.tower), "flickr", score="embedding")
@@ -239,8 +242,8 @@ def _recalls(
 
 
 def _r1(study: Study, variant: Variant) -> Values:
-    """Return R@1: on Flickr30k after the first training phase, and on COCO after
-    the second phase.
+    """Return R@1 of both directions, first on Flickr30k after the first training phase,
+    then on COCO after the second phase.
     """
     flickr = study.results(study.trained(variant), "flickr")
     coco = study.results(study.trained(variant, "finetune"), "coco")
@@ -257,10 +260,10 @@ def _prior_art(study: Study, variant: Variant) -> Values:
     tokens, width = _block_shape(study, variant)
     scored = _rerank(study, bundle).get("joint_encoder")
     vision = _vision_milliseconds(study, bundle)
-    # no report: commands are only listed
+    # There is no report if commands are only listed.
     if scored is None:
         return recalls
-    # with all threads of the machine that measured
+    # The last rate of this batch size is that of the largest number of threads.
     *_, rate = (
         each
         for name, each in scored["median"].items()
@@ -371,8 +374,8 @@ def _rerank(study: Study, bundle: Path, *options: object) -> Report:
 
 
 def _vision_milliseconds(study: Study, bundle: Path) -> float | None:
-    """Return the milliseconds of vision tower and adapter for 64 images; None if
-    commands are only listed.
+    """Return the milliseconds that the vision tower and the adapter take for 64 images.
+    Return None if commands are only listed.
     """
     report = study.build(bundle, "flickr")[1]
     if not report:

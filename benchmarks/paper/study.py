@@ -47,11 +47,9 @@ LANGUAGES = {
 MAIN_TOWER = "siglip2-l16-384"
 MAIN_LANGUAGE = "minilm-l12"
 OUT = "{out}"
-"""In the arguments of a command, this text is replaced by the folder of the step."""
+"""Placeholder in the arguments of a command for the folder of its step."""
 POOL = 10
-"""Candidates per query in the experiments of the paper. A few experiments use other
-numbers.
-"""
+"""Number of candidates per query in most experiments of the paper."""
 
 
 class MissingDataError(Exception):
@@ -68,8 +66,10 @@ class Variant:
         tower: name of the towers, a key of `TOWERS`.
         tokens: stored tokens per image; ignored by the adapter "local".
         language: name of the language model, a key of `LANGUAGES`.
-        distilled: True to distil from the local model with the same towers.
-        miner: name of the towers that mine hard negatives; None for `tower`.
+        distilled: True if the model is distilled from the local model with the same
+            towers.
+        miner: name of the towers whose embeddings mine hard negatives; None means
+            `tower`.
         settings: additional settings of `edje-index train`, in the form
             GROUP.KEY=VALUE.
     """
@@ -93,9 +93,9 @@ class Study:
 
     A step runs an `edje-index` command in a folder of its own and stores the command's
     report there. Experiments share steps, and an interrupted study continues after the
-    last finished step. The arguments are options of `edje-index bench paper`; `say`
-    receives one line of text per step. A given `model` takes the place of the main
-    towers and of the compressed model with 64 tokens, and nothing is trained.
+    last finished step. If `model` is given, it is used as the main towers and as the
+    compressed model with 64 tokens, and no model is trained. `say` receives one line of
+    text per step. The other arguments are options of `edje-index bench paper`.
     """
 
     data: Path
@@ -107,7 +107,8 @@ class Study:
     _listed: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        # commands are compared with those of earlier runs
+        # Absolute paths, because the arguments of a command identify its step. The same
+        # study in another working directory finds its finished steps.
         for name in ("data", "out", "config", "model"):
             path = getattr(self, name)
             setattr(self, name, path and path.absolute())
@@ -119,14 +120,15 @@ class Study:
 
     def captions(self, part: str) -> tuple[list[Path], Path, str | None]:
         """Return the caption files, the base directory of their images, and the split
-        to read; None for all images.
+        to read. The split is None if all images are read.
 
         Args:
-            part: "pretrain" or "finetune", a training phase, or "flickr" or "coco", the
-                test data of a benchmark.
+            part: a training phase, "pretrain" or "finetune", or the test data of a
+                benchmark, "flickr" or "coco".
 
         Raises:
-            MissingDataError: the files are missing. The methods below raise it, too.
+            MissingDataError: the files are missing. The methods below also raise this
+                error.
         """
         if part == "pretrain":
             folder = self.data / "pretrain"
@@ -160,7 +162,7 @@ class Study:
         )
 
     def tower(self, name: str) -> Path:
-        """Return the path of a bundle; `name` is a key of `TOWERS`."""
+        """Return the path of the bundle with the towers `name`, a key of `TOWERS`."""
         if self.model is not None and name == MAIN_TOWER:
             return self.model
         path = self.data / "towers" / name
@@ -172,15 +174,22 @@ class Study:
         return path
 
     def command(self, name: str, *arguments: object) -> tuple[Path, Report]:
-        """Run `edje-index ARGUMENTS --json`, unless an earlier run had the same
-        arguments.
+        """Run `edje-index ARGUMENTS --json`, or read the stored report if this command
+        has run before.
 
-        The folder of the step begins with `name`, and replaces `OUT` in the arguments.
-        Return this folder, and the report that the command printed; empty if commands
-        are only listed. Raise EdjeError if the command fails.
+        The name of the step's folder begins with `name`. `OUT` in the arguments means
+        this folder.
+
+        Returns:
+            The folder, and the report that the command printed. The report is empty if
+            commands are only listed.
+
+        Raises:
+            EdjeError: the command failed.
         """
         template = [str(argument) for argument in arguments]
-        # the study may be moved
+        # The digest must not depend on the directory of the steps, so that a study can
+        # be moved.
         portable = [
             argument.replace(str(self.folder), "{steps}") for argument in template
         ]
@@ -209,8 +218,8 @@ class Study:
         return folder, report
 
     def trained(self, variant: Variant, phase: str = "pretrain") -> Path:
-        """Return the bundle of a model after the phase "pretrain", or after the
-        phase "finetune", which uses COCO.
+        """Return the bundle of a model after the training phase `phase`, and train it
+        if necessary. The phase "finetune" follows "pretrain" and uses COCO.
         """
         if self.model is not None:
             if variant == Variant():
@@ -241,8 +250,9 @@ class Study:
                     f"cannot read {self.config}: {error}; give a TOML file"
                 ) from error
             chosen = loop if isinstance(loop, dict) else {}
-        # The published run: 45 epochs of the first phase, and 8 workers with 32 pairs
-        # each.
+        # Unless --config sets other values, use those of the published run: 45 epochs
+        # in the first phase and 5 in the second, in batches of 256 pairs (8 workers
+        # with 32 pairs each).
         settings = (
             []
             if {"steps", "epochs"} & chosen.keys()
@@ -262,7 +272,8 @@ class Study:
                 replace(LOCAL, tower=variant.tower, language=variant.language), phase
             )
             settings.append(f"inputs.teacher={teacher}")
-            # other adapters do not store the features that the teacher reads
+            # Training another adapter does not store the features that the teacher
+            # reads, so the index of the teacher is given.
             if variant.adapter != "compressed":
                 settings.append(
                     f"inputs.teacher_features={self.build(teacher, phase)[0]}"
@@ -277,8 +288,11 @@ class Study:
     def build(
         self, bundle: Path, part: str, *, full: bool = False
     ) -> tuple[Path, Report]:
-        """Index the images of a part of the data, of all splits if `full` is True.
-        Return the index and its report.
+        """Index the images of a part of the data, which `captions` describes. If `full`
+        is True, index the images of all splits.
+
+        Returns:
+            The path of the index, and the report of the build.
         """
         files, base, split = self.captions(part)
         split = None if full else split
@@ -313,12 +327,14 @@ class Study:
         full: bool = False,
         score: str = "logit",
     ) -> list[Report]:
-        """Evaluate a bundle on the test images of a benchmark. The images are indexed
-        first.
+        """Index the test images of a benchmark, and evaluate a bundle on them.
 
-        The benchmark is "flickr" or "coco". The other arguments are options of
-        `edje-index eval`. Return the list `results` of the report; empty if commands
-        are only listed.
+        `benchmark` is "flickr" or "coco". The other arguments are options of
+        `edje-index eval`.
+
+        Returns:
+            The list `results` of the report, which is empty if commands are only
+            listed.
         """
         files, images, split = self.captions(benchmark)
         command: list[object] = [
