@@ -277,8 +277,8 @@ class GpuCheck:
                 for kind, captions in (("one caption", [CAPTION]), ("mixed", mixed)):
                     some = captions[:32]
                     expected = reference.score(some, blocks[:32])
-                    # The first calls run kernel by kernel. Later calls replay a recorded
-                    # graph, whose result is checked.
+                    # The first calls run kernel by kernel. Later calls replay a
+                    # recorded graph, whose result is checked.
                     for _ in range(3):
                         found = scorer.score(some, there[:32])
                     worst = float((found - expected).abs().max())
