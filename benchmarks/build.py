@@ -154,9 +154,9 @@ def bare_loop(image_list: str, model: str, device: str) -> Report:
     for start in range(0, len(paths), size):
         started = time.perf_counter()
         part = paths[start : start + size]
-        for place, path in enumerate(part):
+        for position, path in enumerate(part):
             with Image.open(path) as image:
-                encoder.preprocess(image.convert("RGB"), batch[place])
+                encoder.preprocess(image.convert("RGB"), batch[position])
         loaded = time.perf_counter()
         encoder.encode(batch[: len(part)])
         count += len(part)

@@ -158,8 +158,8 @@ def figures(
         for query, positions in zip(collection.queries, answers, strict=True)
     ]
     shared = [
-        len(set(found) & set(best)) / len(best)
-        for found, best in zip(answers, exact, strict=True)
+        len(set(hits_of_query) & set(best)) / len(best)
+        for hits_of_query, best in zip(answers, exact, strict=True)
     ]
     p50, p95 = np.percentile(searched["milliseconds"], [50, 95], axis=1).tolist()
     return {

@@ -275,13 +275,13 @@ class GpuCheck:
                 scorer = self._scorer(layers, dtype, str(self.device))
                 name = f"MiniLM-L{layers} {str(dtype).removeprefix('torch.')}"
                 for kind, captions in (("one caption", [CAPTION]), ("mixed", mixed)):
-                    some = captions[:32]
-                    expected = reference.score(some, blocks[:32])
+                    few = captions[:32]
+                    expected = reference.score(few, blocks[:32])
                     # The first calls run kernel by kernel. Later calls replay a
                     # recorded graph, whose result is checked.
                     for _ in range(3):
-                        found = scorer.score(some, there[:32])
-                    worst = float((found - expected).abs().max())
+                        actual = scorer.score(few, there[:32])
+                    worst = float((actual - expected).abs().max())
                     allowed = 1e-3 if dtype == torch.float32 else 0.05
                     what = f"{name}, {kind}: largest difference of a logit"
                     yield Line("score", what, worst, is_right=worst < allowed)
@@ -303,8 +303,8 @@ class GpuCheck:
             size = pool * store.record_bytes
             fetcher = DeviceFetcher(store, str(self.device))
             expected = store.fetch(rows[:512], as_torch=True)
-            found = fetcher.fetch(rows)[:512].cpu()
-            is_right = torch.equal(found.view(torch.int16), expected.view(torch.int16))
+            actual = fetcher.fetch(rows)[:512].cpu()
+            is_right = torch.equal(actual.view(torch.int16), expected.view(torch.int16))
             rate = self._rate(size, partial(fetcher.fetch, rows))
             what = f"{name}, fetched, stored bytes; the limit is the bus"
             yield Line("pool", what, rate / 1e9, "GB", rate / self._bus, is_right)
@@ -388,8 +388,8 @@ class GpuCheck:
                 bare = self._bare_rate(model, batch, given.image_size)
             yield Line("encode", f"{name}, bare loop", bare, "images")
             eager = encoder.tokens(pixels).cpu()
-            found = torch.from_numpy(encoder.encode(pixels)[0].view(np.int16))
-            is_right = torch.equal(found, eager.view(torch.int16))
+            actual = torch.from_numpy(encoder.encode(pixels)[0].view(np.int16))
+            is_right = torch.equal(actual, eager.view(torch.int16))
             what = f"{name}, tokens with recorded kernels"
             equal = "equal" if is_right else "differ"
             yield Line("encode", what, equal, is_right=is_right)

@@ -205,8 +205,8 @@ def summary_tables(rows: list[Report]) -> dict[str, list[str]]:
         for subject, version in versions.items():
             cells = []
             for values in columns.values():
-                found = _select(rows, subject=subject, **values)
-                cells.append("".join(map(_rate_and_ratio, found)))
+                selected = _select(rows, subject=subject, **values)
+                cells.append("".join(map(_rate_and_ratio, selected)))
             if any(cells):
                 lines.append((f"{subject}, {version}", *cells))
         texts[name] = table(("", *columns), lines)

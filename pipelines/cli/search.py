@@ -196,16 +196,18 @@ def search(
     if min_relevance:
         empty = f"no hit has a relevance of {min_relevance:g}: lower --min-relevance"
     if image is not None and choices:
-        found = [
+        text_hits = [
             hit
             for hit in opened.search_texts(image, choices, k, pool, score=score)
             if hit.relevance >= min_relevance
         ]
         if wants_json():
-            print_json({"query": str(image), "hits": [asdict(hit) for hit in found]})
+            print_json(
+                {"query": str(image), "hits": [asdict(hit) for hit in text_hits]}
+            )
             return
         print_line("relevance  text")
-        for text_hit in found:
+        for text_hit in text_hits:
             print_line(f"{text_hit.relevance:>9.3f}  {text_hit.text}")
         return
     if image is not None:

@@ -153,9 +153,11 @@ class Batcher:
             )
             seconds = time.monotonic() - started
             rate = cost / max(seconds, 1e-6)
-            known = self._tokens_per_second
+            average = self._tokens_per_second
             self._tokens_per_second = (
-                rate if known is None else (1 - _SMOOTHING) * known + _SMOOTHING * rate
+                rate
+                if average is None
+                else (1 - _SMOOTHING) * average + _SMOOTHING * rate
             )
             self._metrics.batches.observe(len(batch))
             self._metrics.tokens.inc(cost)

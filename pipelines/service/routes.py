@@ -799,10 +799,10 @@ async def thumbnail(
     row, headers = await _photo_row(state, request, row_id)
     if row is None:
         return Response(status_code=304, headers=headers)
-    found = await state.in_thread(thumbnail_of, row_id, row, side)
-    if found.jpeg is None:
-        raise HTTPException(404, f"row {row_id} has no thumbnail: {found.problem}")
-    return Response(found.jpeg, media_type="image/jpeg", headers=headers)
+    result = await state.in_thread(thumbnail_of, row_id, row, side)
+    if result.jpeg is None:
+        raise HTTPException(404, f"row {row_id} has no thumbnail: {result.problem}")
+    return Response(result.jpeg, media_type="image/jpeg", headers=headers)
 
 
 @router.get(
