@@ -159,6 +159,8 @@ def edit(
                 parameter="settings",
             )
         values.setdefault(name.strip(), []).append(value)
+    # Each column has one value for all rows: a list if several texts are given, a typed
+    # value for a single text, and None, which removes the value, for an empty text.
     columns = {
         name: [texts if len(texts) > 1 else PlainText(texts[0]) if texts[0] else None]
         for name, texts in values.items()
