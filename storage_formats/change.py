@@ -576,8 +576,8 @@ def collect_garbage(
         with change._running(None):
             current = change.index.manifest
             numbers = earlier_snapshots(layout, current)
-            # `numbers` are those of the earlier snapshots. With the current one, which
-            # is always kept, there are one more.
+            # `keep` also counts the current snapshot, which is always kept and is not
+            # in `numbers`. So there are `len(numbers) + 1` snapshots.
             removed = [] if keep is None else numbers[: max(0, len(numbers) + 1 - keep)]
             sizes = []
             if removed:

@@ -523,9 +523,9 @@ def _pillow_formats() -> dict[str, Any]:
     """
     Image.init()
     # pi-heif, the plugin for HEIC, is optional. Without it, all other formats are read.
-    # pi-heif is used, and not pillow-heif, because its wheels contain only decoders,
-    # which are under the LGPL. The wheels of pillow-heif also contain an encoder under
-    # the GPL.
+    # pi-heif is used instead of pillow-heif: the wheels of pi-heif contain only
+    # decoders, which are under the LGPL. Those of pillow-heif also contain an encoder
+    # under the GPL.
     with contextlib.suppress(ImportError):
         import pi_heif
 

@@ -253,15 +253,15 @@ def _add(
     """Write the weighted sum of consecutive lines of `source` to `totals` [length].
 
     A line has `length` bytes, and the first line begins at `source[start]`. With `taps`
-    = (first, stop), line k has the weight `weights[first + k]`, up to `stop`. `totals`
-    includes `_HALF`, so that `_byte` rounds to the nearest byte.
+    = (first, stop), line k has the weight `weights[first + k]`, for first + k < stop.
+    `totals` includes `_HALF`, so that `_byte` rounds to the nearest byte.
     """
     last = np.uint64(len(source)) - length
     for i in range(length):
         totals[i] = _HALF
     for tap in range(taps[0], taps[1], _FOUR):
-        # A line after the end of `source` has the weight 0. The last line is read
-        # instead, which exists.
+        # A line after the end of `source` has the weight 0. The last line of `source`
+        # is read in its place, so that no read goes past the end.
         line_0 = min(start, last)
         line_1 = min(start + length, last)
         line_2 = min(start + _TWO * length, last)

@@ -31,9 +31,9 @@ from storage_formats.format.shard_table import FileEntry
 from storage_formats.reading.embeddings import IndexedEmbeddings
 
 CANDIDATES_PER_NEIGHBOUR = (2, 8, 32)
-"""If FAISS stores codes, a search takes several candidates per requested row and
-compares their stored embeddings. A build chooses one of these numbers of candidates per
-requested row.
+"""Numbers of candidates per requested row, of which a build chooses one. If FAISS
+stores codes, a search takes this many candidates, and then compares their stored
+embeddings with the query.
 """
 _FILTERED_CANDIDATES = 8
 """Minimum number of candidates per requested row in a search with a filter. The nearest

@@ -154,8 +154,9 @@ def text_rows(captions: Sequence[TokenIds], tokenizer: JointTokenizer) -> JointI
     """Return the input rows ``[CLS] caption [SEP]``, one per caption, without image
     tokens.
     """
-    # These rows end with a second [SEP], the only token of type 1. The second [SEP] is
-    # replaced by padding. Then the last column contains only padding, and is removed.
+    # `inputs_of_ids` ends each row with a second [SEP], the only token of type 1. It is
+    # replaced by padding here. Then the last column contains only padding, and is
+    # removed.
     rows = tokenizer.inputs_of_ids(captions, 0)
     is_text = (rows.attention_mask - rows.token_type_ids)[:, :-1]
     ids = torch.where(

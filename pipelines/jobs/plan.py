@@ -219,8 +219,9 @@ def default_shard_size(rows: int, row_bytes: int) -> int:
     """Return the number of rows per shard for a new index of `rows` rows.
 
     Larger shards make fewer files. But if a worker dies, its whole shard is encoded
-    again. Shards therefore have more than `SHARD_SIZE` rows only if the index then has
-    at least 1,000 shards. The metadata of a shard is limited to `MAX_SHARD_BYTES`.
+    again. Shards have more than `SHARD_SIZE` rows only if the index then has at least
+    1,000 shards, so that one shard is at most a thousandth of the work. The metadata of
+    a shard is limited to `MAX_SHARD_BYTES`.
 
     Args:
         row_bytes: length of the longest metadata of a row, in bytes.

@@ -258,7 +258,8 @@ def roll_back(
         UsageError: there is no index at `index`, or `snapshot` does not exist or is the
             current snapshot.
     """
-    # Imported here, because the import would add a tenth to the time of a deletion.
+    # Imported here, because `delete` also imports this module, and this import would
+    # make a deletion take a tenth longer.
     from storage_formats.verify import check_files
 
     with begin(index, "rollback") as change:
@@ -487,7 +488,8 @@ def edited_values(
 
 
 def _line(row_id: int, column: str, value: Value | None) -> Json:
-    # Cut {"": and } off the JSON object, so that its only value is left.
+    # `metadata_text` takes only JSON objects. So the value is put into an object, and
+    # `{"":` and `}` are cut off the text.
     text = None if value is None else metadata_text({"": value})[4:-1]
     return {"row_id": row_id, "column": column, "value": text}
 

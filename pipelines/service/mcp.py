@@ -90,7 +90,9 @@ def mcp_server(index: TokenIndex) -> MCPServer[Any]:
             }
 
     def show_thumbnail(row_id: int, side: int = 256) -> Image:
-        """Return the photo of a row as a JPEG whose longer side has `side` pixels."""
+        """Return the photo of a row as a JPEG whose longer side has `side` pixels, at
+        least 16 and at most 1,024.
+        """
         with opened() as current:
             side = min(max(side, 16), 1024)
             thumbnail = read_thumbnails(current.committed, [row_id], side)[0]

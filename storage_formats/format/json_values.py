@@ -51,7 +51,8 @@ def read_json(kind: Any, value: Any, name: str = "it") -> Any:
         raise TypeError(f"{name} must be of type {plain.__name__}, got {shown(value)}")
     if plain is list:
         return [read_json(get_args(kind)[0], each, name) for each in value]
-    # Check the values of a `dict` with type arguments, whose second one is their type.
+    # A `dict` with type arguments is `dict[str, V]`: each value must be of type V. The
+    # values of a plain `dict` are not checked.
     for each in value.values() if get_args(kind) else ():
         read_json(get_args(kind)[1], each, name)
     return value

@@ -39,7 +39,8 @@ class Batch:
         return len(self.shards)
 
     def __getitem__(self, selection: Part | NDArray[np.bool_]) -> Batch:
-        # the same object has `shard_spans` cached already
+        # If everything is selected, this object is returned, because it may have cached
+        # its `shard_spans`.
         if isinstance(selection, slice) and selection == slice(0, len(self)):
             return self
         return Batch(

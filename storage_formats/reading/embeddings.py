@@ -30,7 +30,7 @@ from storage_formats.format.tombstones import RowIds, check_row_ids, check_rows_
 from storage_formats.reading.batch import PIECE_RECORDS, Batch
 from storage_formats.reading.files import ShardFile, ShardFiles, read_ranges
 
-# A read of less than this part of the rows of a file (1/16) is small.
+# A read of less than 1 / `_SPARSE` of the rows of a file is small.
 _SPARSE = 16
 # If the embeddings of an index exceed this size, small reads skip the check of the
 # whole file, which would slow them down.
@@ -39,8 +39,9 @@ _COMPARED_BYTES = 1 << 30
 _KEPT_COMPARISONS = 100_000
 
 _compared: set[tuple[object, ...]] = set()
-"""File entries of the shard table with which this process has compared a file, each
-with the identity of the file: device, inode, size and modification time.
+"""Files whose content this process has compared with their checksums, so that it
+need not do so again. Each item consists of the file entry in the shard table and the
+identity of the file (device, inode, size and modification time).
 """
 
 
