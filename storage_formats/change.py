@@ -286,16 +286,15 @@ class Change:
             if earlier is not None:
                 self._remove_files()
             self._journal.write(layout)
-        may_have_data = True
+        had_nothing_to_do = False
         try:
             yield
             if self._is_committed():
                 remove_build(layout)
             else:
-                # The block ended without an error and without a commit, because the job
-                # had nothing to do. It has therefore written no data files. Only an
-                # abandoned job may have written some.
-                may_have_data = self._is_abandoned
+                # The block ended without an error and without a commit. Unless the job
+                # was abandoned, it had nothing to do, and has written no data files.
+                had_nothing_to_do = not self._is_abandoned
         except (OSError, EdjeError) as error:
             if not self._is_committed():
                 raise
@@ -309,11 +308,12 @@ class Change:
             with contextlib.suppress(OSError, EdjeError):
                 if not self._is_committed():
                     if _has_work(layout, self._journal) and not self._is_abandoned:
+                        # The finished shards stay for the run that resumes the job.
                         shutil.rmtree(layout.staging, ignore_errors=True)
-                    elif may_have_data:
-                        self._remove_files()
-                    else:
+                    elif had_nothing_to_do:
                         remove_build(layout)
+                    else:
+                        self._remove_files()
 
 
 class IndexChange(Change):
@@ -400,8 +400,9 @@ class IndexChange(Change):
             # precision are not checked yet.
             layout.verified.unlink(missing_ok=True)
         manifest.write(layout)
-        # Arrays shrink after the commit, because a reader of the old manifest may still
-        # read rows that the new manifest does not have.
+        # This call writes a shape only if it still differs, which is so for arrays that
+        # shrink. They shrink after the commit, because a reader of the old manifest may
+        # still read rows that the new manifest does not have.
         write_array_shapes(layout, after)
         drops_snapshots = (manifest.snapshot.oldest or 0) > (
             current.snapshot.oldest or 0

@@ -210,9 +210,9 @@ class AnnIndex:
     ) -> int | None:
         """Return the number of inverted lists that a filtered search reads.
 
-        The number is large enough that the lists nearest to each query contain twice as
-        many passing rows as an unfiltered search reads rows, and at least `least`
-        passing rows. None if no list contains a passing row.
+        If an unfiltered search reads n rows, a filtered search reads lists until they
+        contain 2 n passing rows, and at least `least` passing rows. The query that
+        needs the most lists decides. None if no list contains a passing row.
         """
         # consecutive searches often have the same filter, so its counts are kept
         of_filter, counts = self._counted
@@ -229,6 +229,7 @@ class AnnIndex:
             share = (self._probes or part.nprobe) / len(in_lists)
             needed = max(least, 2 * share * part.ntotal)
             passed = np.cumsum(in_lists[nearest_lists], axis=1)
+            # the lists of a query with too few passing rows so far, and one more
             enough = int((passed < needed).sum(axis=1).max()) + 1
             probes = max(probes, min(enough, len(in_lists)))
         return probes or None

@@ -206,7 +206,12 @@ class Edit:
             return before
         moves_rows = self.spec.used_segments != before.spec.used_segments
         edits_rows = bool(len(self.edits) or self.restored)
-        is_new = moves_rows or edits_rows or len(self.deleted) or self.earlier
+        deletes_rows = bool(len(self.deleted))
+        adds_snapshot = moves_rows or edits_rows or deletes_rows or bool(self.earlier)
+        keeps_shape = self.spec == before.spec and self.settings is None
+        if keeps_shape and not adds_snapshot and not self.ann:
+            # The edit changes nothing.
+            return before
         if self.earlier is None:
             ann = before.ann
             if moves_rows and before.ann_files:
@@ -220,13 +225,10 @@ class Edit:
                 from pipelines.jobs.ann import rebuilt_ann
 
                 ann = rebuilt_ann(change.index, self.ann, on_event)
-            elif not is_new and (self.spec, self.settings) == (before.spec, None):
-                # The edit changes nothing.
-                return before
             manifest = edited(change.index, self, receipts, ann)
         else:
             manifest = self.earlier
-        if is_new:
+        if adds_snapshot:
             manifest = change.new_snapshot(manifest, self.details)
         change.commit(manifest)
         return manifest
@@ -482,21 +484,22 @@ def edited(
         goes = np.isin(deleted.row_ids // spec.shard_size, left_out)
         tombstones = Tombstones(deleted.row_ids[~goes]).with_rows(list(edit.deleted))
         snapshot = with_tombstones(layout, spec, snapshot, tombstones)
-    # Usually, the files in `kept` stay, and the lines of this change are written to an
-    # additional file. If lines are removed, one new file with all remaining lines
+    # Usually, the files of earlier edits stay, and the lines of this change are written
+    # to an additional file. If lines are removed, one new file with all remaining lines
     # replaces all files.
-    kept = before.edits
-    earlier = Edits(spec.shard_size)
+    kept_files = before.edits
+    rewritten = Edits(spec.shard_size)
     lines = edit.edits
     if left_out or edit.restored:
-        kept = ()
-        earlier = index.edits
+        kept_files = ()
+        rewritten = index.edits
     first_row = next_first_row(before, spec.shard_size)
     if edit.moved is not None:
+        # Rows that move leave their shards, so `rewritten` has all earlier edits.
         new_ids = functools.partial(renumbered, edit.moved, first_row)
-        lines = pa.concat_tables([lines, earlier.moved(new_ids)])
-    changed = earlier.changed(lines, edit.restored, left_out)
-    edits = changed.write(layout, spec, kept)
+        lines = pa.concat_tables([lines, rewritten.moved(new_ids)])
+    changed = rewritten.changed(lines, edit.restored, left_out)
+    edits = changed.write(layout, spec, kept_files)
     row_maps = before.row_maps
     if edit.moved is not None:
         new_rows = np.arange(first_row, first_row + len(edit.moved))
@@ -596,17 +599,18 @@ def run_shards(
             finish(receipt, {})
             work.check(receipts)
         missing = [shard for shard in shards if shard not in earlier]
-        finished = work.engine(
-            work.make_worker,
-            (work.make_task(shard, work.fingerprint) for shard in missing),
-            on_progress=lambda report: on_event(meter.update(report)),
-            on_event=on_event,
-            should_stop=should_stop,
-        )
-        with contextlib.closing(finished):
-            for receipt in finished if missing else ():
-                on_event(finish(receipt, receipt.seconds))
-                work.check(receipts)
+        if missing:
+            finished = work.engine(
+                work.make_worker,
+                (work.make_task(shard, work.fingerprint) for shard in missing),
+                on_progress=lambda report: on_event(meter.update(report)),
+                on_event=on_event,
+                should_stop=should_stop,
+            )
+            with contextlib.closing(finished):
+                for receipt in finished:
+                    on_event(finish(receipt, receipt.seconds))
+                    work.check(receipts)
         # Also stop if all shards are finished but a stop was requested: the commit may
         # take long. The handler below adds the counts of rows and shards to the text.
         if len(receipts) < len(shards) or should_stop():

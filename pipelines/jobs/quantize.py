@@ -113,6 +113,7 @@ def quantize_index(
         edit = conversion(change.index, to, drop, source, workers, address)
         manifest = apply(change, edit, on_event, should_stop).manifest
     after = manifest.spec.precisions
+    # All precisions of one conversion are converted from the same precision.
     read = next((chain[-1] for chain in edit.encoded_from.values()), None)
     return QuantizeResult(
         source=read,
@@ -225,9 +226,9 @@ def _refuse_other_files(
     """
     for snapshot in kept_snapshots(index):
         for name in {*names} & {*snapshot.spec.precisions}:
-            # The recorded chain may differ from the origin of some shards, for example
-            # of appended ones. With the chain ("bf16",) this does not matter: every
-            # shard then has the tokens that the bf16 tokens of the model convert to.
+            # The tokens are surely the same only if both the new chain and the chain
+            # that the snapshot records are ("bf16",). Other recorded chains may differ
+            # from the origin of some shards, for example of appended ones.
             if chain != ("bf16",) or snapshot.encoded_from.get(name, ()) != chain:
                 raise UsageError(
                     f"snapshot {snapshot.snapshot.number} of {index.root} may have"

@@ -122,12 +122,14 @@ class _Reader:
     def read(self) -> None:
         length = min(PIECE_RECORDS, max(1, _PIECE_BYTES // self._size))
         for number, piece in enumerate(self._destination.batch.pieces(length)):
-            # The queue is filled again before records are processed, so that the disk
-            # never waits for the processor.
+            # `_wait` only notes which requests have completed. Their records are
+            # processed in the next round, after `_launch` has filled the queue again,
+            # so that the disk never waits for the processor.
             while self._is_full():
                 self._process()
                 self._wait()
             self._launch(number, piece)
+        # If the last flight has been processed, `_wait` returns at once.
         while self._flights:
             self._process()
             self._wait()

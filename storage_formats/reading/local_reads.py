@@ -101,6 +101,7 @@ class LocalReads:
         """Read the records of `destination.batch`. After this method returns or raises
         an exception, no thread and no request writes to the destination.
         """
+        # Complete what an interrupted read of this thread has left to do.
         settle(unsettled())
         for engine, batch in self.split(destination.batch):
             part = replace(destination, batch=batch)
@@ -149,6 +150,8 @@ class LocalReads:
         for piece in destination.batch.pieces(4 * PIECE_RECORDS):
             batch = destination.batch[piece]
             files = self._files.acquire_for(batch, size)
+            # Without gaps between the records, the buffer has the records of the batch
+            # in the same order.
             ranges, _ = batch.ranges(size)
             buffer = self._buffers.borrow(len(batch) * size)
             memory = buffer.data
@@ -165,6 +168,8 @@ class LocalReads:
                     destination.take(buffer, offsets, records)
             finally:
                 self._files.release(files)
+            # After an exception, a thread may still use the buffer, so that no other
+            # read gets it.
             self._buffers.give_back(buffer)
 
     def split(self, batch: Batch) -> list[tuple[str, Batch]]:

@@ -59,8 +59,10 @@ def choose_offset(
     index: CommittedIndex, source: str, names: Sequence[str]
 ) -> tuple[Offset | None, OffsetBlock | None]:
     """Return the offset block to encode the precisions `names` with, and its
-    description in the manifest after the conversion. Both are None if the index gets no
-    offset block.
+    description in the manifest after the conversion.
+
+    The offset block is None if no mean of the tokens can be computed. The description
+    is None if none of the precisions of the index then uses an offset block.
 
     All snapshots of an index share one offset block. If no kept snapshot has an offset
     block, it is computed from a sample of rows that are not deleted. If a kept snapshot

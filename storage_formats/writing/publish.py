@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import repeat
 
 from storage_formats.atomic import Json
 from storage_formats.errors import CorruptIndexError
@@ -121,10 +122,10 @@ def write_tables(
     if before is not None:
         manifest = before.manifest
         old = manifest.spec
-        # If an earlier version of the package wrote a segment without a filter table,
-        # the segment gets none here either, because all its rows would be read for it.
-        filters = dict.fromkeys(old.used_segments)
-        filters.update(zip(old.used_segments, manifest.filter_tables, strict=False))
+        # An earlier version of the package wrote indexes without filter tables. Their
+        # segments get None: to write a filter table, all rows would have to be read.
+        stored_filters = manifest.filter_tables or repeat(None)
+        filters = dict(zip(old.used_segments, stored_filters, strict=False))
         if spec.precisions == old.precisions:
             tables = dict(zip(old.used_segments, manifest.shard_tables, strict=True))
         needed = {
