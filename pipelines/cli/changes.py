@@ -315,7 +315,8 @@ def copy(
       edje-index copy hf://me/model model
 
     Options:
-        --replace: Before the copy, remove the index at the URL OUT.
+        --replace: Replace any index at the URL OUT, and remove the files of the old
+            index that the new one does not need.
         --rows: Copy only this row; repeatable.
     """
     from edje_index.bundles.info import INFO_FILE

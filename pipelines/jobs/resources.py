@@ -188,9 +188,9 @@ def check_extension_memory(manifest: Manifest, rows: int) -> None:
     width = manifest.spec.embed_dim
     need = 0
     if ann.get("files"):
-        # One FAISS file is loaded for its centroids. The length of the first file is
-        # an upper bound.
-        loaded = int(ann["files"][0]["bytes"])
+        # All FAISS files have the same centroids, and the smallest file is loaded for
+        # them.
+        loaded = min(int(file["bytes"]) for file in ann["files"])
         factory = ann.get("factory")
         kind = AnnKind.parse(factory, width) if factory else AnnKind.choose(rows, width)
         need = max(loaded, kind.build_bytes(rows, width))

@@ -529,9 +529,9 @@ async def search(state: State, body: SearchRequest) -> Json:
             replace(hit, columns=columns)
             for hit, (_, columns) in zip(hits, described, strict=True)
         ]
-    # Ranks also count the hits that `min_relevance` leaves out.
+    # Ranks also count the hits that `skip` and `min_relevance` leave out.
     best = [
-        {**vars(hit), "rank": rank, "embedding_rank": embedding_rank}
+        {**vars(hit), "rank": body.skip + rank, "embedding_rank": embedding_rank}
         for hit, rank, embedding_rank in rank_hits(hits)
         if (hit.relevance or 0.0) >= body.min_relevance
     ]

@@ -75,6 +75,7 @@ def test_search_by_image_and_by_row(client, library, index, http):
     assert [hit["row_id"] for hit in answer["hits"]] == [
         hit.row_id for hit in library.search_image(7, 5)
     ][2:]
+    assert [hit["rank"] for hit in answer["hits"]] == [3, 4, 5]
     both = library.search("a dog", 4, image=7)
     expected = (
         library.model.text.encode(["a dog"])[0]
