@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from storage_formats.arguments import as_text, repr_of
 from storage_formats.arrays import as_finite
-from storage_formats.codecs import Blocks, Codec, Records, fill_record, finest
+from storage_formats.codecs import BF16, Blocks, Codec, Records, fill_record, finest
 from storage_formats.codecs.base import check_out
 from storage_formats.errors import CorruptIndexError, UsageError
 from storage_formats.extras import name_missing_extra
@@ -35,7 +35,7 @@ from storage_formats.reading.checksums import BlockChecksums
 from storage_formats.reading.destination import Destination
 from storage_formats.reading.files import TokenFiles
 from storage_formats.reading.local_reads import LocalReads
-from storage_formats.reading.memory import BufferPool, aligned_blocks, aligned_bytes
+from storage_formats.reading.memory import BufferPool
 from storage_formats.reading.object_reads import OBJECT_STORE, ObjectReads
 from storage_formats.remote.urls import IndexLocation
 from storage_formats.threads import ordered_map
@@ -44,6 +44,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = ["RowIds", "TokenStore"]
+
+_results = BufferPool()
+"""Memory of the arrays that fetches return."""
 
 
 class TokenStore:
@@ -312,7 +315,7 @@ class TokenStore:
         view = self._view
         ids = view.checked(row_ids)
         shape = (len(ids), view.codec.record_bytes)
-        out = aligned_bytes(shape[0] * shape[1]).reshape(shape) if out is None else out
+        out = _results.lend(shape[0] * shape[1]).reshape(shape) if out is None else out
         check_out(out, shape, np.dtype(np.uint8))
         if len(ids):
             view.read(ids, out, hole=fill_record(view.codec)[0])
@@ -351,14 +354,19 @@ class TokenStore:
         pass to `fetch` as `out`.
 
         The array starts at a page boundary, so that `fetch` can read `bf16` blocks
-        directly into the array.
+        directly into the array. Arrays of up to 64 MiB take the memory of earlier ones
+        that no longer exist, because new memory costs page faults. At most 128 MiB stay
+        allocated for this.
 
         Examples:
             >>> from storage_formats import TokenStore
             >>> TokenStore.open("photos.edje").empty(100).shape
             (100, 4, 16)
         """
-        return aligned_blocks(count, self.block_shape)
+        m, d = self.block_shape
+        memory = _results.lend(count * m * d * BF16.itemsize)
+        blocks: Blocks = memory.view(BF16).reshape(count, m, d)
+        return blocks
 
     def iter_fetch(self, batches: Iterable[RowIds], ahead: int = 1) -> Iterator[Blocks]:
         """Yield the blocks of each batch of row ids, while a background thread reads
@@ -502,7 +510,8 @@ class _View:
         """
         spec = self.index.manifest.spec
         order = np.argsort(ids, kind="stable")
-        # row ids outside all segments are unused, and no file has them
+        # No file has the row ids outside all segments. An index without `segments` has
+        # one segment with all row ids.
         if spec.segments:
             used = rows_in_use(ids[order], spec)
             unused = order[~used]

@@ -7,7 +7,6 @@ computes the final scores, and sorts.
 from __future__ import annotations
 
 import contextlib
-import math
 import threading
 import warnings
 from collections.abc import Mapping, Sequence
@@ -58,7 +57,6 @@ from storage_formats.format.manifest import CommittedIndex, Manifest
 from storage_formats.format.remote import open_index
 from storage_formats.format.tombstones import RowIds
 from storage_formats.reading.embeddings import read_embeddings
-from storage_formats.reading.memory import BufferPool, Bytes
 from storage_formats.remote.urls import IndexLocation
 from storage_formats.token_store import TokenStore
 
@@ -136,7 +134,6 @@ class TokenIndex:
         self._columns = columns
         self._refreshing = threading.Lock()
         self._fetching = threading.Lock()
-        self._buffers = BufferPool()
         self._open(index, precision)
 
     def _open(self, index: CommittedIndex, precision: str | None) -> None:
@@ -407,39 +404,30 @@ class TokenIndex:
         queries_at_once = max(
             1, _PAIRS_AT_ONCE // max(1, *(len(rows) for rows, _ in nearest))
         )
-        block_bytes = math.prod(self.store.block_shape) * BF16.itemsize
-        if self.model.joint.device.type != "cpu":
-            # Blocks are decoded in the memory of the GPU, and need no buffer here.
-            block_bytes = 0
         for start in range(0, len(texts), queries_at_once):
             part = slice(start, start + queries_at_once)
             candidates = nearest[part]
             images = None
-            buffer = None
             if reads_tokens(final.parts):
-                pairs = len(_all_rows(candidates))
-                buffer = self._buffers.borrow(pairs * block_bytes)
-                candidates, tokens = self._fetch(candidates, buffer, stages)
+                candidates, tokens = self._fetch(candidates, stages)
                 images = self._images(candidates, tokens)
             scored += self.score_candidates(
                 texts[part], candidates, images, weights, k=k, stages=stages
             )
-            if buffer is not None:
-                self._buffers.give_back(buffer)
         hits = self._hits(scored, k, stages, weights)
         if min_relevance:
             hits = [each.at_least(min_relevance) for each in hits]
         return hits[0] if isinstance(text, str) else hits
 
     def _fetch(
-        self, candidates: list[Candidates], buffer: Bytes, stages: Stages
+        self, candidates: list[Candidates], stages: Stages
     ) -> tuple[list[Candidates], Tensor]:
         """Return the candidates and their tokens, see `_tokens`. A candidate whose
         tokens are damaged is left out, and a warning names it.
         """
         try:
             with stages.timed("fetch"):
-                return candidates, self._tokens(_all_rows(candidates), buffer)
+                return candidates, self._tokens(_all_rows(candidates))
         except CorruptIndexError as error:
             damaged = error.row_ids
             if not damaged:
@@ -453,11 +441,11 @@ class TokenIndex:
         for its_rows, similarities in candidates:
             is_sound = ~np.isin(its_rows, damaged)
             kept.append((its_rows[is_sound], similarities[is_sound]))
-        return self._fetch(kept, buffer, stages)
+        return self._fetch(kept, stages)
 
-    def _tokens(self, rows: Ints, buffer: Bytes | None = None) -> Tensor:
+    def _tokens(self, rows: Ints) -> Tensor:
         """Return the tokens of `rows`, bfloat16 [k, m, d], on the device of the joint
-        encoder. On a CPU, the result uses the memory of `buffer`, if it is given.
+        encoder.
         """
         device = self.model.joint.device
         if device.type != "cpu":
@@ -468,11 +456,7 @@ class TokenIndex:
                     fetcher = DeviceFetcher(self.store, str(device))
                     self._fetchers[self.precision] = fetcher
                 return self._fetchers[self.precision].fetch(rows)
-        if buffer is None:
-            return as_tensor(self.store.fetch(rows))
-        shape = (len(rows), *self.store.block_shape)
-        destination = buffer[: math.prod(shape) * BF16.itemsize].view(BF16)
-        return as_tensor(self.store.fetch(rows, destination.reshape(shape)))
+        return as_tensor(self.store.fetch(rows))
 
     def _images(self, candidates: Sequence[Candidates], tokens: Tensor) -> Images:
         """Return the images of all candidates, whose stored tokens are `tokens`."""

@@ -1,22 +1,22 @@
 """Allocation of memory for blocks.
 
-The memory is page-aligned, because direct I/O requires aligned memory. Large
-allocations use huge pages, which cause only one page fault per 2 MiB.
+The memory is page-aligned, because direct I/O requires aligned memory. New memory costs
+page faults. So small arrays take the memory of earlier ones, and large arrays use huge
+pages, which cause only one page fault per 2 MiB. Small arrays do not use huge pages: if
+the page cache fills the memory, the kernel takes milliseconds to find one.
 """
 
 from __future__ import annotations
 
 import contextlib
 import mmap
-import threading
 from types import SimpleNamespace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from storage_formats.codecs import BF16, Blocks
-
-_HUGE_PAGES_FROM = 2 << 20
+# The memory of arrays up to this size is used again. Larger arrays get huge pages.
+_LARGEST_LENT = 64 << 20
 _SMALLEST_BUFFER = 64 << 10
 _KEPT_BYTES = 128 << 20
 
@@ -27,19 +27,12 @@ def aligned_bytes(size: int) -> Bytes:
     """Allocate an array that starts at a page boundary, uint8 [size]."""
     mapped = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     # only Linux has this advice
-    if size >= _HUGE_PAGES_FROM and hasattr(mmap, "MADV_HUGEPAGE"):
+    if size > _LARGEST_LENT and hasattr(mmap, "MADV_HUGEPAGE"):
         # the kernel may have been built without huge pages
         with contextlib.suppress(OSError):
             mapped.madvise(mmap.MADV_HUGEPAGE)
     memory: Bytes = np.frombuffer(mapped, dtype=np.uint8, count=size)
     return memory
-
-
-def aligned_blocks(count: int, block_shape: tuple[int, int]) -> Blocks:
-    """Allocate an array that starts at a page boundary, bfloat16 [count, m, d]."""
-    size = count * block_shape[0] * block_shape[1] * BF16.itemsize
-    blocks: Blocks = aligned_bytes(size).view(BF16).reshape(count, *block_shape)
-    return blocks
 
 
 def memory_at(address: int, size: int) -> Bytes:
@@ -58,34 +51,53 @@ def memory_at(address: int, size: int) -> Bytes:
 
 class BufferPool:
     """A pool of buffers that are used again, because new memory costs page faults.
-    Thread-safe.
+
+    Thread-safe without a lock, because methods of lists are atomic. So a destructor can
+    give a buffer back at any time, also in the middle of a call of the same thread.
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
         self._free: dict[int, list[Bytes]] = {}
-        self._kept_bytes = 0
 
     def borrow(self, size: int) -> Bytes:
         """Return a page-aligned buffer of at least `size` bytes. The contents are
         arbitrary.
         """
         size = max(_SMALLEST_BUFFER, 1 << (size - 1).bit_length())
-        with self._lock:
-            if self._free.get(size):
-                self._kept_bytes -= size
-                return self._free[size].pop()
-        return aligned_bytes(size)
+        try:
+            return self._free[size].pop()
+        except (KeyError, IndexError):
+            return aligned_bytes(size)
 
     def give_back(self, buffer: Bytes) -> None:
         """Return a buffer to the pool. The pool keeps at most 128 MiB."""
-        with self._lock:
-            if self._kept_bytes + len(buffer) <= _KEPT_BYTES:
-                self._kept_bytes += len(buffer)
-                self._free.setdefault(len(buffer), []).append(buffer)
+        kept = sum(size * len(buffers) for size, buffers in [*self._free.items()])
+        if kept + len(buffer) <= _KEPT_BYTES:
+            self._free.setdefault(len(buffer), []).append(buffer)
+
+    def lend(self, size: int) -> Bytes:
+        """Return an array with arbitrary contents, uint8 [size]. Its memory returns to
+        the pool when neither the array nor a view of it exists any more.
+        """
+        if size > _LARGEST_LENT:
+            return aligned_bytes(size)
+        memory: Bytes = np.asarray(_Lent(self, self.borrow(size), size))
+        return memory
 
     def close(self) -> None:
         """Free the idle buffers."""
-        with self._lock:
-            self._free.clear()
-            self._kept_bytes = 0
+        self._free.clear()
+
+
+class _Lent:
+    """The owner of the memory of an array that `BufferPool.lend` returned. Each view of
+    the array refers to this object.
+    """
+
+    def __init__(self, pool: BufferPool, buffer: Bytes, size: int) -> None:
+        self._pool = pool
+        self._buffer = buffer
+        self.__array_interface__ = buffer[:size].__array_interface__
+
+    def __del__(self) -> None:
+        self._pool.give_back(self._buffer)

@@ -1,0 +1,63 @@
+"""Arrays that fetches return take the memory of earlier ones that no longer exist."""
+
+from __future__ import annotations
+
+import gc
+
+import numpy as np
+import pytest
+
+from storage_formats.reading.memory import _KEPT_BYTES, _LARGEST_LENT, BufferPool
+
+SIZE = 3 << 20
+
+
+def address(array: np.ndarray) -> int:
+    return array.ctypes.data
+
+
+@pytest.mark.parametrize("derive", ["itself", "view", "tensor"])
+def test_memory_is_lent_again_only_after_its_last_view(derive):
+    torch = pytest.importorskip("torch")
+    pool = BufferPool()
+    views = {
+        "itself": lambda array: array,
+        "view": lambda array: array[8:].view(np.int16).reshape(-1, 2)[::3],
+        "tensor": lambda array: torch.from_numpy(array.view(np.int16))[5:].view(-1),
+    }
+    first = pool.lend(SIZE)
+    first[:] = 7
+    where = address(first)
+    kept = views[derive](first)
+    expected = kept[:9].tolist()
+    del first
+    gc.collect()
+    second = pool.lend(SIZE)
+    second[:] = 9
+    assert address(second) != where
+    assert kept[:9].tolist() == expected
+    del kept
+    gc.collect()
+    assert address(pool.lend(SIZE)) == where
+
+
+def test_lent_memory_is_aligned_writable_and_as_long_as_asked():
+    pool = BufferPool()
+    for size in (0, 1, 4096, 100_000):
+        array = pool.lend(size)
+        assert array.shape == (size,)
+        assert array.dtype == np.uint8
+        assert array.flags.writeable
+        assert address(array) % 4096 == 0
+
+
+def test_a_pool_keeps_little_idle_memory():
+    pool = BufferPool()
+    arrays = [pool.lend(_LARGEST_LENT) for _ in range(4)]
+    del arrays
+    idle = sum(size * len(buffers) for size, buffers in pool._free.items())
+    assert idle == _KEPT_BYTES
+    # larger arrays are freed at once
+    large = pool.lend(_LARGEST_LENT + 1)
+    del large
+    assert sum(size * len(buffers) for size, buffers in pool._free.items()) == idle
