@@ -399,8 +399,8 @@ class GpuCheck:
             photos = self._links(
                 self._scratch / f"links-{model.name}", 32 if self._tiny else count
             )
-            # a GPU encodes two shards at once
             given_device = ("--engine", "inline", "--device", self.device)
+            # two shards, because a GPU encodes two at once
             rate = self._build_rate(photos, model, 2, *given_device)
             what = f"{name}, a build; the limit is the bare loop"
             yield Line("encode", what, rate, "images", rate / bare)

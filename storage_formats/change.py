@@ -422,8 +422,8 @@ class IndexChange(Change):
 
     def _remove_data(self) -> None:
         layout = self.layout
-        # A search for files of shards is slow. A change without these directories has
-        # written no such files.
+        # Listing the files of all shards is slow. A change that has neither of these
+        # directories has written no such files, so they are not listed.
         has_shards = layout.staging.exists() or layout.receipts.exists()
         remove_what_is_not_kept(layout, tables=False, shards=has_shards)
         write_array_shapes(layout, self.index.spec)

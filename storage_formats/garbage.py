@@ -80,8 +80,8 @@ def remove_what_is_not_kept(
         fsync_path(folder)
     if not tables:
         unnamed = [path for path in unnamed if path not in unnamed_tables]
-    # If no kept snapshot names a shard table, some files that it lists may have no
-    # snapshot either, also if the table itself stays.
+    # A shard table that no kept snapshot names may list files that no kept snapshot
+    # names. Such files are removed even if the table itself stays.
     if shards or unnamed_tables:
         named_in_shards = _files_of_shards(index)
         # Files come before their directories, which can then be removed too.

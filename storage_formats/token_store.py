@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 __all__ = ["RowIds", "TokenStore"]
 
 _results = BufferPool()
-"""Memory of the arrays that fetches return."""
+"""Pool of the memory of arrays that `TokenStore.fetch` returns."""
 
 
 class TokenStore:

@@ -47,7 +47,7 @@ LANGUAGES = {
 MAIN_TOWER = "siglip2-l16-384"
 MAIN_LANGUAGE = "minilm-l12"
 OUT = "{out}"
-"""Placeholder in the arguments of a command for the folder of its step."""
+"""Stands for the folder of a step in the arguments of the command of this step."""
 POOL = 10
 """Number of candidates per query in most experiments of the paper."""
 

@@ -37,7 +37,7 @@ file is cut to the end before it is compared with the limit.
 
 BLOCK_BYTES = 1 << 20
 AHEAD_BLOCKS = 8
-"""Largest number of blocks that are requested ahead of a reader."""
+"""Largest number of blocks of bytes that are requested before they are read."""
 
 KEPT_BLOCKS = 16
 """Largest number of blocks in memory. Blocks that are being requested count, too."""

@@ -69,8 +69,8 @@ class Hit:
         """Return `row_id`, `uri`, `relevance`, `score` and the values of the columns,
         by name.
 
-        A column gets the prefix "source_" if `Hits.to_arrow` uses its name for a number
-        of the hit, for example `score` or `part_logit`.
+        A column gets the prefix "source_" if `Hits.to_arrow` has a column of this name
+        that is not from the source, for example `score` or `part_logit`.
         """
         columns = {
             stored_name(name, _NAMES_OF_HIT): value

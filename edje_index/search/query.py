@@ -78,8 +78,8 @@ def requested_rows(index: CommittedIndex, rows: Sequence[int | str]) -> Ints:
     """Return the row id of each entry of `rows`, int64 [k].
 
     A row id is returned unchanged. For a uri, the first indexed row with this uri is
-    returned. If no row with this uri is indexed, the first row with this uri is used:
-    if it is a duplicate, its original is returned.
+    returned. If no row with this uri is indexed, the first one must be a duplicate, and
+    its original is returned.
 
     Raises:
         RowIdError: a row id is out of range, unused or deleted.

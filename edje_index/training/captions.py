@@ -338,8 +338,9 @@ def _join_shards(root: Path, shards: Sequence[Path], folder: Path) -> None:
 
 
 def _read(path: Path, name: str) -> Array:
-    """Read the array `name` of the shard `path`, and compare its checksum. A damaged
-    shard is removed, so that the next run prepares it again.
+    """Read the array `name` of the shard `path`, an .npz file. NumPy compares the array
+    with the checksum in the file. A damaged shard is removed, so that the next run
+    prepares it again.
     """
     try:
         array: Array = np.load(path)[name]

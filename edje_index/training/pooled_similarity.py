@@ -57,9 +57,10 @@ def fit_pooled_similarity(
         adapter: the trained adapter, which maps features [b, n, d_v] to tokens [b, m,
             d].
         joint: the joint encoder. Its language model reads the captions.
-        dim: maximum width of the pooled vectors. The width is smaller if images or
-            captions have fewer dimensions.
-        on_progress: called with the number of images and views that were read.
+        dim: maximum width of the pooled vectors. The width is smaller if the vectors of
+            the images or captions that the fit reads are shorter.
+        on_progress: called with the name of the activity, the number of images and
+            views that were read so far, and the number to read.
     """
     data = source.data
     chosen = np.sort(

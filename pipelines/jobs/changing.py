@@ -243,10 +243,11 @@ class NewContents:
         work: tasks that write the shards of the index.
         model: description of the model bundle, see `model_record`.
         settings: settings of the index.
-        columns: source columns. If `ann` is None, the commit counts the values of each
-            column in the written rows.
-        ann: request for the nearest-neighbour index of a build; None for an index of
-            copied rows, which gets the kind of index that its `origins` have.
+        columns: source columns. A build has counted their values. If rows are copied,
+            the commit counts the values in the written rows.
+        ann: request for the nearest-neighbour index of a build. None if rows are
+            copied: the nearest-neighbour index is then of the same kind as those of
+            `origins`.
         origins: indexes whose rows are copied.
         offset: offset block to write; None copies the offset block of the first origin,
             if there is one.

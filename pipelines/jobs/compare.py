@@ -298,8 +298,9 @@ def compare_sources(
         database.execute("UPDATE rows SET state = ? WHERE row_id = ?", values)
 
     def find(ref: InputRef, *, any_content: bool) -> _Row | None:
-        """Return the first free row with the name and content of `ref`; None if there
-        is none. With `any_content`, only the name must be the same.
+        """Return the first row with the name and content of `ref` to which no input
+        belongs yet; None if there is none. With `any_content`, only the name must be
+        the same.
         """
         values = {
             "name": _name(ref.uri, ref.uri_raw),

@@ -227,8 +227,8 @@ def _refuse_other_files(
     for snapshot in kept_snapshots(index):
         for name in {*names} & {*snapshot.spec.precisions}:
             # The tokens are surely the same only if both the new chain and the chain
-            # that the snapshot records are ("bf16",). Other recorded chains may differ
-            # from the origin of some shards, for example of appended ones.
+            # that the snapshot records are ("bf16",). If another chain is recorded,
+            # some shards, such as appended ones, may have been converted differently.
             if chain != ("bf16",) or snapshot.encoded_from.get(name, ()) != chain:
                 raise UsageError(
                     f"snapshot {snapshot.snapshot.number} of {index.root} may have"

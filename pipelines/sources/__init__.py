@@ -110,7 +110,7 @@ def open_sources(
 
     Raises:
         UsageError: a source does not exist, is of an unknown kind, or overlaps another
-            source. Also raised if `column` is given but no source is a list of paths.
+            source. Also raised if `column` is given but no source is a table.
     """
     names: list[str] = []
     for spec in specs:

@@ -378,7 +378,9 @@ def _texts(values: dict[Any, Any]) -> list[str]:
 
 
 def _read_sidecar(path: bytes) -> bytes | None:
-    """Return the content of a metadata file; None if it cannot be used."""
+    """Return the content of a metadata file; None if it is too large or cannot be read.
+    Raise TransientInputError if it may be readable later.
+    """
     try:
         if is_url(path):
             return read_remote(os.fsdecode(path), MAX_SIDECAR_BYTES)

@@ -44,7 +44,8 @@ class Tombstones:
 
     def contain(self, row_ids: Ints) -> Bools:
         """Return which of `row_ids` [k] are deleted, bool [k]."""
-        # `renumbered` returns -1 for each row id that is not among the deleted ones.
+        # As if only the deleted rows were kept, `renumbered` returns -1 for each row id
+        # that is not among them.
         return renumbered(self.row_ids, 0, row_ids) >= 0
 
     def refuse(self, row_ids: Ints) -> None:

@@ -128,8 +128,9 @@ class Destination:
         records = _Records(sources, size, targets)
         moves = (offsets, batch.out_indices)
 
-        # If an exception interrupts the calling thread, a helper thread may still read
-        # `memory`. The helper thread holds this function, which keeps the memory alive.
+        # If an exception interrupts the calling thread, a helper thread may still use
+        # `memory` and `self.out`. The helper thread holds this function, which refers
+        # to both, so that they stay allocated.
         def work(start: int, stop: int) -> None:
             step = stop - start if self.query is None else _SCORED_RECORDS
             for first in range(start, stop, step):

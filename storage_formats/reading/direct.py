@@ -129,7 +129,8 @@ class _Reader:
                 self._process()
                 self._wait()
             self._launch(number, piece)
-        # If the last flight has been processed, `_wait` returns at once.
+        # If the last flight has been processed, no request is in flight. `Queue.wait`
+        # then returns at once.
         while self._flights:
             self._process()
             self._wait()

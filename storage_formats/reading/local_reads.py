@@ -161,15 +161,15 @@ class LocalReads:
             ]
             try:
                 for part in iter_ranges(requests):
-                    first = ranges[part][0][2]
-                    last = ranges[part][-1][3]
+                    *_, first, _ = ranges[part][0]
+                    *_, last = ranges[part][-1]
                     offsets = np.arange(first, last) * size
                     records = slice(piece.start + first, piece.start + last)
                     destination.take(buffer, offsets, records)
             finally:
                 self._files.release(files)
-            # After an exception, a thread may still use the buffer, so that no other
-            # read gets it.
+            # This is not in the `finally` block: after an exception, a thread may still
+            # use the buffer, so the buffer must not be used again.
             self._buffers.give_back(buffer)
 
     def split(self, batch: Batch) -> list[tuple[str, Batch]]:

@@ -245,6 +245,7 @@ class ShardWriter:
                 files.
         """
         final = self._layout.receipt(receipt.shard)
+        # The data files are committed already, so the receipt is the only staged file.
         self.add_bytes("receipt.json", final, json_bytes(receipt.to_json()))
         self.commit_files()
 
