@@ -355,8 +355,8 @@ class TokenStore:
 
         The array starts at a page boundary, so that `fetch` can read `bf16` blocks
         directly into the array. Arrays of up to 64 MiB take the memory of earlier ones
-        that no longer exist, because new memory costs page faults. At most 128 MiB stay
-        allocated for this.
+        that no longer exist, because new memory costs page faults. At most 256 MiB stay
+        allocated for this in a process.
 
         Examples:
             >>> from storage_formats import TokenStore

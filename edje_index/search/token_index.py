@@ -411,6 +411,8 @@ class TokenIndex:
             if reads_tokens(final.parts):
                 candidates, tokens = self._fetch(candidates, stages)
                 images = self._images(candidates, tokens)
+                # so that the next turn can use the memory
+                del tokens
             scored += self.score_candidates(
                 texts[part], candidates, images, weights, k=k, stages=stages
             )

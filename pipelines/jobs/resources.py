@@ -189,7 +189,7 @@ def check_extension_memory(manifest: Manifest, rows: int) -> None:
     need = 0
     if ann.get("files"):
         # All FAISS files have the same centroids, and the smallest file is loaded for
-        # them.
+        # them. Small files that are merged into the new one are not counted.
         loaded = min(int(file["bytes"]) for file in ann["files"])
         factory = ann.get("factory")
         kind = AnnKind.parse(factory, width) if factory else AnnKind.choose(rows, width)

@@ -2,14 +2,17 @@
 
 The memory is page-aligned, because direct I/O requires aligned memory. New memory costs
 page faults. So small arrays take the memory of earlier ones, and large arrays use huge
-pages, which cause only one page fault per 2 MiB. Small arrays do not use huge pages: if
-the page cache fills the memory, the kernel takes milliseconds to find one.
+pages, which cause only one page fault per 2 MiB. The kernel is not asked for huge pages
+for small arrays: if the page cache fills the memory, it takes milliseconds to free one.
 """
 
 from __future__ import annotations
 
 import contextlib
 import mmap
+import threading
+import weakref
+from collections import deque
 from types import SimpleNamespace
 
 import numpy as np
@@ -49,55 +52,90 @@ def memory_at(address: int, size: int) -> Bytes:
     return memory
 
 
+class _Owner:
+    """The owner of the memory of a lent array. Each view of the array refers to it."""
+
+    def __init__(self, buffer: Bytes, size: int) -> None:
+        self._buffer = buffer
+        self.__array_interface__ = buffer[:size].__array_interface__
+
+
+class _Loan(weakref.ref[_Owner]):
+    """A reference to an owner. It keeps the buffer for the pool."""
+
+    __slots__ = ("buffer",)
+    buffer: Bytes
+
+
 class BufferPool:
     """A pool of buffers that are used again, because new memory costs page faults.
-
-    Thread-safe without a lock, because methods of lists are atomic. So a destructor can
-    give a buffer back at any time, also in the middle of a call of the same thread.
+    Thread-safe.
     """
 
     def __init__(self) -> None:
+        # A signal handler that fetches may interrupt a method.
+        self._lock = threading.RLock()
         self._free: dict[int, list[Bytes]] = {}
+        self._kept_bytes = 0
+        self._loans: set[_Loan] = set()
+        self._lent_bytes = 0
+        # Loans whose owners no longer exist. They are added by `append` and not by a
+        # destructor: Python drops the exception of a signal that arrives in one.
+        self._ended: deque[_Loan] = deque()
 
     def borrow(self, size: int) -> Bytes:
         """Return a page-aligned buffer of at least `size` bytes. The contents are
         arbitrary.
         """
         size = max(_SMALLEST_BUFFER, 1 << (size - 1).bit_length())
-        try:
-            return self._free[size].pop()
-        except (KeyError, IndexError):
-            return aligned_bytes(size)
+        with self._lock:
+            while self._ended:
+                loan = self._ended.popleft()
+                self._loans.discard(loan)
+                self._lent_bytes -= len(loan.buffer)
+                self._keep(loan.buffer)
+            if self._free.get(size):
+                self._kept_bytes -= size
+                return self._free[size].pop()
+        return aligned_bytes(size)
 
     def give_back(self, buffer: Bytes) -> None:
         """Return a buffer to the pool. The pool keeps at most 128 MiB."""
-        kept = sum(size * len(buffers) for size, buffers in [*self._free.items()])
-        if kept + len(buffer) <= _KEPT_BYTES:
+        with self._lock:
+            self._keep(buffer)
+
+    def _keep(self, buffer: Bytes) -> None:
+        if self._kept_bytes + len(buffer) > _KEPT_BYTES:
+            # The latest size is the most likely to be requested next.
+            self._free.clear()
+            self._kept_bytes = 0
+        if len(buffer) <= _KEPT_BYTES:
+            self._kept_bytes += len(buffer)
             self._free.setdefault(len(buffer), []).append(buffer)
 
     def lend(self, size: int) -> Bytes:
-        """Return an array with arbitrary contents, uint8 [size]. Its memory returns to
-        the pool when neither the array nor a view of it exists any more.
+        """Return an array with arbitrary contents, uint8 [size]. Its memory is used
+        again when neither the array nor a view of it exists any more.
+
+        At most 128 MiB are lent at a time. The memory of other arrays is not used
+        again.
         """
         if size > _LARGEST_LENT:
             return aligned_bytes(size)
-        memory: Bytes = np.asarray(_Lent(self, self.borrow(size), size))
+        buffer = self.borrow(size)
+        with self._lock:
+            if self._lent_bytes + len(buffer) > _KEPT_BYTES:
+                return buffer[:size]
+            self._lent_bytes += len(buffer)
+            owner = _Owner(buffer, size)
+            loan = _Loan(owner, self._ended.append)
+            loan.buffer = buffer
+            self._loans.add(loan)
+        memory: Bytes = np.asarray(owner)
         return memory
 
     def close(self) -> None:
         """Free the idle buffers."""
-        self._free.clear()
-
-
-class _Lent:
-    """The owner of the memory of an array that `BufferPool.lend` returned. Each view of
-    the array refers to this object.
-    """
-
-    def __init__(self, pool: BufferPool, buffer: Bytes, size: int) -> None:
-        self._pool = pool
-        self._buffer = buffer
-        self.__array_interface__ = buffer[:size].__array_interface__
-
-    def __del__(self) -> None:
-        self._pool.give_back(self._buffer)
+        with self._lock:
+            self._free.clear()
+            self._kept_bytes = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import signal
 
 import numpy as np
 import pytest
@@ -51,13 +52,47 @@ def test_lent_memory_is_aligned_writable_and_as_long_as_asked():
         assert address(array) % 4096 == 0
 
 
-def test_a_pool_keeps_little_idle_memory():
+def idle_bytes(pool: BufferPool) -> int:
+    return sum(size * len(buffers) for size, buffers in pool._free.items())
+
+
+def test_a_pool_keeps_and_lends_little_memory():
     pool = BufferPool()
-    arrays = [pool.lend(_LARGEST_LENT) for _ in range(4)]
+    arrays = [pool.lend(_LARGEST_LENT) for _ in range(6)]
+    assert pool._lent_bytes == _KEPT_BYTES
     del arrays
-    idle = sum(size * len(buffers) for size, buffers in pool._free.items())
-    assert idle == _KEPT_BYTES
+    where = address(pool.lend(SIZE))
+    assert pool._lent_bytes <= 2 * SIZE
+    assert idle_bytes(pool) <= _KEPT_BYTES
+    # large results do not keep the pool from using the memory of small ones again
+    assert address(pool.lend(SIZE)) == where
     # larger arrays are freed at once
+    before = idle_bytes(pool)
     large = pool.lend(_LARGEST_LENT + 1)
     del large
-    assert sum(size * len(buffers) for size, buffers in pool._free.items()) == idle
+    assert idle_bytes(pool) == before
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="Windows has no timers")
+def test_a_signal_is_heard_while_the_last_use_of_lent_memory_ends():
+    class Interrupted(Exception):
+        pass
+
+    def interrupt(*_: object) -> None:
+        raise Interrupted
+
+    pool = BufferPool()
+
+    def use_memory() -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0.02)
+        for _ in range(100):
+            pool.lend(_LARGEST_LENT).astype(np.float64)
+
+    earlier = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        for _ in range(5):
+            with pytest.raises(Interrupted):
+                use_memory()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, earlier)
