@@ -7,6 +7,7 @@ Numba's cache at the same time write equal files.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any, cast
@@ -84,6 +85,23 @@ def _count_ones(_: Any, word: Any) -> Any:
 
 count_ones: Any = intrinsic(_count_ones)
 """Returns the number of bits of a uint64 that are 1."""
+
+
+def _prefer_wide_vectors(_: Any) -> Any:
+    def generate(context: Any, builder: Any, *_: object) -> Any:
+        # llvmlite (0.50) refuses attributes with values, but writes them correctly.
+        # Another version may store attributes in another way, and then ignores this one.
+        with contextlib.suppress(TypeError):
+            set.add(builder.function.attributes, '"prefer-vector-width"="512"')
+        return context.get_dummy_value()
+
+    return types.void(), generate
+
+
+prefer_wide_vectors: Any = intrinsic(_prefer_wide_vectors)
+"""Lets LLVM use vectors of 512 bits in the kernel that calls this function. By default,
+it uses 256 bits on Intel processors that have both.
+"""
 
 
 def input_array(number: Any) -> Any:

@@ -31,6 +31,7 @@ from storage_formats.codecs.kernel_compiler import (
     input_array,
     kernel,
     output_array,
+    prefer_wide_vectors,
     summing,
     types,
     unordered,
@@ -692,6 +693,7 @@ def subtract_offset(pairs: U32, even: F32, odd: F32, residuals: U32) -> None:
     `even` and `odd` [m * d / 2] are the values of the offset with even and with odd
     indices.
     """
+    prefer_wide_vectors()
     count = np.uint64(len(even))
     one = np.float32(1)
     # All blocks are processed for one part of the offset before the next part, so that
@@ -734,6 +736,7 @@ def decode_int8(
     The loops decode the same token of four blocks before the next token, so that the
     offset of the token stays in the processor's cache.
     """
+    prefer_wide_vectors()
     values, width, _ = geometry
     offsets, blocks = moves
     start, stop = span
@@ -754,6 +757,7 @@ def decode_levels(
     records: U8, moves: Moves, offset: F32, bits: U16, geometry: Geometry, span: Span
 ) -> None:
     """Decode codes of two bits and bfloat16 scales like `decode_int8`."""
+    prefer_wide_vectors()
     values, width, _ = geometry
     size = width >> TWO
     # the codes of a token, one code per byte
@@ -816,6 +820,7 @@ def decode_e4m3(
     `table` [256 scales x 256 codes] contains the bfloat16 bits of each product scale x
     code.
     """
+    prefer_wide_vectors()
     values, width, group = geometry
     groups = width // group
     offsets, blocks = moves
@@ -913,6 +918,7 @@ def decode_e2m1(
     `even` and `odd` [m * d / 2] are the values of the offset with even and with odd
     indices. `scale_values` [256] contains the value of each scale code.
     """
+    prefer_wide_vectors()
     values, width, group = geometry
     size = width >> ONE
     whole = size - size % PIECE
