@@ -127,7 +127,7 @@ def __getattr__(name: str) -> Any:
         if is_job:
             # Another installed package can also be called `pipelines`. Then Python
             # would not find the modules of this project.
-            share_package("pipelines")
+            share_package()
         return getattr(importlib.import_module(_MODULES[name]), name)
 
 

@@ -41,9 +41,9 @@ def main() -> int:
     return int(importlib.import_module("pipelines.cli").main())
 
 
-def share_package(name: str = "pipelines") -> None:
-    """Make the modules of this project's package `name` importable if `import name`
-    imports the package of another project.
+def share_package() -> None:
+    """Make the modules of `pipelines` importable if `import pipelines` imports the
+    package of another project.
 
     The directory of this project's package is appended to the search path of the other
     package. Python then looks for a module in the other package first.
@@ -52,11 +52,12 @@ def share_package(name: str = "pipelines") -> None:
         ImportError: the other package has a module or a directory with the name of one
             of this project.
     """
-    package = importlib.import_module(name)
+    package = importlib.import_module("pipelines")
+    home = HOME / "pipelines"
     folders = [Path(folder).resolve() for folder in getattr(package, "__path__", [])]
-    if HOME / name in folders:
+    if home in folders:
         return
-    ours = {path.stem for path in (HOME / name).iterdir()} - {"__init__", "__pycache__"}
+    ours = {path.stem for path in home.iterdir()} - {"__init__", "__pycache__"}
     if hidden := next(
         (
             path
@@ -70,7 +71,7 @@ def share_package(name: str = "pipelines") -> None:
             f"{hidden} has the name of a module of edje-index, which cannot be imported"
             " beside it; rename it"
         )
-    package.__path__ = [*map(str, folders), str(HOME / name)]
+    package.__path__ = [*map(str, folders), str(home)]
 
 
 if __name__ == "__main__":

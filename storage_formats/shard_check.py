@@ -15,7 +15,7 @@ from storage_formats.codecs import Codec, codec, fill_record
 from storage_formats.errors import CorruptIndexError, MachineError, cannot_read
 from storage_formats.format.checksum import crc32c_rows, crc32c_stream, read_checksums
 from storage_formats.format.edits import Edits
-from storage_formats.format.index_files import open_index_file
+from storage_formats.format.index_files import IndexFile
 from storage_formats.format.layout import IndexSpec, Layout, padded_shard_bytes
 from storage_formats.format.manifest import Counts, Manifest
 from storage_formats.format.rows import (
@@ -73,7 +73,7 @@ def check_file(
             # `os.stat` takes a tenth of the time that it takes to open the file.
             length = os.stat(root / entry.path).st_size
         else:
-            with open_index_file(root, root / entry.path) as file:
+            with IndexFile(root, root / entry.path) as file:
                 length = os.fstat(file.fileno()).st_size
                 if length == entry.bytes:
                     crc = crc32c_stream(file)
@@ -198,7 +198,7 @@ def _check_tokens(
     index_offset, length = padded_shard_bytes(len(rows), spec.shard_size, size)
     try:
         checksums = read_checksums(layout, token_codec.name, shard, len(rows))
-        with open_index_file(layout.root, path) as file:
+        with IndexFile(layout.root, path) as file:
             if os.fstat(file.fileno()).st_size != length:
                 # `check_file` reports the wrong length.
                 return

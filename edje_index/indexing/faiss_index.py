@@ -24,7 +24,7 @@ from edje_index.indexing.faiss_file import FaissFileError, check_faiss_file
 from storage_formats.arrays import as_finite
 from storage_formats.errors import UsageError, cannot_read
 from storage_formats.format.checksum import crc32c_stream
-from storage_formats.format.index_files import open_index_file
+from storage_formats.format.index_files import IndexFile
 from storage_formats.format.layout import IndexSpec, Layout
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.shard_table import FileEntry
@@ -69,7 +69,7 @@ def open_part(root: Path, spec: IndexSpec, file: dict[str, Any]) -> FaissIndex:
     entry = FileEntry.from_json(file)
     path = root / entry.path
     try:
-        with open_index_file(root, path) as opened:
+        with IndexFile(root, path) as opened:
             length = os.fstat(opened.fileno()).st_size
             if length != entry.bytes:
                 raise FaissFileError(

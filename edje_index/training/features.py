@@ -71,10 +71,6 @@ class StoredFeatures:
         """Return `values` unchanged, because `load` returns features."""
         return values
 
-    def unreadable(self) -> int:
-        """Return 0, because a row that cannot be read is an error."""
-        return 0
-
 
 @dataclass(eq=False)
 class OnlineFeatures:
@@ -106,12 +102,6 @@ class OnlineFeatures:
     seed: int = 0
     _logged: set[str] = field(default_factory=set)
     _lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def unreadable(self) -> int:
-        """Return the number of images that the workers of the training run could not
-        read so far.
-        """
-        return sum(unreadable_by_reason(self.run_dir).values())
 
     def load(self, rows: Ints) -> Loaded:
         """Return the decoded images of the k `rows`, uint8 [k, 3, h, w], and which
@@ -201,6 +191,7 @@ The thread that makes batches calls `load`, which uses the CPU. The training ste
 def unreadable_by_reason(run_dir: Path) -> dict[str, int]:
     """Return the number of images that the workers of a training run could not read, by
     reason. Images that could not be read before the run was resumed are counted too.
+    With stored features there are none.
     """
     values = [
         value

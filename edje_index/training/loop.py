@@ -39,7 +39,12 @@ from edje_index.training.checkpoints import (
 )
 from edje_index.training.config import LoopConfig, OptimizerConfig, TrainSettings
 from edje_index.training.dev import dev_pools
-from edje_index.training.features import Features, OnlineFeatures, StoredFeatures
+from edje_index.training.features import (
+    Features,
+    OnlineFeatures,
+    StoredFeatures,
+    unreadable_by_reason,
+)
 from edje_index.training.random_streams import CLUSTERING, DROPOUT, stream
 from edje_index.training.start import init_queries, make_trainable, trained_part
 from edje_index.training.step import AlignmentObjective, JointObjective, Teacher
@@ -473,7 +478,7 @@ def _run_phase(
                         "data_wait": waited,
                         "gpu_bytes": peak_gpu_bytes(device),
                         "skipped": skipped,
-                        "unreadable": source.features.unreadable(),
+                        "unreadable": sum(unreadable_by_reason(run_dir).values()),
                     }
                 )
                 sums = Counter()

@@ -29,7 +29,7 @@ from pipelines.progress.events import (
 from storage_formats.errors import CorruptIndexError
 from storage_formats.extras import name_missing_extra
 from storage_formats.format.checksum import crc32c_stream
-from storage_formats.format.index_files import open_index_file
+from storage_formats.format.index_files import IndexFile
 from storage_formats.format.layout import IndexSpec
 from storage_formats.format.manifest import (
     Ann,
@@ -118,7 +118,7 @@ def rebuilt_ann(
         )
         with (
             contextlib.suppress(OSError),
-            open_index_file(layout.root, layout.ann_index) as file,
+            IndexFile(layout.root, layout.ann_index) as file,
         ):
             in_use = committed is not None and crc32c_stream(file) == committed.crc32c
     return new_ann(

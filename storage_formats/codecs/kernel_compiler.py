@@ -90,7 +90,7 @@ count_ones: Any = intrinsic(_count_ones)
 def _prefer_wide_vectors(_: Any) -> Any:
     def generate(context: Any, builder: Any, *_: object) -> Any:
         # llvmlite (0.50) refuses attributes with values, but writes them correctly.
-        # Another version may store attributes in another way, and then ignores this one.
+        # If another version stores attributes in another way, this one is left out.
         with contextlib.suppress(TypeError):
             set.add(builder.function.attributes, '"prefer-vector-width"="512"')
         return context.get_dummy_value()

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from storage_formats.atomic import naming
 from storage_formats.errors import CorruptIndexError
-from storage_formats.format.index_files import open_index_file, open_regular
+from storage_formats.format.index_files import IndexFile, open_regular
 from storage_formats.format.layout import Layout
 
 _CHUNK_BYTES = 8 << 20
@@ -68,7 +68,7 @@ def read_checksums(
         OSError: the file cannot be read.
     """
     path = layout.checksums(precision, shard)
-    with open_index_file(layout.root, path) as file:
+    with IndexFile(layout.root, path) as file:
         length = os.fstat(file.fileno()).st_size
         # `read` raises an OSError if the device fails. np.fromfile returns fewer values
         # instead.

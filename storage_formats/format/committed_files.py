@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from storage_formats.errors import CorruptIndexError, cannot_read
 from storage_formats.format.checksum import crc32c_stream
-from storage_formats.format.index_files import open_index_file
+from storage_formats.format.index_files import IndexFile
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.parquet import ParquetRowGroups
 from storage_formats.format.shard_table import (
@@ -187,7 +187,7 @@ class CommittedTable:
         """
         try:
             self._index.fetch([self._entry])
-            with open_index_file(self._index.root, self.path) as file:
+            with IndexFile(self._index.root, self.path) as file:
                 self._open(file)
                 assert self._groups is not None
                 for group in self._groups.read(file, values, columns):

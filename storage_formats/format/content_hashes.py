@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from storage_formats.arrays import Ints
 from storage_formats.atomic import write_bytes_atomic
 from storage_formats.format.checksum import crc32c, to_hex
-from storage_formats.format.index_files import open_index_file
+from storage_formats.format.index_files import IndexFile
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.rows import iter_stored_rows, read_index_rows
 from storage_formats.format.tombstones import rows_in_use
@@ -120,7 +120,7 @@ def _open(root: Path, path: Path) -> _HashFile:
     """Map a file into memory. If the file has a wrong length, the result holds no
     shards.
     """
-    with open_index_file(root, path) as file:
+    with IndexFile(root, path) as file:
         length = os.fstat(file.fileno()).st_size
         # These two zeros stand for the contents of a file without shards and rows.
         values = np.zeros(2, np.int64)

@@ -11,7 +11,6 @@ import io
 import os
 import stat
 from pathlib import Path
-from typing import BinaryIO
 
 
 def open_regular(path: str | Path, flags: int = 0) -> int:
@@ -78,9 +77,10 @@ def _check_folder(root: str | Path, folder: str, device: int, inode: int) -> Non
     check_inside(root, Path(folder))
 
 
-class _IndexFile(io.BufferedReader):
-    """A file opened for buffered reading. Errors of `read` name the path of the file,
-    and a read that would block (EAGAIN) raises an error instead of returning None.
+class IndexFile(io.BufferedReader):
+    """A regular file inside the index at `root`, opened for buffered reading. Errors of
+    `read` name the path of the file, and a read that would block (EAGAIN) raises an
+    error instead of returning None.
     """
 
     def __init__(self, root: str | Path, path: str | Path) -> None:
@@ -98,11 +98,6 @@ class _IndexFile(io.BufferedReader):
         return data
 
 
-def open_index_file(root: str | Path, path: str | Path) -> BinaryIO:
-    """Open a regular file inside the index at `root` for buffered reading."""
-    return _IndexFile(root, path)
-
-
 def read_index_file(
     root: str | Path, path: str | Path, *, max_bytes: int | None = None
 ) -> bytes:
@@ -111,7 +106,7 @@ def read_index_file(
     Raises:
         OSError: the file cannot be read, or is longer than `max_bytes`.
     """
-    with open_index_file(root, path) as file:
+    with IndexFile(root, path) as file:
         length = os.fstat(file.fileno()).st_size
         if max_bytes is not None and length > max_bytes:
             raise OSError(

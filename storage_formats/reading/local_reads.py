@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from storage_formats.errors import UsageError, cannot_read
-from storage_formats.format.index_files import open_index_file
+from storage_formats.format.index_files import IndexFile
 from storage_formats.reading.batch import PIECE_RECORDS, Batch
 from storage_formats.reading.destination import Destination
 from storage_formats.reading.direct import read_direct
@@ -92,7 +92,7 @@ class LocalReads:
         """
         path = self._tokens.location(shard)
         try:
-            with open_index_file(self._tokens.index.root, path) as file:
+            with IndexFile(self._tokens.index.root, path) as file:
                 return os.fstat(file.fileno()).st_size
         except OSError as error:
             raise cannot_read(path, error) from error

@@ -63,7 +63,6 @@ class _Owner:
 class _Loan(weakref.ref[_Owner]):
     """A reference to an owner. It keeps the buffer for the pool."""
 
-    __slots__ = ("buffer",)
     buffer: Bytes
 
 
@@ -93,7 +92,7 @@ class BufferPool:
                 loan = self._ended.popleft()
                 self._loans.discard(loan)
                 self._lent_bytes -= len(loan.buffer)
-                self._keep(loan.buffer)
+                self.give_back(loan.buffer)
             if self._free.get(size):
                 self._kept_bytes -= size
                 return self._free[size].pop()
@@ -102,16 +101,12 @@ class BufferPool:
     def give_back(self, buffer: Bytes) -> None:
         """Return a buffer to the pool. The pool keeps at most 128 MiB."""
         with self._lock:
-            self._keep(buffer)
-
-    def _keep(self, buffer: Bytes) -> None:
-        if self._kept_bytes + len(buffer) > _KEPT_BYTES:
-            # The latest size is the most likely to be requested next.
-            self._free.clear()
-            self._kept_bytes = 0
-        if len(buffer) <= _KEPT_BYTES:
-            self._kept_bytes += len(buffer)
-            self._free.setdefault(len(buffer), []).append(buffer)
+            if self._kept_bytes + len(buffer) > _KEPT_BYTES:
+                # The latest size is the most likely to be requested next.
+                self.close()
+            if len(buffer) <= _KEPT_BYTES:
+                self._kept_bytes += len(buffer)
+                self._free.setdefault(len(buffer), []).append(buffer)
 
     def lend(self, size: int) -> Bytes:
         """Return an array with arbitrary contents, uint8 [size]. Its memory is used

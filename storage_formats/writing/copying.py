@@ -21,7 +21,7 @@ from storage_formats.atomic import naming
 from storage_formats.errors import CorruptIndexError, TaskInterrupted, cannot_read
 from storage_formats.format.checksum import crc32c_file
 from storage_formats.format.committed_files import CommittedFiles
-from storage_formats.format.index_files import open_index_file
+from storage_formats.format.index_files import IndexFile
 from storage_formats.format.layout import EMBEDDING_FILE, IndexSpec, Layout
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.receipts import ShardReceipt
@@ -265,7 +265,7 @@ def copy_file(root: Path, source: FileEntry, target: Path) -> None:
     """
     path = root / source.path
     try:
-        opened = open_index_file(root, path)
+        opened = IndexFile(root, path)
     except OSError as error:
         raise cannot_read(path, error) from error
     with opened, naming(target), open(target, "xb") as copy:

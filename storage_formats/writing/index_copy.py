@@ -23,7 +23,7 @@ from storage_formats.atomic import (
 from storage_formats.errors import CorruptIndexError, EdjeError, UsageError, cannot_read
 from storage_formats.format.checksum import crc32c, to_hex
 from storage_formats.format.downloads import committed_chunks
-from storage_formats.format.index_files import open_index_file, read_index_file
+from storage_formats.format.index_files import IndexFile, read_index_file
 from storage_formats.format.layout import Layout
 from storage_formats.format.manifest import (
     SNAPSHOT_FILE,
@@ -401,7 +401,7 @@ def file_contents(index: CommittedIndex, entry: FileEntry) -> Iterator[Chunk]:
     crc = 0
     length = 0
     try:
-        with open_index_file(index.root, path) as file:
+        with IndexFile(index.root, path) as file:
             while piece := file.read(CHUNK_BYTES):
                 crc = crc32c(piece, crc)
                 length = length + len(piece)

@@ -17,7 +17,7 @@ from storage_formats.arrays import Bools, Ints
 from storage_formats.codecs import Blocks, Codec, Records, fill_record
 from storage_formats.errors import CorruptIndexError
 from storage_formats.format.checksum import crc32c_rows, read_checksums
-from storage_formats.format.index_files import open_index_file
+from storage_formats.format.index_files import IndexFile
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.offset import open_codec
 from storage_formats.format.shard_table import FileEntry
@@ -174,7 +174,7 @@ class ShardRepair:
         """
         records = np.zeros((self._rows, token_codec.record_bytes), dtype=np.uint8)
         try:
-            with open_index_file(
+            with IndexFile(
                 self._layout.root, self._layout.root / self._paths(token_codec)[0]
             ) as file:
                 data = np.frombuffer(file.read(records.nbytes), dtype=np.uint8)
