@@ -60,8 +60,8 @@ if TYPE_CHECKING:
     from storage_formats.verify import verify_index as verify_index
     from storage_formats.writing.index_writer import IndexWriter as IndexWriter
 
-# The public names of `edje_index` and `storage_formats` by module. If a module has
-# several names, spaces separate them.
+# The public names of `edje_index` and `storage_formats`, by the module that defines
+# them. Spaces separate the names from one module.
 _NAMES = {
     "edje_index.bundles.bundle": "ModelBundle",
     "edje_index.bundles.info": "BundleInfo read_bundle_info",
@@ -106,8 +106,8 @@ JOBS = {
     "pipelines.jobs.update": "add_images append_index update_index",
     "pipelines.progress.events": "JobStopped",
 }
-"""The public names of `pipelines` by module. If a module has several names, spaces
-separate them.
+"""The public names of `pipelines`, by the module that defines them. Spaces separate the
+names from one module.
 """
 _MODULES = {
     name: module for module, names in (_NAMES | JOBS).items() for name in names.split()
@@ -125,8 +125,8 @@ def __getattr__(name: str) -> Any:
     is_job = _MODULES[name] in JOBS
     with name_missing_extra("build" if is_job else ""):
         if is_job:
-            # Another installed package can also be called `pipelines`. Then Python
-            # would not find the modules of this project.
+            # Another installed package can also be called `pipelines`. Without this
+            # call, Python would then search only that package for the jobs.
             share_package()
         return getattr(importlib.import_module(_MODULES[name]), name)
 

@@ -1,5 +1,5 @@
-"""Defines how long operations report their progress: the type of a progress callback,
-and the progress of one shard.
+"""Types with which operations that take long report their progress: the type of a
+progress callback, and the progress of one shard.
 """
 
 from __future__ import annotations

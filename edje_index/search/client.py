@@ -280,8 +280,8 @@ class Client:
 
 
 def _sent(value: Any, name: str = "") -> Json:
-    """Return the JSON object that sends `value`. The bytes of an image become the
-    member `image`, in base64. Any other value becomes the member `name`.
+    """Return a JSON object that contains `value`. The bytes of an image become the
+    member "image", in base64. For any other value, `name` is the name of the member.
     """
     if isinstance(value, bytes):
         return {"image": base64.b64encode(value).decode()}

@@ -14,14 +14,15 @@ from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.rows import INDEXED, read_all_rows
 from storage_formats.reading.embeddings import read_embeddings
 
-# Up to this number of images, all pairs are compared. More images are divided into
-# cells by k-means, and each image is compared only with the images of the cells nearest
-# to it, because a near duplicate is rarely in another cell.
+# If there are at most this number of images, all pairs are compared. More images are
+# divided into cells by k-means, and each image is compared only with the images of the
+# cells nearest to it, because a near duplicate is rarely in another cell.
 _EXACT = 20_000
 _CELLS = 1024
 # number of cells that are nearest to an image and searched for its near duplicates
 _PROBES = 4
-# number of images in one matrix product, which limits the memory of the result
+# Largest number of images that one matrix product compares with a cell. The limit
+# bounds the memory of the result.
 _QUERIES = 4096
 
 
@@ -34,9 +35,9 @@ def near_duplicates(
     Two images belong to one group if the cosine similarity of their embeddings is at
     least `similarity`, or if a chain of such pairs connects them.
 
-    Up to 20,000 images, all pairs are compared. The images of larger indexes are
-    divided into 1,024 cells by k-means, and each image is compared only with the images
-    of the 4 cells nearest to it. Some pairs can therefore be missed.
+    If the index has at most 20,000 images, all pairs are compared. The images of larger
+    indexes are divided into 1,024 cells by k-means, and each image is compared only
+    with the images of the 4 cells nearest to it. Some pairs can therefore be missed.
 
     Args:
         index: directory of the index, or the open index.
@@ -77,8 +78,8 @@ def _pairs(embeddings: Floats, similarity: float) -> tuple[Ints, Ints]:
     also forms a pair with itself.
     """
     count, width = embeddings.shape
-    # numbers of the cells that are nearest to each image [n, probes], nearest first; up
-    # to `_EXACT` images, all images are in cell 0
+    # For each image, the numbers of the cells nearest to it, nearest first, int64
+    # [n, probes]. If there are at most `_EXACT` images, all of them are in cell 0.
     cells = np.zeros((count, 1), dtype=np.int64)
     if count > _EXACT:
         import faiss
@@ -89,15 +90,18 @@ def _pairs(embeddings: Floats, similarity: float) -> tuple[Ints, Ints]:
         means.cp.min_points_per_centroid = 1
         means.train(embeddings)
         cells = means.index.search(embeddings, _PROBES)[1]
-    # Rounding can make the computed similarity of a pair slightly too low.
+    # Rounding can make the computed similarity of a pair slightly too low. A slightly
+    # lower threshold keeps such a pair.
     threshold = similarity - 1e-5
     first = []
     second = []
     for cell in range(cells.max() + 1):
-        # The images of the cell are compared with all images that search the cell.
+        # The images in the cell are `members`. They are compared with `queries`, all
+        # images that have this cell among their nearest cells.
         members = np.flatnonzero(cells[:, 0] == cell)
         queries = np.flatnonzero((cells == cell).any(axis=1))
-        # This matrix product takes a fifth of the time of a FAISS search.
+        # The product of these vectors with the queries takes a fifth of the time of a
+        # FAISS search in the cell.
         vectors = embeddings[members].T
         for start in range(0, len(queries), _QUERIES):
             part = queries[start : start + _QUERIES]
@@ -108,8 +112,8 @@ def _pairs(embeddings: Floats, similarity: float) -> tuple[Ints, Ints]:
 
 
 def _components(count: int, first: Ints, second: Ints) -> list[Ints]:
-    """Return the connected components of a graph, largest first. Each component is an
-    array of at least two nodes, int64, ascending.
+    """Return the connected components of a graph, largest first. Components of a single
+    node are left out. Each component is an array of its nodes, int64, ascending.
 
     Args:
         count: number of nodes.

@@ -17,8 +17,8 @@ from storage_formats.remote.urls import IndexLocation
 if TYPE_CHECKING:
     import pyarrow as pa
 
-# Largest number of hits that are shown. The file of a notebook contains the image of
-# each shown hit.
+# Largest number of hits that `print` or a notebook shows. The file of a notebook
+# contains the image of each shown hit, so more hits would make the file large.
 _SHOWN = 50
 # longer side of a shown image, in pixels
 _SIDE = 160
@@ -39,9 +39,9 @@ class Hit:
             late-interaction search, it is the MaxSim of the query and the tokens.
         embedding_score: cosine similarity of the embeddings of the query and the image;
             NaN in a late-interaction search that gets no embedding of the query.
-        relevance: a number between 0 and 1 that never decreases with the score, see
-            `edje_index.scoring.final_score.relevance`. None in a late-interaction
-            search.
+        relevance: a number between 0 and 1. A hit with a higher score never has a lower
+            relevance, see `edje_index.scoring.final_score.relevance`. None in a
+            late-interaction search.
         joint_score: weighted sum of the parts logit, late interaction and pooled
             similarity. None if the final score has none of these parts.
         parts: values of the parts of the final score, without weights. The keys are
@@ -69,8 +69,9 @@ class Hit:
         """Return `row_id`, `uri`, `relevance`, `score` and the values of the columns,
         by name.
 
-        A column gets the prefix "source_" if `Hits.to_arrow` has a column of this name
-        that is not from the source, for example `score` or `part_logit`.
+        `Hits.to_arrow` has some columns with names of its own, for example `score` and
+        `part_logit`. If a column of the rows table has one of these names, it gets the
+        prefix "source_" here.
         """
         columns = {
             stored_name(name, _NAMES_OF_HIT): value
@@ -116,8 +117,8 @@ class TextHit:
         text: the text.
         score: final score, by which hits are sorted.
         embedding_score: cosine similarity of the embeddings of the image and the text.
-        relevance: a number between 0 and 1 that never decreases with the score, as for
-            `Hit`.
+        relevance: a number between 0 and 1, as for `Hit`. A hit with a higher score
+            never has a lower relevance.
         parts: values of the parts of the final score, without weights, by part name.
 
     Examples:
@@ -180,9 +181,10 @@ class Hits(list[Hit]):
         """Return a pyarrow table with one row per hit.
 
         The first columns are `row_id`, `uri`, `score`, `embedding_score`, `relevance`
-        and `joint_score`. An empty list gives these columns, too. The columns
-        ``part_NAME`` follow, one for each part of the final score. The last columns are
-        the `columns` of the hits, under the names that `Hit.metadata` gives them.
+        and `joint_score`. If there are no hits, the table has only these columns. The
+        columns ``part_NAME`` follow, one for each part of the final score. The last
+        columns are the `columns` of the hits, under the names that `Hit.metadata` gives
+        them.
         """
         import pyarrow as pa
 
@@ -241,7 +243,7 @@ class Hits(list[Hit]):
             thumbnails = read_thumbnails(self.root, [hit.row_id for hit in hits], _SIDE)
             images = {thumbnail.row_id: thumbnail.data_uri for thumbnail in thumbnails}
         except EdjeError as error:
-            # for example, because the index was moved or removed after the search
+            # The index may have been moved or removed after the search.
             problem = f"The images cannot be read: {error}"
         template = Template(_TEMPLATE.read_text(), autoescape=True)
         return str(
@@ -295,8 +297,8 @@ class RankedHit(NamedTuple):
 
 
 def rank_hits(hits: Sequence[Hit]) -> list[RankedHit]:
-    """Return each hit with its two ranks. If hits have the same embedding similarity,
-    their embedding ranks follow the row ids.
+    """Return each hit with its two ranks. Of two hits with the same embedding
+    similarity, the hit with the lower row id has the better embedding rank.
 
     Args:
         hits: all candidates of a search, best final score first.

@@ -77,14 +77,14 @@ def read_queries(path: Path) -> list[str]:
 def requested_rows(index: CommittedIndex, rows: Sequence[int | str]) -> Ints:
     """Return the row id of each entry of `rows`, int64 [k].
 
-    A row id is returned unchanged. For a uri, the first indexed row with this uri is
-    returned. If no row with this uri is indexed, the first one must be a duplicate, and
-    its original is returned.
+    A row id is returned unchanged. For a uri, the result is the first indexed row with
+    this uri. If no row with this uri is indexed, the first row with this uri must be a
+    duplicate, and the result is the original of the duplicate.
 
     Raises:
         RowIdError: a row id is out of range, unused or deleted.
-        UsageError: an entry is neither an integer nor a string, no row has the uri, or
-            a row has no tokens.
+        UsageError: an entry is neither an integer nor a string, no row has a requested
+            uri, or a requested row has no tokens.
     """
     rows = as_list(rows, "rows", "row ids and uris")
     if any(

@@ -27,7 +27,8 @@ from storage_formats.format.source_columns import caption_columns
 _CACHED_BYTES = 256 << 20
 # largest number of filters whose results stay in memory
 _CACHED_FILTERS = 16
-# A filter table of at most this size in bytes is also read for the columns of hits.
+# A filter table is one file with columns of many shards. If the file has at most this
+# size in bytes, it is also read for the columns of hits.
 _GROUPED_BYTES = 64 << 20
 
 
@@ -146,8 +147,9 @@ class IndexRows:
         """Yield tables with the columns `row_id` and `names`. Together, the tables
         contain all rows.
 
-        A segment is read from its filter table, which is one file. If there is none, or
-        if it lacks a column, one file per shard is read.
+        A segment is a range of shards. Its rows are read from its filter table, which
+        is one file. If the segment has no filter table, or if filter tables lack one of
+        the columns, one file per shard is read.
         """
         names = [name for name in names if name != "row_id"]
         manifest = self._index.manifest
@@ -244,8 +246,8 @@ class IndexRows:
         names: Sequence[str],
         columns: Sequence[pa.Array],
     ) -> None:
-        """Keep the columns `names` of a shard in memory. If all kept columns exceed the
-        limit, the least recently used columns are removed.
+        """Keep the columns `names` of a shard in memory. If the columns in memory then
+        exceed `_CACHED_BYTES`, the least recently used columns are removed.
         """
         with self._lock:
             for name, column in zip(names, columns, strict=True):

@@ -74,8 +74,8 @@ _PAIRS_AT_ONCE = 1024
 """Largest number of pairs of a text and an image whose tokens are in memory at the same
 time, unless the pool of one query is larger.
 
-The tokens take 50 MB for blocks of 64 x 384. With this number, pairs whose texts have
-the same length fill whole batches.
+The tokens take 50 MB for blocks of 64 x 384. On a CPU, the texts of a batch have the
+same length. If fewer pairs were in memory, more batches would be only partly filled.
 """
 
 
@@ -86,8 +86,8 @@ class ScoredCandidates(NamedTuple):
         rows: row ids of the candidates, int64 [k].
         similarities: cosine similarity of the embeddings of the query and each
             candidate, float32 [k].
-        final: final score of each candidate, float32 [k]. NaN for a candidate whose
-            logit was not computed, because it cannot be among the best hits.
+        final: final score of each candidate, float32 [k]. NaN for a candidate that
+            cannot be among the best hits, whose logit was therefore not computed.
         joint: weighted sum of the parts logit, late interaction and pooled similarity,
             float32 [k]. None if the final score has none of these parts.
         parts: values of each part of the final score, without weights, by part name,
@@ -167,8 +167,8 @@ class TokenIndex:
         """Return a copy of this object that re-ranks with tokens of `precision`. The
         copy shares the model.
 
-        Later copies with the same precision share the opened tokens. Several threads
-        may call this method.
+        Later copies with the same precision share one open `TokenStore`. Several
+        threads may call this method.
 
         Raises:
             UsageError: the index has no tokens of `precision`.
@@ -369,9 +369,10 @@ class TokenIndex:
             where: filter such as "width > 800 and licence = 'cc0'", see
                 `edje_index.search.where`. The candidates are the nearest rows that
                 pass the filter. None lets all rows pass.
-            image: image or row id that the hits also resemble, as for `search_image`.
-                The query embedding is then the normalised sum of the embeddings of text
-                and image. The joint encoder still reads only the text.
+            image: image or row id, as for `search_image`. Give it to find images that
+                match the text and resemble this image. The query embedding is then the
+                normalised sum of the embeddings of text and image. The joint encoder
+                still reads only the text.
             min_relevance: smallest relevance of a hit, between 0 and 1. Hits with a
                 lower relevance are left out, so there may be fewer than `k`.
 
@@ -411,7 +412,8 @@ class TokenIndex:
             if reads_tokens(final.parts):
                 candidates, tokens = self._fetch(candidates, stages)
                 images = self._images(candidates, tokens)
-                # so that the next turn can use the memory
+                # The next iteration sets `images` to None. Then nothing refers to these
+                # tokens, and the next tokens can use their memory.
                 del tokens
             scored += self.score_candidates(
                 texts[part], candidates, images, weights, k=k, stages=stages
@@ -461,10 +463,12 @@ class TokenIndex:
         return as_tensor(self.store.fetch(rows))
 
     def _images(self, candidates: Sequence[Candidates], tokens: Tensor) -> Images:
-        """Return the images of all candidates, whose stored tokens are `tokens`."""
+        """Return the `Images` of all candidates. `tokens` contains the stored tokens of
+        the candidates, in the same order.
+        """
         if tokens.device.type != "cpu":
-            # The cache is in the memory of the CPU. On a GPU, computing the values
-            # again takes less time than copying them from the cache.
+            # The cache is in the memory of the CPU. A GPU computes pooled vectors and
+            # token scales again in less time than it takes to copy them from the cache.
             return self.model.scorer.images(tokens)
         cache = self._image_caches.get(self.precision)
         if cache is None:
@@ -623,7 +627,8 @@ class TokenIndex:
         hits = []
         with stages.timed("hits"):
             for rows, similarities, final, joint, parts in scored:
-                # by descending score, with NaN last; equal scores by row id
+                # Sort by descending score, with NaN last. The last key of `lexsort`
+                # decides first. Candidates with equal scores are sorted by row id.
                 order = np.lexsort((rows, -final))[:k]
                 relevances = relevance(final, weights)
                 hits.append(
@@ -792,7 +797,7 @@ class TokenIndex:
 
         Args:
             image: row id of an image, or path of an image file, bytes of an image file,
-                or a PIL image. The hits of a row are other rows.
+                or a PIL image. If it is a row id, this row is not among the hits.
             k: number of hits.
             where: filter, as for `search`.
 
@@ -816,8 +821,8 @@ class TokenIndex:
         )
         with vision_tower:
             row_id, _, embedding = self._encoded(image)
-        # The row of the query is the nearest row, but not a hit. One more row is
-        # searched to replace this row.
+        # If the query is a row, this row is its own nearest row, but it is not a hit.
+        # One more row is therefore requested.
         with stages.timed("nearest"):
             rows, values = self._ann.nearest(
                 embedding, k + 1 if row_id >= 0 else k, passing

@@ -28,8 +28,8 @@ from storage_formats.format.source_columns import python_value
 
 MAX_CHARACTERS = 4096
 MAX_PARTS = 100
-"""Largest size of an expression: the number of its conditions and of its `not`, plus
-one for each sequence of conditions that `and` or `or` joins.
+"""Largest size of an expression. The size is the number of conditions, plus one for
+each `not`, plus one for each sequence of conditions that `and` or `or` joins.
 """
 MAX_WILDCARDS = 8
 """Largest number of the wildcards % and _ in a pattern of `like`. The limit bounds the
@@ -107,10 +107,10 @@ def parse_where(
     Returns:
         The sorted names of the columns that the expression reads, and a function that
         takes a table of k rows with these columns and returns which rows pass, bool
-        [k]. As in SQL, a row does not pass if the result is null. A condition on a
-        column of lists of texts holds if it holds for at least one text of the list. A
-        negated condition (`!=`, `not in`, `not like`) holds if no text of the list
-        matches.
+        [k]. As in SQL, a row does not pass if the value of the expression is null. A
+        condition on a column of lists of texts holds if it holds for at least one text
+        of the list. A negated condition (`!=`, `not in`, `not like`) holds if no text
+        of the list matches.
 
     Raises:
         UsageError: the expression is too long or malformed, names an unknown column, or
@@ -284,8 +284,9 @@ class _Conditions(Transformer_NonRecursive):  # type: ignore[type-arg]
 
     def comparison(self, left: _Operand, operator: str, right: _Operand) -> Condition:
         if operator in ("!=", "<>"):
-            # On a list of texts, != means that no text of the list is equal. This is
-            # the negation of =, not != for each text.
+            # On a list of texts, != means that no text of the list equals the constant.
+            # So the result of = for the whole list is negated. Applying != to each text
+            # would mean that at least one text differs.
             equal = self.comparison(left, "=", right)
             return lambda table: pc.invert(equal(table))
         self._count()
