@@ -45,8 +45,8 @@ class MatchedRows:
         reasons: one entry per image: None for an image with a row, otherwise the reason
             why the image has no row: "not-in-index", "deleted", or the reason why a
             build could not encode the image.
-        truncated: True for an image whose file is truncated and of which the build
-            indexed the readable part, bool [n].
+        truncated: True for an image whose file is truncated, so that the build indexed
+            only the readable part of the image, bool [n].
     """
 
     rows: Ints
@@ -115,9 +115,9 @@ def match_items(
     """Find the rows of `items` by the names of the images.
 
     A duplicate gets the row of its original. If two rows share a name, the first
-    indexed row wins. If a name is not in the index, symbolic links in the folders of
-    this name and of the names in the index are resolved, and the resolved names are
-    compared in the Unicode form NFC.
+    indexed row wins. If a name is not in the index, it is compared with the names in
+    the index once more. For this second comparison, symbolic links in the folders of
+    all these names are resolved, and the names are converted to the Unicode form NFC.
 
     Args:
         table: the rows table, with the columns `NAME_COLUMNS`. See
@@ -138,8 +138,10 @@ def match_items(
             """Return `name` with the symbolic links in its folders resolved, and in the
             Unicode form NFC.
 
-            A link in the file name stays, because a build does not resolve it either.
-            NFC composes characters, which macOS decomposes in file names.
+            If the image file itself is a symbolic link, its name stays, because a build
+            does not resolve such a link either. NFC is needed because macOS stores file
+            names with decomposed characters, and caption files often have composed
+            characters.
             """
             folder, base = os.path.split(name)
             path = os.fsdecode(os.path.join(real_folder(folder), base))
@@ -190,8 +192,8 @@ def match_items(
 
 def _keys(table: pa.Table) -> pa.ChunkedArray:
     """Return the name by which each row is looked up, as bytes."""
-    # The `uri_raw` of an archive member is the path of the archive, so the name of a
-    # member is its uri.
+    # The `uri_raw` of an archive member is the path of the archive, which is the same
+    # for all members. A member is therefore looked up by its uri.
     is_member = pc.match_substring(table["uri"], "!")
     raw = pc.if_else(is_member, None, table["uri_raw"])
     return pc.coalesce(raw, table["uri"].cast(pa.binary()))

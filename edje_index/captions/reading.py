@@ -299,8 +299,8 @@ def _json_file(path: Path) -> Iterator[_Located]:
             f"'annotations' in {path} must be a list, but is a"
             f" {type(annotations).__name__}"
         )
-    # Section 4 of https://cocodataset.org/#format-data describes these members. Ids are
-    # compared as texts, because some tools write them as texts.
+    # Section 4 of https://cocodataset.org/#format-data describes 'annotations'. Image
+    # ids are compared as texts, because some tools write them as texts.
     for number, value in enumerate(annotations or (), 1):
         if not (
             isinstance(value, dict)
@@ -366,8 +366,9 @@ def comma_rows(
             return
         except csv.Error:
             row = None
-        # A row usually ends without a look at the next line. Only an open quoted text
-        # makes `csv` read past the last line, or over several lines up to an error.
+        # `csv` reads a further line for a row only while a quoted text is open. If
+        # `csv` asks for a line after the last one, the quoted text has no end. If an
+        # error occurs after the first line of a row, the quoted text is too long.
         if at_end or (row is None and rows.line_num > first):
             raise UsageError(
                 f"the quoted text that begins in line {first} of {name} has no end or"

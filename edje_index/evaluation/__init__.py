@@ -1,4 +1,5 @@
-"""Measures the recall of an index on captioned images.
+"""Evaluates an index: measures its recall on captioned images, compares its precisions,
+and explains its tokens and hits.
 
 Recall is measured for the embeddings alone, and after re-ranking, for each pool size
 and precision.

@@ -9,7 +9,7 @@ and alignment with captions. Explains why a query found an image.
 - For a search query, the late interaction shows which tokens match each content word.
   Replacing one token at a time by the mean token shows which tokens the joint encoder
   needs. The attention weights show which patches a token represents. A token of a local
-  adapter is one patch.
+  adapter represents exactly one patch.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ _ROWS = 6
 # size of the random sample of rows whose nearest words are counted
 _SAMPLE = 1000
 _BATCH = 64
-# Number of tokens that are compared with the vocabulary at a time. The similarities
-# with 30,522 words take 125 MB.
+# Number of tokens that are compared with the vocabulary at a time. If the vocabulary
+# has 30,522 words, as that of BERT, the similarities take 125 MB.
 _CHUNK = 1024
 _UNUSED = re.compile(r"\[unused\d+\]")
 
@@ -118,8 +118,8 @@ class QueryMatch:
             them.
         similarities: cosine similarity of each of `words` and each token, after the
             mean word vector is subtracted as in late interaction, float32 [words, m].
-        drops: how much the logit decreases if a token is replaced by the mean token of
-            the row, float32 [m].
+        drops: for each token, how much the logit decreases if this token is replaced by
+            the mean of all tokens of the row, float32 [m].
     """
 
     query: str
@@ -404,7 +404,8 @@ def _attention(
     except PHOTO_ERRORS as error:
         return None, None, describe_photo_error(error)
     patches, _ = encoder.vision.encode(encoder.normalize(pixels[None]))
-    # Token i of a local adapter is patch i, so its weights are row i of the identity.
+    # Token i of a local adapter represents patch i, so its weight is 1 at patch i and 0
+    # at the others. For a compressed adapter, attention weights replace this matrix.
     weights = np.eye(patches.shape[1], dtype=np.float32)
     if isinstance(encoder.adapter, CompressionAdapter):
         weights = encoder.adapter.query_attention(patches)[0].float().cpu().numpy()

@@ -136,7 +136,9 @@ def full_set(
         matched: row of each image in `others`.
     """
     # Candidates with equal scores keep their order. The captions of `others` come
-    # before those of the queries, so an equal text in `others` cannot raise the recall.
+    # before those of the split. If a wrong caption in `others` has the same text as the
+    # relevant caption, the wrong caption is therefore ranked first. In this way, equal
+    # texts cannot raise the recall.
     split_captions = set(zip(split.caption_rows.tolist(), split.captions, strict=True))
     added = [
         (caption, int(row))
@@ -192,8 +194,8 @@ def token_sources(
 ) -> list[TokenSource]:
     """Return the token sources of the precisions `names`, highest-fidelity first.
 
-    A precision that is not stored is converted in memory from `source`, as `quantize`
-    would convert it.
+    For a precision that is not stored, tokens of the precision `source` are converted
+    in memory, as `quantize` would convert them.
 
     Args:
         names: precisions; empty for all precisions of the index.
@@ -201,7 +203,8 @@ def token_sources(
             fidelity.
 
     Raises:
-        UsageError: a precision is unknown, or has a higher fidelity than `source`.
+        UsageError: a precision is unknown, or is not stored and has a higher fidelity
+            than `source`.
     """
     spec = index.manifest.spec
     held = codec(source or finest(spec.precisions), spec.block_shape)
@@ -214,7 +217,8 @@ def token_sources(
                 f" the most accurate stored precision is {held.name}; choose a less"
                 " accurate precision"
             )
-    # the offset block that `quantize` would use for the missing precisions
+    # `offset` is the offset block that `quantize` would subtract from each block before
+    # the conversion. `block` names the precisions for which it would do this.
     offset = block = None
     if missing:
         offset, block = choose_offset(index, held.name, missing)

@@ -75,14 +75,15 @@ GENERIC_CAPTIONS = (
     "a sign with words on it",
 )
 """Queries for an index without captions. They need not match any image, because only
-the order of their candidates is compared.
+the orders of their candidates with two precisions are compared.
 """
 
 
 @dataclass(frozen=True)
 class RankingChange:
-    """How much another precision than the reference changes the ranking by one score.
-    The estimates have 95 % confidence intervals from a paired bootstrap over queries.
+    """How much the ranking by one score changes if the candidates are scored with the
+    tokens of a precision instead of the reference precision. The estimates have 95 %
+    confidence intervals from a paired bootstrap over queries.
 
     Attributes:
         first_kept: percentage of queries whose first hit stays the same.
@@ -113,9 +114,10 @@ class PrecisionCost:
             converted in memory for this report, as `quantize` would convert them.
         relative_error: norm of the errors of all tokens, divided by the norm of all
             tokens; None if there are no tokens.
-        ranking: changes of the ranking, by the score that ranks: the whole score, and
-            the late interaction and the logit alone if they are parts of it. Empty if
-            re-ranking was not measured.
+        ranking: change of the ranking by each score, with the name of the score as key.
+            The first score is the whole score. If the whole score has several parts,
+            the late interaction alone and the logit alone follow, if they are parts of
+            it. Empty if re-ranking was not measured.
     """
 
     name: str
@@ -142,8 +144,8 @@ class QuantizationReport:
             not measured.
         pool: number of candidates per query.
         trained: False if the weights of the bundle are random, or there is no bundle.
-        recall: R@1 of the reference in percent, by the score that ranks; empty if the
-            correct hits are not known.
+        recall: R@1 of the reference in percent, for the ranking by each score, with the
+            name of the score as key; empty if the correct hits are not known.
         ranking_left_out: why re-ranking was not measured; None if it was measured.
         advice: a sentence that names the precision to keep; None if re-ranking was not
             measured, or the model is untrained.
@@ -238,9 +240,9 @@ def measure_precisions(
         )
         # Queries with fewer than two candidates are left out: nothing can be ranked.
         used = [at for at, (rows, _) in enumerate(nearest) if len(rows) >= 2]
-        # Queries with the same correct row are not independent, so they form a cluster.
-        # If the correct rows are not known, every query is a cluster, and `hits` is not
-        # used.
+        # Queries with the same correct row are not independent, so they form a cluster,
+        # whose number is the row id. If the correct rows are not known, every query is
+        # a cluster of its own, and `hits` has no meaning and is not used.
         clusters = [correct[at] if correct else at for at in used]
         hits = [nearest[at][0] == row for at, row in zip(used, clusters, strict=True)]
         if used:
@@ -307,8 +309,8 @@ def _scores(
     pools: Sequence[Neighbours],
     on_progress: OnProgress,
 ) -> dict[str, dict[str, list[Floats]]]:
-    """Return the scores of the candidates of each query, float32 [k] each, in a
-    dictionary by score and then by precision.
+    """Return the scores of the candidates of each query, float32 [k] each. The keys of
+    the outer dictionary are names of scores, and those of the inner ones precisions.
     """
     rows, similarities = (np.concatenate(each) for each in zip(*pools, strict=True))
     sizes = [len(each) for each, _ in pools]
@@ -420,10 +422,11 @@ def advice(
     """Return a sentence that names the precision to keep, or None if re-ranking was not
     measured.
 
-    This is the smallest precision that loses at most 1 point of R@1, or, if the correct
-    hits are not known, that changes at most 3 % of the first hits. The upper bound of
-    the confidence interval counts. The sentence also names the next smaller precision,
-    which loses more.
+    The precision to keep is the smallest precision whose loss is acceptable, or the
+    reference if there is none. A loss is acceptable if the upper bound of its
+    confidence interval is at most 1 point of R@1. If the correct hits are not known,
+    the upper bound must be at most 3 % of changed first hits. If a smaller precision
+    was also measured, the sentence names the loss of the next smaller one.
     """
     ranked = [cost for cost in costs if cost.ranking]
     if not ranked:

@@ -33,7 +33,7 @@ class Pools:
     """The p nearest candidates of each of q queries, nearest first.
 
     Attributes:
-        candidates: index of each pool entry among all candidates, int64 [q, p].
+        candidates: position of each pool entry among all candidates, int64 [q, p].
         similarities: cosine similarity of each pool entry to the query, float32 [q, p].
         relevant: which pool entries are relevant to the query, bool [q, p].
         ranks: rank of the most similar relevant candidate of each query among all
@@ -81,8 +81,9 @@ def nearest(similarities: Floats, count: int) -> Ints:
     count = min(count, similarities.shape[1])
     kept = np.empty((len(similarities), count), dtype=np.int64)
     for row, values in enumerate(similarities):
-        # `reach` includes all candidates that tie for the last position. The stable
-        # sort then keeps those that come first in the input.
+        # `last` is the value of the last candidate to keep. `reach` has all candidates
+        # with at least this value, which can be more than `count`. The stable sort then
+        # prefers equal values that come first in the input.
         last = np.partition(values, -count)[-count]
         reach = np.flatnonzero(values >= last)
         kept[row] = reach[np.argsort(-values[reach], kind="stable")[:count]]
@@ -102,7 +103,8 @@ def ranks_by_similarity(similarities: Floats, relevant: Bools) -> Ints:
     # position and similarity of the most similar relevant candidate of each query
     at = best.argmax(axis=1)[:, None]
     score = np.take_along_axis(best, at, axis=1)
-    # An equally similar candidate comes before it if its position is lower.
+    # A candidate with the same similarity as the best relevant candidate ranks before
+    # that candidate if it has a lower position.
     better = (similarities > score) | ((similarities == score) & (positions < at))
     ranks = better.sum(axis=1)
     capped: Ints = np.where(relevant.any(axis=1), ranks, similarities.shape[1]).astype(
@@ -165,7 +167,8 @@ class ClusterBootstrap:
     """Bootstrap resamples of clusters of queries.
 
     Attributes:
-        clusters: number of the cluster of each query, int64 [q].
+        clusters: a number for each query, int64 [q]. Queries with the same number are
+            in the same cluster.
         resamples: number of resamples. If it is 0, estimates have no confidence
             intervals.
     """

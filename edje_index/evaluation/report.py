@@ -141,8 +141,8 @@ def _shown(estimate: Estimate, number: str = "{:.1f}") -> str:
 
 
 def quantization_report(report: QuantizationReport) -> str:
-    """Return the comparison of precisions as Markdown. If there is an advice, it is the
-    first line.
+    """Return the comparison of precisions as Markdown. If the report has an `advice`,
+    the first line is this sentence.
     """
     m, d = report.block_shape
     holes = f"; {report.holes:,} of them are holes" if report.holes else ""
@@ -202,7 +202,8 @@ def quantization_figure(report: QuantizationReport) -> str:
     """
     losses = {report.reference: (report.reference_bytes_per_image, Estimate(0.0))}
     for cost in report.precisions:
-        # The first entry is the whole score. There is none without re-ranking.
+        # The first entry is for the whole score. If re-ranking was not measured, there
+        # are no entries, and the precision is not plotted.
         for change in list(cost.ranking.values())[:1]:
             losses[cost.name] = (cost.bytes_per_image, change.lost)
     points = [
@@ -218,7 +219,8 @@ def scatter_plot(title: str, points: Sequence[tuple[float, Estimate, str, str]])
     colour).
 
     The scale of x is logarithmic. A vertical line through a circle shows the confidence
-    interval of y. Horizontal grid lines are at 0 and at both ends of the scale of y.
+    interval of y. Horizontal grid lines are at both ends of the scale of y, and at 0 if
+    0 is between them.
     """
     across = [math.log(x) for x, *_ in points]
     heights = [each for _, y, *_ in points for each in y.bounds]

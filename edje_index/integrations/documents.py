@@ -1,4 +1,6 @@
-"""Re-ranks documents by their images, for the modules of LangChain and LlamaIndex."""
+"""Re-ranks documents by their images. The modules `langchain` and `llama_index` use
+this module.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +21,15 @@ def rerank_metadata(
     key: str,
     top_n: int | None,
 ) -> list[tuple[int, dict[str, float]]]:
-    """Return the `top_n` documents whose images match `query` best, best first. Each is
-    a pair: its position in `metadata`, and a dictionary with `score` and `relevance`.
+    """Find the `top_n` documents whose images match `query` best. Return a pair for
+    each of these documents, best first: the position of the document in `metadata`, and
+    a dictionary with the keys `score` and `relevance`.
 
     Args:
         index: an open index with the images.
         query: text of the query.
         metadata: metadata of each document.
-        key: key under which the metadata has the row id or the uri of the image.
+        key: key of the metadata whose value is the row id or the uri of the image.
         top_n: number of documents to return; None returns all.
 
     Raises:

@@ -67,7 +67,7 @@ class EdjeReranker(BaseDocumentCompressor):
     Attributes:
         index: an open index with the images.
         top_n: number of documents to return; None returns all.
-        key: key of the metadata with the row id or the uri of the image.
+        key: key of the metadata whose value is the row id or the uri of the image.
     """
 
     index: TokenIndex

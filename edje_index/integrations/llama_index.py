@@ -75,7 +75,7 @@ class EdjeReranker(BaseNodePostprocessor):
     Attributes:
         index: an open index with the images.
         top_n: number of nodes to return; None returns all.
-        key: key of the metadata with the row id or the uri of the image.
+        key: key of the metadata whose value is the row id or the uri of the image.
     """
 
     index: TokenIndex

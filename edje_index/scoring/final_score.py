@@ -80,9 +80,10 @@ class FinalScore:
         others = self.only(part for part in self.parts if part != LOGIT).sum(values)
         if len(others) <= k:
             return np.ones(len(others), dtype=np.bool_)
-        # The weighted logits of two candidates differ by at most `width`. A candidate
-        # that is more than `width` below the k-th best sum of the other parts cannot
-        # pass these k candidates.
+        # `others` has the weighted sum of the other parts for each candidate. The
+        # weighted logits of two candidates differ by at most `width`. A candidate whose
+        # sum is more than `width` below the k-th best sum therefore has a lower final
+        # score than the k candidates with the best sums.
         width = abs(self.weights[LOGIT]) * (logit_range[1] - logit_range[0])
         mask: NDArray[np.bool_] = others >= np.partition(others, -k)[-k] - width
         return mask
@@ -94,12 +95,13 @@ def relevance(
     """Return the relevance of each score, between 0 and 1. A higher score never has a
     lower relevance.
 
-    With a calibration, the relevance is a logistic function of the score, which was
-    fitted to tell the matching pairs of the dev pools from the other pairs. Matching
-    pairs and other pairs have the same total weight in the fit. At a relevance of 0.5,
-    they are therefore equally likely. Half of the weight of the other pairs is on the
-    best other pair of each pool, which would be the first hit if the query had no
-    match. For other photos and texts, the relevance is not the probability of a match.
+    With a calibration, the relevance is a logistic function of the score. It was fitted
+    on the pools of development queries, to tell matching pairs from pairs that do not
+    match. Both kinds of pairs have the same total weight in the fit, so at a relevance
+    of 0.5, both kinds are equally likely. The best pair of each pool that does not
+    match would be the first hit if the query had no match. These best pairs therefore
+    have half of the weight of all pairs that do not match. For photos and texts other
+    than those of the fit, the relevance is not the probability of a match.
 
     Without a calibration, the relevance is (1 + cosine) / 2 if the score is the
     embedding similarity alone, and the logistic function of the score otherwise. If the

@@ -54,7 +54,8 @@ doing can could will would may might shall should must of to from by with withou
 in on into onto over under up down out off through about against between during before
 after above below again very just also other another such own same s t """
 _STOP_WORDS = frozenset(_STOP_WORD_TEXT.split())
-# Number of pairs in a batch of late interaction. Their tokens take 13 MB as float32.
+# Number of pairs in a batch of late interaction, unless the batch of the joint encoder
+# is larger. For blocks of 64 x 384, the tokens of 128 pairs take 13 MB as float32.
 _LATE_BATCH = 128
 # Largest absolute value of a part. With any weights up to `MAX_WEIGHT`, the sum of all
 # parts is then below the largest float32.
@@ -146,15 +147,15 @@ class PooledSimilarity(nn.Module):
 
     Args:
         width: width d of image tokens and hidden states.
-        words: number w of words in a bag of words.
+        words: number w of words that a bag of words counts.
         dim: width k of the common space.
 
     Attributes:
         image: map of the token statistics [3 d, k].
         image_offset: offset of image vectors [k].
         sentence: map of mean hidden states [d, k].
-        word_numbers: token ids of the words in a bag of words, ascending, int64 [w].
-        word_weights: weight of each word in a bag of words [w].
+        word_numbers: token ids of the w words, ascending, int64 [w].
+        word_weights: weight of each of the w words in a bag of words [w].
         words: map of bags of words [w, k].
         caption_offset: offset of caption vectors [k].
     """
@@ -228,9 +229,9 @@ def token_statistics(tokens: torch.Tensor) -> torch.Tensor:
 def word_bags(
     captions: Sequence[Sequence[int]], word_ids: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
-    """Return the weighted bag of words of each caption, float32 [b, w]. A bag has
-    length 1; it is 0 if the caption contains none of the w words. A word that occurs
-    several times counts once.
+    """Return the weighted bag of words of each caption, float32 [b, w]. A bag is a unit
+    vector, or the zero vector if the caption contains none of the w words. A word that
+    occurs several times counts once.
 
     Args:
         captions: token ids of each caption.
@@ -258,8 +259,8 @@ def word_bags(
 
 @dataclass(frozen=True)
 class Images:
-    """The values of b images from which the parts of the final score are computed.
-    `Scorer.images` creates this object.
+    """Values of b images. The parts of the final score are computed from these values
+    and the captions. `Scorer.images` creates this object.
 
     Attributes:
         tokens: stored tokens of the images [b, m, d], of any floating type.
@@ -288,7 +289,7 @@ class Scorer:
     needs no model.
 
     Attributes:
-        joint: the joint encoder. Its language model also reads the captions of the
+        joint: the joint encoder. Its language model also encodes the captions for the
             pooled similarity.
         pooled: the pooled similarity; None if the bundle has no pooled similarity.
     """
@@ -334,7 +335,7 @@ class Scorer:
         better matches.
 
         Args:
-            names: names in `JOINT_PARTS` and `part_names`.
+            names: names of the parts. Each is in `JOINT_PARTS` and in `part_names`.
             captions: the caption of each pair.
             images: the image of each pair.
 
@@ -377,7 +378,8 @@ class Scorer:
         for start in range(0, len(captions), size):
             batch = slice(start, start + size)
             its_ids = ids[batch]
-            # If all captions of the batch are equal, the caption is computed once.
+            # If all captions of the batch are equal, one copy is passed on, so that the
+            # vectors of its words are computed once.
             if len(set(captions[batch])) == 1:
                 its_ids = its_ids[:1]
             values.append(

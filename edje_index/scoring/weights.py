@@ -54,9 +54,10 @@ class ScoreWeights:
         calibration: (slope, offset) of the relevance, which is the logistic function of
             slope * final score + offset; see `final_score.relevance`. The slope is
             above 0. None if no calibration was fitted.
-        shares: share of each part in the spread of the final score over the dev pools,
-            in the order of `PART_NAMES`: the standard deviation of the weighted part,
-            divided by the sum of these deviations. None if not measured.
+        shares: share of each part in the spread of the final score over the pools of
+            development queries, in the order of `PART_NAMES`. The share of a part is
+            the standard deviation of the weighted part, divided by the sum of the
+            standard deviations of all weighted parts. None if not measured.
     """
 
     logit: float = 1.0
@@ -95,9 +96,10 @@ class ScoreWeights:
     def from_json(cls, value: Mapping[str, Any]) -> Self:
         """Return weights from `value`, a result of :meth:`to_json`.
 
-        Weights of earlier versions may contain a weight of a hubness correction, which
-        is not supported and ignored. Then the calibration and the shares are also
-        ignored, because they were fitted to scores with this correction.
+        Weights of earlier versions may contain a weight of a hubness correction. This
+        correction is not supported, so its weight is ignored. If the weight is not 0,
+        the calibration and the shares are also ignored, because they were computed from
+        scores with this correction.
 
         Raises:
             KeyError, TypeError, ValueError: a weight is missing or is not a finite
@@ -191,8 +193,8 @@ def parse_score(
         bundle_weights: weights of the model bundle.
 
     Raises:
-        UsageError: a part is unknown, a weight is not a finite number, or all weights
-            are 0.
+        UsageError: a part is unknown, a weight is not a number from -1e30 to 1e30, or
+            all weights are 0.
     """
     if isinstance(score, ScoreWeights):
         return score

@@ -1,5 +1,5 @@
-"""Reads the inputs of a search: files of queries, images, and rows that are named by
-row id or uri.
+"""Reads the inputs of a search: query files and query images. Finds the rows that are
+named by row id or uri.
 """
 
 from __future__ import annotations

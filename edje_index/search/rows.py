@@ -147,9 +147,9 @@ class IndexRows:
         """Yield tables with the columns `row_id` and `names`. Together, the tables
         contain all rows.
 
-        A segment is a range of shards. Its rows are read from its filter table, which
-        is one file. If the segment has no filter table, or if filter tables lack one of
-        the columns, one file per shard is read.
+        A segment is a range of rows, in shards of its own. The rows are read from the
+        filter table of the segment, which is one file. If the segment has no filter
+        table, or if filter tables lack one of the columns, one file per shard is read.
         """
         names = [name for name in names if name != "row_id"]
         manifest = self._index.manifest
