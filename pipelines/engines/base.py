@@ -59,7 +59,8 @@ class TaskFailedError(EdjeError):
         message: str,
         task: Task,
     ) -> None:
-        # An exception is pickled by its `args`, which must be all arguments.
+        # Unpickling calls the class with the `args` of the exception. So they must be
+        # all arguments of this method.
         super().__init__(message, task)
         self.task = task
 
@@ -237,8 +238,8 @@ def worker_machine() -> tuple[str, frozenset[str]]:
     Ray cluster that are not lost.
 
     Each id begins with the id of the Ray job, so that the machines of an earlier job
-    count as lost. Outside a Ray cluster, return ("", frozenset()): if the only machine
-    is lost, the job is lost, too.
+    count as lost. Outside a Ray cluster, return ("", frozenset()). No ids are needed
+    there: if the only machine is lost, the job is lost, too.
     """
     ray = _cluster()
     if ray is None:

@@ -1,5 +1,6 @@
 """Runs tasks in Ray actors. The actors run on a local Ray, which this module starts, or
-on a Ray cluster, which it joins. Training on several workers uses the same connections.
+on a Ray cluster, which this module joins. Training on several workers also connects to
+Ray through this module.
 
 A local Ray listens on 127.0.0.1 only, requires a random token, sends no usage
 statistics, and ends with the run. Ray reads the settings for these properties when it
@@ -76,10 +77,11 @@ _POLL_SECONDS = 0.5
 # While this process is paused (Ctrl-Z), it does not see the progress of the workers. At
 # most this much of such a pause counts as time without progress.
 _MAX_DELAY_SECONDS = 1.5
-# Most requests for progress per second. A request takes about 0.4 ms of CPU time.
+# Largest number of requests for progress per second. A request takes about 0.4 ms of
+# CPU time.
 _QUESTIONS_PER_SECOND = 200
 # A task is late after twice the time of the longest finished task, but not before this
-# time.
+# number of seconds.
 _LATE_SECONDS = 10.0
 # If a task has failed on this number of nodes, the run ends with an error.
 _FAILED_NODES = 3
@@ -87,8 +89,8 @@ _REFRESH_SECONDS = 2.0
 _STOP_GRACE_SECONDS = 60.0
 _PROBE_SECONDS = 5.0
 _START_SECONDS = 60.0
-# A folder that is younger than this is never removed, because its process may not have
-# locked it yet.
+# The folder of a local Ray is never removed by another process while it is younger than
+# this, because its own process may not have locked it yet.
 _NEW_FOLDER_SECONDS = 3600.0
 _FOLDER_PREFIX = "edje-ray-"
 
@@ -298,8 +300,8 @@ class _Run:
         idle: the last job of each actor that has no task. Such an actor may take over a
             late task.
         longest: seconds of the longest finished task.
-        failing_since: value of `time.monotonic` since which every actor has died while
-            it started; None if the last actor started.
+        failing_since: value of `time.monotonic` when an actor died while it started,
+            if since then no actor has started or ended a task; None otherwise.
         stopping: True once `should_stop()` has returned True.
     """
 
@@ -363,7 +365,7 @@ class _Run:
 
     def _start_actors(self, limit: int) -> None:
         # Each starting actor will run one of the waiting tasks. Start actors for the
-        # other ones, but not on nodes that are left out.
+        # other waiting tasks, but not on nodes that are left out.
         starting = sum(job.turn is None for job in self.jobs.values())
         options = {}
         if self.cluster.left_out:
@@ -483,7 +485,7 @@ class _Run:
             self.on_event(StatusMessage(message, is_warning=True))
 
     def _ask(self, seconds: float) -> None:
-        """Request the progress of all running tasks, and handle the answers to the last
+        """Request the progress of all running tasks, and handle the answers to earlier
         requests.
 
         An actor whose task made no progress for too long is killed. A task that is late
@@ -509,7 +511,8 @@ class _Run:
                 continue
             job.stalled_seconds += seconds
             if job.question in answered:
-                # Ignore the error if the actor has died: its task returns it, too.
+                # If the actor has died, ignore the error here: `_take` gets it, too, as
+                # the answer to the task.
                 with contextlib.suppress(ray.exceptions.RayError):
                     progress = ray.get(job.question)
                     if progress not in (None, job.progress):
@@ -593,8 +596,8 @@ class RayCluster:
 
     @property
     def room(self) -> int:
-        """Number of workers that all nodes that are not left out can run at the same
-        time.
+        """Number of workers that all nodes together can run at the same time. Nodes
+        that are left out do not count.
         """
         return sum(
             self._node_room(node_id) for node_id in self._nodes.keys() - self.left_out
@@ -658,9 +661,9 @@ class RayCluster:
             )
             on_event(StatusMessage(message, is_warning=change == "left"))
         if self.room == 0:
-            # Only nodes that were left out remain, because another node with room has
-            # left the cluster since. Give them work again. If work fails there again,
-            # `leave_out` finds no other node, and the run ends.
+            # Only nodes that were left out have room, because all other nodes with room
+            # have left the cluster. Give the nodes that were left out work again. If
+            # work fails there again, `leave_out` finds no other node, and the run ends.
             self.left_out.clear()
         if self.room >= self._min_workers:
             self._had_room_at = time.monotonic()
@@ -724,8 +727,8 @@ def connected_ray(
                 # variable RAY_ADDRESS names.
                 address="local",
                 include_dashboard=False,
-                # In bytes. A little more than Ray's minimum suffices, because tasks and
-                # results are small.
+                # This size in bytes is a little more than Ray's minimum. It suffices,
+                # because tasks and results are small.
                 object_store_memory=80 * 2**20,
                 num_cpus=workers * cpus,
                 num_gpus=math.ceil(workers * gpus),
@@ -803,6 +806,7 @@ def _local_folder(stack: contextlib.ExitStack) -> str:
     `stack` is closed. Folders that killed processes have left behind are removed first.
     """
     # Ray puts sockets into the folder, and the path of a socket has at most 107 bytes.
+    # So prefer a parent with a short path.
     short = "/tmp" if os.access("/tmp", os.W_OK) else tempfile.gettempdir()
     parent = os.environ.get("RAY_TMPDIR", short)
     for old in Path(parent).glob(f"{_FOLDER_PREFIX}*"):

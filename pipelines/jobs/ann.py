@@ -137,7 +137,8 @@ def changed_ann(
     If `spec` has none of the shards of `index`, a new nearest-neighbour index is built.
 
     Args:
-        spec: shape of the index after the change. New shards are its last segment.
+        spec: shape of the index after the change. If there are new shards, they are the
+            last segment of `spec`.
     """
     before = index.manifest
     old = before.spec
@@ -153,8 +154,9 @@ def changed_ann(
     if not spec.shards_not_in(old):
         return changed.ann
     final = replace(before, ann=extend_ann(index.layout, spec, changed.ann))
-    # `extend_ann` may have joined a file that `ann_without_rows` has written with the
-    # new file. The joined file is then in neither manifest, and is removed.
+    # `extend_ann` may have merged a file from `ann_without_rows` into the new file. The
+    # merged file is then named neither in the old nor in the new manifest, and is
+    # removed.
     unnamed = set(changed.ann_files) - {*before.ann_files, *final.ann_files}
     # If the manifest of a snapshot is damaged, the files that it names are unknown.
     # Nothing is removed in this case.
@@ -175,7 +177,8 @@ def build_copied_ann(
     replace_file: bool = True,
 ) -> Ann:
     """Build the nearest-neighbour index of copied rows, if at least one of their
-    `origins` has one. Return its description for the manifest.
+    `origins` has one. Return its description for the manifest. If no origin has one,
+    return the description that the first origin has.
 
     The target recall is the highest among the origins. If all origins have the same
     kind, the new index gets this kind. It gets the default kind for its own number of

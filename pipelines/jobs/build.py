@@ -104,13 +104,14 @@ class BuildResult:
             sources.
         stay_deleted: number of inputs of an update that get no row, because their row
             was deleted by `delete_rows`.
-        new: number of indexed inputs whose name is new, or that failed before.
+        new: number of indexed inputs whose name is new, or that failed before and were
+            tried again with `retry_failed`.
         changed: number of indexed inputs whose name had a row with other content. The
             old rows of these inputs are deleted.
         vanished: number of rows whose input no longer exists. An update deletes these
             rows.
-        deleted: number of deleted rows: vanished rows, and old rows of changed or of
-            failed inputs.
+        deleted: number of deleted rows: vanished rows, and the old rows of inputs that
+            got a new row or are duplicates.
         dry_run: True for a dry run, which changes nothing. `failed` then counts only
             the inputs that cannot be read. Further inputs may fail when they are
             decoded.
@@ -243,9 +244,9 @@ def build_index(
         workers: number of worker processes; None derives the number from the hardware.
         threads: number of CPU threads per worker; None derives the number from the
             hardware. A resumed build keeps the number of the first run.
-        shard_size: number of rows per shard. None is 1,024. From about 2 million rows
-            on, None is the largest power of two up to 16,384 that leaves at least 1,000
-            shards.
+        shard_size: number of rows per shard. None is 1,024 for an index of less than
+            about 2 million rows. For a larger index, None is the largest power of two,
+            at most 16,384, with which the index has at least 1,000 shards.
         batch_size: number of images per forward pass; None is 8 on a CPU and 128
             on cuda. A resumed build keeps the number of the first run.
         device: device of the encoder: "auto", "cpu", "cuda" or, with the engine inline,

@@ -1,5 +1,5 @@
-"""Adds an offset block to a model bundle, computed from photos. Builds with this bundle
-then encode all shards with the offset, from the first one on.
+"""Computes an offset block from photos, and adds it to a copy of a model bundle. A
+build with this copy encodes all shards with the offset.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def add_offset(
     should_stop: ShouldStop,
 ) -> BundleInfo:
     """Copy a model bundle to the new directory `out`, with an offset block: the mean of
-    the token blocks of `photos`. From more than 2,047 photos, an evenly spaced sample
-    is used.
+    the token blocks of `photos`. If there are more than 2,047 photos, the mean is
+    computed from an evenly spaced sample of them.
 
     Args:
         bundle: directory of the model bundle.

@@ -92,7 +92,7 @@ encoded the rows, as named by `ShardReceipt.encoded_on`.
 
 class FailedInputsError(EdjeError):
     """More inputs failed than the caller allows, or no input could be indexed. Finished
-    shards are kept, unless the change was abandoned.
+    shards are kept, unless `Change.abandon` was called.
     """
 
 
@@ -110,8 +110,8 @@ class ShardWork:
         make_worker: function that is called in each worker process and returns the
             worker; see `pipelines.engines.base`. The worker reports `ShardProgress`.
         engine: engine that runs the tasks.
-        close: function that is called after the last task, to close the files that all
-            tasks use.
+        close: function that closes the files that all tasks use. It is called after the
+            last task, and also after an error.
         shows_failed: True to report the number of failed rows in progress events.
         described: further attributes of the event `PlanReady`, by name.
         check: function that is called after each finished shard with all receipts so
@@ -132,7 +132,9 @@ class ShardWork:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Fingerprint of the work. Every receipt of its tasks has this fingerprint."""
+        """SHA-256 of `identity` in hexadecimal, which every receipt of these tasks
+        contains.
+        """
         return fingerprint(self.identity)
 
 
@@ -150,9 +152,9 @@ class Edit:
             makes a new snapshot.
         work: tasks that write the new shards or the new precisions.
         deleted: ids of the rows to delete. The rows must not be deleted already.
-        moved: ascending ids of the rows that `work` copies from shards that `spec`
-            lacks to the last segment of `spec`. A row map is then written. None moves
-            no row.
+        moved: ids of the rows to move, ascending. `spec` lacks their shards, and `work`
+            copies the rows to the last segment of `spec`. A row map from the old to the
+            new ids is then written. None moves no row.
         encoded_from: for each new precision, the chain of precisions that its tokens
             were converted from.
         columns: source columns after the change; None keeps the columns. If shards are
@@ -215,8 +217,8 @@ class Edit:
         if self.earlier is None:
             ann = before.ann
             if moves_rows and before.ann_files:
-                # This import takes several times as long as a deletion, which does not
-                # need it.
+                # Import the module only here: the import takes several times as long as
+                # a deletion, and a deletion does not need the module.
                 from pipelines.jobs.ann import changed_ann
 
                 on_event(StatusMessage("changing the nearest-neighbour index"))
@@ -461,9 +463,9 @@ def edited(
 ) -> Manifest:
     """Return the manifest of `index` after `edit`, without writing it.
 
-    The files that only the new manifest names are written: tombstones, edits, row map,
-    shard tables and filter tables. The name of each file contains a hash of its
-    content, so no file of an earlier snapshot is overwritten.
+    The other files that the new manifest names are written: tombstones, edits, row map,
+    shard tables and filter tables. The name of each of these files contains a hash of
+    its content, so no file of an earlier snapshot is overwritten.
 
     Args:
         receipts: receipts of the shards that the change wrote.
@@ -487,7 +489,7 @@ def edited(
         snapshot = with_tombstones(layout, spec, snapshot, tombstones)
     # Usually, the files of earlier edits stay, and the lines of this change are written
     # to an additional file. If lines are removed, one new file with all remaining lines
-    # replaces all files.
+    # replaces the files of earlier edits.
     kept_files = before.edits
     rewritten = Edits(spec.shard_size)
     lines = edit.edits
@@ -496,7 +498,8 @@ def edited(
         rewritten = index.edits
     first_row = next_first_row(before, spec.shard_size)
     if edit.moved is not None:
-        # Rows that move leave their shards, so `rewritten` has all earlier edits.
+        # Rows move only out of shards that are left out. So `left_out` is not empty,
+        # and `rewritten` has all earlier edits.
         new_ids = functools.partial(renumbered, edit.moved, first_row)
         lines = pa.concat_tables([lines, rewritten.moved(new_ids)])
     changed = rewritten.changed(lines, edit.restored, left_out)

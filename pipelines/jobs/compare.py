@@ -65,7 +65,9 @@ _COLUMNS = (
 _HIDES_OTHERS = frozenset(
     {"truncated-archive", "damaged-archive", "missing", "unreadable"}
 )
-"""Problems of a directory or an archive that keep the listing from its other inputs."""
+"""Problems of a directory or an archive because of which some of its inputs are not
+listed.
+"""
 
 
 @dataclass(frozen=True)
@@ -84,15 +86,17 @@ class SourceChanges:
         replaced: number of rows to delete that have tokens. A row is not counted if the
             new content of its input equals that of a kept row: a search then finds the
             kept row.
-        changed: positions in `refs` of the inputs whose old row has other content.
-        retried: for each failed input that is tried again, its position in `refs`, by
-            the id of its old row.
+        changed: positions in `refs` of the inputs that had a row already, except
+            retried inputs. The content of the input differs from that of the row, or
+            the row is a duplicate whose original is not kept.
+        retried: positions in `refs` of the failed inputs that are tried again, by the
+            ids of their old rows.
         vanished: number of rows whose input no longer exists.
-        deleted: ids of the rows to delete, ascending: vanished rows, and old rows of
-            changed inputs and of inputs that are tried again.
+        deleted: ids of the rows to delete, ascending: vanished rows, and the old rows
+            of inputs that get a new row or are duplicates.
         stay_deleted: number of inputs that get no row, because a user deleted their
             row.
-        values: new values of the columns of unchanged rows, by row id.
+        values: column values to change in unchanged rows, by row id and column.
     """
 
     refs: Sequence[InputRef] | StoredRefs
@@ -112,18 +116,19 @@ class SourceChanges:
 
 # The states of a row during a comparison follow.
 
-# No input has matched the row so far. If it is still free at the end, its input has
+# No input has matched the row so far. If a row is still free at the end, its input has
 # vanished.
 _FREE = 0
 # The row is kept for the input that matched it.
 _KEPT = 1
-# No input has matched the row. It is kept because a duplicate of it is kept, whose
-# server cannot be read.
+# No input has matched the row. The row is kept as the original of a duplicate that is
+# kept because its server cannot be read.
 _KEPT_ORIGINAL = 2
 # The row is deleted, because its input gets a new row or is a duplicate.
 _REPLACED = 3
-# An input has matched the row, but the row is a duplicate, or failed and is tried
-# again. A duplicate becomes _KEPT if its original is kept. The others become _REPLACED.
+# An input has matched the row, but the row is a duplicate, or the row failed and its
+# input is tried again. A duplicate becomes _KEPT if its original is kept. All other
+# rows in this state become _REPLACED.
 _REPEATED = 4
 _SCHEMA = """CREATE TABLE rows(
     row_id INTEGER PRIMARY KEY, name BLOB, hash BLOB, failed_for TEXT,
@@ -136,10 +141,11 @@ CREATE TABLE pending(
 CREATE TABLE new(hash BLOB PRIMARY KEY) WITHOUT ROWID;
 """
 _HAS_TOKENS = "failed_for IS NULL AND duplicate_of IS NULL"
-# Selects the first free row with a name. If `any_content` is false, the row must also
-# have the same content hash or, if one of the hashes is unknown, the same problem. A
-# row that failed for changed-since-plan or original-deleted never matches by its hash:
-# encoding the same content again may succeed.
+# Selects the first free row with the name of an input. If `any_content` is false, the
+# row must also have the content hash of the input or, if one of the two hashes is
+# unknown, the row must have failed for the problem of the input. A row that failed for
+# changed-since-plan or original-deleted never matches by its hash, because encoding the
+# same content again may succeed.
 _FIND = """SELECT row_id, hash, failed_for, duplicate_of, metadata FROM rows
 WHERE name = :name AND state = 0 AND (:any_content OR CASE
     WHEN hash IS NULL OR :hash IS NULL THEN failed_for = :problem
@@ -198,7 +204,7 @@ def _load_rows(
     columns: Sequence[str],
 ) -> int:
     """Insert the rows of `index` into the database, except deleted rows. Return the
-    number of inserted rows. Each row has a hash of its values of `columns`.
+    number of inserted rows. The values of a row in `columns` are stored as one hash.
     """
     rows = 0
     for table in iter_rows(index, [*_COLUMNS, *columns]):
@@ -241,18 +247,18 @@ def compare_sources(
     written.
 
     An input is compared with the rows of the same name. If a row of this name has the
-    same content, it is unchanged and kept. A duplicate is kept only if its original is
-    kept. Otherwise the input of the duplicate gets a new row. If an input on a server
-    cannot be read, its row is kept. If this row is a duplicate, its original is kept,
-    too.
+    same content, the row is unchanged and kept. A row that is a duplicate is kept only
+    if its original is kept, too. Otherwise its input gets a new row. If an input on a
+    server cannot be read, its row is kept. If this row is a duplicate, its original is
+    then kept, too.
 
     Rows and inputs are compared in a temporary database on disk, so that the memory use
     does not grow with their number.
 
     Args:
         group: all sources of the index; None uses the sources that the index records.
-        max_vanished: largest share of rows whose input may no longer exist or cannot be
-            read, 0 to 1.
+        max_vanished: largest allowed share, 0 to 1, of the rows whose input no longer
+            exists or cannot be read.
         retry_failed: True to give new rows to failed inputs that can be read. The new
             rows have the column values that users set in the old rows.
         restore: True to give rows to inputs whose rows were deleted by users.
@@ -261,7 +267,8 @@ def compare_sources(
         UsageError: a source cannot be used, or the index does not record its sources
             and `group` is None.
         EdjeError: a source or a part of a source cannot be read, or the share of rows
-            whose input no longer exists is larger than `max_vanished`.
+            whose input no longer exists or cannot be read is larger than
+            `max_vanished`.
     """
     settings = settings_of(index.root, index.manifest)
     if group is not None:
@@ -298,9 +305,9 @@ def compare_sources(
         database.execute("UPDATE rows SET state = ? WHERE row_id = ?", values)
 
     def find(ref: InputRef, *, any_content: bool) -> _Row | None:
-        """Return the first row with the name and content of `ref` to which no input
-        belongs yet; None if there is none. With `any_content`, only the name must be
-        the same.
+        """Return the first row with the name and content of `ref` that no input has
+        matched yet; None if there is no such row. With `any_content`, only the name
+        must be the same.
         """
         values = {
             "name": _name(ref.uri, ref.uri_raw),
@@ -313,7 +320,8 @@ def compare_sources(
 
     listing = Listing(sources, on_event, should_stop)
     inputs = unreachable = 0
-    # By path, the problem of each directory or archive with inputs that are not listed.
+    # The problem of each directory or archive whose inputs are not all listed, by its
+    # path
     hidden: dict[str, str] = {}
     removed = frozenset[str]() if restore else index.edits.removed
     stay_deleted = 0
@@ -366,9 +374,9 @@ def compare_sources(
                 row = _Row._make(columns_of_row)
             yield position, pickle.loads(ref), row
 
-    # If a server does not respond or refuses a request, keep the row of the input, and
-    # the original of this row. A failed row is not kept here. A local file that is
-    # unreadable is handled below.
+    # If the server of an input does not respond or refuses the request, keep the row
+    # with the name of the input, unless that row failed. If the row is a duplicate,
+    # also keep its original. Unreadable local files are handled below.
     for position, ref, _ in pending(
         "row_id IS NULL AND problem IN ('unreadable', 'unreachable')"
     ):
@@ -412,8 +420,8 @@ def compare_sources(
         )
         return array("q", (row_id for (row_id,) in selected))
 
-    # Give a new row to each remaining input, unless it is a duplicate. Its old row, if
-    # there is one, is replaced.
+    # Give a new row to each remaining input, unless the input is a duplicate. If the
+    # input has an old row, mark that row as replaced.
     user_values: NewValues = {}
     if retry_failed:
         user_values = _user_values(index, row_ids("failed_for IS NOT NULL"))
@@ -428,7 +436,8 @@ def compare_sources(
             # A row is lost if its input cannot be read and thus has no content hash.
             lost += ref.content_hash is None
             # If an archive is cut off, its listing ends with one input that has the
-            # problem of the archive.
+            # problem of the archive. Check the row of this input below, together with
+            # the vanished rows.
             if ref.problem in _HIDES_OTHERS and row.failed_for is None:
                 cut_off.append(row.row_id)
             if ref.problem == "unreadable" and row.failed_for is None:
@@ -475,8 +484,9 @@ def compare_sources(
         if row_ids(f"row_id = {row_id} AND {kept}")
     }
     own = {display_path(source.path) for source in sources}
-    # A source may be empty if all rows may vanish. An archive beside images is not
-    # read, unless it is a source itself.
+    # If all rows may vanish, the sources may be empty. Otherwise, rows of an empty
+    # source are not deleted, and neither are rows of an archive that lies beside
+    # images. Such an archive is not read, unless it is a source itself.
     for source in sources if max_vanished < 1 else ():
         if not source.inputs:
             hidden.setdefault(display_path(source.path), "it lists no images")
@@ -565,7 +575,7 @@ def _new_values(
 
     Args:
         as_given: the index, with the values that the sources gave last.
-        metadata: the values that the sources give now, by the id of a kept row.
+        metadata: the values that the sources give now for kept rows, by row id.
     """
     columns = {column.name: column for column in as_given.manifest.columns}
     rows = read_index_rows(as_given, sorted(metadata), ["row_id", *columns]).to_pylist()
@@ -589,7 +599,8 @@ def _refuse_hidden_rows(
 
     Args:
         hidden: problem of each such directory or archive, by path.
-        lost: ids of the rows whose inputs are no longer listed.
+        lost: ids of the rows whose inputs are no longer listed, or are listed in place
+            of the cut-off end of an archive.
     """
     below: Counter[str] = Counter()
     for table in iter_rows(index, ["row_id", "uri"]) if hidden and len(lost) else ():

@@ -93,8 +93,8 @@ from storage_formats.writing.index_copy import (
 _FILES_AT_ONCE = 8
 # NumPy type of a SHA-256 in hexadecimal
 _HASH = "S64"
-# The members that the result of a merge takes from its record in `index.json`, for
-# each merged index.
+# For each merged index, the result of a merge contains these members of the record in
+# `index.json`.
 _SHOWN = ("offset", "rows", "duplicates")
 
 
@@ -163,9 +163,9 @@ def compact_index(
     those of `build_index`.
 
     If no row is deleted, only some shards are copied, and the rows of the other shards
-    keep their ids. These are the shards with edited column values, the shards that are
-    not full if joining them makes fewer shards, and shards with duplicates of their
-    rows.
+    keep their ids. The copied shards are the shards with edited column values, the
+    shards that are not full if their rows fit into fewer shards, and all shards with
+    duplicates of rows of these shards.
 
     Args:
         index: directory of the index. The index can be read during the compaction.
@@ -224,15 +224,16 @@ def compaction(index: CommittedIndex, only_shards_with_deleted: bool) -> Edit:
         row_shards = np.unique(index.deleted.row_ids // spec.shard_size)
         shards = _with_duplicates(index, row_shards.tolist())
     elif not len(index.deleted):
-        # By number, the rows of each shard that is not full. Joining these shards pays
-        # if their rows fit into fewer shards.
+        # The number of rows of each shard that is not full, by shard number. Joining
+        # these shards pays if their rows fit into fewer shards.
         small = {
             shard: rows
             for shard in shards
             if (rows := len(spec.shard_rows(shard))) < spec.shard_size
         }
         is_saving = -(-sum(small.values()) // spec.shard_size) < len(small)
-        # The new files contain the edited values.
+        # Copy the shards with edited values, too, so that their new files contain these
+        # values.
         chosen = {*index.edits.shards, *(small if is_saving else ())}
         shards = _with_duplicates(index, chosen)
     if not shards:
@@ -245,7 +246,7 @@ def rewriting(
     shards: Sequence[int],
     shard_size: int,
 ) -> Edit:
-    """Return the edit that moves the rows of `shards` that are not deleted to one new
+    """Return the edit that moves all rows of `shards`, except deleted rows, to one new
     segment with `shard_size` rows per shard.
 
     Raises:
@@ -364,7 +365,7 @@ def _with_duplicates(index: CommittedIndex, chosen: Iterable[int]) -> list[int]:
     """Return the shards `chosen` and all shards with a duplicate of one of their rows,
     ascending.
 
-    The step is repeated for the shards that it adds, until it adds none.
+    Shards with duplicates of rows of the added shards are added, too, and so on.
     """
     spec = index.spec
     shards = set(chosen)
@@ -408,8 +409,8 @@ def copy_index(
             `az://`) or on the Hugging Face Hub (`hf://datasets/OWNER/NAME`). A
             repository that does not exist is created, and is private.
         snapshot: number of the snapshot to copy; None copies the current snapshot.
-        replace: True to replace an index at the URL `out`, and to remove its files that
-            the copy does not have.
+        replace: True to replace an index at the URL `out`, and to remove the files of
+            that index that are not files of the copy.
         rows: ids of the rows to copy.
         where: filter such as "licence is null", see `edje_index.search.where`. Rows
             that pass the filter are copied, too.
@@ -500,7 +501,8 @@ def copy_index(
                 raise UsageError(lost, parameter="out")
 
             def checked(file: FileEntry) -> Path | bytes:
-                # `file_contents` compares the file with its checksum while it is read.
+                # `file_contents` compares a file with its checksum while reading it.
+                # Most local files are read only for this check, and sent by path.
                 pieces = file_contents(opened, file)
                 if opened.remote is not None or file.path.endswith("zarr.json"):
                     return b"".join(pieces)
@@ -572,8 +574,8 @@ def _copy_files(
     on_event: OnEvent,
     should_stop: ShouldStop,
 ) -> list[FileEntry]:
-    """Call `copy` for each entry, in several threads. Return the entries for which it
-    returned True, because the file was not yet at the destination.
+    """Call `copy` for each entry, in several threads. Return the entries for which
+    `copy` returned True, because the file was not yet at the destination.
     """
     copied = []
     done = 0
@@ -605,9 +607,9 @@ def merge_indexes(
     does. The model is not needed.
 
     The rows of the first index keep their ids. For each further index, a constant is
-    added to its row ids. If an image is also in an earlier index, byte for byte, its
-    row is deleted in the new index. Call the function again to resume a stopped merge.
-    The other arguments are those of `build_index`.
+    added to its row ids. If an earlier index has an image with the same bytes, the row
+    of the later image is deleted in the new index. Call the function again to resume a
+    stopped merge. The other arguments are those of `build_index`.
 
     Args:
         indexes: directories of the indexes, in the order of their rows.
@@ -676,12 +678,13 @@ def merging(
     first = manifests[0].spec
     size = first.shard_size
     segments = list[Segment]()
-    # For each shard of the new index: its copier, and the number of the shard to copy.
+    # For each shard of the new index, by its number: the copier, and the number that
+    # the copied shard has in the old index
     origins: dict[int, tuple[ShardCopier, int]] = {}
     inputs = list[Json]()
     deleted = Tombstones()
     edits = list[pa.Table]()
-    # Content hashes of the indexed rows of the indexes before this one.
+    # Content hashes of the indexed rows of all indexes before the index `each`
     earlier_hashes: NDArray[np.bytes_] = np.empty(0, _HASH)
     on_event(StatusMessage("looking for duplicates"))
     for each in indexes:

@@ -51,8 +51,8 @@ if TYPE_CHECKING:
 
 DEFAULT_SHARE = 0.01
 ALWAYS_ALLOWED = 20
-"""Number of inputs that may fail by default, whatever the size of the collection. Small
-collections have damaged files, too.
+"""Number of inputs that may fail by default in a collection of any size. In a small
+collection, `DEFAULT_SHARE` alone would allow hardly any damaged file.
 """
 
 UNDECODED = frozenset({"unsupported-image", "unsupported-video"})
@@ -169,7 +169,8 @@ def encoding(
             engine = "threads"
             workers = SHARDS_PER_GPU
         elif engine == "ray":
-            # A Ray worker sees only the GPU that Ray assigns to it.
+            # A Ray worker sees only the GPU that Ray assigns to it, so the device needs
+            # no number.
             device = "cuda"
             if execution.address is None and workers is not None:
                 per_gpu = max(per_gpu, math.ceil(workers / cuda_devices()))
@@ -261,7 +262,8 @@ def _undecoded(
     """Return the number of files in formats that this installation does not decode, by
     format.
 
-    They are failed inputs with a reason in `UNDECODED`, and `ignored` camera raw files.
+    These files are the failed inputs with a reason in `UNDECODED`, and the camera raw
+    files that `ignored` counts by suffix.
     """
     formats = Counter(
         {
@@ -325,7 +327,8 @@ def open_worker(
         threads: number of threads of the model and of decoding on a CPU. On a GPU, the
             worker instead decodes with its share of the CPUs of the machine.
         per_gpu: number of shards that are encoded at the same time on one GPU, by all
-            its workers together. They share the CPUs.
+            its workers together. The CPUs of the machine are divided evenly among the
+            shards on all its GPUs.
     """
     from edje_index.indexing.image_encoder import ImageEncoder
     from edje_index.indexing.shard_encoding import encode_shard

@@ -68,7 +68,8 @@ class NamedModel:
         parts: repositories of the Hub: first that of the model, then those with files
             that the model may lack, such as a vision tower. A name that ends with "/"
             is a repository from which no weights are downloaded. If `parts` is empty,
-            the model is in this package and on the Python package index.
+            the model needs no Hub: its trained weights are in this package, and its
+            base towers come from the Python package index.
         licence: licence of the model; empty if the repository states it.
         megabytes: size of the download from the Python package index, in MB; None for a
             model on the Hub.
@@ -232,9 +233,9 @@ def copy_model(
         The content of the ``bundle.json`` of the copy.
 
     Raises:
-        UsageError: `out` exists, or an argument is not valid.
-        ModelError: `model` is not a bundle, or a file is missing or differs from its
-            hash.
+        UsageError: an argument is not valid.
+        ModelError: the directory `out` exists, `model` is not a bundle, or a file is
+            missing or differs from its hash.
         JobStopped: the copy stopped early. The copied files are kept.
         EdjeError: the Hub refuses the request, or cannot be reached.
 

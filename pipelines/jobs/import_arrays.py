@@ -74,8 +74,9 @@ def import_arrays(
 
     Raises:
         UsageError: an input file is invalid, the files have different numbers of rows,
-            `out` is in use, or the disk is too small.
+            `out` is in use, or the disk or the memory is too small.
         JobStopped: `should_stop()` returned True.
+        MissingExtraError: FAISS is not installed.
     """
     check_faiss()
     blocks = open_npy(tokens, 3)
@@ -131,8 +132,9 @@ def open_npy(path: Path, dimensions: int) -> Array:
         with naming(path):
             array: np.memmap[Any, Any] = np.lib.format.open_memmap(path, mode="r")
     except (OSError, ValueError, EOFError) as error:
-        # An OSError with an errno comes from the operating system. NumPy also raises
-        # OSError for a file that it cannot parse, without an errno.
+        # An OSError with an errno comes from the operating system and does not mean
+        # that the file is invalid. For a file that it cannot parse, NumPy raises an
+        # OSError without an errno.
         if isinstance(error, OSError) and error.errno is not None:
             raise
         raise UsageError(
@@ -162,9 +164,9 @@ def _row_parts(
     as (number of rows, columns of these rows).
 
     Args:
-        path: Parquet file of the rows. If it is None, the columns are None, too.
-        rows: number of rows that the file must have.
-        ignored: counts the values that cannot be stored.
+        path: Parquet file of the rows; None to yield None instead of the columns.
+        rows: number of rows of the arrays, which the file must have, too.
+        ignored: counter to which the values that cannot be stored are added.
     """
     if path is None:
         return (

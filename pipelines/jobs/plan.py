@@ -51,15 +51,15 @@ a batch of one shard, images of the other are decoded, or its blocks are written
 # Images per forward pass on a CPU. The activations of larger batches do not fit into
 # the caches.
 _CPU_BATCH = 8
-# Images per forward pass on a GPU. The CPU needs the same time to launch the kernels of
-# a smaller batch, so the GPU would wait for it.
+# Images per forward pass on a GPU. The CPU needs as much time to launch the kernels of
+# a smaller batch, so with a smaller batch, the GPU would wait for the CPU.
 _CUDA_BATCH = 128
 # Shards get more than SHARD_SIZE rows only if the index then has at least this many
 # shards.
 _LEAST_SHARDS = 1000
 _MAX_SHARD_SIZE = 16384
-# Most threads per worker. A small ViT gains little from more threads; more workers use
-# the CPUs better.
+# Largest default number of threads per worker. A small ViT gains little from more
+# threads; more workers use the CPUs better.
 _MAX_THREADS = 4
 
 

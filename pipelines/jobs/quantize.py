@@ -113,7 +113,8 @@ def quantize_index(
         edit = conversion(change.index, to, drop, source, workers, address)
         manifest = apply(change, edit, on_event, should_stop).manifest
     after = manifest.spec.precisions
-    # All precisions of one conversion are converted from the same precision.
+    # All new precisions are converted from the same precision, which is the last
+    # precision of each chain.
     read = next((chain[-1] for chain in edit.encoded_from.values()), None)
     return QuantizeResult(
         source=read,
@@ -217,7 +218,8 @@ def _refuse_other_files(
     index: CommittedIndex, names: Iterable[str], chain: tuple[str, ...]
 ) -> None:
     """Raise UsageError if a kept snapshot may have other tokens in one of the
-    precisions `names` than the new files, which would overwrite those of the snapshot.
+    precisions `names` than the new files. The new files would overwrite the files of
+    the snapshot.
 
     Args:
         names: precisions to add.

@@ -364,8 +364,8 @@ class ShardEncoder:
         rows = [row for row in table.to_pylist() if row["status"] == INDEXED]
         clips = holds_clips(self._index.manifest)
         refs = []
-        # For each Parquet file by path, its image column. The value is not used for
-        # archives.
+        # The image column of each Parquet file, by the path of the file. For an
+        # archive, the value has no meaning.
         archives: dict[bytes, str] = {}
         for row in rows:
             parts = split_uri(row["uri"])

@@ -1,5 +1,5 @@
-"""Estimates and checks of the memory and the disk space that a build, an append or an
-update needs, and the choice of its number of workers.
+"""Estimates and checks the memory and the disk space that a build, an append or an
+update needs, and chooses the number of workers.
 """
 
 from __future__ import annotations
@@ -28,17 +28,18 @@ Need = dict[str, int]
 """The required memory or disk space in bytes, by purpose."""
 
 _ANN = "nearest-neighbour index"
-# Factor for metadata files and for what the file system adds
+# This factor adds 2 % for metadata files and for the overhead of the file system.
 _SLACK = 1.02
-# Tokens of one precision, checksums, embeddings, rows, and during the build the receipt
+# The files of a shard: tokens of one precision, checksums, embeddings, rows, and during
+# the build the receipt
 _FILES_PER_SHARD = 5
-# Length of a row in the rows file and in the input list together, compressed, for paths
-# of about 60 characters
+# Bytes that a row takes in the compressed rows file and input list together, if paths
+# have about 60 characters
 _ROW_BYTES = 200
-# Memory of a worker process for torch, open_clip and their libraries
+# Bytes of memory that torch, open_clip and their libraries take in a worker process
 _PROCESS_BYTES = 600 * 2**20
-# Memory per colour value of a batch: four batches wait with 1 byte per value, and one
-# batch is in the model with 4 bytes per value (float32).
+# Bytes of memory per colour value of a batch. Four batches wait with 1 byte per value,
+# and one batch is in the model with 4 bytes per value (float32).
 _BYTES_PER_VALUE = 8
 _CHANNELS = 3
 _FLOAT32_BYTES = 4
@@ -49,7 +50,7 @@ class ResourcesError(UsageError):
 
 
 def described(need: Need) -> str:
-    """Return a text with the sum of a need, and in parentheses its parts."""
+    """Return a text with the total of a need, followed by its parts in parentheses."""
     parts = ", ".join(f"{name} {human_bytes(size)}" for name, size in need.items())
     return f"{human_bytes(sum(need.values()))} ({parts})"
 
@@ -83,16 +84,17 @@ def choose_workers(
     """Check that engine, device and memory suffice. Return `execution` with the number
     of workers.
 
-    If `execution` names a Ray cluster, it is returned unchanged, and the cluster
-    chooses the number if `workers` is None. On this machine, None is replaced by twice
-    the number of GPUs if the device is cuda. On a CPU, it is replaced by the number of
-    CPUs divided by the threads of a worker. Both numbers are reduced if the memory has
-    room for fewer workers. The engine inline has one worker.
+    If `execution` names a Ray cluster, `execution` is returned unchanged, and the
+    cluster chooses the number if `workers` is None. Without a cluster, None is replaced
+    by twice the number of GPUs if the device is cuda, and otherwise by the number of
+    CPUs divided by the number of threads of a worker. The number is smaller if the
+    memory has room for fewer workers. The engine inline always has one worker.
 
     Raises:
-        UsageError: this machine lacks the device or the memory for the workers, or the
-            model cannot encode clips.
+        UsageError: this machine lacks the device or the memory for the workers, the
+            model cannot encode clips, or the engine inline gets an address.
         EngineUnavailableError: the Ray cluster does not answer.
+        MissingExtraError: clips are to be encoded, and PyAV is not installed.
     """
     engine = execution.engine
     address = execution.address
@@ -107,8 +109,8 @@ def choose_workers(
     if engine == "ray":
         from pipelines.engines.ray_engine import check_ray
 
-        # Check this before the sources are listed: a listing of standard input waits
-        # until the other program has written its list.
+        # Check Ray before the sources are listed, so that an error is raised at once. A
+        # listing of standard input first waits for the program that writes the list.
         check_ray(address)
     if settings.frames is not None:
         with name_missing_extra("video"):
@@ -164,10 +166,10 @@ def workers_memory(
 
 def check_ann_memory(spec: IndexSpec, memory: int | None) -> None:
     """Raise ResourcesError if the memory is too small to build the nearest-neighbour
-    index of an index with the shape `spec`.
+    index for an index with the shape `spec`.
 
     Args:
-        memory: limit in bytes; None is the free memory.
+        memory: limit in bytes, in addition to the free memory; None for no such limit.
     """
     need = AnnKind.choose(spec.rows, spec.embed_dim, memory).build_bytes(
         spec.rows, spec.embed_dim
@@ -188,8 +190,8 @@ def check_extension_memory(manifest: Manifest, rows: int) -> None:
     width = manifest.spec.embed_dim
     need = 0
     if ann.get("files"):
-        # All FAISS files have the same centroids, and the smallest file is loaded for
-        # them. Small files that are merged into the new one are not counted.
+        # All FAISS files have the same centroids, which are read from the smallest
+        # file. Small files that are merged into the new file are not counted.
         loaded = min(int(file["bytes"]) for file in ann["files"])
         factory = ann.get("factory")
         kind = AnnKind.parse(factory, width) if factory else AnnKind.choose(rows, width)
@@ -207,8 +209,9 @@ def check_disk(
     Args:
         spec: shape of the new index. For an append or an update, the shape of the new
             rows alone.
-        memory: limit in bytes for the build of the nearest-neighbour index, which may
-            change its kind and size; None for no limit.
+        memory: limit in bytes for the memory in which the nearest-neighbour index is
+            built; None for no limit. The limit may change the kind and thus the size of
+            the nearest-neighbour index.
     """
     check_free_disk(
         root,

@@ -164,11 +164,12 @@ def deletion(
     given = check_row_ids(rows, spec.rows)
     requested = np.union1d(given, rows_passing(index, where))
     # An erasure that is finished in a second run gets the same row ids again, although
-    # the first run may have removed these rows.
+    # the first run may have removed these rows. So leave out ids of rows that the index
+    # does not have.
     if with_duplicates:
         is_used = rows_in_use(requested, spec)
         unused = requested[~is_used]
-        # Read the row maps only if there are such ids.
+        # Read the row maps only if there are unused ids.
         new_ids = translate_row_ids(index, unused) if len(unused) else unused
         for old, new in zip(unused, new_ids, strict=True):
             if new >= 0:
@@ -258,8 +259,8 @@ def roll_back(
         UsageError: there is no index at `index`, or `snapshot` does not exist or is the
             current snapshot.
     """
-    # Imported here, because `delete` also imports this module, and this import would
-    # make a deletion take a tenth longer.
+    # Import `check_files` only here. A deletion imports this module, too, and the
+    # import of `check_files` would make it take a tenth longer.
     from storage_formats.verify import check_files
 
     with begin(index, "rollback") as change:
@@ -456,7 +457,7 @@ def edited_values(
     names = sorted({name for row in values.values() for name in row})
     stored = [name for name in names if name in columns_by_name]
     row_ids = sorted(values)
-    # `row_id` is read too, so that there is a row even if all columns are new.
+    # Read `row_id`, too, so that the table has rows even if all columns are new.
     rows = read_index_rows(index, row_ids, ["row_id", *stored]).to_pylist()
     by_users = index.edits.user_values(row_ids)
     counted = CountedColumns(columns)

@@ -140,8 +140,8 @@ def append_index(
                 ref.content_hash for ref in listed if ref.content_hash is not None
             }
             keys_in_index = known_contents(change.index, hashes)
-            # An input that cannot be read has no content hash. Its key is its uri, and
-            # it is skipped if the index has a failed row with this uri.
+            # An input that cannot be read has no content hash, so its key is its uri.
+            # Such an input is skipped if the index has a failed row with this uri.
             unread = {ref.uri for ref in listed if ref.content_hash is None}
             for table in iter_rows(change.index, ["uri", "status"]) if unread else ():
                 failed = table.filter(pc.field("status") == FAILED)
@@ -209,8 +209,9 @@ def update_index(
         restore: True to also index files whose rows were deleted by `delete_rows`. With
             False, such a file is skipped until its name or its content changes.
         dry_run: True to return the changes without applying them.
-        max_vanished: largest share of rows whose input may no longer exist, 0 to 1. If
-            the share is larger, the update ends with an error.
+        max_vanished: largest allowed share, 0 to 1, of the rows whose input no longer
+            exists or cannot be read. If the share is larger, the update ends with an
+            error.
         model: directory of the model bundle; None selects the bundle that built the
             index.
 
@@ -259,7 +260,7 @@ def update_index(
                 change.index, group or SourceGroup(()), model
             )
             if retry_failed and max_failed is None:
-                # Most inputs that failed before fail again.
+                # Most inputs that failed before fail again, so allow all to fail.
                 max_failed = 1.0
             execution = Execution(engine, workers, address, max_failed=max_failed)
             execution = choose_workers(settings, info, execution)
@@ -353,7 +354,8 @@ def add_images(
 
     After this call the index records no sources, because no source lists the new rows.
     A later `update_index` must be given all sources, and deletes the rows that were
-    added here. Thumbnails are shown only if the uris are paths or URLs of the images.
+    added here. Thumbnails of the new rows are shown only if their uris are paths or
+    URLs of the images.
 
     Args:
         index: directory of the index.
@@ -409,8 +411,8 @@ def add_images(
         tempfile.TemporaryDirectory(prefix="edje-add-") as folder,
         begin(index, "add") as change,
     ):
-        # A later run could not finish this change, because the images are in the
-        # temporary folder.
+        # After an error, remove the files of this change. A later run could not finish
+        # the change, because the images are in the temporary folder.
         change.abandon()
         refs = []
         ignored = Ignored()
@@ -538,8 +540,8 @@ def _plan_rows(
 ) -> Plan:
     """Plan new shards for the new rows of `changes`, and store the plan.
 
-    If an earlier run of `change` had the same plan, its finished shards are used. If it
-    had another plan, its files are removed.
+    If an earlier run of `change` stored the same plan, the shards that it finished are
+    used. If that run stored another plan, the files of that run are removed.
     """
     manifest = change.index.manifest
     spec = manifest.spec

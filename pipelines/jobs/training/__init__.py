@@ -10,6 +10,7 @@ Files in the run folder:
                         the trained weights
     start/              bundle with the initial weights
     features-model/     bundle that computes the features
+    images-model/       bundle that computes the embeddings, for online features
     features.edje/      index of the features
     images.edje/        index of the embeddings, for online features
     inputs.arrow        table of the images, for online features

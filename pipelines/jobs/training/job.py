@@ -83,9 +83,9 @@ def run_training(
     """Train a model bundle, or resume an interrupted training run with the same
     settings.
 
-    If `torchrun` started this process, it becomes one of a group of workers. All
-    workers train and return the result. Worker 0 also prepares the run and writes the
-    bundle.
+    If `torchrun` started this process, this process becomes one of a group of workers.
+    All workers train and return the result. Worker 0 also prepares the run and writes
+    the bundle.
 
     Raises:
         UsageError: an input cannot be read, or the run folder belongs to another
@@ -326,8 +326,9 @@ def write_bundle(
         )
 
     def record(info: BundleInfo) -> None:
-        # `save` calls this function before the bundle appears at its path. A bundle
-        # without a record would look like the bundle of another run.
+        # `save` calls this function before the bundle appears at its path, so that no
+        # bundle is ever without a record. Such a bundle would look like the bundle of
+        # another run.
         if run.export_step is None:
             write_json_atomic(folder / "result.json", asdict(result(info)))
 
@@ -389,7 +390,7 @@ def begin_run(folder: Path, record: Json) -> str:
 
     If the run folder contains nothing but a journal, nothing has been computed, and
     `record` replaces the journal. The journal has the format of the journal of an index
-    change. Its `base` is None, because a run changes no index.
+    change. In the journal of a run, `base` is None, because a run changes no index.
 
     Raises:
         UsageError: the run was begun with other settings, or the folder is not a run
