@@ -300,8 +300,8 @@ class _Run:
         idle: the last job of each actor that has no task. Such an actor may take over a
             late task.
         longest: seconds of the longest finished task.
-        failing_since: value of `time.monotonic` when an actor died while it started,
-            if since then no actor has started or ended a task; None otherwise.
+        failing_since: value of `time.monotonic` at the first death of a starting actor
+            since an actor last started or ended a task; None if there was no death.
         stopping: True once `should_stop()` has returned True.
     """
 
@@ -661,8 +661,8 @@ class RayCluster:
             )
             on_event(StatusMessage(message, is_warning=change == "left"))
         if self.room == 0:
-            # Only nodes that were left out have room, because all other nodes with room
-            # have left the cluster. Give the nodes that were left out work again. If
+            # Only nodes that were left out can have room, because all other nodes with
+            # room have left the cluster. So use the nodes that were left out again. If
             # work fails there again, `leave_out` finds no other node, and the run ends.
             self.left_out.clear()
         if self.room >= self._min_workers:

@@ -119,7 +119,7 @@ class CopyResult:
         files: number of files of a copy, apart from `index.json`.
         copied_files: number of files that this run wrote. The other files were already
             in the destination.
-        copied_bytes: length of the written files in bytes.
+        copied_bytes: total length in bytes of the files that this run wrote.
 
     Examples:
         >>> from edje_index import compact_index, copy_index, delete_rows

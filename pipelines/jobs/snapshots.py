@@ -100,7 +100,7 @@ def delete_rows(
 
     Raises:
         UsageError: there is no index at `index`, `where` is invalid, or `rows` and
-            `where` are both missing.
+            `where` are both missing although `erase` is False.
         RowIdError: a row id does not exist.
         UnfinishedChangeError: another change was stopped.
         EdjeError: another process is changing the index.
@@ -164,8 +164,7 @@ def deletion(
     given = check_row_ids(rows, spec.rows)
     requested = np.union1d(given, rows_passing(index, where))
     # An erasure that is finished in a second run gets the same row ids again, although
-    # the first run may have removed these rows. So leave out ids of rows that the index
-    # does not have.
+    # the first run may have removed these rows. So leave out the ids of removed rows.
     if with_duplicates:
         is_used = rows_in_use(requested, spec)
         unused = requested[~is_used]

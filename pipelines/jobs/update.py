@@ -195,9 +195,9 @@ def update_index(
 
     New and changed files get new rows. The old rows of changed files and the rows of
     missing files are deleted. Unchanged files are not encoded again. Call the function
-    again with the same arguments to resume a stopped update. Its finished shards are
-    used if the files to encode are still the same. The other arguments are those of
-    `build_index`.
+    again with the same arguments to resume a stopped update. The shards that the
+    stopped update finished are used if the files to encode are still the same. The
+    other arguments are those of `build_index`.
 
     Args:
         index: directory of the index. Unchanged rows keep their ids.
