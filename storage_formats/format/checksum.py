@@ -70,8 +70,8 @@ def read_checksums(
     path = layout.checksums(precision, shard)
     with IndexFile(layout.root, path) as file:
         length = os.fstat(file.fileno()).st_size
-        # `read` raises an OSError if the device fails. np.fromfile returns fewer values
-        # instead.
+        # np.fromfile is not used here: if the device fails, it returns fewer values,
+        # whereas `read` raises an OSError.
         data = file.read(4 * rows) if length == 4 * rows else b""
     if len(data) != 4 * rows:
         raise CorruptIndexError(

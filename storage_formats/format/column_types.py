@@ -12,8 +12,8 @@ NUMBER = "number"
 
 
 def column_kind(arrow_type: pa.DataType) -> str | None:
-    """Return `TEXT`, `BYTES` or `NUMBER` for an Arrow type that stores such values;
-    None for any other type, for example a list.
+    """Return the kind of the values that an Arrow type stores: `TEXT`, `BYTES` or
+    `NUMBER`. Return None for any other type, for example a list.
 
     Arrow has several types for the same kind of value: plain, large, view, fixed size,
     dictionary-encoded, run-end-encoded, and extension types. All of them are accepted.

@@ -29,8 +29,8 @@ from storage_formats.format.shard_table import (
 )
 
 _LINE = np.dtype([("shard", "i8"), ("bytes", "i8"), ("crc32c", "u4")])
-# Number of shards that are looked up at once. The lines of so many consecutive shards
-# are in one or a few row groups.
+# Number of shards that are looked up at once. The lines of 1,024 consecutive shards are
+# in one or a few row groups of a shard table.
 _SHARDS_PER_READ = 1024
 
 T = TypeVar("T")
@@ -40,20 +40,21 @@ class CommittedFiles:
     """Looks up the file entries of one kind of file, for example the rows files, in the
     shard tables. Thread-safe.
 
-    A lookup reads the row groups that can contain the requested shards. It keeps the
-    lengths and checksums of all files of this kind in these row groups in memory, 20
-    bytes per shard.
+    A lookup reads the row groups that can contain the requested shards. It keeps in
+    memory the length and the checksum of each file of this kind that these row groups
+    list, 20 bytes per shard.
 
     Args:
-        name: relative path of a file with a field for the shard number, for example
-            `layout.ROWS_FILE`.
+        name: path of the files of this kind, relative to the index, with a field for
+            the shard number. For example `layout.ROWS_FILE`.
     """
 
     def __init__(self, index: CommittedIndex, name: str) -> None:
         self._spec = index.spec
         self._name = name
         self._index = index
-        # the opened shard tables, keyed by the index of their segment
+        # the opened shard tables, keyed by the position of their segment in
+        # `used_segments`
         self._tables: dict[int, CommittedTable] = {}
         # the lines read so far, sorted by shard
         self._lines = np.empty(0, _LINE)
@@ -65,7 +66,8 @@ class CommittedFiles:
         shard must belong to a segment.
 
         Raises:
-            CorruptIndexError: a shard table is damaged, or does not list a shard.
+            CorruptIndexError: a shard table is damaged, or no shard table lists the
+                file of one of `shards`.
         """
         requested = np.fromiter(shards, dtype=np.int64)
         with self._lock:
@@ -79,12 +81,15 @@ class CommittedFiles:
         }
 
     def _load(self, missing: list[int]) -> None:
-        """Read the lines of the shards `missing`, ascending, from the shard tables."""
+        """Read the lines of the shards `missing` from the shard tables. `missing` must
+        be ascending.
+        """
         parts = [self._lines]
         segments = self._spec.used_segments
         tables = self._index.manifest.shard_tables
         starts = [segment.first_row // self._spec.shard_size for segment in segments]
-        # `segment` is the index of the last segment that begins at or before a shard.
+        # A shard belongs to the last segment that begins at or before the shard.
+        # `segment` is the position of this segment in `segments`.
         for segment, shards in itertools.groupby(
             missing, lambda shard: bisect.bisect_right(starts, shard) - 1
         ):
@@ -102,13 +107,13 @@ class CommittedFiles:
             )
 
     def _own(self, group: pa.Table) -> NDArray[np.void]:
-        """Return the lines of files of this kind in `group`, a row group of a shard
-        table, with the fields of `_LINE`.
+        """Return an array with the fields of `_LINE` for `group`, a row group of a
+        shard table. It has the lines whose path matches `self._name`.
         """
         group = group.select(SHARD_TABLE_SCHEMA.names).cast(SHARD_TABLE_SCHEMA)
         folder = self._name.rpartition("/")[0] + "/"
         group = group.filter(pc.starts_with(group["path"], folder))
-        # `to_numpy` would import pandas, which takes 0.25 s, if pandas is installed.
+        # If pandas is installed, `to_numpy` would import it, which takes 0.25 s.
         columns = (group[name].to_pylist() for name in SHARD_TABLE_SCHEMA.names)
         lines = [
             (shard, length, crc)
@@ -124,8 +129,8 @@ def iter_shard_files(
     """Yield (shard number, entries of the files of this shard in the shard tables,
     keyed by path) for each of `shards`.
 
-    If no table lists a shard, its entries are empty. Memory use does not depend on the
-    number of shards.
+    For a shard that no table lists, the mapping of entries is empty. Memory use does
+    not depend on the number of shards.
 
     Args:
         shards: shard numbers, ascending. Each shard must belong to a segment.
@@ -177,8 +182,8 @@ class CommittedTable:
 
         Args:
             values: values of the key column. None reads all row groups.
-            convert: takes a row group as a table. Its KeyErrors, ValueErrors and
-                Arrow errors are reported as damage of the file.
+            convert: takes a row group as a table. If it raises a KeyError, ValueError
+                or Arrow error, the file counts as damaged.
             columns: names of the columns to read. Columns that the file lacks are left
                 out. None reads all columns.
 
@@ -203,8 +208,8 @@ class CommittedTable:
         identity = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
         if identity == self._identity:
             return
-        # The length is compared first: a file of the right length is short enough to
-        # compute its checksum.
+        # The length is compared first, so that no time is spent on the checksum of a
+        # file that is far too long.
         has_length = status.st_size == self._entry.bytes
         if not has_length or crc32c_stream(file) != self._entry.crc32c:
             raise CorruptIndexError(

@@ -3,8 +3,8 @@ section 9). With these files, an append finds out which contents the index alrea
 without reading all rows.
 
 Each file holds the hashes of the rows of some shards. The content hashes of the rows of
-a shard never change, so the files stay valid. The hashes of shards that are in no valid
-file are read from the rows again.
+a shard never change, so the files stay valid. If no valid file has the hashes of a
+shard, they are read from the rows of the shard.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.rows import iter_stored_rows, read_index_rows
 from storage_formats.format.tombstones import rows_in_use
 
-# Rows whose hashes are read at once: 16 bytes each, 32 MiB in all. A new file with more
-# than half as many rows is not joined with other files.
+# Number of rows whose hashes are read at once. A row takes 16 bytes, so they take 32
+# MiB. A new file with more than half of this number of rows is not joined with others.
 _MOST_ROWS = 1 << 21
 
 
@@ -38,7 +38,7 @@ class _HashFile:
     Attributes:
         shards: int64 [n], numbers of the shards.
         hashes: uint64 [k], first 8 bytes of the content hash of each row, read as a
-            big-endian number. Ascending in a file.
+            big-endian number. If they come from a file, they are in ascending order.
         row_ids: int64 [k], row id of each hash.
         path: path of the file; None if the hashes are not written yet.
     """
@@ -53,9 +53,10 @@ def known_contents(index: CommittedIndex, hashes: Collection[str]) -> set[str]:
     """Return those of `hashes` that are the content hash of a row of `index` that is
     not deleted.
 
-    The function first reads the hashes of shards that are in no file of `hashes/`, and
-    writes them to new files. Call it only within a change of the index, whose lock
-    keeps other processes from writing these files.
+    If no file in the directory `hashes/` has the hashes of a shard, the function first
+    reads them from the rows of the shard, and writes them to a new file. Call it only
+    within a change of the index: the change holds the lock of the index, so no other
+    process writes to this directory.
 
     Args:
         hashes: SHA-256 hashes in hexadecimal.
@@ -68,9 +69,9 @@ def known_contents(index: CommittedIndex, hashes: Collection[str]) -> set[str]:
     for new in _read(index, missing):
         parts = [new]
         rows = len(new.hashes)
-        # Files that are at most about twice as long as the new one are joined with it.
-        # The number of files therefore stays small, and each row is written only a few
-        # times.
+        # Files that are at most about twice as long as the new one are joined with it,
+        # so the number of files stays small. Each row is rewritten only a few times,
+        # because the joined file is at least 1.5 times as long as the earlier one.
         for file in sorted(files, key=lambda file: len(file.hashes)):
             if len(file.hashes) <= 2 * rows <= _MOST_ROWS:
                 parts.append(file)
@@ -100,7 +101,7 @@ def _prefixes(hashes: Collection[str]) -> NDArray[np.uint64]:
 
 def _read(index: CommittedIndex, shards: Sequence[int]) -> Iterator[_HashFile]:
     """Read the content hashes of the rows of `shards`. Each yielded object has at most
-    `_MOST_ROWS` rows, or one shard, and its hashes are not sorted.
+    `_MOST_ROWS` rows, unless a single shard has more. The hashes are not sorted.
     """
     step = max(1, _MOST_ROWS // index.spec.shard_size)
     for start in range(0, len(shards), step):
@@ -129,14 +130,16 @@ def _open(root: Path, path: Path) -> _HashFile:
     shards, rows = values[:2].tolist()
     if min(shards, rows) < 0 or len(values) != 2 + shards + 2 * rows:
         shards = rows = 0
-    # If the length is wrong, the last part is the rest of the file, so it is cut to no
-    # rows.
+    # If the length is wrong, `shards` and `rows` are 0. The last part, `row_ids`, is
+    # then the whole rest of the file, so it is cut to `rows` values.
     numbers, hashes, row_ids = np.split(values[2:], [shards, shards + rows])
     return _HashFile(numbers, hashes.view(np.uint64), row_ids[:rows], path)
 
 
 def _write(folder: Path, parts: Sequence[_HashFile]) -> _HashFile:
-    """Write the rows of all `parts` to one new file, and remove their earlier files."""
+    """Write the rows of all `parts` to one new file, and remove the files that the
+    parts were read from.
+    """
     hashes = np.concatenate([part.hashes for part in parts])
     row_ids = np.concatenate([part.row_ids for part in parts])
     shards = np.concatenate([part.shards for part in parts])
@@ -147,8 +150,8 @@ def _write(folder: Path, parts: Sequence[_HashFile]) -> _HashFile:
     path = folder / f"rows-{to_hex(crc32c(data))}.bin"
     write_bytes_atomic(path, data)
     for part in parts:
-        # The file is named after its contents, so an old file with the same contents is
-        # the new one.
+        # The file is named after its contents. An old file with the same contents thus
+        # has the same path as the new file, and must stay.
         if part.path not in (None, path):
             part.path.unlink()
     return _HashFile(shards, hashes[order], row_ids[order], path)

@@ -32,13 +32,14 @@ EDIT_SCHEMA = pa.schema(
     ]
 )
 GIVEN = "\0"
-"""Prefix of the column name in a line that records the last value from the sources, for
-a value that a user has set since.
+"""Prefix of the column name in a line that records a value from the sources. If a user
+sets a value, such a line keeps the last value that the sources had for it.
 """
 
-# length in bytes of a file with few lines, mostly metadata of Parquet
+# approximate length in bytes of a Parquet file with few lines, which is mostly metadata
 _OVERHEAD = 1000
-# The last value of a group may be null. By default, "last" would skip nulls.
+# `changed` keeps the last line of each row and column, and its value may be null. By
+# default, the aggregation "last" would skip nulls.
 _LAST = pc.ScalarAggregateOptions(skip_nulls=False)
 
 
@@ -49,11 +50,12 @@ class Edits:
     Attributes:
         shard_size: rows per shard of the index.
         lines: table with the columns of `EDIT_SCHEMA`. A line with a row id sets the
-            value of a column in this row to a JSON value, or removes the value if it is
-            null. If a user set the value, a second line with the column name `GIVEN` +
-            name records the last value from the sources. Lines with a row id come
-            first, sorted by row id. Each line without a row id stands for a deleted
-            input. Its `column` is the `input_hash` of the input.
+            value of a column in this row to `value`, which is JSON text. If `value` is
+            null, the row has no value in this column. If a user set the value, a second
+            line with the column name `GIVEN` + name records the last value from the
+            sources. Lines with a row id come first, sorted by row id. Each line without
+            a row id stands for a deleted input. Its `column` is the `input_hash` of the
+            input.
     """
 
     shard_size: int
@@ -93,8 +95,8 @@ class Edits:
 
     def moved(self, new_ids: Callable[[Ints], Ints]) -> pa.Table:
         """Return the lines that an index still needs after its rows were copied to new
-        row ids. The copied rows have the edited values, so only the last values from
-        the sources and the deleted inputs remain.
+        row ids. The new rows files contain the edited values, so only the lines with
+        the last values from the sources and with the deleted inputs are returned.
 
         Args:
             new_ids: takes row ids, int64 [k], and returns the new row ids, int64 [k].

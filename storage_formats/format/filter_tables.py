@@ -32,13 +32,13 @@ from storage_formats.format.rows import (
 from storage_formats.format.shard_table import FileEntry
 from storage_formats.format.source_columns import SourceColumn
 
-# Times are left out because they would give two builds of the same plan different
-# filter tables.
+# The timing columns are left out because they would give two builds of the same plan
+# different filter tables.
 _LEFT_OUT = ("uri_raw", "content_hash", *TIMING_COLUMNS)
-# A row group ends after the shard with which it reaches one of these sizes. Readers
-# accept up to 64 MiB of text in a row group, however short the file is. The last shard
-# of a row group has at most 48 MiB of source values, which leaves 16 MiB for the other
-# shards.
+# A row group ends after the shard with which it reaches `_GROUP_ROWS` or `_GROUP_BYTES`.
+# Readers accept up to 64 MiB of text in a row group, however short the file is. The
+# last shard of a row group has at most 48 MiB of source values, which leaves 16 MiB for
+# the other shards.
 _GROUP_ROWS = 1 << 16
 _GROUP_BYTES = 16 << 20
 
@@ -127,8 +127,8 @@ def iter_filter_table(
         nonlocal first_row
         table = cast_columns(group, schema, source_names)
         group_ids = table["row_id"].to_numpy()
-        # Row groups may be skipped if `row_ids` is given. Otherwise, each row group
-        # must follow the one before it.
+        # If `row_ids` is given, row groups may be skipped, so a row group may begin at
+        # any row. Otherwise, each row group must follow the one before it.
         if row_ids is not None and len(group_ids):
             first_row = int(group_ids[0])
         stop = first_row + len(group_ids)

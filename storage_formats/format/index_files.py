@@ -22,12 +22,12 @@ def open_regular(path: str | Path, flags: int = 0) -> int:
     Raises:
         OSError: `path` cannot be opened or is not a regular file.
     """
-    # Without O_NONBLOCK, opening a FIFO would wait for a writer. Afterwards, reads must
-    # block as usual.
+    # Without O_NONBLOCK, opening a FIFO would wait for a writer.
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | flags)
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             raise OSError(errno.ENOTSUP, "not a regular file", str(path))
+        # Reads of the regular file must block as usual.
         os.set_blocking(fd, True)
     except BaseException:
         os.close(fd)

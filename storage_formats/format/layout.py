@@ -31,8 +31,8 @@ OFFSET_ARRAY = "offset"
 SHARD_SIZE = 1024
 # The length of a token file is a multiple of this number of bytes.
 PAGE_BYTES = 4096
-# An entry of the shard index of the Zarr sharding codec is two uint64: the offset and
-# the length of a record. After the entries follows their CRC-32C.
+# Each entry in the shard index of the Zarr sharding codec is two uint64: the offset and
+# the length of a record. The shard index ends with the CRC-32C of all entries.
 INDEX_ENTRY_BYTES = 16
 CRC_BYTES = 4
 # paths of the files of a shard, relative to the index; the field is the shard number
@@ -181,7 +181,7 @@ class IndexSpec:
         `other`. Both must have the same `shard_size`.
         """
         # An index may have 100,000 shards, but most of its segments are also in
-        # `other`. Such segments are skipped as a whole.
+        # `other`. Segments that both have are skipped as a whole.
         shared = {*self.used_segments} & {*other.used_segments}
         own, others = (
             {
@@ -290,7 +290,9 @@ class Layout:
         return [self.rows, self.embeddings, self.tokens, self.root / "checksums"]
 
     def own_folders(self) -> list[Path]:
-        """Return all directories with files that no shard table lists."""
+        """Return all directories whose data files are listed in the manifest itself,
+        and not in shard tables.
+        """
         return [self.root / "manifest", self.filters, self.ann]
 
     def data_folders(self) -> list[Path]:

@@ -95,7 +95,8 @@ class Snapshot:
         change: description of the change that wrote the snapshot. It has the members
             `kind` and `created`, and others that depend on the kind. Empty for a build.
         next_shard: lowest shard number that no snapshot has ever used. An append writes
-            shards from this number on. 0 stands for the number of shards of the index.
+            shards from this number on. The value 0, as after a build, stands for the
+            number of shards of the index.
         deleted: entry of the tombstones file. None if no row is deleted.
         deleted_rows: number of deleted rows.
         oldest: number of the oldest kept snapshot. None if it is not stored, as in an
@@ -118,10 +119,11 @@ class RowMap:
     Attributes:
         file: entry of the file with the old and new row ids.
         first_row: lowest row id that the compaction assigned. The row map translates
-            row ids below `first_row`. Higher row ids are newer than the compaction.
+            row ids below `first_row`. All other row ids were assigned by the compaction
+            or after it.
         is_partial: True if only some shards were compacted. Row ids below `first_row`
-            that the map does not list are then unchanged. Otherwise, they belong to
-            deleted rows.
+            that the row map does not list are then unchanged. If it is False, such row
+            ids belong to deleted rows.
     """
 
     file: FileEntry
@@ -628,8 +630,8 @@ def _parse(where: IndexLocation, value: Any) -> Manifest:
     spec = manifest.spec
     for segment, table in zip(spec.used_segments, manifest.shard_tables, strict=True):
         # A shard has several lines in the table, so a table cannot list more shards
-        # than it has bytes. A manifest with more is refused here, before memory is
-        # allocated for its shards.
+        # than it has bytes. A segment with more shards is refused here, before memory
+        # is allocated for them.
         if len(spec.segment_shards(segment)) > table.bytes:
             raise CorruptIndexError(
                 f"{where} lists {len(spec.segment_shards(segment))} shards, too many"

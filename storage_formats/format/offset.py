@@ -24,19 +24,21 @@ Offset = Floats
 
 SAMPLE_BLOCKS = 1024
 """Number of blocks that a caller of `estimate_offset` should sample."""
-# The mean of n blocks has noise, which adds about 1/n to the squared error.
+# Smallest number of blocks for a mean. The mean of n blocks is an estimate: subtracting
+# it instead of the true mean increases the squared error by a share of about 1/n.
 _LEAST_BLOCKS = 32
-# Smallest share of the energy (sum of squares) of the blocks that is in their mean. An
-# offset with a smaller share reduces the error by less than 3 %.
+# Smallest share of the energy (sum of squares) of the blocks that their mean must have.
+# With a smaller share, subtracting the mean reduces the error by less than 3 %.
 _LEAST_ENERGY = 0.06
 # largest magnitude of a value of an offset block
 _LARGEST = 2.0**100
 
 
 def estimate_offset(batches: Iterable[Blocks]) -> Offset | None:
-    """Return the mean of all blocks. Return None if an offset would hardly reduce the
-    error: there are fewer than 32 blocks, or their mean has less than 6 % of their
-    energy. Also return None if a value of the mean is above 2^100.
+    """Return the mean of all blocks, float32 [m, d]. Return None if subtracting it
+    would hardly reduce the encoding error: there are fewer than 32 blocks, or their
+    mean has less than 6 % of their energy (sum of squares). Also return None if a
+    magnitude in the mean is above 2^100.
 
     Args:
         batches: arrays of blocks without holes, bfloat16 [k, m, d] each.

@@ -25,7 +25,7 @@ _SMALL_BYTES = 64 << 20
 _MAX_ROWS_PER_BYTE = 8
 _MAX_EXPANSION = 1000
 _MAX_TEXT_EXPANSION = 100
-# Tables that are written here take at least so many bytes per value in memory.
+# Tables that are written here take at least this number of bytes per value in memory.
 _MIN_VALUE_BYTES = 4
 
 
@@ -59,7 +59,7 @@ def open_parquet(
 
     Args:
         source: path or contents of the file, or an open seekable file.
-        buffer_size: number of bytes that are read at once of each column. 0 reads the
+        buffer_size: number of bytes of a column that are read at once. 0 reads the
             whole column of a row group at once.
 
     Raises:
@@ -112,8 +112,9 @@ def read_table(
         if missing := sorted(set(names) - set(schema.names)):
             raise ValueError(f"the Parquet file has no column {missing[0]!r}")
         types = [schema.field(name).type for name in names]
-        # Texts need the second opening below. Without texts it is skipped, because it
-        # takes as long as reading a column.
+        # Texts are read after the file is opened a second time, with other options. A
+        # table without texts is read here, because the second opening takes as long as
+        # reading a column.
         if all(map(pa.types.is_primitive, types)):
             return file.read(columns=names, use_threads=False).select(names)
         metadata = file.metadata
@@ -187,8 +188,9 @@ class ParquetRowGroups:
         """
         groups = list(range(len(self._spans)))
         if values is not None:
-            # Read a row group if a value lies between its minimum and maximum: then
-            # more values are at most the maximum than are below the minimum.
+            # `after_min` is the number of values below the minimum of each row group,
+            # and `after_max` the number of values up to and including its maximum. If
+            # `after_max` is larger, the row group can contain a value, and is read.
             ascending = np.sort(np.asarray(values, dtype=np.int64))
             after_min = np.searchsorted(ascending, self._spans[:, 0])
             after_max = np.searchsorted(ascending, self._spans[:, 1], side="right")

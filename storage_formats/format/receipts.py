@@ -45,9 +45,9 @@ class ShardReceipt:
             "encode", "write"), summed over threads.
         truncated: number of indexed rows whose images are truncated. The column
             `detail` of these rows describes what is missing.
-        encoded_on: names of the GPU and of the version of torch, and the number of
-            images per forward pass, because the bytes depend on them. None if the shard
-            was encoded on a CPU.
+        encoded_on: text with the name of the GPU, the version of torch and the number
+            of images per forward pass. The bytes of the files depend on them. None if
+            the shard was encoded on a CPU.
     """
 
     shard: int

@@ -27,7 +27,7 @@ ROOT = "index.json"
 REPLACED = b"{}"
 """The contents of `index.json` while a copy replaces the index."""
 
-# A cached snapshot that was not opened for so long is deleted.
+# A cached snapshot that was not opened for this time, a week, is deleted.
 _KEPT_SECONDS = 7 * 86400.0
 
 

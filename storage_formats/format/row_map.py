@@ -49,7 +49,8 @@ def translate_row_ids(index: CommittedIndex, row_ids: RowIds) -> Ints:
     """
     spec = index.spec
     # `row_ids` may be beyond the last current row, because the last rows of an earlier
-    # snapshot may have been removed. Shards from `next_shard` on were never used.
+    # snapshot may have been removed. Shards from `next_shard` on were never used, so
+    # their row ids are refused.
     shards = max(spec.shards, index.manifest.snapshot.next_shard)
     ids = check_row_ids(row_ids, shards * spec.shard_size)
     for row_map in index.manifest.row_maps:
@@ -84,8 +85,9 @@ def _translate(index: CommittedIndex, row_map: RowMap, ids: Ints) -> Ints:
         ):
             old, new = _columns(index, row_map, group)
             if len(old):
-                # `old` is ascending, so a binary search finds the line of each listed
-                # row id. Other row ids get any line, and are left out by `listed`.
+                # `old` is ascending, so a binary search finds the line of each row id
+                # that `old` lists. For the others, it returns an arbitrary line, and
+                # `listed` is False.
                 lines = np.minimum(np.searchsorted(old, ids), len(old) - 1)
                 listed = renumbered & (old[lines] == ids)
                 result[listed] = new[lines[listed]]
@@ -95,8 +97,8 @@ def _translate(index: CommittedIndex, row_map: RowMap, ids: Ints) -> Ints:
 def _columns(
     index: CommittedIndex, row_map: RowMap, lines: pa.Table
 ) -> tuple[Ints, Ints]:
-    """Return the old and the new row ids of `lines`, int64 [k] each, a part of a row
-    map.
+    """Return the old and the new row ids, int64 [k] each, of the k `lines`, which are a
+    part of a row map.
 
     Raises:
         ValueError, pyarrow.ArrowException: the lines are damaged.

@@ -70,7 +70,7 @@ ARROW_TYPES = {
 }
 """The Arrow type of each type of source column."""
 TIMING_COLUMNS = ("read_seconds", "decode_seconds", "encode_seconds")
-# files of `rows/` that are downloaded in parallel
+# number of files of `rows/` that are downloaded in parallel
 _FILES_AT_ONCE = 16
 
 
@@ -218,7 +218,7 @@ def read_shard_rows(
         ValueError,
         TypeError,
         pa.ArrowException,
-        # Damaged edits also raise the errors below.
+        # Damaged edits can also raise the errors that follow.
         ArithmeticError,
         LookupError,
         RecursionError,
@@ -426,8 +426,8 @@ def read_index_rows(
     ]
     starts = np.concatenate([[0], np.cumsum([len(table) for table in tables])])
     line_indices = starts[shard_indices] + ids % spec.shard_size
-    # `pa.array` would import pandas if it is installed, which takes longer than reading
-    # the rows.
+    # If pandas is installed, `pa.array` would import it, which takes longer than
+    # reading the rows.
     taken = pa.Array.from_buffers(
         pa.int64(),
         len(line_indices),

@@ -107,8 +107,8 @@ def check_content(
 
 @contextlib.contextmanager
 def committed_content(root: Path, entry: FileEntry, what: str) -> Iterator[bytes]:
-    """Context manager that yields the contents of a committed file of the index at
-    `root` after it compared them with `entry`.
+    """Context manager that reads a committed file of the index at `root`, compares its
+    contents with `entry`, and yields them.
 
     The `with` block parses the contents. An OSError, KeyError, ValueError or Arrow
     error in the block means that the file is damaged, and becomes a CorruptIndexError.

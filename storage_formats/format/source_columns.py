@@ -38,9 +38,9 @@ RENAMED_PREFIX = "source_"
 MAX_COLUMNS = 256
 MAX_NAME_BYTES = 128
 MAX_SHARD_BYTES = 48 << 20
-"""Largest number of bytes of the source values of one shard as JSON in UTF-8."""
+"""Most bytes that the source values of one shard may have as JSON in UTF-8."""
 MAX_ROW_BYTES = 16 << 10
-"""Largest number of bytes of the source values of one row as JSON in UTF-8."""
+"""Most bytes that the source values of one row may have as JSON in UTF-8."""
 
 # kinds of values; SPEC.md section 9 defines them
 _KINDS = ("bool", "int", "big-int", "float", "text", "timestamp", "texts")
@@ -307,8 +307,8 @@ def metadata_text(metadata: Mapping[str, Value]) -> str:
 
 
 def as_type(value: Value, column_type: str) -> Value:
-    """Convert a value to a column type, for example `FLOAT64`. A text is parsed, so
-    that "1.5" becomes the float 1.5.
+    """Convert a value to a column type. For example, the text "1.5" becomes the float
+    1.5 for the type `FLOAT64`.
 
     Raises:
         ValueError, TypeError: the value cannot be converted.

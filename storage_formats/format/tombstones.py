@@ -44,8 +44,8 @@ class Tombstones:
 
     def contain(self, row_ids: Ints) -> Bools:
         """Return which of `row_ids` [k] are deleted, bool [k]."""
-        # As if only the deleted rows were kept, `renumbered` returns -1 for each row id
-        # that is not among them.
+        # With the deleted rows as its argument `kept`, `renumbered` returns -1 for each
+        # row id that is not deleted.
         return renumbered(self.row_ids, 0, row_ids) >= 0
 
     def refuse(self, row_ids: Ints) -> None:
@@ -164,8 +164,8 @@ def rows_in_use(row_ids: Ints, spec: IndexSpec) -> Bools:
         [segment.first_row for segment in spec.used_segments], dtype=np.int64
     )
     stops = np.array([segment.stop for segment in spec.used_segments], dtype=np.int64)
-    # A row id can belong only to the last segment that starts at or before it. If no
-    # segment does, the stop is 0, so that the row id belongs to none.
+    # A row id can belong only to the last segment that starts at or before it. A row id
+    # before the first segment gets the stop 0, so that it belongs to no segment.
     stops_before = np.concatenate([[0], stops])
     used: Bools = row_ids < stops_before[np.searchsorted(starts, row_ids, side="right")]
     return used
@@ -243,8 +243,8 @@ def renumbered(kept: Ints, first_row: int, row_ids: Ints) -> Ints:
         kept: int64 [n], row ids, ascending.
     """
     positions = np.searchsorted(kept, row_ids)
-    # A row id above the last kept one has the position len(kept), which `kept` does not
-    # have.
+    # A row id above the last kept one has the position len(kept), which is out of range
+    # in `kept`.
     is_kept = positions < len(kept)
     is_kept[is_kept] = kept[positions[is_kept]] == row_ids[is_kept]
     return np.where(is_kept, first_row + positions, -1)
