@@ -215,8 +215,8 @@ class Change:
         self, shards: Iterable[int], fingerprint: str
     ) -> dict[int, ShardReceipt]:
         """Return the receipts of those of `shards` that earlier runs finished, keyed by
-        shard number. Receipts with another `fingerprint` than that of the tasks of this
-        change are left out.
+        shard number. Receipts whose `plan` differs from `fingerprint`, the fingerprint
+        of the tasks of this change, are left out.
 
         The private files of crashed workers are removed, unless the change is dry.
         """
@@ -292,8 +292,9 @@ class Change:
             if self._is_committed():
                 remove_build(layout)
             else:
-                # The block ended without an error and without a commit. Unless the job
-                # was abandoned, it had nothing to do, and has written no data files.
+                # The block ended without an error and without a commit. Unless the
+                # change was abandoned, it had nothing to do, and has written no data
+                # files.
                 had_nothing_to_do = not self._is_abandoned
         except (OSError, EdjeError) as error:
             if not self._is_committed():
@@ -308,7 +309,7 @@ class Change:
             with contextlib.suppress(OSError, EdjeError):
                 if not self._is_committed():
                     if _has_work(layout, self._journal) and not self._is_abandoned:
-                        # The finished shards stay for the run that resumes the job.
+                        # The finished shards stay for the run that resumes the change.
                         shutil.rmtree(layout.staging, ignore_errors=True)
                     elif had_nothing_to_do:
                         remove_build(layout)
@@ -422,8 +423,8 @@ class IndexChange(Change):
 
     def _remove_data(self) -> None:
         layout = self.layout
-        # Listing the files of all shards is slow. A change that has neither of these
-        # directories has written no such files, so they are not listed.
+        # Listing the files of all shards is slow. If neither of these directories
+        # exists, the change has written no files of shards, so they are not listed.
         has_shards = layout.staging.exists() or layout.receipts.exists()
         remove_what_is_not_kept(layout, tables=False, shards=has_shards)
         write_array_shapes(layout, self.index.spec)
@@ -627,9 +628,9 @@ def finish_committed(root: str | Path) -> None:
 
 
 def _recover(layout: Layout) -> Journal | None:
-    """Finish a change that was killed after its commit, and return None. If a change
-    was stopped before its commit, return its journal. Return None if there is no
-    unfinished change.
+    """If a change was killed after its commit, finish it and return None. If a change
+    was stopped before its commit, return its journal. If no change is unfinished,
+    return None.
     """
     # A change writes a journal first, so an index without a journal has no temporary
     # files of a change. `verify_index` writes `verified.bin` without a journal.
@@ -680,8 +681,8 @@ def now() -> str:
 
 
 def check_free(layout: Layout) -> None:
-    """Raise UsageError unless the directory is missing, empty, or holds an index. Also
-    raise UsageError if the directory lies inside another index.
+    """Raise UsageError unless the directory is missing, is empty, or holds a finished
+    or unfinished index. Also raise UsageError if it lies inside another index.
     """
     root = layout.root
     for parent in root.resolve().parents:

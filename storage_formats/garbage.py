@@ -24,7 +24,8 @@ from storage_formats.format.shard_table import read_shard_table
 
 _NAMES = "|".join(precisions())
 _ARRAY_FOLDER = re.compile(rf"(tokens|checksums)/({_NAMES}|{OFFSET_ARRAY})")
-# paths of the files that `remove_what_is_not_kept` may remove and copies may contain
+# paths of the files that `remove_what_is_not_kept` may remove, and that a copy of an
+# index may contain
 DATA_FILE = re.compile(
     rf"tokens/({_NAMES}|{OFFSET_ARRAY})/(c\.\d+(\.0)+|zarr\.json)"
     rf"|checksums/({_NAMES})/\d+\.crc32c"

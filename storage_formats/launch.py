@@ -3,7 +3,8 @@ beside packages of other projects that have the same names.
 
 Other projects may install packages named `pipelines` or `benchmarks`. The entry point
 ensures that the command imports the packages of this project. In other programs,
-`share_package` makes a package of this project importable in addition.
+`share_package` makes this project's `pipelines` importable beside the other package of
+this name.
 """
 
 from __future__ import annotations

@@ -78,8 +78,8 @@ def _acquire(layout: Layout) -> int:
             ) from None
         if _is_lock_file(layout, fd):
             return fd
-        # The previous holder removed this file before it was locked here, so the lock
-        # would not keep other processes away.
+        # The previous holder removed this file before it was locked here. Another
+        # process would create and lock a new file, so this lock would not keep it away.
         os.close(fd)
 
 

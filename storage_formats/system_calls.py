@@ -3,8 +3,8 @@
 - Required calls: `flock`, `fsync` of a file, and `rename`. Without them, a crash or a
   second writer could damage an index, so `promised` raises an error.
 - Optional calls: `posix_fadvise`, `madvise`, `mmap`, `O_DIRECT`, `copy_file_range`, and
-  `fsync` of a directory. A job continues without them. It is then slower, or, without
-  the last, a power failure may undo its latest renames.
+  `fsync` of a directory. A job continues without them, but may be slower. Without
+  `fsync` of a directory, a power failure may undo the latest renames of the job.
 """
 
 from __future__ import annotations

@@ -53,7 +53,8 @@ from storage_formats.writing.publish import add_counts
 # Four threads are used on a machine with fewer CPUs, too, because they mostly wait for
 # data (docs/lab/fetch.md).
 _THREADS = 4
-# shards whose entries a sample reads from the shard tables at once
+# number of shards whose entries are read from the shard tables at once, if only a sample
+# of the shards is checked
 _GROUP_SHARDS = 64
 _MAX_ZARR_BYTES = 1 << 20
 _MAX_RECORD_BYTES = 1 << 30
@@ -90,7 +91,8 @@ def verify_index(
             limit, the same parts of the index are skipped as with a sample. None sets
             no limit.
         record: True records in the directory of the index when each undamaged shard was
-            checked, see `last_verified`.
+            checked, see `last_verified`. Nothing is recorded for an index on an object
+            store.
 
     Returns:
         All problems that were found. The list is empty if all checked files are
@@ -163,8 +165,8 @@ def _opened(location: IndexLocation) -> Iterator[CommittedIndex]:
         ) as directory:
             yield CommittedIndex(Path(directory).resolve(), manifest, folder)
     except OSError as error:
-        # An OSError comes from the local disk. Unreadable files of the index are
-        # returned as problems, and errors of the object store are no OSErrors.
+        # An OSError here comes from the local disk: unreadable files of the index are
+        # returned as problems, and errors of the object store are not OSErrors.
         raise UsageError(
             f"cannot write to {parent}: {error.strerror}; free some space, or set"
             " EDJE_CACHE to another directory"
@@ -303,8 +305,8 @@ def _here(
                 if only_length or info.size != entry.bytes:
                     file.truncate(info.size)
                     continue
-                # The object was removed or shortened after `info`. `check_file` reports
-                # the incomplete file.
+                # The object may have been removed or shortened since `info` was read.
+                # `check_file` then reports the incomplete file.
                 with contextlib.suppress(FileNotFoundError, EOFError):
                     file.writelines(index.remote.chunks(entry.path, entry.bytes))
         yield
@@ -383,8 +385,8 @@ def _check_metadata(index: CommittedIndex) -> Iterator[Problem]:
             and isinstance(actual, dict)
             and isinstance(actual.get("shape"), list)
         ):
-            # A change that adds rows writes their number to `zarr.json` before its
-            # commit, so the number of rows is not compared during a change.
+            # A change that adds rows writes the new number of rows to `zarr.json`
+            # before its commit, so this number is not compared during a change.
             actual["shape"][:1] = shape[:1]
         if actual != document:
             yield Problem(
@@ -395,7 +397,9 @@ def _check_metadata(index: CommittedIndex) -> Iterator[Problem]:
 
 
 def _check_own_files(index: CommittedIndex, *, checks_all: bool) -> Iterator[Problem]:
-    """Check the files that no shard table lists."""
+    """Check the files that no shard table lists, except the files of edits and each
+    `zarr.json`, which `_problems` checks.
+    """
     manifest = index.manifest
     try:
         _ = index.deleted
@@ -509,8 +513,8 @@ def _check_earlier_snapshots(index: CommittedIndex) -> Iterator[Problem]:
     others = sorted(earlier - checked, key=lambda entry: entry.path)
     check = functools.partial(_check_file, index)
     yield from filter(None, ordered_map(check, others, _THREADS, 2 * _THREADS))
-    # Files that no snapshot names may belong to the unfinished change. The next change
-    # commits or removes them.
+    # If a change is unfinished, files that no snapshot names may belong to it. They are
+    # not reported, because the next change commits or removes them.
     if _is_changing(index):
         return
     layout = index.layout
@@ -544,7 +548,7 @@ def _check_earlier_snapshots(index: CommittedIndex) -> Iterator[Problem]:
         )
     for where in names:
         # A conversion leaves the earlier shard tables for readers that have the index
-        # open, so a shard table without a name is not reported.
+        # open, so a shard table that no snapshot names is not reported.
         is_table = _SHARD_TABLE.fullmatch(where) is not None
         if not (where.endswith("/zarr.json") or is_table or where in named):
             yield Problem(

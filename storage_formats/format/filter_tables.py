@@ -35,10 +35,10 @@ from storage_formats.format.source_columns import SourceColumn
 # The timing columns are left out because they would give two builds of the same plan
 # different filter tables.
 _LEFT_OUT = ("uri_raw", "content_hash", *TIMING_COLUMNS)
-# A row group ends after the shard with which it reaches `_GROUP_ROWS` or `_GROUP_BYTES`.
-# Readers accept up to 64 MiB of text in a row group, however short the file is. The
-# last shard of a row group has at most 48 MiB of source values, which leaves 16 MiB for
-# the other shards.
+# A row group ends after the shard with which it reaches `_GROUP_ROWS` rows or
+# `_GROUP_BYTES` bytes. Readers accept up to 64 MiB of text in a row group, however
+# short the file is. The last shard of a row group has at most 48 MiB of source values,
+# which leaves 16 MiB for the other shards.
 _GROUP_ROWS = 1 << 16
 _GROUP_BYTES = 16 << 20
 

@@ -58,16 +58,17 @@ class ConversionTask:
 def choose_offset(
     index: CommittedIndex, source: str, names: Sequence[str]
 ) -> tuple[Offset | None, OffsetBlock | None]:
-    """Return the offset block to encode the precisions `names` with, and its
+    """Return the offset block with which the precisions `names` are encoded, and its
     description in the manifest after the conversion.
 
-    The offset block is None if no mean of the tokens can be computed. The description
-    is None if none of the precisions of the index then uses an offset block.
+    Both are None if no kept snapshot has an offset block and `sampled_offset` returns
+    None. The description is also None if no precision of the index uses an offset block
+    after the conversion.
 
     All snapshots of an index share one offset block. If no kept snapshot has an offset
     block, it is computed from a sample of rows that are not deleted. If a kept snapshot
-    already stores one of the precisions, this precision is encoded in the same way
-    again, with or without the offset, because the snapshots share its files.
+    already stores one of the precisions `names`, this precision is encoded in the same
+    way again, with or without the offset, because the snapshots share its files.
 
     Args:
         source: name of the precision to read.
@@ -93,8 +94,9 @@ def choose_offset(
 
 
 def sampled_offset(index: CommittedIndex, source: str) -> Offset | None:
-    """Return the mean of about 1,024 evenly spaced blocks that are not deleted, read in
-    the precision `source`. Return None in the cases of `estimate_offset`.
+    """Return the mean of the blocks of 1,024 to 2,047 evenly spaced rows that are not
+    deleted, or of all such rows if there are fewer. The blocks are read in the
+    precision `source`. Return None if `estimate_offset` does.
     """
     with TokenStore(index, source) as store:
         rows = store.row_ids()
@@ -116,7 +118,8 @@ def offset_from_tokens(index: CommittedIndex) -> Iterator[tuple[str, Offset]]:
         with_offset = () if block is None else block.precisions
         for name in manifest.spec.precisions:
             if name not in with_offset:
-                # Damaged tokens give no candidate, but others may be undamaged.
+                # Damaged tokens give no candidate, but the tokens of another precision
+                # or snapshot may be undamaged.
                 with contextlib.suppress(CorruptIndexError):
                     offset = sampled_offset(replace(index, manifest=manifest), name)
                     if offset is not None:
@@ -162,8 +165,8 @@ def convert_shard(
 
 def _blocks(task: ConversionTask) -> Iterator[tuple[int, Blocks]]:
     """Yield (position of the first block, blocks as bfloat16 [k, m, d]) for
-    consecutive pieces of the shard. Blocks are overwritten when the piece after the
-    next one is read.
+    consecutive pieces of the shard. The blocks of a piece are overwritten when the
+    piece after the next one is read.
     """
     rows = task.spec.shard_rows(task.shard)
     index = CommittedIndex.open(task.root)

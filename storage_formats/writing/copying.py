@@ -89,8 +89,8 @@ class RowCopier:
 
         Args:
             shard: number of the shard in the target.
-            row_ids: int64 [k], row ids in the source of the k rows of the shard, in the
-                order of their new row ids.
+            row_ids: int64 [k], row ids that the k rows of the shard have in the source,
+                in the order of their new row ids.
             renumber: takes row ids of the source, and returns their new row ids in the
                 target, or -1 for rows that are not copied.
             plan: fingerprint of the copy, which is stored in the receipt.
@@ -123,7 +123,7 @@ class RowCopier:
         """Copy the embeddings of the indexed rows from the source to `values`.
 
         Args:
-            row_ids: int64 [k], row ids in the source of the rows of the shard.
+            row_ids: int64 [k], row ids that the k rows of the shard have in the source.
             indexed: positions of the rows to copy, in `row_ids` and in `values`.
             values: embeddings of the new shard, float32 [shard_size, embed_dim].
         """
@@ -285,8 +285,9 @@ def _copy_in_kernel(source: int, target: int, length: int) -> None:
     call may copy fewer bytes, or none. Afterwards, the position of both descriptors is
     the end of the copied bytes.
     """
-    # Only Linux has this call, and not every file system supports it. If the disk
-    # itself fails, the ordinary copy that follows raises the error again.
+    # Only Linux has this call, and not every file system supports it. Its errors are
+    # ignored, because the caller then copies the remaining bytes in the ordinary way,
+    # which raises an error if the disk itself fails.
     with contextlib.suppress(AttributeError, OSError):
         while length and (count := os.copy_file_range(source, target, length)):
             length -= count

@@ -48,7 +48,7 @@ from storage_formats.remote.urls import STORE_SCHEMES
 from storage_formats.system_calls import promised
 from storage_formats.writing.copying import copy_file
 
-# key under which the metadata of an object has its CRC-32C
+# key of the CRC-32C of an object in the metadata of this object
 _CHECKSUM = "crc32c"
 _MAX_CLAIM_BYTES = 1 << 20
 
@@ -167,8 +167,8 @@ class RemoteCopy:
         return True
 
     def commit(self) -> None:
-        """Replace `index.json` of the destination. If the replaced one describes
-        another snapshot, it is kept in `snapshots/`.
+        """Replace `index.json` of the destination. If the replaced `index.json`
+        describes another snapshot, it is kept in `snapshots/`.
 
         Raises:
             EdjeError: another writer has changed the destination, or the store did not
@@ -212,9 +212,9 @@ class RemoteCopy:
             ) from error
 
     def remove_others(self, entries: Collection[FileEntry]) -> None:
-        """Delete the data files and the manifests of snapshots that are not in
-        `entries`. Nothing is deleted if the claim of this copy is gone, because another
-        writer may need the objects.
+        """Delete each data file and each manifest in `snapshots/` of the destination
+        whose path is not in `entries`. Nothing is deleted if the claim of this copy is
+        gone, because another writer may need the objects.
         """
         named = {entry.path for entry in entries}
         unnamed = [
@@ -259,7 +259,8 @@ def begin_remote_copy(
         try:
             version, manifest = read_root(folder)
         except (CorruptIndexError, UsageError):
-            # A damaged `index.json` can be replaced. Only its version is needed then.
+            # A damaged `index.json` can be replaced. Only the version of this object is
+            # needed for that.
             if not replace:
                 raise
             info = folder.info(ROOT)
@@ -362,8 +363,8 @@ def what_is_lost(index: CommittedIndex, url: str, manifest: Manifest) -> str | N
 
 
 def _entries(index: CommittedIndex) -> set[FileEntry]:
-    """Return the entries of all data files of a snapshot, apart from the shard
-    tables, which a conversion may replace.
+    """Return the entries of all data files of a snapshot except the shard tables. These
+    are left out because a conversion replaces them although no file is lost.
     """
     return {entry for _, entry in index.shard_files()} | {*index.manifest.own_files} - {
         *index.manifest.shard_tables
@@ -373,8 +374,8 @@ def _entries(index: CommittedIndex) -> set[FileEntry]:
 def _zarr_files(index: CommittedIndex) -> dict[str, bytes]:
     """Return the contents of each `zarr.json` for a snapshot, keyed by path.
 
-    The files on disk are not read, because they have the number of rows of the current
-    snapshot, while `index` may be open at an earlier one.
+    The files on disk are not read, because they describe the current snapshot, while
+    `index` may be open at an earlier snapshot, which can have fewer rows.
     """
     layout = index.layout
     documents = zarr_documents(layout, index.spec)

@@ -104,7 +104,8 @@ class IndexWriter:
     def __init__(self, root: Path, spec: IndexSpec, encoder: str) -> None:
         """Do not call this: use `IndexWriter.create`."""
         self._layout = Layout(root)
-        # The number of rows is not known yet, so `spec.rows` is that of one shard.
+        # The number of rows of the index is not known yet, so `spec.rows` is the number
+        # of rows of one shard.
         self._spec = spec
         self._encoder = encoder
         # The change holds the lock of the index until this stack is closed.
@@ -112,8 +113,9 @@ class IndexWriter:
         self._change: NewIndex
         self._open = True
         self._receipts: list[ShardReceipt] = []
-        # The rows that are not on disk yet: their entries, and their values of source
-        # columns. `_held` is their number, also in `_blocks` and `_embeddings`.
+        # `_held` is the number of rows that are not on disk yet. `_rows` has their
+        # entries, and `_values` their values of source columns. Their blocks and
+        # embeddings are the first `_held` items of `_blocks` and `_embeddings`.
         self._rows: list[RowEntry] = []
         self._values: list[dict[str, Value]] = []
         self._columns = CountedColumns()
@@ -226,7 +228,8 @@ class IndexWriter:
                         f"blocks[{position}] must have the shape [1 to {m}, {d}], got"
                         f" {shape}; pool vectors"
                     )
-            # The last vector is repeated: indices above its index are replaced by it.
+            # The last vector is repeated: each index above that of the last vector is
+            # replaced by the index of the last vector.
             blocks = np.stack(
                 [each[np.minimum(np.arange(m), len(each) - 1)] for each in vectors]
             )

@@ -1,5 +1,5 @@
-"""The manifest of a new index and the tables that it names, from the receipts of the
-shards.
+"""Makes the manifest of an index, and writes the tables that the manifest names, from
+the receipts of the shards.
 """
 
 from __future__ import annotations
@@ -122,8 +122,9 @@ def write_tables(
     if before is not None:
         manifest = before.manifest
         old = manifest.spec
-        # An earlier version of the package wrote indexes without filter tables. Their
-        # segments get None: to write a filter table, all rows would have to be read.
+        # An earlier version of the package wrote indexes without filter tables. The
+        # existing segments of such an index get None, because all their rows would have
+        # to be read to write filter tables.
         stored_filters = manifest.filter_tables or repeat(None)
         filters = dict(zip(old.used_segments, stored_filters, strict=False))
         if spec.precisions == old.precisions:

@@ -117,11 +117,11 @@ class ShardRepair:
         """Yield candidates (description of the source, records) for the committed
         records of the shard.
 
-        If the checksum file is undamaged, there is one candidate. It has the stored
-        records that match their checksums, and in place of the others, records from
-        other precisions or from the sources of the images that match. If the checksum
-        file is damaged, single records cannot be checked, so there is one candidate for
-        each place from which all records can come.
+        If the checksum file is undamaged, there is one candidate. It starts from the
+        stored records. Each record that does not match its checksum is replaced by a
+        record that does, from another precision or from the sources of the images, if
+        there is one. If the checksum file is damaged, single records cannot be checked,
+        so there is one candidate for each place from which all records can come.
         """
         stored = self._stored(token_codec)
         if not self._is_sound(self._paths(token_codec)[1]):
@@ -139,8 +139,9 @@ class ShardRepair:
             replaced = is_damaged & (crc32c_rows(records) == expected)
             if replaced.any():
                 stored[replaced] = records[replaced]
-                # `_alternatives` reads this array, so it is changed in place: the
-                # sources encode only the records that are still damaged.
+                # This array is changed in place, because `_alternatives` reads it
+                # before it encodes images again: only the records that are still
+                # damaged are encoded.
                 is_damaged &= ~replaced
                 origins.append(origin)
         yield ", ".join(origins) if origins else "the tokens", stored
@@ -149,7 +150,7 @@ class ShardRepair:
         self, token_codec: Codec, is_damaged: Bools
     ) -> Iterator[tuple[str, Records]]:
         """Yield (description of the origin, records) for each place from which lost
-        records of a precision can come: each other precision of the index, and at last
+        records of a precision can come: first each other precision of the index, then
         the sources of the images.
 
         Args:

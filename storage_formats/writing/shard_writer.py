@@ -68,8 +68,8 @@ class ShardWriter:
         self._shard = shard
         self._spec = spec
         for earlier in layout.staging.glob(f"{shard:08d}-*"):
-            # A rename removes the whole directory in one step, even if the earlier
-            # attempt is adding a file.
+            # A rename moves the whole directory away in one step, even if the worker of
+            # the earlier attempt is adding a file to it.
             removed = layout.staging / f"removed-{uuid.uuid4().hex}"
             with contextlib.suppress(FileNotFoundError):
                 earlier.replace(removed)
@@ -101,8 +101,8 @@ class ShardWriter:
 
     def outside(self, tokens: Blocks) -> dict[int, str]:
         """Return a description of the problem for each block of `tokens`, bfloat16
-        [k, m, d], that one of the precisions cannot store, keyed by index in `tokens`.
-        `put` refuses such blocks.
+        [k, m, d], that one of the precisions cannot store. The key is the position of
+        the block in `tokens`. `put` refuses such blocks.
         """
         problems: dict[int, str] = {}
         for file in self.tokens.values():

@@ -22,7 +22,7 @@ from storage_formats.format.zarr_metadata import shard_index_bytes
 
 def outside(codec: Codec, blocks: Blocks) -> dict[int, str]:
     """Return a description of the problem for each block that `codec` cannot store,
-    keyed by index in `blocks`.
+    keyed by the position of the block in `blocks`.
 
     A block cannot be stored if it has a token whose largest magnitude, after the offset
     was subtracted, is outside `codec.token_range`. The values of such a token would
@@ -38,8 +38,9 @@ def outside(codec: Codec, blocks: Blocks) -> dict[int, str]:
     largest = _largest(codec.residuals(blocks))
     is_small = (largest < low) & (largest > 0)
     if codec.offset is not None:
-        # A token that nearly equals the offset leaves small differences, which may be
-        # lost if they are no larger than the rounding of the token to bfloat16.
+        # If a token nearly equals the offset, the differences between them are small.
+        # They may be lost if they are no larger than the error with which the token was
+        # rounded to bfloat16.
         is_small &= largest > 2.0**-8 * _largest(blocks)
     lost = is_small | (largest > high)
     # Tokens are visited in reverse order, so that the description of a block names its
@@ -143,8 +144,8 @@ class TokenShardFile:
 
     def close(self) -> None:
         """Close the file. May be called repeatedly."""
-        # `finish` raises the errors of writes. An unfinished file is removed, so errors
-        # do not matter then.
+        # `finish` has flushed the file and raised the errors of writes. A file that is
+        # not finished is removed, so errors that occur when it is closed do not matter.
         with contextlib.suppress(OSError):
             self._file.close()
 
