@@ -34,7 +34,7 @@ def naming(path: Path) -> Iterator[None]:
 
 def fsync_path(path: Path) -> None:
     """Call fsync on a file or a directory. If the file system cannot flush directories,
-    the kernel writes the directory to the device at a later time.
+    no error is raised for a directory. The kernel then writes it to the device later.
     """
     fd = os.open(path, os.O_RDONLY)
     try:

@@ -4,8 +4,8 @@ leave receipts, and ends with one commit (SPEC.md section 11).
 A change writes new files under names that no committed snapshot uses, and then replaces
 `index.json`. Until then, readers see the index as it was before the change.
 `build/journal.json` describes the change that is under way. If a change is stopped, a
-later change of the same kind and request resumes it. Any other change is refused until
-the stopped change is finished or discarded.
+later change of the same kind and request resumes it. If the stopped change has a plan
+or finished shards, any other change is refused until it is finished or discarded.
 """
 
 from __future__ import annotations
@@ -253,9 +253,9 @@ class Change:
     def _running(self, earlier: Journal | None) -> Iterator[None]:
         """Context manager that runs this change.
 
-        If the change ends without a commit, but has a plan or finished shards, these
-        are kept for a later run. Otherwise `build/` is removed at the end, and so are
-        the data files of a change without a commit.
+        A change that ends without a commit keeps its plan and its finished shards for a
+        later run. If it has neither, or was abandoned, its data files and `build/` are
+        removed at the end. After a commit, only `build/` is removed.
 
         Args:
             earlier: journal of a stopped change; None if there is none. If the stopped

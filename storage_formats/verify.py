@@ -53,8 +53,8 @@ from storage_formats.writing.publish import add_counts
 # Four threads are used on a machine with fewer CPUs, too, because they mostly wait for
 # data (docs/lab/fetch.md).
 _THREADS = 4
-# number of shards whose entries are read from the shard tables at once, if only a sample
-# of the shards is checked
+# number of shards whose entries are read from the shard tables at once, if there is a
+# sample or a time limit
 _GROUP_SHARDS = 64
 _MAX_ZARR_BYTES = 1 << 20
 _MAX_RECORD_BYTES = 1 << 30

@@ -25,8 +25,8 @@ from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.rows import iter_stored_rows, read_index_rows
 from storage_formats.format.tombstones import rows_in_use
 
-# Number of rows whose hashes are read at once. A row takes 16 bytes, so they take 32
-# MiB. A new file with more than half of this number of rows is not joined with others.
+# Number of rows whose hashes are read at once. At 16 bytes per row, this takes 32 MiB.
+# A new file with more than half of this number of rows is not joined with others.
 _MOST_ROWS = 1 << 21
 
 

@@ -57,10 +57,16 @@ def open_inside(root: str | Path, path: str | Path, flags: int = 0) -> int:
 
     Args:
         flags: as for `open_regular`.
+
+    Raises:
+        OSError: `path` cannot be opened, is not a regular file, or lies outside the
+            index.
     """
     folder = os.path.dirname(path)
     status = os.stat(folder)
     _check_folder(root, folder, status.st_dev, status.st_ino)
+    # If the last part of the path is a symbolic link, O_NOFOLLOW makes the call fail
+    # with ELOOP. Only then is the target of the link checked, which is slow.
     try:
         return open_regular(path, flags | os.O_NOFOLLOW)
     except OSError as error:

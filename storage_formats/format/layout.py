@@ -16,9 +16,11 @@ FORMAT = "edje-index"
 FORMAT_VERSION = "1.0"
 # format version of a snapshot that was written by a change of an index, not by a build
 SNAPSHOT_VERSION = "1.1"
-# format version of an index with source columns or row maps
+# format version of an index with source columns or row maps, or with a first row id
+# above 0
 EXTENDED_VERSION = "1.2"
-# format version of an index in which a compaction renumbered the rows of some shards
+# format version of an index in which a compaction renumbered only the rows of some
+# shards, and left the other row ids unchanged
 PARTIAL_VERSION = "1.3"
 # format version of an index with edits
 EDITED_VERSION = "1.4"

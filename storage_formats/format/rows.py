@@ -114,8 +114,9 @@ def rows_table(entries: Sequence[RowEntry]) -> pa.Table:
 
 
 def type_name(arrow_type: pa.DataType) -> str:
-    """Return the name of an Arrow type: for a type of source columns, its name in
-    SPEC.md section 9, and for any other type, Arrow's name.
+    """Return the name of an Arrow type. The types of source columns have the names in
+    SPEC.md section 9, for example "float64". Any other type has the name that Arrow
+    gives it.
     """
     return next(
         (name for name, each in ARROW_TYPES.items() if each == arrow_type),
@@ -193,7 +194,7 @@ def read_shard_rows(
 
     Raises:
         CorruptIndexError: the file is missing or damaged.
-        UsageError: a name in `columns` is not that of a column.
+        UsageError: `columns` contains a name that no column has.
     """
     path = layout.rows_file(shard)
     schema = row_schema(source_columns)
@@ -317,7 +318,7 @@ def iter_rows(
         columns: names of the columns to read. None reads all columns.
 
     Raises:
-        UsageError: a name in `columns` is not that of a column.
+        UsageError: `columns` contains a name that no column has.
         CorruptIndexError: a file is missing or damaged.
     """
     tables = iter_stored_rows(index, columns)

@@ -363,8 +363,8 @@ def what_is_lost(index: CommittedIndex, url: str, manifest: Manifest) -> str | N
 
 
 def _entries(index: CommittedIndex) -> set[FileEntry]:
-    """Return the entries of all data files of a snapshot except the shard tables. These
-    are left out because a conversion replaces them although no file is lost.
+    """Return the entries of all data files of a snapshot except the shard tables. A
+    conversion may replace a shard table without discarding a file that it lists.
     """
     return {entry for _, entry in index.shard_files()} | {*index.manifest.own_files} - {
         *index.manifest.shard_tables

@@ -278,9 +278,10 @@ class IndexWriter:
         method.
 
         Args:
-            build_ann: `build_ann(root, spec)` writes the nearest-neighbour index of the
-                index of shape `spec` at `root`, and returns the value of `ann` in
-                `index.json`. None writes no nearest-neighbour index.
+            build_ann: called as `build_ann(root, spec)`. It writes a nearest-neighbour
+                index to the index at `root`, which has the shape `spec`, and returns
+                the value of `ann` in `index.json`. None writes no nearest-neighbour
+                index.
 
         Raises:
             UsageError: no row was appended, or the writer is closed.

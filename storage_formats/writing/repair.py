@@ -25,8 +25,8 @@ from storage_formats.shard_check import check_file
 from storage_formats.writing.shard_writer import ShardWriter
 
 EncodeAgain = Callable[[Ints], Mapping[int, Blocks]]
-"""Function that takes positions in a shard, encodes the images of these rows again, and
-returns a block [m, d] for each position.
+"""Function that takes positions in a shard, encodes the images of the rows at these
+positions again, and returns a block [m, d] for each position.
 
 Positions whose image cannot be encoded may be missing from the result. The result may
 also have blocks of other positions.
