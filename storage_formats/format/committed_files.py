@@ -189,6 +189,8 @@ class CommittedTable:
 
         Raises:
             CorruptIndexError: the file is missing or damaged.
+            MachineError: this machine cannot read the file at the moment, see
+                `cannot_read`.
         """
         try:
             self._index.fetch([self._entry])

@@ -110,14 +110,16 @@ def committed_content(root: Path, entry: FileEntry, what: str) -> Iterator[bytes
     """Context manager that reads a committed file of the index at `root`, compares its
     contents with `entry`, and yields them.
 
-    The `with` block parses the contents. An OSError, KeyError, ValueError or Arrow
-    error in the block means that the file is damaged, and becomes a CorruptIndexError.
+    The `with` block parses the contents. A KeyError, ValueError or Arrow error in the
+    block means that the file is damaged, and becomes a CorruptIndexError.
 
     Args:
         what: kind of the file for error messages, such as "shard table".
 
     Raises:
         CorruptIndexError: the file is missing or damaged.
+        MachineError: this machine cannot read the file at the moment, see
+            `cannot_read`.
     """
     path = root / entry.path
     try:
